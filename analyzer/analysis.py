@@ -13,7 +13,7 @@ from stepsplit.analyzer.diagnose.causes import find_causes
 from stepsplit.analyzer.diagnose.hang import read_calls
 from stepsplit.analyzer.diagnose.hang_progress import Hang
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import (
     Recording,
@@ -21,19 +21,19 @@ from stepsplit.analyzer.readers.recording import (
     read_recording,
     read_recording_files,
 )
-from stepsplit.analyzer.readers.workers import Progress, no_progress
-from stepsplit.analyzer.report.build import build_report, origin_ns
+from stepsplit.analyzer.readers.workers import Progress, ignore_progress
+from stepsplit.analyzer.report.build import build_report, find_origin_ns
 from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit, split_run
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.regression.checks import Verdict
+    from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
-    from stepsplit.analyzer.regression.metrics import RunFacts
+    from stepsplit.analyzer.regression.metrics import RunMetrics
 
-_Held = Callable[[Report, Recording, RunSplit], Report]
+_ModelComparison = Callable[[Report, Recording, RunSplit], Report]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = B
 def examine(
     places: Sequence[str | Path],
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
 ) -> Analysis:
@@ -107,66 +107,66 @@ def examine(
         print(analysis.report.findings)
         print(len(analysis.tables.segments.start_ns))
     """
-    held = _against(job)
-    return _examined(read_recording(places, workers, progress, rules), held)
+    compare = _make_comparison(job)
+    return _build_analysis(read_recording(places, workers, progress, rules), compare)
 
 
 def examine_or_find_hang(
     places: Sequence[str | Path],
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
 ) -> Analysis | Hang:
     """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
     calls in these dumps."""
-    held = _against(job)
+    compare = _make_comparison(job)
     with open_recording(places) as files:
         if files.only_dumps:
             return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)
-    return _examined(recording, held)
+    return _build_analysis(recording, compare)
 
 
-def examine_as_told(
-    places: Sequence[str | Path], workers: int = 1, progress: Progress = no_progress
+def examine_with_inferred_job(
+    places: Sequence[str | Path], workers: int = 1, progress: Progress = ignore_progress
 ) -> Analysis:
     """As `examine` with job "auto"; keys that cannot be inferred give a warning, not an error."""
-    held = _against("auto")
+    compare = _make_comparison("auto")
 
     def tried(report: Report, recording: Recording, split: RunSplit) -> Report:
         try:
-            return held(report, recording, split)
+            return compare(report, recording, split)
         except UsageError as error:
             warning = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, warning))
 
-    return _examined(read_recording(places, workers, progress), tried)
+    return _build_analysis(read_recording(places, workers, progress), tried)
 
 
-def _examined(recording: Recording, held: _Held) -> Analysis:
-    found = split_run(recording.traces, recording.spec, ideal_bubble_fraction)
-    causes = find_causes(found, origin_ns(found), recording.records)
-    report = build_report(recording, found, causes.findings, causes.notes)
-    return Analysis(held(report, recording, found), build_tables(found))
+def _build_analysis(recording: Recording, compare: _ModelComparison) -> Analysis:
+    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    causes = find_causes(split, find_origin_ns(split), recording.records)
+    report = build_report(recording, split, causes.findings, causes.notes)
+    return Analysis(compare(report, recording, split), build_tables(split))
 
 
-def _against(job: str | Path | None) -> _Held:
+def _make_comparison(job: str | Path | None) -> _ModelComparison:
     """The function that adds the model comparison to a report; without a job, it adds nothing."""
     if job is None:
         return lambda report, *_: report
     # Imported here because the model takes time to load and is rarely used.
-    from stepsplit.analyzer.gap.gap import held_against, read_job_table
+    from stepsplit.analyzer.gap.gap import compare_to_model, read_job_table
 
-    stated = read_job_table(job)
-    return lambda report, recording, split: held_against(report, recording, split, stated)
+    job_table = read_job_table(job)
+    return lambda report, recording, split: compare_to_model(report, recording, split, job_table)
 
 
 def compare_runs(
     baseline: str | Path,
     candidate: str | Path,
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
 ) -> RunComparison:
     """Compares two runs: which bucket, collective or kernel family changed, and by how much.
@@ -195,14 +195,16 @@ def compare_runs(
     """
     from stepsplit.analyzer.regression.compare import compare_reports
 
-    one, other = (report_at(place, workers, progress, rules) for place in (baseline, candidate))
-    return compare_reports(one, other)
+    baseline_report, candidate_report = (
+        load_report(place, workers, progress, rules) for place in (baseline, candidate)
+    )
+    return compare_reports(baseline_report, candidate_report)
 
 
-def report_at(
+def load_report(
     place: str | Path,
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
 ) -> Report:
     """Reads the report.json at the place or in the folder; analyzes a recording that has none.
@@ -232,7 +234,7 @@ def check_runs(
     budgets: Sequence[str] = DEFAULT_BUDGETS,
     across_setups: bool = False,
     rules: Rules = BUILT_IN,
-) -> Verdict:
+) -> CheckResult:
     """Checks whether the candidate's runs stay within budgets relative to the baseline's runs.
 
     The Python form of `stepsplit check`.
@@ -263,23 +265,25 @@ def check_runs(
         for row in result.gated:
             print(result.answer, row.metric, row.harm)
     """
-    from stepsplit.analyzer.regression.checks import budgets_of
-    from stepsplit.analyzer.regression.judge import judge
+    from stepsplit.analyzer.regression.checks import parse_budgets
+    from stepsplit.analyzer.regression.judge import check_candidate
 
-    own, others = (
-        [fact for place in side for fact in facts_at(place, rules=rules)]
+    candidate_metrics, baseline_metrics = (
+        [fact for place in side for fact in read_run_metrics(place, rules=rules)]
         for side in (candidate, baseline)
     )
-    return judge(own, others, budgets_of(budgets), across_setups)
+    return check_candidate(
+        candidate_metrics, baseline_metrics, parse_budgets(budgets), across_setups
+    )
 
 
-def facts_at(
+def read_run_metrics(
     place: str | Path,
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     job: str | Path | None = None,
     rules: Rules = BUILT_IN,
-) -> tuple[RunFacts, ...]:
+) -> tuple[RunMetrics, ...]:
     """Reads the metrics that a check compares, of each run at the place.
 
     Args:
@@ -303,11 +307,11 @@ def facts_at(
         for metrics in facts_at("ci/baseline.json"):
             print(metrics)
     """
-    from stepsplit.analyzer.regression.metrics import facts_of, is_baseline, read_baseline
+    from stepsplit.analyzer.regression.metrics import extract_metrics, is_baseline, read_baseline
 
     path = Path(place)
     if is_baseline(path):
         return read_baseline(path)
     if job is not None:
-        return (facts_of(examine([place], workers, progress, rules, job).report, place),)
-    return (facts_of(report_at(place, workers, progress, rules), place),)
+        return (extract_metrics(examine([place], workers, progress, rules, job).report, place),)
+    return (extract_metrics(load_report(place, workers, progress, rules), place),)

@@ -58,10 +58,10 @@ def write(path: Path, content: bytes) -> None:
     try:
         write_whole(path, content)
     except (OSError, ValueError) as error:
-        raise unwritable(path, error) from None
+        raise make_write_error(path, error) from None
 
 
-def unwritable(path: Path, error: OSError | ValueError) -> UsageError:
+def make_write_error(path: Path, error: OSError | ValueError) -> UsageError:
     """The error for a path that cannot be written, with the reason of the operating system."""
     reason = getattr(error, "strerror", None) or "not a file"
     return UsageError(f"{path}: {reason}; choose a place that can be written")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from stepsplit.analyzer.arrays import distinct
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
@@ -22,13 +22,13 @@ from stepsplit.analyzer.trace import (
     Events,
     Int64,
     RankTrace,
-    wall_lead_ns,
+    compute_start_offsets_ns,
 )
 
 if TYPE_CHECKING:
     from hta.trace_analysis import TraceAnalysis
 
-_NAME_OF = {
+_HTA_CATEGORY = {
     Category.OP: "cpu_op",
     Category.ANNOTATION: "user_annotation",
     Category.RUNTIME: "cuda_runtime",
@@ -38,7 +38,7 @@ _NAME_OF = {
     Category.GPU_ANNOTATION: "gpu_user_annotation",
     Category.PYTHON: "python_function",
 }
-_MOST_DIGITS = 18
+_MAX_DIGITS = 18
 _WAITS = ("wait_on_stream", "wait_on_cuda_event_record_corr_id")
 
 
@@ -68,10 +68,10 @@ def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
 
         print(open_in_hta("runs/exp1").get_temporal_breakdown(visualize=False))
     """
-    return in_hta(read_recording(places, rules=rules).traces)
+    return convert_to_hta(read_recording(places, rules=rules).traces)
 
 
-def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
+def convert_to_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
     """Converts ranks that were already read to HTA's TraceAnalysis.
 
     No file is read again, so formats that HTA does not support work too. RankTrace keeps no
@@ -85,74 +85,76 @@ def in_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
         raise UsageError("this needs hta; install it with: pip install 'stepsplit[hta]'") from None
-    handed = Trace(trace_files={})
-    ids, base_ns = handed.symbol_table.get_sym_id_map(), min(t.t0_unix_ns for t in traces)
-    for trace, lead_ns in zip(traces, wall_lead_ns(traces).tolist(), strict=True):
-        names = _names_by_kind(trace)
-        handed.symbol_table.add_symbols(_symbols(trace.events, names))
-        if not (frame := _frame(trace.events, names, lead_ns, ids)).empty:
-            handed.traces[trace.rank] = frame
-            meta = _metadata(trace, base_ns)
-            handed.meta_data[trace.rank] = meta | {"device_type": infer_gpu_type(meta, ids)}
-    handed.align_and_filter_trace()
-    for rank, frame in handed.traces.items():
+    hta_trace = Trace(trace_files={})
+    ids, base_ns = hta_trace.symbol_table.get_sym_id_map(), min(t.t0_unix_ns for t in traces)
+    for trace, lead_ns in zip(traces, compute_start_offsets_ns(traces).tolist(), strict=True):
+        names = _rename_by_kind(trace)
+        hta_trace.symbol_table.add_symbols(_list_symbols(trace.events, names))
+        if not (frame := _build_frame(trace.events, names, lead_ns, ids)).empty:
+            hta_trace.traces[trace.rank] = frame
+            meta = _build_metadata(trace, base_ns)
+            hta_trace.meta_data[trace.rank] = meta | {"device_type": infer_gpu_type(meta, ids)}
+    hta_trace.align_and_filter_trace()
+    for rank, frame in hta_trace.traces.items():
         # HTA has shifted ts to start at the first event, but not end.
         frame["end"] = frame["ts"] + frame["dur"]
-        handed.traces[rank] = frame.set_index("index", drop=False).rename_axis(None)
-    handed.is_parsed = True
+        hta_trace.traces[rank] = frame.set_index("index", drop=False).rename_axis(None)
+    hta_trace.is_parsed = True
     # The constructor of TraceAnalysis accepts only files.
     analysis = TraceAnalysis.__new__(TraceAnalysis)
-    analysis.t = handed
+    analysis.t = hta_trace
     return analysis
 
 
-def _known(events: Events) -> Int64:
+def _find_known_events(events: Events) -> Int64:
     """The rows of the categories that HTA knows."""
     return np.flatnonzero(events.category != Category.OTHER)
 
 
-def _names_by_kind(trace: RankTrace) -> list[str]:
+def _rename_by_kind(trace: RankTrace) -> list[str]:
     """The names, changed where HTA would misclassify a kernel of that name."""
     from hta.utils.utils import is_comm_kernel
 
-    names, kernels = list(trace.events.names), trace.events.of(Category.KERNEL)
-    communicates = trace.kinds.of(EventKind.COMMUNICATION)
+    names, kernels = list(trace.events.names), trace.events.is_category(Category.KERNEL)
+    communicates = trace.kinds.is_kind(EventKind.COMMUNICATION)
     name_id = trace.events.name_id
-    for name in distinct(name_id[kernels & ~communicates]).tolist():
+    for name in list_distinct(name_id[kernels & ~communicates]).tolist():
         if is_comm_kernel(names[name]):
             names[name] = "compute:" + names[name].replace("ncclKernel", "nccl_Kernel")
-    for name in distinct(name_id[kernels & communicates]).tolist():
+    for name in list_distinct(name_id[kernels & communicates]).tolist():
         if not is_comm_kernel(trace.events.names[name]):
             names[name] = f"nccl:{trace.events.names[name]}"
     return names
 
 
-def _symbols(events: Events, names: Sequence[str]) -> list[str]:
-    used = np.unique(events.name_id[_known(events)]).tolist()
-    return [*_NAME_OF.values(), *(names[name] for name in used)]
+def _list_symbols(events: Events, names: Sequence[str]) -> list[str]:
+    used = np.unique(events.name_id[_find_known_events(events)]).tolist()
+    return [*_HTA_CATEGORY.values(), *(names[name] for name in used)]
 
 
-def _metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
+def _build_metadata(trace: RankTrace, base_unix_ns: int) -> dict[str, Any]:
     """The header fields that HTA reads; ts counts from base_unix_ns."""
     info = {"rank": trace.rank, "world_size": trace.world_size, "backend": trace.backend}
     return {"distributedInfo": info, "baseTimeNanoseconds": base_unix_ns}
 
 
-def _frame(events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, int]) -> pd.DataFrame:
+def _build_frame(
+    events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, int]
+) -> pd.DataFrame:
     """The events as HTA's loader represents them, one row each, in microseconds.
 
     index begins at 1, because HTA treats an index_correlation of 0 as a missing launch.
     """
-    rows = _known(events)
-    ts, dur = _us(events.start_ns[rows] + lead_ns), _us(events.dur_ns[rows])
-    on_device = events.of(*DEVICE_CATEGORIES)
-    pid, tid, stream = _places(events, on_device)
-    linked = _linked(events, on_device)
-    category = np.array([ids.get(_NAME_OF.get(c, ""), -1) for c in Category])
+    rows = _find_known_events(events)
+    ts, dur = _convert_to_us(events.start_ns[rows] + lead_ns), _convert_to_us(events.dur_ns[rows])
+    on_device = events.is_category(*DEVICE_CATEGORIES)
+    pid, tid, stream = _assign_lanes(events, on_device)
+    links = _link_launches(events, on_device)
+    category = np.array([ids.get(_HTA_CATEGORY.get(c, ""), -1) for c in Category])
     name = np.array([ids.get(name, -1) for name in names], dtype=np.int64)
     index = np.zeros(len(events) + 1, dtype=np.int64)
     index[rows] = np.arange(1, len(rows) + 1)
-    partner = np.where(linked >= 0, index[linked], np.minimum(events.correlation, 0))
+    partner = np.where(links >= 0, index[links], np.minimum(events.correlation, 0))
     columns = {
         "index": index[rows],
         "cat": category[events.category[rows]],
@@ -165,30 +167,32 @@ def _frame(events: Events, names: Sequence[str], lead_ns: int, ids: dict[str, in
         "correlation": events.correlation[rows],
         **{wait: np.full(len(rows), -1) for wait in _WAITS},
         "index_correlation": partner[rows],
-        "iteration": _steps(events, on_device, linked)[rows],
+        "iteration": _assign_steps(events, on_device, links)[rows],
         "end": ts + dur,
     }
     return pd.DataFrame(columns)
 
 
-def _us(ns: Int64) -> Any:
+def _convert_to_us(ns: Int64) -> Any:
     """Microseconds; as integers, for exact sums in HTA, if the trace has no finer resolution."""
     return ns / 1000 if (ns % 1000).any() else ns // 1000
 
 
-def _linked(events: Events, on_device: Bool) -> Int64:
+def _link_launches(events: Events, on_device: Bool) -> Int64:
     """The row of each launch's last kernel, and of each kernel's launch; -1 for none."""
-    linked = np.full(len(events), -1, dtype=np.int64)
+    links = np.full(len(events), -1, dtype=np.int64)
     work = np.flatnonzero(on_device & (events.correlation >= 0))
-    linked[work] = events.launches_of(work)
-    launched = work[linked[work] >= 0]
-    linked[linked[launched]] = launched
-    return linked
+    links[work] = events.find_launches(work)
+    launched = work[links[work] >= 0]
+    links[links[launched]] = launched
+    return links
 
 
-def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
+def _assign_steps(events: Events, on_device: Bool, links: Int64) -> Int64:
     """The ProfilerStep number in which the host ran or launched each event, -1 for none."""
-    marks = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
+    marks = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
+        "ProfilerStep#"
+    )
     steps = [(row, int(m[1])) for row in np.flatnonzero(marks).tolist()
              if (m := STEP.match(events.name_of(row))) is not None]  # fmt: skip
     step = np.full(len(events), -1, dtype=np.int64)
@@ -196,13 +200,13 @@ def _steps(events: Events, on_device: Bool, linked: Int64) -> Int64:
         start = events.start_ns[row]
         first, after = np.searchsorted(events.start_ns, (start, start + events.dur_ns[row]))
         step[first:after] = number
-    return np.where(on_device, np.where(linked >= 0, step[linked], -1), step)
+    return np.where(on_device, np.where(links >= 0, step[links], -1), step)
 
 
-def _places(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
+def _assign_lanes(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
     """Each event's pid, tid and stream as numbers; for device events, device and stream."""
-    pid = _numbers([lane.pid for lane in events.lanes])[events.lane]
-    tid = _numbers([lane.tid for lane in events.lanes])[events.lane]
+    pid = _parse_numbers([lane.pid for lane in events.lanes])[events.lane]
+    tid = _parse_numbers([lane.tid for lane in events.lanes])[events.lane]
     device = np.array([lane.device for lane in events.lanes], dtype=np.int64)[events.lane]
     stream = np.array([lane.stream for lane in events.lanes], dtype=np.int64)[events.lane]
     stream = np.maximum(stream, 0)
@@ -213,10 +217,10 @@ def _places(events: Events, on_device: Bool) -> tuple[Int64, Int64, Int64]:
     )
 
 
-def _numbers(texts: Sequence[str]) -> Int64:
+def _parse_numbers(texts: Sequence[str]) -> Int64:
     """The texts as numbers; each text that is not a number gets a unique larger one."""
-    are = {text: int(text) for text in texts if text.isdecimal() and len(text) <= _MOST_DIGITS}
-    beyond = max(are.values(), default=0) + 1
-    others = (text for text in dict.fromkeys(texts) if text not in are)
-    are |= {text: beyond + nth for nth, text in enumerate(others)}
-    return np.array([are[text] for text in texts], dtype=np.int64)
+    numbers = {text: int(text) for text in texts if text.isdecimal() and len(text) <= _MAX_DIGITS}
+    beyond = max(numbers.values(), default=0) + 1
+    others = (text for text in dict.fromkeys(texts) if text not in numbers)
+    numbers |= {text: beyond + nth for nth, text in enumerate(others)}
+    return np.array([numbers[text] for text in texts], dtype=np.int64)

@@ -8,7 +8,7 @@ from functools import lru_cache
 MESSAGES = ("send", "recv")
 
 
-def busbw_factor(op: str, ranks: int) -> float:
+def compute_busbw_factor(op: str, ranks: int) -> float:
     """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -19,7 +19,7 @@ def busbw_factor(op: str, ranks: int) -> float:
 
 # Names of ops and dtypes, and sizes in bytes.
 
-_OP_OF = (
+_OP_PATTERNS = (
     ("all_reduce", re.compile(r"all_?reduce", re.I)),
     ("all_gather", re.compile(r"all_?gather", re.I)),
     ("reduce_scatter", re.compile(r"reduce_?scatter", re.I)),
@@ -73,40 +73,40 @@ _ELEMENT_BYTES = {
     "qint32": 4,
 }
 
-_MOST_NAMES = 4096
+_MAX_NAMES = 4096
 
-MOST_CALL_BYTES = 1 << 50
+MAX_CALL_BYTES = 1 << 50
 """The largest plausible size of a call; a larger one is treated as unknown."""
 
 _EIGHT_BIT = re.compile(r"float8|fp8", re.I)
 
 
-@lru_cache(_MOST_NAMES)
-def op_named(name: str) -> str:
+@lru_cache(_MAX_NAMES)
+def parse_op(name: str) -> str:
     """The op of a call or kernel name, "unknown" if it contains none."""
-    return next((op for op, pattern in _OP_OF if pattern.search(name)), "unknown")
+    return next((op for op, pattern in _OP_PATTERNS if pattern.search(name)), "unknown")
 
 
-@lru_cache(_MOST_NAMES)
-def element_bytes(dtype: str) -> int:
+@lru_cache(_MAX_NAMES)
+def compute_element_bytes(dtype: str) -> int:
     """Bytes per element of a dtype in torch's or NCCL's spelling; -1 for an unknown dtype."""
-    return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(dtype_named(dtype), -1)
+    return 1 if _EIGHT_BIT.search(dtype) else _ELEMENT_BYTES.get(normalize_dtype(dtype), -1)
 
 
-@lru_cache(_MOST_NAMES)
-def dtype_named(dtype: str) -> str:
+@lru_cache(_MAX_NAMES)
+def normalize_dtype(dtype: str) -> str:
     """torch's name of a dtype given in the C spelling of NCCL or the Flight Recorder."""
     spelled = dtype.lower().removeprefix("c10::")
     return _TORCH_NAMES.get(spelled, spelled)
 
 
-def message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:
+def compute_message_bytes(op: str, input_bytes: int, output_bytes: int, group_size: int) -> int:
     """The message size as nccl-tests counts it: the full buffer; -1 if unknown."""
     if op != "all_gather" or input_bytes < 0:
         return input_bytes
     return input_bytes * group_size if group_size > 0 else output_bytes
 
 
-def known_bytes(size_bytes: int) -> int:
+def sanitize_bytes(size_bytes: int) -> int:
     """The size, or -1 if it is not plausible."""
-    return size_bytes if 0 <= size_bytes <= MOST_CALL_BYTES else -1
+    return size_bytes if 0 <= size_bytes <= MAX_CALL_BYTES else -1

@@ -26,7 +26,7 @@ class Call:
     message_bytes: int = -1
 
 
-def to_calls(rows: Sequence[Call]) -> Calls:
+def build_calls(rows: Sequence[Call]) -> Calls:
     """Converts rows to columns."""
     dtypes = tuple(dict.fromkeys(row.dtype for row in rows))
     code = {dtype: i for i, dtype in enumerate(dtypes)}
@@ -45,7 +45,7 @@ def to_calls(rows: Sequence[Call]) -> Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundCalls:
+class CallsWithGroups:
     """The calls of a rank, and the process groups they refer to."""
 
     calls: Calls
@@ -154,7 +154,7 @@ class Events:
         """The name of the event in this row."""
         return self.names[int(self.name_id[row])]
 
-    def named(self, prefix: str) -> Bool:
+    def match_prefix(self, prefix: str) -> Bool:
         """Whether each event's name begins with the prefix; shape (n,)."""
         return self.name_mask(tuple(name.startswith(prefix) for name in self.names))
 
@@ -162,21 +162,21 @@ class Events:
         """Whether each event's name is chosen; chosen has one item per name, shape (n,)."""
         return np.asarray(chosen, dtype=np.bool_)[self.name_id]
 
-    def of(self, *categories: Category) -> Bool:
+    def is_category(self, *categories: Category) -> Bool:
         """Whether each event is of one of these categories; shape (n,)."""
-        found = np.zeros(len(self), dtype=np.bool_)
+        is_chosen = np.zeros(len(self), dtype=np.bool_)
         for category in categories:
-            found |= self.category == category
-        return found
+            is_chosen |= self.category == category
+        return is_chosen
 
     @property
     def on_device(self) -> bool:
         """Whether there are events of an accelerator."""
-        return bool(self.of(*DEVICE_CATEGORIES).any())
+        return bool(self.is_category(*DEVICE_CATEGORIES).any())
 
-    def launches_of(self, rows: Int64) -> Int64:
+    def find_launches(self, rows: Int64) -> Int64:
         """The row of the runtime call that launched each of these rows; -1 for none."""
-        calls = np.flatnonzero(self.of(Category.RUNTIME) & (self.correlation >= 0))
+        calls = np.flatnonzero(self.is_category(Category.RUNTIME) & (self.correlation >= 0))
         if not len(calls):
             return np.full(len(rows), -1, dtype=np.int64)
         calls = calls[np.argsort(self.correlation[calls], kind="stable")]
@@ -186,7 +186,7 @@ class Events:
 
     def launch_ns(self) -> Int64:
         """The start in ns of the call that launched each event; -1 if none was recorded."""
-        launches = self.launches_of(np.arange(len(self)))
+        launches = self.find_launches(np.arange(len(self)))
         return np.where(launches >= 0, self.start_ns[launches], -1)
 
 
@@ -212,19 +212,19 @@ class EventKinds:
     family: Int32
     families: tuple[str, ...]
 
-    def of(self, *kinds: EventKind) -> Bool:
+    def is_kind(self, *kinds: EventKind) -> Bool:
         """Whether each event is of one of these kinds."""
-        found = np.zeros(len(self.kind), dtype=np.bool_)
+        is_chosen = np.zeros(len(self.kind), dtype=np.bool_)
         for kind in kinds:
-            found |= self.kind == kind
-        return found
+            is_chosen |= self.kind == kind
+        return is_chosen
 
     @property
     def computes(self) -> Bool:
         """Whether each event is compute, including fused kernels."""
-        return self.of(EventKind.COMPUTE, EventKind.FUSED)
+        return self.is_kind(EventKind.COMPUTE, EventKind.FUSED)
 
-    def family_of(self, name_id: int) -> str:
+    def find_family(self, name_id: int) -> str:
         """The kernel family of a name."""
         return self.families[int(self.family[name_id])]
 
@@ -363,7 +363,7 @@ class RankCalls:
     notes: tuple[Note, ...] = ()
 
 
-def wall_lead_ns(traces: Sequence[RankTrace]) -> Int64:
+def compute_start_offsets_ns(traces: Sequence[RankTrace]) -> Int64:
     """For each trace, its start after the earliest trace in ns, by the ranks' wall clocks."""
     t0 = min(trace.t0_unix_ns for trace in traces)
     return np.array([trace.t0_unix_ns - t0 for trace in traces], dtype=np.int64)

@@ -7,107 +7,109 @@ from collections.abc import Sequence
 UNKNOWN = "unknown"
 
 
-def milliseconds(ns: int | float) -> str:
+def format_milliseconds(ns: int | float) -> str:
     """1_234_567 ns -> "1.23 ms"; about three significant digits."""
     ms = ns / 1e6
-    return f"{ms:,.{_decimals(ms)}f} ms"
+    return f"{ms:,.{_count_decimals(ms)}f} ms"
 
 
-def signed_milliseconds(ns: int | float) -> str:
+def format_signed_milliseconds(ns: int | float) -> str:
     """-1_234_567 ns -> "-1.23 ms"; zero has no sign."""
-    return f"{'-' if ns < 0 else '+' if ns > 0 else ''}{milliseconds(abs(ns))}"
+    return f"{'-' if ns < 0 else '+' if ns > 0 else ''}{format_milliseconds(abs(ns))}"
 
 
-def milliseconds_between(low_ns: int | float, high_ns: int | float) -> str:
+def format_milliseconds_range(low_ns: int | float, high_ns: int | float) -> str:
     """A range: 11e6 and 14e6 ns -> "11.0-14.0 ms", both with the decimals of the larger."""
     low, high = low_ns / 1e6, high_ns / 1e6
-    decimals = _decimals(high)
+    decimals = _count_decimals(high)
     return f"{low:,.{decimals}f}-{high:,.{decimals}f} ms"
 
 
-def microseconds(ns: int | float) -> str:
+def format_microseconds(ns: int | float) -> str:
     """4_400 ns -> "4.40 µs"."""
     us = ns / 1e3
-    return f"{us:,.{_decimals(us)}f} µs"
+    return f"{us:,.{_count_decimals(us)}f} µs"
 
 
-def percent(ratio: float) -> str:
+def format_percent(ratio: float) -> str:
     """0.1234 -> "12.3 %"."""
     return f"{100 * ratio:.1f} %"
 
 
-def signed_percent(ratio: float) -> str:
+def format_signed_percent(ratio: float) -> str:
     """0.031 -> "+3.1 %"."""
-    return f"{'+' if ratio >= 0 else '-'}{percent(abs(ratio))}"
+    return f"{'+' if ratio >= 0 else '-'}{format_percent(abs(ratio))}"
 
 
-def signed_points(ratio: float) -> str:
+def format_signed_points(ratio: float) -> str:
     """A difference of shares in percentage points: 0.012 -> "+1.2 pt"."""
     return f"{'-' if ratio < 0 else '+'}{100 * abs(ratio):.1f} pt"
 
 
-def signed_between(low: float, high: float, unit: str) -> str:
+def format_signed_range(low: float, high: float, unit: str) -> str:
     """A range of ratios in "pt" or "%": -0.012 and 0.034 -> "-1.2 to +3.4 pt"."""
     return f"{100 * low:+.1f} to {100 * high:+.1f} {unit}"
 
 
-def gigabytes_per_second(bytes_per_s: float) -> str:
+def format_gigabytes_per_second(bytes_per_s: float) -> str:
     """Decimal gigabytes: 12_300_000_000 -> "12.3 GB/s"."""
     rate = bytes_per_s / 1e9
-    return f"{rate:,.{_decimals(rate)}f} GB/s"
+    return f"{rate:,.{_count_decimals(rate)}f} GB/s"
 
 
-def size(count_bytes: int | float) -> str:
+def format_size(count_bytes: int | float) -> str:
     """A message size in decimal units: 134_000_000 -> "134 MB"."""
-    return _scaled(count_bytes, [" TB", " GB", " MB", " kB", " B"])
+    return _format_scaled(count_bytes, [" TB", " GB", " MB", " kB", " B"])
 
 
-def gibibytes(count_bytes: int | float) -> str:
+def format_gibibytes(count_bytes: int | float) -> str:
     """Device memory in binary units: 85_899_345_920 -> "80.0 GiB"."""
     return f"{count_bytes / 2**30:,.1f} GiB"
 
 
-def memory_size(count_bytes: int | float) -> str:
+def format_memory_size(count_bytes: int | float) -> str:
     """Memory in GiB, or in MiB below 1 GiB."""
     if count_bytes >= 2**30 or not count_bytes:
-        return gibibytes(count_bytes)
+        return format_gibibytes(count_bytes)
     return f"{count_bytes / 2**20:,.0f} MiB"
 
 
-def gibibytes_between(low_bytes: int | float, high_bytes: int | float) -> str:
+def format_gibibytes_range(low_bytes: int | float, high_bytes: int | float) -> str:
     """A range of device memory: "45.0-81.6 GiB"."""
     return f"{low_bytes / 2**30:,.1f}-{high_bytes / 2**30:,.1f} GiB"
 
 
-def count(number: int | float) -> str:
+def format_count(number: int | float) -> str:
     """A parameter count: 8_030_261_248 -> "8.03B" (billion)."""
-    return _scaled(number, ["T", "B", "M", "k", ""])
+    return _format_scaled(number, ["T", "B", "M", "k", ""])
 
 
-def flops(work: int | float) -> str:
+def format_flops(work: int | float) -> str:
     """Work (not a rate): 300_000_000_000_000 -> "300 TFLOP"."""
-    return _scaled(work, [" EFLOP", " PFLOP", " TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP"])
+    return _format_scaled(
+        work, [" EFLOP", " PFLOP", " TFLOP", " GFLOP", " MFLOP", " kFLOP", " FLOP"]
+    )
 
 
-def tokens_per_second(rate: float) -> str:
+def format_tokens_per_second(rate: float) -> str:
     """8904.3 -> "8,904 tokens/s"."""
-    return f"{rate:,.{_decimals(rate)}f} tokens/s"
+    return f"{rate:,.{_count_decimals(rate)}f} tokens/s"
 
 
-def listed(numbers: Sequence[int]) -> str:
+def format_number_list(numbers: Sequence[int]) -> str:
     """A list of ranks: (0, 2, 4) -> "0, 2, 4"; more than eight are cut to eight and "..."."""
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
-def _scaled(number: int | float, units: list[str]) -> str:
+def _format_scaled(number: int | float, units: list[str]) -> str:
     """About three digits in the largest unit that gives at least 1; units are largest first."""
-    value, left = float(number), units[:]
-    while value >= 999.5 and len(left) > 1:
+    value, units_left = float(number), units[:]
+    while value >= 999.5 and len(units_left) > 1:
         value /= 1000
-        left.pop()
-    return f"{value:.{0 if len(left) == len(units) else _decimals(value)}f}{left[-1]}"
+        units_left.pop()
+    return f"{value:.{0 if len(units_left) == len(units) else _count_decimals(value)}f}{units_left[-1]}"
 
 
-def _decimals(value: float) -> int:
+def _count_decimals(value: float) -> int:
     magnitude = abs(value)
     return 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from stepsplit.collectors.attach.client import attach_and_wait
-from stepsplit.collectors.attach.protocol import identity
+from stepsplit.collectors.attach.protocol import read_identity
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.record import NcclLogs, RecordPlan, default_out, is_rank, record
+from stepsplit.collectors.record import NcclLogs, RecordPlan, choose_out, is_rank, record
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The status is 2 for bad input; for `record` it is the status of the recorded command.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="stepsplit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_record(verbs)
     _add_attach(verbs)
     _add_gather(verbs)
     try:
-        options = parser.parse_args(words)
+        options = parser.parse_args(argv)
         status: int = options.run(options)
         return status
     except SystemExit as done:
@@ -59,7 +59,7 @@ def _add_record(verbs: _Verbs) -> None:
         usage="stepsplit record [options] -- COMMAND [ARGUMENT ...]",
         description="Run an unmodified training command and record some steps of each rank.",
     )
-    _add_what(verb, "folder of the recording (default: the next free runs/record)")
+    _add_recording_options(verb, "folder of the recording (default: the next free runs/record)")
     verb.add_argument(
         "--first",
         type=int,
@@ -93,15 +93,15 @@ def _record(options: argparse.Namespace) -> int:
     command = options.command[options.command[:1] == ["--"] :]
     if not command:
         raise CollectError("no command given; use: stepsplit record -- torchrun ... train.py")
-    out = Path(options.out).absolute() if options.out else default_out(os.environ)
-    plan = _plan(options, out, None if options.standby else options.first)
-    begun = time.time()
+    out = Path(options.out).absolute() if options.out else choose_out(os.environ)
+    plan = _build_plan(options, out, None if options.standby else options.first)
+    start_s = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
-    found = [path for path in out.glob("rank*_trace.json.gz") if path.stat().st_mtime >= begun]
-    if is_rank(os.environ) and identity().rank != 0:
+    traces = [path for path in out.glob("rank*_trace.json.gz") if path.stat().st_mtime >= start_s]
+    if is_rank(os.environ) and read_identity().rank != 0:
         return status
-    if found:
-        sys.stderr.write(f"recorded {len(found)} ranks; analyze with: stepsplit analyze {out}\n")
+    if traces:
+        sys.stderr.write(f"recorded {len(traces)} ranks; analyze with: stepsplit analyze {out}\n")
     elif not options.standby:
         sys.stderr.write(f"no trace was recorded; did any rank reach step {options.first}?\n")
     return status
@@ -121,7 +121,7 @@ def _add_attach(verbs: _Verbs) -> None:
         metavar="PID",
         help="a process of the job; optional if only one job is on standby",
     )
-    _add_what(verb, "folder of the recording (default: runs/attach-PID-1)")
+    _add_recording_options(verb, "folder of the recording (default: runs/attach-PID-1)")
     verb.add_argument(
         "--timeout",
         type=float,
@@ -134,8 +134,10 @@ def _add_attach(verbs: _Verbs) -> None:
 
 def _attach(options: argparse.Namespace) -> int:
     out = Path(options.out).absolute() if options.out else None
-    done = attach_and_wait(options.pid, out, lambda out: _plan(options, out, None), options.timeout)
-    sys.stderr.write(f"{done}\n")
+    message = attach_and_wait(
+        options.pid, out, lambda out: _build_plan(options, out, None), options.timeout
+    )
+    sys.stderr.write(f"{message}\n")
     return 0
 
 
@@ -153,14 +155,14 @@ def _add_gather(verbs: _Verbs) -> None:
 
 
 def _gather(options: argparse.Namespace) -> int:
-    found = gather(options.folders, options.out)
-    sys.stdout.write(f"{found.out}: {len(found.ranks)} ranks\n")
-    if found.missing:
-        sys.stderr.write(f"missing ranks: {', '.join(map(str, found.missing))}\n")
+    gathered = gather(options.folders, options.out)
+    sys.stdout.write(f"{gathered.out}: {len(gathered.ranks)} ranks\n")
+    if gathered.missing:
+        sys.stderr.write(f"missing ranks: {', '.join(map(str, gathered.missing))}\n")
     return 0
 
 
-def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
+def _add_recording_options(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--out", metavar="DIR", help=out)
     verb.add_argument("--name", metavar="NAME", help="name of the run (default: the folder's)")
     verb.add_argument(
@@ -177,11 +179,11 @@ def _add_what(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
 
 
-def _plan(options: argparse.Namespace, out: Path, first: int | None) -> RecordPlan:
+def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) -> RecordPlan:
     return RecordPlan(
         out=str(out),
         name=options.name or out.name,
-        first=first,
+        first=first_step,
         steps=options.steps,
         ranks=options.ranks,
         shapes=options.shapes,

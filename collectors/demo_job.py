@@ -41,51 +41,51 @@ WARMUP = 1
 class Trainer:
     """One rank of the training."""
 
-    def __init__(self, recipe: DemoArgs, mesh: Mesh, device: Any) -> None:
-        self.recipe, self.mesh, self.device = recipe, mesh, device
+    def __init__(self, args: DemoArgs, mesh: Mesh, device: Any) -> None:
+        self.recipe, self.mesh, self.device = args, mesh, device
         self.rank = distributed.get_rank()
         self.device_mesh = init_device_mesh(device.type, mesh.sizes, mesh_dim_names=mesh.axes)
         stage, stages = mesh.coordinate(self.rank, "pp"), mesh.size("pp")
         self.first, self.last = stage == 0, stage == stages - 1
         # The same initial weights on every rank of the stage.
         torch.manual_seed(stage)
-        module = GptStage(recipe, stage, stages).to(device)
-        make_late(module, recipe, self.rank)
-        self.module = spread(module, mesh, self.device_mesh)
+        module = GptStage(args, stage, stages).to(device)
+        delay_rank(module, args, self.rank)
+        self.module = parallelize_stage(module, mesh, self.device_mesh)
         self.parameters = list(self.module.parameters())
-        self.optimizer = optimizer(self.parameters)
+        self.optimizer = build_optimizer(self.parameters)
         self.schedule: Any = None
         if stages > 1:
-            self.schedule = pipeline(self.module, recipe, mesh, self.device_mesh, device)
-        self.text = characters()
+            self.schedule = build_pipeline(self.module, args, mesh, self.device_mesh, device)
+        self.text = generate_characters()
 
     def step(self, number: int) -> float | None:
         """Runs one optimizer step; returns the loss if this rank has the last stage."""
         replicas = self.mesh.size("dp_replicate") * self.mesh.size("dp_shard")
-        replica = _replica(self.mesh, self.rank)
+        replica = _compute_replica(self.mesh, self.rank)
         sequences = self.recipe.microbatches * self.recipe.micro_batch
-        data = batch(self.text, sequences, self.recipe.seq_len, number * replicas + replica)
+        data = draw_batch(self.text, sequences, self.recipe.seq_len, number * replicas + replica)
         tokens, targets = data.tokens.to(self.device), data.targets.to(self.device)
-        run = self._accumulated if self.schedule is None else self._pipelined
-        losses = run(tokens, targets)
+        run_batch = self._run_microbatches if self.schedule is None else self._run_pipeline
+        losses = run_batch(tokens, targets)
         sync_gradients(self.parameters, self.mesh, self.device_mesh)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(torch.stack(losses).mean()) if losses else None
 
-    def _pipelined(self, tokens: Any, targets: Any) -> list[Any]:
+    def _run_pipeline(self, tokens: Any, targets: Any) -> list[Any]:
         losses: list[Any] = []
         inputs = (tokens,) if self.first else ()
-        wanted = {"target": targets, "losses": losses} if self.last else {}
-        self.schedule.step(*inputs, return_outputs=False, **wanted)
+        loss_arguments = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*inputs, return_outputs=False, **loss_arguments)
         return [loss.detach() for loss in losses]
 
-    def _accumulated(self, tokens: Any, targets: Any) -> list[Any]:
+    def _run_microbatches(self, tokens: Any, targets: Any) -> list[Any]:
         """Runs the microbatches without a pipeline; only the last one syncs gradients."""
         count, losses = self.recipe.microbatches, []
         for index, (x, y) in enumerate(zip(tokens.chunk(count), targets.chunk(count), strict=True)):
             with _sync_only_if(index == count - 1, self.module):
-                loss = stage_loss(self.module(x), y) / count
+                loss = compute_stage_loss(self.module(x), y) / count
                 loss.backward()
             losses.append(loss.detach() * count)
         return losses
@@ -94,57 +94,57 @@ class Trainer:
 def main() -> None:
     """Trains as given by the command line and the environment of the rank."""
     if os.environ.get(FOLLOW_STDIN):
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
     command = parse_command()
     device = _join_job()
     try:
         losses = train(command, device)
     finally:
         distributed.destroy_process_group()
-    if losses and _speaks(command.mesh, int(os.environ.get("RANK", "0"))):
+    if losses and _is_printing_rank(command.mesh, int(os.environ.get("RANK", "0"))):
         sys.stdout.write(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} over {len(losses)} steps\n")
 
 
 def train(command: Command, device: Any) -> list[float]:
     """Trains and returns the losses of the steps; empty on ranks without the last stage."""
-    recipe, mesh = command.recipe, command.mesh
+    args, mesh = command.args, command.mesh
     if device.type == "cpu":
-        _touch_memory()
-    trainer = Trainer(recipe, mesh, device)
+        _warm_allocator()
+    trainer = Trainer(args, mesh, device)
     losses: list[float] = []
     with profile_run(
         command.out,
         mesh=mesh,
-        model=model_spec(recipe),
-        training=training(recipe, mesh),
-        wait=max(1, recipe.steps - recipe.active - WARMUP),
+        model=build_model_spec(args),
+        training=build_training(args, mesh),
+        wait=max(1, args.steps - args.active - WARMUP),
         warmup=WARMUP,
-        active=recipe.active,
+        active=args.active,
     ) as run:
-        for number in range(recipe.steps):
+        for number in range(args.steps):
             loss = trainer.step(number)
             run.step()
             losses += [] if loss is None else [loss]
     return losses
 
 
-def _touch_memory() -> None:
+def _warm_allocator() -> None:
     """Allocates and frees memory once: later page faults would make microbatches uneven."""
     blocks = [torch.ones(BLOCK_BYTES, dtype=torch.uint8) for _ in range(BLOCKS)]
     del blocks
 
 
-def training(recipe: DemoArgs, mesh: Mesh) -> Training:
+def build_training(args: DemoArgs, mesh: Mesh) -> Training:
     """The training setup for run.json."""
     replicas = mesh.size("dp_replicate") * mesh.size("dp_shard")
     return Training(
-        seq_len=recipe.seq_len,
-        micro_batch=recipe.micro_batch,
-        global_batch=recipe.micro_batch * recipe.microbatches * replicas,
-        microbatches=recipe.microbatches,
+        seq_len=args.seq_len,
+        micro_batch=args.micro_batch,
+        global_batch=args.micro_batch * args.microbatches * replicas,
+        microbatches=args.microbatches,
         dtype="fp32",
         optimizer="adamw",
-        schedule=recipe.schedule if mesh.size("pp") > 1 else None,
+        schedule=args.schedule if mesh.size("pp") > 1 else None,
         framework="fsdp2" if mesh.size("dp_shard") > 1 else "torch",
         split_vocab=False if mesh.size("tp") > 1 else None,
         root_unit=True if mesh.size("dp_shard") > 1 else None,
@@ -152,14 +152,14 @@ def training(recipe: DemoArgs, mesh: Mesh) -> Training:
     )
 
 
-def make_late(module: Any, recipe: DemoArgs, rank: int) -> None:
+def delay_rank(module: Any, args: DemoArgs, rank: int) -> None:
     """Delays every forward of the slow rank by its share of slow_ms."""
-    if rank != recipe.slow_rank or recipe.slow_ms <= 0:
+    if rank != args.slow_rank or args.slow_ms <= 0:
         return
-    share_s = recipe.slow_ms / 1e3 / recipe.microbatches
+    share_s = args.slow_ms / 1e3 / args.microbatches
 
     def delay(_: Any, inputs: tuple[Any, ...]) -> None:
-        if recipe.slow_kind == "sleep":
+        if args.slow_kind == "sleep":
             time.sleep(share_s)
         else:
             _compute_for(share_s, inputs[0].device)
@@ -195,17 +195,17 @@ def _sync_only_if(last: bool, module: Any) -> Any:
     return nullcontext()
 
 
-def _replica(mesh: Mesh, rank: int) -> int:
+def _compute_replica(mesh: Mesh, rank: int) -> int:
     """The rank's index among the data-parallel ranks, which read different text."""
     shard = mesh.coordinate(rank, "dp_shard")
     return mesh.coordinate(rank, "dp_replicate") * mesh.size("dp_shard") + shard
 
 
-def _speaks(mesh: Mesh, rank: int) -> bool:
+def _is_printing_rank(mesh: Mesh, rank: int) -> bool:
     return rank == mesh.line(0, "pp")[-1]
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """Ends this process when its parent has ended, even if it was killed."""
     # Not sys.stdin: its lock would block the shutdown of the interpreter.
     while os.read(0, 4096):
@@ -220,12 +220,12 @@ _SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 BUCKET_MIB = 4
 
 
-def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
+def parallelize_stage(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     """Applies tensor parallelism to the stage, then FSDP2 or DDP."""
     if mesh.size("tp") > 1:
-        _tensor_parallel(stage, device_mesh["tp"])
+        _apply_tensor_parallel(stage, device_mesh["tp"])
     if mesh.size("dp_shard") > 1:
-        return _fully_sharded(stage, mesh, device_mesh)
+        return _apply_fsdp(stage, mesh, device_mesh)
     if "dp_replicate" in mesh.axes and mesh.size("tp") == 1:
         group = device_mesh["dp_replicate"].get_group()
         return nn.parallel.DistributedDataParallel(
@@ -234,14 +234,14 @@ def spread(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     return stage
 
 
-def pipeline(module: Any, recipe: DemoArgs, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
+def build_pipeline(module: Any, args: DemoArgs, mesh: Mesh, device_mesh: Any, device: Any) -> Any:
     """Builds the pipeline schedule that runs this rank's stage."""
     group = device_mesh["pp"].get_group()
     stage = PipelineStage(module, group.rank(), mesh.size("pp"), device, group=group)
-    return _SCHEDULES[recipe.schedule](stage, recipe.microbatches, loss_fn=stage_loss)
+    return _SCHEDULES[args.schedule](stage, args.microbatches, loss_fn=compute_stage_loss)
 
 
-def optimizer(parameters: Iterable[Any]) -> Any:
+def build_optimizer(parameters: Iterable[Any]) -> Any:
     """Builds a fused AdamW with one group per mesh: it cannot mix DTensor and Tensor."""
     kinds: defaultdict[object, list[Any]] = defaultdict(list)
     for parameter in parameters:
@@ -255,14 +255,16 @@ def sync_gradients(parameters: Iterable[Any], mesh: Mesh, device_mesh: Any) -> N
     """Averages gradients over dp if neither DDP nor FSDP does: DDP does not support DTensor."""
     if mesh.size("tp") == 1 or mesh.size("dp_replicate") == 1 or mesh.size("dp_shard") > 1:
         return
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [
+        _unwrap_dtensor(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     flat = _flatten_dense_tensors(gradients)
     distributed.all_reduce(flat, group=device_mesh["dp_replicate"].get_group())
     flat /= mesh.size("dp_replicate")
     torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
 
 
-def _tensor_parallel(stage: Any, tp_mesh: Any) -> None:
+def _apply_tensor_parallel(stage: Any, tp_mesh: Any) -> None:
     for block in stage.blocks:
         plan = {
             "qkv": ColwiseParallel(),
@@ -273,7 +275,7 @@ def _tensor_parallel(stage: Any, tp_mesh: Any) -> None:
         parallelize_module(block, tp_mesh, plan)
 
 
-def _fully_sharded(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
+def _apply_fsdp(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     axes = tuple(axis for axis in ("dp_replicate", "dp_shard") if mesh.size(axis) > 1)
     dp_mesh = device_mesh[axes]
     for block in stage.blocks:
@@ -281,7 +283,7 @@ def _fully_sharded(stage: Any, mesh: Mesh, device_mesh: Any) -> Any:
     return fully_shard(stage, mesh=dp_mesh)
 
 
-def _local(tensor: Any) -> Any:
+def _unwrap_dtensor(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -296,11 +298,11 @@ class GptBlock(nn.Module):  # type: ignore[misc]
     Linear layers on two dims need half as many ops as on three.
     """
 
-    def __init__(self, recipe: DemoArgs) -> None:
+    def __init__(self, args: DemoArgs) -> None:
         super().__init__()
-        hidden = recipe.hidden
-        self.seq_len = recipe.seq_len
-        self.head_dim = hidden // recipe.heads
+        hidden = args.hidden
+        self.seq_len = args.seq_len
+        self.head_dim = hidden // args.heads
         self.norm1 = nn.LayerNorm(hidden, bias=False)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.proj = nn.Linear(hidden, hidden, bias=False)
@@ -309,10 +311,10 @@ class GptBlock(nn.Module):  # type: ignore[misc]
         self.down = nn.Linear(_FFN * hidden, hidden, bias=False)
 
     def forward(self, x: Any) -> Any:
-        x = x + self.proj(self._attended(self.qkv(self.norm1(x))))
+        x = x + self.proj(self._compute_attention(self.qkv(self.norm1(x))))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
-    def _attended(self, qkv: Any) -> Any:
+    def _compute_attention(self, qkv: Any) -> Any:
         # Columns are ordered by head, so that a tensor-parallel shard has whole heads.
         by_head = qkv.view(-1, self.seq_len, qkv.shape[1] // 3 // self.head_dim, 3 * self.head_dim)
         q, k, v = by_head.transpose(1, 2).chunk(3, dim=-1)
@@ -323,13 +325,13 @@ class GptBlock(nn.Module):  # type: ignore[misc]
 class GptStage(nn.Module):  # type: ignore[misc]
     """The part of the model in one pipeline stage; the whole model if there is one stage."""
 
-    def __init__(self, recipe: DemoArgs, stage: int, stages: int) -> None:
+    def __init__(self, args: DemoArgs, stage: int, stages: int) -> None:
         super().__init__()
-        hidden, first, last = recipe.hidden, stage == 0, stage == stages - 1
-        layers = recipe.layers // stages
+        hidden, first, last = args.hidden, stage == 0, stage == stages - 1
+        layers = args.layers // stages
         self.embed = nn.Embedding(VOCAB, hidden) if first else None
-        self.position = nn.Embedding(recipe.seq_len, hidden) if first else None
-        self.blocks = nn.ModuleList(GptBlock(recipe) for _ in range(layers))
+        self.position = nn.Embedding(args.seq_len, hidden) if first else None
+        self.blocks = nn.ModuleList(GptBlock(args) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden, bias=False) if last else None
         self.head = nn.Linear(hidden, VOCAB, bias=False) if last else None
 
@@ -343,25 +345,25 @@ class GptStage(nn.Module):  # type: ignore[misc]
         return x
 
 
-def stage_loss(scores: Any, targets: Any) -> Any:
+def compute_stage_loss(scores: Any, targets: Any) -> Any:
     """The mean cross entropy of a microbatch, in nats per character."""
     return functional.cross_entropy(scores, targets.flatten())
 
 
-def model_spec(recipe: DemoArgs) -> ModelSpec:
+def build_model_spec(args: DemoArgs) -> ModelSpec:
     """The shape of the whole model for run.json."""
     with torch.device("meta"):
-        whole = GptStage(recipe, 0, 1)
+        whole = GptStage(args, 0, 1)
     return ModelSpec(
-        layers=recipe.layers,
-        hidden=recipe.hidden,
-        heads=recipe.heads,
-        kv_heads=recipe.heads,
-        ffn=_FFN * recipe.hidden,
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.heads,
+        kv_heads=args.heads,
+        ffn=_FFN * args.hidden,
         gated=False,
         vocab=VOCAB,
         tied=False,
-        learned_positions=recipe.seq_len,
+        learned_positions=args.seq_len,
         norm="rms",
         biases=False,
         parameters=sum(parameter.numel() for parameter in whole.parameters()),
@@ -370,11 +372,11 @@ def model_spec(recipe: DemoArgs) -> ModelSpec:
 
 # The training data: sentences of a small grammar, as characters.
 
-_WHO = ("the first stage", "the last stage", "a slow rank", "every rank", "the next stage")
+_SUBJECTS = ("the first stage", "the last stage", "a slow rank", "every rank", "the next stage")
 
-_DOES = ("waits for", "sends a message to", "shares the gradients of", "runs ahead of")
+_VERBS = ("waits for", "sends a message to", "shares the gradients of", "runs ahead of")
 
-_WHEN = ("before the step ends", "in the backward pass", "once a step", "while others compute")
+_ADVERBS = ("before the step ends", "in the backward pass", "once a step", "while others compute")
 
 ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
 
@@ -389,16 +391,17 @@ class Batch:
     targets: Any
 
 
-def characters(sentences: int = 500, seed: int = 7) -> Any:
+def generate_characters(sentences: int = 500, seed: int = 7) -> Any:
     """Generates the text as indices into the alphabet; the same on every rank."""
     pick = random.Random(seed).choice
     text = " ".join(
-        f"{pick(_WHO)} {pick(_DOES)} {pick(_WHO)} {pick(_WHEN)}." for _ in range(sentences)
+        f"{pick(_SUBJECTS)} {pick(_VERBS)} {pick(_SUBJECTS)} {pick(_ADVERBS)}."
+        for _ in range(sentences)
     )
     return torch.tensor([ALPHABET.index(letter) for letter in text])
 
 
-def batch(text: Any, sequences: int, seq_len: int, seed: int) -> Batch:
+def draw_batch(text: Any, sequences: int, seq_len: int, seed: int) -> Batch:
     """Draws random windows of the text; the same seed gives the same windows."""
     draw = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - seq_len - 1, (sequences, 1), generator=draw)

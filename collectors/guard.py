@@ -22,7 +22,7 @@ class CollectError(RuntimeError):
 
 
 @contextmanager
-def guarded(rank: int, lost: str) -> Iterator[None]:
+def warn_on_failure(rank: int, lost: str) -> Iterator[None]:
     """Turns an exception in the block into a warning; `lost` names the data that is missing."""
     try:
         yield
@@ -44,25 +44,25 @@ def warn_lost(rank: int, what: str) -> None:
 
 
 @contextmanager
-def deferred_sigterm() -> Iterator[None]:
+def delay_sigterm() -> Iterator[None]:
     """Delays a SIGTERM until the block has ended.
 
     When a rank fails, the launcher terminates the others just as they write their recordings. It
     works on the main thread only, and not if the handler was installed by C code.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def keep(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
 
     signal.signal(signal.SIGTERM, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-        if came:
+        signal.signal(signal.SIGTERM, handler)
+        if received:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -17,10 +17,10 @@ from stepsplit.collectors.guard import warn_lost
 
 # Environment variables that enable NCCL's logs, by NCCL version.
 
-STARTUP = "INIT,BOOTSTRAP,ENV,NET,GRAPH"
+STARTUP_SUBSYSTEMS = "INIT,BOOTSTRAP,ENV,NET,GRAPH"
 """Subsystems that log when communicators are created: a few hundred lines per rank."""
 
-CALLS = f"{STARTUP},COLL,TUNING"
+CALL_SUBSYSTEMS = f"{STARTUP_SUBSYSTEMS},COLL,TUNING"
 """Also a line per call, which can reach 10 GB per hour."""
 
 _TIMESTAMPS = (2, 26)
@@ -32,7 +32,7 @@ _PLUGIN = "libnccl-profiler-inspector.so"
 _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-def log_environment(
+def build_log_environment(
     folder: Path, version: tuple[int, ...] | None, calls: bool = False
 ) -> dict[str, str]:
     """Environment variables that make NCCL write nccl/HOST.PID.log in the folder.
@@ -40,18 +40,18 @@ def log_environment(
     If version is None (not known before the job runs), all variables are set: NCCL ignores those
     that it does not know. Before NCCL 2.26 the lines have no timestamps.
     """
-    found = {
+    variables = {
         "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": CALLS if calls else STARTUP,
+        "NCCL_DEBUG_SUBSYS": CALL_SUBSYSTEMS if calls else STARTUP_SUBSYSTEMS,
         "NCCL_DEBUG_FILE": str(folder / "nccl" / "%h.%p.log"),
     }
     if version is None or version >= _TIMESTAMPS:
-        found["NCCL_DEBUG_TIMESTAMP_LEVELS"] = "ALL"
-        found["NCCL_DEBUG_TIMESTAMP_FORMAT"] = "[%F %T.%6f] "
-    return found
+        variables["NCCL_DEBUG_TIMESTAMP_LEVELS"] = "ALL"
+        variables["NCCL_DEBUG_TIMESTAMP_FORMAT"] = "[%F %T.%6f] "
+    return variables
 
 
-def inspector_environment(
+def build_inspector_environment(
     folder: Path, version: tuple[int, ...] | None, plugin: Path
 ) -> dict[str, str]:
     """Environment variables that make NCCL's Inspector write the time of each collective.
@@ -62,7 +62,7 @@ def inspector_environment(
         raise ValueError(
             f"NCCL {'.'.join(map(str, version))} has no Inspector; it needs 2.28.3 or later"
         )
-    found = {
+    variables = {
         "NCCL_PROFILER_PLUGIN": str(plugin),
         "NCCL_INSPECTOR_ENABLE": "1",
         "NCCL_INSPECTOR_DUMP_DIR": str(folder / "nccl"),
@@ -70,11 +70,11 @@ def inspector_environment(
         "NCCL_INSPECTOR_DUMP_THREAD_INTERVAL_MICROSECONDS": "10000000",
     }
     if version is None or version >= _INSPECTOR_P2P:
-        found["NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES"] = "0"
-    return found
+        variables["NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES"] = "0"
+    return variables
 
 
-def installed_version() -> tuple[int, ...] | None:
+def find_installed_version() -> tuple[int, ...] | None:
     """The version of the installed NCCL package; None if this Python has none."""
     for package in _PACKAGES:
         try:
@@ -84,21 +84,21 @@ def installed_version() -> tuple[int, ...] | None:
     return None
 
 
-def inspector_plugin(environment: Mapping[str, str]) -> Path | None:
+def find_inspector_plugin(environment: Mapping[str, str]) -> Path | None:
     """The Inspector's library on LD_LIBRARY_PATH; None if it is missing."""
     folders = environment.get("LD_LIBRARY_PATH", "").split(":")
-    found = (Path(folder) / _PLUGIN for folder in folders if folder)
-    return next((path for path in found if path.is_file()), None)
+    candidates = (Path(folder) / _PLUGIN for folder in folders if folder)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 # Limits the size of a log while NCCL goes on writing to it.
 
-MOST_BYTES = 256 << 20
+MAX_LOG_BYTES = 256 << 20
 
-_EVERY_S = 5.0
+_CHECK_INTERVAL_S = 5.0
 
 
-def log_path(environment: Mapping[str, str], pid: int) -> Path | None:
+def build_log_path(environment: Mapping[str, str], pid: int) -> Path | None:
     """The NCCL log file of a process; None if NCCL does not write one file per process."""
     pattern = environment.get("NCCL_DEBUG_FILE", "")
     if "%p" not in pattern:
@@ -106,51 +106,53 @@ def log_path(environment: Mapping[str, str], pid: int) -> Path | None:
     return Path(pattern.replace("%h", socket.gethostname()).replace("%p", str(pid)))
 
 
-def keep_small(path: Path, most_bytes: int = MOST_BYTES, every_s: float = _EVERY_S) -> None:
+def limit_log_size(
+    path: Path, max_bytes: int = MAX_LOG_BYTES, interval_s: float = _CHECK_INTERVAL_S
+) -> None:
     """Limits the size of the log from now on, in a background thread."""
-    arguments = (path, most_bytes, every_s)
-    threading.Thread(target=_watch, args=arguments, name="stepsplit-nccl", daemon=True).start()
+    arguments = (path, max_bytes, interval_s)
+    threading.Thread(target=_watch_log, args=arguments, name="stepsplit-nccl", daemon=True).start()
 
 
-def cut(path: Path, most_bytes: int = MOST_BYTES) -> bool:
+def truncate_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> bool:
     """Truncates the log to the size limit; returns whether it was larger.
 
     NCCL continues to write at its old offset; the range in between is sparse and takes no space.
     """
     try:
-        if path.stat().st_size <= most_bytes:
+        if path.stat().st_size <= max_bytes:
             return False
-        os.truncate(path, most_bytes)
+        os.truncate(path, max_bytes)
     except OSError:
         return False
     return True
 
 
-def _watch(path: Path, most_bytes: int, every_s: float) -> None:
+def _watch_log(path: Path, max_bytes: int, interval_s: float) -> None:
     while True:
-        time.sleep(every_s)
-        cut(path, most_bytes)
+        time.sleep(interval_s)
+        truncate_log(path, max_bytes)
 
 
 # torch's Flight Recorder: one entry per collective, with group, sequence number and sizes.
 
 
-def flight_json(rank: int, since_unix_ns: int) -> bytes | None:
+def dump_flight_json(rank: int, since_unix_ns: int) -> bytes | None:
     """The Flight Recorder dump of this process as JSON; None if there is none or it is empty.
 
     Warns if the dump begins after since_unix_ns, because then its first entries were dropped.
     """
-    dump = _dump()
+    dump = _read_flight_dump()
     entries: list[dict[str, Any]] = json.loads(dump).get("entries") or [] if dump else []
     if dump is None or not entries:
         return None
     if entries[0].get("record_id", 0) > 0 and entries[0]["time_created_ns"] > since_unix_ns:
-        kept = f"all but the last {len(entries)} collectives of its Flight Recorder"
-        warn_lost(rank, f"{kept}; set a larger TORCH_FR_BUFFER_SIZE before the job starts")
+        lost = f"all but the last {len(entries)} collectives of its Flight Recorder"
+        warn_lost(rank, f"{lost}; set a larger TORCH_FR_BUFFER_SIZE before the job starts")
     return dump
 
 
-def _dump() -> bytes | None:
+def _read_flight_dump() -> bytes | None:
     try:
         from torch._C import _distributed_c10d
     except ImportError:

@@ -25,20 +25,20 @@ _listeners: tuple[Listener, ...] = ()
 _hooked = False
 
 
-def listen(listener: Listener) -> None:
+def add_listener(listener: Listener) -> None:
     """Adds a listener. A listener that raises is removed, and the training continues."""
     global _listeners
-    _hook()
+    _register_hooks()
     _listeners += (listener,)
 
 
-def leave(listener: Listener) -> None:
+def remove_listener(listener: Listener) -> None:
     """Removes a listener."""
     global _listeners
     _listeners = tuple(each for each in _listeners if each is not listener)
 
 
-def _hook() -> None:
+def _register_hooks() -> None:
     global _hooked
     if _hooked:
         return
@@ -48,29 +48,29 @@ def _hook() -> None:
     )
 
     _hooked = True
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_call_before)
+    register_optimizer_step_post_hook(_call_after)
 
 
-def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _call_before(optimizer: Any, args: Any, kwargs: Any) -> None:
     for listener in _listeners:
-        call(listener, listener.before, optimizer)
+        call_listener(listener, listener.before, optimizer)
 
 
-def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _call_after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for listener in _listeners:
-        call(listener, listener.after, optimizer)
+        call_listener(listener, listener.after, optimizer)
 
 
-for _hook_of_ours in (_before, _after):
+for _hook_of_ours in (_call_before, _call_after):
     # Keeps torch.compile out of the hooks, without the seconds that importing dynamo takes.
     _hook_of_ours._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def call(listener: Listener, part: Callable[[Any], None], optimizer: Any) -> None:
+def call_listener(listener: Listener, callback: Callable[[Any], None], optimizer: Any) -> None:
     """Calls one callback of the listener, and removes the listener if it raises."""
     try:
-        part(optimizer)
+        callback(optimizer)
     except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
-        leave(listener)
+        remove_listener(listener)
         warn_lost(0, f"the data of an optimizer hook: {error!r}")

@@ -36,7 +36,7 @@ _COMMUNICATES = re.compile(
     r"|record_param_comms|nccl:|gloo:|stepsplit::|symm_mem::)"
 )
 _WRAPS = re.compile(r"^(autograd::engine|torch::autograd::|PythonSubclass$|Optimizer\.)")
-_LEFT_OUT = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
+_DROPPED_CATEGORIES = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
 """Categories that the time split does not use: stacks, memory events, flow arrows."""
 
 
@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
 def pack_all(arguments: list[str]) -> int:
     """Packs the given files; returns 1 if a file was lost, with a line on stderr."""
     thin = arguments[:1] == ["--thin"]
-    places = [Path(argument) for argument in arguments[thin:]]
+    paths = [Path(argument) for argument in arguments[thin:]]
     status = 0
-    for raw, out in zip(places[::2], places[1::2], strict=True):
+    for raw, out in zip(paths[::2], paths[1::2], strict=True):
         try:
             pack(raw, out, thin)
         except (OSError, ValueError) as error:
@@ -72,10 +72,10 @@ def pack(raw: Path, out: Path, thin: bool = False) -> None:
     thin: keep only the trace events that the time split needs. Raises OSError, and ValueError for a
     truncated raw file.
     """
-    _check_whole(raw)
+    _check_complete(raw)
     # mtime 0: the same content gives the same file.
     with whole_file(out) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
-        for part in _thinned(raw) if thin and "_trace" in out.name else _parts(raw):
+        for part in _read_thinned(raw) if thin and "_trace" in out.name else _read_stripped(raw):
             packed.write(part)
 
 
@@ -85,7 +85,7 @@ def drop(raw: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_whole(raw: Path) -> None:
+def _check_complete(raw: Path) -> None:
     """Checks the end of the file, because the profiler does not report a full disk."""
     with raw.open("rb") as file:
         file.seek(0, os.SEEK_END)
@@ -94,7 +94,7 @@ def _check_whole(raw: Path) -> None:
             raise ValueError("the file is truncated; is the disk full?")
 
 
-def _parts(raw: Path) -> Iterator[bytes]:
+def _read_stripped(raw: Path) -> Iterator[bytes]:
     """The file without indentation; a line break is never inside a JSON string."""
     with raw.open("rb") as file:
         while lines := file.readlines(_CHUNK):
@@ -109,76 +109,78 @@ class _Op:
     start: float
     end: float
     wraps: bool
-    holds: bool
+    communicates: bool
 
 
-def _thinned(raw: Path) -> Iterator[bytes]:
+def _read_thinned(raw: Path) -> Iterator[bytes]:
     """The trace without the ops nested in an op that contains no communication.
 
     The times of compute do not change; the inner structure of an op is lost.
     """
     text = raw.read_text(encoding="utf-8", errors="replace")
-    at = text.index('"traceEvents"')
-    at = text.index("[", at) + 1
-    spans = list(_events(text, at))
-    dropped = _nested([event for event, _, _ in spans])
-    kept = [
+    offset = text.index('"traceEvents"')
+    offset = text.index("[", offset) + 1
+    spans = list(_parse_events(text, offset))
+    dropped = _find_nested([event for event, _, _ in spans])
+    events = [
         text[start:end]
         for index, (event, start, end) in enumerate(spans)
-        if index not in dropped and event.get("cat") not in _LEFT_OUT
+        if index not in dropped and event.get("cat") not in _DROPPED_CATEGORIES
     ]
-    rest = spans[-1][2] if spans else at
-    yield text[:at].encode()
-    for first in range(0, len(kept), 1000):
+    rest_offset = spans[-1][2] if spans else offset
+    yield text[:offset].encode()
+    for first in range(0, len(events), 1000):
         head = "," if first else ""
-        yield (head + ",".join(kept[first : first + 1000])).encode()
-    yield text[rest:].encode()
+        yield (head + ",".join(events[first : first + 1000])).encode()
+    yield text[rest_offset:].encode()
 
 
-def _events(text: str, at: int) -> Iterator[tuple[dict[str, Any], int, int]]:
+def _parse_events(text: str, offset: int) -> Iterator[tuple[dict[str, Any], int, int]]:
     """The events of the JSON list that begins at `at`, each with its start and end offset."""
     decode = json.JSONDecoder().raw_decode
     between = re.compile(r"[\s,]*")
-    while (start := between.match(text, at).end()) < len(text) and text[start] == "{":  # type: ignore[union-attr]
-        event, at = decode(text, start)
-        yield event, start, at
+    while (start := between.match(text, offset).end()) < len(text) and text[start] == "{":  # type: ignore[union-attr]
+        event, offset = decode(text, start)
+        yield event, start, offset
 
 
-def _nested(events: list[dict[str, Any]]) -> set[int]:
+def _find_nested(events: list[dict[str, Any]]) -> set[int]:
     """Indices of the ops nested in an op that has no communication and is not a wrapper."""
     threads: defaultdict[tuple[Any, Any], list[_Op]] = defaultdict(list)
     for index, event in enumerate(events):
         # Only ops nest: a gloo range on this thread lasts until its wait returns.
         if event.get("cat") == "cpu_op" and event.get("ph") == "X":
-            threads[event.get("pid"), event.get("tid")].append(_op(index, event))
-    return {index for ops in threads.values() for index in _below(ops)}
+            threads[event.get("pid"), event.get("tid")].append(_build_op(index, event))
+    return {index for ops in threads.values() for index in _find_removable(ops)}
 
 
-def _op(index: int, event: dict[str, Any]) -> _Op:
+def _build_op(index: int, event: dict[str, Any]) -> _Op:
     name, start = str(event["name"]), float(event["ts"])
     end = start + float(event.get("dur", 0))
     holds = _COMMUNICATES.match(name) is not None
     return _Op(index, start, end, _WRAPS.match(name) is not None, holds)
 
 
-def _below(ops: list[_Op]) -> Iterable[int]:
+def _find_removable(ops: list[_Op]) -> Iterable[int]:
     """The ops of one thread that can be removed."""
     ops.sort(key=lambda op: (op.start, -op.end))
     parents: list[int] = []
     stack: list[int] = []
-    for place, op in enumerate(ops):
+    for position, op in enumerate(ops):
         while stack and ops[stack[-1]].end < op.end:
             stack.pop()
         parents.append(stack[-1] if stack else -1)
-        stack.append(place)
-    for place in range(len(ops) - 1, -1, -1):
-        if ops[place].holds and parents[place] >= 0:
-            ops[parents[place]].holds = True
-    gone: list[bool] = []
-    for place, op in enumerate(ops):
-        above = parents[place]
-        covered = above >= 0 and (gone[above] or not (ops[above].wraps or ops[above].holds))
-        gone.append(covered)
+        stack.append(position)
+    for position in range(len(ops) - 1, -1, -1):
+        if ops[position].communicates and parents[position] >= 0:
+            ops[parents[position]].communicates = True
+    removed: list[bool] = []
+    for position, op in enumerate(ops):
+        parent = parents[position]
+        covered = parent >= 0 and (
+            removed[parent] or not (ops[parent].wraps or ops[parent].communicates)
+        )
+        removed.append(covered)
         if covered:
             yield op.index
 

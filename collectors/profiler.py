@@ -11,17 +11,17 @@ from typing import Any, Self
 
 import torch
 
-from stepsplit.collectors.guard import deferred_sigterm, guarded, warn_lost
+from stepsplit.collectors.guard import delay_sigterm, warn_lost, warn_on_failure
 from stepsplit.collectors.job_info import (
     HostClock,
-    Presence,
-    collect,
-    gpu_state,
-    groups,
-    job,
-    presence,
+    RankDescription,
+    collect_descriptions,
+    describe_rank,
+    list_groups,
     publish,
-    versions,
+    read_gpu_state,
+    read_job,
+    read_versions,
 )
 from stepsplit.collectors.memory import MemoryMeter
 from stepsplit.collectors.rank_files import RankFiles
@@ -32,13 +32,13 @@ from stepsplit.collectors.rank_record import (
     StepClock,
     write_record,
 )
-from stepsplit.collectors.record import Detail, RecordPlan, detail
+from stepsplit.collectors.record import Detail, RecordPlan, choose_detail
 from stepsplit.collectors.run_spec import (
     Mesh,
     ModelSpec,
     RunSpec,
     Training,
-    merged_groups,
+    merge_groups,
     write_run_json,
 )
 from stepsplit.collectors.trace_window import TraceWindow
@@ -47,7 +47,7 @@ from stepsplit.collectors.trace_window import TraceWindow
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class UserSpec:
     """Run metadata given by the user; None means unknown."""
 
     mesh: Mesh | None = None
@@ -58,28 +58,30 @@ class Stated:
 class RunFile:
     """The run.json of a recording; ranks exchange their descriptions through the job's store."""
 
-    def __init__(self, folder: Path, name: str, key: str, stated: Stated) -> None:
-        self._folder, self._name, self._key, self._stated = folder, name, key, stated
-        self._told: Presence | None = None
+    def __init__(self, folder: Path, name: str, key: str, user_spec: UserSpec) -> None:
+        self._folder, self._name, self._key, self._stated = folder, name, key, user_spec
+        self._told: RankDescription | None = None
         self._ranks_written = 0
 
-    def publish(self) -> Presence:
+    def publish(self) -> RankDescription:
         """Publishes this rank's description to the other ranks."""
-        self._told = presence()
+        self._told = describe_rank()
         publish(self._key, self._told)
         return self._told
 
     def write(self, timeout_s: float) -> None:
         """Writes run.json on rank 0, and again only if more ranks are known since."""
-        rank, world_size, backend = job()
+        rank, world_size, backend = read_job()
         if rank != 0 or self._told is None or self._ranks_written == world_size:
             return
-        told = collect(self._key, self._told, world_size, timeout_s)
-        if len(told) > self._ranks_written:
-            write_run_json(self._folder, self._spec(told, world_size, backend))
-            self._ranks_written = len(told)
+        descriptions = collect_descriptions(self._key, self._told, world_size, timeout_s)
+        if len(descriptions) > self._ranks_written:
+            write_run_json(self._folder, self._build_spec(descriptions, world_size, backend))
+            self._ranks_written = len(descriptions)
 
-    def _spec(self, told: tuple[Presence, ...], world_size: int, backend: str) -> RunSpec:
+    def _build_spec(
+        self, descriptions: tuple[RankDescription, ...], world_size: int, backend: str
+    ) -> RunSpec:
         return RunSpec(
             name=self._name,
             world_size=world_size,
@@ -87,16 +89,16 @@ class RunFile:
             mesh=self._stated.mesh,
             model=self._stated.model,
             training=self._stated.training,
-            ranks=tuple(each.rank for each in told),
-            groups=merged_groups(group for each in told for group in each.groups),
-            versions=versions(),
-            hosts=tuple({each.machine.host: each.machine for each in told}.values()),
+            ranks=tuple(each.rank for each in descriptions),
+            groups=merge_groups(group for each in descriptions for group in each.groups),
+            versions=read_versions(),
+            hosts=tuple({each.machine.host: each.machine for each in descriptions}.values()),
         )
 
 
 # The recording of one rank, from its begin to its files; the caller counts the steps.
 
-LATE_RANKS_S = 10.0
+LATE_RANKS_TIMEOUT_S = 10.0
 
 
 class ActiveRecording:
@@ -106,14 +108,14 @@ class ActiveRecording:
     a warning: no method raises or issues a collective, and only close() waits for other ranks.
     """
 
-    def __init__(self, plan: RecordPlan, stated: Stated) -> None:
+    def __init__(self, plan: RecordPlan, user_spec: UserSpec) -> None:
         self._plan, self._first = plan, plan.first or 0
         self._last = self._first + plan.steps - 1
         self._folder = Path(plan.out)
-        self.rank, self._world_size, self._backend = job()
+        self.rank, self._world_size, self._backend = read_job()
         self._files = RankFiles(self._folder, self.rank)
-        self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", stated)
-        self._told: Presence | None = None
+        self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", user_spec)
+        self._told: RankDescription | None = None
         self._detail: Detail = "none"
         self._window: TraceWindow | None = None
         self._meter: MemoryMeter | None = None
@@ -133,48 +135,48 @@ class ActiveRecording:
         """Begins before step `next_step`; call after init_process_group."""
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             warn_lost(self.rank, "accurate times: TORCH_DISTRIBUTED_DEBUG=DETAIL adds collectives")
-        with guarded(self.rank, "its entry in run.json"):
+        with warn_on_failure(self.rank, "its entry in run.json"):
             self._told = self._run.publish()
             self._clock = HostClock(self._plan.name, self.rank, self._told.rank.host)
-        with guarded(self.rank, "its trace"):
+        with warn_on_failure(self.rank, "its trace"):
             self._files.clear()
-            ranks = groups()
-            self._detail = detail(self._plan.ranks, self.rank, self._world_size, ranks)
+            ranks = list_groups()
+            self._detail = choose_detail(self._plan.ranks, self.rank, self._world_size, ranks)
             if self._detail != "none":
-                self._window = TraceWindow(self._plan, self._first, self._give_way)
+                self._window = TraceWindow(self._plan, self._first, self._stop_for_other_profiler)
             self._recording = True
-            self._before(next_step)
+            self._begin_step(next_step)
             return
         self._finish(whole=False)
 
-    def after(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """Ends step `step`; after the last step of the plan it writes the files."""
-        self._times.step(self._kind(step))
+        self._times.step(self._classify_step(step))
         if not self._recording:
             return
-        goes_on = False
-        with guarded(self.rank, "its trace"):
+        continues = False
+        with warn_on_failure(self.rank, "its trace"):
             if self._window is not None:
-                self._window.after()
-            goes_on = step < self._last
-            if goes_on:
-                self._before(step + 1)
+                self._window.end_step()
+            continues = step < self._last
+            if continues:
+                self._begin_step(step + 1)
                 return
-        self._finish(whole=not goes_on)
+        self._finish(whole=not continues)
 
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits a limited time for files still being written."""
         unfinished = self._recording
-        with deferred_sigterm():
+        with delay_sigterm():
             self._finish(whole=False)
             self._write_record()
         if unfinished and not self._recorded and not failed:
             warn_lost(self.rank, "its trace: the run ended before the first recorded step")
-        with guarded(self.rank, "run.json"):
-            self._run.write(0.0 if failed else LATE_RANKS_S)
+        with warn_on_failure(self.rank, "run.json"):
+            self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
         self._files.wait()
 
-    def _kind(self, step: int) -> str:
+    def _classify_step(self, step: int) -> str:
         """The field of StepTimes that the step counts in; "" if another profiler is running."""
         if not self._recording and torch.autograd._profiler_enabled():
             return ""
@@ -184,14 +186,14 @@ class ActiveRecording:
             return "profiled"
         return "before" if 0 < step < self._first - self._plan.warmup else ""
 
-    def _before(self, step: int) -> None:
+    def _begin_step(self, step: int) -> None:
         if step == self._first:
             self._read_gpu()
             self._meter = MemoryMeter(self._plan.memory)
         if self._window is not None:
-            self._window.before(step)
+            self._window.begin_step(step)
 
-    def _give_way(self) -> None:
+    def _stop_for_other_profiler(self) -> None:
         """Ends this recording early because another profiler starts."""
         warn_lost(self.rank, "the rest of its trace: another torch.profiler was started")
         self._finish(whole=False)
@@ -201,48 +203,48 @@ class ActiveRecording:
         if not self._recording:
             return
         self._recording, window, profiler = False, self._window, None
-        with guarded(self.rank, "its trace"):
+        with warn_on_failure(self.rank, "its trace"):
             profiler = None if window is None else window.end()
         self._recorded = profiler is not None or (whole and window is None)
         if self._recorded:
             self._files.write(profiler, self._began_unix_ns, self._detail == "thin")
-        self._see_memory(profiler)
+        self._measure_memory(profiler)
         self._read_gpu()
         self._write_record()
         # Write a first run.json now, in case the job is killed before its end.
-        with guarded(self.rank, "run.json"):
+        with warn_on_failure(self.rank, "run.json"):
             self._run.write(0.0)
 
-    def _see_memory(self, profiler: Any) -> None:
+    def _measure_memory(self, profiler: Any) -> None:
         meter, self._meter = self._meter, None
         if meter is not None:
-            with guarded(self.rank, "its memory usage"):
+            with warn_on_failure(self.rank, "its memory usage"):
                 self._memory = meter.close(profiler, self._folder, self.rank)
 
     def _read_gpu(self) -> None:
-        state = gpu_state()
+        state = read_gpu_state()
         if state is not None:
             self._gpu.append(state)
 
     def _write_record(self) -> None:
         if self._told is not None and self._recorded:
-            with guarded(self.rank, "its record"):
-                write_record(self._folder, self._record(self._told))
+            with warn_on_failure(self.rank, "its record"):
+                write_record(self._folder, self._build_record(self._told))
 
-    def _record(self, told: Presence) -> RankRecord:
+    def _build_record(self, description: RankDescription) -> RankRecord:
         return RankRecord(
             run=self._plan.name,
-            rank=told.rank,
+            rank=description.rank,
             world_size=self._world_size,
             backend=self._backend,
             detail=self._detail,
-            groups=groups(),
-            versions=versions(),
-            machine=told.machine,
+            groups=list_groups(),
+            versions=read_versions(),
+            machine=description.machine,
             first_step=self._first,
-            steps=self._times.times(),
+            steps=self._times.collect_times(),
             memory=self._memory,
-            clocks=self._clock.probes() if self._clock else (),
+            clocks=self._clock.list_probes() if self._clock else (),
             gpu=tuple(self._gpu),
         )
 
@@ -359,8 +361,8 @@ class ProfiledRun:
         Returns:
             This object.
         """
-        mesh = mesh_of(self._mesh, job()[1])
-        self._recording = ActiveRecording(self._plan, Stated(mesh, self._model, self._training))
+        mesh = convert_mesh(self._mesh, read_job()[1])
+        self._recording = ActiveRecording(self._plan, UserSpec(mesh, self._model, self._training))
         self._recording.begin(0)
         return self
 
@@ -370,7 +372,7 @@ class ProfiledRun:
         After the last recorded step it writes the files of this rank.
         """
         if self._recording is not None:
-            self._recording.after(self._step)
+            self._recording.end_step(self._step)
             self._step += 1
 
     def stop(self, failed: bool = False) -> None:
@@ -396,22 +398,22 @@ class ProfiledRun:
 MeshLike = Mesh | Mapping[str, int] | Any
 
 
-def mesh_of(given: MeshLike, world_size: int) -> Mesh | None:
+def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:
     """Converts the user's mesh to a Mesh; None, with a warning, if it does not match the job."""
-    with guarded(0, "the mesh in run.json"):
+    with warn_on_failure(0, "the mesh in run.json"):
         if given is None or isinstance(given, Mesh):
             mesh: Mesh | None = given
         elif isinstance(given, Mapping):
             mesh = Mesh.of(given)
         else:
-            mesh = _device_mesh(given)
+            mesh = _convert_device_mesh(given)
         if mesh is not None and mesh.world_size != world_size:
             raise ValueError(f"the mesh has {mesh.world_size} ranks but the job has {world_size}")
         return mesh
     return None
 
 
-def _device_mesh(given: Any) -> Mesh:
+def _convert_device_mesh(given: Any) -> Mesh:
     ranks = given.mesh.flatten().tolist()
     if given.mesh_dim_names is None or ranks != list(range(len(ranks))):
         raise ValueError("a DeviceMesh needs mesh_dim_names and all ranks of the job in order")

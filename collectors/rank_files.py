@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors import pack
-from stepsplit.collectors.guard import CollectError, guarded, warn_lost
-from stepsplit.collectors.nccl import flight_json
+from stepsplit.collectors.guard import CollectError, warn_lost, warn_on_failure
+from stepsplit.collectors.nccl import dump_flight_json
 from stepsplit.collectors.pack import drop
 from stepsplit.collectors.rank_record import (
     RankRecord,
-    flight_path,
-    raw_path,
+    build_flight_path,
+    build_raw_path,
+    build_record_path,
+    build_spec,
+    build_trace_path,
     read_record,
-    record_path,
-    spec_of,
-    trace_path,
 )
 from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, write_run_json
 
 # Packs raw files in a separate process, so that no training step waits for gzip.
 
-PATIENCE_S = 60.0
+PACK_TIMEOUT_S = 60.0
 """How long the end of a job waits for its files to be packed; packing continues after that."""
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackTask:
     """A raw file and its packed output."""
 
     raw: Path
@@ -49,7 +49,7 @@ class Packer:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def pack(self, files: list[Packed], thin: bool = False) -> None:
+    def pack(self, files: list[PackTask], thin: bool = False) -> None:
         """Packs the files in a new process; in this one if it cannot be started."""
         arguments = ["--thin"] * thin + [str(p) for each in files for p in (each.raw, each.out)]
         if not files:
@@ -69,7 +69,7 @@ class Packer:
             return
         self._processes.append(process)
 
-    def wait(self, timeout_s: float = PATIENCE_S) -> bool:
+    def wait(self, timeout_s: float = PACK_TIMEOUT_S) -> bool:
         """Waits at most `timeout_s`; returns whether all files are packed."""
         deadline = time.monotonic() + timeout_s
         for process in self._processes:
@@ -92,20 +92,20 @@ class RankFiles:
     def clear(self) -> None:
         """Creates the folder and removes the files of an earlier recording of this rank."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for place in (trace_path, flight_path, record_path):
+        for place in (build_trace_path, build_flight_path, build_record_path):
             place(self._folder, self._rank).unlink(missing_ok=True)
         for draft in self._folder.glob(f".rank{self._rank}_*"):
             draft.unlink(missing_ok=True)
 
     def write(self, profiler: Any, since_unix_ns: int, thin: bool) -> None:
         """Writes the profiler's trace (None: no trace) and the Flight Recorder dump."""
-        files: list[Packed] = []
+        files: list[PackTask] = []
         if profiler is not None:
-            with guarded(self._rank, "its trace"):
-                files.append(self._raw_trace(profiler))
-        with guarded(self._rank, "its Flight Recorder dump"):
-            files += self._raw_flight(since_unix_ns)
-        with guarded(self._rank, "its packed files"):
+            with warn_on_failure(self._rank, "its trace"):
+                files.append(self._write_raw_trace(profiler))
+        with warn_on_failure(self._rank, "its Flight Recorder dump"):
+            files += self._write_raw_flight(since_unix_ns)
+        with warn_on_failure(self._rank, "its packed files"):
             self._packer.pack(files, thin)
 
     def wait(self) -> None:
@@ -113,26 +113,26 @@ class RankFiles:
         if not self._packer.wait():
             warn_lost(self._rank, "no data so far, but its files are still being packed")
 
-    def _raw_trace(self, profiler: Any) -> Packed:
-        out = trace_path(self._folder, self._rank)
-        with _raw(out) as raw:
+    def _write_raw_trace(self, profiler: Any) -> PackTask:
+        out = build_trace_path(self._folder, self._rank)
+        with _open_raw(out) as raw:
             profiler.export_chrome_trace(str(raw))
-        return Packed(raw, out)
+        return PackTask(raw, out)
 
-    def _raw_flight(self, since_unix_ns: int) -> list[Packed]:
-        dump = flight_json(self._rank, since_unix_ns)
+    def _write_raw_flight(self, since_unix_ns: int) -> list[PackTask]:
+        dump = dump_flight_json(self._rank, since_unix_ns)
         if dump is None:
             return []
-        out = flight_path(self._folder, self._rank)
-        with _raw(out) as raw:
+        out = build_flight_path(self._folder, self._rank)
+        with _open_raw(out) as raw:
             raw.write_bytes(dump)
-        return [Packed(raw, out)]
+        return [PackTask(raw, out)]
 
 
 @contextmanager
-def _raw(out: Path) -> Iterator[Path]:
+def _open_raw(out: Path) -> Iterator[Path]:
     """Yields the path of the raw file for `out`; deletes it if writing fails."""
-    raw = raw_path(out)
+    raw = build_raw_path(out)
     try:
         yield raw
     except BaseException:
@@ -144,7 +144,7 @@ def _raw(out: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatherResult:
     """The merged recording; missing: ranks of the job without a record."""
 
     out: Path
@@ -152,7 +152,7 @@ class Gathered:
     missing: tuple[int, ...]
 
 
-def gather(folders: Sequence[Path], out: Path) -> Gathered:
+def gather(folders: Sequence[Path], out: Path) -> GatherResult:
     """Copies the files of all folders to `out` and writes run.json from the ranks' records.
 
     Raises CollectError if a folder is missing, no folder has a record, or two folders have
@@ -163,46 +163,46 @@ def gather(folders: Sequence[Path], out: Path) -> Gathered:
             raise CollectError(f"{folder}: no such folder; give the folders that the ranks wrote")
     for folder in folders:
         if folder.resolve() != out.resolve():
-            _copy(folder, out)
-    records = _records(out)
+            _copy_files(folder, out)
+    records = _read_records(out)
     if not records:
         raise CollectError(f"{out}: no rank*_record.json; give the folders that the ranks wrote")
-    write_run_json(out, spec_of(records, _spec_in(out)))
+    write_run_json(out, build_spec(records, _read_spec(out)))
     ranks = tuple(record.rank.rank for record in records)
-    return Gathered(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
+    return GatherResult(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
 
 
-def _records(folder: Path) -> tuple[RankRecord, ...]:
+def _read_records(folder: Path) -> tuple[RankRecord, ...]:
     """The records in the folder, sorted by rank. Raises CollectError if one is invalid."""
-    found = []
+    records = []
     for path in folder.glob("rank*_record.json"):
         try:
-            found.append(read_record(path.read_bytes()))
+            records.append(read_record(path.read_bytes()))
         except ValueError as error:
             raise CollectError(f"{path}: {error}; remove it") from None
-    return tuple(sorted(found, key=lambda record: record.rank.rank))
+    return tuple(sorted(records, key=lambda record: record.rank.rank))
 
 
-def _copy(folder: Path, out: Path) -> None:
-    for path in _files(folder):
-        there = out / path.relative_to(folder)
-        if there.name == "run.json" and there.exists():
+def _copy_files(folder: Path, out: Path) -> None:
+    for path in _list_files(folder):
+        target = out / path.relative_to(folder)
+        if target.name == "run.json" and target.exists():
             continue
-        if there.exists() and not filecmp.cmp(path, there, shallow=False):
+        if target.exists() and not filecmp.cmp(path, target, shallow=False):
             raise CollectError(
-                f"{there} exists and {path} differs from it; are they from the same run?"
+                f"{target} exists and {path} differs from it; are they from the same run?"
             )
-        if not there.exists():
-            with replace_whole(there) as draft:
+        if not target.exists():
+            with replace_whole(target) as draft:
                 shutil.copy2(path, draft)
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    every = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return (path for path in every if not path.name.startswith("."))
+def _list_files(folder: Path) -> Iterable[Path]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return (path for path in files if not path.name.startswith("."))
 
 
-def _spec_in(folder: Path) -> RunSpec | None:
+def _read_spec(folder: Path) -> RunSpec | None:
     try:
         return from_json((folder / "run.json").read_bytes())
     except (OSError, ValueError):

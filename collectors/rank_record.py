@@ -17,15 +17,15 @@ from stepsplit.collectors.run_spec import (
     HostInfo,
     RankInfo,
     RunSpec,
-    group_of,
-    known,
-    merged_groups,
+    decode_group,
+    decode_known,
+    merge_groups,
     write_whole,
 )
 
 # Step times with and without the profiler, to measure its overhead.
 
-KEPT = 20
+MAX_KEPT_STEPS = 20
 """Number of step times kept per kind: the last ones before and the first ones after."""
 
 
@@ -34,7 +34,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self._last_ns: int | None = None
-        self._before: deque[int] = deque(maxlen=KEPT)
+        self._before: deque[int] = deque(maxlen=MAX_KEPT_STEPS)
         self._profiled: list[int] = []
         self._after: list[int] = []
 
@@ -44,16 +44,18 @@ class StepClock:
         last, self._last_ns = self._last_ns, now
         if last is None:
             return
-        kept = {"before": self._before, "profiled": self._profiled, "after": self._after}.get(kind)
-        if kept is not None and (kind == "before" or len(kept) < KEPT):
-            kept.append(now - last)
+        durations = {"before": self._before, "profiled": self._profiled, "after": self._after}.get(
+            kind
+        )
+        if durations is not None and (kind == "before" or len(durations) < MAX_KEPT_STEPS):
+            durations.append(now - last)
 
     @property
     def full(self) -> bool:
         """Whether enough steps after the profiler were measured."""
-        return len(self._after) >= KEPT
+        return len(self._after) >= MAX_KEPT_STEPS
 
-    def times(self) -> StepTimes:
+    def collect_times(self) -> StepTimes:
         """The step times measured so far."""
         return StepTimes(tuple(self._before), tuple(self._profiled), tuple(self._after))
 
@@ -135,7 +137,7 @@ def write_record(folder: Path, record: RankRecord) -> Path:
     body: dict[str, Any] = {"schema": RANK_SCHEMA} | asdict(record)
     body["versions"] = dict(record.versions)
     text = json.dumps(body, indent=1) + "\n"
-    return write_whole(record_path(folder, record.rank.rank), text.encode())
+    return write_whole(build_record_path(folder, record.rank.rank), text.encode())
 
 
 def read_record(text: str | bytes) -> RankRecord:
@@ -146,24 +148,24 @@ def read_record(text: str | bytes) -> RankRecord:
     try:
         return RankRecord(
             run=str(body["run"]),
-            rank=_of(RankInfo, body["rank"]),
+            rank=_decode_required(RankInfo, body["rank"]),
             world_size=int(body["world_size"]),
             backend=str(body["backend"]),
             detail=str(body.get("detail", "full")),
-            groups=tuple(map(group_of, body.get("groups", ()))),
+            groups=tuple(map(decode_group, body.get("groups", ()))),
             versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
-            machine=known(HostInfo, body.get("machine")),
+            machine=decode_known(HostInfo, body.get("machine")),
             first_step=int(body.get("first_step", 0)),
-            steps=_steps(body.get("steps", {})),
-            memory=known(MemoryState, body.get("memory")),
-            clocks=tuple(_of(ClockProbe, each) for each in body.get("clocks", ())),
-            gpu=tuple(_of(GpuState, each) for each in body.get("gpu", ())),
+            steps=_decode_steps(body.get("steps", {})),
+            memory=decode_known(MemoryState, body.get("memory")),
+            clocks=tuple(_decode_required(ClockProbe, each) for each in body.get("clocks", ())),
+            gpu=tuple(_decode_required(GpuState, each) for each in body.get("gpu", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a field is missing or invalid: {error}") from error
 
 
-def spec_of(records: Sequence[RankRecord], known: RunSpec | None = None) -> RunSpec:
+def build_spec(records: Sequence[RankRecord], previous: RunSpec | None = None) -> RunSpec:
     """The RunSpec of all ranks' records; mesh, model and training are taken from `known`."""
     first = records[0]
     hosts = {each.machine.host: each.machine for each in records if each.machine is not None}
@@ -171,24 +173,24 @@ def spec_of(records: Sequence[RankRecord], known: RunSpec | None = None) -> RunS
         name=first.run,
         world_size=first.world_size,
         backend=first.backend,
-        mesh=known.mesh if known else None,
-        model=known.model if known else None,
-        training=known.training if known else None,
+        mesh=previous.mesh if previous else None,
+        model=previous.model if previous else None,
+        training=previous.training if previous else None,
         ranks=tuple(record.rank for record in records),
-        groups=merged_groups(group for record in records for group in record.groups),
+        groups=merge_groups(group for record in records for group in record.groups),
         versions=first.versions,
         hosts=tuple(hosts.values()),
     )
 
 
-def _of(kind: Any, body: Mapping[str, Any]) -> Any:
-    found = known(kind, body)
-    if found is None:
+def _decode_required(kind: Any, body: Mapping[str, Any]) -> Any:
+    decoded = decode_known(kind, body)
+    if decoded is None:
         raise TypeError(f"{kind.__name__} is missing")
-    return found
+    return decoded
 
 
-def _steps(body: Mapping[str, Any]) -> StepTimes:
+def _decode_steps(body: Mapping[str, Any]) -> StepTimes:
     names = ("before_ns", "profiled_ns", "after_ns")
     return StepTimes(*(tuple(map(int, body.get(name, ()))) for name in names))
 
@@ -196,27 +198,27 @@ def _steps(body: Mapping[str, Any]) -> StepTimes:
 # File names of a recording.
 
 
-def trace_path(folder: Path, rank: int) -> Path:
+def build_trace_path(folder: Path, rank: int) -> Path:
     """torch.profiler's trace of a rank."""
     return folder / f"rank{rank}_trace.json.gz"
 
 
-def flight_path(folder: Path, rank: int) -> Path:
+def build_flight_path(folder: Path, rank: int) -> Path:
     """The Flight Recorder's dump of a rank."""
     return folder / f"rank{rank}_flight.json.gz"
 
 
-def record_path(folder: Path, rank: int) -> Path:
+def build_record_path(folder: Path, rank: int) -> Path:
     """The record of a rank."""
     return folder / f"rank{rank}_record.json"
 
 
-def raw_path(out: Path) -> Path:
+def build_raw_path(out: Path) -> Path:
     """The hidden file, in the same folder, for the raw content of a packed file."""
     return out.with_name(f".{out.name.removesuffix('.gz')}.{os.getpid()}.raw")
 
 
-def fresh(folder: Path) -> Path:
+def find_free_folder(folder: Path) -> Path:
     """The folder, or if it exists the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in count(1))
     return next(name for name in names if not name.exists())

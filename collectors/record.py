@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.nccl import (
-    inspector_environment,
-    inspector_plugin,
-    installed_version,
-    log_environment,
+    build_inspector_environment,
+    build_log_environment,
+    find_inspector_plugin,
+    find_installed_version,
 )
-from stepsplit.collectors.rank_record import fresh
-from stepsplit.collectors.run_spec import MESH_AXES, SHORTHAND, GroupInfo, Mesh, named
+from stepsplit.collectors.rank_record import find_free_folder
+from stepsplit.collectors.run_spec import MESH_AXES, SHORTHAND, GroupInfo, Mesh, select_known_fields
 
 # Runs a command with the agent in all of its processes; the training script is not modified.
 
@@ -51,12 +51,12 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()
         (out / "nccl").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
-    env = dict(os.environ) | environment(os.environ, plan, nccl)
+    env = dict(os.environ) | build_environment(os.environ, plan, nccl)
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as error:
         raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
-    with _passed_on(process):
+    with _forward_signals(process):
         status = process.wait()
     # Keep the folder if NCCL wrote to it; another rank's `record` may already have removed it.
     with suppress(OSError):
@@ -64,46 +64,48 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()
     return 128 - status if status < 0 else status
 
 
-def environment(given: Mapping[str, str], plan: RecordPlan, nccl: NcclLogs) -> dict[str, str]:
+def build_environment(
+    existing: Mapping[str, str], plan: RecordPlan, nccl: NcclLogs
+) -> dict[str, str]:
     """Variables to add to the job's environment; variables set by the user are not changed."""
-    out, version = Path(plan.out), installed_version()
-    wanted = _FLIGHT | log_environment(out, version, nccl.calls)
+    out, version = Path(plan.out), find_installed_version()
+    variables = _FLIGHT | build_log_environment(out, version, nccl.calls)
     if nccl.inspector:
-        plugin = inspector_plugin(given)
+        plugin = find_inspector_plugin(existing)
         if plugin is None:
             raise CollectError(
                 "libnccl-profiler-inspector.so was not found; add its folder to LD_LIBRARY_PATH"
             )
-        wanted |= inspector_environment(out, version, plugin)
-    if "NCCL_DEBUG" in given:
-        wanted = {name: value for name, value in wanted.items() if "NCCL_DEBUG" not in name}
-    path = [str(SITE), *filter(None, given.get("PYTHONPATH", "").split(os.pathsep))]
-    added = {name: value for name, value in wanted.items() if name not in given}
-    return added | {PLAN_VARIABLE: plan.text(), "PYTHONPATH": os.pathsep.join(path)}
+        variables |= build_inspector_environment(out, version, plugin)
+    if "NCCL_DEBUG" in existing:
+        variables = {name: value for name, value in variables.items() if "NCCL_DEBUG" not in name}
+    path = [str(SITE), *filter(None, existing.get("PYTHONPATH", "").split(os.pathsep))]
+    added = {name: value for name, value in variables.items() if name not in existing}
+    return added | {PLAN_VARIABLE: plan.format_json(), "PYTHONPATH": os.pathsep.join(path)}
 
 
-def default_out(given: Mapping[str, str]) -> Path:
+def choose_out(existing: Mapping[str, str]) -> Path:
     """The next free runs/record; if each rank runs `record`, one folder for the whole job."""
-    if is_rank(given):
-        return Path("runs").absolute() / f"job-{given.get('SLURM_JOB_ID', 'record')}"
-    return fresh(Path("runs").absolute() / "record")
+    if is_rank(existing):
+        return Path("runs").absolute() / f"job-{existing.get('SLURM_JOB_ID', 'record')}"
+    return find_free_folder(Path("runs").absolute() / "record")
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Forwards SIGTERM to the command; Ctrl-C reaches it directly from the terminal."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
 
-    before = {
+    handlers = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -144,9 +146,9 @@ class RecordPlan:
                 f"no step to record: first {self.first}, warmup {self.warmup}, steps {self.steps}"
             )
         if self.ranks not in ("all", "auto"):
-            listed(self.ranks)
+            parse_ranks(self.ranks)
 
-    def text(self) -> str:
+    def format_json(self) -> str:
         """JSON on one line, as read by parse_plan."""
         return json.dumps(asdict(self))
 
@@ -155,36 +157,36 @@ def parse_plan(text: str | bytes) -> RecordPlan:
     """Parses a plan in JSON. Raises ValueError if it is invalid."""
     body = json.loads(text)
     try:
-        return plan_of(body)
+        return decode_plan(body)
     except TypeError as error:
         raise ValueError(f"invalid plan: {error}") from None
 
 
-def plan_of(body: Mapping[str, Any]) -> RecordPlan:
+def decode_plan(body: Mapping[str, Any]) -> RecordPlan:
     """Builds a plan from its fields, ignoring unknown ones. Raises TypeError if one is missing."""
-    return RecordPlan(**named(RecordPlan, body))
+    return RecordPlan(**select_known_fields(RecordPlan, body))
 
 
-def listed(ranks: str) -> frozenset[int]:
+def parse_ranks(ranks: str) -> frozenset[int]:
     """Parses a list of ranks such as "0-7,16". Raises ValueError if it is invalid."""
-    found: set[int] = set()
+    ranks_found: set[int] = set()
     for part in ranks.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{ranks!r} is not a list of ranks; use all, auto or 0-7,16")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        ranks_found.update(range(int(first), int(last or first) + 1))
+    return frozenset(ranks_found)
 
 
-def detail(ranks: str, rank: int, world_size: int, groups: tuple[GroupInfo, ...]) -> Detail:
+def choose_detail(ranks: str, rank: int, world_size: int, groups: tuple[GroupInfo, ...]) -> Detail:
     """The detail in which a rank is recorded. groups: the process groups of this rank."""
     if ranks == "all" or (ranks == "auto" and world_size <= SMALL_JOB):
         return "full"
     if ranks != "auto":
-        return "full" if rank in listed(ranks) else "none"
+        return "full" if rank in parse_ranks(ranks) else "none"
     pipelines = [group.ranks for group in groups if _is_pipeline(group.description)]
-    whole = min(pipelines, default=(rank,))
-    return "full" if 0 in whole else "thin"
+    first_pipeline = min(pipelines, default=(rank,))
+    return "full" if 0 in first_pipeline else "thin"
 
 
 def _is_pipeline(description: str) -> bool:
@@ -219,28 +221,28 @@ class LaunchResult:
 
 
 def launch_workload(
-    parallel: str | Mesh, out: str | Path, recipe: DemoArgs | None = None, timeout_s: float = 300.0
+    parallel: str | Mesh, out: str | Path, args: DemoArgs | None = None, timeout_s: float = 300.0
 ) -> LaunchResult:
     """Runs the demo on a mesh such as "tp=2,pp=2,dp=2", recorded to `out`. Raises LaunchError."""
     mesh = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     command = [sys.executable, "-m", "stepsplit.collectors.demo_job"]
-    command += ["--out", str(out), "--parallel", parallel_text(mesh)]
-    command += (recipe or DemoArgs()).arguments()
+    command += ["--out", str(out), "--parallel", format_parallel(mesh)]
+    command += (args or DemoArgs()).format_arguments()
     begin = time.monotonic_ns()
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as logs, ExitStack() as stack:
         ranks = _start(command, mesh.world_size, Path(logs), stack)
-        _wait(ranks, time.monotonic() + timeout_s)
+        _wait_for_ranks(ranks, time.monotonic() + timeout_s)
         output = "".join(rank.stdout.read_text() for rank in ranks)
     return LaunchResult(Path(out), mesh, time.monotonic_ns() - begin, output)
 
 
-def affordable(mesh: Mesh, available_bytes: int) -> Mesh:
+def fit_to_memory(mesh: Mesh, available_bytes: int) -> Mesh:
     """The mesh with dp, then pp, then tp halved until its ranks fit in memory."""
     sizes = {axis: mesh.size(axis) for axis in mesh.axes}
     for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
         while sizes.get(axis, 1) > 1 and Mesh.of(sizes).world_size * RANK_BYTES > available_bytes:
             sizes[axis] //= 2
-    return without_singles(Mesh.of(sizes))
+    return remove_single_rank_axes(Mesh.of(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ class _Rank:
 def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack) -> list[_Rank]:
     """Starts every rank; closing the stack ends them."""
     ranks: list[_Rank] = []
-    stack.callback(_end, ranks)
+    stack.callback(_end_ranks, ranks)
     port = _free_port()
     for rank in range(world_size):
         stdout, stderr = logs / f"{rank}.out", logs / f"{rank}.err"
@@ -265,13 +267,13 @@ def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                env=_environment(rank, world_size, port),
+                env=_build_rank_environment(rank, world_size, port),
             )
         ranks.append(_Rank(rank, process, stdout, stderr))
     return ranks
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _build_rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -289,14 +291,14 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float) -> None:
+def _wait_for_ranks(ranks: Sequence[_Rank], deadline: float) -> None:
     """Returns when all ranks are done. Raises LaunchError at the first that fails."""
     while any(rank.process.poll() is None for rank in ranks):
         _raise_failure(ranks)
         if time.monotonic() > deadline:
             late = [rank for rank in ranks if rank.process.poll() is None]
             names = ", ".join(str(rank.rank) for rank in late)
-            raise LaunchError(f"ranks {names} did not finish in time\n{_tail(late[0])}")
+            raise LaunchError(f"ranks {names} did not finish in time\n{_read_stderr_tail(late[0])}")
         time.sleep(_POLL_S)
     _raise_failure(ranks)
 
@@ -305,14 +307,16 @@ def _raise_failure(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         code = rank.process.poll()
         if code:
-            raise LaunchError(f"rank {rank.rank} exited with status {code}\n{_tail(rank)}")
+            raise LaunchError(
+                f"rank {rank.rank} exited with status {code}\n{_read_stderr_tail(rank)}"
+            )
 
 
-def _tail(rank: _Rank) -> str:
+def _read_stderr_tail(rank: _Rank) -> str:
     return "\n".join(rank.stderr.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _end_ranks(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.kill()
@@ -354,7 +358,7 @@ class DemoArgs:
         metadata={"help": "how the rank is delayed", "choices": ("compute", "sleep")},
     )
 
-    def arguments(self) -> list[str]:
+    def format_arguments(self) -> list[str]:
         """The command line of these arguments, as read by parse_command."""
         return [word for f in fields(self) for word in (_flag(f.name), str(getattr(self, f.name)))]
 
@@ -365,7 +369,7 @@ class Command:
 
     out: Path
     mesh: Mesh
-    recipe: DemoArgs
+    args: DemoArgs
 
 
 def parse_command(arguments: Sequence[str] | None = None) -> Command:
@@ -380,13 +384,13 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         kind = type(each.default)
         parser.add_argument(_flag(each.name), type=kind, default=each.default, **each.metadata)
     values = parser.parse_args(arguments)
-    recipe = DemoArgs(**{f.name: getattr(values, f.name) for f in fields(DemoArgs)})
+    args = DemoArgs(**{f.name: getattr(values, f.name) for f in fields(DemoArgs)})
     try:
         mesh = parse_parallel(values.parallel)
-        check(recipe, mesh)
+        check_mesh(args, mesh)
     except ValueError as error:
         parser.error(str(error))
-    return Command(values.out, mesh, recipe)
+    return Command(values.out, mesh, args)
 
 
 def parse_parallel(text: str) -> Mesh:
@@ -402,31 +406,33 @@ def parse_parallel(text: str) -> Mesh:
         if axis in sizes:
             raise ValueError(f"{axis} is given twice in {text!r}")
         sizes[axis] = int(size)
-    return without_singles(Mesh.of({axis: sizes[axis] for axis in MESH_AXES if axis in sizes}))
+    return remove_single_rank_axes(
+        Mesh.of({axis: sizes[axis] for axis in MESH_AXES if axis in sizes})
+    )
 
 
-def parallel_text(mesh: Mesh) -> str:
+def format_parallel(mesh: Mesh) -> str:
     """The mesh as text, as read by parse_parallel."""
     return ",".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
-def without_singles(mesh: Mesh) -> Mesh:
+def remove_single_rank_axes(mesh: Mesh) -> Mesh:
     """The mesh without its axes of size 1; at least one axis remains."""
     sizes = {axis: mesh.size(axis) for axis in mesh.axes if mesh.size(axis) > 1}
     return Mesh.of(sizes or {"dp_replicate": 1})
 
 
-def check(recipe: DemoArgs, mesh: Mesh) -> None:
+def check_mesh(args: DemoArgs, mesh: Mesh) -> None:
     """Raises ValueError if the model cannot be split over the mesh."""
     stages, shards = mesh.size("pp"), mesh.size("tp")
-    if recipe.layers % stages:
-        raise ValueError(f"layers ({recipe.layers}) must be divisible by pp ({stages})")
-    if recipe.hidden % recipe.heads:
-        raise ValueError(f"hidden ({recipe.hidden}) must be divisible by heads ({recipe.heads})")
-    if recipe.heads % shards:
-        raise ValueError(f"heads ({recipe.heads}) must be divisible by tp ({shards})")
-    if stages > 1 and recipe.microbatches < stages:
-        raise ValueError(f"microbatches ({recipe.microbatches}) must be at least pp ({stages})")
+    if args.layers % stages:
+        raise ValueError(f"layers ({args.layers}) must be divisible by pp ({stages})")
+    if args.hidden % args.heads:
+        raise ValueError(f"hidden ({args.hidden}) must be divisible by heads ({args.heads})")
+    if args.heads % shards:
+        raise ValueError(f"heads ({args.heads}) must be divisible by tp ({shards})")
+    if stages > 1 and args.microbatches < stages:
+        raise ValueError(f"microbatches ({args.microbatches}) must be at least pp ({stages})")
     if mesh.size("cp") > 1:
         raise ValueError("the demo training does not support cp; leave it out")
 

@@ -23,7 +23,7 @@ MESH_AXES = tuple(axis for axis in AXES if axis != "ep")
 DATA_PARALLEL: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 _DESCRIPTOR = re.compile(r"/proc/(?P<pid>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 """Maximum number of symbolic links followed in a path, as on Linux."""
 
 
@@ -271,9 +271,9 @@ class RunSpec:
                 f" {self.world_size}"
             )
 
-    def version(self, of: str) -> str | None:
+    def version(self, package: str) -> str | None:
         """Returns the version of torch, cuda, nccl, driver or python; None if unknown."""
-        return dict(self.versions).get(of)
+        return dict(self.versions).get(package)
 
 
 def to_json(spec: RunSpec) -> str:
@@ -298,23 +298,27 @@ def from_json(text: str | bytes) -> RunSpec:
             world_size=int(body["world_size"]),
             backend=str(body["backend"]),
             mesh=None if mesh is None else Mesh.of({m["axis"]: int(m["size"]) for m in mesh}),
-            model=known(ModelSpec, body.get("model")),
-            training=known(Training, body.get("training")),
-            ranks=tuple(RankInfo(**named(RankInfo, r)) for r in body.get("ranks", ())),
-            groups=tuple(group_of(g) for g in body.get("groups", ())),
+            model=decode_known(ModelSpec, body.get("model")),
+            training=decode_known(Training, body.get("training")),
+            ranks=tuple(
+                RankInfo(**select_known_fields(RankInfo, r)) for r in body.get("ranks", ())
+            ),
+            groups=tuple(decode_group(g) for g in body.get("groups", ())),
             versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
-            hosts=tuple(HostInfo(**named(HostInfo, h)) for h in body.get("hosts", ())),
+            hosts=tuple(
+                HostInfo(**select_known_fields(HostInfo, h)) for h in body.get("hosts", ())
+            ),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a field is missing or invalid: {error}") from error
 
 
-def merged_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
+def merge_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
     """The distinct groups, in order of creation if their names are numbers."""
-    return tuple(sorted(set(groups), key=_creation))
+    return tuple(sorted(set(groups), key=_build_creation_key))
 
 
-def _creation(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
+def _build_creation_key(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
     numbered = group.name.isdigit()
     return not numbered, int(group.name) if numbered else 0, group.name, group.ranks
 
@@ -363,15 +367,15 @@ def replace_whole(path: Path) -> Iterator[Path]:
     target = path.resolve() if path.is_symlink() else path
     # A unique name: two threads may write the same file at the same time.
     draft = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    known = target.stat() if target.exists() else None
+    previous = target.stat() if target.exists() else None
     try:
         # The draft must not be readable by users who cannot read the file.
-        mode = 0o666 if known is None else stat.S_IMODE(known.st_mode) & 0o777 | stat.S_IWUSR
+        mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode) & 0o777 | stat.S_IWUSR
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         _sync(draft)
-        if known is not None:
-            _set_owner_and_mode(draft, known)
+        if previous is not None:
+            _set_owner_and_mode(draft, previous)
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
@@ -383,7 +387,7 @@ def open_special(path: Path) -> BinaryIO | None:
     /dev/stdout, /dev/fd/N and /proc/self/fd/N are written through the open descriptor, after its
     earlier output. Raises OSError if the file cannot be opened.
     """
-    if (descriptor := _descriptor(path)) is not None:
+    if (descriptor := _find_descriptor(path)) is not None:
         if descriptor["pid"] == Path("/proc/self").resolve().name:
             return os.fdopen(os.dup(int(descriptor["number"])), "wb")
     elif not _is_special(path):
@@ -394,50 +398,50 @@ def open_special(path: Path) -> BinaryIO | None:
 
 def _is_special(path: Path) -> bool:
     try:
-        return _descriptor(path) is not None or not stat.S_ISREG(path.stat().st_mode)
+        return _find_descriptor(path) is not None or not stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         return False
 
 
-def _descriptor(path: Path) -> re.Match[str] | None:
+def _find_descriptor(path: Path) -> re.Match[str] | None:
     """The /proc path of the open file descriptor that the path leads to; None if it does not."""
-    for _ in range(_MOST_LINKS):
-        found = _DESCRIPTOR.fullmatch(str(path.parent.resolve() / path.name))
-        if found or not path.is_symlink():
-            return found
+    for _ in range(_MAX_LINKS):
+        descriptor = _DESCRIPTOR.fullmatch(str(path.parent.resolve() / path.name))
+        if descriptor or not path.is_symlink():
+            return descriptor
         path = path.parent / path.readlink()
     return None
 
 
-def _set_owner_and_mode(draft: Path, known: os.stat_result) -> None:
-    made = draft.stat()
+def _set_owner_and_mode(draft: Path, previous: os.stat_result) -> None:
+    created = draft.stat()
     # Only root can change a file's owner; some file systems have no owners or modes.
-    for uid, gid in ((-1, known.st_gid), (known.st_uid, -1)):
-        if uid not in (-1, made.st_uid) or gid not in (-1, made.st_gid):
+    for uid, gid in ((-1, previous.st_gid), (previous.st_uid, -1)):
+        if uid not in (-1, created.st_uid) or gid not in (-1, created.st_gid):
             with suppress(PermissionError):
                 os.chown(draft, uid, gid)
     with suppress(PermissionError):
-        draft.chmod(stat.S_IMODE(known.st_mode))
+        draft.chmod(stat.S_IMODE(previous.st_mode))
 
 
 def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_WRONLY)
+    descriptor = os.open(path, os.O_WRONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
-def group_of(body: Mapping[str, Any]) -> GroupInfo:
+def decode_group(body: Mapping[str, Any]) -> GroupInfo:
     """Decodes a group. Raises KeyError, TypeError or ValueError if a field is invalid."""
     return GroupInfo(str(body["name"]), str(body["description"]), tuple(map(int, body["ranks"])))
 
 
-def named(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
+def select_known_fields(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `body` that `kind` has; fields of a newer version are ignored."""
     return {field.name: body[field.name] for field in fields(kind) if field.name in body}
 
 
-def known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
+def decode_known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
     """A `kind` built from the fields of `body`, ignoring unknown fields; None for None."""
-    return None if body is None else kind(**named(kind, body))
+    return None if body is None else kind(**select_known_fields(kind, body))

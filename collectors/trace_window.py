@@ -32,8 +32,8 @@ class TraceWindow:
     _open: ClassVar[TraceWindow | None] = None
     """The window that currently uses torch's profiler."""
 
-    def __init__(self, plan: RecordPlan, first: int, give_way: Callable[[], None]) -> None:
-        self._plan, self._first, self._give_way = plan, first, give_way
+    def __init__(self, plan: RecordPlan, first: int, on_other_profiler: Callable[[], None]) -> None:
+        self._plan, self._first, self._give_way = plan, first, on_other_profiler
         self._profiler: Any = None
         self._mark: Any = None
         self._patches = ExitStack()
@@ -41,7 +41,7 @@ class TraceWindow:
         self.recorded = 0
         """Number of completely recorded steps."""
 
-    def before(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Call before each step: warms up, starts, and marks the step in the trace."""
         if self._profiler is None and step >= self._first - self._plan.warmup:
             self._warm_up()
@@ -51,7 +51,7 @@ class TraceWindow:
             self._mark = record_function(f"ProfilerStep#{step}")
             self._mark.__enter__()
 
-    def after(self) -> None:
+    def end_step(self) -> None:
         """Call after each step."""
         mark, self._mark = self._mark, None
         if mark is not None:
@@ -69,7 +69,7 @@ class TraceWindow:
             if not self._started:
                 # A prepared profiler must be started before it can be stopped.
                 self._start()
-            self._run(profiler.stop_trace)
+            self._call_own(profiler.stop_trace)
         finally:
             self._profiler = None
             self._patches.close()
@@ -78,26 +78,26 @@ class TraceWindow:
     def _warm_up(self) -> None:
         if TraceWindow._open is not None:
             raise RuntimeError("another recording is running; only one is possible per process")
-        if torch.autograd._profiler_enabled() or _another_is_warm():
+        if torch.autograd._profiler_enabled() or _is_another_prepared():
             raise RuntimeError("another torch.profiler is running; only one is possible")
         TraceWindow._open = self
-        self._patches.callback(_closed)
+        self._patches.callback(_release_window)
         self._profiler = torch.profiler.profile(
-            activities=_activities(),
+            activities=_list_activities(),
             record_shapes=self._plan.shapes,
             profile_memory=self._plan.memory,
             with_stack=self._plan.stacks,
         )
         self._patches.enter_context(annotate_layers())
         for name in _STARTERS:
-            self._make_way_in(name)
-        self._run(self._profiler.prepare_trace)
+            self._wrap_starter(name)
+        self._call_own(self._profiler.prepare_trace)
 
     def _start(self) -> None:
         self._started = True
-        self._run(self._profiler.start_trace)
+        self._call_own(self._profiler.start_trace)
 
-    def _make_way_in(self, name: str) -> None:
+    def _wrap_starter(self, name: str) -> None:
         original = getattr(autograd_profiler, name, None)
         if original is None:
             return
@@ -110,35 +110,37 @@ class TraceWindow:
         setattr(autograd_profiler, name, start)
         self._patches.callback(setattr, autograd_profiler, name, original)
 
-    def _run(self, part: Callable[[], None]) -> None:
+    def _call_own(self, callback: Callable[[], None]) -> None:
         """Calls a method of our own profiler, which must not end this window."""
         self._ours = True
         try:
-            part()
+            callback()
         finally:
             self._ours = False
 
 
-def _closed() -> None:
+def _release_window() -> None:
     TraceWindow._open = None
 
 
-def _another_is_warm() -> bool:
+def _is_another_prepared() -> bool:
     """Whether the user has prepared a profiler that is not started yet.
 
     torch does not report that state, and crashes if that profiler is started after ours. The check
     searches all objects, once per recording and before the recorded steps.
     """
-    found = gc.get_referrers(torch.profiler.profile)
-    inner = (each.profiler for each in found if isinstance(each, torch.profiler.profile))
-    return any(each is not None and each.entered and each.kineto_results is None for each in inner)
+    referrers = gc.get_referrers(torch.profiler.profile)
+    profilers = (each.profiler for each in referrers if isinstance(each, torch.profiler.profile))
+    return any(
+        each is not None and each.entered and each.kineto_results is None for each in profilers
+    )
 
 
-def _activities() -> list[Any]:
-    found = [ProfilerActivity.CPU]
+def _list_activities() -> list[Any]:
+    activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
-        found.append(ProfilerActivity.CUDA)
-    return found
+        activities.append(ProfilerActivity.CUDA)
+    return activities
 
 
 # Annotations that torch lacks: microbatches of a stage, and point-to-point messages.
@@ -186,10 +188,12 @@ def _annotate_stages(undo: ExitStack) -> None:
     for method, (letter, parameter) in _PHASES.items():
         original = vars(_PipelineStageBase).get(method)
         if original is not None:
-            _replace(undo, _PipelineStageBase, method, _chunk(original, letter, parameter))
+            _replace(undo, _PipelineStageBase, method, _annotate_chunk(original, letter, parameter))
 
 
-def _chunk(original: Callable[..., Any], letter: str, parameter: str) -> Callable[..., Any]:
+def _annotate_chunk(
+    original: Callable[..., Any], letter: str, parameter: str
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def annotated(stage: Any, *args: Any, **kwargs: Any) -> Any:
         chunk = args[0] if args else kwargs.get(parameter)
@@ -205,43 +209,47 @@ def _annotate_messages(undo: ExitStack) -> None:
     group_type = getattr(torch.distributed, "ProcessGroup", None)
     if group_type is None:
         return
-    channels = _Channels()
-    _replace(undo, group_type, "send", _message(group_type.send, "send", channels))
-    _replace(undo, group_type, "recv", _message(group_type.recv, "recv", channels))
+    channels = _MessageLabels()
+    _replace(undo, group_type, "send", _annotate_message(group_type.send, "send", channels))
+    _replace(undo, group_type, "recv", _annotate_message(group_type.recv, "recv", channels))
 
 
-class _Channels:
+class _MessageLabels:
     """Builds the label of a message: its two ranks and its number on that channel."""
 
     def __init__(self) -> None:
         self._numbers: defaultdict[tuple[object, ...], Iterator[int]] = defaultdict(count)
         self._ranks: dict[Any, list[int]] = {}
 
-    def label(self, op: str, group: Any, tensors: Sequence[Any], peer: int, tag: int) -> str | None:
+    def build_label(
+        self, op: str, group: Any, tensors: Sequence[Any], peer: int, tag: int
+    ) -> str | None:
         """The label of the message; None if torch has no ranks for the group."""
         try:
-            ranks = self._ranks_of(group)
+            ranks = self._find_ranks(group)
             here, there = ranks[group.rank()], ranks[peer]
             src, dst = (here, there) if op == "send" else (there, here)
             channel = f"group={group.group_name} src={src} dst={dst} tag={tag}"
-            payload = _payload(tensors)
+            payload = _format_payload(tensors)
         except (AttributeError, LookupError, RuntimeError, TypeError):
             return None
         return f"stepsplit::{op} {channel} n={next(self._numbers[op, channel])} {payload}"
 
-    def _ranks_of(self, group: Any) -> list[int]:
+    def _find_ranks(self, group: Any) -> list[int]:
         if group not in self._ranks:
             self._ranks[group] = torch.distributed.get_process_group_ranks(group)
         return self._ranks[group]
 
 
-def _message(original: Callable[..., Any], op: str, channels: _Channels) -> Callable[..., Any]:
+def _annotate_message(
+    original: Callable[..., Any], op: str, channels: _MessageLabels
+) -> Callable[..., Any]:
     @functools.wraps(original, assigned=("__name__", "__doc__"))
     def annotated(group: Any, *args: Any, **kwargs: Any) -> Any:
         # torch.compile must trace only torch's own call.
         if kwargs or len(args) != 3 or torch.compiler.is_compiling():
             return original(group, *args, **kwargs)
-        label = channels.label(op, group, *args)
+        label = channels.build_label(op, group, *args)
         if label is None:
             return original(group, *args)
         with record_function(label):
@@ -250,7 +258,7 @@ def _message(original: Callable[..., Any], op: str, channels: _Channels) -> Call
     return annotated
 
 
-def _payload(tensors: Sequence[Any]) -> str:
+def _format_payload(tensors: Sequence[Any]) -> str:
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return f"bytes={size} dtype={str(tensors[0].dtype).removeprefix('torch.')}"
 

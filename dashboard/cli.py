@@ -13,7 +13,7 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 
-VERBS = {
+COMMANDS = {
     "analyze": (
         "analyze",
         "Split each step into compute, communication, bubble and idle.",
@@ -43,28 +43,28 @@ VERBS = {
 BAD_INPUT, INTERNAL = 2, 4
 
 
-class _Verbs(click.Group):
+class _LazyGroup(click.Group):
     """A command group that imports a command's module only when it runs or prints its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"stepsplit.dashboard.commands.{VERBS[cmd_name][0]}")
+        module = importlib.import_module(f"stepsplit.dashboard.commands.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands without importing their modules."""
-        limit = formatter.width - 6 - max(map(len, VERBS))
-        lines = [click.Command(verb, help=line) for verb, (_, line) in VERBS.items()]
+        limit = formatter.width - 6 - max(map(len, COMMANDS))
+        lines = [click.Command(verb, help=line) for verb, (_, line) in COMMANDS.items()]
         with formatter.section("Commands"):
             formatter.write_dl([(str(one.name), one.get_short_help_str(limit)) for one in lines])
 
 
-@click.group(cls=_Verbs, invoke_without_command=True)
+@click.group(cls=_LazyGroup, invoke_without_command=True)
 @click.version_option(package_name="stepsplit", message="stepsplit %(version)s")
 @click.pass_context
 def stepsplit(context: click.Context) -> None:
@@ -95,29 +95,30 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.ClickException as error:
-        return _told(error.format_message())
+        return _print_error(error.format_message())
     except StepsplitError as error:
-        return _told(str(error))
+        return _print_error(str(error))
     except BrokenPipeError:
         return 0
     except OSError as error:
-        return _told(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        return _print_error(f"{error.filename or 'standard output'}: {error.strerror or error}")
     except Exception as error:  # noqa: BLE001 - last resort: one line; the traceback is in a file
-        return _internal(error)
+        return _report_internal_error(error)
 
 
-def _told(message: str) -> int:
+def _print_error(message: str) -> int:
     click.echo(f"stepsplit: {' '.join(message.split())}", err=True)
     return BAD_INPUT
 
 
-def _internal(error: Exception) -> int:
+def _report_internal_error(error: Exception) -> int:
     with tempfile.NamedTemporaryFile(
         "w", prefix="stepsplit-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
         traceback.print_exception(error, file=file)
-    where = Path(file.name)
+    traceback_file = Path(file.name)
     click.echo(
-        f"stepsplit: internal error ({type(error).__name__}); please report {where}", err=True
+        f"stepsplit: internal error ({type(error).__name__}); please report {traceback_file}",
+        err=True,
     )
     return INTERNAL

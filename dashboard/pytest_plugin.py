@@ -27,7 +27,7 @@ import msgspec
 import pytest
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.regression.metrics import RunFacts
+    from stepsplit.analyzer.regression.metrics import RunMetrics
     from stepsplit.collectors.profiler import MeshLike, ProfiledRun
 
 
@@ -55,52 +55,52 @@ class Ranks:
         """Whether this is rank 0."""
         return int(os.environ.get("RANK", "0")) == 0
 
-    def folder(self, own: Path) -> Path:
+    def share_folder(self, own: Path) -> Path:
         """The folder of rank 0, which all ranks record into."""
-        told = self._from_first(str(own))
-        return own if told is None else Path(told)
+        shared = self._share_from_rank0(str(own))
+        return own if shared is None else Path(shared)
 
-    def written(self) -> None:
+    def wait_for_files(self) -> None:
         """On rank 0, waits until every rank has written its files."""
         from stepsplit.collectors import job_info
 
-        rank, world_size, backend = job_info.job()
+        rank, world_size, backend = job_info.read_job()
         number = next(_NUMBERS)
         if backend == "none":
             return
         if not self.first:
-            job_info.tell(f"comm_budget/{number}/{rank}", "written")
+            job_info.set_store_value(f"comm_budget/{number}/{rank}", "written")
             return
-        for other in range(1, world_size):
-            job_info.heard(f"comm_budget/{number}/{other}", PATIENCE_S, POLL_S)
+        for peer in range(1, world_size):
+            job_info.wait_for_value(f"comm_budget/{number}/{peer}", PATIENCE_S, POLL_S)
 
-    def outcome(self, own: Outcome | None) -> Outcome:
+    def share_outcome(self, own: Outcome | None) -> Outcome:
         """The outcome of rank 0, shared with all ranks."""
         from stepsplit.collectors import job_info
 
-        told = self._from_first(None if own is None else msgspec.json.encode(own).decode())
-        if told is not None:
-            return msgspec.json.decode(told, type=Outcome)
-        if job_info.job()[2] == "none":
+        shared = self._share_from_rank0(None if own is None else msgspec.json.encode(own).decode())
+        if shared is not None:
+            return msgspec.json.decode(shared, type=Outcome)
+        if job_info.read_job()[2] == "none":
             return Outcome("pass", "checked on rank 0")
         return Outcome("error", f"no result from rank 0 within {PATIENCE_S:.0f} s")
 
-    def _from_first(self, own: str | None) -> str | None:
+    def _share_from_rank0(self, own: str | None) -> str | None:
         """The message of rank 0; None on timeout, or on other ranks if there is no job."""
         from stepsplit.collectors import job_info
 
         number = next(_NUMBERS)
-        if job_info.job()[2] == "none":
+        if job_info.read_job()[2] == "none":
             return own if self.first else None
         if self.first and own is not None:
-            job_info.tell(f"comm_budget/{number}", own)
+            job_info.set_store_value(f"comm_budget/{number}", own)
             return own
-        return job_info.heard(f"comm_budget/{number}", PATIENCE_S, POLL_S)
+        return job_info.wait_for_value(f"comm_budget/{number}", PATIENCE_S, POLL_S)
 
 
 FOLDER = "comm_budgets"
 
-_ODD = re.compile(r"[^A-Za-z0-9._\[\]-]+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._\[\]-]+")
 
 _BUDGET = pytest.StashKey["CommBudget"]()
 
@@ -118,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
     """Records blocks of the test and checks them against their budgets after the test."""
     node = request.node
-    name = _ODD.sub("-", f"{node.path.stem}.{node.name}")
+    name = _UNSAFE.sub("-", f"{node.path.stem}.{node.name}")
     budget = CommBudget(node.path.parent / FOLDER / f"{name}.json", tmp_path)
     node.stash[_BUDGET] = budget
     return budget
@@ -130,14 +130,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         yield
     except BaseException:
-        if budget := _recorded(item):
+        if budget := _find_budget(item):
             budget.give_up()
         raise
-    if budget := _recorded(item):
+    if budget := _find_budget(item):
         _judge(budget, item.config)
 
 
-def _recorded(item: pytest.Item) -> CommBudget | None:
+def _find_budget(item: pytest.Item) -> CommBudget | None:
     """The budget of the test, None if it recorded nothing."""
     budget = item.stash.get(_BUDGET, None)
     return budget if budget is not None and budget.recordings else None
@@ -145,17 +145,17 @@ def _recorded(item: pytest.Item) -> CommBudget | None:
 
 def _judge(budget: CommBudget, config: pytest.Config) -> None:
     __tracebackhide__ = True
-    found = budget.outcome(config.getoption("stepsplit_update"))
+    outcome = budget.evaluate(config.getoption("stepsplit_update"))
     strict = config.getoption("stepsplit_strict")
-    if found.answer in ("regressed", "error") or (found.answer == "inconclusive" and strict):
-        pytest.fail(found.words, pytrace=False)
-    if found.answer == "inconclusive":
-        pytest.skip(found.words)
+    if outcome.answer in ("regressed", "error") or (outcome.answer == "inconclusive" and strict):
+        pytest.fail(outcome.words, pytrace=False)
+    if outcome.answer == "inconclusive":
+        pytest.skip(outcome.words)
 
 
 # The communication budget of a test: its steps are recorded and compared with a baseline.
 
-COUNTED = ("calls:exact", "bytes:exact")
+DEFAULT_RULES = ("calls:exact", "bytes:exact")
 """The default budgets: the same on every machine and free of noise."""
 
 WAIT = 1
@@ -190,38 +190,38 @@ class CommBudget:
         self.rules += budgets
         self.recordings.append(Path(recording))
 
-    def outcome(self, update: bool) -> Outcome:
+    def evaluate(self, update: bool) -> Outcome:
         """Checks the runs so far; with update, saves them as the baseline instead.
 
         Returns the same outcome on every rank; its answer is "error" if the check fails to run.
         """
-        return self.ranks.outcome(self._tried(update) if self.ranks.first else None)
+        return self.ranks.share_outcome(self._try_evaluate(update) if self.ranks.first else None)
 
     def give_up(self) -> None:
         """Ends the wait of the other ranks after the test itself has failed."""
         if self.ranks.first:
-            self.ranks.outcome(Outcome("error", "the test failed on rank 0"))
+            self.ranks.share_outcome(Outcome("error", "the test failed on rank 0"))
 
-    def _tried(self, update: bool) -> Outcome:
+    def _try_evaluate(self, update: bool) -> Outcome:
         from stepsplit.analyzer.errors import StepsplitError
 
         try:
-            return self._outcome(update)
+            return self._check_runs(update)
         except StepsplitError as error:
             return Outcome("error", str(error))
 
-    def _outcome(self, update: bool) -> Outcome:
+    def _check_runs(self, update: bool) -> Outcome:
         if update:
-            return self._updated()
-        from stepsplit.analyzer.regression.checks import budgets_of
-        from stepsplit.analyzer.regression.judge import judge
+            return self._update_baseline()
+        from stepsplit.analyzer.regression.checks import parse_budgets
+        from stepsplit.analyzer.regression.judge import check_candidate
 
-        budgets = budgets_of(self.rules or COUNTED)
+        budgets = parse_budgets(self.rules or DEFAULT_RULES)
         needed = any(budget.against == "baseline" for budget in budgets)
-        verdict = judge(self._facts, self._before() if needed else (), budgets)
-        return Outcome(verdict.answer, _in_words(verdict))
+        verdict = check_candidate(self._facts, self._read_baseline() if needed else (), budgets)
+        return Outcome(verdict.answer, _format_verdict(verdict))
 
-    def _before(self) -> tuple[RunFacts, ...]:
+    def _read_baseline(self) -> tuple[RunMetrics, ...]:
         from stepsplit.analyzer.errors import UsageError
         from stepsplit.analyzer.regression.metrics import read_baseline
 
@@ -229,7 +229,7 @@ class CommBudget:
             raise UsageError(f"{self.baseline}: no baseline yet; create it with --stepsplit-update")
         return read_baseline(self.baseline)
 
-    def _updated(self) -> Outcome:
+    def _update_baseline(self) -> Outcome:
         from stepsplit.analyzer.errors import write
         from stepsplit.analyzer.regression.metrics import to_json
 
@@ -237,10 +237,10 @@ class CommBudget:
         return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")
 
     @cached_property
-    def _facts(self) -> Sequence[RunFacts]:
-        from stepsplit.analyzer.analysis import facts_at
+    def _facts(self) -> Sequence[RunMetrics]:
+        from stepsplit.analyzer.analysis import read_run_metrics
 
-        return [facts for recording in self.recordings for facts in facts_at(recording)]
+        return [facts for recording in self.recordings for facts in read_run_metrics(recording)]
 
 
 class RecordedBlock:
@@ -263,7 +263,7 @@ class RecordedBlock:
         from stepsplit.collectors.profiler import profile_run
 
         budget = self._budget
-        folder = budget.ranks.folder(budget.scratch / f"run{len(budget.recordings)}")
+        folder = budget.ranks.share_folder(budget.scratch / f"run{len(budget.recordings)}")
         budget.recordings.append(folder)
         self._run = profile_run(
             folder, mesh=self._mesh, wait=WAIT, warmup=self._warmup, active=self._steps
@@ -276,15 +276,15 @@ class RecordedBlock:
         run, self._run = self._run, None
         if run is not None:
             run.stop(failed=kind is not None)
-        self._budget.ranks.written()
+        self._budget.ranks.wait_for_files()
 
 
-def _in_words(verdict: Any) -> str:
+def _format_verdict(verdict: Any) -> str:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.verdict import verdict_screen
+    from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 
     console = Console(width=120, highlight=False, color_system=None)
     with console.capture() as captured:
-        console.print(verdict_screen(verdict))
+        console.print(build_verdict_screen(verdict))
     return captured.get().rstrip()

@@ -32,7 +32,7 @@ class ServerFile:
     complete: bool
 
 
-class GaveUp(UsageError):
+class RetriesExhausted(UsageError):
     """The connection could not be restored; the server keeps the parts that were sent."""
 
 
@@ -42,51 +42,55 @@ class Sender:
     def __init__(
         self,
         connection: Connection,
-        sent: Callable[[int], object] = lambda _: None,
+        on_sent: Callable[[int], object] = lambda _: None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._connection, self._sent, self._sleep = connection, sent, sleep
+        self._connection, self._sent, self._sleep = connection, on_sent, sleep
 
     def create(self, name: str, tags: Mapping[str, str]) -> str:
         """Creates a run and returns its id. Raises UsageError."""
         body = json.dumps({"name": name, "tags": dict(tags)}).encode()
-        answer = self._patiently(lambda: self._post(_RUNS, body))
-        return str(_good(answer).body["id"])
+        answer = self._retry(lambda: self._post(_RUNS, body))
+        return str(_check_answer(answer).body["id"])
 
-    def send(self, run_id: str, one: FileToSend) -> None:
+    def send(self, run_id: str, item: FileToSend) -> None:
         """Sends the parts of the file that the server does not have. Raises UsageError, GaveUp."""
-        place = f"{_RUNS}/{run_id}/files/{quote(one.path)}"
+        place = f"{_RUNS}/{run_id}/files/{quote(item.path)}"
         failures = 0
-        with one.file.open("rb") as file:
-            held = self._patiently(lambda: self._held(place))
-            self._sent(held.bytes)
-            while not held.complete:
-                if held.bytes > one.size_bytes:
-                    raise UsageError(f"{one.file} is shorter than the part already uploaded")
-                before = held.bytes
+        with item.file.open("rb") as file:
+            stored = self._retry(lambda: self._fetch_server_file(place))
+            self._sent(stored.bytes)
+            while not stored.complete:
+                if stored.bytes > item.size_bytes:
+                    raise UsageError(f"{item.file} is shorter than the part already uploaded")
+                before = stored.bytes
                 try:
-                    held = self._append(place, file, held.bytes, one.size_bytes)
+                    stored = self._append(place, file, stored.bytes, item.size_bytes)
                     failures = 0
-                except Passing as error:
+                except TransientError as error:
                     failures = self._pause(failures, error)
-                    held = self._patiently(lambda: self._held(place))
-                self._sent(held.bytes - before)
+                    stored = self._retry(lambda: self._fetch_server_file(place))
+                self._sent(stored.bytes - before)
 
     def finish(self, run_id: str) -> None:
         """Marks the upload as complete. Raises UsageError."""
-        answer = self._patiently(lambda: self._post(f"{_RUNS}/{run_id}/finish", b"{}"))
+        answer = self._retry(lambda: self._post(f"{_RUNS}/{run_id}/finish", b"{}"))
         # The response to an earlier attempt may have been lost.
-        if answer.status != 409 or self.state(run_id)["state"] == "uploading":
-            _good(answer)
+        if answer.status != 409 or self.fetch_run(run_id)["state"] == "uploading":
+            _check_answer(answer)
 
-    def state(self, run_id: str) -> Mapping[str, object]:
+    def fetch_run(self, run_id: str) -> Mapping[str, object]:
         """The run as the server returns it, with its state. Raises UsageError."""
-        asked = f"{_RUNS}/{quote(run_id)}"
-        return _good(self._patiently(lambda: self._connection.ask("GET", asked))).body
+        path = f"{_RUNS}/{quote(run_id)}"
+        return _check_answer(self._retry(lambda: self._connection.request("GET", path))).body
 
-    def _held(self, place: str) -> ServerFile:
-        answer = self._connection.ask("HEAD", place)
-        return ServerFile(0, False) if answer.status == 404 else _held_by(_good(answer))
+    def _fetch_server_file(self, place: str) -> ServerFile:
+        answer = self._connection.request("HEAD", place)
+        return (
+            ServerFile(0, False)
+            if answer.status == 404
+            else _parse_server_file(_check_answer(answer))
+        )
 
     def _append(self, place: str, file: BinaryIO, offset: int, size: int) -> ServerFile:
         file.seek(offset)
@@ -98,44 +102,44 @@ class Sender:
             "Upload-Complete": "?1" if ends else "?0",
             "Content-Digest": f"sha-256=:{digest}:",
         }
-        answer = self._connection.ask("PATCH", place, part, headers)
+        answer = self._connection.request("PATCH", place, part, headers)
         if answer.status == 409 and "Upload-Offset" in answer.headers:
-            return _held_by(answer)
+            return _parse_server_file(answer)
         if answer.status >= 300 and ("Upload-Offset" in answer.headers or answer.wait_s):
             # Damaged or truncated in transit, or the file is still locked by an earlier attempt.
-            raise Passing(told(answer), answer.wait_s)
-        return _held_by(_good(answer))
+            raise TransientError(extract_error(answer), answer.wait_s)
+        return _parse_server_file(_check_answer(answer))
 
     def _post(self, path: str, body: bytes) -> ServerAnswer:
         headers = {"Content-Type": "application/json"}
-        return self._connection.ask("POST", path, body, headers)
+        return self._connection.request("POST", path, body, headers)
 
-    def _patiently(self, ask: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T]) -> T:
         failures = 0
         while True:
             try:
-                return ask()
-            except Passing as error:
+                return attempt()
+            except TransientError as error:
                 failures = self._pause(failures, error)
 
-    def _pause(self, failures: int, error: Passing) -> int:
+    def _pause(self, failures: int, error: TransientError) -> int:
         """Waits and returns the number of consecutive failures. Raises GaveUp after too many."""
         if failures == len(PAUSES_S):
-            raise GaveUp(str(error))
+            raise RetriesExhausted(str(error))
         self._sleep(max(PAUSES_S[failures], error.wait_s))
         return failures + 1
 
 
-def _held_by(answer: ServerAnswer) -> ServerFile:
+def _parse_server_file(answer: ServerAnswer) -> ServerFile:
     offset = int(answer.headers.get("Upload-Offset", "0"))
     return ServerFile(offset, answer.headers.get("Upload-Complete") == "?1")
 
 
-def _good(answer: ServerAnswer) -> ServerAnswer:
+def _check_answer(answer: ServerAnswer) -> ServerAnswer:
     if answer.status == 401:
-        raise UsageError(f"{told(answer)}; set it with --token or STEPSPLIT_TOKEN")
+        raise UsageError(f"{extract_error(answer)}; set it with --token or STEPSPLIT_TOKEN")
     if answer.status >= 300:
-        raise UsageError(f"the server refused: {told(answer)}")
+        raise UsageError(f"the server refused: {extract_error(answer)}")
     return answer
 
 
@@ -151,46 +155,48 @@ class FileToSend:
     size_bytes: int
 
 
-def chosen(places: Sequence[Path]) -> tuple[FileToSend, ...]:
+def collect_files(places: Sequence[Path]) -> tuple[FileToSend, ...]:
     """Lists the files at the places; files of a folder keep their relative paths.
 
     Hidden files are skipped. Raises UsageError.
     """
-    found = [one for place in places for one in _of(place)]
-    if not found:
+    files = [one for place in places for one in _list_files_at(place)]
+    if not files:
         raise UsageError(f"{places[0]}: no files to upload; give a recording's files or folder")
-    paths = [one.path for one in found]
-    twice = sorted({path for path in paths if paths.count(path) > 1})
-    if twice:
-        raise UsageError(f"{twice[0]} is given twice; upload the folder that contains both")
-    return tuple(found)
+    paths = [one.path for one in files]
+    duplicates = sorted({path for path in paths if paths.count(path) > 1})
+    if duplicates:
+        raise UsageError(f"{duplicates[0]} is given twice; upload the folder that contains both")
+    return tuple(files)
 
 
-def _of(place: Path) -> list[FileToSend]:
+def _list_files_at(place: Path) -> list[FileToSend]:
     if place.is_file():
         return [FileToSend(place, place.name, place.stat().st_size)]
     if not place.is_dir():
         raise UsageError(f"{place}: no such file or folder; check the path")
     root = place.resolve()
-    files = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
+    files = sorted(
+        path for path in root.rglob("*") if path.is_file() and not _is_hidden(path, root)
+    )
     return [
         FileToSend(path, path.relative_to(root.parent).as_posix(), path.stat().st_size)
         for path in files
     ]
 
 
-def _hidden(path: Path, root: Path) -> bool:
+def _is_hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 # Requests to a dashboard, with the standard library only.
 
-_PASSING = (408, 429, 500, 502, 503, 504)
+_TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 
 _TIMEOUT_S = 120.0
 
 
-class Passing(Exception):
+class TransientError(Exception):
     """A temporary error, such as a broken connection, after which a retry makes sense."""
 
     def __init__(self, message: str, wait_s: float = 0.0) -> None:
@@ -229,24 +235,24 @@ class Connection:
         except ValueError as error:
             raise UsageError(f"--to {url}: {error}") from None
 
-    def ask(
+    def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> ServerAnswer:
         """Sends a request and returns the response, whatever its status.
 
         Raises Passing if there is no response, or if its status is a temporary server error.
         """
-        own = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        auth = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
-            self._http.request(method, self._prefix + path, body, {**own, **(headers or {})})
+            self._http.request(method, self._prefix + path, body, {**auth, **(headers or {})})
             response = self._http.getresponse()
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
-            raise Passing(f"{self.url}: {_reason(error)}") from None
-        answer = ServerAnswer(response.status, dict(response.headers), _object(content))
-        if answer.status in _PASSING:
-            raise Passing(f"{self.url}: {told(answer)}", answer.wait_s)
+            raise TransientError(f"{self.url}: {_explain_error(error)}") from None
+        answer = ServerAnswer(response.status, dict(response.headers), _parse_object(content))
+        if answer.status in _TRANSIENT_STATUS:
+            raise TransientError(f"{self.url}: {extract_error(answer)}", answer.wait_s)
         return answer
 
     def close(self) -> None:
@@ -254,18 +260,18 @@ class Connection:
         self._http.close()
 
 
-def told(answer: ServerAnswer) -> str:
+def extract_error(answer: ServerAnswer) -> str:
     """The error message of a response."""
     return str(answer.body.get("error") or f"the server answered {answer.status}")
 
 
-def _reason(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def _parse_object(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

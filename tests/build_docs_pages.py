@@ -13,10 +13,10 @@ from browser_builders import ARGS, CHROMIUM
 from dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer import UsageError, examine
-from stepsplit.analyzer.regression.checks import budgets_of
-from stepsplit.analyzer.regression.judge import judge as check
-from stepsplit.analyzer.regression.metrics import facts_of
-from stepsplit.dashboard.reporters.verdict import headline
+from stepsplit.analyzer.regression.checks import parse_budgets
+from stepsplit.analyzer.regression.judge import check_candidate as check
+from stepsplit.analyzer.regression.metrics import extract_metrics
+from stepsplit.dashboard.reporters.verdict import format_headline
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
@@ -43,9 +43,9 @@ def imported(store: Store) -> dict[str, str]:
 def judge(store: Store, ids: dict[str, str]) -> None:
     """Holds two of the runs against others, which the list of runs then tells."""
     for own, before in (("pp2_m8", "pp2_m2"), ("dp4", "fsdp4")):
-        sides = [facts_of(store.report(ids[name]), name) for name in (own, before)]
-        verdict = check(sides[:1], sides[1:], budgets_of(("calls:exact",)), across_setups=True)
-        store.verdicts.record(ids[own], verdict.answer, headline(verdict))
+        sides = [extract_metrics(store.load_report(ids[name]), name) for name in (own, before)]
+        verdict = check(sides[:1], sides[1:], parse_budgets(("calls:exact",)), across_setups=True)
+        store.verdicts.record(ids[own], verdict.answer, format_headline(verdict))
 
 
 def addresses(ids: dict[str, str]) -> dict[str, str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from splitting import RunSplit, recording_of, split_of
 
-from stepsplit.analyzer.gap.comm_gap import MessageComparison, compare_messages, measured_messages
-from stepsplit.analyzer.model.config_file import job_of
+from stepsplit.analyzer.gap.comm_gap import MessageComparison, collect_messages, compare_messages
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.predict import predict
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -76,7 +76,7 @@ def outcome(example: Example, folder: Path) -> Outcome:
             f"{s.name} ({s.detail})" if s.detail else s.name for s in split.strategies
         ),
         mesh=" ".join(f"{axis}={size}" for axis, size in axes),
-        messages=compare_messages(measured_messages(split), predict(job_of(example.job))),
+        messages=compare_messages(collect_messages(split), predict(parse_job(example.job))),
     )
 
 

@@ -12,7 +12,7 @@ from prediction_builders import prediction
 from splitting import RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
-from stepsplit.analyzer.gap.gap import Price, gap_of
+from stepsplit.analyzer.gap.gap import CommCost, compute_gap
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.collectors import Mesh, RunSpec
 
@@ -92,10 +92,10 @@ def model(each: Split, *calls: Expected, stages: int = 1) -> Prediction:
 
 
 def gap(
-    folder: Path, found: RunSplit, expected: Prediction, of: Price = price, **known: object
+    folder: Path, found: RunSplit, expected: Prediction, of: CommCost = price, **known: object
 ) -> Gap:
     """The run of the folder held against it; known replaces fields of its report."""
-    return gap_of(found, expected, of, with_fields(report_of(folder, found), **known))
+    return compute_gap(found, expected, of, with_fields(report_of(folder, found), **known))
 
 
 def rows(found: Gap) -> list[Row]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from stepsplit.analyzer import Setup, Verdict, check_runs
+from stepsplit.analyzer import CheckResult, Setup, check_runs
 from stepsplit.analyzer.regression.metrics import (
-    BlameFact,
-    CallsFact,
-    GroupFact,
-    RunFacts,
-    TimeFact,
+    BucketTime,
+    CallMetrics,
+    CausedWait,
+    GroupRanks,
+    RunMetrics,
     Value,
     to_json,
 )
@@ -24,25 +24,25 @@ SETUP = Setup(
     driver="580.65.06",
 )  # fmt: skip
 GROUPS = (
-    GroupFact("tp", "mesh_tp", (0, 1)),
-    GroupFact("tp", "mesh_tp", (2, 3)),
-    GroupFact("dp_replicate", "mesh_dp", (0, 2)),
-    GroupFact("dp_replicate", "mesh_dp", (1, 3)),
+    GroupRanks("tp", "mesh_tp", (0, 1)),
+    GroupRanks("tp", "mesh_tp", (2, 3)),
+    GroupRanks("dp_replicate", "mesh_dp", (0, 2)),
+    GroupRanks("dp_replicate", "mesh_dp", (1, 3)),
 )
 CALLS = (
-    CallsFact("tp", "all_reduce", "bfloat16", 4_000_000, 64, False, 400_000, 20_000),
-    CallsFact("dp_replicate", "all_reduce", "float32", 25_000_000, 16, False, 900_000, 50_000),
+    CallMetrics("tp", "all_reduce", "bfloat16", 4_000_000, 64, False, 400_000, 20_000),
+    CallMetrics("dp_replicate", "all_reduce", "float32", 25_000_000, 16, False, 900_000, 50_000),
 )
 TIMES = (
-    TimeFact("compute", None, 80 * MS),
-    TimeFact("collective", None, 12 * MS),
-    TimeFact("collective", "tp", 9 * MS),
-    TimeFact("collective", "dp_replicate", 3 * MS),
-    TimeFact("skew", None, 4 * MS),
-    TimeFact("skew", "tp", 3 * MS),
-    TimeFact("skew", "dp_replicate", 1 * MS),
+    BucketTime("compute", None, 80 * MS),
+    BucketTime("collective", None, 12 * MS),
+    BucketTime("collective", "tp", 9 * MS),
+    BucketTime("collective", "dp_replicate", 3 * MS),
+    BucketTime("skew", None, 4 * MS),
+    BucketTime("skew", "tp", 3 * MS),
+    BucketTime("skew", "dp_replicate", 1 * MS),
 )
-BLAME = (BlameFact(1, "compute", "tp", 2 * MS), BlameFact(2, "host", "dp_replicate", 1 * MS))
+BLAME = (CausedWait(1, "compute", "tp", 2 * MS), CausedWait(2, "host", "dp_replicate", 1 * MS))
 
 
 def run(
@@ -50,13 +50,13 @@ def run(
     values: Mapping[str, float],
     *,
     setup: Setup = SETUP,
-    calls: Sequence[CallsFact] | None = CALLS,
-    times: Sequence[TimeFact] = TIMES,
-    blame: Sequence[BlameFact] = BLAME,
+    calls: Sequence[CallMetrics] | None = CALLS,
+    times: Sequence[BucketTime] = TIMES,
+    blame: Sequence[CausedWait] = BLAME,
     predicted: Mapping[str, float] | None = None,
-) -> RunFacts:
+) -> RunMetrics:
     """A run with these values of its metrics, else as usual."""
-    return RunFacts(
+    return RunMetrics(
         name=name,
         setup=setup,
         steps=4,
@@ -69,7 +69,7 @@ def run(
     )
 
 
-def runs(name: str, metric: str, values: Sequence[float], **others: object) -> list[RunFacts]:
+def runs(name: str, metric: str, values: Sequence[float], **others: object) -> list[RunMetrics]:
     """A run for each value of the metric."""
     return [run(f"{name}{i}", {metric: value}, **others) for i, value in enumerate(values)]  # type: ignore[arg-type]
 
@@ -79,11 +79,11 @@ def _values(values: Mapping[str, float]) -> tuple[Value, ...]:
 
 
 def check(
-    candidate: Sequence[RunFacts],
-    baseline: Sequence[RunFacts],
+    candidate: Sequence[RunMetrics],
+    baseline: Sequence[RunMetrics],
     *rules: str,
     across_setups: bool = False,
-) -> Verdict:
+) -> CheckResult:
     """The verdict on runs that lie in files, as stepsplit baseline writes them."""
     with TemporaryDirectory() as folder:
         places = []

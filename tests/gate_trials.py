@@ -16,13 +16,13 @@ import numpy as np
 from gate_builders import CALLS, run
 
 from stepsplit.analyzer.regression.checks import Budget, parse_budget
-from stepsplit.analyzer.regression.judge import judge
-from stepsplit.analyzer.regression.metrics import CallsFact, RunFacts
+from stepsplit.analyzer.regression.judge import check_candidate
+from stepsplit.analyzer.regression.metrics import CallMetrics, RunMetrics
 
 STEPS, STEP_SD, KEPT = 10, 0.03, 0.5
 METRICS = {"exposed_comm": 0.12, "step": 3.0e8}
 RULES = tuple(parse_budget(rule) for rule in ("exposed_comm:5%", "step:5%", "calls:exact"))
-ADDED = CallsFact("tp", "all_reduce", "float32", 4_096, 64, False, 20_000, 0)
+ADDED = CallMetrics("tp", "all_reduce", "float32", 4_096, 64, False, 20_000, 0)
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -66,7 +66,7 @@ def answers(cell: Cell, trials: int, seed: int, rules: Sequence[Budget] = RULES)
         before = _side("base", cell.baseline, cell, 0.0, CALLS, dice)
         calls = (*CALLS, ADDED) if cell.added else CALLS
         own = _side("own", cell.candidate, cell, cell.effect, calls, dice)
-        found[judge(own, before, rules).answer] += 1
+        found[check_candidate(own, before, rules).answer] += 1
     return found
 
 
@@ -78,9 +78,9 @@ def cell_seed(cell: Cell) -> tuple[int, ...]:
 
 
 def _side(
-    name: str, count: int, cell: Cell, effect: float, calls: Sequence[CallsFact],
+    name: str, count: int, cell: Cell, effect: float, calls: Sequence[CallMetrics],
     dice: np.random.Generator,
-) -> list[RunFacts]:  # fmt: skip
+) -> list[RunMetrics]:  # fmt: skip
     levels = {metric: SHAPES[cell.shape](dice, count) * cell.sd for metric in METRICS}
     return [
         run(

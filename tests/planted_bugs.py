@@ -11,7 +11,7 @@ import pytest
 from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
-from stepsplit.analyzer.arrays import Intervals, empty
+from stepsplit.analyzer.arrays import Intervals, make_empty_intervals
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
@@ -83,11 +83,11 @@ def _copies_compute(original: Any, *args: Any) -> Any:
         np.concatenate((work.compute.start_ns, work.copy.start_ns)),
         np.concatenate((work.compute.end_ns, work.copy.end_ns)),
     )
-    return replace(work, compute=both, copy=empty())
+    return replace(work, compute=both, copy=make_empty_intervals())
 
 
 def _by_the_host(original: Any, trace: Any, marked: Any) -> Any:
-    return steps._on_host(marked)
+    return steps._build_host_windows(marked)
 
 
 def _batches_unread(original: Any, events: Any, posts: Any, launches: Any) -> Any:
@@ -119,8 +119,8 @@ def _communication_first(patch: pytest.MonkeyPatch) -> None:
     """What compute hides counts as communication too."""
     order = (1, 2, 3, 4, 0, 5)
     table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(256)]
-    patch.setattr(attribute, "_BUCKET_OF", np.array(table, dtype=np.uint8))
-    patch.setattr(attribute, "held_up", lambda pieces, compute: pieces)
+    patch.setattr(attribute, "_MASK_TO_BUCKET", np.array(table, dtype=np.uint8))
+    patch.setattr(attribute, "apply_gap_rule", lambda pieces, compute: pieces)
 
 
 def _drifting(seed: int) -> Scenario:
@@ -134,38 +134,38 @@ BUGS = (
     Bug(
         "skew and bubble swapped",
         SCENARIOS["tp_slow_rank"],
-        _wrapped(transfers, "_wait_bucket", _swapped),
+        _wrapped(transfers, "_classify_waits", _swapped),
     ),
     Bug(
         "an offset dropped",
         SCENARIOS["ddp_slow_rank"],
-        _wrapped(clock_sync, "fitted", _offset_dropped),
+        _wrapped(clock_sync, "fit_offset_and_drift", _offset_dropped),
     ),
-    Bug("a drift dropped", _drifting, _wrapped(clock_sync, "_drift", _drift_dropped)),
+    Bug("a drift dropped", _drifting, _wrapped(clock_sync, "_estimate_drift", _drift_dropped)),
     Bug(
         "the gap rule forgotten",
         SCENARIOS["ddp_host_stall"],
-        _wrapped(attribute, "held_up", _no_gap_rule),
+        _wrapped(attribute, "apply_gap_rule", _no_gap_rule),
     ),
     Bug(
         "waiting is transfer",
         SCENARIOS["ddp_host_stall"],
-        _wrapped(run, "arrivals_of", _no_waiting),
+        _wrapped(run, "compute_arrivals", _no_waiting),
     ),
     Bug(
         "the first to come",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(transfers, "_last_to_come", _first_to_come),
+        _wrapped(transfers, "_find_last_arrivals", _first_to_come),
     ),
     Bug(
         "copies compute",
         SCENARIOS["ddp_slow_copy"],
-        _wrapped(run, "work_of", _copies_compute),
+        _wrapped(run, "collect_work", _copies_compute),
     ),
     Bug(
         "steps of the host",
         SCENARIOS["ddp_runs_ahead"],
-        _wrapped(steps, "_on_device", _by_the_host),
+        _wrapped(steps, "_build_device_windows", _by_the_host),
     ),
     Bug(
         "batches unread",
@@ -175,22 +175,22 @@ BUGS = (
     Bug(
         "messages off by one",
         SCENARIOS["pp_host_stall"],
-        _wrapped(matching, "_received", _next_message),
+        _wrapped(matching, "_pair_receives", _next_message),
     ),
     Bug(
         "one stream computes",
         SCENARIOS["ep_two_streams"],
-        _wrapped(classify, "_covered", _one_stream),
+        _wrapped(classify, "_merge_intervals", _one_stream),
     ),
     Bug(
         "imbalance is slowness",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(blame, "_beyond_peers", _no_imbalance),
+        _wrapped(blame, "_compute_excess", _no_imbalance),
     ),
     Bug(
         "lags since arrival",
         SCENARIOS["ddp_host_stall"],
-        _wrapped(blame, "_level_ns", _level_at_arrival),
+        _wrapped(blame, "_find_sync_points_ns", _level_at_arrival),
     ),
     Bug("overlap counted twice", SCENARIOS["ddp"], _communication_first),
 )

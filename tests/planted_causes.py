@@ -18,7 +18,7 @@ NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PlantedResult:
     """One planted job: the findings, the true gain of fixing it, and the step; times in ns.
 
     ranks are those to blame, none where no rank is.
@@ -45,11 +45,11 @@ class Told:
         return self.findings[0].gain_ns / self.gain_ns - 1
 
 
-def told(name: str, seed: int, folder: Path) -> Told:
+def examine_planted(name: str, seed: int, folder: Path) -> PlantedResult:
     """The findings for the job of that name and seed, written into the folder."""
     pair = planted(name, seed)
     scenario = scenario_of(pair, seed)
     run = simulate(scenario.job, Noise.of(seed))
     write_recording(scenario, run, folder, Style())
     gain = 0.0 if name.startswith(NOTHING) else gain_ns(pair, run, seed)
-    return Told(name, analyze(folder).findings, pair.ranks, gain, step_ns(run))
+    return PlantedResult(name, analyze(folder).findings, pair.ranks, gain, step_ns(run))

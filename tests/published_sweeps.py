@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Link, Span
+from stepsplit.analyzer.model.config import Efficiency, GroupPlacement, HardwareConfig, Link
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 MIB, GIB = 2**20, 2**30
@@ -41,7 +41,7 @@ class Measured:
 
     system: str
     hardware: HardwareConfig
-    span: Span
+    span: GroupPlacement
     message_bytes: int
     ns: float
 
@@ -62,7 +62,7 @@ def _of_one_node() -> list[Measured]:
             Measured(
                 row["system"],
                 A100 if "A100" in row["system"] else B200,
-                Span(int(row["ranks"]), int(row["ranks"]) // int(row["nodes"])),
+                GroupPlacement(int(row["ranks"]), int(row["ranks"]) // int(row["nodes"])),
                 int(row["size_bytes"]),
                 float(row["time_us"]) * 1e3,
             )
@@ -76,7 +76,7 @@ def _of_alps() -> list[Measured]:
             Measured(
                 f"Alps, {row['nodes']} nodes",
                 ALPS,
-                Span(int(row["ranks"]), int(row["ranks"]) // int(row["nodes"])),
+                GroupPlacement(int(row["ranks"]), int(row["ranks"]) // int(row["nodes"])),
                 int(row["size_bytes"]),
                 float(row["time_us_oop"]) * 1e3,
             )

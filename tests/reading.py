@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepsplit.analyzer.readers.compression import head_of
+from stepsplit.analyzer.readers.compression import read_head
 from stepsplit.analyzer.readers.sources import DiskFile, Source
 
 
@@ -13,4 +13,4 @@ def on_disk(file: Path) -> Source:
 
 
 def head_of_file(file: Path) -> bytes:
-    return head_of(DiskFile(file))
+    return read_head(DiskFile(file))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors import RunSpec
@@ -16,4 +16,4 @@ def recording_of(*places: str | Path) -> Recording:
 
 def split_of(recording: Recording, spec: RunSpec | None = None) -> RunSplit:
     """The split of what was recorded; spec stands for its run.json."""
-    return split_run(recording.traces, spec or recording.spec, ideal_bubble_fraction)
+    return split_run(recording.traces, spec or recording.spec, compute_ideal_bubble_fraction)

@@ -22,7 +22,7 @@ def uploaded(store: Store, name: str = "run", **files: bytes) -> str:
     """A run whose upload is complete: by default one small file."""
     run_id = store.add(name)
     for path, content in (files or {"rank0": b"trace"}).items():
-        target = store.folder(run_id) / "input" / path
+        target = store.find_folder(run_id) / "input" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
         store.files.write(run_id, FileRow(path, len(content), True))
@@ -52,7 +52,7 @@ def state(store: Store, run_id: str) -> tuple[str, str | None]:
 
 def found(store: Store, run_id: str) -> RunRow:
     """The run, which must be there."""
-    run = store.run(run_id)
+    run = store.find_run(run_id)
     assert run is not None
     return run
 

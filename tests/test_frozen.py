@@ -206,7 +206,7 @@ def test_the_help_of_every_command(
     keep: Keep, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_plain_terminal(monkeypatch, 80)
-    verbs = [[], *([verb] for verb in cli.VERBS)]
+    verbs = [[], *([verb] for verb in cli.COMMANDS)]
     verbs += [["token", verb] for verb in ("create", "list", "revoke")]
     keep("help.txt", "\n".join(session([*words, "--help"], capsys) for words in verbs))
 

@@ -8,14 +8,14 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import inside, labels_of, most_of, union
+from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.blame import Activity
-from stepsplit.analyzer.split.idle import SYNCHRONIZES, named
-from stepsplit.analyzer.split.matching import TOGETHER, Matched
+from stepsplit.analyzer.split.idle import SYNCHRONIZES, match_names
+from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.steps import on_main_stream
+from stepsplit.analyzer.split.steps import is_on_main_stream
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
 
@@ -31,18 +31,18 @@ Needs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Mains:
+class TimelineNodes:
     """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1]."""
 
     first: Int64
 
-    def of_rank(self, index: int) -> slice:
+    def slice_rank(self, index: int) -> slice:
         """The nodes of one rank in order of time."""
         return slice(int(self.first[index]), int(self.first[index + 1]))
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class CommKernels:
     """The recorded collectives and messages, a row per event of a rank; columns of equal length.
 
     rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
@@ -94,8 +94,8 @@ class DependencyGraph:
     needs: Needs
     rest_ns: Int64
     order: Int64
-    mains: Mains
-    kernels: Kernels
+    timelines: TimelineNodes
+    kernels: CommKernels
     steps: StepEdges
 
     def __len__(self) -> int:
@@ -106,33 +106,35 @@ class DependencyGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _GraphParts:
     """The parts of a graph by rank.
 
     The nodes of all timelines come first, then two nodes per event, then the synchronization nodes.
     node, kernel and step are the offsets of each rank's nodes, events and steps.
     """
 
-    mains: tuple[Main, ...]
+    mains: tuple[RankTimeline, ...]
     calls: tuple[CommCalls, ...]
     node: tuple[int, ...]
     kernel: tuple[int, ...]
     step: tuple[int, ...]
 
     @classmethod
-    def of(cls, found: RunSplit) -> _Parts:
-        rows = [found.matched.of_trace(i) for i in range(len(found.ranks))]
+    def build(cls, split: RunSplit) -> _GraphParts:
+        rows = [split.matched.slice_trace(i) for i in range(len(split.ranks))]
         calls = tuple(
-            rank_calls(rank, found.arrivals, own)
-            for rank, own in zip(found.ranks, rows, strict=True)
+            build_comm_calls(rank, split.arrivals, own)
+            for rank, own in zip(split.ranks, rows, strict=True)
         )
-        mains = tuple(main_of(rank, made) for rank, made in zip(found.ranks, calls, strict=True))
+        mains = tuple(
+            build_timeline(rank, made) for rank, made in zip(split.ranks, calls, strict=True)
+        )
         return cls(
             mains,
             calls,
-            _begins([len(main.at_ns) for main in mains]),
-            _begins([len(made.call) for made in calls]),
-            _begins([len(main.begin) for main in mains]),
+            _compute_offsets([len(main.at_ns) for main in mains]),
+            _compute_offsets([len(made.call) for made in calls]),
+            _compute_offsets([len(main.begin) for main in mains]),
         )
 
     @property
@@ -146,53 +148,53 @@ class _Parts:
         return np.concatenate([*(main.at_ns for main in self.mains), *events])
 
 
-def _begins(counts: Sequence[int]) -> tuple[int, ...]:
+def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
     """The offset of each part, and the end of the last."""
     return tuple(np.cumsum([0, *counts]).tolist())
 
 
-def graph_of(found: RunSplit) -> DependencyGraph:
+def build_graph(split: RunSplit) -> DependencyGraph:
     """Build the graph of a recording whose ranks have steps."""
-    parts = _Parts.of(found)
-    kernels = _kernels(parts, found)
-    edges = _graph_edges(parts, kernels, found)
+    parts = _GraphParts.build(split)
+    kernels = _build_kernels(parts, split)
+    edges = _build_edges(parts, kernels, split)
     measured = parts.measured_ns
     count = int(max(len(measured) - 1, edges[0].max(initial=-1), edges[1].max(initial=-1))) + 1
-    before, needs = _before(parts, count), _needs(edges, count)
+    before, needs = _build_predecessors(parts, count), _build_needs(edges, count)
     work = np.zeros((count, len(WORK)), dtype=np.int64)
     work[: parts.main_nodes] = np.concatenate([main.work_ns for main in parts.mains])
     step = np.full(count, -1)
     step[: parts.main_nodes] = np.concatenate(
         [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
     )
-    guessed = _guessed_ns(measured, edges, count)
+    estimated = _estimate_node_ns(measured, edges, count)
     graph = DependencyGraph(
         before=before,
         work_ns=work,
         step=step,
         needs=needs,
         rest_ns=np.zeros(count, dtype=np.int64),
-        order=np.array(in_order(before, needs, guessed), dtype=np.int64),
-        mains=Mains(np.array(parts.node)),
+        order=np.array(sort_topologically(before, needs, estimated), dtype=np.int64),
+        timelines=TimelineNodes(np.array(parts.node)),
         kernels=kernels,
-        steps=_steps(parts, found),
+        steps=_build_steps(parts, split),
     )
-    return replace(graph, rest_ns=_rest_ns(graph, measured))
+    return replace(graph, rest_ns=_compute_rest_ns(graph, measured))
 
 
-def _kernels(parts: _Parts, found: RunSplit) -> Kernels:
+def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
     calls, mains = parts.calls, parts.mains
     start = parts.main_nodes + 2 * np.arange(parts.kernel[-1], dtype=np.int64)
     resume = [
-        np.where(made.held, main.cut_at(made.end_ns) + first, -1)
+        np.where(made.blocking, main.find_cut(made.end_ns) + first, -1)
         for made, main, first in zip(calls, mains, parts.node, strict=False)
     ]
     step = [
-        main.window_at(made.start_ns) + first
+        main.find_window(made.start_ns) + first
         for made, main, first in zip(calls, mains, parts.step, strict=False)
     ]
-    row = [made.call + found.matched.of_trace(i).start for i, made in enumerate(calls)]
-    return Kernels(
+    row = [made.call + split.matched.slice_trace(i).start for i, made in enumerate(calls)]
+    return CommKernels(
         rank=np.repeat(np.arange(len(calls)), np.diff(parts.kernel)),
         call=np.concatenate([made.call for made in calls]),
         row=np.concatenate(row),
@@ -203,27 +205,33 @@ def _kernels(parts: _Parts, found: RunSplit) -> Kernels:
     )
 
 
-def _graph_edges(parts: _Parts, kernels: Kernels, found: RunSplit) -> Edges:
+def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
     """All dependencies except those along the timelines."""
-    hangs, behind, kernel = [], [], []
+    start_deps, behind, kernel = [], [], []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
-        cut = main.cut_at(made.hangs_ns)
-        hangs.append(np.where(cut >= 0, cut + node, -1))
-        behind.append(np.where(made.behind >= 0, made.behind + first, -1))
+        cut = main.find_cut(made.start_dep_ns)
+        start_deps.append(np.where(cut >= 0, cut + node, -1))
+        behind.append(np.where(made.previous >= 0, made.previous + first, -1))
         kernel.append(made.of_call + first)
-    hung_on, prior = np.concatenate(hangs), np.concatenate(behind)
-    held, hung, queued = (np.flatnonzero(part >= 0) for part in (kernels.resume, hung_on, prior))
-    first_meeting = parts.main_nodes + 2 * len(kernels)
-    met = meetings_of(found, kernels, np.concatenate(kernel), first_meeting)
+    start_dep, prior = np.concatenate(start_deps), np.concatenate(behind)
+    resumed, started, queued = (
+        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior)
+    )
+    first_sync = parts.main_nodes + 2 * len(kernels)
+    sync = build_sync_edges(split, kernels, np.concatenate(kernel), first_sync)
     return (
-        np.concatenate((kernels.end[held], hung_on[hung], kernels.end[prior[queued]], met[0])),
-        np.concatenate((kernels.resume[held], kernels.start[hung], kernels.start[queued], met[1])),
+        np.concatenate(
+            (kernels.end[resumed], start_dep[started], kernels.end[prior[queued]], sync[0])
+        ),
+        np.concatenate(
+            (kernels.resume[resumed], kernels.start[started], kernels.start[queued], sync[1])
+        ),
     )
 
 
-def _guessed_ns(measured: Int64, edges: Edges, count: int) -> Int64:
+def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
     """The time of each node; a synchronization takes place when its last member arrives."""
     at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
     into = edges[1] >= len(measured)
@@ -231,22 +239,22 @@ def _guessed_ns(measured: Int64, edges: Edges, count: int) -> Int64:
     return at
 
 
-def _before(parts: _Parts, count: int) -> Int64:
+def _build_predecessors(parts: _GraphParts, count: int) -> Int64:
     before = np.full(count, -1)
     before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
     before[list(parts.node[:-1])] = -1
     return before
 
 
-def _needs(edges: Edges, count: int) -> Needs:
+def _build_needs(edges: Edges, count: int) -> Needs:
     order = np.argsort(edges[1], kind="stable")
     source = edges[0][order].tolist()
     cut = np.searchsorted(edges[1][order], np.arange(count + 1)).tolist()
     return tuple(tuple(source[low:high]) for low, high in pairwise(cut))
 
 
-def _steps(parts: _Parts, found: RunSplit) -> StepEdges:
-    windows = [rank.windows.windows for rank in found.ranks]
+def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
+    windows = [rank.windows.windows for rank in split.ranks]
     first = parts.node[:-1]
     return StepEdges(
         rank=np.repeat(np.arange(len(windows)), [len(own) for own in windows]),
@@ -257,11 +265,11 @@ def _steps(parts: _Parts, found: RunSplit) -> StepEdges:
     )
 
 
-def _rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
+def _compute_rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
     """The measured delay of each arrival and each end after its last dependency."""
     times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
     work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
-    mains, events = int(graph.mains.first[-1]), len(known)
+    mains, events = int(graph.timelines.first[-1]), len(known)
     rest = [0] * len(graph)
     for node in graph.order.tolist():
         at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
@@ -277,13 +285,13 @@ def _rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
 
 # The ranks' timelines, cut at each dependency.
 
-_NO_MORE = np.iinfo(np.int64).max
+_AFTER_ALL = np.iinfo(np.int64).max
 
-_OWN = [BUCKETS.index(name) for name in WORK]
+_WORK_BUCKETS = [BUCKETS.index(name) for name in WORK]
 
 
 @dataclass(frozen=True, slots=True)
-class Main:
+class RankTimeline:
     """The timeline of one rank on the common clock, a row per cut.
 
     work_ns, shape (cuts, WORK), is the local work since the previous cut; window is the index of
@@ -296,31 +304,33 @@ class Main:
     begin: Int64
     end: Int64
 
-    def cut_at(self, when_ns: Int64) -> Int64:
+    def find_cut(self, when_ns: Int64) -> Int64:
         """The last cut at or before each instant, -1 before the first."""
         return np.searchsorted(self.at_ns, when_ns, side="right") - 1
 
-    def window_at(self, when_ns: Int64) -> Int64:
+    def find_window(self, when_ns: Int64) -> Int64:
         """The index of the step that contains each instant."""
-        return self.window[np.clip(self.cut_at(when_ns) + 1, 0, len(self.window) - 1)]
+        return self.window[np.clip(self.find_cut(when_ns) + 1, 0, len(self.window) - 1)]
 
 
-def main_of(rank: RankSplit, made: CommCalls) -> Main:
+def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
     """The timeline of a rank with steps, cut at its calls."""
     clock, band = rank.clock, rank.attribution.band
     windows = rank.windows.windows
-    edges = clock.common_ns(
+    edges = clock.map_to_common_ns(
         np.array([(w.start_ns, w.end_ns) for w in windows], dtype=np.int64).reshape(-1, 2)
     )
     wanted = np.concatenate(
-        (edges.ravel(), _box_edges(rank), made.end_ns[made.held], made.hangs_ns)
+        (edges.ravel(), _list_box_edges(rank), calls.end_ns[calls.blocking], calls.start_dep_ns)
     )
     at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
-    bucket = _with_idle(rank, made)
-    activity = Activity.of(clock.common_ns(band.start_ns), clock.common_ns(band.end_ns), bucket)
-    spent = activity.spent_ns(at)[:, _OWN]
+    bucket = _mark_hidden_idle(rank, calls)
+    activity = Activity.build(
+        clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns), bucket
+    )
+    spent = activity.sum_spent_ns(at)[:, _WORK_BUCKETS]
     window = np.searchsorted(edges[:, 0], at, side="left") - 1
-    return Main(
+    return RankTimeline(
         at_ns=at,
         work_ns=np.diff(spent, axis=0, prepend=spent[:1]),
         window=np.clip(window, 0, len(windows) - 1),
@@ -329,17 +339,17 @@ def main_of(rank: RankSplit, made: CommCalls) -> Main:
     )
 
 
-def _box_edges(rank: RankSplit) -> Int64:
+def _list_box_edges(rank: RankSplit) -> Int64:
     """The begin and end times of the forwards and backwards of a pipeline."""
-    boxes = [box for grid in rank.grids for box in grid.boxes]
+    boxes = [box for grid in rank.grids for box in grid.slots]
     return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
 
 
-def _with_idle(rank: RankSplit, made: CommCalls) -> UInt8:
+def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
     """The bucket of each part of the rank's band; idle where the rank did not wait for the call."""
     band, compute = rank.attribution.band, rank.work.compute
-    over = np.append(np.sort(rank.clock.own_ns(made.end_ns[made.held])), _NO_MORE)
-    resumes = np.append(compute.start_ns, _NO_MORE)
+    over = np.append(np.sort(rank.clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
+    resumes = np.append(compute.start_ns, _AFTER_ALL)
     waited = over[np.searchsorted(over, band.end_ns)]
     goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
     alone = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE) & (waited > goes_on)
@@ -348,24 +358,24 @@ def _with_idle(rank: RankSplit, made: CommCalls) -> UInt8:
 
 # The arrivals that the end of each collective and message depends on.
 
-_NEED_ALL = [OP_CODE[op] for op in (*TOGETHER, "all_to_all", "barrier", "unknown")]
+_NEED_ALL = [OP_CODE[op] for op in (*SYMMETRIC_OPS, "all_to_all", "barrier", "unknown")]
 
 Edges = tuple[Int64, Int64]
 """(source nodes, dependent nodes), of equal length."""
 
 
-def meetings_of(found: RunSplit, kernels: Kernels, kernel: Int64, first: int) -> Edges:
+def build_sync_edges(split: RunSplit, kernels: CommKernels, kernel: Int64, first: int) -> Edges:
     """The edges from arrivals to ends; kernel is the kernel of each row of Matched.
 
     The members of a synchronizing call share one node, numbered from first on. A rooted collective
     depends only on the rank that arrived last before its end; a message depends on its peer, unless
     the sender finished before the receiver arrived.
     """
-    matched = found.matched
+    matched = split.matched
     alone = (kernels.start, kernels.end)
-    rooted = _rooted(found, kernels, kernel)
-    meet = np.flatnonzero((matched.shared >= 0) & _meets(matched, found))
-    node = first + labels_of(matched.shared[meet])
+    rooted = _build_rooted_edges(split, kernels, kernel)
+    meet = np.flatnonzero((matched.shared >= 0) & _find_synchronizing(matched, split))
+    node = first + group_ids(matched.shared[meet])
     who = kernel[meet]
     return (
         np.concatenate((alone[0], rooted[0], kernels.start[who], node)),
@@ -373,15 +383,15 @@ def meetings_of(found: RunSplit, kernels: Kernels, kernel: Int64, first: int) ->
     )
 
 
-def _meets(matched: Matched, found: RunSplit) -> Bool:
+def _find_synchronizing(matched: MatchedCalls, split: RunSplit) -> Bool:
     """Which rows are of calls that synchronize all members."""
-    early = found.arrivals.end_ns < found.arrivals.moves_ns
+    early = split.arrivals.end_ns < split.arrivals.moves_ns
     return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
 
 
-def _rooted(found: RunSplit, kernels: Kernels, kernel: Int64) -> Edges:
-    matched, last = found.matched, found.arrivals.last
-    place = {rank.trace.rank: i for i, rank in enumerate(found.ranks)}
+def _build_rooted_edges(split: RunSplit, kernels: CommKernels, kernel: Int64) -> Edges:
+    matched, last = split.matched, split.arrivals.last
+    place = {rank.trace.rank: i for i, rank in enumerate(split.ranks)}
     rows = np.flatnonzero(
         (matched.shared >= 0) & ~matched.is_message & ~np.isin(matched.op, _NEED_ALL)
     )
@@ -407,7 +417,7 @@ def _rooted(found: RunSplit, kernels: Kernels, kernel: Int64) -> Edges:
 
 _SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
 
-_TIMES = 4
+_WAIT_DIVISOR = 4
 """Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
 
 _ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -426,53 +436,55 @@ class CommCalls:
     of_call: Int64
     start_ns: Int64
     end_ns: Int64
-    hangs_ns: Int64
-    behind: Int64
-    held: Bool
+    start_dep_ns: Int64
+    previous: Int64
+    blocking: Bool
 
 
-def rank_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
+def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
     """The events of a rank; rows is the slice of its calls among all calls."""
-    label = _events(rank.trace)
+    label = _number_events(rank.trace)
     count = int(label.max(initial=-1)) + 1
-    start = -most_of(label, -arrivals.start_ns[rows], count)
-    life = rank.clock.common_ns(rank.pieces.life_end_ns[: len(label)])
-    end = most_of(label, np.maximum(life, arrivals.start_ns[rows]), count)
+    start = -group_max(label, -arrivals.start_ns[rows], count)
+    life = rank.clock.map_to_common_ns(rank.pieces.life_end_ns[: len(label)])
+    end = group_max(label, np.maximum(life, arrivals.start_ns[rows]), count)
     order = np.lexsort((end, start))
     place = np.empty(count, dtype=np.int64)
     place[order] = np.arange(count)
     of_call = place[label]
     call = np.zeros(count, dtype=np.int64)
     call[of_call[::-1]] = np.arange(len(label))[::-1]
-    lane = _lanes(rank.trace, call)
+    lane = _list_streams(rank.trace, call)
     start, end = start[order], end[order]
-    behind = _behind(lane, start, end)
+    behind = _find_previous(lane, start, end)
     return CommCalls(
         call=call,
         of_call=of_call,
         start_ns=start,
         end_ns=end,
-        hangs_ns=_hangs_ns(rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)),
-        behind=behind,
-        held=_held(rank, of_call, lane, start, end),
+        start_dep_ns=_find_start_dep_ns(
+            rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
+        ),
+        previous=behind,
+        blocking=_find_blocking(rank, of_call, lane, start, end),
     )
 
 
-def _lanes(trace: RankTrace, call: Int64) -> Int64:
+def _list_streams(trace: RankTrace, call: Int64) -> Int64:
     """The stream of each event; gloo has no streams, so each call gets its own."""
     if not trace.on_device:
         return np.arange(len(call), dtype=np.int64)
     return trace.events.lane[trace.calls.event[call]].astype(np.int64)
 
 
-def _events(trace: RankTrace) -> Int64:
+def _number_events(trace: RankTrace) -> Int64:
     """The event number of each call; on gloo each call is its own event."""
     if not trace.on_device:
         return np.arange(len(trace.calls), dtype=np.int64)
-    return labels_of(trace.calls.event)
+    return group_ids(trace.calls.event)
 
 
-def _held(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
+def _find_blocking(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
     """Which events blocked the rank.
 
     In each compute gap these are the event that ended last and events at whose end another one
@@ -489,27 +501,27 @@ def _held(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64
     elsewhere = np.append(lane, -1)[after] != lane[rows]
     begins = (begun - end[rows] <= soon) & elsewhere
     last = np.append(gap[rows][1:] != gap[rows][:-1], True)[: len(rows)]
-    held = np.zeros(len(start), dtype=np.bool_)
-    held[rows[begins | (last & _goes_on(rank, gap[rows], end[rows]))]] = True
-    return held
+    blocking = np.zeros(len(start), dtype=np.bool_)
+    blocking[rows[begins | (last & _check_resumed(rank, gap[rows], end[rows]))]] = True
+    return blocking
 
 
-def _goes_on(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
+def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
     """Whether the rank resumed because these events ended: compute started soon after, relative to
     the wait, or the host was synchronizing with the device."""
     if not rank.trace.on_device:
         return np.ones(len(end), dtype=np.bool_)
-    own, compute = rank.clock.own_ns(end), rank.work.compute
+    own, compute = rank.clock.map_to_own_ns(end), rank.work.compute
     waited = own - np.append(_ALWAYS // 2, compute.end_ns)[gap]
     late = np.append(compute.start_ns, _NEVER)[gap] - own
     events = rank.trace.events
-    waits = events.of(Category.RUNTIME) & named(events, SYNCHRONIZES)
+    waits = events.is_category(Category.RUNTIME) & match_names(events, SYNCHRONIZES)
     synchronizing = union(events.start_ns[waits], events.end_ns[waits])
-    soon = np.maximum(_SOON_ON_DEVICE_NS, waited // _TIMES)
-    return np.asarray((late <= soon) | inside(synchronizing, own))
+    soon = np.maximum(_SOON_ON_DEVICE_NS, waited // _WAIT_DIVISOR)
+    return np.asarray((late <= soon) | is_inside(synchronizing, own))
 
 
-def _behind(lane: Int64, start: Int64, end: Int64) -> Int64:
+def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:
     """For each event the previous one on its stream if it had ended at its start, else -1."""
     order = np.argsort(lane, kind="stable")
     before, after = order[:-1], order[1:]
@@ -519,7 +531,7 @@ def _behind(lane: Int64, start: Int64, end: Int64) -> Int64:
     return behind
 
 
-def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
+def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
     """The instant of the rank's timeline that the start of each event depends on.
 
     A kernel depends on the compute launched before it, if it started soon after that and after its
@@ -528,10 +540,12 @@ def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int
     """
     if not rank.trace.on_device:
         return start
-    launched = rank.clock.common_ns(_launched_before(rank.trace, rank.trace.calls.event[call]))
+    launched = rank.clock.map_to_common_ns(
+        _find_launched_before(rank.trace, rank.trace.calls.event[call])
+    )
     known = (launched > _ALWAYS // 2) & (launched <= start)
     soon = start - np.maximum(launched, free_ns) <= _SOON_ON_DEVICE_NS
-    own = rank.clock.own_ns(start)
+    own = rank.clock.map_to_own_ns(start)
     compute = rank.work.compute
     last = np.searchsorted(compute.start_ns, own, side="left") - 1
     under = last >= 0
@@ -539,14 +553,14 @@ def _hangs_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int
     return np.where(known & (soon | under), launched, start)
 
 
-def _launched_before(trace: RankTrace, event: Int64) -> Int64:
+def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     """The end of the last compute kernel on the main stream that was launched before each event, on
     the rank's own clock; the smallest int64 if there is none."""
     events = trace.events
-    kernels = events.of(Category.KERNEL)
+    kernels = events.is_category(Category.KERNEL)
     kernels[trace.calls.event] = False
     rows = np.flatnonzero(kernels)
-    rows = rows[on_main_stream(trace, rows)]
+    rows = rows[is_on_main_stream(trace, rows)]
     launched = events.launch_ns()
     rows = rows[launched[rows] >= 0]
     rows = rows[np.lexsort((events.start_ns[rows], launched[rows]))]
@@ -559,12 +573,12 @@ def _launched_before(trace: RankTrace, event: Int64) -> Int64:
 # Topological order of the nodes.
 
 
-def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
+def sort_topologically(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
     """The nodes in topological order.
 
     Small clock errors can create cycles between ranks; they are broken at the earliest node.
     """
-    source, target = _dependency_pairs(before, needs)
+    source, target = _list_dependencies(before, needs)
     missing = np.bincount(target, minlength=len(before)).tolist()
     by_source = np.argsort(source, kind="stable")
     later = target[by_source].tolist()
@@ -575,7 +589,7 @@ def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
     while len(order) < len(missing):
         while not ready:
             stuck = stuck or iter(np.argsort(measured_ns, kind="stable").tolist())
-            ready = _freed(next(stuck), missing)
+            ready = _release_node(next(stuck), missing)
         node = ready.pop()
         order.append(node)
         for after in later[first[node] : first[node + 1]]:
@@ -585,7 +599,7 @@ def in_order(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
     return order
 
 
-def _dependency_pairs(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
+def _list_dependencies(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
     """(source nodes, dependent nodes)"""
     behind = np.flatnonzero(before >= 0)
     counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs))
@@ -594,7 +608,7 @@ def _dependency_pairs(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
     return np.concatenate((before[behind], needed)), np.concatenate((behind, target))
 
 
-def _freed(node: int, missing: list[int]) -> list[int]:
+def _release_node(node: int, missing: list[int]) -> list[int]:
     """Drop the open dependencies of a node; returns it, or no node if it was done already."""
     if missing[node] <= 0:
         return []

@@ -20,18 +20,18 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     StackFrame,
     Stuck,
     StuckGroup,
-    chain_ends,
+    collect_progress,
+    describe_group,
+    find_chain_ends,
+    find_job_groups,
     find_mismatches,
-    job_groups,
-    named,
-    progress_of,
-    stuck_collectives,
-    stuck_messages,
+    find_stuck_collectives,
+    find_stuck_messages,
 )
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import files_of
+from stepsplit.analyzer.readers.compression import list_files
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
-from stepsplit.analyzer.readers.registry import FLIGHT, kinds_of
+from stepsplit.analyzer.readers.registry import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.sources import Source
 
 # The input of the search for the culprits of a hang.
@@ -49,19 +49,19 @@ class HangInputs:
         """Whether there is a dump of the rank."""
         return any(one.rank == rank for one in self.ranks)
 
-    def mismatch_of(self, call: Stuck) -> Mismatch | None:
+    def find_mismatch(self, call: Stuck) -> Mismatch | None:
         """The mismatch between the members of a call, if any."""
         at = call.group, call.seq
         return next((one for one in self.mismatches if (one.group, one.seq) == at), None)
 
-    def oldest_open(self, rank: int) -> Called | None:
+    def find_oldest_open(self, rank: int) -> Called | None:
         """The rank's first call that is not completed; None if there is none, or no dump."""
         return next((call for one in self.ranks if one.rank == rank for call in one.open), None)
 
 
 # Flight Recorder dumps -> Hang.
 
-_GUESSED = "the dumps do not list group members: inferred from the ranks that used each group"
+_GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
 
 
 def find_hang(*places: str | Path) -> Hang | None:
@@ -83,8 +83,8 @@ def find_hang(*places: str | Path) -> Hang | None:
         >>> print(hang.verdict)  # doctest: +SKIP
         rank 1 blocks all other ranks: it has not called all_reduce 5 of default_pg (group 0)
     """
-    found = read_calls(places)
-    return found if found.stuck else None
+    hang = read_calls(places)
+    return hang if hang.stuck else None
 
 
 def read_calls(places: Sequence[str | Path]) -> Hang:
@@ -94,7 +94,7 @@ def read_calls(places: Sequence[str | Path]) -> Hang:
         why = f": {warnings[0].message}" if warnings else ""
         raise DataError(places[0] if places else "no path", f"no Flight Recorder dump found{why}",
                         "pass the folder with the dumps of the job")  # fmt: skip
-    return how_calls_stand(dumps, warnings)
+    return examine_dumps(dumps, warnings)
 
 
 def read_dumps(
@@ -103,49 +103,49 @@ def read_dumps(
     """The dumps in the places, and warnings about unreadable files. Raises DataError."""
     dumps: list[FlightDump] = []
     warnings: list[HangWarning] = []
-    with files_of([str(place) for place in places]) as sources:
-        for source in (one for one in sources if FLIGHT.name in _kinds(one)):
+    with list_files([str(place) for place in places]) as sources:
+        for source in (one for one in sources if FLIGHT.name in _detect_kinds(one)):
             try:
                 dumps.append(read_dump(source))
             except DataError as error:
-                told = f"{source.inner.name}: {error.problem}"
-                warnings.append(HangWarning("file_skipped", told))
+                problem = f"{source.inner.name}: {error.problem}"
+                warnings.append(HangWarning("file_skipped", problem))
     warnings += [HangWarning(n.code, n.message, n.rank) for dump in dumps for n in dump.notes]
     return tuple(dump for dump in dumps if dump.rank >= 0), tuple(warnings)
 
 
-def _kinds(source: Source) -> tuple[str, ...]:
+def _detect_kinds(source: Source) -> tuple[str, ...]:
     try:
-        return tuple(kind.name for kind in kinds_of(source))
+        return tuple(kind.name for kind in find_kinds(source))
     except DataError:
         return ()
 
 
-def how_calls_stand(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning] = ()) -> Hang:
+def examine_dumps(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning] = ()) -> Hang:
     """Examine the calls of the dumps, one dump per rank, whether or not any call is stuck.
 
     Raises DataError for two dumps of the same rank, which belong to two incidents.
     """
-    _refuse_two_of_a_rank(dumps)
-    groups = job_groups(dumps)
-    ranks = progress_of(dumps, groups)
+    _refuse_duplicate_ranks(dumps)
+    groups = find_job_groups(dumps)
+    ranks = collect_progress(dumps, groups)
     mismatches = find_mismatches(ranks)
-    stuck = (*stuck_collectives(ranks, mismatches), *stuck_messages(ranks))
-    scene = HangInputs(stuck, mismatches if stuck else (), ranks)
-    culprits = find_culprits(scene)
+    stuck = (*find_stuck_collectives(ranks, mismatches), *find_stuck_messages(ranks))
+    inputs = HangInputs(stuck, mismatches if stuck else (), ranks)
+    culprits = find_culprits(inputs)
     return Hang(
-        verdict="; ".join(whole([one.message for one in culprits])),
+        verdict="; ".join(format_verdict([one.message for one in culprits])),
         ranks=tuple(rank.rank for rank in ranks),
         no_dump=tuple(sorted(set(groups.ranks) - {rank.rank for rank in ranks})),
         culprits=culprits,
-        stuck=tuple(sorted(stuck, key=lambda call: _order(call, culprits))),
-        mismatches=scene.mismatches,
-        last_calls=_last_calls(ranks, culprits, stuck),
-        warnings=(*warnings, *_guessed(groups)),
+        stuck=tuple(sorted(stuck, key=lambda call: _order_stuck(call, culprits))),
+        mismatches=inputs.mismatches,
+        last_calls=_list_last_calls(ranks, culprits, stuck),
+        warnings=(*warnings, *_warn_guessed(groups)),
     )
 
 
-def _refuse_two_of_a_rank(dumps: Sequence[FlightDump]) -> None:
+def _refuse_duplicate_ranks(dumps: Sequence[FlightDump]) -> None:
     rank, count = Counter(dump.rank for dump in dumps).most_common(1)[0] if dumps else (-1, 0)
     if count > 1:
         first, second = [dump.source for dump in dumps if dump.rank == rank][:2]
@@ -153,7 +153,7 @@ def _refuse_two_of_a_rank(dumps: Sequence[FlightDump]) -> None:
         raise DataError(second, problem, "pass the dumps of one hang only", rank)
 
 
-def _order(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
+def _order_stuck(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
     """Sort key: calls that wait for a culprit, then calls in which a culprit waits, then others."""
     to_blame = {rank for one in culprits for rank in one.ranks}
     if to_blame & (set(call.waits_for) - set(call.waiting)):
@@ -165,7 +165,7 @@ def _order(call: Stuck, culprits: Sequence[Culprit]) -> tuple[int, int, int]:
     return level, -len(call.waiting), int(call.called_unix_ns)
 
 
-def _last_calls(
+def _list_last_calls(
     ranks: Sequence[Progress], culprits: Sequence[Culprit], stuck: Iterable[Stuck]
 ) -> tuple[LastCall, ...]:
     """The last calls of the culprits, then of other missing ranks."""
@@ -175,7 +175,7 @@ def _last_calls(
     return tuple(
         LastCall(
             rank=rank,
-            group=named(call.group),
+            group=describe_group(call.group),
             op=call.op,
             seq=call.seq,
             state=call.state,
@@ -187,8 +187,8 @@ def _last_calls(
     )
 
 
-def _guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
-    return (HangWarning("groups_guessed", _GUESSED),) if groups.guessed else ()
+def _warn_guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
+    return (HangWarning("groups_guessed", _GUESSED_TEXT),) if groups.guessed else ()
 
 
 # The text of a finding: one sentence per cause.
@@ -198,78 +198,78 @@ NOTHING_STUCK = "nothing is stuck: every call in the dumps has completed"
 _MOST_NAMED, _MOST_TOLD = 8, 3
 
 
-def whole(messages: Sequence[str]) -> tuple[str, ...]:
+def format_verdict(messages: Sequence[str]) -> tuple[str, ...]:
     """The sentences of the first culprits, and the number of further ones."""
     more = len(messages) - _MOST_TOLD
-    told = (f"and {more} more",) if more > 0 else ()
-    return (*messages[:_MOST_TOLD], *told) or (NOTHING_STUCK,)
+    rest = (f"and {more} more",) if more > 0 else ()
+    return (*messages[:_MOST_TOLD], *rest) or (NOTHING_STUCK,)
 
 
-def how_long_held(ranks: tuple[int, ...], held: tuple[int, ...], scene: HangInputs) -> str:
+def describe_blocking(ranks: tuple[int, ...], blocked: tuple[int, ...], inputs: HangInputs) -> str:
     """Which ranks block how many others."""
-    others = {one.rank for one in scene.ranks} - set(ranks)
-    whom = f"{len(held)} of {len(others)} other ranks"
-    if others <= set(held):
+    others = {one.rank for one in inputs.ranks} - set(ranks)
+    whom = f"{len(blocked)} of {len(others)} other ranks"
+    if others <= set(blocked):
         whom = "all other ranks"
-    if not held:
-        return f"{_named(ranks)} {_verb(ranks, 'hangs', 'hang')}"
-    return f"{_named(ranks)} {_verb(ranks, 'blocks', 'block')} {whom}"
+    if not blocked:
+        return f"{_format_ranks(ranks)} {_choose_verb(ranks, 'hangs', 'hang')}"
+    return f"{_format_ranks(ranks)} {_choose_verb(ranks, 'blocks', 'block')} {whom}"
 
 
-def not_called(ranks: tuple[int, ...], call: Stuck) -> str:
+def format_not_called(ranks: tuple[int, ...], call: Stuck) -> str:
     """The ranks have not made a call."""
-    return f"{_verb(ranks, 'it has', 'they have')} not called {_call(call)}"
+    return f"{_choose_verb(ranks, 'it has', 'they have')} not called {_format_call(call)}"
 
 
-def unfinished(ranks: tuple[int, ...], call: Stuck, scene: HangInputs) -> str:
+def format_unfinished(ranks: tuple[int, ...], call: Stuck, inputs: HangInputs) -> str:
     """The ranks have not made a call because they are stuck in an older one."""
-    stuck = f"{_verb(ranks, 'is', 'are')} stuck in {_open_call(ranks, scene)}"
-    return f"{not_called(ranks, call)} and {stuck}"
+    stuck = f"{_choose_verb(ranks, 'is', 'are')} stuck in {_format_open_call(ranks, inputs)}"
+    return f"{format_not_called(ranks, call)} and {stuck}"
 
 
-def no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
+def format_no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
     """Only these ranks can be missing, since they left no dump."""
-    left = f"no dump of {_verb(ranks, 'it', 'them')}, and all others have called {_call(call)}"
+    left = f"no dump of {_choose_verb(ranks, 'it', 'them')}, and all others have called {_format_call(call)}"
     return f" (inferred): {left}"
 
 
-def mismatch_words(found: Mismatch) -> str:
+def format_mismatch(mismatch: Mismatch) -> str:
     """What the members of a call disagree on."""
-    sides = "; ".join(f"{side.value} on {_named(side.ranks)}" for side in found.sides)
-    return f"call {found.seq} of {found.group.in_words} differs in {found.what}: {sides}"
+    sides = "; ".join(f"{side.value} on {_format_ranks(side.ranks)}" for side in mismatch.sides)
+    return f"call {mismatch.seq} of {mismatch.group.in_words} differs in {mismatch.what}: {sides}"
 
 
-def deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
+def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
     """The ranks wait for each other in different calls."""
     waits = [
-        f"{_named(call.waiting)} in {_call(call)} waiting for {_named(call.waits_for)}"
+        f"{_format_ranks(call.waiting)} in {_format_call(call)} waiting for {_format_ranks(call.waits_for)}"
         for call in calls
         if call.missing
     ]
-    return f"deadlock of {_named(ranks)}: {'; '.join(waits[:_MOST_TOLD])}"
+    return f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MOST_TOLD])}"
 
 
-def not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
+def format_not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
     """All members have called it, and it does not end."""
-    there = f"all members have called {_call(call)} but none has completed it"
-    return f"{there}: check the devices and the network of {_named(ranks)}"
+    there = f"all members have called {_format_call(call)} but none has completed it"
+    return f"{there}: check the devices and the network of {_format_ranks(ranks)}"
 
 
-def alone(ranks: tuple[int, ...], scene: HangInputs) -> str:
+def format_lone_ranks(ranks: tuple[int, ...], inputs: HangInputs) -> str:
     """The ranks are stuck in a call from which no member is missing."""
-    verb = _verb(ranks, "is", "are")
-    return f"{_named(ranks)} {verb} stuck in {_open_call(ranks, scene)}: no rank is missing"
+    verb = _choose_verb(ranks, "is", "are")
+    return f"{_format_ranks(ranks)} {verb} stuck in {_format_open_call(ranks, inputs)}: no rank is missing"
 
 
-def _call(call: Stuck) -> str:
-    return _in_words(call.op, call.seq, call.group)
+def _format_call(call: Stuck) -> str:
+    return _format_call_name(call.op, call.seq, call.group)
 
 
-def _in_words(op: str, seq: int, group: StuckGroup) -> str:
+def _format_call_name(op: str, seq: int, group: StuckGroup) -> str:
     return f"{op} {seq} of {group.in_words}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Such as "rank 3", "ranks 3 and 7", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9 more"."""
     names = [str(rank) for rank in ranks[:_MOST_NAMED]]
     if len(ranks) == 1:
@@ -279,49 +279,53 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names)} and {last}"
 
 
-def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+def _choose_verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def _open_call(ranks: tuple[int, ...], scene: HangInputs) -> str:
+def _format_open_call(ranks: tuple[int, ...], inputs: HangInputs) -> str:
     """The oldest call in which all the ranks wait, else the oldest open call of the first rank."""
-    shared = [call for call in scene.stuck if set(ranks) <= set(call.waiting)]
+    shared = [call for call in inputs.stuck if set(ranks) <= set(call.waiting)]
     if shared:
         call = min(shared, key=lambda one: (bool(one.waits_for), int(one.called_unix_ns)))
-        return _call(call) + (
+        return _format_call(call) + (
             ", which its other members have completed" if call.completed else ""
         )  # fmt: skip
-    first = scene.oldest_open(ranks[0])
+    first = inputs.find_oldest_open(ranks[0])
     assert first is not None, "an unfinished rank has an open call"
-    return _in_words(first.op, first.seq, named(first.group))
+    return _format_call_name(first.op, first.seq, describe_group(first.group))
 
 
 # The culprits: the ranks at the end of the chains of waits, and the cause.
 
 
-def find_culprits(scene: HangInputs) -> tuple[Culprit, ...]:
+def find_culprits(inputs: HangInputs) -> tuple[Culprit, ...]:
     """The ranks at which the chains of waits end, merged by cause and call."""
-    ends = chain_ends(scene.stuck)
+    ends = find_chain_ends(inputs.stuck)
     if not ends:
-        return _nobody_waits(scene)
+        return _build_lone_culprit(inputs)
     same: dict[tuple[str, int], list[ChainEnd]] = {}
     for end in ends:
-        same.setdefault((_cause(end, scene), _awaited(end, scene.stuck)), []).append(end)
-    return tuple(_culprit(cause, at, found, scene) for (cause, at), found in same.items())
+        same.setdefault(
+            (_classify_cause(end, inputs), _find_awaited_call(end, inputs.stuck)), []
+        ).append(end)
+    return tuple(
+        _build_culprit(cause, at, group_ends, inputs) for (cause, at), group_ends in same.items()
+    )
 
 
-def _cause(end: ChainEnd, scene: HangInputs) -> str:
-    calls = [scene.stuck[place] for place in end.calls]
-    if any(scene.mismatch_of(call) for call in calls):
+def _classify_cause(end: ChainEnd, inputs: HangInputs) -> str:
+    calls = [inputs.stuck[place] for place in end.calls]
+    if any(inputs.find_mismatch(call) for call in calls):
         return "mismatch"
     if calls:
         return "deadlock" if any(call.missing for call in calls) else "not_ending"
-    if not scene.has_dump(end.ranks[0]):
+    if not inputs.has_dump(end.ranks[0]):
         return "no_dump"
-    return "not_called" if scene.oldest_open(end.ranks[0]) is None else "unfinished"
+    return "not_called" if inputs.find_oldest_open(end.ranks[0]) is None else "unfinished"
 
 
-def _awaited(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
+def _find_awaited_call(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
     """The index of the oldest call of the chain end, else of the call with most ranks waiting."""
     if end.calls:
         return min(end.calls, key=lambda at: int(stuck[at].called_unix_ns))
@@ -329,42 +333,44 @@ def _awaited(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
     return max(places, key=lambda at: (len(stuck[at].waiting), -int(stuck[at].called_unix_ns)))
 
 
-def _culprit(cause: str, at: int, ends: Sequence[ChainEnd], scene: HangInputs) -> Culprit:
+def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangInputs) -> Culprit:
     ranks = tuple(sorted({rank for end in ends for rank in end.ranks}))
-    held = tuple(sorted({rank for end in ends for rank in end.held} - set(ranks)))
-    call = scene.stuck[at]
-    hold = how_long_held(ranks, held, scene)
+    blocked = tuple(sorted({rank for end in ends for rank in end.blocked} - set(ranks)))
+    call = inputs.stuck[at]
+    hold = describe_blocking(ranks, blocked, inputs)
     match cause:
         case "mismatch":
-            return _disagreeing(ranks, held, [scene.stuck[i] for i in ends[0].calls], scene)
+            return _build_mismatch_culprit(
+                ranks, blocked, [inputs.stuck[i] for i in ends[0].calls], inputs
+            )
         case "deadlock":
             among = sorted({place for end in ends for place in end.calls})
-            message = deadlock(ranks, [scene.stuck[place] for place in among])
+            message = format_deadlock(ranks, [inputs.stuck[place] for place in among])
         case "not_ending":
-            message = not_ending(ranks, call)
+            message = format_not_ending(ranks, call)
         case "no_dump":
-            message = f"{hold}{no_dump(ranks, call)}"
+            message = f"{hold}{format_no_dump(ranks, call)}"
         case "unfinished":
-            message = f"{hold}: {unfinished(ranks, call, scene)}"
+            message = f"{hold}: {format_unfinished(ranks, call, inputs)}"
         case _:
-            message = f"{hold}: {not_called(ranks, call)}"
-    return Culprit(ranks, cause, held, message)
+            message = f"{hold}: {format_not_called(ranks, call)}"
+    return Culprit(ranks, cause, blocked, message)
 
 
-def _disagreeing(
-    ranks: tuple[int, ...], held: tuple[int, ...], calls: Sequence[Stuck], scene: HangInputs
+def _build_mismatch_culprit(
+    ranks: tuple[int, ...], blocked: tuple[int, ...], calls: Sequence[Stuck], inputs: HangInputs
 ) -> Culprit:
     """The ranks that differ from the majority are to blame; the ranks waiting with them are not."""
-    mismatch: Mismatch = next(one for call in calls if (one := scene.mismatch_of(call)))
+    mismatch: Mismatch = next(one for call in calls if (one := inputs.find_mismatch(call)))
     odd = tuple(rank for rank in ranks if rank in mismatch.odd) or ranks
-    held = tuple(sorted({*held, *ranks} - set(odd)))
-    message = f"{how_long_held(odd, held, scene)}: {mismatch_words(mismatch)}"
-    return Culprit(odd, "mismatch", held, message)
+    blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
+    message = f"{describe_blocking(odd, blocked, inputs)}: {format_mismatch(mismatch)}"
+    return Culprit(odd, "mismatch", blocked, message)
 
 
-def _nobody_waits(scene: HangInputs) -> tuple[Culprit, ...]:
+def _build_lone_culprit(inputs: HangInputs) -> tuple[Culprit, ...]:
     """The ranks with open calls, if no rank is missing from any call."""
-    ranks = tuple(sorted({rank for call in scene.stuck for rank in call.waiting}))
+    ranks = tuple(sorted({rank for call in inputs.stuck for rank in call.waiting}))
     if not ranks:
         return ()
-    return (Culprit(ranks, "unfinished", (), alone(ranks, scene)),)
+    return (Culprit(ranks, "unfinished", (), format_lone_ranks(ranks, inputs)),)

@@ -9,8 +9,13 @@ from dataclasses import dataclass, replace
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.readers.flight_recorder import FlightDump, FlightEntry, Frame, op_of
-from stepsplit.analyzer.readers.recording import MOST_RANKS
+from stepsplit.analyzer.readers.flight_recorder import (
+    FlightDump,
+    FlightEntry,
+    Frame,
+    parse_entry_op,
+)
+from stepsplit.analyzer.readers.recording import MAX_RANKS
 from stepsplit.analyzer.trace import Group
 
 # The wait-for graph: the ranks at which the chains of waits end.
@@ -24,26 +29,26 @@ class ChainEnd:
 
     ranks: tuple[int, ...]
     calls: tuple[int, ...]
-    held: tuple[int, ...]
+    blocked: tuple[int, ...]
 
 
-def chain_ends(stuck: Sequence[Stuck]) -> tuple[ChainEnd, ...]:
+def find_chain_ends(stuck: Sequence[Stuck]) -> tuple[ChainEnd, ...]:
     """The ends of the chains of waits. Nodes are ranks, and calls as ~index."""
-    edges = _edges(stuck)
-    back = _reversed(edges)
+    edges = _build_edges(stuck)
+    back = _reverse_edges(edges)
     ends = []
-    for part in _components(edges, back):
+    for part in _find_components(edges, back):
         if any(other not in part for node in part for other in edges[node]):
             continue
-        above = _reach(part, back) - part
+        above = _find_reachable(part, back) - part
         ranks = tuple(sorted(node for node in part if node >= 0))
         calls = tuple(sorted(~node for node in part if node < 0))
         if ranks and (above or calls):
             ends.append(ChainEnd(ranks, calls, tuple(sorted(n for n in above if n >= 0))))
-    return tuple(sorted(ends, key=lambda end: (-len(end.held), end.ranks)))
+    return tuple(sorted(ends, key=lambda end: (-len(end.blocked), end.ranks)))
 
 
-def _edges(stuck: Sequence[Stuck]) -> dict[int, list[int]]:
+def _build_edges(stuck: Sequence[Stuck]) -> dict[int, list[int]]:
     edges: dict[int, list[int]] = {}
     for place, call in enumerate(stuck):
         if call.waits_for:
@@ -56,7 +61,7 @@ def _edges(stuck: Sequence[Stuck]) -> dict[int, list[int]]:
     return edges
 
 
-def _reversed(edges: _Edges) -> dict[int, list[int]]:
+def _reverse_edges(edges: _Edges) -> dict[int, list[int]]:
     back: dict[int, list[int]] = {node: [] for node in edges}
     for node, others in edges.items():
         for other in others:
@@ -64,21 +69,21 @@ def _reversed(edges: _Edges) -> dict[int, list[int]]:
     return back
 
 
-def _reach(nodes: Iterable[int], edges: _Edges) -> set[int]:
+def _find_reachable(nodes: Iterable[int], edges: _Edges) -> set[int]:
     """The nodes and all nodes reachable from them."""
-    found, todo = set(nodes), list(nodes)
+    reached, todo = set(nodes), list(nodes)
     while todo:
-        new = set(edges[todo.pop()]) - found
-        found |= new
+        new = set(edges[todo.pop()]) - reached
+        reached |= new
         todo += new
-    return found
+    return reached
 
 
-def _components(edges: _Edges, back: _Edges) -> list[set[int]]:
+def _find_components(edges: _Edges, back: _Edges) -> list[set[int]]:
     """The strongly connected components (Kosaraju)."""
     parts: list[set[int]] = []
     placed: set[int] = set()
-    for node in reversed(_finished(edges)):
+    for node in reversed(_order_by_finish(edges)):
         if node in placed:
             continue
         part, todo = {node}, [node]
@@ -92,20 +97,20 @@ def _components(edges: _Edges, back: _Edges) -> list[set[int]]:
     return parts
 
 
-def _finished(edges: _Edges) -> list[int]:
+def _order_by_finish(edges: _Edges) -> list[int]:
     """The nodes in the post-order of a depth-first search."""
     order: list[int] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     for root in edges:
         todo = [(root, False)]
         while todo:
             node, leaving = todo.pop()
             if leaving:
                 order.append(node)
-            elif node not in seen:
-                seen.add(node)
+            elif node not in visited:
+                visited.add(node)
                 todo.append((node, True))
-                todo += [(other, False) for other in edges[node] if other not in seen]
+                todo += [(other, False) for other in edges[node] if other not in visited]
     return order
 
 
@@ -126,45 +131,47 @@ class JobGroup:
 _Ends = tuple[JobGroup, int, int]
 
 
-def stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
+def find_stuck_messages(ranks: Sequence[Progress]) -> tuple[Stuck, ...]:
     """The first stuck message of each rank and link whose peer has a known state.
 
     Messages are matched by sequence number if both ends count alike. In a group of more than two
     ranks each rank counts its own messages; there they are matched by the number of open messages.
     """
     present = {rank.rank: rank for rank in ranks}
-    found: dict[tuple[_Ends, int], Stuck] = {}
+    messages: dict[tuple[_Ends, int], Stuck] = {}
     for rank in ranks:
-        for calls in _open(rank):
-            stuck = _first(calls, present)
-            found.setdefault((_ends(calls[0]), stuck.seq), stuck)
-    return tuple(found.values())
+        for calls in _list_open_messages(rank):
+            stuck = _find_first_stuck(calls, present)
+            messages.setdefault((_identify_link(calls[0]), stuck.seq), stuck)
+    return tuple(messages.values())
 
 
-def _open(rank: Progress) -> list[list[Called]]:
+def _list_open_messages(rank: Progress) -> list[list[Called]]:
     """The rank's open messages by link and direction, oldest first."""
     links: dict[_Ends, list[Called]] = defaultdict(list)
     for call in rank.open:
         if call.is_message:
-            links[_ends(call)].append(call)
+            links[_identify_link(call)].append(call)
     return list(links.values())
 
 
-def _ends(call: Called) -> _Ends:
+def _identify_link(call: Called) -> _Ends:
     """The message's group, sender and receiver."""
     ends = (call.rank, call.peer) if call.op == "send" else (call.peer, call.rank)
     return call.group, *ends
 
 
-def _first(calls: Sequence[Called], present: Mapping[int, Progress]) -> Stuck:
-    told = [(call, state) for call, state in _states(calls, present) if state != _UNKNOWN]
+def _find_first_stuck(calls: Sequence[Called], present: Mapping[int, Progress]) -> Stuck:
+    known = [
+        (call, state) for call, state in _infer_peer_states(calls, present) if state != _UNKNOWN
+    ]
     # A peer that has completed its end is not waiting.
-    waits = [one for one in told if one[1] != COMPLETED]
-    call, state = (waits or told or [(calls[0], _UNKNOWN)])[0]
-    return _stuck_message(call, state, len(calls) - calls.index(call) - 1, present)
+    waits = [one for one in known if one[1] != COMPLETED]
+    call, state = (waits or known or [(calls[0], _UNKNOWN)])[0]
+    return _build_stuck_message(call, state, len(calls) - calls.index(call) - 1, present)
 
 
-def _states(
+def _infer_peer_states(
     calls: Sequence[Called], present: Mapping[int, Progress]
 ) -> Iterator[tuple[Called, str]]:
     """The state of the other end of each message."""
@@ -172,26 +179,28 @@ def _states(
     if peer is None:
         yield from ((call, _UNKNOWN) for call in calls)
         return
-    ends = [call for call in peer.calls if call.is_message and _meets(call, calls[0])]
+    ends = [call for call in peer.calls if call.is_message and _is_counterpart(call, calls[0])]
     pending = sum(end.pending for end in ends)
     for i, call in enumerate(calls):
         same = next((end.state for end in ends if end.seq == call.seq), None)
-        yield call, same or _by_count(call, peer, ends, i < pending)
+        yield call, same or _infer_by_count(call, peer, ends, i < pending)
 
 
-def _by_count(call: Called, peer: Progress, ends: Sequence[Called], enough: bool) -> str:
+def _infer_by_count(call: Called, peer: Progress, ends: Sequence[Called], enough: bool) -> str:
     if len(call.group.ranks) != 2:
         return _UNKNOWN if enough else MISSING
-    stated = peer.stated(call.group)
+    stated = peer.find_reported_reach(call.group)
     last = max((end.seq for end in ends), default=stated.enqueued)
     return COMPLETED if call.seq <= max(last, stated.enqueued) else MISSING
 
 
-def _meets(end: Called, call: Called) -> bool:
-    return end.op != call.op and _ends(end) == _ends(call)
+def _is_counterpart(end: Called, call: Called) -> bool:
+    return end.op != call.op and _identify_link(end) == _identify_link(call)
 
 
-def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, Progress]) -> Stuck:
+def _build_stuck_message(
+    call: Called, state: str, queued: int, present: Mapping[int, Progress]
+) -> Stuck:
     """The message from the view of one end; state is that of the other end."""
     peer, here = call.peer, (call.rank,)
     lost = peer >= 0 and peer not in present
@@ -199,7 +208,7 @@ def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, 
     waiting = tuple(sorted((call.rank, peer))) if both else here
     started = call.state == STARTED
     return Stuck(
-        group=named(call.group),
+        group=describe_group(call.group),
         op=call.op,
         seq=call.seq,
         dtype=call.dtype or None,
@@ -208,16 +217,16 @@ def _stuck_message(call: Called, state: str, queued: int, present: Mapping[int, 
         enqueued=() if started else waiting,
         started=waiting if started else (),
         completed=(peer,) if state == COMPLETED else (),
-        missing=(_missing_peer(present[peer], call.group),) if state == MISSING else (),
+        missing=(_describe_missing_peer(present[peer], call.group),) if state == MISSING else (),
         no_dump=(peer,) if lost else (),
         waits_for=(peer,) if lost or state == MISSING else waiting if both else (),
         queued=queued,
     )
 
 
-def _missing_peer(peer: Progress, group: JobGroup) -> Missing:
+def _describe_missing_peer(peer: Progress, group: JobGroup) -> Missing:
     """The progress of the peer, unknown in groups of more than two ranks (several links)."""
-    stated = peer.stated(group)
+    stated = peer.find_reported_reach(group)
     if len(group.ranks) != 2 or stated.enqueued < 0:
         return Missing(peer.rank, None, None)
     return Missing(peer.rank, stated.enqueued, stated.completed if stated.completed >= 0 else None)
@@ -226,25 +235,25 @@ def _missing_peer(peer: Progress, group: JobGroup) -> Missing:
 # Collectives that do not end, the state of each member, and mismatches between members.
 
 
-def stuck_collectives(
+def find_stuck_collectives(
     ranks: Sequence[Progress], mismatches: Sequence[Mismatch]
 ) -> tuple[Stuck, ...]:
     """The stuck collectives: the first open one of each rank in each group."""
-    fronts = {(call.group, call.seq): call for rank in ranks for call in _fronts(rank)}
+    fronts = {(call.group, call.seq): call for rank in ranks for call in _find_first_open(rank)}
     present = {rank.rank: rank for rank in ranks}
     disagreed = {(one.group, one.seq): one.odd for one in mismatches}
     return tuple(
-        _stuck_collective(call, present, disagreed.get((named(group), seq), ()))
+        _build_stuck_collective(call, present, disagreed.get((describe_group(group), seq), ()))
         for (group, seq), call in fronts.items()
     )
 
 
-def named(group: JobGroup) -> StuckGroup:
+def describe_group(group: JobGroup) -> StuckGroup:
     """The group as it is reported."""
     return StuckGroup(group.name, group.description, group.ranks)
 
 
-def _fronts(rank: Progress) -> list[Called]:
+def _find_first_open(rank: Progress) -> list[Called]:
     first: dict[JobGroup, Called] = {}
     for call in rank.open:
         known = first.get(call.group)
@@ -253,16 +262,18 @@ def _fronts(rank: Progress) -> list[Called]:
     return list(first.values())
 
 
-def _stuck_collective(call: Called, present: Mapping[int, Progress], odd: tuple[int, ...]) -> Stuck:
+def _build_stuck_collective(
+    call: Called, present: Mapping[int, Progress], odd: tuple[int, ...]
+) -> Stuck:
     group, seq = call.group, call.seq
     at: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(group.ranks):
-        at[present[rank].state(group, seq) if rank in present else ""].append(rank)
+        at[present[rank].infer_state(group, seq) if rank in present else ""].append(rank)
     waiting = [present[rank] for rank in (*at[ENQUEUED], *at[STARTED])]
-    calls = [one for rank in waiting if (one := rank.collective(group, seq)) is not None]
+    calls = [one for rank in waiting if (one := rank.find_collective(group, seq)) is not None]
     sizes = {one.message_bytes for one in calls}
     return Stuck(
-        group=named(group),
+        group=describe_group(group),
         op=call.op,
         seq=seq,
         dtype=call.dtype or None,
@@ -271,14 +282,14 @@ def _stuck_collective(call: Called, present: Mapping[int, Progress], odd: tuple[
         enqueued=tuple(at[ENQUEUED]),
         started=tuple(at[STARTED]),
         completed=tuple(at[COMPLETED]),
-        missing=tuple(_missing_member(present[rank], group) for rank in at[MISSING]),
+        missing=tuple(_describe_missing_member(present[rank], group) for rank in at[MISSING]),
         no_dump=tuple(at[""]),
-        waits_for=_waits_for(at, odd),
-        queued=max(_behind(rank, group, seq) for rank in waiting),
+        waits_for=_find_blockers(at, odd),
+        queued=max(_count_queued(rank, group, seq) for rank in waiting),
     )
 
 
-def _waits_for(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[int, ...]:
+def _find_blockers(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that block a call: missing or mismatched ranks, else all that are not done.
 
     If some ranks have completed the call, all have arrived and no rank blocks it. A rank without a
@@ -291,13 +302,13 @@ def _waits_for(at: Mapping[str, list[int]], odd: tuple[int, ...]) -> tuple[int, 
     return () if done else tuple(sorted(at.get(ENQUEUED, []) + at.get(STARTED, [])))
 
 
-def _missing_member(rank: Progress, group: JobGroup) -> Missing:
-    reach = rank.reach(group)
+def _describe_missing_member(rank: Progress, group: JobGroup) -> Missing:
+    reach = rank.find_reach(group)
     known = (one if one >= 0 else None for one in (reach.enqueued, reach.completed))
     return Missing(rank.rank, *known)
 
 
-def _behind(rank: Progress, group: JobGroup, seq: int) -> int:
+def _count_queued(rank: Progress, group: JobGroup, seq: int) -> int:
     return sum(call.group == group and call.seq > seq and not call.is_message for call in rank.open)
 
 
@@ -308,28 +319,28 @@ def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
         same[call.group, call.seq].append(call)
     first: dict[JobGroup, Mismatch] = {}
     for (group, _), calls in same.items():
-        found = _mismatch(calls) if len(calls) > 1 else None
-        if found is not None and (group not in first or found.seq < first[group].seq):
-            first[group] = found
+        mismatch = _find_mismatch(calls) if len(calls) > 1 else None
+        if mismatch is not None and (group not in first or mismatch.seq < first[group].seq):
+            first[group] = mismatch
     return tuple(first.values())
 
 
-def _mismatch(calls: Sequence[Called]) -> Mismatch | None:
+def _find_mismatch(calls: Sequence[Called]) -> Mismatch | None:
     """The first difference between members: op, then dtype, then size (where it must agree)."""
-    told = (
+    properties = (
         ("op", [call.op for call in calls]),
         ("dtype", [call.dtype for call in calls]),
         ("size", [str(call.agreed_bytes) if call.agreed_bytes >= 0 else "" for call in calls]),
     )
-    for what, values in told:
+    for what, values in properties:
         sides: dict[str, list[int]] = defaultdict(list)
         for call, value in zip(calls, values, strict=True):
             if value:
                 sides[value].append(call.rank)
         if len(sides) > 1:
             ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), min(side[1])))
-            told_sides = tuple(MismatchSide(value, tuple(sorted(at))) for value, at in ordered)
-            return Mismatch(named(calls[0].group), calls[0].seq, what, told_sides)
+            value_sides = tuple(MismatchSide(value, tuple(sorted(at))) for value, at in ordered)
+            return Mismatch(describe_group(calls[0].group), calls[0].seq, what, value_sides)
     return None
 
 
@@ -556,11 +567,11 @@ def to_json(hang: Hang) -> bytes:
 
 MISSING, ENQUEUED, STARTED, COMPLETED = "missing", "enqueued", "started", "completed"
 
-_JOINS = "coalesced"
+_JOINED_SUFFIX = "coalesced"
 
-_BY_OUTPUT = ("all_gather", "scatter")
+_OUTPUT_SIZED = ("all_gather", "scatter")
 
-_OF_ANY_SIZE = ("all_to_all", "unknown")
+_SIZE_MAY_DIFFER = ("all_to_all", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,7 +608,7 @@ class Reach:
     completed: int
 
 
-_NOWHERE = Reach(-1, -1)
+_NO_REACH = Reach(-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,102 +620,102 @@ class Progress:
     open: tuple[Called, ...]
     _collectives: Mapping[tuple[JobGroup, int], Called]
     _reach: Mapping[JobGroup, Reach]
-    _stated: Mapping[JobGroup, Reach]
+    _reported: Mapping[JobGroup, Reach]
 
     @property
     def collectives(self) -> Iterable[Called]:
         """The rank's collectives; of several coalesced ones, the last."""
         return self._collectives.values()
 
-    def collective(self, group: JobGroup, seq: int) -> Called | None:
+    def find_collective(self, group: JobGroup, seq: int) -> Called | None:
         """The rank's record of a collective; None if not (or no longer) in its ring buffer."""
         return self._collectives.get((group, seq))
 
-    def reach(self, group: JobGroup) -> Reach:
+    def find_reach(self, group: JobGroup) -> Reach:
         """The rank's progress in the collectives of the group."""
-        return self._reach.get(group, _NOWHERE)
+        return self._reach.get(group, _NO_REACH)
 
-    def stated(self, group: JobGroup) -> Reach:
+    def find_reported_reach(self, group: JobGroup) -> Reach:
         """The rank's progress in the group by the status in its dump, which counts messages too."""
-        return self._stated.get(group, _NOWHERE)
+        return self._reported.get(group, _NO_REACH)
 
-    def state(self, group: JobGroup, seq: int) -> str:
+    def infer_state(self, group: JobGroup, seq: int) -> str:
         """The state of a collective on the rank, also if its ring buffer has dropped it."""
-        if (call := self.collective(group, seq)) is not None:
+        if (call := self.find_collective(group, seq)) is not None:
             return call.state
-        reach = self.reach(group)
+        reach = self.find_reach(group)
         if seq > reach.enqueued:
             return MISSING
         return COMPLETED if seq <= reach.completed else ENQUEUED
 
 
-def progress_of(dumps: Sequence[FlightDump], groups: JobGroups) -> tuple[Progress, ...]:
+def collect_progress(dumps: Sequence[FlightDump], groups: JobGroups) -> tuple[Progress, ...]:
     """The progress of the rank of each dump, sorted by rank."""
-    calls = {dump.rank: tuple(_called(dump, groups)) for dump in dumps}
+    calls = {dump.rank: tuple(_read_calls(dump, groups)) for dump in dumps}
     # A status counts collectives and messages together: with messages it cannot be used.
     mixed = {call.group for found in calls.values() for call in found if call.is_message}
     return tuple(
-        _progress(dump, calls[dump.rank], groups, mixed)
+        _build_progress(dump, calls[dump.rank], groups, mixed)
         for dump in sorted(dumps, key=lambda dump: dump.rank)
     )
 
 
-def _progress(
+def _build_progress(
     dump: FlightDump, calls: tuple[Called, ...], groups: JobGroups, mixed: set[JobGroup]
 ) -> Progress:
     collectives = {(call.group, call.seq): call for call in calls if not call.is_message}
     stated = {
         group: Reach(status.last_enqueued, status.last_completed)
         for status in dump.statuses
-        if (group := groups.of(dump.rank, status.group_name)) is not None
+        if (group := groups.find_group(dump.rank, status.group_name)) is not None
     }
     reach = {group: one for group, one in stated.items() if group not in mixed}
     for (group, seq), call in collectives.items():
-        known = reach.get(group, _NOWHERE)
+        known = reach.get(group, _NO_REACH)
         completed = known.completed if call.pending else max(known.completed, seq)
         reach[group] = Reach(max(known.enqueued, seq), completed)
     still_open = tuple(call for call in calls if call.pending)
     return Progress(dump.rank, calls, still_open, collectives, reach, stated)
 
 
-def _called(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
+def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
     """The calls in known groups. Of coalesced calls only the last entry has a state."""
-    joins = {_place(one): one for one in dump.entries if one.name.endswith(_JOINS)}
-    joined = {_place(one) for one in dump.entries if not one.name.endswith(_JOINS)}
+    joins = {_identify_entry(one): one for one in dump.entries if one.name.endswith(_JOINED_SUFFIX)}
+    joined = {_identify_entry(one) for one in dump.entries if not one.name.endswith(_JOINED_SUFFIX)}
     sizes, peers = dump.calls.calls.message_bytes.tolist(), dump.calls.calls.peer.tolist()
     for entry, size, peer in zip(dump.entries, sizes, peers, strict=True):
-        group = groups.of(dump.rank, entry.group_name)
+        group = groups.find_group(dump.rank, entry.group_name)
         if (
             group is None
             or entry.seq < 0
-            or (entry.name.endswith(_JOINS) and _place(entry) in joined)
+            or (entry.name.endswith(_JOINED_SUFFIX) and _identify_entry(entry) in joined)
         ):
             continue
-        op = op_of(entry.name)
+        op = parse_entry_op(entry.name)
         yield Called(
             dump.rank, group, entry.seq, entry.name if op == "unknown" else op, entry.dtype, size,
-            _agreed_bytes(op, entry), entry.is_p2p, _peer(dump.rank, group, peer, entry),
-            _state(joins.get(_place(entry), entry)), entry.created_unix_ns, entry.stack,
+            _select_agreed_bytes(op, entry), entry.is_p2p, _infer_peer(dump.rank, group, peer, entry),
+            _classify_state(joins.get(_identify_entry(entry), entry)), entry.created_unix_ns, entry.stack,
         )  # fmt: skip
 
 
-def _place(entry: FlightEntry) -> tuple[str, int, bool]:
+def _identify_entry(entry: FlightEntry) -> tuple[str, int, bool]:
     return entry.group_name, entry.seq, entry.is_p2p
 
 
-def _peer(rank: int, group: JobGroup, peer: int, entry: FlightEntry) -> int:
+def _infer_peer(rank: int, group: JobGroup, peer: int, entry: FlightEntry) -> int:
     if peer >= 0 or not entry.is_p2p or len(group.ranks) != 2:
         return peer
     return next((other for other in group.ranks if other != rank), -1)
 
 
-def _agreed_bytes(op: str, entry: FlightEntry) -> int:
-    if op in _OF_ANY_SIZE or entry.is_p2p:
+def _select_agreed_bytes(op: str, entry: FlightEntry) -> int:
+    if op in _SIZE_MAY_DIFFER or entry.is_p2p:
         return -1
-    return entry.output_bytes if op in _BY_OUTPUT else entry.input_bytes
+    return entry.output_bytes if op in _OUTPUT_SIZED else entry.input_bytes
 
 
-def _state(entry: FlightEntry) -> str:
+def _classify_state(entry: FlightEntry) -> str:
     """The state of an entry; gloo never updates the state, so retired counts as completed."""
     if entry.state == COMPLETED or (entry.retired and entry.state != STARTED):
         return COMPLETED
@@ -723,7 +734,7 @@ class JobGroups:
     guessed: bool
     _of_rank: Mapping[tuple[int, str], JobGroup]
 
-    def of(self, rank: int, name: str) -> JobGroup | None:
+    def find_group(self, rank: int, name: str) -> JobGroup | None:
         """The group with this name on the rank; None if the rank is in no such group."""
         return self._of_rank.get((rank, name))
 
@@ -733,7 +744,7 @@ class JobGroups:
         return tuple(sorted({rank for group in self._of_rank.values() for rank in group.ranks}))
 
 
-def job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
+def find_job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
     """The groups as listed in a member's dump, else inferred from the ranks that mention them.
 
     The default group has every rank up to the highest. gloo lists no groups.
@@ -742,35 +753,35 @@ def job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
     for group in (group for dump in dumps for group in dump.groups if group.ranks):
         whole = JobGroup(group.name, group.ranks, group.description)
         listed[group.name].setdefault(group.ranks, whole)
-    spoken = [(dump.rank, group) for dump in dumps for group in _spoken(dump)]
+    mentioned = [(dump.rank, group) for dump in dumps for group in _list_groups(dump)]
     unlisted: dict[str, JobGroup] = {}
     of_rank: dict[tuple[int, str], JobGroup] = {}
-    for rank, group in spoken:
+    for rank, group in mentioned:
         own = group.ranks or next((ranks for ranks in listed[group.name] if rank in ranks), ())
         if own:
             of_rank[rank, group.name] = listed[group.name][own]
             continue
         if group.name not in unlisted:
-            unlisted[group.name] = _guessed(group.name, spoken)
+            unlisted[group.name] = _infer_group(group.name, mentioned)
         of_rank[rank, group.name] = unlisted[group.name]
     return JobGroups(any(not _is_default(group) for group in unlisted.values()), of_rank)
 
 
-def _spoken(dump: FlightDump) -> list[Group]:
+def _list_groups(dump: FlightDump) -> list[Group]:
     """The groups of a dump, also those with only a status, which have no description."""
     known = {group.name for group in dump.groups}
-    named = {status.group_name for status in dump.statuses if status.group_name}
-    return [*dump.groups, *(Group(name, (), "") for name in sorted(named - known))]
+    names = {status.group_name for status in dump.statuses if status.group_name}
+    return [*dump.groups, *(Group(name, (), "") for name in sorted(names - known))]
 
 
-def _guessed(name: str, spoken: Sequence[tuple[int, Group]]) -> JobGroup:
-    same = [(rank, one) for rank, one in spoken if one.name == name and not one.ranks]
+def _infer_group(name: str, mentioned: Sequence[tuple[int, Group]]) -> JobGroup:
+    same = [(rank, one) for rank, one in mentioned if one.name == name and not one.ranks]
     description = next((one.description for _, one in same if one.description), "")
     group = JobGroup(name, tuple(sorted({rank for rank, _ in same})), description)
-    most = max(rank for rank, _ in spoken) + 1
-    if not _is_default(group) or most > MOST_RANKS:
+    count = max(rank for rank, _ in mentioned) + 1
+    if not _is_default(group) or count > MAX_RANKS:
         return group
-    return replace(group, ranks=tuple(range(most)))
+    return replace(group, ranks=tuple(range(count)))
 
 
 def _is_default(group: JobGroup) -> bool:

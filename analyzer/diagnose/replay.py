@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import inside, runs_of, union
+from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.dependency_graph import (
     NEVER,
     WORK,
     DependencyGraph,
-    graph_of,
-    in_order,
+    build_graph,
+    sort_topologically,
 )
 from stepsplit.analyzer.report.report import EventRef
 from stepsplit.analyzer.split.run import RunSplit
@@ -29,7 +29,7 @@ from stepsplit.collectors.rank_record import RankRecord
 Float = npt.NDArray[np.float64]
 
 
-def paced(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
+def scale_work(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
     """Scale the durations of one kind of WORK by a factor per row of the steps."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
@@ -38,20 +38,20 @@ def paced(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
     return replace(graph, work_ns=changed)
 
 
-def capped(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
+def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
     """Limit the total of one kind of WORK per row of the steps, shortening the longest parts."""
     changed = graph.work_ns.copy()
     column = WORK.index(work)
     working = np.flatnonzero(graph.step >= 0)
-    order, first = runs_of(graph.step[working])
+    order, first = group_rows(graph.step[working])
     for begin, end in pairwise([*first.tolist(), len(order)]):
         nodes = working[order[begin:end]]
         least = float(least_ns[graph.step[nodes[0]]])
-        changed[nodes, column] = _level(changed[nodes, column], least)
+        changed[nodes, column] = _clip_to_total(changed[nodes, column], least)
     return replace(graph, work_ns=changed)
 
 
-def _level(values: Int64, total: float) -> Int64:
+def _clip_to_total(values: Int64, total: float) -> Int64:
     """Clip the values at the height at which they add up to the total."""
     if values.sum() <= total:
         return values
@@ -62,7 +62,7 @@ def _level(values: Int64, total: float) -> Int64:
     return np.minimum(values, np.int64(max(0.0, heights[fits[0]])))
 
 
-def moved_faster(graph: DependencyGraph, kernels: Int64, times: Float) -> DependencyGraph:
+def scale_transfers(graph: DependencyGraph, kernels: Int64, times: Float) -> DependencyGraph:
     """Scale the transfer times of these collectives and messages."""
     rest = graph.rest_ns.copy()
     ends = graph.kernels.end[kernels]
@@ -70,7 +70,7 @@ def moved_faster(graph: DependencyGraph, kernels: Int64, times: Float) -> Depend
     return replace(graph, rest_ns=rest)
 
 
-def left_out(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
+def remove_calls(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
     """Remove these collectives and messages on all their ranks."""
     rest = graph.rest_ns.copy()
     rest[graph.kernels.start[kernels]] = NEVER
@@ -82,7 +82,7 @@ def left_out(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class HoistedCalls:
     """Collectives of one rank in one step, in order, and the time at which each could start.
 
     The rank waited for at least one of them.
@@ -92,20 +92,20 @@ class Earlier:
     ready_ns: Int64
 
 
-def earlier(graph: DependencyGraph, moves: Sequence[Earlier]) -> DependencyGraph:
+def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> DependencyGraph:
     """Start the collectives as early as possible, one after the other; the rank waits for all of
     them where it waited for the last one."""
-    times = times_of(graph)
+    times = compute_times(graph)
     needs = list(map(list, graph.needs))
     branches: list[_Branch] = []
     for move in moves:
-        _wait_at_the_end(graph, needs, move)
+        _wait_at_end(graph, needs, move)
         prior: list[int] = []
         for kernel, ready in zip(move.kernels.tolist(), move.ready_ns.tolist(), strict=True):
             needs[int(graph.kernels.start[kernel])] = [len(graph) + len(branches), *prior]
-            branches.append(_branch(graph, times, int(graph.kernels.rank[kernel]), ready))
+            branches.append(_build_branch(graph, times, int(graph.kernels.rank[kernel]), ready))
             prior = [int(graph.kernels.end[kernel])]
-    return _with_branches(graph, needs, branches, times)
+    return _add_branches(graph, needs, branches, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class _Branch:
     step: int
 
 
-def _wait_at_the_end(graph: DependencyGraph, needs: list[list[int]], move: Earlier) -> None:
+def _wait_at_end(graph: DependencyGraph, needs: list[list[int]], move: HoistedCalls) -> None:
     resumes = graph.kernels.resume[move.kernels].tolist()
     ends = graph.kernels.end[move.kernels].tolist()
     for resume, end in zip(resumes, ends, strict=True):
@@ -126,9 +126,9 @@ def _wait_at_the_end(graph: DependencyGraph, needs: list[list[int]], move: Earli
     needs[max(resumes)] += ends
 
 
-def _branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) -> _Branch:
+def _build_branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) -> _Branch:
     """A node at ready_ns on the rank's timeline; the work there is split in proportion to time."""
-    own = graph.mains.of_rank(rank)
+    own = graph.timelines.slice_rank(rank)
     at = bisect_right(times, ready_ns, own.start, own.stop) - 1
     after = min(at + 1, own.stop - 1)
     span = times[after] - times[at]
@@ -137,7 +137,7 @@ def _branch(graph: DependencyGraph, times: list[int], rank: int, ready_ns: int) 
     return _Branch(at, work, int(graph.step[after]))
 
 
-def _with_branches(
+def _add_branches(
     graph: DependencyGraph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
 ) -> DependencyGraph:
     """Append these nodes to the graph and replace its dependencies."""
@@ -152,7 +152,7 @@ def _with_branches(
         step=np.concatenate((graph.step, [one.step for one in branches])).astype(np.int64),
         needs=every,
         rest_ns=np.concatenate((graph.rest_ns, np.zeros(len(branches), dtype=np.int64))),
-        order=np.array(in_order(before, every, measured), dtype=np.int64),
+        order=np.array(sort_topologically(before, every, measured), dtype=np.int64),
     )
 
 
@@ -168,7 +168,7 @@ class ReplayContext:
     of each rank's device during the recording.
     """
 
-    found: RunSplit
+    split: RunSplit
     graph: DependencyGraph
     mean_ns: float
     ranks: Int64
@@ -183,11 +183,11 @@ class ReplayContext:
         full = self.graph.steps.full
         return full if full.any() else np.ones_like(full)
 
-    def bucket_ns(self, bucket: str) -> Int64:
+    def select_bucket_ns(self, bucket: str) -> Int64:
         """One bucket of every row, in ns."""
         return self.split_ns[:, BUCKETS.index(bucket)]
 
-    def work_ns(self, work: str) -> Int64:
+    def sum_work_ns(self, work: str) -> Int64:
         """The time of one kind of WORK in every row, overlapped communication included."""
         nodes = np.flatnonzero(self.graph.step >= 0)
         spent = self.graph.work_ns[nodes, WORK.index(work)]
@@ -195,99 +195,99 @@ class ReplayContext:
         np.add.at(total, self.graph.step[nodes], spent)
         return total
 
-    def phases(self) -> Int64:
+    def classify_phases(self) -> Int64:
         """The phase of each timeline node by the pipeline's boxes: forward (0), backward (1) or
         neither (2)."""
-        times = np.array(times_of(self.graph), dtype=np.int64)
-        found = np.full(len(self.graph), 2)
-        for index, rank in enumerate(self.found.ranks):
-            nodes = self.graph.mains.of_rank(index)
+        times = np.array(compute_times(self.graph), dtype=np.int64)
+        phases = np.full(len(self.graph), 2)
+        for index, rank in enumerate(self.split.ranks):
+            nodes = self.graph.timelines.slice_rank(index)
             middle = (times[nodes] + np.concatenate((times[nodes][:1], times[nodes][:-1]))) // 2
-            boxes = [box for grid in rank.grids for box in grid.boxes]
+            boxes = [box for grid in rank.grids for box in grid.slots]
             for phase, backward in enumerate((False, True)):
                 spans = [
                     (b.start_ns, b.end_ns) for b in boxes if (b.phase != "forward") == backward
                 ]
                 edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
                 covered = union(edges[:, 0], edges[:, 1])
-                found[nodes][inside(covered, middle)] = phase
-        return found
+                phases[nodes][is_inside(covered, middle)] = phase
+        return phases
 
-    def exposed_ns(self) -> Int64:
+    def sum_exposed_ns(self) -> Int64:
         """The exposed time of each collective or message, shape (kernels,)."""
         kernels = self.graph.kernels
-        found = np.zeros(len(kernels), dtype=np.int64)
-        for index, rank in enumerate(self.found.ranks):
+        total = np.zeros(len(kernels), dtype=np.int64)
+        for index, rank in enumerate(self.split.ranks):
             exposed = rank.attribution.exposed
-            held = np.zeros(len(rank.trace.calls), dtype=np.int64)
-            np.add.at(held, exposed.call, exposed.end_ns - exposed.start_ns)
+            per_call = np.zeros(len(rank.trace.calls), dtype=np.int64)
+            np.add.at(per_call, exposed.call, exposed.end_ns - exposed.start_ns)
             mine = np.flatnonzero(kernels.rank == index)
-            found[mine] = held[kernels.call[mine]]
-        return found
+            total[mine] = per_call[kernels.call[mine]]
+        return total
 
-    def kernels_on(self, chosen: Callable[[frozenset[str]], bool]) -> Int64:
+    def find_kernels(self, chosen: Callable[[frozenset[str]], bool]) -> Int64:
         """The collectives and messages whose group axes match; unknown groups never match."""
-        matched, axes_of = self.found.matched, self.found.layout.axes_of
+        matched, axes_of = self.split.matched, self.split.layout.find_axes
         of_group = np.array([*(chosen(axes_of(group)) for group in matched.groups), False])
         return np.flatnonzero(of_group[matched.group[self.graph.kernels.row]])
 
-    def gain_ns(self, changed: DependencyGraph) -> int:
+    def compute_gain_ns(self, changed: DependencyGraph) -> int:
         """The reduction of the mean step with the changed graph, in ns."""
-        return round(self.mean_ns - play(changed).mean_ns)
+        return round(self.mean_ns - replay(changed).mean_ns)
 
-    def over(self, changed: DependencyGraph) -> ReplayContext:
+    def replay_with(self, changed: DependencyGraph) -> ReplayContext:
         """The same context with the changed graph."""
-        return replace(self, graph=changed, mean_ns=play(changed).mean_ns)
+        return replace(self, graph=changed, mean_ns=replay(changed).mean_ns)
 
-    def steps_of(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    def list_steps(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
         """The step numbers of the full steps among these rows."""
         steps = self.graph.steps
         return tuple(np.unique(steps.step[rows & steps.full]).tolist())
 
-    def event(self, index: int, row: int) -> EventRef:
+    def make_event_ref(self, index: int, row: int) -> EventRef:
         """A reference to an event of a rank, for a finding."""
-        rank = self.found.ranks[index]
+        rank = self.split.ranks[index]
         events = rank.trace.events
-        start = rank.clock.common_at(int(events.start_ns[row])) - self.origin_ns
+        start = rank.clock.map_instant_to_common_ns(int(events.start_ns[row])) - self.origin_ns
         return EventRef(rank.trace.rank, start, int(events.dur_ns[row]), events.name_of(row))
 
-    def longest(self, index: int, bucket: str, most: int = 3) -> tuple[EventRef, ...]:
+    def list_longest(self, index: int, bucket: str, most: int = 3) -> tuple[EventRef, ...]:
         """The longest intervals of a rank in one bucket."""
-        rank, number = self.found.ranks[index], BUCKETS.index(bucket)
+        rank, number = self.split.ranks[index], BUCKETS.index(bucket)
         band = rank.attribution.band
         rows = np.flatnonzero(band.bucket == number)
         length = (band.end_ns - band.start_ns)[rows]
         chosen = rows[np.argsort(-length, kind="stable")[:most]]
-        starts = rank.clock.common_ns(band.start_ns[chosen]) - self.origin_ns
+        starts = rank.clock.map_to_common_ns(band.start_ns[chosen]) - self.origin_ns
         lengths = (band.end_ns - band.start_ns)[chosen]
         return tuple(
             EventRef(rank.trace.rank, start, took, bucket)
             for start, took in zip(starts.tolist(), lengths.tolist(), strict=True)
         )
 
-    def calls(self, kernels: Int64, most: int = 3) -> tuple[EventRef, ...]:
+    def list_longest_calls(self, kernels: Int64, most: int = 3) -> tuple[EventRef, ...]:
         """The longest of these collectives and messages."""
-        table, found = self.graph.kernels, self.found.ranks
+        table, ranks = self.graph.kernels, self.split.ranks
         events = [
-            (int(rank), int(found[int(rank)].trace.calls.event[call]))
+            (int(rank), int(ranks[int(rank)].trace.calls.event[call]))
             for rank, call in zip(table.rank[kernels], table.call[kernels], strict=True)
         ]
-        longest = sorted(events, key=lambda at: -int(found[at[0]].trace.events.dur_ns[at[1]]))
-        return tuple(self.event(*at) for at in longest[:most])
+        longest = sorted(events, key=lambda at: -int(ranks[at[0]].trace.events.dur_ns[at[1]]))
+        return tuple(self.make_event_ref(*at) for at in longest[:most])
 
 
-def scene_of(
-    found: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()
+def build_context(
+    split: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()
 ) -> ReplayContext:
     """Build the context of a recording with at least one step."""
-    graph = graph_of(found)
-    splits = [step.split.buckets_ns for rank in found.ranks for step in rank.steps]
-    numbers = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int64)
-    stages = np.array([found.layout.stage(rank) for rank in numbers.tolist()], dtype=np.int64)
+    graph = build_graph(split)
+    splits = [step.split.buckets_ns for rank in split.ranks for step in rank.steps]
+    numbers = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int64)
+    stages = np.array([split.layout.find_stage(rank) for rank in numbers.tolist()], dtype=np.int64)
     return ReplayContext(
-        found=found,
+        split=split,
         graph=graph,
-        mean_ns=play(graph).mean_ns,
+        mean_ns=replay(graph).mean_ns,
         ranks=numbers,
         stage=stages[graph.steps.rank],
         split_ns=np.array(splits, dtype=np.int64).reshape(-1, len(BUCKETS)),
@@ -300,7 +300,7 @@ def scene_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedSteps:
     """The steps of a replay: step_ns in the order of DependencyGraph.steps."""
 
     step_ns: Int64
@@ -313,14 +313,14 @@ class Played:
         return float(rows.mean()) if len(rows) else 0.0
 
 
-def play(graph: DependencyGraph) -> Played:
+def replay(graph: DependencyGraph) -> ReplayedSteps:
     """Replay a graph and return its steps."""
-    times = np.array(times_of(graph), dtype=np.int64)
+    times = np.array(compute_times(graph), dtype=np.int64)
     steps = graph.steps
-    return Played(times[steps.end] - times[steps.begin], steps.full)
+    return ReplayedSteps(times[steps.end] - times[steps.begin], steps.full)
 
 
-def times_of(graph: DependencyGraph) -> list[int]:
+def compute_times(graph: DependencyGraph) -> list[int]:
     """The time of each node, in ns of the common clock."""
     before, needs, rest = graph.before.tolist(), graph.needs, graph.rest_ns.tolist()
     work = graph.work_ns.sum(axis=1).tolist()

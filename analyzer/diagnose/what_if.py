@@ -12,27 +12,32 @@ from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, labels_of, mean_within, overlap_ns
-from stepsplit.analyzer.diagnose.causes import pace_of
-from stepsplit.analyzer.diagnose.comm_causes import moves_of
+from stepsplit.analyzer.arrays import Intervals, group_ids, group_mean, overlap_ns
+from stepsplit.analyzer.diagnose.causes import compute_peer_speed_ratio
+from stepsplit.analyzer.diagnose.comm_causes import list_hoistable_calls
 from stepsplit.analyzer.diagnose.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.diagnose.replay import (
     ReplayContext,
-    capped,
-    earlier,
-    moved_faster,
-    paced,
-    scene_of,
+    build_context,
+    hoist_collectives,
+    limit_work,
+    scale_transfers,
+    scale_work,
 )
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
-from stepsplit.analyzer.model.schedule import Order, Places, orders, places
+from stepsplit.analyzer.model.schedule import (
+    ChunkPositions,
+    Order,
+    build_orders,
+    list_chunk_positions,
+)
 from stepsplit.analyzer.model.schedule_time import (
     Costs,
     ScheduleTimeline,
-    graph,
-    ideal_bubble_fraction,
-    pipeline_ns,
+    build_graph,
+    compute_ideal_bubble_fraction,
+    compute_pipeline_time,
     simulate,
 )
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -62,7 +67,7 @@ def to_json(found: WhatIfs) -> str:
 
 # The mean step of a recording after a change.
 
-_BY_SCHEDULE = ("microbatches", "schedule")
+_SCHEDULE_KINDS = ("microbatches", "schedule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +103,43 @@ class WhatIfs:
     slowdown: float
 
 
-def what_ifs(found: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
+def compute_what_ifs(split: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
     """Estimate each change given as text; without any, all default changes that apply.
 
     Raises UsageError for an invalid change, or one that does not apply to the recording.
     """
-    scene = scene_of(found, 0)
+    context = build_context(split, 0)
     if words:
-        rows = [_with(scene, change_of(each)) for each in words]
+        rows = [_replay_change(context, parse_change(each)) for each in words]
     else:
-        rows = [row for each in USUAL if (row := _if_any(scene, change_of(each))) is not None]
-    return WhatIfs(round(scene.mean_ns), tuple(rows), slowdown_of(scene))
+        rows = [
+            row
+            for each in DEFAULT_CHANGES
+            if (row := _try_change(context, parse_change(each))) is not None
+        ]
+    return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context))
 
 
-def slowdown_of(scene: ReplayContext) -> float:
+def compute_slowdown(context: ReplayContext) -> float:
     """The slowdown by stragglers, as defined in WhatIfs."""
     idle = WhatIfChange("no-idle")
-    before = scene.gain_ns(replayed(scene, idle))
-    even = scene.over(replayed(scene, WhatIfChange("even")))
-    after = even.gain_ns(replayed(even, idle))
-    return (scene.mean_ns - before) / (even.mean_ns - after)
+    before = context.compute_gain_ns(apply_change(context, idle))
+    even = context.replay_with(apply_change(context, WhatIfChange("even")))
+    after = even.compute_gain_ns(apply_change(even, idle))
+    return (context.mean_ns - before) / (even.mean_ns - after)
 
 
-def _with(scene: ReplayContext, change: WhatIfChange) -> WhatIf:
-    if change.kind in _BY_SCHEDULE:
-        gain = round(window_gain_ns(scene, change))
+def _replay_change(context: ReplayContext, change: WhatIfChange) -> WhatIf:
+    if change.kind in _SCHEDULE_KINDS:
+        gain = round(compute_window_gain_ns(context, change))
     else:
-        gain = scene.gain_ns(replayed(scene, change))
-    return WhatIf(change, round(scene.mean_ns) - gain, gain)
+        gain = context.compute_gain_ns(apply_change(context, change))
+    return WhatIf(change, round(context.mean_ns) - gain, gain)
 
 
-def _if_any(scene: ReplayContext, change: WhatIfChange) -> WhatIf | None:
+def _try_change(context: ReplayContext, change: WhatIfChange) -> WhatIf | None:
     try:
-        return _with(scene, change)
+        return _replay_change(context, change)
     except UsageError:
         return None
 
@@ -159,55 +168,63 @@ def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUI
         1250000
     """
     recording = read_recording(places, rules=rules)
-    return what_ifs(split_run(recording.traces, recording.spec, ideal_bubble_fraction), changes)
+    return compute_what_ifs(
+        split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction), changes
+    )
 
 
 # The pipeline under another schedule, or with more microbatches.
 
 
-def window_gain_ns(scene: ReplayContext, change: WhatIfChange) -> float:
+def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> float:
     """The gain of another schedule, or of more microbatches for the same work, in ns.
 
     Both sides are simulated with the measured forwards and backwards, without messages.
     Raises UsageError if the run has no pipeline grid or the schedule is unknown.
     """
-    seen = scene.found.schedule
-    if seen is None or not scene.found.holes:
+    schedule = context.split.schedule
+    if schedule is None or not context.split.stage_bubbles:
         raise UsageError("cannot change the schedule: no pipeline detected in the recording")
-    stages, costs = len(scene.found.layout.pipelines[0]), _median_costs(scene)
-    before = _makespan_ns(_known(seen.name), stages, seen, seen.microbatches, costs)
+    stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
+    before = _simulate_makespan_ns(
+        _find_schedule(schedule.name), stages, schedule, schedule.microbatches, costs
+    )
     if change.kind == "microbatches":
-        after = _makespan_ns(_known(seen.name), stages, seen, change.count, costs)
-        return before - after * seen.microbatches / change.count
-    return before - _makespan_ns(_known(change.name), stages, seen, seen.microbatches, costs)
+        after = _simulate_makespan_ns(
+            _find_schedule(schedule.name), stages, schedule, change.count, costs
+        )
+        return before - after * schedule.microbatches / change.count
+    return before - _simulate_makespan_ns(
+        _find_schedule(change.name), stages, schedule, schedule.microbatches, costs
+    )
 
 
-def _known(name: str) -> Schedule:
+def _find_schedule(name: str) -> Schedule:
     for schedule in SCHEDULES:
         if schedule == name:
             return schedule
     raise UsageError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULES)}")
 
 
-def _makespan_ns(
-    schedule: Schedule, stages: int, seen: MeasuredSchedule, microbatches: int, costs: Costs
+def _simulate_makespan_ns(
+    schedule: Schedule, stages: int, measured: MeasuredSchedule, microbatches: int, costs: Costs
 ) -> float:
-    return pipeline_ns(schedule, stages, microbatches, seen.chunks, costs).makespan_ns
+    return compute_pipeline_time(schedule, stages, microbatches, measured.chunks, costs).makespan_ns
 
 
-def _median_costs(scene: ReplayContext) -> Costs:
+def _compute_median_costs(context: ReplayContext) -> Costs:
     """The median forward and backward of each model stage; a backward that is not split counts half
     as input gradient and half as weight gradient."""
     took: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank in scene.found.ranks:
+    for rank in context.split.ranks:
         for grid in rank.grids:
-            for box in grid.boxes:
+            for box in grid.slots:
                 here = Intervals(np.array([box.start_ns]), np.array([box.end_ns]))
                 took[box.stage][box.phase].append(overlap_ns(here, grid.busy))
-    return tuple(_cost(took[stage]) for stage in sorted(took))
+    return tuple(_compute_median_cost(took[stage]) for stage in sorted(took))
 
 
-def _cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
+def _compute_median_cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
     forward, backward = (float(median(took.get(p) or [0])) for p in ("forward", "backward"))
     if "weight" in took:
         return (forward, backward, float(median(took["weight"])))
@@ -217,64 +234,64 @@ def _cost(took: Mapping[str, Sequence[int]]) -> tuple[float, float, float]:
 # WhatIfChange -> DependencyGraph.
 
 
-def replayed(scene: ReplayContext, change: WhatIfChange) -> DependencyGraph:
+def apply_change(context: ReplayContext, change: WhatIfChange) -> DependencyGraph:
     """The graph with the change applied. Raises UsageError if it does not apply to the run."""
-    every = np.zeros(len(scene.stage), dtype=np.int64)
+    every = np.zeros(len(context.stage), dtype=np.int64)
     match change.kind:
         case "even":
-            return usual_transfers(scene, evened(scene, every))
+            return limit_transfers(context, remove_imbalance(context, every))
         case "even-ranks":
-            return evened(scene, scene.stage)
+            return remove_imbalance(context, context.stage)
         case "even-stages":
-            return evened(scene, every)
+            return remove_imbalance(context, every)
         case "no-slow-ranks":
-            return paced(scene.graph, "compute", pace_of(scene))
+            return scale_work(context.graph, "compute", compute_peer_speed_ratio(context))
         case "no-idle":
-            return capped(scene.graph, "idle", np.zeros(len(scene.stage)))
+            return limit_work(context.graph, "idle", np.zeros(len(context.stage)))
         case "overlap":
-            return earlier(scene.graph, moves_of(scene))
+            return hoist_collectives(context.graph, list_hoistable_calls(context))
         case "link":
-            kernels = _on(scene, change.axis)
-            return moved_faster(scene.graph, kernels, np.full(len(kernels), 1 / change.times))
-    return _replicas(scene, change.count)
+            kernels = _find_axis_kernels(context, change.axis)
+            return scale_transfers(context.graph, kernels, np.full(len(kernels), 1 / change.times))
+    return _scale_replicas(context, change.count)
 
 
-def _on(scene: ReplayContext, axis: str) -> Int64:
+def _find_axis_kernels(context: ReplayContext, axis: str) -> Int64:
     """The collectives and messages on an axis; all of them for "all"."""
     if axis == "all":
-        return np.arange(len(scene.graph.kernels))
-    found = scene.kernels_on(lambda axes: axis in axes)
-    if not len(found):
-        every = map(scene.found.layout.axes_of, scene.found.matched.groups)
+        return np.arange(len(context.graph.kernels))
+    kernels = context.find_kernels(lambda axes: axis in axes)
+    if not len(kernels):
+        every = map(context.split.layout.find_axes, context.split.matched.groups)
         known = ", ".join(sorted({one for axes in every for one in axes})) or "no axis"
         raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
-    return found
+    return kernels
 
 
-def _replicas(scene: ReplayContext, times: int) -> DependencyGraph:
+def _scale_replicas(context: ReplayContext, times: int) -> DependencyGraph:
     """Multiply the number of data-parallel ranks at equal link speed: each rank of a ring of n
     sends (n - 1) / n of the bytes."""
-    matched = scene.found.matched
-    kernels = scene.kernels_on(lambda axes: bool(axes) and axes <= DATA_AXES)
+    matched = context.split.matched
+    kernels = context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)
     sizes = np.array([len(group.ranks) for group in matched.groups], dtype=np.int64)
-    ranks = sizes[matched.group[scene.graph.kernels.row[kernels]]]
+    ranks = sizes[matched.group[context.graph.kernels.row[kernels]]]
     kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
     if not len(kernels):
         raise UsageError("cannot change replicas: the recording has no data-parallel communication")
     share, then = ((n - 1) / n for n in (ranks, ranks * times))
-    return moved_faster(scene.graph, kernels, then / share)
+    return scale_transfers(context.graph, kernels, then / share)
 
 
 # Changes as text: "link:tp=2", "microbatches=8".
 
-PLAIN = ("even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap")
+PLAIN_KINDS = ("even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap")
 
-EXAMPLES = (*PLAIN, "link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2")
+EXAMPLES = (*PLAIN_KINDS, "link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2")
 
-USUAL = (*PLAIN, "link:all=2", "replicas=2")
+DEFAULT_CHANGES = (*PLAIN_KINDS, "link:all=2", "replicas=2")
 """The changes that are estimated by default."""
 
-_FORM = re.compile(
+_CHANGE_PATTERN = re.compile(
     r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas)=(\d+)|(schedule)=([a-z0-9-]+)"
 )
 
@@ -314,18 +331,18 @@ class WhatIfChange:
         return self.kind
 
 
-def change_of(words: str) -> WhatIfChange:
+def parse_change(text: str) -> WhatIfChange:
     """Parse a change. Raises UsageError with the valid forms."""
-    if words in PLAIN:
-        return WhatIfChange(words)
-    found = _FORM.fullmatch(words)
-    if found is None or float(found[3] or found[5] or 1) <= 0:
-        raise UsageError(f"{words!r} is not a valid change; use one of {', '.join(EXAMPLES)}")
-    if found[1]:
-        return WhatIfChange("link", axis=found[2], times=float(found[3]))
-    if found[4]:
-        return WhatIfChange(found[4], count=int(found[5]))
-    return WhatIfChange("schedule", name=found[7])
+    if text in PLAIN_KINDS:
+        return WhatIfChange(text)
+    match = _CHANGE_PATTERN.fullmatch(text)
+    if match is None or float(match[3] or match[5] or 1) <= 0:
+        raise UsageError(f"{text!r} is not a valid change; use one of {', '.join(EXAMPLES)}")
+    if match[1]:
+        return WhatIfChange("link", axis=match[2], times=float(match[3]))
+    if match[4]:
+        return WhatIfChange(match[4], count=int(match[5]))
+    return WhatIfChange("schedule", name=match[7])
 
 
 # The run without load imbalance and stragglers.
@@ -335,28 +352,28 @@ _PHASES = 3
 _COMPUTE = WORK.index("compute")
 
 
-def evened(scene: ReplayContext, among: Int64) -> DependencyGraph:
+def remove_imbalance(context: ReplayContext, among: Int64) -> DependencyGraph:
     """Set the compute of every row to the mean of its step and group, per phase.
 
     among is the group number of each row: rows of one group share their work equally.
     """
-    graph, steps = scene.graph, scene.graph.steps
+    graph, steps = context.graph, context.graph.steps
     nodes = np.flatnonzero(graph.step >= 0)
-    cell = graph.step[nodes] * _PHASES + scene.phases()[nodes]
+    cell = graph.step[nodes] * _PHASES + context.classify_phases()[nodes]
     own = np.bincount(cell, graph.work_ns[nodes, _COMPUTE], minlength=_PHASES * len(steps.step))
     table = own.astype(np.float64).reshape(-1, _PHASES)
-    label = labels_of(steps.step, among)
-    even = np.stack([mean_within(label, table[:, phase]) for phase in range(_PHASES)], axis=1)
-    times = (even / np.maximum(table, 1)).ravel()[cell]
+    label = group_ids(steps.step, among)
+    mean = np.stack([group_mean(label, table[:, phase]) for phase in range(_PHASES)], axis=1)
+    times = (mean / np.maximum(table, 1)).ravel()[cell]
     work = graph.work_ns.copy()
     work[nodes, _COMPUTE] = np.rint(work[nodes, _COMPUTE] * times)
     return replace(graph, work_ns=work)
 
 
-def usual_transfers(scene: ReplayContext, graph: DependencyGraph) -> DependencyGraph:
+def limit_transfers(context: ReplayContext, graph: DependencyGraph) -> DependencyGraph:
     """Limit the transfer time of each call to the median of its op and size."""
-    kernels, matched = graph.kernels, scene.found.matched
-    kind = labels_of(matched.op[kernels.row], matched.message_bytes[kernels.row])
+    kernels, matched = graph.kernels, context.split.matched
+    kind = group_ids(matched.op[kernels.row], matched.message_bytes[kernels.row])
     took = graph.rest_ns[kernels.end]
     usual = np.array([np.median(took[kind == one]) for one in range(int(kind.max(initial=-1)) + 1)])
     rest = graph.rest_ns.copy()
@@ -366,10 +383,10 @@ def usual_transfers(scene: ReplayContext, graph: DependencyGraph) -> DependencyG
 
 # The ideal grid of a pipeline schedule: equal stages, no communication.
 
-_PHASE = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+_PHASE_OF_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
-def ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -> Boxes | None:
+def build_ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -> Boxes | None:
     """The boxes of one step, from time 0, if every stage took the measured mean.
 
     measured holds one step with one rank per stage. None if the schedule is not modelled or does
@@ -379,37 +396,46 @@ def ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -> Boxe
     if schedule not in SCHEDULES or not len(ranks) or positions % len(ranks):
         return None
     shape = (schedule, len(ranks), microbatches, positions // len(ranks))
-    held = 1 if schedule in ("zb-v", "dualpipe", "dualpipe-v") else shape[3]
+    chunks = 1 if schedule in ("zb-v", "dualpipe", "dualpipe-v") else shape[3]
     try:
-        ordered, at = orders(*shape[:3], held), places(*shape[:2], held)
-        timeline = simulate(graph(*shape[:3], held), (_mean_costs(measured),) * positions)
+        ordered, at = build_orders(*shape[:3], chunks), list_chunk_positions(*shape[:2], chunks)
+        timeline = simulate(
+            build_graph(*shape[:3], chunks), (_compute_mean_costs(measured),) * positions
+        )
     except UsageError:
         return None
     if max(place for one in at for place in one) != positions - 1:
         return None
-    return _boxes(measured, _by_coordinate(measured, at), ordered, at, timeline)
+    return _build_boxes(measured, _list_ranks_by_coordinate(measured, at), ordered, at, timeline)
 
 
-def _mean_costs(measured: Boxes) -> tuple[float, float, float]:
+def _compute_mean_costs(measured: Boxes) -> tuple[float, float, float]:
     """The mean forward, backward and weight gradient of a microbatch on a stage, in ns."""
     forward, backward, weight = (measured.dur_ns[measured.phase == i] for i in range(len(PHASES)))
     return tuple(float(one.mean()) if len(one) else 0.0 for one in (forward, backward, weight))  # type: ignore[return-value]
 
 
-def _by_coordinate(measured: Boxes, at: Places) -> list[int]:
+def _list_ranks_by_coordinate(measured: Boxes, at: ChunkPositions) -> list[int]:
     """The measured rank of each pp coordinate: the rank of its first stage."""
     return [int(measured.rank[measured.stage == one[0]][0]) for one in at]
 
 
-def _boxes(
+def _build_boxes(
     measured: Boxes,
     ranks: list[int],
     ordered: tuple[Order, ...],
-    at: Places,
+    at: ChunkPositions,
     timeline: ScheduleTimeline,
 ) -> Boxes:
     rows = [
-        (ranks[i], at[i][one.chunk], one.microbatch, PHASES.index(_PHASE[one.kind]), start, end)
+        (
+            ranks[i],
+            at[i][one.chunk],
+            one.microbatch,
+            PHASES.index(_PHASE_OF_KIND[one.kind]),
+            start,
+            end,
+        )
         for i, order in enumerate(ordered)
         for one, start, end in zip(order, timeline.starts_ns[i], timeline.ends_ns[i], strict=True)
     ]

@@ -11,17 +11,21 @@ import numpy as np
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
-from stepsplit.analyzer.model.config import JobConfig, span_of
+from stepsplit.analyzer.model.config import JobConfig, place_group
 from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Prediction, group_axis
-from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.report.io import job_of_report
+from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedCalls, ComparedStage, Report
-from stepsplit.analyzer.split.attribute import overlaps_of
+from stepsplit.analyzer.split.attribute import compute_overlaps
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.strategy_evidence import axis_named, host_steps, issued_in
+from stepsplit.analyzer.split.strategy_evidence import (
+    build_host_steps,
+    find_issue_step,
+    format_axes,
+)
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS, Bool, Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL
@@ -41,59 +45,59 @@ Sizes = Mapping[int, int]
 class MeasuredComm:
     """A recording, its messages, and the predicted axis name of each measured axis and op."""
 
-    found: RunSplit
+    split: RunSplit
     messages: Sequence[MeasuredMessages]
-    words: Mapping[Call, str]
+    axis_names: Mapping[Call, str]
 
     @classmethod
-    def of(cls, found: RunSplit, prediction: Prediction) -> MeasuredComm:
-        messages = measured_messages(found)
-        return cls(found, messages, axis_words(messages, prediction))
+    def build(cls, split: RunSplit, prediction: Prediction) -> MeasuredComm:
+        messages = collect_messages(split)
+        return cls(split, messages, match_axis_names(messages, prediction))
 
-    def sizes(self, stage: ComparedStage) -> dict[Call, Sizes]:
+    def count_sizes(self, stage: ComparedStage) -> dict[Call, Sizes]:
         """The calls in the stage's step by axis, op and size."""
         sizes: dict[Call, dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for one in self.messages:
             if (one.rank, one.step) == (stage.rank, stage.step):
-                sizes[self._kind(one.axis, one.op)][one.message_bytes] += one.count
+                sizes[self._identify_call(one.axis, one.op)][one.message_bytes] += one.count
         return {kind: dict(of_kind) for kind, of_kind in sizes.items()}
 
-    def moved_ns(
+    def sum_moved_ns(
         self, rank: RankSplit, windows: Sequence[StepWindow]
     ) -> dict[Call, tuple[int, int]]:
         """(transfer time, exposed part) of a rank within the windows, by axis and op."""
-        axes, pieces = axes_in_words(self.found, rank), rank.pieces
-        rows = overlaps_of(
+        axes, pieces = list_group_names(self.split, rank), rank.pieces
+        rows = compute_overlaps(
             rank.trace.rank, rank.trace.calls, axes[:-1], windows, pieces, rank.work.compute
         )
         sums: dict[Call, tuple[int, int]] = {}
         for row in rows:
-            kind = self._kind(row.axis or UNKNOWN_GROUP, row.op)
+            kind = self._identify_call(row.axis or UNKNOWN_GROUP, row.op)
             moved, exposed = sums.get(kind, (0, 0))
             sums[kind] = moved + row.moved_ns, exposed + row.exposed_ns
         return sums
 
-    def exposed_ns(self, stage: ComparedStage) -> dict[Key, int]:
+    def sum_exposed_ns(self, stage: ComparedStage) -> dict[Key, int]:
         """Exposed transfers in the stage's step by bucket and axis; they add up to the buckets."""
-        rank = self.rank_of(stage)
+        rank = self.find_rank(stage)
         window, exposed = rank.numbers.index(stage.step), rank.attribution.exposed
-        axes, calls = axes_in_words(self.found, rank), rank.trace.calls
+        axes, calls = list_group_names(self.split, rank), rank.trace.calls
         sums: dict[Key, int] = defaultdict(int)
         for row in (exposed.window == window).nonzero()[0].tolist():
             bucket = _BUCKETS.get(int(exposed.bucket[row]))
             if bucket is not None:
                 call = exposed.call[row]
-                axis, _ = self._kind(axes[calls.group_id[call]], OPS[calls.op[call]])
+                axis, _ = self._identify_call(axes[calls.group_id[call]], OPS[calls.op[call]])
                 sums[bucket, axis] += int(exposed.end_ns[row] - exposed.start_ns[row])
         return dict(sums)
 
-    def rank_of(self, stage: ComparedStage) -> RankSplit:
+    def find_rank(self, stage: ComparedStage) -> RankSplit:
         """The rank of the stage's step."""
-        return next(one for one in self.found.ranks if one.trace.rank == stage.rank)
+        return next(one for one in self.split.ranks if one.trace.rank == stage.rank)
 
-    def _kind(self, axis: str, op: str) -> Call:
+    def _identify_call(self, axis: str, op: str) -> Call:
         """(axis name of the prediction, else the measured one; op)"""
-        return self.words.get((axis, op), axis), op
+        return self.axis_names.get((axis, op), axis), op
 
 
 # Collectives and messages, measured and predicted: counts, sizes, times, exposed times.
@@ -104,22 +108,22 @@ _Kind = tuple[int, str, str]
 _Times = dict[_Kind, tuple[int, int]]
 
 
-def no_wires(axis: str) -> Wire | None:
+def ignore_links(axis: str) -> AxisLink | None:
     """Every link is unknown."""
     return None
 
 
-def compared_calls(
-    seen: MeasuredComm, prediction: Prediction, wires: Wires = no_wires
+def compare_calls(
+    comm: MeasuredComm, prediction: Prediction, links: LinkOfAxis = ignore_links
 ) -> tuple[ComparedCalls, ...]:
     """A row for each stage, axis and op of tensors, by the axis names of the prediction."""
-    rows = compare_messages(seen.messages, prediction).rows
-    measured, predicted = _measured_times(seen), _predicted_times(prediction)
-    return tuple(_compared_calls(row, measured, predicted, wires(row.axis)) for row in rows)
+    rows = compare_messages(comm.messages, prediction).rows
+    measured, predicted = _sum_measured_times(comm), _sum_predicted_times(prediction)
+    return tuple(_compare_kind(row, measured, predicted, links(row.axis)) for row in rows)
 
 
-def _compared_calls(
-    row: MessageRow, measured: _Times, predicted: _Times, wire: Wire | None
+def _compare_kind(
+    row: MessageRow, measured: _Times, predicted: _Times, link: AxisLink | None
 ) -> ComparedCalls:
     kind = (row.stage, row.axis, row.op)
     (time_ns, exposed_ns), (expected_ns, left_ns) = (
@@ -138,37 +142,37 @@ def _compared_calls(
         exposed_ns=exposed_ns,
         predicted_exposed_ns=left_ns,
         equal=row.equal,
-        busbw_bytes_per_s=_busbw_of_calls(row.op, row.measured.bytes, time_ns, wire),
-        predicted_busbw_bytes_per_s=_busbw_of_calls(row.op, row.predicted.bytes, expected_ns, wire),
-        link_bytes_per_s=wire.bytes_per_s if wire else None,
+        busbw_bytes_per_s=_compute_busbw(row.op, row.measured.bytes, time_ns, link),
+        predicted_busbw_bytes_per_s=_compute_busbw(row.op, row.predicted.bytes, expected_ns, link),
+        link_bytes_per_s=link.bytes_per_s if link else None,
     )
 
 
-def _busbw_of_calls(
-    op: str, total_bytes: int | None, time_ns: int, wire: Wire | None
+def _compute_busbw(
+    op: str, total_bytes: int | None, time_ns: int, link: AxisLink | None
 ) -> float | None:
     """Bus bandwidth of all calls; None if size, time or ranks are unknown."""
-    if not total_bytes or not time_ns or wire is None:
+    if not total_bytes or not time_ns or link is None:
         return None
-    return total_bytes / (time_ns / 1e9) * busbw_factor(op, wire.ranks)
+    return total_bytes / (time_ns / 1e9) * compute_busbw_factor(op, link.ranks)
 
 
-def _measured_times(seen: MeasuredComm) -> _Times:
+def _sum_measured_times(comm: MeasuredComm) -> _Times:
     """(transfer time, exposed part) per step of the mean rank, by kind."""
     sums: dict[_Kind, list[int]] = defaultdict(lambda: [0, 0])
     steps: dict[int, int] = defaultdict(int)
-    for rank in seen.found.ranks:
-        stage, windows = seen.found.layout.stage(rank.trace.rank), rank.windows.counted
+    for rank in comm.split.ranks:
+        stage, windows = comm.split.layout.find_stage(rank.trace.rank), rank.windows.counted
         steps[stage] += len(windows)
-        for (axis, op), (moved, held) in seen.moved_ns(rank, windows).items():
+        for (axis, op), (moved, exposed) in comm.sum_moved_ns(rank, windows).items():
             total = sums[stage, axis, op]
             total[0] += moved
-            total[1] += held
+            total[1] += exposed
     return {kind: (moved // steps[kind[0]], held // steps[kind[0]])
             for kind, (moved, held) in sums.items()}  # fmt: skip
 
 
-def _predicted_times(prediction: Prediction) -> _Times:
+def _sum_predicted_times(prediction: Prediction) -> _Times:
     sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for one in prediction.communication:
         total = sums[one.message.stage, one.message.axis, one.message.op]
@@ -236,37 +240,42 @@ def compare_messages(
     """
     stages = {one.stage for one in measured}
     predicted = [c.message for c in prediction.communication if c.message.stage in stages]
-    there, here = (
-        _predicted_amounts(predicted),
-        _measured_amounts(measured, axis_words(measured, prediction)),
+    predicted_amounts, measured_amounts = (
+        _sum_predicted_amounts(predicted),
+        _count_measured_amounts(measured, match_axis_names(measured, prediction)),
     )
-    rows = [(kind, _message_row(kind, here, there)) for kind in sorted({*here, *there})]
+    rows = [
+        (kind, _build_message_row(kind, measured_amounts, predicted_amounts))
+        for kind in sorted({*measured_amounts, *predicted_amounts})
+    ]
     return MessageComparison(
         rows=tuple(row for (*_, scalar), row in rows if not scalar),
         scalars=tuple(row for (*_, scalar), row in rows if scalar),
     )
 
 
-def axis_words(measured: Sequence[MeasuredMessages], prediction: Prediction) -> Mapping[Call, str]:
+def match_axis_names(
+    measured: Sequence[MeasuredMessages], prediction: Prediction
+) -> Mapping[Call, str]:
     """The axis name of the prediction for each measured axis and op."""
     stages = {one.stage for one in measured}
     predicted = {c.message.axis for c in prediction.communication if c.message.stage in stages}
-    return _words({(one.axis, one.op) for one in measured}, predicted)
+    return _match_names({(one.axis, one.op) for one in measured}, predicted)
 
 
-def _message_row(
-    kind: Kind, here: Mapping[Kind, Counter[Amount]], there: Mapping[Kind, Amount]
+def _build_message_row(
+    kind: Kind, measured: Mapping[Kind, Counter[Amount]], predicted: Mapping[Kind, Amount]
 ) -> MessageRow:
-    seen = here.get(kind, Counter({_NONE: 1}))
-    usual = min(seen, key=lambda amount: (-seen[amount], amount.count, amount.bytes or 0))
+    counts = measured.get(kind, Counter({_NONE: 1}))
+    usual = min(counts, key=lambda amount: (-counts[amount], amount.count, amount.bytes or 0))
     stage, axis, op, _ = kind
-    return MessageRow(stage, axis, op, usual, there.get(kind, _NONE), len(seen) > 1)
+    return MessageRow(stage, axis, op, usual, predicted.get(kind, _NONE), len(counts) > 1)
 
 
 _NONE = Amount(0, 0)
 
 
-def _predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
+def _sum_predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
     parts: dict[Kind, list[Amount]] = defaultdict(list)
     for one in messages:
         kind = (one.stage, one.axis, one.op, one.message_bytes <= SCALAR_BYTES)
@@ -274,28 +283,33 @@ def _predicted_amounts(messages: Iterable[CommOp]) -> dict[Kind, Amount]:
     return {kind: _sum(amounts) for kind, amounts in parts.items()}
 
 
-def _measured_amounts(
-    messages: Sequence[MeasuredMessages], words: Mapping[Call, str]
+def _count_measured_amounts(
+    messages: Sequence[MeasuredMessages], axis_names: Mapping[Call, str]
 ) -> dict[Kind, Counter[Amount]]:
     """The number of ranks and steps with each amount, zero amounts included."""
     parts: dict[tuple[Kind, int, int], list[Amount]] = defaultdict(list)
     for one in messages:
-        kind = (one.stage, words[one.axis, one.op], one.op, one.op == "barrier" or _is_scalar(one))
+        kind = (
+            one.stage,
+            axis_names[one.axis, one.op],
+            one.op,
+            one.op == "barrier" or _is_scalar(one),
+        )
         size = one.message_bytes if one.op != "barrier" else 0
-        parts[kind, one.rank, one.step].append(_times(one.count, size))
+        parts[kind, one.rank, one.step].append(_build_amount(one.count, size))
     everywhere = {(one.stage, one.rank, one.step) for one in messages}
-    found: dict[Kind, Counter[Amount]] = defaultdict(Counter)
+    counts: dict[Kind, Counter[Amount]] = defaultdict(Counter)
     for kind in {kind for kind, _, _ in parts}:
         for _, rank, step in (at for at in everywhere if at[0] == kind[0]):
-            found[kind][_sum(parts.get((kind, rank, step), []))] += 1
-    return found
+            counts[kind][_sum(parts.get((kind, rank, step), []))] += 1
+    return counts
 
 
 def _is_scalar(one: MeasuredMessages) -> bool:
     return 0 <= one.message_bytes <= SCALAR_BYTES
 
 
-def _times(count: int, message_bytes: int) -> Amount:
+def _build_amount(count: int, message_bytes: int) -> Amount:
     return Amount(count, count * message_bytes if message_bytes >= 0 else None)
 
 
@@ -306,24 +320,24 @@ def _sum(amounts: Sequence[Amount]) -> Amount:
     return Amount(sum(amount.count for amount in amounts), total)
 
 
-def _words(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
+def _match_names(measured: set[Call], predicted: set[str]) -> dict[Call, str]:
     """The axis name of the prediction for each measured axis and op.
 
     FSDP shards over dp_shard and cp together, and gradients are also reduced over cp. A single data
     axis on both sides is the same one, whatever its name in the mesh.
     """
     data = sorted({axis for axis, _ in measured if _is_data(axis)})
-    called = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
-    words = {call: call[0] for call in measured}
+    data_names = sorted(predicted & {*DATA_PARALLEL, GRADIENT_AXIS})
+    names = {call: call[0] for call in measured}
     for axis, op in measured:
         parts = set(axis.split(" x "))
-        if axis in data and "dp_shard" in called and "dp_shard" in parts:
-            words[axis, op] = "dp_shard"
-        elif axis in data and len(data) == len(called) == 1:
-            words[axis, op] = called[0]
-        elif parts == {"cp"} and op == "all_reduce" and GRADIENT_AXIS in called and not data:
-            words[axis, op] = GRADIENT_AXIS
-    return words
+        if axis in data and "dp_shard" in data_names and "dp_shard" in parts:
+            names[axis, op] = "dp_shard"
+        elif axis in data and len(data) == len(data_names) == 1:
+            names[axis, op] = data_names[0]
+        elif parts == {"cp"} and op == "all_reduce" and GRADIENT_AXIS in data_names and not data:
+            names[axis, op] = GRADIENT_AXIS
+    return names
 
 
 def _is_data(axis: str) -> bool:
@@ -354,50 +368,50 @@ class MeasuredMessages:
     count: int
 
 
-def measured_messages(found: RunSplit) -> tuple[MeasuredMessages, ...]:
+def collect_messages(split: RunSplit) -> tuple[MeasuredMessages, ...]:
     """The messages of every rank and full step, in order of rank, step, axis, op and size.
 
     A collective or message with several kernels counts once; sends and receives count separately.
     """
-    leads = [found.matched.leads[found.matched.of_trace(i)] for i in range(len(found.ranks))]
+    leads = [split.matched.leads[split.matched.slice_trace(i)] for i in range(len(split.ranks))]
     return tuple(
         message
-        for rank, first in zip(found.ranks, leads, strict=True)
-        for message in _of_rank(rank, first, found)
+        for rank, first in zip(split.ranks, leads, strict=True)
+        for message in _count_rank_messages(rank, first, split)
     )
 
 
-def _of_rank(rank: RankSplit, leads: Bool, found: RunSplit) -> list[MeasuredMessages]:
-    trace, steps = rank.trace, host_steps(rank.trace, rank.windows)
-    calls, step = trace.calls, issued_in(trace, steps, leads)
-    rows, axes = np.flatnonzero(step >= 0), axes_in_words(found, rank)
+def _count_rank_messages(rank: RankSplit, leads: Bool, split: RunSplit) -> list[MeasuredMessages]:
+    trace, steps = rank.trace, build_host_steps(rank.trace, rank.windows)
+    calls, step = trace.calls, find_issue_step(trace, steps, leads)
+    rows, axes = np.flatnonzero(step >= 0), list_group_names(split, rank)
     columns = (step[rows], calls.group_id[rows], calls.op[rows], calls.message_bytes[rows])
     kinds = Counter(
         (steps.number[at], axes[group], OPS[op], size)
         for at, group, op, size in zip(*(column.tolist() for column in columns), strict=True)
     )
-    stage = found.layout.stage(trace.rank)
+    stage = split.layout.find_stage(trace.rank)
     return [MeasuredMessages(trace.rank, stage, *kind, kinds[kind]) for kind in sorted(kinds)]
 
 
-def axes_in_words(found: RunSplit, rank: RankSplit) -> tuple[str, ...]:
+def list_group_names(split: RunSplit, rank: RankSplit) -> tuple[str, ...]:
     """The axes of each group of the rank, followed (index -1) by the name of unknown groups."""
-    return (*(axis_in_words(found, group) for group in rank.trace.groups), UNKNOWN_GROUP)
+    return (*(format_group_axis(split, group) for group in rank.trace.groups), UNKNOWN_GROUP)
 
 
-def axis_in_words(found: RunSplit, group: Group) -> str:
+def format_group_axis(split: RunSplit, group: Group) -> str:
     """The axes of a group, from the layout or the only strategy over as many ranks; if unknown its
     description, or its number of ranks.
 
     Gradients may be reduced over the ranks of a cp axis that is inferred from attention only.
     """
-    layout, axis = found.layout, found.layout.axis_of(group)
-    along = {one.axis for one in found.strategies if one.size == len(group.ranks)} - {None}
-    told = next(iter(along)) if len(along) == 1 and layout.source != "run.json" else None
-    if told is not None and (told == "cp" or (axis is None and layout.mesh is None)):
-        return told
+    layout, axis = split.layout, split.layout.find_axis(group)
+    along = {one.axis for one in split.strategies if one.size == len(group.ranks)} - {None}
+    inferred = next(iter(along)) if len(along) == 1 and layout.source != "run.json" else None
+    if inferred is not None and (inferred == "cp" or (axis is None and layout.mesh is None)):
+        return inferred
     described = group.description or f"{len(group.ranks)} ranks"
-    return axis or axis_named(layout.axes_of(group), described)
+    return axis or format_axes(layout.find_axes(group), described)
 
 
 # The bus bandwidth predicted by the model over message sizes.
@@ -406,7 +420,7 @@ _POINTS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class ModelledBusbw:
+class ModeledBusbw:
     """Predicted busbw by message size, and the peak of the slowest link per GPU and direction."""
 
     message_bytes: tuple[float, ...]
@@ -414,39 +428,39 @@ class ModelledBusbw:
     link_bytes_per_s: float
 
 
-def modelled_busbw(
-    report: Report, axis: str, op: str, least_bytes: int, most_bytes: int
-) -> ModelledBusbw | None:
+def model_busbw(
+    report: Report, axis: str, op: str, min_bytes: int, max_bytes: int
+) -> ModeledBusbw | None:
     """The model's busbw curve for an op on an axis of the run, by the closed form.
 
     None if the report has no job config, or the model does not know the op or axis.
     """
     try:
-        job = job_of_report(report)
-        wire = None if job is None else wires_of(job)(axis)
+        job = extract_job(report)
+        link = None if job is None else build_link_lookup(job)(axis)
     except StepsplitError:
         return None
-    if job is None or wire is None or op not in TIMED_OPS:
+    if job is None or link is None or op not in TIMED_OPS:
         return None
-    least_bytes = max(least_bytes, 1)
-    times = (most_bytes / least_bytes) ** (1 / (_POINTS - 1))
-    sizes = tuple(least_bytes * times**i for i in range(_POINTS))
-    return ModelledBusbw(
-        sizes, tuple(_modelled_busbw(job, axis, op, each) for each in sizes), wire.bytes_per_s
+    min_bytes = max(min_bytes, 1)
+    times = (max_bytes / min_bytes) ** (1 / (_POINTS - 1))
+    sizes = tuple(min_bytes * times**i for i in range(_POINTS))
+    return ModeledBusbw(
+        sizes, tuple(_compute_model_busbw(job, axis, op, each) for each in sizes), link.bytes_per_s
     )
 
 
-def _modelled_busbw(job: JobConfig, axis: str, op: str, message_bytes: float) -> float:
-    span = span_of(job, axis)
+def _compute_model_busbw(job: JobConfig, axis: str, op: str, message_bytes: float) -> float:
+    span = place_group(job, axis)
     took_ns = time_of(op, message_bytes, span, job.hardware).ns
-    return message_bytes / took_ns * 1e9 * busbw_factor(op, span.ranks)
+    return message_bytes / took_ns * 1e9 * compute_busbw_factor(op, span.ranks)
 
 
 # The links of each axis, for comparison with measured bandwidths.
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class AxisLink:
     """The number of ranks of a group on an axis, and the nominal peak of the slowest link between
     them, per GPU and direction."""
 
@@ -454,21 +468,21 @@ class Wire:
     bytes_per_s: float
 
 
-Wires = Callable[[str], Wire | None]
+LinkOfAxis = Callable[[str], AxisLink | None]
 """axis name of the prediction -> its link; None if the axis has no link."""
 
-_KNOWN = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
+_LINK_AXES = ("tp", "cp", "ep", "pp", "dp", "dp_shard", "dp_replicate")
 
 
-def wires_of(job: JobConfig) -> Wires:
+def build_link_lookup(job: JobConfig) -> LinkOfAxis:
     """The links of the job's hardware by axis."""
 
-    def wire(axis: str) -> Wire | None:
+    def wire(axis: str) -> AxisLink | None:
         name = group_axis(axis)
-        if name not in _KNOWN:
+        if name not in _LINK_AXES:
             return None
-        span = span_of(job, name)
+        span = place_group(job, name)
         link = job.hardware.inter if span.nodes > 1 else job.hardware.intra
-        return Wire(span.ranks, link.bytes_per_s) if span.ranks > 1 else None
+        return AxisLink(span.ranks, link.bytes_per_s) if span.ranks > 1 else None
 
     return wire

@@ -10,27 +10,32 @@ from dataclasses import asdict
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
-    MOST,
+    MAX_NUMBER,
     RANK_ORDER,
     SCHEDULES,
     TWO_STAGES,
     JobConfig,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, decode_table
-from stepsplit.analyzer.model.config_file import MODEL_KEYS, SAME_FRAMEWORKS, TRAINING_KEYS, job_in
-from stepsplit.analyzer.split.pipeline import schedule_named
+from stepsplit.analyzer.model.config_file import (
+    FRAMEWORK_ALIASES,
+    MODEL_KEYS,
+    TRAINING_KEYS,
+    decode_job,
+)
+from stepsplit.analyzer.split.pipeline import normalize_schedule
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.split.strategy_evidence import Strategy, accumulated_microbatches
+from stepsplit.analyzer.split.strategy_evidence import Strategy, count_accumulated_microbatches
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
 
 # The job config: run.json, then what the steps show, overridden by a job.toml.
 
 NAMES = ("model", "parallel", "training", "hardware")
 
-_WHOLE = ("preset", "file")
+_WHOLE_TABLE_KEYS = ("preset", "file")
 """Keys that define a whole table; inferred values are not merged into such a table."""
 
-_INSTEAD = {
+_REPLACED_KEYS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_replicate": ("dp",),
     "dp_shard": ("dp",),
@@ -41,82 +46,88 @@ _INSTEAD = {
 }
 """Alternative keys for the same quantity: a configured one replaces the inferred ones."""
 
-_AXES = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
+_SIZE_KEYS = ("tp", "pp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus")
 """Keys of which at least one must define the number of ranks."""
 
 
-def job_of_run(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> JobConfig:
+def infer_job(
+    spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
+) -> JobConfig:
     """Infer the job config of a recording; values of a job.toml (`stated`) take precedence.
 
     spec is the run.json, None if there is none; stated is a complete or partial job.toml.
     Raises UsageError with all missing keys; DataError for an invalid config.
     """
-    return job_in(run_table(spec, found, stated))
+    return decode_job(build_job_table(spec, split, job_table))
 
 
-def run_table(spec: RunSpec | None, found: RunSplit, stated: TomlTable | None = None) -> TomlTable:
+def build_job_table(
+    spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
+) -> TomlTable:
     """The job.toml of the recording as a table. Raises UsageError if keys are missing."""
-    seen = (
-        model_seen(spec),
-        parallel_seen(spec, found),
-        training_seen(spec, found),
-        hardware_seen(spec, found),
+    inferred = (
+        infer_model(spec),
+        infer_parallel(spec, split),
+        infer_training(spec, split),
+        infer_hardware(spec, split),
     )
-    where = "run.json" if stated is None else stated.where
-    if stated is not None:
-        decode_table(stated, dict.fromkeys(NAMES, dict[str, object]))
-    tables = {table.name: _merged(table, stated).values for table in seen}
-    _complete(tables, found, stated)
+    where = "run.json" if job_table is None else job_table.where
+    if job_table is not None:
+        decode_table(job_table, dict.fromkeys(NAMES, dict[str, object]))
+    tables = {table.name: _merge_tables(table, job_table).values for table in inferred}
+    _check_complete(tables, split, job_table)
     return TomlTable(where, "", tables)
 
 
-def _merged(seen: TomlTable, stated: TomlTable | None) -> TomlTable:
+def _merge_tables(inferred: TomlTable, job_table: TomlTable | None) -> TomlTable:
     """The configured table, completed by inferred values."""
-    if stated is None or seen.name not in stated.values:
-        return seen
-    own = stated.inner(seen.name)
-    if any(key in own.values for key in _WHOLE):
+    if job_table is None or inferred.name not in job_table.values:
+        return inferred
+    own = job_table.get_subtable(inferred.name)
+    if any(key in own.values for key in _WHOLE_TABLE_KEYS):
         return own
-    replaced = {other for key in own.values for other in _INSTEAD.get(key, ())}
-    kept = {key: value for key, value in seen.values.items() if key not in replaced}
-    return TomlTable(own.where, seen.name, kept | dict(own.values))
+    replaced = {other for key in own.values for other in _REPLACED_KEYS.get(key, ())}
+    remaining = {key: value for key, value in inferred.values.items() if key not in replaced}
+    return TomlTable(own.where, inferred.name, remaining | dict(own.values))
 
 
-def _complete(
-    tables: Mapping[str, Mapping[str, object]], found: RunSplit, stated: TomlTable | None
+def _check_complete(
+    tables: Mapping[str, Mapping[str, object]], split: RunSplit, job_table: TomlTable | None
 ) -> None:
     """Raises UsageError with the missing keys by table."""
-    lacking = [
-        f"[{name}] {', '.join(keys)}" for name in NAMES if (keys := _lacks(name, tables, found))
+    missing = [
+        f"[{name}] {', '.join(keys)}"
+        for name in NAMES
+        if (keys := _list_missing(name, tables, split))
     ]
-    if not lacking:
+    if not missing:
         return
     hint = "add them to a job.toml and pass it with --job"
-    if stated is not None:
-        hint = f"add them to {stated.where}"
-    raise UsageError(f"cannot infer {_listed(lacking)} from the recording; {hint}")
+    if job_table is not None:
+        hint = f"add them to {job_table.where}"
+    raise UsageError(f"cannot infer {_join_words(missing)} from the recording; {hint}")
 
 
-def _lacks(
-    name: str, tables: Mapping[str, Mapping[str, object]], found: RunSplit
+def _list_missing(
+    name: str, tables: Mapping[str, Mapping[str, object]], split: RunSplit
 ) -> tuple[str, ...]:
     table = tables[name]
-    if any(key in table for key in _WHOLE):
+    if any(key in table for key in _WHOLE_TABLE_KEYS):
         return ()
-    return tuple(key for key in _needed(name, table, found) if key not in table)
+    return tuple(key for key in _list_required(name, table, split) if key not in table)
 
 
-def _needed(name: str, table: Mapping[str, object], found: RunSplit) -> tuple[str, ...]:
+def _list_required(name: str, table: Mapping[str, object], split: RunSplit) -> tuple[str, ...]:
     match name:
         case "model":
-            experts = any(one.name == "ep" for one in found.strategies)
+            experts = any(one.name == "ep" for one in split.strategies)
             return (
                 "layers", "hidden", "heads", "vocab",
                 *(("ffn",) if table.get("gated") else ()),
                 *(("experts", "top_k") if experts else ()),
             )  # fmt: skip
         case "parallel":
-            return () if any(key in table for key in _AXES) else ("tp", "pp", "dp")
+            return () if any(key in table for key in _SIZE_KEYS) else ("tp", "pp", "dp")
         case "training":
             batch = () if "microbatches" in table else ("global_batch",)
             return ("seq_len", "micro_batch", *batch)
@@ -125,7 +136,7 @@ def _needed(name: str, table: Mapping[str, object], found: RunSplit) -> tuple[st
     return ()
 
 
-def _listed(parts: list[str]) -> str:
+def _join_words(parts: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
@@ -163,44 +174,47 @@ _PRESETS = (
 """Patterns of device names as reported by the driver, in order; None: no preset for the device."""
 
 
-def hardware_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
+def infer_hardware(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """The preset of the run's device, and the ranks per node for several hosts."""
-    values = {"preset": preset_of(_device(spec, found)), "gpus_per_node": _per_node(found)}
-    return seen_table("hardware", values)
+    values = {
+        "preset": find_preset(_find_device(spec, split)),
+        "gpus_per_node": _count_ranks_per_node(split),
+    }
+    return build_table("hardware", values)
 
 
-def preset_of(device: str) -> str | None:
+def find_preset(device: str) -> str | None:
     """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
-    named = (preset for words, preset in _PRESETS if re.search(words, device.upper()))
-    return next(named, None)
+    matching = (preset for words, preset in _PRESETS if re.search(words, device.upper()))
+    return next(matching, None)
 
 
-def _device(spec: RunSpec | None, found: RunSplit) -> str:
-    stated = [host.gpu for host in spec.hosts if host.gpu] if spec else []
-    if not all(rank.trace.on_device for rank in found.ranks):
+def _find_device(spec: RunSpec | None, split: RunSplit) -> str:
+    recorded = [host.gpu for host in spec.hosts if host.gpu] if spec else []
+    if not all(rank.trace.on_device for rank in split.ranks):
         return "cpu"
-    return next(iter(stated), found.ranks[0].trace.device or "")
+    return next(iter(recorded), split.ranks[0].trace.device or "")
 
 
-def _per_node(found: RunSplit) -> int | None:
-    hosts = [rank.trace.host for rank in found.ranks]
+def _count_ranks_per_node(split: RunSplit) -> int | None:
+    hosts = [rank.trace.host for rank in split.ranks]
     return None if len(set(hosts)) == 1 else max(hosts.count(host) for host in hosts)
 
 
 # The [model] table of a recording.
 
 
-def model_seen(spec: RunSpec | None) -> TomlTable:
+def infer_model(spec: RunSpec | None) -> TomlTable:
     """The model shape in run.json; empty if it has none."""
-    return seen_table("model", known_facts(spec.model if spec else None, MODEL_KEYS))
+    return build_table("model", select_known(spec.model if spec else None, MODEL_KEYS))
 
 
-def known_facts(facts: ModelSpec | Training | None, keys: tuple[str, ...]) -> dict[str, object]:
+def select_known(spec: ModelSpec | Training | None, keys: tuple[str, ...]) -> dict[str, object]:
     """The values in run.json whose names are keys of the table, unknown ones as None."""
-    return {} if facts is None else {k: v for k, v in asdict(facts).items() if k in keys}
+    return {} if spec is None else {k: v for k, v in asdict(spec).items() if k in keys}
 
 
-def seen_table(name: str, values: Mapping[str, object]) -> TomlTable:
+def build_table(name: str, values: Mapping[str, object]) -> TomlTable:
     """The table of the known values."""
     return TomlTable("run.json", name, {k: v for k, v in values.items() if v is not None})
 
@@ -213,21 +227,25 @@ _ZERO_BUBBLE = "zb-h1"
 _STAGES = {"fsdp": 3, "hsdp": 3, "zero-2": 2, "zero-1": 1}
 
 
-def parallel_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
+def infer_parallel(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """The mesh axes and strategies, from run.json and from the steps.
 
     If the mesh is unknown all ranks count as replicas unless a job.toml defines axes.
     """
-    said = (spec.training if spec else None) or Training()
-    mesh, seen = mesh_seen(spec, found), {one.name: one for one in found.strategies}
-    values: dict[str, object] = {"cp": 1} if mesh is None else dict(_axes(mesh))
-    zero = said.zero if said.zero is not None else _zero(mesh, seen)
-    values |= {"zero": zero} | _data(mesh, zero) | _strategies(said, seen, spec, found)
-    values |= _pipeline(said, mesh, found)
-    return seen_table("parallel", values)
+    recorded = (spec.training if spec else None) or Training()
+    mesh, strategies = find_mesh(spec, split), {one.name: one for one in split.strategies}
+    values: dict[str, object] = {"cp": 1} if mesh is None else dict(_build_axes(mesh))
+    zero = recorded.zero if recorded.zero is not None else _infer_zero(mesh, strategies)
+    values |= (
+        {"zero": zero}
+        | _build_data_axes(mesh, zero)
+        | _infer_strategies(recorded, strategies, spec, split)
+    )
+    values |= _infer_pipeline(recorded, mesh, split)
+    return build_table("parallel", values)
 
 
-def _axes(mesh: Mesh) -> dict[str, object]:
+def _build_axes(mesh: Mesh) -> dict[str, object]:
     """Axis sizes, and the rank order if it is not the default."""
     several = [axis for axis in reversed(mesh.axes) if mesh.size(axis) > 1]
     order = list(dict.fromkeys(axis.split("_")[0] for axis in several))
@@ -239,14 +257,14 @@ def _axes(mesh: Mesh) -> dict[str, object]:
     }
 
 
-def _zero(mesh: Mesh | None, seen: dict[str, Strategy]) -> int:
+def _infer_zero(mesh: Mesh | None, strategies: dict[str, Strategy]) -> int:
     """The ZeRO stage; FSDP that keeps weights until the backward (ZeRO-2) shards them as well."""
     if mesh is not None and mesh.size("dp_shard") > 1:
         return 3
-    return max((stage for name, stage in _STAGES.items() if name in seen), default=0)
+    return max((stage for name, stage in _STAGES.items() if name in strategies), default=0)
 
 
-def _data(mesh: Mesh | None, zero: int) -> dict[str, object]:
+def _build_data_axes(mesh: Mesh | None, zero: int) -> dict[str, object]:
     """Data-parallel sizes; a single axis as dp, whose kind follows from the ZeRO stage."""
     if mesh is None:
         return {}
@@ -256,146 +274,154 @@ def _data(mesh: Mesh | None, zero: int) -> dict[str, object]:
     return {"dp": copies * shards, "zero": zero if copies * shards * mesh.size("cp") > 1 else 0}
 
 
-def _strategies(
-    said: Training, seen: dict[str, Strategy], spec: RunSpec | None, found: RunSplit
+def _infer_strategies(
+    recorded: Training, strategies: dict[str, Strategy], spec: RunSpec | None, split: RunSplit
 ) -> dict[str, object]:
     """The options of tensor, context, expert and data parallelism."""
-    fsdp = framework_seen(spec, found) == "fsdp2"
-    by_hand = summed_by_hand(spec, found)
-    once = fsdp and "summed once" in _strategy_detail(seen, "gradient accumulation")
+    fsdp = infer_framework(spec, split) == "fsdp2"
+    by_hand = is_manual_reduction(spec, split)
+    summed_once = fsdp and "summed once" in _find_strategy_detail(
+        strategies, "gradient accumulation"
+    )
     return {
-        "sequence_parallel": True if "sp" in seen else None,
-        "split_vocab": said.split_vocab if said.split_vocab is not None else _vocabulary(seen),
-        "context": _strategy_detail(seen, "cp") or None,
-        "ep": seen["ep"].size if "ep" in seen else None,
-        "reshard_after_forward": "never" if fsdp and "zero-2" in seen else None,
-        "root_unit": said.root_unit,
-        "sum_once": True if once else None,
-        "bucket_bytes": MOST if by_hand else said.bucket_bytes,
+        "sequence_parallel": True if "sp" in strategies else None,
+        "split_vocab": recorded.split_vocab
+        if recorded.split_vocab is not None
+        else _infer_split_vocab(strategies),
+        "context": _find_strategy_detail(strategies, "cp") or None,
+        "ep": strategies["ep"].size if "ep" in strategies else None,
+        "reshard_after_forward": "never" if fsdp and "zero-2" in strategies else None,
+        "root_unit": recorded.root_unit,
+        "sum_once": True if summed_once else None,
+        "bucket_bytes": MAX_NUMBER if by_hand else recorded.bucket_bytes,
         "overlap": [] if by_hand else None,
     }
 
 
-def _vocabulary(seen: dict[str, Strategy]) -> bool | None:
-    if "tp" not in seen:
+def _infer_split_vocab(strategies: dict[str, Strategy]) -> bool | None:
+    if "tp" not in strategies:
         return None
-    return "vocabulary" in seen or "loss" in seen
+    return "vocabulary" in strategies or "loss" in strategies
 
 
-def _pipeline(said: Training, mesh: Mesh | None, found: RunSplit) -> dict[str, object]:
+def _infer_pipeline(recorded: Training, mesh: Mesh | None, split: RunSplit) -> dict[str, object]:
     """The schedule if the model knows its name, and the stages per rank."""
     if mesh is None or mesh.size("pp") == 1:
         return {}
-    seen = "" if found.schedule is None else found.schedule.name
-    name = schedule_named(said.schedule) if said.schedule else seen
+    detected = "" if split.schedule is None else split.schedule.name
+    name = normalize_schedule(recorded.schedule) if recorded.schedule else detected
     known = _ZERO_BUBBLE if name == "zerobubble" else name if name in SCHEDULES else None
-    chunks = 1 if known in TWO_STAGES else _chunks(found)
+    chunks = 1 if known in TWO_STAGES else _count_chunks(split)
     return {"schedule": known, "chunks": chunks if chunks > 1 else None}
 
 
-def _chunks(found: RunSplit) -> int:
+def _count_chunks(split: RunSplit) -> int:
     """The largest number of stages on a rank in the recording."""
-    grids = (grid for rank in found.ranks for grid in rank.grids)
-    return max((len({box.stage for box in grid.boxes}) for grid in grids), default=1)
+    grids = (grid for rank in split.ranks for grid in rank.grids)
+    return max((len({box.stage for box in grid.slots}) for grid in grids), default=1)
 
 
-def _strategy_detail(seen: dict[str, Strategy], name: str) -> str:
-    return seen[name].detail if name in seen else ""
+def _find_strategy_detail(strategies: dict[str, Strategy], name: str) -> str:
+    return strategies[name].detail if name in strategies else ""
 
 
 # The [training] table of a recording.
 
-_BY_EVIDENCE = ("dtype", "recompute", "offload", "framework")
+_INFERRED_KEYS = ("dtype", "recompute", "offload", "framework")
 """Keys with torch's names in run.json, or inferred from the steps only."""
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """dtype names of traces and torch -> names in job.toml; fp8 never appears in messages."""
 
 
-def training_seen(spec: RunSpec | None, found: RunSplit) -> TomlTable:
+def infer_training(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """The training settings in run.json, completed by those inferred from the steps."""
-    said = (spec.training if spec else None) or Training()
+    recorded = (spec.training if spec else None) or Training()
     values = {
-        **{k: v for k, v in known_facts(said, TRAINING_KEYS).items() if k not in _BY_EVIDENCE},
-        "microbatches": said.microbatches or _microbatches(found),
-        "dtype": _DTYPES.get(said.dtype or "", said.dtype) or _dtype(found),
-        "recompute": said.recompute or _detail_of_run(found, "recompute"),
-        "offload": _offload(said, found),
-        "framework": framework_seen(spec, found),
+        **{
+            k: v
+            for k, v in select_known(recorded, TRAINING_KEYS).items()
+            if k not in _INFERRED_KEYS
+        },
+        "microbatches": recorded.microbatches or _infer_microbatches(split),
+        "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split),
+        "recompute": recorded.recompute or _find_detail(split, "recompute"),
+        "offload": _infer_offload(recorded, split),
+        "framework": infer_framework(spec, split),
     }
     if values["global_batch"] is not None:
         values["microbatches"] = None
-    return seen_table("training", values)
+    return build_table("training", values)
 
 
-def _microbatches(found: RunSplit) -> int | None:
+def _infer_microbatches(split: RunSplit) -> int | None:
     """Microbatches per step; 1 if the steps show neither a pipeline nor gradient accumulation."""
-    if found.schedule is not None:
-        return found.schedule.microbatches
-    counted = accumulated_microbatches(found.strategies)
+    if split.schedule is not None:
+        return split.schedule.microbatches
+    counted = count_accumulated_microbatches(split.strategies)
     if counted is not None:
         return counted
-    return 1 if found.strategies and not found.layout.pipelines else None
+    return 1 if split.strategies and not split.layout.pipelines else None
 
 
-def _dtype(found: RunSplit) -> str | None:
+def _infer_dtype(split: RunSplit) -> str | None:
     """fp8 if detected, else the dtype of most communicated bytes."""
-    if _detail_of_run(found, "fp8") is not None:
+    if _find_detail(split, "fp8") is not None:
         return "fp8"
     moved: Counter[str] = Counter()
-    for one in found.collectives:
+    for one in split.collectives:
         moved[(one.dtype or "").lower()] += one.count * (one.message_bytes or 0)
     names = [_DTYPES[name] for name, _ in moved.most_common() if name in _DTYPES]
     return next(iter(names), None)
 
 
-def _offload(said: Training, found: RunSplit) -> list[str] | None:
+def _infer_offload(recorded: Training, split: RunSplit) -> list[str] | None:
     """The offloaded states; run.json may list several separated by commas."""
-    if said.offload:
-        return re.split(r"[,\s]+", said.offload.strip())
-    seen = [one.detail for one in found.strategies if one.name == "offload"]
-    return seen or None
+    if recorded.offload:
+        return re.split(r"[,\s]+", recorded.offload.strip())
+    details = [one.detail for one in split.strategies if one.name == "offload"]
+    return details or None
 
 
-def _detail_of_run(found: RunSplit, name: str) -> str | None:
+def _find_detail(split: RunSplit, name: str) -> str | None:
     """The detail of a detected strategy; None if not detected."""
-    return next((one.detail for one in found.strategies if one.name == name), None)
+    return next((one.detail for one in split.strategies if one.name == name), None)
 
 
 # The framework of the run, among those that the model knows.
 
 
-def framework_seen(spec: RunSpec | None, found: RunSplit) -> str:
+def infer_framework(spec: RunSpec | None, split: RunSplit) -> str:
     """The framework in run.json if the model knows it, else one with the same messages.
 
     Custom training loops in torch count as FSDP2 if weights or optimizer states are sharded or
     there is no data parallelism, else as DDP.
     """
-    said = (spec.training.framework if spec and spec.training else None) or ""
-    known = SAME_FRAMEWORKS.get(said.lower(), said.lower())
+    recorded = (spec.training.framework if spec and spec.training else None) or ""
+    known = FRAMEWORK_ALIASES.get(recorded.lower(), recorded.lower())
     if known in FRAMEWORKS:
         return known
-    mesh = mesh_seen(spec, found)
+    mesh = find_mesh(spec, split)
     if mesh is None:
         return "fsdp2"
     return "ddp" if mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") == 1 else "fsdp2"
 
 
-def summed_by_hand(spec: RunSpec | None, found: RunSplit) -> bool:
+def is_manual_reduction(spec: RunSpec | None, split: RunSplit) -> bool:
     """Whether a custom loop reduces gradients in one call after the backward.
 
     DistributedDataParallel supports neither tensor-parallel weights nor expert parallelism.
     """
-    said = (spec.training.framework if spec and spec.training else None) or "torch"
-    mesh = mesh_seen(spec, found)
+    framework = (spec.training.framework if spec and spec.training else None) or "torch"
+    mesh = find_mesh(spec, split)
     cut = mesh is not None and mesh.size("tp") > 1
-    experts = any(one.name == "ep" for one in found.strategies)
-    return said == "torch" and (cut or experts) and framework_seen(spec, found) == "ddp"
+    experts = any(one.name == "ep" for one in split.strategies)
+    return framework == "torch" and (cut or experts) and infer_framework(spec, split) == "ddp"
 
 
-def mesh_seen(spec: RunSpec | None, found: RunSplit) -> Mesh | None:
+def find_mesh(spec: RunSpec | None, split: RunSplit) -> Mesh | None:
     """The mesh from run.json or inferred from messages; for a single rank a mesh of size 1."""
-    if found.layout.mesh is not None:
-        return found.layout.mesh
-    alone = max(rank.trace.world_size for rank in found.ranks) == 1
-    return Mesh.of({"dp_replicate": 1}) if alone else None
+    if split.layout.mesh is not None:
+        return split.layout.mesh
+    single_rank = max(rank.trace.world_size for rank in split.ranks) == 1
+    return Mesh.of({"dp_replicate": 1}) if single_rank else None

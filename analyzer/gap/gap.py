@@ -16,26 +16,26 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.gap.comm_gap import (
     Call,
     Key,
+    LinkOfAxis,
     MeasuredComm,
     Sizes,
-    Wires,
-    compared_calls,
-    no_wires,
-    wires_of,
+    build_link_lookup,
+    compare_calls,
+    ignore_links,
 )
-from stepsplit.analyzer.gap.config_from_trace import run_table
+from stepsplit.analyzer.gap.config_from_trace import build_job_table
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
-from stepsplit.analyzer.model.config_file import job_in, layout_in
-from stepsplit.analyzer.model.predict import call_ns, predict, rates_of
+from stepsplit.analyzer.model.config_file import decode_job, decode_layout
+from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory, group_axis
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.build import SCHEDULE_NAMES, why_idle
+from stepsplit.analyzer.report.build import SCHEDULE_NAMES, explain_idle
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
-    WORTH,
+    MIN_GAIN_SHARE,
     ComparedMemory,
     ComparedStage,
     Finding,
@@ -43,7 +43,7 @@ from stepsplit.analyzer.report.report import (
     GapRow,
     MemoryRow,
     Report,
-    step_median_ns,
+    compute_step_median_ns,
 )
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
@@ -51,7 +51,7 @@ from stepsplit.collectors.run_spec import DATA_PARALLEL, RunSpec
 
 # A report with the prediction of its run and the comparison.
 
-GUESSED = "cpu"
+UNCALIBRATED_FAMILY = "cpu"
 """A hardware family whose efficiencies are rough guesses until calibrated; without a calibration
 the report gets no MFU and no findings from the model."""
 
@@ -64,28 +64,32 @@ def read_job_table(job: str | Path) -> TomlTable:
     return TomlTable("run.json", "", {}) if str(job) == AUTO else read_table(job)
 
 
-def held_against(report: Report, recording: Recording, found: RunSplit, run: TomlTable) -> Report:
+def compare_to_model(
+    report: Report, recording: Recording, split: RunSplit, job_table: TomlTable
+) -> Report:
     """Add the prediction, the comparison, the MFU and findings from the model to a report.
 
     Raises UsageError if the config is incomplete (lists the missing keys) or describes a different
     number of ranks or stages; DataError for an invalid job.toml.
     """
-    table = run_table(recording.spec, found, run if run.values else None)
-    notes = disagreements(layout_in(table), recording.spec, found, table.where)
-    job = job_in(table)
-    rates = rates_of(table, job.hardware)
+    table = build_job_table(recording.spec, split, job_table if job_table.values else None)
+    notes = check_layout(decode_layout(table), recording.spec, split, table.where)
+    job = decode_job(table)
+    rates = read_hardware_rates(table, job.hardware)
     prediction = predict(job, rates)
-    gap = gap_of(found, prediction, price_of(job, rates), report, notes, wires_of(job))
-    held = _with(report, table, prediction, gap)
-    if job.hardware.family == GUESSED and prediction.confidence != "calibrated":
-        return structs.replace(held, mfu=None, hfu=None, findings=report.findings)
-    return held
+    gap = compute_gap(
+        split, prediction, build_comm_cost(job, rates), report, notes, build_link_lookup(job)
+    )
+    compared = _add_comparison(report, table, prediction, gap)
+    if job.hardware.family == UNCALIBRATED_FAMILY and prediction.confidence != "calibrated":
+        return structs.replace(compared, mfu=None, hfu=None, findings=report.findings)
+    return compared
 
 
-def _with(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
-    step_ns = step_median_ns(report.steps)
+def _add_comparison(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
+    step_ns = compute_step_median_ns(report.steps)
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
-    findings = (*report.findings, *gap_findings(gap, report.findings))
+    findings = (*report.findings, *build_gap_findings(gap, report.findings))
     return structs.replace(
         report,
         prediction=build_prediction_row(prediction),
@@ -100,13 +104,13 @@ def _with(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) ->
 # The comparison of a run with the model: splits, calls, memory, and the waterfall.
 
 
-def gap_of(
-    found: RunSplit,
+def compute_gap(
+    split: RunSplit,
     prediction: Prediction,
-    price: Price,
+    cost: CommCost,
     report: Report,
     notes: Sequence[str] = (),
-    wires: Wires = no_wires,
+    links: LinkOfAxis = ignore_links,
 ) -> Gap:
     """Compare a run with its prediction.
 
@@ -120,36 +124,36 @@ def gap_of(
 
     Raises UsageError if the recording has no step.
     """
-    stages = compared_stages(found, prediction)
+    stages = compare_stages(split, prediction)
     if not stages:
         raise UsageError("cannot compare with the model: the recording has no step")
-    shown, seen = max(stages, key=_work_ns), MeasuredComm.of(found, prediction)
+    shown, comm = max(stages, key=_compute_work_ns), MeasuredComm.build(split, prediction)
     return Gap(
         stages=stages,
         stage=shown.stage,
-        rows=waterfall(Sides(seen, prediction, price, report, shown)),
-        calls=compared_calls(seen, prediction, wires) if shown.kind == "full" else (),
-        memory=compared_memory(report.memory or (), found.layout, prediction),
+        rows=build_waterfall(StageComparison(comm, prediction, cost, report, shown)),
+        calls=compare_calls(comm, prediction, links) if shown.kind == "full" else (),
+        memory=compare_memory(report.memory or (), split.layout, prediction),
         low_ns=prediction.low_ns,
         high_ns=prediction.high_ns,
         confidence=prediction.confidence,
-        notes=(*notes, *doubts(found, prediction, len(stages), shown), *prediction.notes),
+        notes=(*notes, *list_caveats(split, prediction, len(stages), shown), *prediction.notes),
     )
 
 
-def _work_ns(stage: ComparedStage) -> int:
+def _compute_work_ns(stage: ComparedStage) -> int:
     return stage.predicted.step_ns - stage.predicted.bubble_ns
 
 
 # The measured step of each stage.
 
 
-def compared_stages(found: RunSplit, prediction: Prediction) -> tuple[ComparedStage, ...]:
+def compare_stages(split: RunSplit, prediction: Prediction) -> tuple[ComparedStage, ...]:
     """The stages with recorded steps, in order."""
     steps: dict[int, list[StepSplit]] = defaultdict(list)
-    for rank in found.ranks:
-        steps[found.layout.stage(rank.trace.rank)] += rank.steps
-    middle = {stage: _median(rows) for stage, rows in sorted(steps.items()) if rows}
+    for rank in split.ranks:
+        steps[split.layout.find_stage(rank.trace.rank)] += rank.steps
+    middle = {stage: _select_median_step(rows) for stage, rows in sorted(steps.items()) if rows}
     return tuple(
         ComparedStage(stage, one.rank, one.step, one.kind, one.split, prediction.splits[stage])
         for stage, one in middle.items()
@@ -157,7 +161,7 @@ def compared_stages(found: RunSplit, prediction: Prediction) -> tuple[ComparedSt
     )
 
 
-def _median(steps: list[StepSplit]) -> StepSplit:
+def _select_median_step(steps: list[StepSplit]) -> StepSplit:
     """The full step of median duration; chosen from all steps if none is full."""
     full = [step for step in steps if step.kind == "full"] or steps
     return sorted(full, key=lambda step: step.split.step_ns)[(len(full) - 1) // 2]
@@ -165,7 +169,7 @@ def _median(steps: list[StepSplit]) -> StepSplit:
 
 # Findings from the comparison with the model.
 
-_CODES = {
+_FINDING_CODES = {
     "kernels": "slower_kernels",
     "calls": "extra_calls",
     "link": "slower_calls",
@@ -174,42 +178,42 @@ _CODES = {
 }
 """The causes of a gap that only the model reveals, with the code of their finding."""
 
-_SAID = {"calls": "needless_calls", "link": "slow_link", "overlap": "no_overlap"}
+_SAME_AS_CAUSE = {"calls": "needless_calls", "link": "slow_link", "overlap": "no_overlap"}
 """Findings of the replay for the same problem; only one of the two is reported."""
 
-_COUNTED = "calls"
+_COUNTED_CAUSE = "calls"
 """The number of calls is exact, so that the uncertainty of the model does not matter."""
 
 
-def gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
+def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ...]:
     """The significant parts of the gap beyond the uncertainty of the model, largest first, without
     those that a finding of the replay already covers."""
-    said = {one.code for one in causes}
+    found_codes = {one.code for one in causes}
     rows = [
         row for row in gap.rows
-        if row.cause in _CODES and _SAID.get(row.cause) not in said and _worth(gap, row)
+        if row.cause in _FINDING_CODES and _SAME_AS_CAUSE.get(row.cause) not in found_codes and _is_significant(gap, row)
     ]  # fmt: skip
-    return tuple(_finding(gap, row) for row in sorted(rows, key=lambda row: -row.ns))
+    return tuple(_build_finding(gap, row) for row in sorted(rows, key=lambda row: -row.ns))
 
 
-def _worth(gap: Gap, row: GapRow) -> bool:
+def _is_significant(gap: Gap, row: GapRow) -> bool:
     """Whether the row is a significant share of the step and beyond the model's uncertainty."""
-    if row.ns < max(1, WORTH * gap.shown.measured.step_ns):
+    if row.ns < max(1, MIN_GAIN_SHARE * gap.shown.measured.step_ns):
         return False
-    doubt = gap.high_ns / gap.shown.predicted.step_ns - 1
-    return row.cause == _COUNTED or row.ns > doubt * _sides(gap, row.bucket)[1]
+    uncertainty = gap.high_ns / gap.shown.predicted.step_ns - 1
+    return row.cause == _COUNTED_CAUSE or row.ns > uncertainty * _select_bucket(gap, row.bucket)[1]
 
 
-def _sides(gap: Gap, bucket: str) -> tuple[int, int]:
+def _select_bucket(gap: Gap, bucket: str) -> tuple[int, int]:
     """(measured, predicted) ns of the bucket."""
     place = BUCKETS.index(bucket)
     return gap.shown.measured.buckets_ns[place], gap.shown.predicted.buckets_ns[place]
 
 
-def _finding(gap: Gap, row: GapRow) -> Finding:
-    measured, predicted = _sides(gap, row.bucket)
+def _build_finding(gap: Gap, row: GapRow) -> Finding:
+    measured, predicted = _select_bucket(gap, row.bucket)
     return Finding(
-        code=_CODES[row.cause],
+        code=_FINDING_CODES[row.cause],
         bucket=row.bucket,
         gain_ns=row.ns,
         measured_ns=measured,
@@ -224,73 +228,75 @@ def _finding(gap: Gap, row: GapRow) -> Finding:
 # Whether a job.toml matches the recording, and the caveats of the comparison.
 
 
-def disagreements(
-    layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str
+def check_layout(
+    layout: ParallelConfig, spec: RunSpec | None, split: RunSplit, where: str
 ) -> tuple[str, ...]:
     """Caveats for a layout in the job.toml (named by `where`) that differs from the recording.
 
     Raises UsageError for a different number of ranks or stages, which cannot be compared.
     """
-    _same_ranks(layout, spec, found, where)
-    _same_stages(layout, found, where)
-    mesh = found.layout.mesh
+    _check_ranks(layout, spec, split, where)
+    _check_stages(layout, split, where)
+    mesh = split.layout.mesh
     if mesh is None:
         return ()
     data = prod(mesh.size(axis) for axis in DATA_PARALLEL)
     ran = {"tp": mesh.size("tp"), "cp": mesh.size("cp"), "dp": data}
-    stated = {axis: int(getattr(layout, axis)) for axis in ran}
-    odd = [axis for axis in ran if ran[axis] != stated[axis]]
-    if not odd:
+    configured = {axis: int(getattr(layout, axis)) for axis in ran}
+    differing = [axis for axis in ran if ran[axis] != configured[axis]]
+    if not differing:
         return ()
-    return (f"layout mismatch: {where} has {_sizes(stated, odd)}, the recording has "
-            f"{_sizes(ran, odd)} (from {found.layout.source})",)  # fmt: skip
+    return (f"layout mismatch: {where} has {_format_sizes(configured, differing)}, the recording has "
+            f"{_format_sizes(ran, differing)} (from {split.layout.source})",)  # fmt: skip
 
 
-def doubts(found: RunSplit, prediction: Prediction, stages: int, shown: ComparedStage) -> list[str]:
+def list_caveats(
+    split: RunSplit, prediction: Prediction, stages: int, shown: ComparedStage
+) -> list[str]:
     """The caveats of the comparison: incomplete steps, missing stages and missing ranks."""
-    said = []
+    caveats = []
     if shown.kind != "full":
-        said.append(f"stage {shown.stage} has no full step: using step {shown.step} of rank "
+        caveats.append(f"stage {shown.stage} has no full step: using step {shown.step} of rank "
                     f"{shown.rank} ({shown.kind})")  # fmt: skip
     if stages < len(prediction.splits):
-        said.append(f"only {stages} of {len(prediction.splits)} stages are in the recording")
-    estimated = [step.estimated for rank in found.ranks for step in rank.steps]
+        caveats.append(f"only {stages} of {len(prediction.splits)} stages are in the recording")
+    estimated = [step.estimated for rank in split.ranks for step in rank.steps]
     if any(estimated):
-        said.append(
+        caveats.append(
             f"{sum(estimated)} of {len(estimated)} steps are estimates (peer ranks missing)"
         )
-    return said
+    return caveats
 
 
-def _same_ranks(layout: ParallelConfig, spec: RunSpec | None, found: RunSplit, where: str) -> None:
+def _check_ranks(layout: ParallelConfig, spec: RunSpec | None, split: RunSplit, where: str) -> None:
     """A single trace with communication but without rank numbers may belong to any world size."""
-    ran = spec.world_size if spec else max(rank.trace.world_size for rank in found.ranks)
-    stated = layout.world_size
-    communicates = any(len(rank.trace.calls) for rank in found.ranks)
-    if stated == ran or (spec is None and ran == 1 and communicates):
+    ran = spec.world_size if spec else max(rank.trace.world_size for rank in split.ranks)
+    configured = layout.world_size
+    communicates = any(len(rank.trace.calls) for rank in split.ranks)
+    if configured == ran or (spec is None and ran == 1 and communicates):
         return
-    raise UsageError(f"{where} describes {_ranks(stated)} ({_axes(layout)}) but the recording has "
+    raise UsageError(f"{where} describes {_format_ranks(configured)} ({_format_axes(layout)}) but the recording has "
                      f"{ran}; fix [parallel]")  # fmt: skip
 
 
-def _same_stages(layout: ParallelConfig, found: RunSplit, where: str) -> None:
-    ran = 1 + max(found.layout.stage_of.values(), default=0)
+def _check_stages(layout: ParallelConfig, split: RunSplit, where: str) -> None:
+    ran = 1 + max(split.layout.stage_of.values(), default=0)
     if layout.pp != ran:
-        told = str(ran) if ran > 1 else "no pipeline"
-        raise UsageError(f"{where} has {layout.pp} stages but the recording has {told}; fix pp in "
+        detected = str(ran) if ran > 1 else "no pipeline"
+        raise UsageError(f"{where} has {layout.pp} stages but the recording has {detected}; fix pp in "
                          "[parallel], or record a run.json with the mesh")  # fmt: skip
 
 
-def _ranks(count: int) -> str:
+def _format_ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _axes(layout: ParallelConfig) -> str:
+def _format_axes(layout: ParallelConfig) -> str:
     sizes = {axis: int(getattr(layout, axis)) for axis in ("tp", "pp", "cp", "dp")}
-    return _sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
+    return _format_sizes(sizes, [axis for axis in sizes if sizes[axis] > 1 or axis == "dp"])
 
 
-def _sizes(sizes: dict[str, int], axes: list[str]) -> str:
+def _format_sizes(sizes: dict[str, int], axes: list[str]) -> str:
     return " ".join(f"{axis} {sizes[axis]}" for axis in axes)
 
 
@@ -299,22 +305,22 @@ def _sizes(sizes: dict[str, int], axes: list[str]) -> str:
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 
 
-def compared_memory(
+def compare_memory(
     rows: Sequence[MemoryRow], layout: RankLayout, prediction: Prediction
 ) -> tuple[ComparedMemory, ...]:
     """The peak and each category of every stage on its fullest rank, where it was measured."""
     fullest: dict[tuple[int, str], ComparedMemory] = {}
     for row in rows:
-        stage = layout.stage(row.rank)
+        stage = layout.find_stage(row.rank)
         if stage < len(prediction.memory):
-            for one in _of_rank(row, stage, prediction.memory[stage]):
+            for one in _compare_rank_memory(row, stage, prediction.memory[stage]):
                 known = fullest.get((stage, one.category))
                 if known is None or one.measured_bytes > known.measured_bytes:
                     fullest[stage, one.category] = one
     return tuple(sorted(fullest.values(), key=lambda one: one.stage))
 
 
-def _of_rank(row: MemoryRow, stage: int, expected: StageMemory) -> list[ComparedMemory]:
+def _compare_rank_memory(row: MemoryRow, stage: int, expected: StageMemory) -> list[ComparedMemory]:
     sides = [("peak", row.peak_allocated_bytes, expected.total_bytes)]
     sides += [
         (name, getattr(row, f"{name}_bytes"), getattr(expected, f"{name}_bytes"))
@@ -331,47 +337,50 @@ def _of_rank(row: MemoryRow, stage: int, expected: StageMemory) -> list[Compared
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class StageComparison:
     """One stage, measured and predicted, with the inputs that explain the difference."""
 
-    seen: MeasuredComm
+    comm: MeasuredComm
     prediction: Prediction
-    price: Price
+    cost: CommCost
     report: Report
     stage: ComparedStage
 
-    def gap_ns(self, bucket: str) -> int:
+    def compute_gap_ns(self, bucket: str) -> int:
         """Measured - predicted time of one bucket, in ns."""
         difference = self.stage.measured - self.stage.predicted
         return difference.buckets_ns[BUCKETS.index(bucket)]
 
-    def says(self, bucket: str, more: str, less: str) -> str:
+    def choose_text(self, bucket: str, more: str, less: str) -> str:
         """`more` if the bucket is larger than predicted, else `less`."""
-        return more if self.gap_ns(bucket) > 0 else less
+        return more if self.compute_gap_ns(bucket) > 0 else less
 
 
-def waterfall(sides: Sides) -> tuple[GapRow, ...]:
+def build_waterfall(sides: StageComparison) -> tuple[GapRow, ...]:
     """The non-zero parts of the difference in the order of the buckets."""
     rows = [
-        *_compute(sides),
-        *explained_calls(sides.seen, sides.prediction, sides.price, sides.stage),
-        GapRow("skew", "skew", None, sides.gap_ns("skew"), _skew_words(sides)),
-        *_bubble(sides),
-        GapRow("copy", "copy", None, sides.gap_ns("copy"), _copy_words(sides)),
-        GapRow("idle", "idle", None, sides.gap_ns("idle"), _idle_words(sides)),
+        *_split_compute_gap(sides),
+        *explain_calls(sides.comm, sides.prediction, sides.cost, sides.stage),
+        GapRow("skew", "skew", None, sides.compute_gap_ns("skew"), _describe_skew(sides)),
+        *_split_bubble_gap(sides),
+        GapRow("copy", "copy", None, sides.compute_gap_ns("copy"), _describe_copies(sides)),
+        GapRow("idle", "idle", None, sides.compute_gap_ns("idle"), _describe_idle(sides)),
     ]
     for bucket in BUCKETS:
-        told, gap = sum(row.ns for row in rows if row.bucket == bucket), sides.gap_ns(bucket)
-        assert told == gap, f"the waterfall explains {told} ns of {gap} ns in {bucket}"
+        explained, gap = (
+            sum(row.ns for row in rows if row.bucket == bucket),
+            sides.compute_gap_ns(bucket),
+        )
+        assert explained == gap, f"the waterfall explains {explained} ns of {gap} ns in {bucket}"
     return tuple(row for row in rows if row.ns)
 
 
-def _compute(sides: Sides) -> list[GapRow]:
+def _split_compute_gap(sides: StageComparison) -> list[GapRow]:
     """Split the gap of compute into a slow rank, compared with its peers, and kernels or work."""
-    gap, rank = sides.gap_ns("compute"), sides.stage.rank
+    gap, rank = sides.compute_gap_ns("compute"), sides.stage.rank
     lost = sum(one.lost_ns for one in sides.report.slow_kernels if one.rank == rank)
     slow = min(lost, max(0, gap))
-    words = sides.says(
+    words = sides.choose_text(
         "compute",
         "compute takes more time than predicted (slower or more kernels)",
         "compute takes less time than predicted (faster or fewer kernels)",
@@ -382,31 +391,31 @@ def _compute(sides: Sides) -> list[GapRow]:
     ]
 
 
-def _skew_words(sides: Sides) -> str:
+def _describe_skew(sides: StageComparison) -> str:
     """The text for skew, with the rank that caused most of the waiting in the step."""
     blamed: dict[tuple[int, str], int] = defaultdict(int)
-    for one in sides.seen.found.blame:
+    for one in sides.comm.split.blame:
         if one.rank is not None and one.step == sides.stage.step and one.skew_ns:
             blamed[one.rank, one.cause] += one.skew_ns
-    words = sides.says("skew", "more", "less") + " waiting within the stage than predicted"
+    words = sides.choose_text("skew", "more", "less") + " waiting within the stage than predicted"
     if not blamed:
         return words
     rank, cause = max(blamed, key=lambda key: blamed[key])
     return f"{words}, mostly for rank {rank} ({cause})"
 
 
-def _bubble(sides: Sides) -> list[GapRow]:
+def _split_bubble_gap(sides: StageComparison) -> list[GapRow]:
     """Split the gap of the bubble into pipeline imbalance and the rest."""
-    gap, cause = sides.gap_ns("bubble"), _uneven(sides)
+    gap, cause = sides.compute_gap_ns("bubble"), _find_imbalance(sides)
     uneven = 0 if cause is None else min(cause.gain_ns, max(0, gap))
-    words = sides.says("bubble", "more", "less") + " waiting for other stages than predicted"
+    words = sides.choose_text("bubble", "more", "less") + " waiting for other stages than predicted"
     return [
         GapRow("uneven_stages", "bubble", "pp", uneven, cause.message if cause else ""),
-        GapRow("bubble", "bubble", "pp", gap - uneven, words + _grid_words(sides)),
+        GapRow("bubble", "bubble", "pp", gap - uneven, words + _describe_grid(sides)),
     ]
 
 
-def _uneven(sides: Sides) -> Finding | None:
+def _find_imbalance(sides: StageComparison) -> Finding | None:
     """The finding of pipeline imbalance if another stage than the compared one has most compute:
     the predicted bubble does not include the wait for it."""
     return next(
@@ -415,32 +424,32 @@ def _uneven(sides: Sides) -> Finding | None:
     )  # fmt: skip
 
 
-def _grid_words(sides: Sides) -> str:
+def _describe_grid(sides: StageComparison) -> str:
     grid = sides.report.pipeline
     if grid is None:
         return ""
-    told = f"; measured bubble {units.percent(grid.bubble_fraction)}"
+    text = f"; measured bubble {units.format_percent(grid.bubble_fraction)}"
     if grid.ideal_bubble_fraction is not None:
         name = SCHEDULE_NAMES.get(grid.schedule or "", grid.schedule)
-        told += f", ideal {name} bubble {units.percent(grid.ideal_bubble_fraction)}"
-    return f"{told}, predicted {units.percent(sides.prediction.bubble_fraction)}"
+        text += f", ideal {name} bubble {units.format_percent(grid.ideal_bubble_fraction)}"
+    return f"{text}, predicted {units.format_percent(sides.prediction.bubble_fraction)}"
 
 
-def _copy_words(sides: Sides) -> str:
+def _describe_copies(sides: StageComparison) -> str:
     if not sides.stage.predicted.copy_ns:
         return "memory copies that the model does not include"
-    return f"memory copies take {sides.says('copy', 'more', 'less')} time than predicted"
+    return f"memory copies take {sides.choose_text('copy', 'more', 'less')} time than predicted"
 
 
-def _idle_words(sides: Sides) -> str:
+def _describe_idle(sides: StageComparison) -> str:
     """The text for idle time, with its largest cause in the step."""
-    found = sides.seen.found
-    rank = sides.seen.rank_of(sides.stage)
+    found = sides.comm.split
+    rank = sides.comm.find_rank(sides.stage)
     window = rank.numbers.index(sides.stage.step)
     causes = found.detail.idle[found.ranks.index(rank)]
-    why = why_idle(one for one in causes if one.window == window)
-    words = f"{sides.says('idle', 'more', 'less')} idle time than predicted"
-    return f"{words}; {why}" if why else words
+    cause = explain_idle(one for one in causes if one.window == window)
+    words = f"{sides.choose_text('idle', 'more', 'less')} idle time than predicted"
+    return f"{words}; {cause}" if cause else words
 
 
 # Differences between measured and predicted exposed communication, per axis.
@@ -455,31 +464,31 @@ class _Part:
     message: str
 
 
-def explained_calls(
-    seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
+def explain_calls(
+    comm: MeasuredComm, prediction: Prediction, cost: CommCost, stage: ComparedStage
 ) -> list[GapRow]:
     """Split the difference on each axis into extra calls, slower calls and less overlap.
 
     The parts of a bucket add up to measured - predicted. A step that is not full has incomplete
     calls: each axis is one part.
     """
-    held, expected = seen.exposed_ns(stage), _exposed_by_model(prediction, stage)
-    kinds = call_times(seen, prediction, price, stage) if stage.kind == "full" else None
+    measured, expected = comm.sum_exposed_ns(stage), _sum_predicted_exposed(prediction, stage)
+    kinds = compare_call_times(comm, prediction, cost, stage) if stage.kind == "full" else None
     rows: list[GapRow] = []
-    for bucket, axis in sorted({*held, *expected}):
-        gap_ns = held.get((bucket, axis), 0) - expected.get((bucket, axis), 0)
+    for bucket, axis in sorted({*measured, *expected}):
+        gap_ns = measured.get((bucket, axis), 0) - expected.get((bucket, axis), 0)
         if kinds is None:
             words = "more" if gap_ns > 0 else "less"
             message = f"{words} exposed communication on {axis} than predicted"
             parts = [_Part("exposed", gap_ns, message)]
         else:
-            own = [one for one in kinds if (_bucket(one.op), one.axis) == (bucket, axis)]
-            parts = _parts(axis, gap_ns, own)
-        rows += _rows(bucket, axis, parts)
+            own = [one for one in kinds if (_choose_bucket(one.op), one.axis) == (bucket, axis)]
+            parts = _split_axis_gap(axis, gap_ns, own)
+        rows += _round_parts(bucket, axis, parts)
     return rows
 
 
-def _parts(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
+def _split_axis_gap(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
     """Attribute the gap to the extra time of the calls, at most all of it; the rest of the gap is a
     difference in overlap with compute."""
     longer_ns = sum(one.extra_ns + one.slower_ns for one in kinds)
@@ -497,21 +506,21 @@ def _parts(axis: str, gap_ns: int, kinds: Sequence[CallTimes]) -> list[_Part]:
     return [*parts, _Part("overlap", left_ns, message)]
 
 
-def _rows(bucket: str, axis: str, parts: Sequence[_Part]) -> Iterator[GapRow]:
+def _round_parts(bucket: str, axis: str, parts: Sequence[_Part]) -> Iterator[GapRow]:
     """Round the parts to whole ns without changing their sum."""
-    sum_ns, told = 0.0, 0
+    sum_ns, rounded = 0.0, 0
     for part in parts:
         sum_ns += part.ns
-        yield GapRow(part.cause, bucket, axis, round(sum_ns) - told, part.message)
-        told = round(sum_ns)
+        yield GapRow(part.cause, bucket, axis, round(sum_ns) - rounded, part.message)
+        rounded = round(sum_ns)
 
 
-def _exposed_by_model(prediction: Prediction, stage: ComparedStage) -> dict[Key, int]:
+def _sum_predicted_exposed(prediction: Prediction, stage: ComparedStage) -> dict[Key, int]:
     """Predicted exposed time by bucket and axis; rounding errors go to the largest axis."""
     sums: dict[Key, int] = defaultdict(int)
     for one in prediction.communication:
         if one.message.stage == stage.stage and one.exposed_ns:
-            sums[_bucket(one.message.op), one.message.axis] += one.exposed_ns
+            sums[_choose_bucket(one.message.op), one.message.axis] += one.exposed_ns
     for bucket, whole in (
         ("collective", stage.predicted.collective_ns),
         ("p2p", stage.predicted.p2p_ns),
@@ -524,13 +533,13 @@ def _exposed_by_model(prediction: Prediction, stage: ComparedStage) -> dict[Key,
     return dict(sums)
 
 
-def _bucket(op: str) -> str:
+def _choose_bucket(op: str) -> str:
     return "p2p" if op in MESSAGES else "collective"
 
 
 # Measured and predicted time of the calls of one axis and op in a step.
 
-_MOSTLY = 0.5
+_LATENCY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +552,7 @@ class CallTimes:
 
     axis: str
     op: str
-    made: Sizes
+    measured: Sizes
     predicted: Sizes
     predicted_ns: float
     expected_ns: float
@@ -562,9 +571,7 @@ class CallTimes:
 
     @property
     def extra_words(self) -> str:
-        return (
-            f"{self.op} on {self.axis}: {_amount(self.made)}, predicted {_amount(self.predicted)}"
-        )
+        return f"{self.op} on {self.axis}: {_format_amount(self.measured)}, predicted {_format_amount(self.predicted)}"
 
     @property
     def slower_words(self) -> str:
@@ -573,31 +580,33 @@ class CallTimes:
         return f"{text} (small calls, latency-bound)" if self.small else text
 
 
-def call_times(
-    seen: MeasuredComm, prediction: Prediction, price: Price, stage: ComparedStage
+def compare_call_times(
+    comm: MeasuredComm, prediction: Prediction, cost: CommCost, stage: ComparedStage
 ) -> list[CallTimes]:
     """A row for each measured or predicted axis and op of the stage's step."""
-    rank, sizes = seen.rank_of(stage), seen.sizes(stage)
+    rank, sizes = comm.find_rank(stage), comm.count_sizes(stage)
     window = rank.windows.windows[rank.numbers.index(stage.step)]
-    moved = seen.moved_ns(rank, [window])
+    moved = comm.sum_moved_ns(rank, [window])
     expected: dict[Call, list[Communication]] = defaultdict(list)
     for one in prediction.communication:
         if one.message.stage == stage.stage:
             expected[one.message.axis, one.message.op].append(one)
     kinds = sorted({*sizes, *moved, *expected})
     return [
-        _times(kind, sizes.get(kind, {}), expected.get(kind, ()), moved.get(kind, (0, 0))[0], price)
+        _build_call_times(
+            kind, sizes.get(kind, {}), expected.get(kind, ()), moved.get(kind, (0, 0))[0], cost
+        )
         for kind in kinds
     ]
 
 
-def _times(
-    kind: Call, made: Sizes, predicted: Sequence[Communication], moved_ns: int, price: Price
+def _build_call_times(
+    kind: Call, measured: Sizes, predicted: Sequence[Communication], moved_ns: int, cost: CommCost
 ) -> CallTimes:
     """Calls that are free in the model, such as the receiving side of a ring, count as 0 ns."""
     predicted_ns = sum(one.time.ns for one in predicted)
-    expected_ns = _priced(made, predicted, price) if predicted else float(moved_ns)
-    least_ns = _priced({1: sum(made.values())}, predicted, price) if predicted else 0.0
+    expected_ns = _estimate_ns(measured, predicted, cost) if predicted else float(moved_ns)
+    least_ns = _estimate_ns({1: sum(measured.values())}, predicted, cost) if predicted else 0.0
     free = bool(predicted) and not predicted_ns
     sizes: dict[int, int] = defaultdict(int)
     for one in predicted:
@@ -605,46 +614,46 @@ def _times(
     return CallTimes(
         axis=kind[0],
         op=kind[1],
-        made=made,
+        measured=measured,
         predicted=sizes,
         predicted_ns=predicted_ns,
         expected_ns=expected_ns,
         measured_ns=0.0 if free else float(moved_ns),
-        small=least_ns > _MOSTLY * expected_ns,
+        small=least_ns > _LATENCY_SHARE * expected_ns,
     )
 
 
-def _priced(made: Sizes, predicted: Sequence[Communication], price: Price) -> float:
+def _estimate_ns(measured: Sizes, predicted: Sequence[Communication], cost: CommCost) -> float:
     """The model's time for the calls, from the predicted call nearest in size; from the mean call
     if the size is unknown."""
     count = sum(one.message.count for one in predicted)
     mean_ns = sum(one.time.ns for one in predicted) / count
     return sum(
-        calls * (mean_ns if size < 0 else price(_nearest(predicted, size), size))
-        for size, calls in made.items()
+        calls * (mean_ns if size < 0 else cost(_find_nearest(predicted, size), size))
+        for size, calls in measured.items()
     )
 
 
-def _nearest(predicted: Sequence[Communication], size: int) -> Communication:
+def _find_nearest(predicted: Sequence[Communication], size: int) -> Communication:
     return min(predicted, key=lambda one: abs(one.message.message_bytes - size))
 
 
-def _amount(sizes: Sizes) -> str:
+def _format_amount(sizes: Sizes) -> str:
     """Such as "4 calls (12.7 MB)"; without bytes if unknown."""
     count = sum(sizes.values())
-    told = "1 call" if count == 1 else f"{count} calls"
+    text = "1 call" if count == 1 else f"{count} calls"
     if not count or any(size < 0 for size in sizes):
-        return told
-    return f"{told} ({units.size(sum(size * calls for size, calls in sizes.items()))})"
+        return text
+    return f"{text} ({units.format_size(sum(size * calls for size, calls in sizes.items()))})"
 
 
 # The model's time for a call like a predicted one, but of another size.
 
-Price = Callable[[Communication, int], float]
+CommCost = Callable[[Communication, int], float]
 """(predicted communication, bytes of one call) -> time of such a call in ns."""
 
 
-def price_of(job: JobConfig, rates: Rates) -> Price:
+def build_comm_cost(job: JobConfig, rates: Rates) -> CommCost:
     """The cost function of the job's calls; it reproduces the prediction for predicted sizes."""
 
     def price(like: Communication, message_bytes: int) -> float:
@@ -653,8 +662,8 @@ def price_of(job: JobConfig, rates: Rates) -> Price:
         if message_bytes == message.message_bytes:
             return each_ns
         own = replace(message, axis=group_axis(message.axis))
-        there_ns = call_ns(job, own, rates).ns
-        here_ns = call_ns(job, replace(own, message_bytes=message_bytes), rates).ns
+        there_ns = compute_call_ns(job, own, rates).ns
+        here_ns = compute_call_ns(job, replace(own, message_bytes=message_bytes), rates).ns
         times = here_ns / there_ns if there_ns else message_bytes / message.message_bytes
         return each_ns * times
 

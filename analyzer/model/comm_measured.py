@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import PLATEAU, time_of
-from stepsplit.analyzer.model.config import KEY, HardwareConfig, Span
+from stepsplit.analyzer.model.config import KEY, GroupPlacement, HardwareConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 # Time of a collective by the cluster's own measurements, else by the closed form.
 
-INTERPOLATED = (0.8, 1.25)
+INTERPOLATION_ERROR = (0.8, 1.25)
 """Measured / interpolated time, 10th and 90th percentile of leave-one-out over the sweeps of
 1x8 A100, 1x8 B200 and Alps GH200 on 1 to 64 nodes (0.80 to 1.14; made symmetric)."""
 
-BORROWED = (0.6, 1.7)
+OTHER_RANKS_ERROR = (0.6, 1.7)
 """The same for a sweep of another number of ranks: Alps GH200, 16 nodes from 64 and 64 from 16."""
 
-TUNED = (0.6, 2.0)
+TUNER_ERROR = (0.6, 2.0)
 """The same for NCCL's own estimate: BORROWED, wider because its protocols can be slower."""
 
-FARTHEST = 4
+MAX_RANKS_RATIO = 4
 """A sweep is used for groups of up to this many times more or fewer ranks."""
 
 
@@ -56,7 +56,9 @@ class Rates:
     sweeps: tuple[TransferSweep, ...] = ()
     tables: tuple[TunerTable, ...] = ()
 
-    def time_of(self, op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
+    def estimate_call_time(
+        self, op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
+    ) -> Band:
         """Estimates the time of one call.
 
         The first available source is used: a sweep of the same op, ranks and ranks per node; the
@@ -75,20 +77,20 @@ class Rates:
         Raises:
             UsageError: The op is not modelled, or the size or the group is invalid.
         """
-        closed = time_of(op, message_bytes, span, hardware)
+        closed = time_of(op, message_bytes, group, hardware)
         if closed.ns == 0:
             return closed
         name = "send" if op == "recv" else op
-        sweep = self._nearest(name, span)
+        sweep = self._find_nearest_sweep(name, group)
         if sweep is not None:
-            band = _of_sweep(sweep, op, message_bytes, closed, span, hardware)
-            return self._chosen(band, SWEEP, closed)
-        ns = self._tuned_ns(name, message_bytes, span)
+            band = _estimate_from_sweep(sweep, op, message_bytes, closed, group, hardware)
+            return self._choose_formula(band, SWEEP, closed)
+        ns = self._find_tuned_ns(name, message_bytes, group)
         if ns is not None:
-            return self._chosen(_band(ns, TUNED), TUNER, closed)
-        return self._chosen(closed, closed.formulas[0], closed) if self._sources else closed
+            return self._choose_formula(_build_band(ns, TUNER_ERROR), TUNER, closed)
+        return self._choose_formula(closed, closed.formulas[0], closed) if self._sources else closed
 
-    def _chosen(self, band: Band, formula: Formula, closed: Band) -> Band:
+    def _choose_formula(self, band: Band, formula: Formula, closed: Band) -> Band:
         """Puts the chosen formula first, before those of the closed form and of measured times."""
         among = (*closed.formulas, *self._sources)
         others = tuple(each for each in among if each is not formula)
@@ -99,58 +101,64 @@ class Rates:
         """The formulas of the available measurements, whether or not one applies to a call."""
         return (SWEEP,) * bool(self.sweeps) + (TUNER,) * bool(self.tables)
 
-    def _nearest(self, op: str, span: Span) -> TransferSweep | None:
+    def _find_nearest_sweep(self, op: str, group: GroupPlacement) -> TransferSweep | None:
         """Finds the op's sweep with the closest number of ranks, also within or across nodes."""
-        near = [
-            (_distance(sweep, span), i)
+        candidates = [
+            (_measure_distance(sweep, group), i)
             for i, sweep in enumerate(self.sweeps)
-            if sweep.op == op and (sweep.ranks > sweep.ranks_per_node) == (span.nodes > 1)
+            if sweep.op == op and (sweep.ranks > sweep.ranks_per_node) == (group.nodes > 1)
         ]
-        distance, i = min(near, default=((math.inf, 0.0), -1))
-        return self.sweeps[i] if distance[0] <= math.log(FARTHEST) + 1e-9 else None
+        distance, i = min(candidates, default=((math.inf, 0.0), -1))
+        return self.sweeps[i] if distance[0] <= math.log(MAX_RANKS_RATIO) + 1e-9 else None
 
-    def _tuned_ns(self, op: str, message_bytes: float, span: Span) -> float | None:
+    def _find_tuned_ns(self, op: str, message_bytes: float, group: GroupPlacement) -> float | None:
         for table in self.tables:
-            if (table.ranks, table.ranks_per_node) == (span.ranks, span.ranks_per_node):
-                return table.time_of(op, message_bytes)
+            if (table.ranks, table.ranks_per_node) == (group.ranks, group.ranks_per_node):
+                return table.estimate_ns(op, message_bytes)
         return None
 
 
-def _distance(sweep: TransferSweep, span: Span) -> tuple[float, float]:
+def _measure_distance(sweep: TransferSweep, group: GroupPlacement) -> tuple[float, float]:
     """Log ratio of the numbers of ranks, and of the ranks per node."""
-    per_node = abs(math.log(sweep.ranks_per_node / span.ranks_per_node))
-    return abs(math.log(sweep.ranks / span.ranks)), per_node
+    per_node = abs(math.log(sweep.ranks_per_node / group.ranks_per_node))
+    return abs(math.log(sweep.ranks / group.ranks)), per_node
 
 
-def _of_sweep(
+def _estimate_from_sweep(
     sweep: TransferSweep,
     op: str,
     message_bytes: float,
     closed: Band,
-    span: Span,
+    group: GroupPlacement,
     hardware: HardwareConfig,
 ) -> Band:
-    there = Span(sweep.ranks, sweep.ranks_per_node)
-    ns = _within(sweep, op, message_bytes, there, hardware)
-    if there == span:
-        return _band(ns, INTERPOLATED)
-    scale = closed.ns / time_of(op, message_bytes, there, hardware).ns
-    return _band(ns * scale, BORROWED)
+    sweep_group = GroupPlacement(sweep.ranks, sweep.ranks_per_node)
+    ns = _compute_sweep_ns(sweep, op, message_bytes, sweep_group, hardware)
+    if sweep_group == group:
+        return _build_band(ns, INTERPOLATION_ERROR)
+    scale = closed.ns / time_of(op, message_bytes, sweep_group, hardware).ns
+    return _build_band(ns * scale, OTHER_RANKS_ERROR)
 
 
-def _within(
-    sweep: TransferSweep, op: str, message_bytes: float, there: Span, hardware: HardwareConfig
+def _compute_sweep_ns(
+    sweep: TransferSweep,
+    op: str,
+    message_bytes: float,
+    sweep_group: GroupPlacement,
+    hardware: HardwareConfig,
 ) -> float:
     """The sweep's time; beyond the sizes of recorded runs, the closed form scaled to the last."""
     edge = min(max(message_bytes, sweep.sizes_bytes[0]), sweep.sizes_bytes[-1])
     if sweep.swept or edge == message_bytes:
-        return sweep.time_of(message_bytes)
-    at_edge = time_of(op, edge, there, hardware).ns
-    return sweep.time_of(edge) * time_of(op, message_bytes, there, hardware).ns / at_edge
+        return sweep.interpolate_ns(message_bytes)
+    at_edge = time_of(op, edge, sweep_group, hardware).ns
+    return (
+        sweep.interpolate_ns(edge) * time_of(op, message_bytes, sweep_group, hardware).ns / at_edge
+    )
 
 
-def _band(ns: float, spread: tuple[float, float]) -> Band:
-    return Band(ns, ns * spread[0], ns * spread[1])
+def _build_band(ns: float, error_band: tuple[float, float]) -> Band:
+    return Band(ns, ns * error_band[0], ns * error_band[1])
 
 
 # Interpolation in a measured sweep.
@@ -193,7 +201,7 @@ class TransferSweep:
                 f"a sweep of {self.op} needs ascending sizes and times > 0; remove other rows"
             )
 
-    def time_of(self, message_bytes: float) -> float:
+    def interpolate_ns(self, message_bytes: float) -> float:
         """Interpolates the time of a message size, in ns (SWEEP)."""
         sizes, times = self.sizes_bytes, self.times_ns
         after = bisect_right(sizes, message_bytes)
@@ -206,27 +214,29 @@ class TransferSweep:
         return times[before] * math.exp(part * math.log(times[after] / times[before]))
 
 
-def sweeps_of(
-    read: Sequence[nccl_tests.Sweep], ranks_per_node: int | None = None
+def build_sweeps(
+    tables: Sequence[nccl_tests.Sweep], ranks_per_node: int | None = None
 ) -> tuple[TransferSweep, ...]:
     """Converts nccl-tests tables to sweeps; without ranks_per_node all ranks share a node.
 
     Skips tables without an op or with fewer than two ranks, and rows with wrong results. Prefers
     out-of-place times, and uses the first row of each size.
     """
-    found = []
-    for table in read:
-        points = _points(table)
+    sweeps = []
+    for table in tables:
+        points = _collect_points(table)
         if table.op and table.nranks > 1 and points:
-            here = min(table.nranks, ranks_per_node or table.nranks)
+            on_node = min(table.nranks, ranks_per_node or table.nranks)
             sizes, times = zip(*sorted(points.items()), strict=True)
-            found.append(
-                TransferSweep(SWEEP_OPS.get(table.op, table.op), table.nranks, here, sizes, times)
+            sweeps.append(
+                TransferSweep(
+                    SWEEP_OPS.get(table.op, table.op), table.nranks, on_node, sizes, times
+                )
             )
-    return tuple(found)
+    return tuple(sweeps)
 
 
-def _points(table: nccl_tests.Sweep) -> dict[int, float]:
+def _collect_points(table: nccl_tests.Sweep) -> dict[int, float]:
     points: dict[int, float] = {}
     for row in table.rows:
         timing = row.out_of_place or row.in_place
@@ -246,7 +256,7 @@ TUNER = Formula(
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class TunerCost:
     """One cell of the table: an op with one algorithm and protocol."""
 
     op: str
@@ -260,52 +270,57 @@ class TunerTable:
 
     ranks: int
     ranks_per_node: int
-    costs: tuple[Cost, ...]
+    costs: tuple[TunerCost, ...]
 
-    def time_of(self, op: str, message_bytes: float) -> float | None:
+    def estimate_ns(self, op: str, message_bytes: float) -> float | None:
         """Estimates the time of a call in ns (TUNER); None if the table does not have the op."""
-        each = (
+        times_ns = (
             c.latency_ns + message_bytes / c.bytes_per_s * 1e9 for c in self.costs if c.op == op
         )
-        return min(each, default=None)
+        return min(times_ns, default=None)
 
 
-def tuner_table(table: CostTable, span: Span) -> TunerTable:
+def build_tuner_table(table: CostTable, group: GroupPlacement) -> TunerTable:
     """Builds the table of a communicator from NCCL's cost table."""
     costs = tuple(
-        Cost(
+        TunerCost(
             cell.op,
-            cell.latency_ns * _plateau(cell.op, cell.algorithm, cell.protocol, span.nodes),
+            cell.latency_ns
+            * _find_plateau_factor(cell.op, cell.algorithm, cell.protocol, group.nodes),
             cell.bandwidth_bytes_per_s,
         )
         for cell in table.cells
         if cell.bandwidth_bytes_per_s > 0
     )
-    return TunerTable(span.ranks, span.ranks_per_node, costs)
+    return TunerTable(group.ranks, group.ranks_per_node, costs)
 
 
-def tuner_tables(log: NcclLog) -> tuple[TunerTable, ...]:
+def build_tuner_tables(log: NcclLog) -> tuple[TunerTable, ...]:
     """Builds the log's tables with known communicator and nodes, the first of each placement."""
-    found: dict[Span, TunerTable] = {}
+    by_group: dict[GroupPlacement, TunerTable] = {}
     for table in log.costs:
-        span = _span(log.communicators[table.comm]) if table.comm >= 0 else None
-        if span is not None:
-            found.setdefault(span, tuner_table(table, span))
-    return tuple(found.values())
+        group = _place_communicator(log.communicators[table.comm]) if table.comm >= 0 else None
+        if group is not None:
+            by_group.setdefault(group, build_tuner_table(table, group))
+    return tuple(by_group.values())
 
 
-def _span(comm: Communicator) -> Span | None:
-    nodes = _nodes(comm)
-    return Span(comm.nranks, -(-comm.nranks // nodes)) if comm.nranks > 1 and nodes > 0 else None
+def _place_communicator(comm: Communicator) -> GroupPlacement | None:
+    nodes = _count_nodes(comm)
+    return (
+        GroupPlacement(comm.nranks, -(-comm.nranks // nodes))
+        if comm.nranks > 1 and nodes > 0
+        else None
+    )
 
 
-def _nodes(comm: Communicator) -> int:
+def _count_nodes(comm: Communicator) -> int:
     """Nodes as logged by NCCL, else the number of distinct hosts of all members; -1 if unknown."""
     if comm.nodes > 0 or len(comm.members) < comm.nranks:
         return comm.nodes
     return len({member.host for member in comm.members})
 
 
-def _plateau(op: str, algorithm: str, protocol: str, nodes: int) -> float:
+def _find_plateau_factor(op: str, algorithm: str, protocol: str, nodes: int) -> float:
     large_ring = (op, algorithm, protocol) == ("all_reduce", "Ring", "Simple")
     return PLATEAU.value if large_ring and nodes > 1 else 1.0

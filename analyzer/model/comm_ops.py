@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stepsplit.analyzer.model.config import JobConfig, StageConfig, chunk_count, chunks_of_rank
+from stepsplit.analyzer.model.config import JobConfig, StageConfig, count_chunks, list_rank_chunks
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.parameters import StageParameters, of_experts, share, vocabulary_share
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_vocabulary_parameters,
+    divide_ceil,
+    require_experts,
+)
 
 # Tensor parallelism, with and without sequence parallelism.
 
@@ -34,92 +39,105 @@ LOSS_BYTES = 4
 """The loss is reduced in fp32."""
 
 
-def tensor_messages(
-    job: JobConfig, stage: StageConfig, held: StageParameters
-) -> tuple[CommOp, ...]:
+def list_tp_ops(job: JobConfig, stage: StageConfig, params: StageParameters) -> tuple[CommOp, ...]:
     """Lists the tp calls of one rank of a stage in a step; empty if tp is 1."""
     if job.parallel.tp == 1:
         return ()
     if not job.parallel.sequence_parallel:
-        return (*_whole(job, stage), *_loss(job, stage))
-    return (*_split(job, stage), *_loss(job, stage), _replicated(job, stage, held))
-
-
-def _whole(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """Without sequence parallelism: each layer pair all_reduces its output and input gradient."""
-    pairs, size, tp = _pairs(job, stage), hidden_bytes(job), job.parallel.tp
-    counts = {
-        "forward": pairs + (stage.embedding and job.parallel.split_vocab),
-        "backward": pairs + (stage.head and job.parallel.split_vocab),
-        "recompute": _again(job, pairs),
-    }
-    return tuple(
-        all_reduce(place, rounds(job) * counts[place.phase], size, tp)
-        for place in (CommSite("tp", "tp", stage.index, phase, (TENSOR,)) for phase in counts)
+        return (*_list_all_reduces(job, stage), *_list_loss_ops(job, stage))
+    return (
+        *_list_sp_ops(job, stage),
+        *_list_loss_ops(job, stage),
+        _make_replicated_all_reduce(job, stage, params),
     )
 
 
-def _split(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def _list_all_reduces(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+    """Without sequence parallelism: each layer pair all_reduces its output and input gradient."""
+    pairs, size, tp = _count_product_pairs(job, stage), count_hidden_bytes(job), job.parallel.tp
+    counts = {
+        "forward": pairs + (stage.embedding and job.parallel.split_vocab),
+        "backward": pairs + (stage.head and job.parallel.split_vocab),
+        "recompute": _count_recomputed_pairs(job, pairs),
+    }
+    return tuple(
+        make_all_reduce(site, count_rank_microbatches(job) * counts[site.phase], size, tp)
+        for site in (CommSite("tp", "tp", stage.index, phase, (TENSOR,)) for phase in counts)
+    )
+
+
+def _list_sp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """With sequence parallelism: each layer pair gathers its input and reduce-scatters its output,
     and the reverse in the backward pass."""
-    pairs, again = _pairs(job, stage), _again(job, _pairs(job, stage))
+    pairs, recomputed = (
+        _count_product_pairs(job, stage),
+        _count_recomputed_pairs(job, _count_product_pairs(job, stage)),
+    )
     first, last = int(stage.embedding), int(stage.head)
     regathered = pairs + last if job.training.framework == "megatron" else 0
     counts = {
         "forward": (pairs + last, pairs + first),
         "backward": (pairs + first + regathered, pairs + last),
-        "recompute": (again, again),
+        "recompute": (recomputed, recomputed),
     }
     return tuple(
         message
         for phase, (gathers, scatters) in counts.items()
-        for message in _gathers_and_scatters(job, stage, phase, gathers, scatters)
+        for message in _make_gathers_and_scatters(job, stage, phase, gathers, scatters)
     )
 
 
-def _gathers_and_scatters(
+def _make_gathers_and_scatters(
     job: JobConfig, stage: StageConfig, phase: str, gathers: int, scatters: int
 ) -> tuple[CommOp, ...]:
-    place = CommSite("sp", "tp", stage.index, phase, (TENSOR, SEQUENCE))
-    tp, size = job.parallel.tp, hidden_bytes(job)
+    site = CommSite("sp", "tp", stage.index, phase, (TENSOR, SEQUENCE))
+    tp, size = job.parallel.tp, count_hidden_bytes(job)
     return (
-        all_gather(place, rounds(job) * gathers, size // tp, tp),
-        reduce_scatter(place, rounds(job) * scatters, size, tp),
+        make_all_gather(site, count_rank_microbatches(job) * gathers, size // tp, tp),
+        make_reduce_scatter(site, count_rank_microbatches(job) * scatters, size, tp),
     )
 
 
-def _pairs(job: JobConfig, stage: StageConfig) -> int:
+def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
     """Counts pairs of a column- and a row-parallel linear layer: attention and MLP of each layer.
 
     With sequence parallelism routed tokens are sent to their experts directly (expert_messages),
     so only the shared expert of a mixture is such a pair.
     """
     experts = job.model.experts
-    whole = experts is not None and (experts.shared_ffn > 0 or not job.parallel.sequence_parallel)
-    return 2 * stage.dense_layers + (2 if whole else 1) * stage.expert_layers
+    is_expert_pair = experts is not None and (
+        experts.shared_ffn > 0 or not job.parallel.sequence_parallel
+    )
+    return 2 * stage.dense_layers + (2 if is_expert_pair else 1) * stage.expert_layers
 
 
-def _again(job: JobConfig, pairs: int) -> int:
+def _count_recomputed_pairs(job: JobConfig, pairs: int) -> int:
     return pairs if job.training.recompute in FULL_RECOMPUTE else 0
 
 
-def _loss(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def _list_loss_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     if not (stage.head and job.parallel.split_vocab):
         return ()
-    place = CommSite("loss", "tp", stage.index, "forward", (LOSS,))
-    return (all_reduce(place, 3 * rounds(job), LOSS_BYTES * job.tokens, job.parallel.tp),)
+    site = CommSite("loss", "tp", stage.index, "forward", (LOSS,))
+    return (
+        make_all_reduce(
+            site, 3 * count_rank_microbatches(job), LOSS_BYTES * job.tokens, job.parallel.tp
+        ),
+    )
 
 
-def _replicated(job: JobConfig, stage: StageConfig, held: StageParameters) -> CommOp:
+def _make_replicated_all_reduce(
+    job: JobConfig, stage: StageConfig, params: StageParameters
+) -> CommOp:
     """With sequence parallelism, gradients of weights replicated over tp are all_reduced."""
-    size = (held.replicated + _positions_in_parts(job, stage)) * job.training.gradient_bytes
+    size = (params.replicated + _count_partial_positions(job, stage)) * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    place = CommSite("sp", "tp", stage.index, "grad_sync", (TENSOR, SEQUENCE))
-    return all_reduce(place, 1, size, job.parallel.tp)
+    site = CommSite("sp", "tp", stage.index, "grad_sync", (TENSOR, SEQUENCE))
+    return make_all_reduce(site, 1, size, job.parallel.tp)
 
 
-def _positions_in_parts(job: JobConfig, stage: StageConfig) -> int:
+def _count_partial_positions(job: JobConfig, stage: StageConfig) -> int:
     """Counts learned positions whose gradients are partial: a rank adds only those of its tokens.
 
     Megatron-LM adds positions before it splits the sequence, so its gradients are complete.
@@ -152,7 +170,7 @@ ULYSSES = Formula(
 )
 
 
-def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Lists the cp calls of one rank of a stage in a step; empty if cp is 1.
 
     Recomputing attention repeats its forward communication.
@@ -164,51 +182,53 @@ def context_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     if stored or job.training.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
     formula, calls = {
-        "ring": (CONTEXT_RING, _ring), "all-gather": (GATHER, _gather),
-        "ulysses": (ULYSSES, _ulysses),
+        "ring": (CONTEXT_RING, _list_ring_ops), "all-gather": (GATHER, _list_gather_ops),
+        "ulysses": (ULYSSES, _list_ulysses_ops),
     }[job.parallel.context_kind]  # fmt: skip
     return tuple(
         message
         for phase in phases
         for message in calls(
-            job, CommSite("cp", "cp", stage.index, phase, (formula,)), rounds(job) * stage.layers
+            job,
+            CommSite("cp", "cp", stage.index, phase, (formula,)),
+            count_rank_microbatches(job) * stage.layers,
         )
     )
 
 
-def _ring(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
-    hops = (job.parallel.cp - 1) * (2 if place.phase == "backward" else 1)
-    size = _pair_bytes(job)
-    return send(place, count * hops, size), receive(place, count * hops, size)
+def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
+    hops = (job.parallel.cp - 1) * (2 if site.phase == "backward" else 1)
+    size = _count_kv_bytes(job)
+    return make_send(site, count * hops, size), make_recv(site, count * hops, size)
 
 
-def _gather(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
-    size, cp = _pair_bytes(job), job.parallel.cp
-    gathered = all_gather(place, count, size, cp)
-    if place.phase != "backward":
+def _list_gather_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
+    size, cp = _count_kv_bytes(job), job.parallel.cp
+    gathered = make_all_gather(site, count, size, cp)
+    if site.phase != "backward":
         return (gathered,)
-    return gathered, reduce_scatter(place, count, size * cp, cp)
+    return gathered, make_reduce_scatter(site, count, size * cp, cp)
 
 
-def _ulysses(job: JobConfig, place: CommSite, count: int) -> tuple[CommOp, ...]:
+def _list_ulysses_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
     """Each rank gets the whole sequence of some heads, with at least one key-value head."""
     model, cp, tp = job.model, job.parallel.cp, job.parallel.tp
     token = job.tokens * job.training.activation_bytes * model.head_size
-    wide = token * share(model.heads, tp)
-    narrow = token * max(share(model.kv_heads, tp), cp)
+    wide = token * divide_ceil(model.heads, tp)
+    narrow = token * max(divide_ceil(model.kv_heads, tp), cp)
     return (
-        all_to_all(place, 2 * count, wide, cp),
-        all_to_all(place, 2 * count, narrow, cp),
+        make_all_to_all(site, 2 * count, wide, cp),
+        make_all_to_all(site, 2 * count, narrow, cp),
     )
 
 
-def _pair_bytes(job: JobConfig) -> int:
+def _count_kv_bytes(job: JobConfig) -> int:
     """Bytes of the keys and values of a rank's tokens in one layer; MLA sends them decompressed."""
     latent, tp = job.model.latent, job.parallel.tp
     if latent is None:
-        width = 2 * share(job.model.kv_heads, tp) * job.model.head_size
+        width = 2 * divide_ceil(job.model.kv_heads, tp) * job.model.head_size
     else:
-        width = share(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
+        width = divide_ceil(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
     return job.tokens * width * job.training.activation_bytes
 
 
@@ -222,35 +242,39 @@ EXPERT_ROUTING = Formula(
 )
 
 
-def expert_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def list_ep_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Lists the calls for the experts of one rank of a stage in a step."""
     if stage.expert_layers == 0:
         return ()
     phases = ["forward", "backward"]
     if job.training.recompute in FULL_RECOMPUTE:
         phases.append("recompute")
-    count = rounds(job) * stage.expert_layers
+    count = count_rank_microbatches(job) * stage.expert_layers
     return tuple(
-        message for phase in phases for message in _of_phase(job, stage.index, phase, count)
+        message
+        for phase in phases
+        for message in _list_expert_phase_ops(job, stage.index, phase, count)
     )
 
 
-def _of_phase(job: JobConfig, stage: int, phase: str, count: int) -> tuple[CommOp, ...]:
+def _list_expert_phase_ops(
+    job: JobConfig, stage: int, phase: str, count: int
+) -> tuple[CommOp, ...]:
     """Experts sharded by expert_tp gather their group's tokens and reduce-scatter the outputs."""
-    layout, size, found = job.parallel, _routed_bytes(job), []
+    layout, size, ops = job.parallel, _count_routed_bytes(job), []
     if layout.ep > 1:
-        place = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING,))
-        found.append(all_to_all(place, 2 * count, size, layout.ep))
+        site = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING,))
+        ops.append(make_all_to_all(site, 2 * count, size, layout.ep))
     if layout.expert_tp > 1:
-        place = CommSite("expert-tp", "tp", stage, phase, (EXPERT_ROUTING,))
-        found.append(all_gather(place, count, size, layout.expert_tp))
-        found.append(reduce_scatter(place, count, size * layout.expert_tp, layout.expert_tp))
-    return tuple(found)
+        site = CommSite("expert-tp", "tp", stage, phase, (EXPERT_ROUTING,))
+        ops.append(make_all_gather(site, count, size, layout.expert_tp))
+        ops.append(make_reduce_scatter(site, count, size * layout.expert_tp, layout.expert_tp))
+    return tuple(ops)
 
 
-def _routed_bytes(job: JobConfig) -> int:
+def _count_routed_bytes(job: JobConfig) -> int:
     """Bytes of a rank's tokens of one microbatch, counted once per expert."""
-    tokens = share(job.tokens, job.parallel.tp) * of_experts(job.model).top_k
+    tokens = divide_ceil(job.tokens, job.parallel.tp) * require_experts(job.model).top_k
     return tokens * job.model.hidden * job.training.activation_bytes
 
 
@@ -274,45 +298,47 @@ COPIES = Formula(
 class Neighbors:
     """Chunks of a rank that receive from another rank (fed), and that send to one (feeding)."""
 
-    fed: int
-    feeding: int
+    n_receiving: int
+    n_sending: int
 
 
-def pipeline_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def list_pp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Lists the sends and receives of one rank of a stage in a step."""
     if job.parallel.pp == 1:
         return ()
-    found = neighbors(job, stage.index)
+    counts = count_neighbors(job, stage.index)
     parts = job.parallel.tp if job.parallel.scatter_gather else job.parallel.sequence_split
-    size, count = hidden_bytes(job) // parts, rounds(job)
+    size, count = count_hidden_bytes(job) // parts, count_rank_microbatches(job)
     forward = CommSite("pp", "pp", stage.index, "forward", (PIPELINE,))
     backward = CommSite("pp", "pp", stage.index, "backward", (PIPELINE,))
     return (
-        receive(forward, count * found.fed, size),
-        send(forward, count * found.feeding, size),
-        receive(backward, count * found.feeding, size),
-        send(backward, count * found.fed, size),
+        make_recv(forward, count * counts.n_receiving, size),
+        make_send(forward, count * counts.n_sending, size),
+        make_recv(backward, count * counts.n_sending, size),
+        make_send(backward, count * counts.n_receiving, size),
     )
 
 
-def neighbors(job: JobConfig, rank: int) -> Neighbors:
+def count_neighbors(job: JobConfig, rank: int) -> Neighbors:
     """Counts the chunks of a rank whose neighboring chunk is on another rank."""
-    held, last = chunks_of_rank(job, rank), chunk_count(job) - 1
+    chunks, last = list_rank_chunks(job, rank), count_chunks(job) - 1
     # The two chunks of a dualpipe rank belong to different copies of the model.
-    own = () if job.parallel.schedule == "dualpipe" else held
-    fed = sum(chunk > 0 and chunk - 1 not in own for chunk in held)
-    return Neighbors(fed, sum(chunk < last and chunk + 1 not in own for chunk in held))
+    own = () if job.parallel.schedule == "dualpipe" else chunks
+    n_receiving = sum(chunk > 0 and chunk - 1 not in own for chunk in chunks)
+    return Neighbors(n_receiving, sum(chunk < last and chunk + 1 not in own for chunk in chunks))
 
 
-def copy_messages(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
+def list_dualpipe_ops(
+    job: JobConfig, stage: StageConfig, params: StageParameters
+) -> tuple[CommOp, ...]:
     """Lists the gradient reduction between dualpipe's two copies of the model."""
     if job.parallel.schedule != "dualpipe" or job.parallel.pp == 1:
         return ()
-    size = held.total * job.training.gradient_bytes
+    size = params.total * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    place = CommSite("dualpipe", "pp", stage.index, "grad_sync", (COPIES,))
-    return (all_reduce(place, 1, size, 2),)
+    site = CommSite("dualpipe", "pp", stage.index, "grad_sync", (COPIES,))
+    return (make_all_reduce(site, 1, size, 2),)
 
 
 # Tied embeddings on two pipeline ranks.
@@ -324,14 +350,14 @@ TIED = Formula(
 )
 
 
-def embedding_messages(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+def list_tied_embedding_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Lists the all_reduce of the tied weight's gradients; empty if both uses are on one rank."""
     if not job.model.tied or stage.embedding == stage.head:
         return ()
-    size = vocabulary_share(job) * job.training.gradient_bytes
+    size = count_vocabulary_parameters(job) * job.training.gradient_bytes
     if job.parallel.zero == 3:
         size //= job.parallel.shard_size
-    return (all_reduce(CommSite("tied", "pp", stage.index, "grad_sync", (TIED,)), 1, size, 2),)
+    return (make_all_reduce(CommSite("tied", "pp", stage.index, "grad_sync", (TIED,)), 1, size, 2),)
 
 
 # Gradient clipping: the norm over all parameters.
@@ -345,7 +371,7 @@ NORM = Formula(
 NORM_BYTES = 4
 
 
-def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
+def list_grad_norm_ops(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
     """Lists the all_reduces of the gradient norm, one per axis.
 
     Frameworks with one call over several axes (Megatron-LM) send as much.
@@ -357,7 +383,7 @@ def norm_messages(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
     elif layout.zero:
         sizes["dp"] = layout.shard_size
     return tuple(
-        all_reduce(CommSite("norm", axis, stage, "optimizer", (NORM,)), 1, NORM_BYTES, ranks)
+        make_all_reduce(CommSite("norm", axis, stage, "optimizer", (NORM,)), 1, NORM_BYTES, ranks)
         for axis, ranks in sizes.items()
         if ranks > 1
     )
@@ -399,7 +425,7 @@ class CommOp:
     wire_bytes: int
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
-    def on(self, stage: int) -> CommOp:
+    def move_to_stage(self, stage: int) -> CommOp:
         """Returns the op on another stage.
 
         Args:
@@ -435,60 +461,60 @@ class CommSite:
     formulas: tuple[Formula, ...]
 
 
-def all_reduce(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
+def make_all_reduce(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_reduces of a buffer of input_bytes."""
     sent = 2 * input_bytes * (ranks - 1) // ranks
-    return _message(place, "all_reduce", count, input_bytes, input_bytes, sent)
+    return _make_op(site, "all_reduce", count, input_bytes, input_bytes, sent)
 
 
-def all_gather(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
+def make_all_gather(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_gathers: each rank gives input_bytes and gets those of all."""
     gathered, sent = input_bytes * ranks, input_bytes * (ranks - 1)
-    return _message(place, "all_gather", count, gathered, input_bytes, sent)
+    return _make_op(site, "all_gather", count, gathered, input_bytes, sent)
 
 
-def reduce_scatter(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
+def make_reduce_scatter(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count reduce_scatters: each rank gives input_bytes and gets its share of the sum."""
     sent = input_bytes * (ranks - 1) // ranks
-    return _message(place, "reduce_scatter", count, input_bytes, input_bytes, sent)
+    return _make_op(site, "reduce_scatter", count, input_bytes, input_bytes, sent)
 
 
-def all_to_all(place: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
+def make_all_to_all(site: CommSite, count: int, input_bytes: int, ranks: int) -> CommOp:
     """Makes count all_to_alls: each rank distributes input_bytes evenly over all."""
     sent = input_bytes * (ranks - 1) // ranks
-    return _message(place, "all_to_all", count, input_bytes, input_bytes, sent)
+    return _make_op(site, "all_to_all", count, input_bytes, input_bytes, sent)
 
 
-def broadcast(place: CommSite, count: int, input_bytes: int) -> CommOp:
+def make_broadcast(site: CommSite, count: int, input_bytes: int) -> CommOp:
     """Makes count broadcasts; in a ring each rank forwards the buffer once."""
-    return _message(place, "broadcast", count, input_bytes, input_bytes, input_bytes)
+    return _make_op(site, "broadcast", count, input_bytes, input_bytes, input_bytes)
 
 
-def send(place: CommSite, count: int, input_bytes: int) -> CommOp:
+def make_send(site: CommSite, count: int, input_bytes: int) -> CommOp:
     """Makes count sends to a neighbor."""
-    return _message(place, "send", count, input_bytes, input_bytes, input_bytes)
+    return _make_op(site, "send", count, input_bytes, input_bytes, input_bytes)
 
 
-def receive(place: CommSite, count: int, input_bytes: int) -> CommOp:
+def make_recv(site: CommSite, count: int, input_bytes: int) -> CommOp:
     """Makes count receives from a neighbor; their wire_bytes are 0."""
-    return _message(place, "recv", count, input_bytes, input_bytes, 0)
+    return _make_op(site, "recv", count, input_bytes, input_bytes, 0)
 
 
-def _message(
-    place: CommSite, op: str, count: int, message_bytes: int, input_bytes: int, wire_bytes: int
+def _make_op(
+    site: CommSite, op: str, count: int, message_bytes: int, input_bytes: int, wire_bytes: int
 ) -> CommOp:
     return CommOp(
-        place.strategy, op, place.axis, place.stage, place.phase,
-        count, message_bytes, input_bytes, wire_bytes, place.formulas,
+        site.strategy, op, site.axis, site.stage, site.phase,
+        count, message_bytes, input_bytes, wire_bytes, site.formulas,
     )  # fmt: skip
 
 
-def rounds(job: JobConfig) -> int:
+def count_rank_microbatches(job: JobConfig) -> int:
     """Counts the microbatches of each chunk of a rank: half of them with dualpipe's two copies."""
     halves = job.parallel.schedule == "dualpipe" and job.parallel.pp > 1
     return job.microbatches // 2 if halves else job.microbatches
 
 
-def hidden_bytes(job: JobConfig) -> int:
+def count_hidden_bytes(job: JobConfig) -> int:
     """Counts the bytes between two layers for a microbatch, not divided by tp (T h)."""
     return job.tokens * job.model.hidden * job.training.activation_bytes

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import HardwareConfig, Span
+from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.ops import busbw_factor
+from stepsplit.analyzer.ops import compute_busbw_factor
 
 # Time of one collective or message, and its error band.
 
@@ -27,34 +27,37 @@ TIMED_OPS = (
 )  # fmt: skip
 
 
-def time_of(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> Band:
+def time_of(op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig) -> Band:
     """Estimates one call by the closed form, in ns; message_bytes as in nccl-tests (CHOICE).
 
     0 for a single rank or an empty message. A larger message never takes less. Raises UsageError.
     """
-    _check(op, message_bytes, span)
-    if span.ranks == 1 or message_bytes == 0:
+    _check_arguments(op, message_bytes, group)
+    if group.ranks == 1 or message_bytes == 0:
         return Band(0.0, 0.0, 0.0)
-    ns, formulas = _time_by_closed_form(op, message_bytes, span, hardware)
-    low, high = spread_of(message_bytes, span)
-    if op != "all_reduce" or span.nodes <= 2:
+    ns, formulas = _compute_by_closed_form(op, message_bytes, group, hardware)
+    low, high = find_error_band(message_bytes, group)
+    if op != "all_reduce" or group.nodes <= 2:
         return Band(ns, ns * low, ns * high, formulas)
-    until = tree_until_bytes(span, hardware)
-    if not until / SWITCH < message_bytes < until * SWITCH:
+    tree_limit = compute_tree_limit_bytes(group, hardware)
+    if not tree_limit / SWITCH_FACTOR < message_bytes < tree_limit * SWITCH_FACTOR:
         return Band(ns, ns * low, ns * high, formulas)
-    either = ring_ns(op, message_bytes, span, hardware), tree_ns(message_bytes, span, hardware)
+    either = (
+        compute_ring_ns(op, message_bytes, group, hardware),
+        compute_tree_ns(message_bytes, group, hardware),
+    )
     return Band(ns, min(ns * low, *either), max(ns * high, *either), formulas)
 
 
-def _check(op: str, message_bytes: float, span: Span) -> None:
+def _check_arguments(op: str, message_bytes: float, group: GroupPlacement) -> None:
     if op not in TIMED_OPS:
         raise UsageError(f"op {op!r} has no time model; use one of {', '.join(TIMED_OPS)}")
     if message_bytes < 0:
         raise UsageError(f"message_bytes ({message_bytes}) must be >= 0")
-    if not 1 <= span.ranks_per_node <= span.ranks:
+    if not 1 <= group.ranks_per_node <= group.ranks:
         raise UsageError(
-            f"ranks_per_node ({span.ranks_per_node}) must be between 1 and"
-            f" ranks ({max(1, span.ranks)})"
+            f"ranks_per_node ({group.ranks_per_node}) must be between 1 and"
+            f" ranks ({max(1, group.ranks)})"
         )
 
 
@@ -62,28 +65,30 @@ _ClosedForm = tuple[float, tuple[Formula, ...]]
 """A time in ns and the formulas of its Band."""
 
 
-def _time_by_closed_form(
-    op: str, message_bytes: float, span: Span, hardware: HardwareConfig
+def _compute_by_closed_form(
+    op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
 ) -> _ClosedForm:
     if op in ("send", "recv"):
-        return send_ns(message_bytes, span, hardware), (SEND,)
+        return compute_send_ns(message_bytes, group, hardware), (SEND,)
     if op == "all_to_all":
-        return all_to_all_ns(message_bytes, span, hardware), (ALL_TO_ALL,)
+        return compute_all_to_all_ns(message_bytes, group, hardware), (ALL_TO_ALL,)
     if op == "all_reduce":
-        return _time_all_reduce(message_bytes, span, hardware)
-    return ring_ns(op, message_bytes, span, hardware), (RING_ALGORITHM, CHOICE)
+        return _compute_all_reduce(message_bytes, group, hardware)
+    return compute_ring_ns(op, message_bytes, group, hardware), (RING_ALGORITHM, CHOICE)
 
 
-def _time_all_reduce(message_bytes: float, span: Span, hardware: HardwareConfig) -> _ClosedForm:
+def _compute_all_reduce(
+    message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
+) -> _ClosedForm:
     """Above the tree's size limit the time is at least that of the tree at the limit."""
-    ring = ring_ns("all_reduce", message_bytes, span, hardware)
-    tree = tree_ns(message_bytes, span, hardware)
-    if span.nodes <= 2:
-        return _pick_fastest(ring, tree, nvls_ns(message_bytes, span, hardware))
-    until = tree_until_bytes(span, hardware)
-    if message_bytes <= until:
+    ring = compute_ring_ns("all_reduce", message_bytes, group, hardware)
+    tree = compute_tree_ns(message_bytes, group, hardware)
+    if group.nodes <= 2:
+        return _pick_fastest(ring, tree, compute_nvls_ns(message_bytes, group, hardware))
+    tree_limit = compute_tree_limit_bytes(group, hardware)
+    if message_bytes <= tree_limit:
         return tree, (TREE, RING_ALGORITHM, CHOICE)
-    last_ns = tree_ns(until, span, hardware)
+    last_ns = compute_tree_ns(tree_limit, group, hardware)
     if last_ns > ring:
         return last_ns, (CHOICE, TREE, RING_ALGORITHM)
     return ring, (RING_ALGORITHM, TREE, CHOICE)
@@ -94,12 +99,12 @@ def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
     times = [(ring, RING_ALGORITHM), (tree, TREE)]
     if nvls < math.inf:
         times.append((nvls, NVLS))
-    times.sort(key=_time_ns)
+    times.sort(key=_get_time_ns)
     return times[0][0], (*(formula for _, formula in times), CHOICE)
 
 
-def _time_ns(timed: tuple[float, Formula]) -> float:
-    return timed[0]
+def _get_time_ns(candidate: tuple[float, Formula]) -> float:
+    return candidate[0]
 
 
 # Messages between pairs of ranks: send and all_to_all.
@@ -117,26 +122,38 @@ ALL_TO_ALL = Formula(
 )
 
 
-def send_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def compute_send_ns(message_bytes: float, group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes the time of a message in ns (SEND); between nodes if the group has several."""
-    if span.nodes > 1:
-        rate, latency_ns = nics_bytes_per_s(Span(2, 1), hardware), hardware.inter.latency_ns
+    if group.nodes > 1:
+        rate, latency_ns = (
+            compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware),
+            hardware.inter.latency_ns,
+        )
     else:
-        rate, latency_ns = intra_bytes_per_s(Span(2, 2), hardware), hardware.intra.latency_ns
+        rate, latency_ns = (
+            compute_intra_bytes_per_s(GroupPlacement(2, 2), hardware),
+            hardware.intra.latency_ns,
+        )
     moved_ns = message_bytes / rate * 1e9
     ll = LL_BASE_NS.value + latency_ns * LL_STEP.value + moved_ns / LL_RATE.value
     return min(ll, SIMPLE_BASE_NS.value + latency_ns + moved_ns)
 
 
-def all_to_all_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def compute_all_to_all_ns(
+    message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
+) -> float:
     """Computes an all_to_all in ns, intra-node and NIC traffic in parallel (ALL_TO_ALL)."""
-    here, others = span.ranks_per_node - 1, span.ranks - span.ranks_per_node
-    part = message_bytes / span.ranks * 1e9
-    inside_ns = part * here / intra_bytes_per_s(span, hardware) if here else 0.0
-    across_ns = part * others / nics_bytes_per_s(Span(2, 1), hardware) if others > 0 else 0.0
+    here, others = group.ranks_per_node - 1, group.ranks - group.ranks_per_node
+    part = message_bytes / group.ranks * 1e9
+    inside_ns = part * here / compute_intra_bytes_per_s(group, hardware) if here else 0.0
+    across_ns = (
+        part * others / compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware)
+        if others > 0
+        else 0.0
+    )
     latency_ns = hardware.intra.latency_ns if here else 0.0
     if others > 0:
-        farther = 1 + LL_STEP.value * (span.nodes - 2)
+        farther = 1 + LL_STEP.value * (group.nodes - 2)
         latency_ns = max(latency_ns, hardware.inter.latency_ns * farther)
     return SIMPLE_BASE_NS.value + latency_ns + max(inside_ns, across_ns)
 
@@ -167,92 +184,103 @@ NVLS = Formula(
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1}
 
 
-def ring_ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def compute_ring_ns(
+    op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
+) -> float:
     """Computes the time of a ring in ns, by the best of NCCL's protocols (RING_ALGORITHM)."""
-    moved_ns = message_bytes * busbw_factor(op, span.ranks) / ring_bytes_per_s(span, hardware) * 1e9
-    hops_ns, large_hops_ns = _ring_hops_ns(op, span, hardware)
+    moved_ns = (
+        message_bytes
+        * compute_busbw_factor(op, group.ranks)
+        / compute_ring_bytes_per_s(group, hardware)
+        * 1e9
+    )
+    hops_ns, large_hops_ns = _compute_ring_hops_ns(op, group, hardware)
     simple = SIMPLE_BASE_NS.value + large_hops_ns + moved_ns
     ll = LL_BASE_NS.value + hops_ns * LL_STEP.value + moved_ns / LL_RATE.value
-    if span.nodes > 1 or not hardware.intra.name.startswith(LL128_LINKS):
+    if group.nodes > 1 or not hardware.intra.name.startswith(LL128_LINKS):
         return min(simple, ll)
     ll128 = LL128_BASE_NS.value + hops_ns * LL128_STEP.value
     return min(simple, ll, ll128 + moved_ns / LL128_RATE.value)
 
 
-def _ring_hops_ns(op: str, span: Span, hardware: HardwareConfig) -> tuple[float, float]:
+def _compute_ring_hops_ns(
+    op: str, group: GroupPlacement, hardware: HardwareConfig
+) -> tuple[float, float]:
     """Latency in ns of all steps, and of those on a large message's critical path: one node's
     own steps and those between nodes."""
-    rounds, here = _STEPS[op], span.ranks_per_node - 1
-    between = rounds * (span.nodes - 1)
-    steps = rounds * (span.ranks - 1) - between
+    rounds, here = _STEPS[op], group.ranks_per_node - 1
+    between = rounds * (group.nodes - 1)
+    steps = rounds * (group.ranks - 1) - between
     between_ns = between * hardware.inter.latency_ns
     own_ns = rounds * here * hardware.intra.latency_ns
     return steps * hardware.intra.latency_ns + between_ns, own_ns + between_ns
 
 
-def ring_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
+def compute_ring_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes the busbw of a large ring: the slower of the node's links and all its NICs."""
-    if span.nodes == 1:
-        return intra_bytes_per_s(span, hardware)
-    nics = nics_bytes_per_s(span, hardware)
-    return nics if span.ranks_per_node == 1 else min(nics, intra_bytes_per_s(span, hardware))
+    if group.nodes == 1:
+        return compute_intra_bytes_per_s(group, hardware)
+    nics = compute_nics_bytes_per_s(group, hardware)
+    return (
+        nics if group.ranks_per_node == 1 else min(nics, compute_intra_bytes_per_s(group, hardware))
+    )
 
 
-def intra_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
+def compute_intra_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes the busbw of a large ring inside a node; on a mesh a small group uses few links."""
     link = hardware.intra
     rate = link.bytes_per_s * link.ring
     if not link.name.startswith(MESHES) or hardware.gpus_per_node < 2:
         return rate
-    return rate * min(1.0, (span.ranks_per_node - 1) / (hardware.gpus_per_node - 1))
+    return rate * min(1.0, (group.ranks_per_node - 1) / (hardware.gpus_per_node - 1))
 
 
-def nics_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
+def compute_nics_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes the rate at which the ranks of a node together send to other nodes."""
-    return span.ranks_per_node * hardware.inter.bytes_per_s * hardware.inter.ring
+    return group.ranks_per_node * hardware.inter.bytes_per_s * hardware.inter.ring
 
 
-def tree_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def compute_tree_ns(message_bytes: float, group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes a double binary tree all_reduce in ns, by the best of NCCL's protocols (TREE)."""
-    depth = math.log2(span.nodes)
-    inside_ns = 2 * (span.ranks_per_node - 1) * hardware.intra.latency_ns
+    depth = math.log2(group.nodes)
+    inside_ns = 2 * (group.ranks_per_node - 1) * hardware.intra.latency_ns
     level_ns = 2 * depth * hardware.inter.latency_ns
-    moved_ns = message_bytes / _tree_bytes_per_s(span, hardware) * 1e9
+    moved_ns = message_bytes / _compute_tree_bytes_per_s(group, hardware) * 1e9
     ll = LL_BASE_NS.value + inside_ns * LL_STEP.value
     ll += level_ns * TREE_LL_LEVEL.value
-    whole_ns = 2 * message_bytes / ring_bytes_per_s(span, hardware) * 1e9
-    nodes_ns = (span.nodes - 2) * TREE_NODE.value * hardware.inter.latency_ns
+    whole_ns = 2 * message_bytes / compute_ring_bytes_per_s(group, hardware) * 1e9
+    nodes_ns = (group.nodes - 2) * TREE_NODE.value * hardware.inter.latency_ns
     simple = SIMPLE_BASE_NS.value + inside_ns + level_ns + max(0.0, nodes_ns)
     return min(ll + whole_ns / TREE_LL_RATE.value, simple + moved_ns)
 
 
-def _tree_bytes_per_s(span: Span, hardware: HardwareConfig) -> float:
+def _compute_tree_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -> float:
     """algbw of a large tree. Between two nodes each byte crosses once per direction, not twice."""
-    inside = TREE_RATE.value * intra_bytes_per_s(span, hardware) / 2
-    if span.nodes == 1:
+    inside = TREE_RATE.value * compute_intra_bytes_per_s(group, hardware) / 2
+    if group.nodes == 1:
         return inside
-    nics = nics_bytes_per_s(span, hardware)
-    if span.nodes > 2:
+    nics = compute_nics_bytes_per_s(group, hardware)
+    if group.nodes > 2:
         nics *= TREE_REACHED.value / 2
-    return nics if span.ranks_per_node == 1 else min(nics, inside)
+    return nics if group.ranks_per_node == 1 else min(nics, inside)
 
 
-def tree_until_bytes(span: Span, hardware: HardwareConfig) -> float:
+def compute_tree_limit_bytes(group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes the size up to which NCCL selects a tree over nodes; inf for two nodes."""
-    if span.nodes <= 2:
+    if group.nodes <= 2:
         return math.inf
-    hops_ns, _ = _ring_hops_ns("all_reduce", span, hardware)
-    slower_ns = 2e9 / ring_bytes_per_s(span, hardware) * (1 / TREE_EXPECTED.value - 1)
+    hops_ns, _ = _compute_ring_hops_ns("all_reduce", group, hardware)
+    slower_ns = 2e9 / compute_ring_bytes_per_s(group, hardware) * (1 / TREE_EXPECTED.value - 1)
     return hops_ns * PLATEAU.value / slower_ns
 
 
-def nvls_ns(message_bytes: float, span: Span, hardware: HardwareConfig) -> float:
+def compute_nvls_ns(message_bytes: float, group: GroupPlacement, hardware: HardwareConfig) -> float:
     """Computes an all_reduce in the switch, in ns (NVLS); inf if NCCL does not use it."""
     link = hardware.intra
     least = next(ranks for below, ranks in NVLS_FROM if link.bytes_per_s < below)
-    if hardware.nvls == 0 or span.nodes > 1 or span.ranks < least:
+    if hardware.nvls == 0 or group.nodes > 1 or group.ranks < least:
         return math.inf
-    factor = busbw_factor("all_reduce", NVLS_REFERENCE_RANKS)
+    factor = compute_busbw_factor("all_reduce", NVLS_REFERENCE_RANKS)
     algbw = hardware.nvls * link.bytes_per_s / factor
     return NVLS_FILL_NS.value + message_bytes / algbw * 1e9
 
@@ -301,21 +329,21 @@ NVLS_REFERENCE_RANKS = 8
 """HardwareConfig.nvls is a busbw on this many ranks; algbw is the same on any number."""
 
 
-def busbw(system: str, *calls: str) -> tuple[str, ...]:
+def list_busbw_rows(system: str, *calls: str) -> tuple[str, ...]:
     """Lists row ids of nccl_busbw_by_ranks_and_algo.csv, by collective and ranks."""
     return tuple(f"busbw/{system}_{call}" for call in calls)
 
 
 H200, H200_LARGE = "8xH200 8GiB", "8xH200 16GiB"
 
-NVLS_ROWS = busbw(H200, "all_reduce_4", "all_reduce_5")
+NVLS_ROWS = list_busbw_rows(H200, "all_reduce_4", "all_reduce_5")
 
 NVLS_FROM = ((600e9, 5), (float("inf"), 6))
 """(upper bound of Link.bytes_per_s, smallest number of ranks with NVLS): 5 on H200, 6 on B200.
 From NVLS_ROWS (ml-engineering network/README.md)."""
 
 
-def sweep(system: str, sizes: Iterable[int]) -> tuple[str, ...]:
+def list_sweep_rows(system: str, sizes: Iterable[int]) -> tuple[str, ...]:
     """Lists row ids of nccl_allreduce_sweeps.csv, by system and tool."""
     return tuple(f"sweep/{system}_{size}" for size in sizes)
 
@@ -327,26 +355,26 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 NVLS_FILL_NS = Constant(
     90_000.0,
     "1x8 B200 all_reduce, 128 MiB, 512 MiB and 2 GiB (NCCL's own constant is 25 us)",
-    sweep(B200, (128 * MIB, 512 * MIB, 2 * GIB)),
+    list_sweep_rows(B200, (128 * MIB, 512 * MIB, 2 * GIB)),
 )
 
 ALPS_FIT = "Alps GH200 all_reduce, 4 to 256 nodes, 32, 128 and 512 MiB and 2 GiB"
 
 
-def alps(nodes: Iterable[int], sizes: Iterable[int]) -> tuple[str, ...]:
+def list_alps_rows(nodes: Iterable[int], sizes: Iterable[int]) -> tuple[str, ...]:
     """Lists row ids of nccl_allreduce_alps_gh200.csv, with four GPUs per node."""
-    kept = tuple(sizes)
-    return tuple(f"alps/{count}x4_{size}" for count in nodes for size in kept)
+    all_sizes = tuple(sizes)
+    return tuple(f"alps/{count}x4_{size}" for count in nodes for size in all_sizes)
 
 
 ALPS_NODES = (1, 4, 16, 64, 256)
 
-ALPS_ROWS = alps(ALPS_NODES[1:], (32 * MIB, 128 * MIB, 512 * MIB, 2 * GIB))
+ALPS_ROWS = list_alps_rows(ALPS_NODES[1:], (32 * MIB, 128 * MIB, 512 * MIB, 2 * GIB))
 
 TREE_EXPECTED = Constant(
     0.68,
     "Alps GH200 all_reduce, 4 to 64 nodes, 32, 128 and 512 MiB: still a tree",
-    alps((4, 16, 64), (32 * MIB, 128 * MIB, 512 * MIB)),
+    list_alps_rows((4, 16, 64), (32 * MIB, 128 * MIB, 512 * MIB)),
 )
 """NCCL's estimate of a tree's busbw over a ring's on more than two nodes, used to choose."""
 
@@ -361,7 +389,7 @@ MESHES = ("xgmi",)
 of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows."""
 
 
-def fitted_rows() -> frozenset[str]:
+def list_fitted_rows() -> frozenset[str]:
     """Lists the ids of all rows on which constants of this module were fitted."""
     constants = (each for each in globals().values() if isinstance(each, Constant))
     return frozenset(NVLS_ROWS).union(*(each.rows for each in constants))
@@ -378,14 +406,14 @@ SWEEP_SIZES = (*ALPS_SIZES, 8 * GIB)
 # Error band of the closed form, by size and number of nodes.
 
 ROWS = (
-    *alps(ALPS_NODES, ALPS_SIZES),
-    *sweep(A100, SWEEP_SIZES),
-    *sweep(B200, SWEEP_SIZES),
+    *list_alps_rows(ALPS_NODES, ALPS_SIZES),
+    *list_sweep_rows(A100, SWEEP_SIZES),
+    *list_sweep_rows(B200, SWEEP_SIZES),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ErrorBand:
     """Measured / predicted time up to a size: 5th and 95th percentile over ROWS.
 
     At least 12 to 20 % on each side, even if the rows vary less: they cover only three clusters.
@@ -396,28 +424,36 @@ class Spread:
     high: float
 
 
-INTRA = (Spread(MIB, 0.7, 1.4), Spread(64 * MIB, 0.75, 1.4), Spread(float("inf"), 0.87, 1.15))
+INTRA = (
+    ErrorBand(MIB, 0.7, 1.4),
+    ErrorBand(64 * MIB, 0.75, 1.4),
+    ErrorBand(float("inf"), 0.87, 1.15),
+)
 """Within a node. Above 64 MiB it covers the B200 switch at 8 GiB (740 to 839 GB/s)."""
 
 INTER = (
-    Spread(4 * KIB, 0.7, 1.25), Spread(2 * MIB, 0.8, 5.5), Spread(32 * MIB, 0.85, 1.9),
-    Spread(float("inf"), 0.85, 1.15),
+    ErrorBand(4 * KIB, 0.7, 1.25), ErrorBand(2 * MIB, 0.8, 5.5), ErrorBand(32 * MIB, 0.85, 1.9),
+    ErrorBand(float("inf"), 0.85, 1.15),
 )  # fmt: skip
 """2 to 64 nodes, all on one fabric. From 4 KiB to 2 MiB the fabric leaves its eager protocol, which
 NCCL's constants do not model: measured times are 2 to 5 times the predicted ones."""
 
-FAR = (Spread(4 * KIB, 0.8, 1.25), Spread(32 * MIB, 0.8, 5.8), Spread(float("inf"), 0.8, 1.9))
+FAR = (
+    ErrorBand(4 * KIB, 0.8, 1.25),
+    ErrorBand(32 * MIB, 0.8, 5.8),
+    ErrorBand(float("inf"), 0.8, 1.9),
+)
 """More than 64 nodes: times depend on the load of the fabric."""
 
 FAR_NODES = 64
 
-SWITCH = 2.0
+SWITCH_FACTOR = 2.0
 """Within this factor of the size at which NCCL switches algorithms, either one may run."""
 
 
-def spread_of(message_bytes: float, span: Span) -> tuple[float, float]:
+def find_error_band(message_bytes: float, group: GroupPlacement) -> tuple[float, float]:
     """Finds the (low, high) factors of a predicted time; all ops use those of all_reduce."""
-    classes = FAR if span.nodes > FAR_NODES else INTER if span.nodes > 1 else INTRA
+    classes = FAR if group.nodes > FAR_NODES else INTER if group.nodes > 1 else INTRA
     spread = next(each for each in classes if message_bytes < each.until_bytes)
     return spread.low, spread.high
 

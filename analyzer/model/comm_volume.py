@@ -8,60 +8,62 @@ from stepsplit.analyzer.model.comm_ops import (
     CommOp,
     CommSite,
     Neighbors,
-    all_gather,
-    all_reduce,
-    broadcast,
-    context_messages,
-    copy_messages,
-    embedding_messages,
-    expert_messages,
-    neighbors,
-    norm_messages,
-    pipeline_messages,
-    reduce_scatter,
-    tensor_messages,
+    count_neighbors,
+    list_cp_ops,
+    list_dualpipe_ops,
+    list_ep_ops,
+    list_grad_norm_ops,
+    list_pp_ops,
+    list_tied_embedding_ops,
+    list_tp_ops,
+    make_all_gather,
+    make_all_reduce,
+    make_broadcast,
+    make_reduce_scatter,
 )
-from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, stages_of
+from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, list_stages
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     LayerParameters,
     StageParameters,
-    norm_parameters,
-    stage_parameters,
+    count_norm_parameters,
+    count_stage_parameters,
 )
 
 # All communication of one step, for one rank of each pipeline stage.
 
 
-def messages_of(job: JobConfig) -> tuple[CommOp, ...]:
+def list_comm_ops(job: JobConfig) -> tuple[CommOp, ...]:
     """Lists the communication ops of one rank of every stage in a step, stage by stage.
 
     A recv is the other end of a neighbor's send: its wire_bytes are 0, so that wire_bytes sum to
     the traffic, and only one end of each pair is timed.
     """
-    alike: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[CommOp, ...]] = {}
-    found: list[CommOp] = []
-    for stage, held in zip(stages_of(job), stage_parameters(job), strict=True):
-        shape = (stage.chunks, neighbors(job, stage.index))
-        if shape not in alike:
-            alike[shape] = _of_stage(job, stage, held)
-        found += (message.on(stage.index) for message in alike[shape])
-    return tuple(found)
+    ops_by_shape: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[CommOp, ...]] = {}
+    ops: list[CommOp] = []
+    for stage, params in zip(list_stages(job), count_stage_parameters(job), strict=True):
+        shape = (stage.chunks, count_neighbors(job, stage.index))
+        if shape not in ops_by_shape:
+            ops_by_shape[shape] = _list_stage_ops(job, stage, params)
+        ops += (message.move_to_stage(stage.index) for message in ops_by_shape[shape])
+    return tuple(ops)
 
 
-def _of_stage(job: JobConfig, stage: StageConfig, held: StageParameters) -> tuple[CommOp, ...]:
-    found = (
-        *tensor_messages(job, stage, held),
-        *context_messages(job, stage),
-        *expert_messages(job, stage),
-        *pipeline_messages(job, stage),
-        *sharded_messages(job, held),
-        *data_messages(job, held),
-        *embedding_messages(job, stage),
-        *copy_messages(job, stage, held),
-        *norm_messages(job, stage.index),
+def _list_stage_ops(
+    job: JobConfig, stage: StageConfig, params: StageParameters
+) -> tuple[CommOp, ...]:
+    ops = (
+        *list_tp_ops(job, stage, params),
+        *list_cp_ops(job, stage),
+        *list_ep_ops(job, stage),
+        *list_pp_ops(job, stage),
+        *list_fsdp_ops(job, params),
+        *list_dp_ops(job, params),
+        *list_tied_embedding_ops(job, stage),
+        *list_dualpipe_ops(job, stage, params),
+        *list_grad_norm_ops(job, stage.index),
     )
-    return tuple(message for message in found if message.count and message.input_bytes)
+    return tuple(message for message in ops if message.count and message.input_bytes)
 
 
 # ZeRO-3 and FSDP: all_gather of weights before each use, reduce_scatter of gradients after.
@@ -82,7 +84,7 @@ HSDP = Formula(
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class FsdpUnit:
     """count FSDP units (modules gathered as one), each with so many parameters on this rank.
 
     last: whether it is used last in the forward pass and first in the backward pass.
@@ -102,125 +104,132 @@ class UnitCounts:
     gradients: int
 
 
-def sharded_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
+def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
     """Lists the calls of one rank of a stage with zero = 3; experts have their own groups."""
     layout = job.parallel
     if layout.zero != 3:
         return ()
-    together = layout.ep == 1 and layout.expert_tp == layout.tp
-    dense, experts = units(held, together, layout.root_unit)
+    experts_in_layer = layout.ep == 1 and layout.expert_tp == layout.tp
+    dense, experts = list_fsdp_units(params, experts_in_layer, layout.root_unit)
     if job.training.framework == "deepspeed":
-        dense = _ends_apart(job, dense)
+        dense = _split_end_units(job, dense)
     return (
-        *_shard_messages(job, held.stage, dense, "dp_shard", layout.shard_size),
-        *_shard_messages(job, held.stage, experts, "expert_dp", layout.expert_shards),
+        *_list_shard_ops(job, params.stage, dense, "dp_shard", layout.shard_size),
+        *_list_shard_ops(job, params.stage, experts, "expert_dp", layout.expert_shards),
     )
 
 
-def units(
-    held: StageParameters, together: bool, root: bool = False
-) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+def list_fsdp_units(
+    params: StageParameters, experts_in_layer: bool, root: bool = False
+) -> tuple[tuple[FsdpUnit, ...], tuple[FsdpUnit, ...]]:
     """Lists the FSDP units of dense parameters and those of experts.
 
     together: whether a layer's unit includes its experts. root: whether all parameters outside of
     the layers are one unit. A tied embedding is also the head, and so the last unit.
     """
-    routed = held.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
-    mixture = routed.total if together else routed.dense
-    ends = [Unit(1, held.embedding), Unit(1, held.head + held.final_norm, last=True)]
-    if held.embedding and held.final_norm and not held.head:
+    routed = params.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
+    mixture = routed.total if experts_in_layer else routed.dense
+    ends = [FsdpUnit(1, params.embedding), FsdpUnit(1, params.head + params.final_norm, last=True)]
+    if params.embedding and params.final_norm and not params.head:
         root = True
     if root:
-        ends = [Unit(1, held.embedding + held.head + held.final_norm, last=True)]
-    layers = [Unit(held.dense_layers, held.dense_layer.dense), Unit(held.expert_layers, mixture)]
-    experts = () if together else (Unit(held.expert_layers, routed.experts),)
-    return tuple(_present([*layers, *ends])), tuple(_present([*experts]))
+        ends = [FsdpUnit(1, params.embedding + params.head + params.final_norm, last=True)]
+    layers = [
+        FsdpUnit(params.dense_layers, params.dense_layer.dense),
+        FsdpUnit(params.expert_layers, mixture),
+    ]
+    experts = () if experts_in_layer else (FsdpUnit(params.expert_layers, routed.experts),)
+    return tuple(_drop_empty_units([*layers, *ends])), tuple(_drop_empty_units([*experts]))
 
 
-def _ends_apart(job: JobConfig, found: tuple[Unit, ...]) -> tuple[Unit, ...]:
+def _split_end_units(job: JobConfig, fsdp_units: tuple[FsdpUnit, ...]) -> tuple[FsdpUnit, ...]:
     """Splits off positions and the final norm, which DeepSpeed gathers as separate modules.
 
     A layer is one unit if it was made a leaf (deepspeed.utils.set_z3_leaf_modules).
     """
-    positions, norm = job.model.positions * job.model.hidden, norm_parameters(job.model)
-    apart: list[Unit] = []
-    for unit in found:
+    positions, norm = job.model.positions * job.model.hidden, count_norm_parameters(job.model)
+    split_units: list[FsdpUnit] = []
+    for unit in fsdp_units:
         own = (norm if unit.last else positions) if unit.count == 1 else 0
-        apart += [replace(unit, parameters=unit.parameters - own), Unit(1, own)]
-    return tuple(_present(apart))
+        split_units += [replace(unit, parameters=unit.parameters - own), FsdpUnit(1, own)]
+    return tuple(_drop_empty_units(split_units))
 
 
-def _present(found: list[Unit]) -> list[Unit]:
-    return [unit for unit in found if unit.count and unit.parameters]
+def _drop_empty_units(fsdp_units: list[FsdpUnit]) -> list[FsdpUnit]:
+    return [unit for unit in fsdp_units if unit.count and unit.parameters]
 
 
-def _shard_messages(
-    job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+def _list_shard_ops(
+    job: JobConfig, stage: int, fsdp_units: tuple[FsdpUnit, ...], axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
     if job.training.framework != "deepspeed":
-        return tuple(m for unit in found for m in _of_unit(job, stage, unit, axis, ranks))
+        return tuple(
+            m for unit in fsdp_units for m in _list_unit_ops(job, stage, unit, axis, ranks)
+        )
     gathered = [
         m
-        for unit in found
-        for m in _of_unit(job, stage, unit, axis, ranks)
+        for unit in fsdp_units
+        for m in _list_unit_ops(job, stage, unit, axis, ranks)
         if m.op != "reduce_scatter"
     ]
-    return (*gathered, *_in_buckets(job, stage, found, axis, ranks))
+    return (*gathered, *_list_bucketed_ops(job, stage, fsdp_units, axis, ranks))
 
 
-def _in_buckets(
-    job: JobConfig, stage: int, found: tuple[Unit, ...], axis: str, ranks: int
+def _list_bucketed_ops(
+    job: JobConfig, stage: int, fsdp_units: tuple[FsdpUnit, ...], axis: str, ranks: int
 ) -> list[CommOp]:
     """Lists DeepSpeed's bucketed gradient reductions over all units, each padded to the ranks."""
     if ranks == 1:
         return []
-    place = CommSite("fsdp", axis, stage, "grad_sync", (FSDP_MESSAGES,))
+    site = CommSite("fsdp", axis, stage, "grad_sync", (FSDP_MESSAGES,))
     size = job.training.gradient_bytes
-    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in found)
+    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in fsdp_units)
     return [
-        reduce_scatter(place, each.count * job.microbatches, each.parameters * size, ranks)
-        for each in buckets(job, padded, ranks)
+        make_reduce_scatter(site, each.count * job.microbatches, each.parameters * size, ranks)
+        for each in split_buckets(job, padded, ranks)
     ]
 
 
-def _of_unit(job: JobConfig, stage: int, unit: Unit, axis: str, ranks: int) -> tuple[CommOp, ...]:
+def _list_unit_ops(
+    job: JobConfig, stage: int, unit: FsdpUnit, axis: str, ranks: int
+) -> tuple[CommOp, ...]:
     name = "hsdp" if job.parallel.dp_replicate > 1 else "fsdp"
-    times, own, found = times_of(job, unit), -(-unit.parameters // ranks), []
+    calls, own, ops = count_unit_calls(job, unit), -(-unit.parameters // ranks), []
     if ranks > 1:
         size = own * job.training.weight_bytes
-        for phase, each in (("forward", times.forward), ("backward", times.backward)):
-            place = CommSite(name, axis, stage, phase, (FSDP_MESSAGES,))
-            found.append(all_gather(place, unit.count * each, size, ranks))
-    count, size = unit.count * times.gradients, own * job.training.gradient_bytes
+        for phase, each in (("forward", calls.forward), ("backward", calls.backward)):
+            site = CommSite(name, axis, stage, phase, (FSDP_MESSAGES,))
+            ops.append(make_all_gather(site, unit.count * each, size, ranks))
+    count, size = unit.count * calls.gradients, own * job.training.gradient_bytes
     if ranks > 1:
-        place = CommSite(name, axis, stage, "grad_sync", (FSDP_MESSAGES,))
-        found.append(reduce_scatter(place, count, size * ranks, ranks))
+        site = CommSite(name, axis, stage, "grad_sync", (FSDP_MESSAGES,))
+        ops.append(make_reduce_scatter(site, count, size * ranks, ranks))
     if job.parallel.dp_replicate > 1:
-        place = CommSite(name, "dp_replicate", stage, "grad_sync", (HSDP,))
-        found.append(all_reduce(place, count, size, job.parallel.dp_replicate))
-    return tuple(found)
+        site = CommSite(name, "dp_replicate", stage, "grad_sync", (HSDP,))
+        ops.append(make_all_reduce(site, count, size, job.parallel.dp_replicate))
+    return tuple(ops)
 
 
-def times_of(job: JobConfig, unit: Unit) -> UnitCounts:
+def count_unit_calls(job: JobConfig, unit: FsdpUnit) -> UnitCounts:
     """Counts a unit's calls per step.
 
     With a pipeline, gradients are reduced once, and weights stay gathered between two backward
     passes unless a forward pass frees them, which then saves its own gather: m + 1 gathers for any
     schedule.
     """
-    m, policy = job.microbatches, _reshards(job)
+    m, policy = job.microbatches, _find_reshard_policy(job)
     if job.parallel.pp > 1:
-        return UnitCounts(1, 0, 1) if stays_gathered(job) else UnitCounts(m, 1, 1)
+        return UnitCounts(1, 0, 1) if is_kept_gathered(job) else UnitCounts(m, 1, 1)
     freed = policy == "always" or (policy == "default" and not unit.last)
     return UnitCounts(m, m if freed else 0, 1 if job.parallel.sum_once else m)
 
 
-def stays_gathered(job: JobConfig) -> bool:
+def is_kept_gathered(job: JobConfig) -> bool:
     """Whether a pipeline gathers its sharded weights once per step and keeps them."""
-    return job.parallel.zero == 3 and job.parallel.pp > 1 and _reshards(job) != "always"
+    return job.parallel.zero == 3 and job.parallel.pp > 1 and _find_reshard_policy(job) != "always"
 
 
-def _reshards(job: JobConfig) -> str:
+def _find_reshard_policy(job: JobConfig) -> str:
     """The reshard policy; the ZeRO paper and DeepSpeed free each unit after its forward pass."""
     if job.training.framework in ("zero-paper", "deepspeed"):
         return "always"
@@ -281,77 +290,81 @@ class Bucket:
     parameters: int
 
 
-def data_messages(job: JobConfig, held: StageParameters) -> tuple[CommOp, ...]:
+def list_dp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
     """Lists one rank's calls for gradients and weights; empty with ZeRO-3 (sharded_messages)."""
     layout = job.parallel
     if layout.zero == 3:
         return ()
     return (
-        *_replica_messages(job, held.stage, held.dense, "dp", layout.gradient_ranks),
-        *_replica_messages(job, held.stage, held.experts, "expert_dp", layout.expert_dp),
+        *_list_replica_ops(job, params.stage, params.dense, "dp", layout.gradient_ranks),
+        *_list_replica_ops(job, params.stage, params.experts, "expert_dp", layout.expert_dp),
     )
 
 
-def _replica_messages(
+def _list_replica_ops(
     job: JobConfig, stage: int, parameters: int, axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
     if ranks == 1 or parameters == 0:
         return ()
-    found = []
-    for bucket in buckets(job, parameters, ranks):
-        found += _summed(job, stage, bucket, axis, ranks)
-    if hands_out(job):
+    ops = []
+    for bucket in split_buckets(job, parameters, ranks):
+        ops += _list_gradient_ops(job, stage, bucket, axis, ranks)
+    if has_weight_broadcast(job):
         share = -(-parameters * job.training.weight_bytes // ranks)
-        place = CommSite("zero-1", axis, stage, "optimizer", (DDP, REDUNDANCY))
-        found.append(broadcast(place, ranks, share))
-    return tuple(found)
+        site = CommSite("zero-1", axis, stage, "optimizer", (DDP, REDUNDANCY))
+        ops.append(make_broadcast(site, ranks, share))
+    return tuple(ops)
 
 
-def hands_out(job: JobConfig) -> bool:
+def has_weight_broadcast(job: JobConfig) -> bool:
     """Whether DDP all_reduces gradients and each rank then broadcasts its updated weights."""
     return job.parallel.zero == 1 and job.training.framework == "ddp"
 
 
-def _summed(job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int) -> list[CommOp]:
+def _list_gradient_ops(
+    job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int
+) -> list[CommOp]:
     zero, size = job.parallel.zero, bucket.parameters * job.training.gradient_bytes
     name = f"zero-{zero}" if zero else "ddp"
-    if zero == 0 or hands_out(job):
-        place = CommSite(name, axis, stage, "grad_sync", (DDP,))
-        return [all_reduce(place, bucket.count, size, ranks)]
-    times = bucket.count * (job.microbatches if sums_every_microbatch(job) else 1)
-    summed, formula = (all_reduce, ALL_REDUCED) if sums_whole(job) else (reduce_scatter, ZERO)
+    if zero == 0 or has_weight_broadcast(job):
+        site = CommSite(name, axis, stage, "grad_sync", (DDP,))
+        return [make_all_reduce(site, bucket.count, size, ranks)]
+    times = bucket.count * (job.microbatches if is_reduced_every_microbatch(job) else 1)
+    make_reduction, formula = (
+        (make_all_reduce, ALL_REDUCED) if is_all_reduced(job) else (make_reduce_scatter, ZERO)
+    )
     weights = -(-bucket.parameters * job.training.weight_bytes // ranks)
     return [
-        summed(CommSite(name, axis, stage, "grad_sync", (formula,)), times, size, ranks),
-        all_gather(
+        make_reduction(CommSite(name, axis, stage, "grad_sync", (formula,)), times, size, ranks),
+        make_all_gather(
             CommSite(name, axis, stage, "optimizer", (formula,)), bucket.count, weights, ranks
         ),
     ]
 
 
-def sums_whole(job: JobConfig) -> bool:
+def is_all_reduced(job: JobConfig) -> bool:
     """Whether ZeRO-1 and 2 all_reduce whole buckets, of which each rank keeps its share."""
     return job.training.framework == "deepspeed"
 
 
-def sums_every_microbatch(job: JobConfig) -> bool:
+def is_reduced_every_microbatch(job: JobConfig) -> bool:
     """Whether ZeRO-2 reduces the gradients of each microbatch separately."""
     return job.parallel.zero == 2 and job.training.framework in EVERY_MICROBATCH
 
 
-def buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
     """Splits a rank's parameters into the framework's buckets.
 
     Real buckets end at tensor boundaries, so there are slightly fewer of them.
     """
-    first, each = _capacity(job, ranks)
+    first, each = _find_bucket_capacity(job, ranks)
     head = min(first, parameters)
     count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
     found = (Bucket(1, head), Bucket(count, each), Bucket(1, rest))
     return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
 
 
-def _capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
+def _find_bucket_capacity(job: JobConfig, ranks: int) -> tuple[int, int]:
     """Parameters of the first bucket and of each other one; 0 for no limit."""
     match job.training.framework:
         case "ddp" | "huggingface" | "fsdp2":

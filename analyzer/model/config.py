@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 # Limits and keys of the fields in a TOML file, used by config_decode.
 
-MOST = 10**18
+MAX_NUMBER = 10**18
 
 KEY = "key"
 """Metadata of a field: its key in a file if that differs from its name, "" if it has no key."""
@@ -24,14 +24,14 @@ class NumberLimits:
     """
 
     least: int = 1
-    most: int = MOST
-    noun: str = ""
+    most: int = MAX_NUMBER
+    label: str = ""
 
 
 Natural = Annotated[int, NumberLimits(0)]
 """An integer that may be 0."""
 
-AsDecimal = Annotated[int, NumberLimits(1, MOST, "")]
+AsDecimal = Annotated[int, NumberLimits(1, MAX_NUMBER, "")]
 """An integer that a calibration writes as 128.0."""
 
 # The architecture of a decoder transformer.
@@ -192,12 +192,12 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class MemoryCorrection:
     """A memory correction calibrated on the user's own runs: a factor on the saved activations of
     every stage, and constant bytes added on every rank."""
 
     activations: float = 1.0
-    constant_bytes: Annotated[int, NumberLimits(-MOST)] = 0
+    constant_bytes: Annotated[int, NumberLimits(-MAX_NUMBER)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class HardwareConfig:
     efficiency: Efficiency
     nvls: Annotated[float, NumberLimits(0)] = 0.0
     multiprocessors: int = 0
-    learned: Learned = Learned()
+    learned: MemoryCorrection = MemoryCorrection()
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Returns the dense peak of a dtype in FLOPs per second.
@@ -516,7 +516,7 @@ class JobConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GroupPlacement:
     """A group of ranks, evenly distributed over nodes."""
 
     ranks: int
@@ -527,20 +527,20 @@ class Span:
         return -(-self.ranks // self.ranks_per_node)
 
 
-def span_of(job: JobConfig, axis: str) -> Span:
+def place_group(job: JobConfig, axis: str) -> GroupPlacement:
     """Returns the placement of an axis's group: tp, cp, ep, dp (all ranks of the dense gradient
     reduction, including cp), dp_shard, dp_replicate, expert_tp, expert_dp, or pp (the two
     neighbors that are farthest apart)."""
-    ranks, stride = _ranks_and_stride(job.parallel, axis)
+    ranks, stride = _compute_ranks_and_stride(job.parallel, axis)
     if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
-        return Span(ranks, 1)
+        return GroupPlacement(ranks, 1)
     on_node = max(1, min(ranks, job.hardware.gpus_per_node // stride))
-    return Span(ranks, math.gcd(ranks, on_node))
+    return GroupPlacement(ranks, math.gcd(ranks, on_node))
 
 
-def _ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:
+def _compute_ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:
     if axis == "pp":
-        return min(2, layout.pp), _stride(layout, "pp")
+        return min(2, layout.pp), _compute_stride(layout, "pp")
     if axis == "expert_tp":
         return layout.expert_tp, 1
     if axis == "ep":
@@ -548,15 +548,17 @@ def _ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:
     if axis == "expert_dp":
         return layout.expert_dp, layout.ep * layout.expert_tp
     if axis == "dp":
-        return layout.gradient_ranks, min(_stride(layout, "cp"), _stride(layout, "dp"))
+        return layout.gradient_ranks, min(
+            _compute_stride(layout, "cp"), _compute_stride(layout, "dp")
+        )
     if axis == "dp_shard":
-        return layout.shard_size, min(_stride(layout, "cp"), _stride(layout, "dp"))
+        return layout.shard_size, min(_compute_stride(layout, "cp"), _compute_stride(layout, "dp"))
     if axis == "dp_replicate":
-        return layout.dp_replicate, _stride(layout, "dp") * layout.dp_shard
-    return getattr(layout, axis), _stride(layout, axis)
+        return layout.dp_replicate, _compute_stride(layout, "dp") * layout.dp_shard
+    return getattr(layout, axis), _compute_stride(layout, axis)
 
 
-def _stride(layout: ParallelConfig, axis: str) -> int:
+def _compute_stride(layout: ParallelConfig, axis: str) -> int:
     """Ranks between neighbors along the axis: the product of the faster axes."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     faster = layout.rank_order[: layout.rank_order.index(axis)]
@@ -610,57 +612,57 @@ class StageConfig:
         return any(chunk.head for chunk in self.chunks)
 
 
-def stages_of(job: JobConfig) -> tuple[StageConfig, ...]:
+def list_stages(job: JobConfig) -> tuple[StageConfig, ...]:
     """Lists the pipeline stages, first to last, each with its chunks."""
-    return _stages(*_shape(job))
+    return _build_stages(*_build_cache_key(job))
 
 
-def each_once(job: JobConfig, make: Callable[[StageConfig], _T]) -> tuple[_T, ...]:
+def map_unique_stages(job: JobConfig, build: Callable[[StageConfig], _T]) -> tuple[_T, ...]:
     """Calls make once for each distinct stage and returns its result for every stage.
 
     make must not depend on the stage's index.
     """
-    found: list[_T] = []
-    for stage, first in zip(stages_of(job), first_alike(job), strict=True):
-        found.append(make(stage) if first == stage.index else found[first])
-    return tuple(found)
+    results: list[_T] = []
+    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
+        results.append(build(stage) if first == stage.index else results[first])
+    return tuple(results)
 
 
-def first_alike(job: JobConfig) -> tuple[int, ...]:
+def find_equal_stages(job: JobConfig) -> tuple[int, ...]:
     """Returns for each stage the index of the first stage with equal chunks."""
-    return _first_alike(*_shape(job))
+    return _find_equal_stages(*_build_cache_key(job))
 
 
-def _shape(job: JobConfig) -> tuple[tuple[int, ...], int, Schedule, int, int]:
+def _build_cache_key(job: JobConfig) -> tuple[tuple[int, ...], int, Schedule, int, int]:
     layout, dense = job.parallel, job.model.layers - job.model.expert_layers
-    return layers_per_chunk(job), dense, layout.schedule, layout.pp, layout.chunks
+    return split_layers(job), dense, layout.schedule, layout.pp, layout.chunks
 
 
 @lru_cache(maxsize=1024)
-def _stages(
+def _build_stages(
     sizes: tuple[int, ...], dense: int, schedule: Schedule, pp: int, chunks: int
 ) -> tuple[StageConfig, ...]:
-    model = _chunks(sizes, dense)
+    model = _build_chunks(sizes, dense)
     return tuple(
-        StageConfig(rank, tuple(model[i] for i in _of_rank(schedule, pp, chunks, rank)))
+        StageConfig(rank, tuple(model[i] for i in _list_rank_chunks(schedule, pp, chunks, rank)))
         for rank in range(pp)
     )
 
 
 @lru_cache(maxsize=1024)
-def _first_alike(
+def _find_equal_stages(
     sizes: tuple[int, ...], dense: int, schedule: Schedule, pp: int, chunks: int
 ) -> tuple[int, ...]:
-    held = [stage.chunks for stage in _stages(sizes, dense, schedule, pp, chunks)]
-    return tuple(held.index(each) for each in held)
+    chunk_lists = [stage.chunks for stage in _build_stages(sizes, dense, schedule, pp, chunks)]
+    return tuple(chunk_lists.index(each) for each in chunk_lists)
 
 
-def chunks_of_rank(job: JobConfig, rank: int) -> tuple[int, ...]:
+def list_rank_chunks(job: JobConfig, rank: int) -> tuple[int, ...]:
     """Lists the positions in the model of a pipeline rank's chunks."""
-    return _of_rank(job.parallel.schedule, job.parallel.pp, job.parallel.chunks, rank)
+    return _list_rank_chunks(job.parallel.schedule, job.parallel.pp, job.parallel.chunks, rank)
 
 
-def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, ...]:
+def _list_rank_chunks(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, ...]:
     """Interleaved ranks have every pp-th chunk; zb-v and dualpipe-v fold the model into a V;
     dualpipe runs a second copy of the model from the other end."""
     if p > 1 and schedule in ("zb-v", "dualpipe-v"):
@@ -670,25 +672,25 @@ def _of_rank(schedule: Schedule, p: int, chunks: int, rank: int) -> tuple[int, .
     return tuple(rank + p * chunk for chunk in range(chunks))
 
 
-def chunk_count(job: JobConfig) -> int:
+def count_chunks(job: JobConfig) -> int:
     """Number of model stages (p v; p for each of dualpipe's two copies)."""
     p, layout = job.parallel.pp, job.parallel
     return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
 
 
-def layers_per_chunk(job: JobConfig) -> tuple[int, ...]:
+def split_layers(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first stages get the remainder."""
     if job.parallel.layers_per_stage is not None:
         return job.parallel.layers_per_stage
-    count = chunk_count(job)
-    each, rest = divmod(job.model.layers, count)
-    return tuple(each + (i < rest) for i in range(count))
+    count = count_chunks(job)
+    base_layers, rest = divmod(job.model.layers, count)
+    return tuple(base_layers + (i < rest) for i in range(count))
 
 
-def _chunks(sizes: tuple[int, ...], dense: int) -> tuple[Chunk, ...]:
-    before, found = 0, []
+def _build_chunks(sizes: tuple[int, ...], dense: int) -> tuple[Chunk, ...]:
+    before, chunks = 0, []
     for i, layers in enumerate(sizes):
-        here = max(0, min(before + layers, dense) - before)
-        found.append(Chunk(here, layers - here, i == 0, i == len(sizes) - 1))
+        dense_here = max(0, min(before + layers, dense) - before)
+        chunks.append(Chunk(dense_here, layers - dense_here, i == 0, i == len(sizes) - 1))
         before += layers
-    return tuple(found)
+    return tuple(chunks)

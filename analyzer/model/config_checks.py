@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, chunk_count
+from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, count_chunks
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 
 
 def check(job: JobConfig) -> None:
     """Raises UsageError for an invalid job: one line with the numbers and a hint."""
-    fault = first_fault(job)
+    fault = find_violation(job)
     if fault is not None:
         raise UsageError(f"{fault.problem}; {fault.hint}")
 
 
-def first_fault(job: JobConfig) -> Fault | None:
+def find_violation(job: JobConfig) -> Violation | None:
     """The first violated constraint, None if the job is valid."""
     found = (fault(job) for fault in (*AXIS_CHECKS, *BATCH_CHECKS, *STAGE_CHECKS))
     return next((fault for fault in found if fault is not None), None)
@@ -27,217 +27,223 @@ def first_fault(job: JobConfig) -> Fault | None:
 
 _AXES = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "chunks")
 
-_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
+_MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
 
 
-def _sizes(job: JobConfig) -> Fault | None:
+def _check_sizes(job: JobConfig) -> Violation | None:
     """Every size is at least one."""
     model, layout = job.model, job.parallel
     sizes = [(name, getattr(layout, name)) for name in _AXES]
-    sizes += [(name, getattr(model, name)) for name in _SIZES]
+    sizes += [(name, getattr(model, name)) for name in _MODEL_SIZES]
     small = next(((name, size) for name, size in sizes if size < 1), None)
     if small is None:
         return None
-    return Fault(f"{small[0]} ({small[1]}) must be >= 1", f"fix {small[0]}")
+    return Violation(f"{small[0]} ({small[1]}) must be >= 1", f"fix {small[0]}")
 
 
-def _heads(job: JobConfig) -> Fault | None:
-    return uneven("heads", job.model.heads, "tp", job.parallel.tp)
+def _check_heads(job: JobConfig) -> Violation | None:
+    return check_divisible("heads", job.model.heads, "tp", job.parallel.tp)
 
 
-def _kv_heads(job: JobConfig) -> Fault | None:
+def _check_kv_heads(job: JobConfig) -> Violation | None:
     """Each tp rank has whole key-value heads, or several tp ranks replicate one."""
     heads, tp = job.model.kv_heads, job.parallel.tp
-    groups = uneven("heads", job.model.heads, "kv_heads", heads)
+    groups = check_divisible("heads", job.model.heads, "kv_heads", heads)
     if groups is not None or job.model.latent is not None:
         return groups
     if tp > heads:
-        return uneven("tp", tp, "kv_heads", heads)
-    return uneven("kv_heads", heads, "tp", tp)
+        return check_divisible("tp", tp, "kv_heads", heads)
+    return check_divisible("kv_heads", heads, "tp", tp)
 
 
-def _ffn(job: JobConfig) -> Fault | None:
+def _check_ffn(job: JobConfig) -> Violation | None:
     """Checks the MLP of dense layers; a model with experts in every layer has none."""
     if job.model.expert_layers == job.model.layers:
         return None
-    return uneven("ffn", job.model.ffn, "tp", job.parallel.tp)
+    return check_divisible("ffn", job.model.ffn, "tp", job.parallel.tp)
 
 
-def _experts(job: JobConfig) -> Fault | None:
+def _check_experts(job: JobConfig) -> Violation | None:
     experts, ep = job.model.experts, job.parallel.ep
     if experts is None:
-        return Fault(f"ep ({ep}) needs a model with experts", "remove ep") if ep > 1 else None
+        return Violation(f"ep ({ep}) needs a model with experts", "remove ep") if ep > 1 else None
     if experts.top_k > experts.count:
         problem = f"top_k ({experts.top_k}) exceeds experts ({experts.count})"
-        return Fault(problem, "fix one of them")
+        return Violation(problem, "fix one of them")
     if experts.dense_layers > job.model.layers:
         problem = f"dense_layers ({experts.dense_layers}) exceeds layers ({job.model.layers})"
-        return Fault(problem, "fix one of them")
-    return uneven("experts", experts.count, "ep", ep)
+        return Violation(problem, "fix one of them")
+    return check_divisible("experts", experts.count, "ep", ep)
 
 
-def _expert_tp(job: JobConfig) -> Fault | None:
+def _check_expert_tp(job: JobConfig) -> Violation | None:
     experts, expert_tp = job.model.experts, job.parallel.expert_tp
     if experts is not None:
-        return uneven("expert ffn", experts.ffn, "expert_tp", expert_tp)
+        return check_divisible("expert ffn", experts.ffn, "expert_tp", expert_tp)
     problem = f"expert_tp ({expert_tp}) needs a model with experts"
-    return Fault(problem, "remove expert_tp") if expert_tp > 1 else None
+    return Violation(problem, "remove expert_tp") if expert_tp > 1 else None
 
 
-def _expert_ranks(job: JobConfig) -> Fault | None:
+def _check_expert_ranks(job: JobConfig) -> Violation | None:
     """Experts are distributed over the ranks of one pp coordinate."""
     layout = job.parallel
-    ranks, over = layout.tp * layout.cp * layout.dp, layout.ep * layout.expert_tp
-    if ranks % over == 0:
+    ranks, expert_ranks = layout.tp * layout.cp * layout.dp, layout.ep * layout.expert_tp
+    if ranks % expert_ranks == 0:
         return None
     dividend = _format_product(("tp", layout.tp), ("cp", layout.cp), ("dp", layout.dp))
     divisor = _format_product(("ep", layout.ep), ("expert_tp", layout.expert_tp))
-    return Fault(f"{dividend} must be divisible by {divisor}", "fix ep or the axes")
+    return Violation(f"{dividend} must be divisible by {divisor}", "fix ep or the axes")
 
 
-def _sequence(job: JobConfig) -> Fault | None:
+def _check_sequence(job: JobConfig) -> Violation | None:
     """The sequence is split over cp, and with sequence parallelism over tp as well."""
     layout, seq_len = job.parallel, job.training.seq_len
     if not layout.sequence_parallel:
-        return uneven("seq_len", seq_len, "cp", layout.cp)
-    over = _format_product(("cp", layout.cp), ("tp", layout.tp))
+        return check_divisible("seq_len", seq_len, "cp", layout.cp)
+    divisor = _format_product(("cp", layout.cp), ("tp", layout.tp))
     hint = "fix seq_len or the axes, or remove sequence_parallel"
-    return rest_of("seq_len", seq_len, over, layout.cp * layout.tp, hint)
+    return check_remainder("seq_len", seq_len, divisor, layout.cp * layout.tp, hint)
 
 
-def _ulysses(job: JobConfig) -> Fault | None:
+def _check_ulysses(job: JobConfig) -> Violation | None:
     """Ulysses gives each cp rank whole heads."""
     layout = job.parallel
     if layout.cp == 1 or layout.context_kind != "ulysses":
         return None
-    over = _format_product(("cp", layout.cp), ("tp", layout.tp))
-    return rest_of("heads", job.model.heads, over, layout.cp * layout.tp, 'set context = "ring"')
+    divisor = _format_product(("cp", layout.cp), ("tp", layout.tp))
+    return check_remainder(
+        "heads", job.model.heads, divisor, layout.cp * layout.tp, 'set context = "ring"'
+    )
 
 
 AXIS_CHECKS = (
-    _sizes, _heads, _kv_heads, _ffn, _experts, _expert_tp, _expert_ranks, _sequence, _ulysses,
+    _check_sizes, _check_heads, _check_kv_heads, _check_ffn, _check_experts, _check_expert_tp, _check_expert_ranks, _check_sequence, _check_ulysses,
 )  # fmt: skip
 
 
 # Constraints of the batch, the precision and ZeRO.
 
 
-def _global_batch(job: JobConfig) -> Fault | None:
-    recipe, dp = job.training, job.parallel.dp
-    each = recipe.micro_batch * dp
-    if recipe.micro_batch >= 1 and recipe.global_batch >= 1 and recipe.global_batch % each == 0:
+def _check_global_batch(job: JobConfig) -> Violation | None:
+    training, dp = job.training, job.parallel.dp
+    batch_multiple = training.micro_batch * dp
+    if (
+        training.micro_batch >= 1
+        and training.global_batch >= 1
+        and training.global_batch % batch_multiple == 0
+    ):
         return None
-    if recipe.micro_batch < 1:
-        return Fault(f"micro_batch ({recipe.micro_batch}) must be >= 1", "fix micro_batch")
-    divisor = _format_product(("micro_batch", recipe.micro_batch), ("dp", dp))
-    problem = f"global_batch ({recipe.global_batch}) must be divisible by {divisor}"
-    return Fault(problem, f"make global_batch a multiple of {each}")
+    if training.micro_batch < 1:
+        return Violation(f"micro_batch ({training.micro_batch}) must be >= 1", "fix micro_batch")
+    divisor = _format_product(("micro_batch", training.micro_batch), ("dp", dp))
+    problem = f"global_batch ({training.global_batch}) must be divisible by {divisor}"
+    return Violation(problem, f"make global_batch a multiple of {batch_multiple}")
 
 
-def _positions(job: JobConfig) -> Fault | None:
+def _check_positions(job: JobConfig) -> Violation | None:
     positions, seq_len = job.model.positions, job.training.seq_len
     if positions == 0 or seq_len <= positions:
         return None
     problem = f"seq_len ({seq_len}) exceeds learned_positions ({positions})"
-    return Fault(problem, "raise learned_positions")
+    return Violation(problem, "raise learned_positions")
 
 
-def _dtype(job: JobConfig) -> Fault | None:
+def _check_dtype(job: JobConfig) -> Violation | None:
     hardware, dtype = job.hardware, job.training.dtype
     if hardware.peak_flops_per_s(dtype) is not None:
         return None
     known = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
     problem = f"{hardware.name} has no {dtype} peak (available: {known})"
-    return Fault(problem, "choose another dtype")
+    return Violation(problem, "choose another dtype")
 
 
-def _shards(job: JobConfig) -> Fault | None:
+def _check_shards(job: JobConfig) -> Violation | None:
     """dp_shard needs ZeRO-3, and ZeRO-3 needs more than one rank to shard over."""
     layout = job.parallel
     if layout.zero != 3 and layout.dp_shard > 1:
         problem = f"dp_shard ({layout.dp_shard}) needs ZeRO-3, but zero = {layout.zero}"
-        return Fault(problem, "use dp instead, or set zero = 3")
+        return Violation(problem, "use dp instead, or set zero = 3")
     if layout.zero == 3 and layout.shard_size == 1 and layout.dp_replicate > 1:
         problem = "ZeRO-3 needs more than one rank to shard over, but dp_shard x cp = 1"
-        return Fault(problem, "set dp_shard or zero = 0")
+        return Violation(problem, "set dp_shard or zero = 0")
     return None
 
 
-def _ddp(job: JobConfig) -> Fault | None:
+def _check_ddp(job: JobConfig) -> Violation | None:
     """DDP with ZeroRedundancyOptimizer is zero = 1; DDP supports no higher stage."""
     if job.training.framework != "ddp" or job.parallel.zero <= 1:
         return None
     problem = f"DDP shards neither gradients nor weights, but zero = {job.parallel.zero}"
-    return Fault(problem, 'set framework = "fsdp2"')
+    return Violation(problem, 'set framework = "fsdp2"')
 
 
-BATCH_CHECKS = (_global_batch, _positions, _dtype, _shards, _ddp)
+BATCH_CHECKS = (_check_global_batch, _check_positions, _check_dtype, _check_shards, _check_ddp)
 
 
 # Constraints of the pipeline schedule: layers, stages and microbatches.
 
 
-def _chunks(job: JobConfig) -> Fault | None:
+def _check_chunks(job: JobConfig) -> Violation | None:
     """Only interleaved schedules have a number of chunks; V schedules always have two."""
     layout = job.parallel
     if layout.pp == 1:
         problem = f"chunks ({layout.chunks}) needs pp > 1"
-        return Fault(problem, "remove chunks") if layout.chunks > 1 else None
+        return Violation(problem, "remove chunks") if layout.chunks > 1 else None
     if layout.schedule in TWO_STAGES:
         problem = f"chunks ({layout.chunks}) must be <= 2 with schedule {layout.schedule}"
-        return Fault(problem, "remove chunks") if layout.chunks > 2 else None
+        return Violation(problem, "remove chunks") if layout.chunks > 2 else None
     if layout.schedule != "interleaved":
         problem = f"chunks ({layout.chunks}) needs schedule interleaved, not {layout.schedule}"
-        return Fault(problem, 'set schedule = "interleaved"') if layout.chunks > 1 else None
+        return Violation(problem, 'set schedule = "interleaved"') if layout.chunks > 1 else None
     problem = "chunks (1) must be >= 2 with schedule interleaved"
-    return Fault(problem, "raise chunks") if layout.chunks == 1 else None
+    return Violation(problem, "raise chunks") if layout.chunks == 1 else None
 
 
-def _layers(job: JobConfig) -> Fault | None:
+def _check_layers(job: JobConfig) -> Violation | None:
     """Megatron-LM needs equal stages; other frameworks give the first stages one layer more."""
     layout, layers = job.parallel, job.model.layers
-    over = _stages(job)
+    divisor = _format_stage_count(job)
     if layout.layers_per_stage is not None:
         return None
-    if layers < chunk_count(job):
-        return Fault(f"layers ({layers}) must be >= {over}", "fix one of them")
+    if layers < count_chunks(job):
+        return Violation(f"layers ({layers}) must be >= {divisor}", "fix one of them")
     if job.training.framework != "megatron":
         return None
-    return rest_of("layers", layers, over, chunk_count(job), "set layers_per_stage")
+    return check_remainder("layers", layers, divisor, count_chunks(job), "set layers_per_stage")
 
 
-def _stages(job: JobConfig) -> str:
+def _format_stage_count(job: JobConfig) -> str:
     """The number of model stages as text: "pp (4)" or "pp (4) x chunks (2)"."""
     pp = job.parallel.pp
-    if chunk_count(job) == pp:
+    if count_chunks(job) == pp:
         return f"pp ({pp})"
     return _format_product(("pp", pp), ("chunks", job.parallel.stages_per_rank))
 
 
-def _layers_per_stage(job: JobConfig) -> Fault | None:
+def _check_layers_per_stage(job: JobConfig) -> Violation | None:
     """layers_per_stage has one entry per stage, and they sum to the model's layers."""
     stated = job.parallel.layers_per_stage
     if stated is None:
         return None
-    if len(stated) != chunk_count(job):
-        stages = chunk_count(job)
+    if len(stated) != count_chunks(job):
+        stages = count_chunks(job)
         problem = f"entries of layers_per_stage ({len(stated)}) must match the stages ({stages})"
-        return Fault(problem, "fix layers_per_stage or pp")
+        return Violation(problem, "fix layers_per_stage or pp")
     if sum(stated) == job.model.layers:
         return None
     problem = f"sum of layers_per_stage ({sum(stated)}) must equal layers ({job.model.layers})"
-    return Fault(problem, "fix one of them")
+    return Violation(problem, "fix one of them")
 
 
-def _interleaved(job: JobConfig) -> Fault | None:
+def _check_interleaved(job: JobConfig) -> Violation | None:
     layout = job.parallel
     if layout.schedule != "interleaved" or layout.pp == 1:
         return None
     hint = "make the microbatches per rank a multiple of pp"
-    return uneven("microbatches", job.microbatches, "pp", layout.pp, hint)
+    return check_divisible("microbatches", job.microbatches, "pp", layout.pp, hint)
 
 
-def _dualpipe(job: JobConfig) -> Fault | None:
+def _check_dualpipe(job: JobConfig) -> Violation | None:
     """DualPipe feeds half of the microbatches from each end of a pipeline of even length.
 
     deepseek-ai/DualPipe: dualpipe.py needs an even number of ranks and of microbatches, and at
@@ -248,40 +254,48 @@ def _dualpipe(job: JobConfig) -> Fault | None:
         return None
     if m < 2 * p:
         problem = f"microbatches ({m}) must be >= 2 x pp ({2 * p}) with schedule {schedule}"
-        return Fault(problem, "raise global_batch")
+        return Violation(problem, "raise global_batch")
     if schedule == "dualpipe-v":
         return None
     odd = next((name for name, count in (("pp", p), ("microbatches", m)) if count % 2), None)
     if odd is None:
         return None
     count = p if odd == "pp" else m
-    return Fault(f"{odd} ({count}) must be even with schedule dualpipe", f"make {odd} even")
+    return Violation(f"{odd} ({count}) must be even with schedule dualpipe", f"make {odd} even")
 
 
-STAGE_CHECKS = (_chunks, _layers, _layers_per_stage, _interleaved, _dualpipe)
+STAGE_CHECKS = (
+    _check_chunks,
+    _check_layers,
+    _check_layers_per_stage,
+    _check_interleaved,
+    _check_dualpipe,
+)
 
 
 # A violated constraint, and the checks of divisibility.
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Violation:
     """A violated constraint: the problem with its numbers, and a hint how to fix it."""
 
     problem: str
     hint: str
 
 
-def uneven(what: str, count: int, axis: str, ranks: int, hint: str = "") -> Fault | None:
+def check_divisible(
+    what: str, count: int, axis: str, ranks: int, hint: str = ""
+) -> Violation | None:
     """The violation if the ranks of an axis do not divide a count."""
-    return rest_of(what, count, f"{axis} ({ranks})", ranks, hint or f"fix {what} or {axis}")
+    return check_remainder(what, count, f"{axis} ({ranks})", ranks, hint or f"fix {what} or {axis}")
 
 
-def rest_of(what: str, count: int, over: str, parts: int, hint: str) -> Fault | None:
+def check_remainder(what: str, count: int, divisor: str, parts: int, hint: str) -> Violation | None:
     """The violation if parts does not divide a count; over is the divisor as text."""
     if count % parts == 0:
         return None
-    return Fault(f"{what} ({count}) must be divisible by {over}", hint)
+    return Violation(f"{what} ({count}) must be divisible by {divisor}", hint)
 
 
 def _format_product(*axes: tuple[str, int]) -> str:

@@ -13,13 +13,13 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.model.config import KEY, MOST, AsDecimal, NumberLimits
+from stepsplit.analyzer.model.config import KEY, MAX_NUMBER, AsDecimal, NumberLimits
 
 _T = TypeVar("_T")
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
-_FEW = 4
+_MAX_CHOICES = 4
 
 _TABLE = dict[str, object]
 
@@ -37,36 +37,36 @@ class TomlTable:
     name: str
     values: Mapping[str, Any]
 
-    def path(self, key: str) -> str:
+    def join_key(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
 
-    def error(self, key: str, problem: str, hint: str) -> DataError:
-        return DataError(self.where, f"{self.path(key)}: {problem}", hint)
+    def build_error(self, key: str, problem: str, hint: str) -> DataError:
+        return DataError(self.where, f"{self.join_key(key)}: {problem}", hint)
 
     def select(self, *keys: str) -> TomlTable:
         """Returns the table with only these keys."""
         own = {key: value for key, value in self.values.items() if key in keys}
         return replace(self, values=own)
 
-    def inner(self, key: str) -> TomlTable:
+    def get_subtable(self, key: str) -> TomlTable:
         """Returns the table of the key; an empty one if the key has no table."""
         value = self.values.get(key)
-        return TomlTable(self.where, self.path(key), value if isinstance(value, dict) else {})
+        return TomlTable(self.where, self.join_key(key), value if isinstance(value, dict) else {})
 
 
 def read_table(path: str | Path) -> TomlTable:
     """Reads a TOML file as one table. Raises DataError."""
     try:
         with Path(path).open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "check the path") from None
-    if len(text) > _MOST_BYTES:
+    if len(text) > _MAX_BYTES:
         raise DataError(path, "too large for a TOML config", "check the path")
-    return table_of(path, text)
+    return parse_table(path, text)
 
 
-def table_of(where: str | Path, text: bytes) -> TomlTable:
+def parse_table(where: str | Path, text: bytes) -> TomlTable:
     """Parses TOML text; where is the file name in errors. Raises DataError."""
     try:
         values: dict[str, Any] = tomllib.loads(text.decode())
@@ -89,7 +89,7 @@ class Mistakes(list[DataError]):
         except DataError as error:
             self.append(error)
 
-    def refuse(self) -> None:
+    def raise_all(self) -> None:
         """Raises the first mistake as a DataError that lists the others in the same line."""
         if not self:
             return
@@ -106,35 +106,35 @@ class Mistakes(list[DataError]):
 # Decoding of a table: each key by its type.
 
 
-def decode_table(table: TomlTable, kinds: Kinds, needed: Sequence[str] = ()) -> dict[str, Any]:
+def decode_table(table: TomlTable, kinds: Kinds, required: Sequence[str] = ()) -> dict[str, Any]:
     """Like decode_keys, but raises a DataError with all mistakes of the table."""
     mistakes = Mistakes()
-    found = decode_keys(table, kinds, mistakes, needed)
-    mistakes.refuse()
-    return found
+    decoded = decode_keys(table, kinds, mistakes, required)
+    mistakes.raise_all()
+    return decoded
 
 
 def decode_keys(
-    table: TomlTable, kinds: Kinds, mistakes: Mistakes, needed: Sequence[str] = ()
+    table: TomlTable, kinds: Kinds, mistakes: Mistakes, required: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Decodes the table's values; unknown, missing and invalid ones are added to mistakes."""
-    found, known = {}, tuple(kinds)
+    decoded, known = {}, tuple(kinds)
     for key in table.values:
         if key not in kinds:
-            hint = f"write {join_choices(nearest_words(key, known))}"
-            mistakes.append(table.error(key, "unknown key", hint))
-    for key in needed:
+            hint = f"write {join_choices(find_nearest_words(key, known))}"
+            mistakes.append(table.build_error(key, "unknown key", hint))
+    for key in required:
         if key not in table.values:
-            mistakes.append(table.error(key, "missing", f"give {key}"))
+            mistakes.append(table.build_error(key, "missing", f"give {key}"))
     for key, value in table.values.items():
         if key in kinds and value is not None:
             with mistakes.collect():
-                found[key] = _decode_value(table, key, value, kinds[key])
-    return found
+                decoded[key] = _decode_value(table, key, value, kinds[key])
+    return decoded
 
 
 def decode_section(
-    table: TomlTable, key: str, kind: type[_T], base: _T | None, mistakes: Mistakes, **usual: Any
+    table: TomlTable, key: str, kind: type[_T], base: _T | None, mistakes: Mistakes, **defaults: Any
 ) -> _T | None:
     """Decodes the subtable of a key to a dataclass; missing keys are taken from base.
 
@@ -144,26 +144,30 @@ def decode_section(
     """
     if not isinstance(table.values.get(key), dict):
         return base
-    needed = [] if base is not None else [name for name in needed_keys(kind) if name not in usual]
-    kinds = {**decoded_kinds(kind), "source": str}
-    stated = decode_keys(table.inner(key), kinds, mistakes, needed)
-    if not all(name in stated for name in needed):
+    required = (
+        []
+        if base is not None
+        else [name for name in list_required_keys(kind) if name not in defaults]
+    )
+    kinds = {**collect_kinds(kind), "source": str}
+    stated = decode_keys(table.get_subtable(key), kinds, mistakes, required)
+    if not all(name in stated for name in required):
         return base
-    found = {**usual, **select_fields(kind, stated)}
-    return kind(**found) if base is None else replace(base, **found)  # type: ignore[type-var]
+    values = {**defaults, **select_fields(kind, stated)}
+    return kind(**values) if base is None else replace(base, **values)  # type: ignore[type-var]
 
 
-def decoded_kinds(kind: type) -> dict[str, Any]:
+def collect_kinds(kind: type) -> dict[str, Any]:
     """Returns the type of each key of the dataclass in a file, in the order of its fields."""
     hints = get_type_hints(kind, include_extras=True)
     return {
-        key: _stated_kind(hints[field.name])
+        key: _normalize_kind(hints[field.name])
         for field in fields(kind)
         if (key := field.metadata.get(KEY, field.name))
     }
 
 
-def needed_keys(kind: type) -> tuple[str, ...]:
+def list_required_keys(kind: type) -> tuple[str, ...]:
     """Lists the keys of the fields without a default."""
     return tuple(
         field.metadata.get(KEY, field.name) for field in fields(kind) if field.default is MISSING
@@ -186,7 +190,7 @@ def replace_aliases(table: TomlTable, aliases: Mapping[str, Mapping[str, str]]) 
     return replace(table, values={**table.values, **own})
 
 
-def _stated_kind(kind: Any) -> Any:
+def _normalize_kind(kind: Any) -> Any:
     """The type of a field in a file: without None, and a table for a dataclass."""
     if get_origin(kind) in (Union, UnionType):
         kind = Union[tuple(each for each in get_args(kind) if each is not NoneType)]  # noqa: UP007
@@ -196,14 +200,16 @@ def _stated_kind(kind: Any) -> Any:
 def _decode_value(table: TomlTable, key: str, value: object, kind: Any) -> Any:
     if kind == AsDecimal and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if fits(value, kind):
+    if can_convert(value, kind):
         return convert(value, kind)
     if kind == list[_TABLE]:
-        raise table.error(key, f"{value!r} is not a list of tables", f"write [[{table.path(key)}]]")
+        raise table.build_error(
+            key, f"{value!r} is not a list of tables", f"write [[{table.join_key(key)}]]"
+        )
     if kind == _TABLE:
-        raise table.error(key, f"{value!r} is not a table", f"write [{table.path(key)}]")
+        raise table.build_error(key, f"{value!r} is not a table", f"write [{table.join_key(key)}]")
     place, problem, hint = _describe(value, kind)
-    raise table.error(f"{key}{place}", problem, hint)
+    raise table.build_error(f"{key}{place}", problem, hint)
 
 
 # One value: its conversion by msgspec, and the description of a mistake.
@@ -213,10 +219,10 @@ def convert(value: object, kind: Any) -> Any:
     """Converts the value to its type. Imports msgspec only here, to keep imports fast."""
     import msgspec
 
-    return msgspec.convert(value, _limited(kind), strict=True)
+    return msgspec.convert(value, _apply_limits(kind), strict=True)
 
 
-def fits(value: object, kind: Any) -> bool:
+def can_convert(value: object, kind: Any) -> bool:
     import msgspec
 
     try:
@@ -227,20 +233,20 @@ def fits(value: object, kind: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _limited(kind: Any) -> Any:
+def _apply_limits(kind: Any) -> Any:
     """Returns the type with its limits in msgspec's form."""
     from msgspec import Meta
 
     plain = {
-        int: Annotated[int, Meta(ge=1, le=MOST)],
-        float: Annotated[float, Meta(gt=0, le=MOST)],
+        int: Annotated[int, Meta(ge=1, le=MAX_NUMBER)],
+        float: Annotated[float, Meta(gt=0, le=MAX_NUMBER)],
         str: Annotated[str, Meta(min_length=1)],
     }
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return Annotated[arguments[0], Meta(ge=arguments[1].least, le=arguments[1].most)]
     if origin in (Union, UnionType, tuple, frozenset):
-        entries = tuple(map(_limited, arguments))
+        entries = tuple(map(_apply_limits, arguments))
         return Union[entries] if origin is UnionType else origin[entries]  # noqa: UP007
     return plain.get(kind, kind)
 
@@ -257,11 +263,11 @@ def _describe(value: object, kind: Any) -> tuple[str, str, str]:
     """Returns the position of the mistake in the value ("" or "[2]"), the problem and the hint."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _describe(value, _likeliest(value, arguments))
+        return _describe(value, _choose_kind(value, arguments))
     if origin in (tuple, frozenset):
         return _describe_list(value, arguments[0])
     if origin is Literal:
-        hint = f"write {join_choices(nearest_words(str(value), arguments))}"
+        hint = f"write {join_choices(find_nearest_words(str(value), arguments))}"
         return "", f"{value!r} is unknown", hint
     if origin is Annotated:
         return "", *_describe_limits(value, *arguments)
@@ -269,7 +275,7 @@ def _describe(value: object, kind: Any) -> tuple[str, str, str]:
     return "", f"{value!r} {problem}", hint
 
 
-def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
+def _choose_kind(value: object, kinds: tuple[Any, ...]) -> Any:
     """Chooses the likely type of a key with several: the literals for a string, else the last."""
     words = [kind for kind in kinds if get_origin(kind) is Literal]
     return words[0] if words and isinstance(value, str) else kinds[-1]
@@ -278,9 +284,9 @@ def _likeliest(value: object, kinds: tuple[Any, ...]) -> Any:
 def _describe_limits(value: object, kind: type, limits: NumberLimits) -> tuple[str, str]:
     if kind is float:
         return f"{value!r} is not a valid number", f"write a number >= {limits.least}"
-    if limits.noun and fits(value, Annotated[int, NumberLimits(limits.least)]):
+    if limits.label and can_convert(value, Annotated[int, NumberLimits(limits.least)]):
         known = [str(number) for number in range(limits.least, limits.most + 1)]
-        return f"{value!r} is not a valid {limits.noun}", f"write {join_choices(known)}"
+        return f"{value!r} is not a valid {limits.label}", f"write {join_choices(known)}"
     return f"{value!r} is not a valid count", f"write an integer >= {limits.least}"
 
 
@@ -291,7 +297,7 @@ def _describe_list(value: object, entry: Any) -> tuple[str, str, str]:
     if not isinstance(value, list):
         hint = f"write {'strings' if words else 'integers'} in [ ]"
         return "", f"{value!r} is not a list", hint
-    place = next(i for i, each in enumerate(value) if not fits(each, entry))
+    place = next(i for i, each in enumerate(value) if not can_convert(each, entry))
     _, problem, hint = _describe(value[place], entry)
     return "" if words else f"[{place}]", problem, hint
 
@@ -299,11 +305,11 @@ def _describe_list(value: object, entry: Any) -> tuple[str, str, str]:
 # Suggestions for an unknown word.
 
 
-def nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
+def find_nearest_words(word: str, known: Sequence[str]) -> Sequence[str]:
     """Finds the known words closest to this one; returns all if there are few."""
-    if len(known) <= _FEW:
+    if len(known) <= _MAX_CHOICES:
         return known
-    return difflib.get_close_matches(word.lower(), known, n=_FEW, cutoff=0.0)
+    return difflib.get_close_matches(word.lower(), known, n=_MAX_CHOICES, cutoff=0.0)
 
 
 def join_choices(words: Sequence[str]) -> str:

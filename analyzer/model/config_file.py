@@ -27,37 +27,37 @@ from stepsplit.analyzer.model.config import (
     Target,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_checks import first_fault
+from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
+    collect_kinds,
     decode_keys,
     decode_section,
-    decoded_kinds,
+    find_nearest_words,
     join_choices,
-    nearest_words,
+    parse_table,
     read_table,
     replace_aliases,
     select_fields,
-    table_of,
 )
 from stepsplit.analyzer.model.hardware_config import (
     PRESETS,
     decode_hardware,
-    hardware_file,
-    link,
+    load_link,
+    read_hardware_file,
 )
 
 # job.toml -> JobConfig.
 
-SAME_FRAMEWORKS = {
+FRAMEWORK_ALIASES = {
     "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
     "fsdp1": "fsdp2", "hf": "huggingface", "transformers": "huggingface",
 }  # fmt: skip
 """Aliases of frameworks that are modelled alike."""
 
 _ALIASES = {
-    "framework": SAME_FRAMEWORKS,
+    "framework": FRAMEWORK_ALIASES,
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
         "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",
@@ -88,35 +88,37 @@ def read_job(path: str | Path) -> JobConfig:
         >>> job.parallel.world_size
         64
     """
-    return job_in(read_table(path))
+    return decode_job(read_table(path))
 
 
-def job_of(text: str, where: str = "job.toml") -> JobConfig:
+def parse_job(text: str, where: str = "job.toml") -> JobConfig:
     """Parses and checks the text of a job.toml; where is its name in errors. Raises as read_job."""
-    return job_in(table_of(where, text.encode()))
+    return decode_job(parse_table(where, text.encode()))
 
 
-def job_in(table: TomlTable) -> JobConfig:
+def decode_job(table: TomlTable) -> JobConfig:
     """Decodes and checks the tables of a job.
 
     Raises as read_job: with all invalid keys, else with the first violated constraint.
     """
     stated = _decode_sections(table)
     model, hardware, training = stated.model, stated.hardware, stated.training
-    layout = layout_of(stated.parallel, training.values.get("framework"), model.experts is not None)
-    framework = training.values.get("framework", layout_framework(stated.parallel))
-    recipe = complete_training(training, layout, framework, model, hardware)
-    job = JobConfig(model, layout, recipe, hardware)
-    fault = first_fault(job)
+    layout = build_layout(
+        stated.parallel, training.values.get("framework"), model.experts is not None
+    )
+    framework = training.values.get("framework", infer_framework(stated.parallel))
+    completed_training = complete_training(training, layout, framework, model, hardware)
+    job = JobConfig(model, layout, completed_training, hardware)
+    fault = find_violation(job)
     if fault is not None:
         raise DataError(table.where, fault.problem, fault.hint)
     return job
 
 
-def layout_in(table: TomlTable) -> ParallelConfig:
+def decode_layout(table: TomlTable) -> ParallelConfig:
     """Decodes the layout of the tables, not checked against the model. Raises as read_job."""
     stated = _decode_sections(table)
-    return layout_of(stated.parallel, stated.training.values.get("framework"))
+    return build_layout(stated.parallel, stated.training.values.get("framework"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,48 +133,56 @@ class _Sections:
 
 def _decode_sections(table: TomlTable) -> _Sections:
     """Raises DataError with all mistakes of all tables, UsageError without [hardware]."""
-    mistakes, of = Mistakes(), {name: Mistakes() for name in _SECTIONS}
-    found = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
-    if not mistakes and "hardware" not in found:
+    mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
+    tables = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
+    if not mistakes and "hardware" not in tables:
         hint = 'write [hardware] preset = "h100-sxm" or another'
         raise UsageError(f"{table.where}: [hardware] is missing; {hint}")
-    training = _decode_training(table.inner("training"), of["training"])
+    training = _decode_training(table.get_subtable("training"), mistakes_by_section["training"])
     seq_len = training.values.get("seq_len", 0)
     sections = _Sections(
-        model=_decode_stated_model(table.inner("model"), seq_len, of["model"]),
-        parallel=_decode_parallel(table.inner("parallel"), of["parallel"]),
+        model=_decode_model_section(
+            table.get_subtable("model"), seq_len, mistakes_by_section["model"]
+        ),
+        parallel=_decode_parallel(table.get_subtable("parallel"), mistakes_by_section["parallel"]),
         training=training,
-        hardware=_decode_stated_hardware(table.inner("hardware"), of["hardware"]),
+        hardware=_decode_hardware_section(
+            table.get_subtable("hardware"), mistakes_by_section["hardware"]
+        ),
     )
-    for name in found:
-        mistakes += of[name]
-    mistakes.refuse()
+    for name in tables:
+        mistakes += mistakes_by_section[name]
+    mistakes.raise_all()
     return sections
 
 
-def _decode_stated_model(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
+def _decode_model_section(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
     preset = table.values.get("preset")
-    base = transformer(preset) if isinstance(preset, str) and preset in model_names() else None
-    return _decode_model(table, base, seq_len, mistakes, {"preset": Literal[model_names()]})
+    base = load_model(preset) if isinstance(preset, str) and preset in list_model_names() else None
+    return _decode_model(table, base, seq_len, mistakes, {"preset": Literal[list_model_names()]})
 
 
-def _decode_stated_hardware(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:
+def _decode_hardware_section(table: TomlTable, mistakes: Mistakes) -> HardwareConfig:
     """Decodes the hardware of the table, of its file, or of the preset of either."""
-    file, beside = None, {"preset": Literal[hardware_names()]}
+    file, extra_kinds = None, {"preset": Literal[list_hardware_names()]}
     with mistakes.collect():
-        file = hardware_file(table)
+        file = read_hardware_file(table)
     if file is None:
-        return decode_hardware(table, _stated_preset(table), mistakes, beside)
+        return decode_hardware(table, _find_hardware_preset(table), mistakes, extra_kinds)
     if "file" in file.values:
         hint = "name that file in the job.toml"
-        mistakes.append(file.error("file", "must not name another file", hint))
-    known = decode_hardware(file, _stated_preset(file), mistakes, beside)
+        mistakes.append(file.build_error("file", "must not name another file", hint))
+    known = decode_hardware(file, _find_hardware_preset(file), mistakes, extra_kinds)
     return decode_hardware(table, known, mistakes, {})
 
 
-def _stated_preset(table: TomlTable) -> HardwareConfig | None:
+def _find_hardware_preset(table: TomlTable) -> HardwareConfig | None:
     preset = table.values.get("preset")
-    return hardware(preset) if isinstance(preset, str) and preset in hardware_names() else None
+    return (
+        load_hardware(preset)
+        if isinstance(preset, str) and preset in list_hardware_names()
+        else None
+    )
 
 
 # A [model] table -> ModelConfig.
@@ -184,15 +194,15 @@ _EXPERT_KEYS = {
 """Keys of the experts in [model], for files without [model.experts], by field."""
 
 _MODEL_KINDS: Mapping[str, Any] = {
-    **decoded_kinds(ModelConfig),
-    **{key: decoded_kinds(Experts)[name] for name, key in _EXPERT_KEYS.items()},
+    **collect_kinds(ModelConfig),
+    **{key: collect_kinds(Experts)[name] for name, key in _EXPERT_KEYS.items()},
     "experts": dict[str, object] | int,
     "learned_positions": bool | Natural,
 }
 
 MODEL_KEYS = tuple(_MODEL_KINDS)
 
-_MODEL_NEEDS = ("layers", "hidden", "heads", "vocab")
+_REQUIRED_MODEL_KEYS = ("layers", "hidden", "heads", "vocab")
 
 
 def _decode_model(
@@ -200,7 +210,7 @@ def _decode_model(
     base: ModelConfig | None,
     seq_len: int,
     mistakes: Mistakes,
-    beside: Mapping[str, Any],
+    extra_kinds: Mapping[str, Any],
 ) -> ModelConfig:
     """Decodes the model of the table; missing or invalid keys are taken from base.
 
@@ -210,12 +220,16 @@ def _decode_model(
     learned_positions = true means seq_len positions. extra_kinds are the types of further keys.
     """
     gated = table.values.get("gated") is True
-    needed = (*_MODEL_NEEDS, *(("ffn",) if gated else ())) if "preset" not in table.values else ()
-    needed = needed if base is None else ()
-    stated = decode_keys(table, {**_MODEL_KINDS, **beside}, mistakes, needed)
+    required = (
+        (*_REQUIRED_MODEL_KEYS, *(("ffn",) if gated else ()))
+        if "preset" not in table.values
+        else ()
+    )
+    required = required if base is None else ()
+    stated = decode_keys(table, {**_MODEL_KINDS, **extra_kinds}, mistakes, required)
     if isinstance(positions := stated.get("learned_positions"), bool):
         stated["learned_positions"] = seq_len if positions else 0
-    known = base or _plain_model(table, stated, mistakes)
+    known = base or _build_default_model(table, stated, mistakes)
     sizes = {k: v for k, v in stated.items() if k not in ("experts", "latent")}
     model = replace(known, **select_fields(ModelConfig, sizes))
     if base is None and "preset" in table.values:
@@ -227,12 +241,14 @@ def _decode_model(
     )
 
 
-def _plain_model(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> ModelConfig:
+def _build_default_model(
+    table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes
+) -> ModelConfig:
     """Builds the default model of a table without a preset."""
     hidden, heads, gated = stated.get("hidden", 1), stated.get("heads", 1), stated.get("gated")
     if hidden % heads and "head_size" not in stated:
         problem = f"hidden ({hidden}) must be divisible by heads ({heads})"
-        mistakes.append(table.error("heads", problem, "fix one of them or give head_size"))
+        mistakes.append(table.build_error("heads", problem, "fix one of them or give head_size"))
     return ModelConfig(
         layers=1,
         hidden=hidden,
@@ -264,17 +280,17 @@ def _decode_experts(
     if "experts" not in table.values:
         for name in sizes:
             problem = "needs a model with experts"
-            mistakes.append(table.error(_EXPERT_KEYS[name], problem, "give experts"))
+            mistakes.append(table.build_error(_EXPERT_KEYS[name], problem, "give experts"))
         return None
     if "top_k" not in table.values:
-        mistakes.append(table.error("top_k", "missing", "give top_k"))
+        mistakes.append(table.build_error("top_k", "missing", "give top_k"))
     return Experts(**{"count": 1, "top_k": 1, "ffn": model.ffn, **sizes})
 
 
 # A [parallel] table -> ParallelConfig.
 
 _PARALLEL_KINDS: Mapping[str, Any] = {
-    **decoded_kinds(ParallelConfig),
+    **collect_kinds(ParallelConfig),
     "rank_order": str,
     "overlap": bool | Axis | frozenset[Axis],
     **dict.fromkeys(("dp", "world_size", "gpus"), int),
@@ -282,7 +298,7 @@ _PARALLEL_KINDS: Mapping[str, Any] = {
 
 PARALLEL_KEYS = tuple(_PARALLEL_KINDS)
 
-_OVERLAPPED: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
+_OVERLAPPING_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "deepspeed", "huggingface")
 """Frameworks that overlap gradient reduction with the backward pass by default."""
 
 
@@ -292,16 +308,16 @@ def _decode_parallel(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     axes = [key for key in ("dp", "dp_replicate", "dp_shard") if key in stated]
     if "dp" in axes and len(axes) > 1:
         hint = "give either dp, or dp_replicate and dp_shard"
-        mistakes.append(table.error("dp", f"cannot be combined with {axes[1]}", hint))
+        mistakes.append(table.build_error("dp", f"cannot be combined with {axes[1]}", hint))
     order = tuple(stated.get("rank_order", "-".join(RANK_ORDER)).split("-"))
     if sorted({*order, "ep"}) != sorted(RANK_ORDER) or len(set(order)) < len(order):
         hint = f'write "{"-".join(RANK_ORDER)}" in the order of the ranks, fastest-varying first'
         problem = f"{'-'.join(order)!r} is not a valid order of the axes"
-        mistakes.append(table.error("rank_order", problem, hint))
+        mistakes.append(table.build_error("rank_order", problem, hint))
     return replace(table, values={**stated, "rank_order": order})
 
 
-def layout_of(
+def build_layout(
     table: TomlTable, framework: Framework | None, experts: bool = False
 ) -> ParallelConfig:
     """Builds the layout of the decoded table; an axis without a key has one rank.
@@ -311,51 +327,51 @@ def layout_of(
     the model has experts. Raises DataError.
     """
     stated = table.values
-    zero = _zero(stated, framework)
-    replicate, shard = _data_parallel(table, zero)
-    usual = {
+    zero = _infer_zero(stated, framework)
+    replicate, shard = _infer_data_parallel(table, zero)
+    defaults = {
         "schedule": "1f1b" if stated.get("chunks", 1) == 1 else "interleaved",
-        "expert_tp": _expert_tp(stated, framework, replicate * shard) if experts else 1,
+        "expert_tp": _infer_expert_tp(stated, framework, replicate * shard) if experts else 1,
     }
     resolved = {
         "zero": zero,
         "dp_replicate": replicate,
         "dp_shard": shard,
-        "overlap": _overlap(stated, framework or layout_framework(table)),
+        "overlap": _infer_overlap(stated, framework or infer_framework(table)),
     }
-    layout = ParallelConfig(**{**usual, **select_fields(ParallelConfig, stated), **resolved})
+    layout = ParallelConfig(**{**defaults, **select_fields(ParallelConfig, stated), **resolved})
     _check_world_size(table, layout)
     return layout
 
 
-def layout_framework(table: TomlTable) -> Framework:
+def infer_framework(table: TomlTable) -> Framework:
     """Infers the framework of a job that names none."""
-    return "fsdp2" if _zero(table.values, None) == 3 else "megatron"
+    return "fsdp2" if _infer_zero(table.values, None) == 3 else "megatron"
 
 
-def _expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) -> int:
+def _infer_expert_tp(stated: Mapping[str, Any], framework: Framework | None, dp: int) -> int:
     """Megatron-LM shards experts over tp like the other weights if the stage's ranks allow it."""
     tp, ep, cp = (stated.get(key, 1) for key in ("tp", "ep", "cp"))
     cuts = framework in (None, "megatron") and tp * cp * dp % (ep * tp) == 0
     return tp if cuts else 1
 
 
-def _zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
+def _infer_zero(stated: Mapping[str, Any], framework: Framework | None) -> int:
     shards = framework == "fsdp2" and "dp_replicate" not in stated
     implied = 3 if shards or stated.get("dp_shard", 1) > 1 else 0
     return int(stated.get("zero", implied))
 
 
-def _data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
+def _infer_data_parallel(table: TomlTable, zero: int) -> tuple[int, int]:
     """Infers dp_replicate and dp_shard."""
     stated = table.values
     if "dp_replicate" in stated or "dp_shard" in stated:
         return stated.get("dp_replicate", 1), stated.get("dp_shard", 1)
-    dp = stated["dp"] if "dp" in stated else _remaining_ranks(table)
+    dp = stated["dp"] if "dp" in stated else _count_remaining_ranks(table)
     return (1, dp) if zero == 3 else (dp, 1)
 
 
-def _remaining_ranks(table: TomlTable) -> int:
+def _count_remaining_ranks(table: TomlTable) -> int:
     """Data-parallel ranks by world_size and the other axes; 1 without world_size."""
     stated = table.values
     key = next((key for key in ("world_size", "gpus") if key in stated), None)
@@ -365,7 +381,7 @@ def _remaining_ranks(table: TomlTable) -> int:
     if world % (tp * pp * cp):
         product = f"tp ({tp}) x pp ({pp}) x cp ({cp})"
         problem = f"{world} is not divisible by {product}"
-        raise table.error(key, problem, f"fix the axes or {key}")
+        raise table.build_error(key, problem, f"fix the axes or {key}")
     return int(world // (tp * pp * cp))
 
 
@@ -375,12 +391,14 @@ def _check_world_size(table: TomlTable, layout: ParallelConfig) -> None:
         if stated.get(key, layout.world_size) != layout.world_size:
             sizes = f"tp ({layout.tp}) x pp ({layout.pp}) x dp ({layout.dp}) x cp ({layout.cp})"
             problem = f"{stated[key]} does not match {sizes} = {layout.world_size}"
-            raise table.error(key, problem, f"fix the axes or {key}")
+            raise table.build_error(key, problem, f"fix the axes or {key}")
 
 
-def _overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:
+def _infer_overlap(stated: Mapping[str, Any], framework: Framework) -> frozenset[str]:
     """The axes whose communication overlaps with compute: all, none, or those listed."""
-    overlap = stated.get("overlap", frozenset({"dp"} if framework in _OVERLAPPED else ()))
+    overlap = stated.get(
+        "overlap", frozenset({"dp"} if framework in _OVERLAPPING_FRAMEWORKS else ())
+    )
     if isinstance(overlap, bool):
         return frozenset(RANK_ORDER if overlap else ())
     return frozenset({overlap} if isinstance(overlap, str) else overlap)
@@ -395,7 +413,7 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 STATES: tuple[State, ...] = get_args(State)
 
 _TRAINING_KINDS: Mapping[str, Any] = {
-    **decoded_kinds(TrainingConfig),
+    **collect_kinds(TrainingConfig),
     "microbatches": int,
     "recompute": str,
     "offload": Target | frozenset[State],
@@ -414,7 +432,7 @@ def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
         stated |= {"recompute": "every", "recompute_every": int(match[1])}
     elif recompute not in RECOMPUTES:
         hint = f"write {', '.join(RECOMPUTES)} or every-4"
-        mistakes.append(table.error("recompute", f"{recompute!r} is unknown", hint))
+        mistakes.append(table.build_error("recompute", f"{recompute!r} is unknown", hint))
     if isinstance(stated.get("offload"), str):
         stated |= {"offload": frozenset({"optimizer"}), "offload_to": stated["offload"]}
     return replace(table, values=stated)
@@ -429,12 +447,12 @@ def complete_training(
 ) -> TrainingConfig:
     """Completes the decoded table with the framework's defaults. Raises DataError."""
     stated = table.values
-    usual = framework_defaults(framework, stated.get("dtype", "bf16"), layout, model, hardware)
-    resolved = {"framework": framework, "global_batch": _global_batch(table, layout.dp)}
-    return TrainingConfig(**{**usual, **select_fields(TrainingConfig, stated), **resolved})
+    defaults = framework_defaults(framework, stated.get("dtype", "bf16"), layout, model, hardware)
+    resolved = {"framework": framework, "global_batch": _infer_global_batch(table, layout.dp)}
+    return TrainingConfig(**{**defaults, **select_fields(TrainingConfig, stated), **resolved})
 
 
-def _global_batch(table: TomlTable, dp: int) -> int:
+def _infer_global_batch(table: TomlTable, dp: int) -> int:
     """The key global_batch, or microbatches x micro_batch x dp."""
     stated = table.values
     if "microbatches" not in stated:
@@ -446,7 +464,7 @@ def _global_batch(table: TomlTable, dp: int) -> int:
             f"{stated['global_batch']} does not match microbatches ({microbatches}) x "
             f"micro_batch ({micro_batch}) x dp ({dp}) = {product}"
         )
-        raise table.error("global_batch", problem, "remove one of them")
+        raise table.build_error("global_batch", problem, "remove one of them")
     return product
 
 
@@ -458,67 +476,67 @@ HARDWARE = PRESETS / "hardware"
 
 
 @lru_cache(maxsize=256)
-def transformer(name: str) -> ModelConfig:
+def load_model(name: str) -> ModelConfig:
     """Loads a model preset by name. Raises UsageError, which suggests similar names."""
-    table, mistakes = _preset(MODELS, "model", name), Mistakes()
-    beside = {"source": str, "parameters": int}
-    found = _decode_model(table, None, 0, mistakes, beside)
-    mistakes.refuse()
-    return replace(found, name=name)
+    table, mistakes = _read_preset(MODELS, "model", name), Mistakes()
+    extra_kinds = {"source": str, "parameters": int}
+    model = _decode_model(table, None, 0, mistakes, extra_kinds)
+    mistakes.raise_all()
+    return replace(model, name=name)
 
 
 @lru_cache(maxsize=256)
-def hardware(
+def load_hardware(
     name: str, nodes_link: str | None = None, gpus_per_node: int | None = None
 ) -> HardwareConfig:
     """Loads a hardware preset by name; nodes_link and gpus_per_node override the preset.
 
     Raises UsageError, which suggests similar names.
     """
-    table, mistakes = _preset(HARDWARE, "hardware", name), Mistakes()
-    found = decode_hardware(table, None, mistakes, {"source": str})
-    mistakes.refuse()
+    table, mistakes = _read_preset(HARDWARE, "hardware", name), Mistakes()
+    device = decode_hardware(table, None, mistakes, {"source": str})
+    mistakes.raise_all()
     return replace(
-        found,
+        device,
         name=name,
-        inter=found.inter if nodes_link is None else link(nodes_link),
-        gpus_per_node=gpus_per_node or found.gpus_per_node,
+        inter=device.inter if nodes_link is None else load_link(nodes_link),
+        gpus_per_node=gpus_per_node or device.gpus_per_node,
     )
 
 
-def published_parameters(name: str) -> int | None:
+def read_published_parameters(name: str) -> int | None:
     """The published number of parameters of a model preset, None if none is published."""
-    count = _preset(MODELS, "model", name).values.get("parameters")
+    count = _read_preset(MODELS, "model", name).values.get("parameters")
     return count if isinstance(count, int) else None
 
 
 @lru_cache(maxsize=1)
-def model_names() -> tuple[str, ...]:
-    return _names(MODELS)
+def list_model_names() -> tuple[str, ...]:
+    return _list_names(MODELS)
 
 
 @lru_cache(maxsize=1)
-def hardware_names() -> tuple[str, ...]:
-    return _names(HARDWARE)
+def list_hardware_names() -> tuple[str, ...]:
+    return _list_names(HARDWARE)
 
 
-def _names(folder: Path) -> tuple[str, ...]:
-    return tuple(name for file in sorted(folder.glob("*.toml")) for name in _file(file).values)
+def _list_names(folder: Path) -> tuple[str, ...]:
+    return tuple(name for file in sorted(folder.glob("*.toml")) for name in _read_file(file).values)
 
 
-def _preset(folder: Path, kind: str, name: str) -> TomlTable:
+def _read_preset(folder: Path, kind: str, name: str) -> TomlTable:
     """Reads a preset's table from the file whose name is the longest prefix of the preset's."""
     stems = [file.stem for file in folder.glob("*.toml") if name.startswith(file.stem)]
     if stems:
-        found = _file(folder / f"{max(stems, key=len)}.toml")
-        if name in found.values:
-            return found.inner(name)
-    near = join_choices(nearest_words(name, _names(folder)))
+        presets = _read_file(folder / f"{max(stems, key=len)}.toml")
+        if name in presets.values:
+            return presets.get_subtable(name)
+    near = join_choices(find_nearest_words(name, _list_names(folder)))
     raise UsageError(f"unknown {kind} preset {name!r}; write {near}")
 
 
 @lru_cache(maxsize=64)
-def _file(path: Path) -> TomlTable:
+def _read_file(path: Path) -> TomlTable:
     return read_table(path)
 
 
@@ -528,7 +546,13 @@ GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
 
 BEFORE_HOPPER = ("volta", "ampere")
 
-SUMS_IN_FP32: tuple[Framework, ...] = ("megatron", "fsdp2", "ddp", "nanotron", "huggingface")
+FP32_GRADIENT_FRAMEWORKS: tuple[Framework, ...] = (
+    "megatron",
+    "fsdp2",
+    "ddp",
+    "nanotron",
+    "huggingface",
+)
 """Frameworks that reduce gradients in fp32; the others in the weights' dtype. Megatron-LM does so
 only with bf16 (accumulate_allreduce_grads_in_fp32)."""
 
@@ -545,13 +569,15 @@ def framework_defaults(
     GPT on V100 or A100 with Megatron-LM or DeepSpeed gets the setup of those papers: attention
     that stores its scores, dropout, and a loss that is not fused.
     """
-    stored = framework in GPT_TRAINERS and hardware.family in BEFORE_HOPPER and _is_gpt(model)
+    stores_scores = (
+        framework in GPT_TRAINERS and hardware.family in BEFORE_HOPPER and _is_gpt(model)
+    )
     return {
-        "flash_attention": not stored,
-        "dropout": stored,
-        "fused_loss": framework == "megatron" and not stored,
-        "gradient_dtype": _gradients(framework, dtype),
-        "activation_dtype": default_activation_dtype(framework, dtype, layout),
+        "flash_attention": not stores_scores,
+        "dropout": stores_scores,
+        "fused_loss": framework == "megatron" and not stores_scores,
+        "gradient_dtype": _choose_gradient_dtype(framework, dtype),
+        "activation_dtype": choose_activation_dtype(framework, dtype, layout),
     }
 
 
@@ -559,18 +585,22 @@ def _is_gpt(model: ModelConfig) -> bool:
     return model.norm == "layer" and model.biases and not model.gated
 
 
-def _gradients(framework: Framework, dtype: Dtype) -> Dtype:
+def _choose_gradient_dtype(framework: Framework, dtype: Dtype) -> Dtype:
     plain = framework == "megatron" and dtype == "fp16"
-    return "fp32" if framework in SUMS_IN_FP32 and not plain else _weights(dtype)
+    return (
+        "fp32"
+        if framework in FP32_GRADIENT_FRAMEWORKS and not plain
+        else _choose_weight_dtype(dtype)
+    )
 
 
-def default_activation_dtype(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
+def choose_activation_dtype(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
     """torchtitan's mixed precision comes from FSDP: without FSDP activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"
-    return _weights(dtype)
+    return _choose_weight_dtype(dtype)
 
 
-def _weights(dtype: Dtype) -> Dtype:
+def _choose_weight_dtype(dtype: Dtype) -> Dtype:
     """Weights and activations of fp8 training stay in bf16."""
     return "bf16" if dtype == "fp8" else dtype

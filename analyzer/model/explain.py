@@ -8,25 +8,37 @@ from typing import cast
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
-from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, stages_of
-from stepsplit.analyzer.model.explain_comm import of_calls, of_messages, of_routes
-from stepsplit.analyzer.model.flops import CONVENTIONS, MFU, RECOMPUTE, Convention, layer_weights
-from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, differing
+from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, list_stages
+from stepsplit.analyzer.model.explain_comm import explain_calls, explain_messages, explain_routes
+from stepsplit.analyzer.model.flops import (
+    CONVENTIONS,
+    MFU,
+    RECOMPUTE,
+    Convention,
+    count_layer_weights,
+)
+from stepsplit.analyzer.model.formulas import (
+    Explanation,
+    Formula,
+    RuleOfThumb,
+    Symbol,
+    select_differing,
+)
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
-    chunks_in_flight,
-    layers_of,
-    parameter_bytes,
-    sharding_stage,
-    share,
-    stage_activations,
+    compute_layers_by_kind,
+    compute_parameter_bytes,
+    compute_stage_activations,
+    count_chunks_in_flight,
+    find_sharding_stage,
+    shard_states,
 )
 from stepsplit.analyzer.model.parameters import (
     TOTAL,
     StageParameters,
-    dense_layer,
-    expert_layer,
-    stage_parameters,
+    count_dense_layer,
+    count_expert_layer,
+    count_stage_parameters,
 )
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
@@ -35,7 +47,7 @@ from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
 # explain: from a prediction to its formulas, each with the job's numbers.
 
 
-def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
+def explain(job: JobConfig, prediction: Prediction) -> tuple[Explanation, ...]:
     """Explains the formulas of a prediction, with the rules of thumb that differ from them.
 
     Raises UsageError for a prediction that was read from a file: its messages have no formulas.
@@ -45,95 +57,115 @@ def explain(job: JobConfig, prediction: Prediction) -> tuple[Explained, ...]:
             "a prediction that was read from a file has no formulas; predict the job again"
         )
     return (
-        *of_work(job, prediction),
-        *of_memory(job, prediction),
-        *of_pipeline(job, prediction),
-        *of_messages(job, prediction),
-        *of_routes(job, prediction),
-        *of_calls(job, prediction),
-        *of_links(job),
+        *explain_work(job, prediction),
+        *explain_memory(job, prediction),
+        *explain_pipeline(job, prediction),
+        *explain_messages(job, prediction),
+        *explain_routes(job, prediction),
+        *explain_calls(job, prediction),
+        *explain_links(job),
     )
 
 
 # Memory of weights, gradients and optimizer states.
 
-_MANY = 1000
+_PROBE_PARAMETERS = 1000
 """Parameters of a probe on 2 ranks that shows which bytes are sharded."""
 
 
-def of_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_memory(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains the states of the fullest stage, and a layer's saved activations per microbatch."""
     fullest = max(prediction.memory, key=lambda stage: stage.total_bytes)
     if not job.training.offload:
-        yield _states(job, fullest)
-    yield kept_of_layer(job, stages_of(job)[fullest.stage])
+        yield _explain_states(job, fullest)
+    yield explain_layer_activations(job, list_stages(job)[fullest.stage])
 
 
-def _states(job: JobConfig, memory: StageMemory) -> Explained:
+def _explain_states(job: JobConfig, memory: StageMemory) -> Explanation:
     value = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    held = stage_parameters(job)[memory.stage]
-    each = parameter_bytes(job.training)
+    params = count_stage_parameters(job)[memory.stage]
+    bytes_per_parameter = compute_parameter_bytes(job.training)
     symbols = (
-        Symbol("P", f"parameters of a rank of stage {memory.stage}", held.dense, "parameters"),
+        Symbol("P", f"parameters of a rank of stage {memory.stage}", params.dense, "parameters"),
         Symbol("N", "ranks over which their states are sharded", job.parallel.shard_size),
-        *_experts(job, held),
-        Symbol("w", "bytes of a weight", each.weights, "bytes"),
-        Symbol("g", "bytes of a gradient", each.gradients, "bytes"),
-        Symbol("o", "bytes of optimizer states per parameter", each.optimizer, "bytes"),
+        *_list_expert_symbols(job, params),
+        Symbol("w", "bytes of a weight", bytes_per_parameter.weights, "bytes"),
+        Symbol("g", "bytes of a gradient", bytes_per_parameter.gradients, "bytes"),
+        Symbol(
+            "o", "bytes of optimizer states per parameter", bytes_per_parameter.optimizer, "bytes"
+        ),
     )
-    rules = [_sixteen(job, held)]
+    rules = [_build_sixteen_byte_rule(job, params)]
     if job.training.optimizer == "adam":
-        rules.append(_doubling(job, memory))
+        rules.append(_build_doubling_rule(job, memory))
     what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
-    folk = differing(value, rules)
-    return Explained(each.formula, what, symbols, value, "memory_bytes", folk, _applied(job, held))
+    differing_rules = select_differing(value, rules)
+    return Explanation(
+        bytes_per_parameter.formula,
+        what,
+        symbols,
+        value,
+        "memory_bytes",
+        differing_rules,
+        _describe_sharding(job, params),
+    )
 
 
-def _applied(job: JobConfig, held: StageParameters) -> str:
+def _describe_sharding(job: JobConfig, params: StageParameters) -> str:
     """The bytes per parameter as sharded by the ZeRO stage: "here 6 P + 12 P/N"."""
-    parts = share(_MANY, 2, parameter_bytes(job.training), job.training, sharding_stage(job))
-    each = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
-    own = parameter_bytes(job.training)
-    unsharded = own.weights, own.gradients, own.optimizer
-    both = list(zip(each, unsharded, strict=True))
-    whole = sum(n for found, n in both if found == n * _MANY)
-    spread = sum(n for found, n in both if 0 < found < n * _MANY)
+    parts = shard_states(
+        _PROBE_PARAMETERS,
+        2,
+        compute_parameter_bytes(job.training),
+        job.training,
+        find_sharding_stage(job),
+    )
+    sharded = parts.weights_bytes, parts.gradients_bytes, parts.optimizer_bytes
+    bytes_per_parameter = compute_parameter_bytes(job.training)
+    unsharded = (
+        bytes_per_parameter.weights,
+        bytes_per_parameter.gradients,
+        bytes_per_parameter.optimizer,
+    )
+    pairs = list(zip(sharded, unsharded, strict=True))
+    whole = sum(n for found, n in pairs if found == n * _PROBE_PARAMETERS)
+    spread = sum(n for found, n in pairs if 0 < found < n * _PROBE_PARAMETERS)
     terms = [f"{whole} P" * (whole > 0), f"{spread} P/N" * (spread > 0)]
-    experts = ", for experts with P_e and N_e" if held.experts else ""
+    experts = ", for experts with P_e and N_e" if params.experts else ""
     return f"here {' + '.join(filter(None, terms))}{experts}"
 
 
-def _sixteen(job: JobConfig, held: StageParameters) -> RuleOfThumb:
+def _build_sixteen_byte_rule(job: JobConfig, params: StageParameters) -> RuleOfThumb:
     zero, recipe = job.parallel.zero, job.training
-    own = parameter_bytes(recipe)
+    bytes_per_parameter = compute_parameter_bytes(recipe)
     spread = f", sharded by ZeRO-{zero} over N" if zero else ""
-    value = held.dense * _paper_bytes(zero, job.parallel.shard_size)
-    value += held.experts * _paper_bytes(zero, job.parallel.expert_shards)
+    value = params.dense * _compute_paper_bytes(zero, job.parallel.shard_size)
+    value += params.experts * _compute_paper_bytes(zero, job.parallel.expert_shards)
     why = (
         f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} needs"
-        f" {own.weights} + {own.gradients} + {own.optimizer} bytes"
+        f" {bytes_per_parameter.weights} + {bytes_per_parameter.gradients} + {bytes_per_parameter.optimizer} bytes"
     )
     rule = f"16 bytes per parameter (2 + 2 + 12){spread}"
     return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
 
 
-def _paper_bytes(zero: int, n: int) -> float:
+def _compute_paper_bytes(zero: int, n: int) -> float:
     """Bytes of one parameter on a rank (Rajbhandari et al., arXiv:1910.02054, figure 1)."""
     return (16, 4 + 12 / n, 2 + 14 / n, 16 / n)[zero]
 
 
-def _experts(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
-    if not held.experts:
+def _list_expert_symbols(job: JobConfig, params: StageParameters) -> tuple[Symbol, ...]:
+    if not params.experts:
         return ()
     shards = job.parallel.expert_shards
     return (
-        Symbol("P_e", "parameters of its experts", held.experts, "parameters"),
+        Symbol("P_e", "parameters of its experts", params.experts, "parameters"),
         Symbol("N_e", "ranks over which their states are sharded", shards),
     )
 
 
-def _doubling(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
-    mixed = parameter_bytes(job.training).weights < 4
+def _build_doubling_rule(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
+    mixed = compute_parameter_bytes(job.training).weights < 4
     return RuleOfThumb(
         "the optimizer doubles the memory of the weights",
         2 * memory.weights_bytes,
@@ -149,7 +181,7 @@ def _doubling(job: JobConfig, memory: StageMemory) -> RuleOfThumb:
 _GPT_WHOLE, _GPT_SPLIT, _GPT_SCORES = 10, 24, 5
 """Bytes of Korthikanti et al., table 2: replicated over tp, sharded by tp, attention scores."""
 
-_PARTS = {
+_ACTIVATION_MEANINGS = {
     "norms": "inputs and outputs of both norms, residuals",
     "heads": "queries, keys and values",
     "attention": "other saved tensors of attention, and its output",
@@ -160,21 +192,24 @@ _PARTS = {
 """Fields of LayerActivations."""
 
 
-def kept_of_layer(job: JobConfig, stage: StageConfig) -> Explained:
+def explain_layer_activations(job: JobConfig, stage: StageConfig) -> Explanation:
     """Explains the saved activations of a layer of the stage for one microbatch, in bytes."""
-    layers = layers_of(job)
-    kept = stage_activations(job, stage, layers)
-    value = kept.held_bytes * len(stage.chunks) / stage.layers
+    layers = compute_layers_by_kind(job)
+    activations = compute_stage_activations(job, stage, layers)
+    value = activations.saved_bytes * len(stage.chunks) / stage.layers
     what = f"saved activations of a layer of stage {stage.index} per microbatch and rank"
-    symbols, rule, note = _tokens(job), _constant_rule(), ""
-    if kept.formula is layers.dense.formula:
-        symbols, rule = (*symbols, *_widths(job), *_parts(stage, layers)), _gpt_rule(job)
+    symbols, rule, note = _list_token_symbols(job), _build_constant_rule(), ""
+    if activations.formula is layers.dense.formula:
+        symbols, rule = (
+            (*symbols, *_list_width_symbols(job), *_list_activation_symbols(stage, layers)),
+            _build_gpt_rule(job),
+        )
         note = f"counted tensor by tensor for {job.training.framework} (presets/frameworks.toml)"
-    found = differing(value, [rule])
-    return Explained(kept.formula, what, symbols, value, "bytes", found, note)
+    rules = select_differing(value, [rule])
+    return Explanation(activations.formula, what, symbols, value, "bytes", rules, note)
 
 
-def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
+def _list_token_symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         Symbol("s", "tokens per sequence", job.training.seq_len),
         Symbol("b", "sequences per microbatch", job.training.micro_batch),
@@ -184,52 +219,54 @@ def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
     )
 
 
-def _widths(job: JobConfig) -> tuple[Symbol, ...]:
+def _list_width_symbols(job: JobConfig) -> tuple[Symbol, ...]:
     model = job.model
     return (
-        *head_symbols(model),
+        *list_head_symbols(model),
         Symbol("f", "width of the MLP", model.ffn),
         Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
     )
 
 
-def _parts(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
+def _list_activation_symbols(stage: StageConfig, layers: LayersByKind) -> Iterator[Symbol]:
     """Lists the bytes by purpose, averaged over the stage's layers; they sum to the value."""
-    for name, meaning in _PARTS.items():
+    for name, meaning in _ACTIVATION_MEANINGS.items():
         total = stage.dense_layers * getattr(layers.dense, name)
         total += stage.expert_layers * getattr(layers.expert, name, 0)
         if total:
             yield Symbol(name, meaning, total / stage.layers, "bytes")
 
 
-def _constant_rule() -> RuleOfThumb:
+def _build_constant_rule() -> RuleOfThumb:
     why = "the input of each recomputed segment is saved, and one segment at a time is complete"
     return RuleOfThumb("full recomputation saves O(1)", 0.0, why, ("recompute-all",))
 
 
-def _gpt_rule(job: JobConfig) -> RuleOfThumb:
+def _build_gpt_rule(job: JobConfig) -> RuleOfThumb:
     model, layout = job.model, job.parallel
     scores = _GPT_SCORES * model.heads * job.training.seq_len / model.hidden
-    each = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
+    bytes_per_element = _GPT_WHOLE / layout.sequence_split + (_GPT_SPLIT + scores) / layout.tp
     why = "it holds for 16-bit GPT with dropout, an MLP of 4h and attention that stores its scores"
     rule = "s b h (34 + 5 a s / h), sharded by tp"
-    return RuleOfThumb(rule, job.tokens * model.hidden * each, why, ("activations-100b",))
+    return RuleOfThumb(
+        rule, job.tokens * model.hidden * bytes_per_element, why, ("activations-100b",)
+    )
 
 
 # Parameters, FLOPs and MFU.
 
 
-def of_work(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_work(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains parameters, FLOPs of a step, MFU and, if any, the FLOPs of recomputation."""
-    yield _parameters(job, prediction)
-    yield _flops(job, prediction)
+    yield _explain_parameters(job, prediction)
+    yield _explain_flops(job, prediction)
     if prediction.mfu is not None:
-        yield _mfu(job, prediction, prediction.mfu)
+        yield _explain_mfu(job, prediction, prediction.mfu)
     if prediction.hardware_flops != prediction.model_flops:
-        yield _recompute(job, prediction)
+        yield _explain_recompute(job, prediction)
 
 
-def _parameters(job: JobConfig, prediction: Prediction) -> Explained:
+def _explain_parameters(job: JobConfig, prediction: Prediction) -> Explanation:
     model, value = job.model, prediction.parameters
     rule = RuleOfThumb(
         "12 L h^2",
@@ -237,18 +274,18 @@ def _parameters(job: JobConfig, prediction: Prediction) -> Explained:
         "it omits embedding and head, and assumes an MLP of 4h without a gate and as many"
         " key-value heads as heads",
     )
-    return Explained(
-        TOTAL, "parameters of the whole model", _shape(job), value, "parameters",
-        differing(value, [rule]),
+    return Explanation(
+        TOTAL, "parameters of the whole model", _list_model_symbols(job), value, "parameters",
+        select_differing(value, [rule]),
     )  # fmt: skip
 
 
-def _shape(job: JobConfig) -> tuple[Symbol, ...]:
+def _list_model_symbols(job: JobConfig) -> tuple[Symbol, ...]:
     model = job.model
     symbols = (
         Symbol("L", "layers", model.layers),
         Symbol("h", "hidden size", model.hidden),
-        *head_symbols(model),
+        *list_head_symbols(model),
         Symbol("f", "width of the MLP", model.ffn),
         Symbol("G", "linear layers of the MLP (3 if gated)", 3 if model.gated else 2),
         Symbol("V", "vocabulary", model.vocab),
@@ -256,11 +293,16 @@ def _shape(job: JobConfig) -> tuple[Symbol, ...]:
     if model.experts is None:
         return (
             *symbols,
-            Symbol("layer", "parameters of one layer", dense_layer(model).total, "parameters"),
+            Symbol(
+                "layer", "parameters of one layer", count_dense_layer(model).total, "parameters"
+            ),
         )
     experts = (
         Symbol(
-            "layer", "parameters of one layer with experts", expert_layer(model).total, "parameters"
+            "layer",
+            "parameters of one layer with experts",
+            count_expert_layer(model).total,
+            "parameters",
         ),
         Symbol("E", "experts per layer", model.experts.count),
         Symbol("k_top", "experts per token", model.experts.top_k),
@@ -269,7 +311,7 @@ def _shape(job: JobConfig) -> tuple[Symbol, ...]:
     return symbols + experts
 
 
-def head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
+def list_head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
     """Lists the numbers and sizes of the attention heads."""
     heads, latent = Symbol("a", "heads", model.heads), model.latent
     if latent is None:
@@ -284,7 +326,7 @@ def head_symbols(model: ModelConfig) -> tuple[Symbol, ...]:
     )
 
 
-def _flops(job: JobConfig, prediction: Prediction) -> Explained:
+def _explain_flops(job: JobConfig, prediction: Prediction) -> Explanation:
     model, recipe, value = job.model, job.training, prediction.model_flops
     tokens = recipe.global_batch * recipe.seq_len
     rule = RuleOfThumb(
@@ -300,17 +342,17 @@ def _flops(job: JobConfig, prediction: Prediction) -> Explained:
         Symbol("h", "hidden size", model.hidden),
         Symbol("V", "vocabulary, padded", job.padded_vocab),
     ]
-    note = _of_products(model)
+    note = _describe_products(model)
     if note:
-        met = "weights of all layers that one token is multiplied with"
-        symbols.append(Symbol("W", met, layer_weights(model), "parameters"))
-    return Explained(
+        meaning = "weights of all layers that one token is multiplied with"
+        symbols.append(Symbol("W", meaning, count_layer_weights(model), "parameters"))
+    return Explanation(
         CONVENTIONS[cast(Convention, prediction.convention)], "model FLOPs of a step, all ranks",
-        tuple(symbols), value, "flops", differing(value, [rule]), note,
+        tuple(symbols), value, "flops", select_differing(value, [rule]), note,
     )  # fmt: skip
 
 
-def _of_products(model: ModelConfig) -> str:
+def _describe_products(model: ModelConfig) -> str:
     """The form of C1 for layers that are not GPT's; empty for GPT."""
     gpt = replace(
         model, gated=False, experts=None, latent=None, ffn=4 * model.hidden,
@@ -325,101 +367,109 @@ def _of_products(model: ModelConfig) -> str:
     return f"that is for GPT layers; here B s (6 W + 6 h V + {core} = {widths:,}"
 
 
-def _mfu(job: JobConfig, prediction: Prediction, value: float) -> Explained:
+def _explain_mfu(job: JobConfig, prediction: Prediction, value: float) -> Explanation:
     symbols = (
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
         Symbol("T", "step time", prediction.split.step_ns, "ns"),
         Symbol("n", "ranks", job.parallel.world_size),
-        Symbol("P", f"dense peak, {job.training.dtype}", _peak(job), "flops_per_s"),
+        Symbol(
+            "P", f"dense peak, {job.training.dtype}", _find_peak_flops_per_s(job), "flops_per_s"
+        ),
     )
     rules = []
     if prediction.hfu is not None:
         why = "it includes recomputation: that is the HFU"
         rules.append(RuleOfThumb("all FLOPs that the GPUs execute", prediction.hfu, why))
     what = f"MFU by {prediction.convention}"
-    return Explained(MFU, what, symbols, value, "ratio", differing(value, rules))
+    return Explanation(MFU, what, symbols, value, "ratio", select_differing(value, rules))
 
 
-def _peak(job: JobConfig) -> float:
+def _find_peak_flops_per_s(job: JobConfig) -> float:
     return job.hardware.peak_flops_per_s(job.training.dtype) or 0.0
 
 
-def _recompute(job: JobConfig, prediction: Prediction) -> Explained:
+def _explain_recompute(job: JobConfig, prediction: Prediction) -> Explanation:
     value = prediction.hardware_flops / prediction.model_flops
     symbols = (
         Symbol("F", "model FLOPs of a step", prediction.model_flops, "flops"),
         Symbol("F_h", "FLOPs with recomputation", prediction.hardware_flops, "flops"),
     )
-    whole = job.training.recompute in FULL_RECOMPUTE
+    is_full = job.training.recompute in FULL_RECOMPUTE
     rule = RuleOfThumb(
         "recomputing doubles the compute",
         2.0,
         "only the forward pass is repeated, and a backward pass costs two forwards: 4 instead of 3"
-        if whole
+        if is_full
         else "only the attention core is recomputed",
         ("recompute-all",),
     )
     what = f"hardware FLOPs over model FLOPs (recompute {job.training.recompute})"
-    return Explained(RECOMPUTE, what, symbols, value, "", differing(value, [rule]))
+    return Explanation(RECOMPUTE, what, symbols, value, "", select_differing(value, [rule]))
 
 
 # Pipeline bubble and microbatches in flight.
 
-_OTHER_WHOLE = "that is the overhead: relative to the useful time, not to the total time"
+_OVERHEAD_REASON = "that is the overhead: relative to the useful time, not to the total time"
 
 
-def of_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_pipeline(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains bubble fraction, bubble overhead and microbatches in flight, if pp > 1."""
     if job.parallel.pp > 1:
-        yield _fraction(job, prediction.bubble_fraction)
-        yield _overhead(job, prediction.bubble_overhead)
-        yield _in_flight(job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage)
+        yield _explain_bubble_fraction(job, prediction.bubble_fraction)
+        yield _explain_bubble_overhead(job, prediction.bubble_overhead)
+        yield _explain_in_flight(
+            job, max(prediction.memory, key=lambda stage: stage.total_bytes).stage
+        )
 
 
-def _fraction(job: JobConfig, value: float) -> Explained:
+def _explain_bubble_fraction(job: JobConfig, value: float) -> Explanation:
     p, m = job.parallel.pp, job.microbatches
     rules = (
-        _simple_fraction(job),
-        RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OTHER_WHOLE),
+        _build_fraction_rule(job),
+        RuleOfThumb("(p-1)/m of the step", (p - 1) / m, _OVERHEAD_REASON),
         RuleOfThumb(
             "a pipeline of p stages is idle (p-1)/p of the time", (p - 1) / p,
             f"it holds for 1 microbatch; this step has {m}", ("naive-bubble", "pp-quarter"),
         ),
     )  # fmt: skip
-    return Explained(
-        FRACTION, "bubble fraction (of the total time)", _symbols(job), value, "ratio",
-        differing(value, rules),
-        _simulated(job),
+    return Explanation(
+        FRACTION, "bubble fraction (of the total time)", _list_pipeline_symbols(job), value, "ratio",
+        select_differing(value, rules),
+        _describe_simulation(job),
     )  # fmt: skip
 
 
-def _overhead(job: JobConfig, value: float) -> Explained:
+def _explain_bubble_overhead(job: JobConfig, value: float) -> Explanation:
     p, m = job.parallel.pp, job.microbatches
     why = "that is the fraction: relative to the total time, not to the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
-    return Explained(
-        OVERHEAD, "bubble overhead (of the useful time)", _symbols(job), value, "ratio",
-        differing(value, rules),
-        _simulated(job),
+    return Explanation(
+        OVERHEAD, "bubble overhead (of the useful time)", _list_pipeline_symbols(job), value, "ratio",
+        select_differing(value, rules),
+        _describe_simulation(job),
     )  # fmt: skip
 
 
-def _simulated(job: JobConfig) -> str:
+def _describe_simulation(job: JobConfig) -> str:
     return f"from a simulation of the schedule ({job.parallel.schedule}) with this job's times"
 
 
-def _in_flight(job: JobConfig, rank: int) -> Explained:
-    p, schedule, one = job.parallel.pp, job.parallel.schedule, job.parallel.stages_per_rank
-    value = chunks_in_flight(job, rank)
+def _explain_in_flight(job: JobConfig, rank: int) -> Explanation:
+    p, schedule, stages_per_rank = (
+        job.parallel.pp,
+        job.parallel.schedule,
+        job.parallel.stages_per_rank,
+    )
+    value = count_chunks_in_flight(job, rank)
     why = f"a rank has 1/{p} of the layers, but several microbatches in flight"
-    rule = RuleOfThumb("p stages divide the activations by p", one, why, ("pp-memory",))
-    symbols = (*_symbols(job), Symbol("r", "pipeline rank", rank))
+    rule = RuleOfThumb("p stages divide the activations by p", stages_per_rank, why, ("pp-memory",))
+    symbols = (*_list_pipeline_symbols(job), Symbol("r", "pipeline rank", rank))
     what = f"activations in flight at the peak of pipeline rank {rank} (microbatches x stages)"
     note = f"the schedule is {schedule}"
-    return Explained(IN_FLIGHT, what, symbols, value, "", differing(value, [rule]), note)
+    return Explanation(IN_FLIGHT, what, symbols, value, "", select_differing(value, [rule]), note)
 
 
-def _simple_fraction(job: JobConfig) -> RuleOfThumb:
+def _build_fraction_rule(job: JobConfig) -> RuleOfThumb:
     p, m, schedule = job.parallel.pp, job.microbatches, job.parallel.schedule
     why = "it assumes equal stages and free messages"
     if schedule not in ("1f1b", "gpipe"):
@@ -427,7 +477,7 @@ def _simple_fraction(job: JobConfig) -> RuleOfThumb:
     return RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why)
 
 
-def _symbols(job: JobConfig) -> tuple[Symbol, ...]:
+def _list_pipeline_symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
         Symbol("p", "pipeline ranks", job.parallel.pp),
         Symbol("m", "microbatches per step", job.microbatches),
@@ -450,15 +500,15 @@ NIC = Formula(
 )
 
 
-def of_links(job: JobConfig) -> Iterator[Explained]:
+def explain_links(job: JobConfig) -> Iterator[Explanation]:
     """Explains the rate of NVLink, and that of the network if the job has several nodes."""
     if job.hardware.intra.name.startswith("nvlink"):
-        yield _nvlink(job.hardware.intra)
+        yield _explain_nvlink(job.hardware.intra)
     if job.parallel.world_size > job.hardware.gpus_per_node:
-        yield _nic(job.hardware.inter)
+        yield _explain_nic(job.hardware.inter)
 
 
-def _nvlink(link: Link) -> Explained:
+def _explain_nvlink(link: Link) -> Explanation:
     rule = RuleOfThumb(
         "the rate on the data sheet", 2 * link.bytes_per_s,
         "it is the sum of both directions; a collective sends at half of it",
@@ -467,14 +517,14 @@ def _nvlink(link: Link) -> Explained:
     symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
     value = link.bytes_per_s
     what = f"rate of {link.name}"
-    return Explained(NVLINK, what, symbols, value, "bytes_per_s", differing(value, [rule]))
+    return Explanation(NVLINK, what, symbols, value, "bytes_per_s", select_differing(value, [rule]))
 
 
-def _nic(link: Link) -> Explained:
+def _explain_nic(link: Link) -> Explanation:
     rule = RuleOfThumb(
         f"{8 * link.bytes_per_s / 1e9:,.0f}, read as GB/s", 8 * link.bytes_per_s,
         "network rates are in bits per second, 8 per byte", ("nic-rates",),
     )  # fmt: skip
     symbols = (Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),)
     value, what = link.bytes_per_s, f"rate of {link.name}"
-    return Explained(NIC, what, symbols, value, "bytes_per_s", differing(value, [rule]))
+    return Explanation(NIC, what, symbols, value, "bytes_per_s", select_differing(value, [rule]))

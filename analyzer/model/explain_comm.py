@@ -8,20 +8,31 @@ from collections.abc import Iterator
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.model.comm_ops import SEQUENCE, CommOp
-from stepsplit.analyzer.model.comm_time import TREE, intra_bytes_per_s, ring_bytes_per_s
+from stepsplit.analyzer.model.comm_time import (
+    TREE,
+    compute_intra_bytes_per_s,
+    compute_ring_bytes_per_s,
+)
 from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, HSDP, ZERO
-from stepsplit.analyzer.model.config import JobConfig, Link, Span, StageConfig, span_of, stages_of
+from stepsplit.analyzer.model.config import (
+    GroupPlacement,
+    JobConfig,
+    Link,
+    StageConfig,
+    list_stages,
+    place_group,
+)
 from stepsplit.analyzer.model.formulas import (
-    Explained,
+    Explanation,
     Formula,
     RuleOfThumb,
     Symbol,
     Unit,
-    differing,
+    select_differing,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters
+from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction
-from stepsplit.analyzer.ops import busbw_factor
+from stepsplit.analyzer.ops import compute_busbw_factor
 
 # Times of the most expensive calls.
 
@@ -33,7 +44,7 @@ _LARGE_BYTES = 2**20
 _AXES = ("tp", "cp", "dp", "dp_cp", "dp_shard", "dp_replicate", "expert_dp")
 
 
-def of_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains the most expensive ring collective and all_to_all, and the volume of a tree."""
     rows = [
         row
@@ -41,88 +52,88 @@ def of_calls(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
         if row.message.op in _RINGS and row.message.axis in _AXES and row.message.count
     ]
     if rows:
-        yield _costliest(job, max(rows, key=lambda row: row.time.ns))
-    exchanged = [row for row in prediction.communication if row.message.op == "all_to_all"]
-    if exchanged:
-        yield _all_to_all(job, max(exchanged, key=lambda row: row.time.ns))
-    reduced = [row for row in rows if _large_sum(job, row)]
-    if reduced:
-        yield _tree(job, max(reduced, key=lambda row: row.message.message_bytes))
+        yield _explain_ring_call(job, max(rows, key=lambda row: row.time.ns))
+    all_to_alls = [row for row in prediction.communication if row.message.op == "all_to_all"]
+    if all_to_alls:
+        yield _explain_all_to_all(job, max(all_to_alls, key=lambda row: row.time.ns))
+    all_reduces = [row for row in rows if _is_large_all_reduce(job, row)]
+    if all_reduces:
+        yield _explain_tree(job, max(all_reduces, key=lambda row: row.message.message_bytes))
 
 
-def _large_sum(job: JobConfig, row: Communication) -> bool:
+def _is_large_all_reduce(job: JobConfig, row: Communication) -> bool:
     message = row.message
     large = message.op == "all_reduce" and message.message_bytes >= _LARGE_BYTES
-    return large and _span(job, message).ranks > 2
+    return large and _place_call(job, message).ranks > 2
 
 
-def _span(job: JobConfig, message: CommOp) -> Span:
+def _place_call(job: JobConfig, message: CommOp) -> GroupPlacement:
     """The placement of a call's group; gradient reduction over dp and cp is span_of's dp."""
-    return span_of(job, "dp" if message.axis == "dp_cp" else message.axis)
+    return place_group(job, "dp" if message.axis == "dp_cp" else message.axis)
 
 
-def _costliest(job: JobConfig, row: Communication) -> Explained:
-    message, span = row.message, _span(job, row.message)
-    value, both = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
+def _explain_ring_call(job: JobConfig, row: Communication) -> Explanation:
+    message, group = row.message, _place_call(job, row.message)
+    value, bidirectional_rate = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
     rule = RuleOfThumb(
-        f"size / {units.gigabytes_per_second(both)}, the link's data-sheet rate",
-        message.message_bytes / both * 1e9,
+        f"size / {units.format_gigabytes_per_second(bidirectional_rate)}, the link's data-sheet rate",
+        message.message_bytes / bidirectional_rate * 1e9,
         "that rate is the sum of both directions, no ring reaches all of it"
         + (f", all_reduce sends {message.wire_bytes / message.message_bytes:.2f} times its buffer")
         * (message.wire_bytes > message.message_bytes)
-        + ", and between nodes the network is the bottleneck" * _by_network(job, span),
+        + ", and between nodes the network is the bottleneck" * _is_network_bound(job, group),
     )
     what = f"time of one {message.op} on {message.axis} ({message.phase})"
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
-        Symbol("f", "fraction that each rank sends", busbw_factor(message.op, span.ranks)),
-        *_links(job, span),
+        Symbol("f", "fraction that each rank sends", compute_busbw_factor(message.op, group.ranks)),
+        *_list_link_symbols(job, group),
     )
-    found = differing(value, [rule])
-    return Explained(row.time.formulas[0], what, symbols, value, "ns", found)
+    rules = select_differing(value, [rule])
+    return Explanation(row.time.formulas[0], what, symbols, value, "ns", rules)
 
 
-def _links(job: JobConfig, span: Span) -> tuple[Symbol, ...]:
-    hardware, rate = job.hardware, ring_bytes_per_s(span, job.hardware)
-    link = hardware.inter if _by_network(job, span) else hardware.intra
-    latency = (hardware.intra if span.nodes == 1 else hardware.inter).latency_ns
-    adapters = span.ranks_per_node if link is hardware.inter else 1
-    of = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
+def _list_link_symbols(job: JobConfig, group: GroupPlacement) -> tuple[Symbol, ...]:
+    hardware, rate = job.hardware, compute_ring_bytes_per_s(group, job.hardware)
+    link = hardware.inter if _is_network_bound(job, group) else hardware.intra
+    latency = (hardware.intra if group.nodes == 1 else hardware.inter).latency_ns
+    adapters = group.ranks_per_node if link is hardware.inter else 1
+    gpus = f"{adapters} GPUs of a node" if adapters > 1 else "one GPU"
     return (
-        Symbol("n", "ranks", span.ranks),
-        Symbol("k", "nodes of these ranks", span.nodes),
-        Symbol("B", f"{link.name}, one direction of {of}", rate / link.ring, "bytes_per_s"),
+        Symbol("n", "ranks", group.ranks),
+        Symbol("k", "nodes of these ranks", group.nodes),
+        Symbol("B", f"{link.name}, one direction of {gpus}", rate / link.ring, "bytes_per_s"),
         Symbol("e", "fraction of it that large rings reach", link.ring, "ratio"),
-        Symbol("a", f"latency of a step {_where(span)}", latency, "ns"),
+        Symbol("a", f"latency of a step {_describe_location(group)}", latency, "ns"),
     )
 
 
-def _by_network(job: JobConfig, span: Span) -> bool:
+def _is_network_bound(job: JobConfig, group: GroupPlacement) -> bool:
     """Whether all adapters of a node together are slower than the links inside it."""
-    rate = ring_bytes_per_s(span, job.hardware)
-    return span.nodes > 1 and (
-        span.ranks_per_node == 1 or rate < intra_bytes_per_s(span, job.hardware)
+    rate = compute_ring_bytes_per_s(group, job.hardware)
+    return group.nodes > 1 and (
+        group.ranks_per_node == 1 or rate < compute_intra_bytes_per_s(group, job.hardware)
     )
 
 
-def _where(span: Span) -> str:
-    return "inside the node" if span.nodes == 1 else "between nodes"
+def _describe_location(group: GroupPlacement) -> str:
+    return "inside the node" if group.nodes == 1 else "between nodes"
 
 
-def _all_to_all(job: JobConfig, row: Communication) -> Explained:
-    message, span, hardware = row.message, _span(job, row.message), job.hardware
-    links = [hardware.intra] * (span.ranks_per_node > 1) + [hardware.inter] * (span.nodes > 1)
+def _explain_all_to_all(job: JobConfig, row: Communication) -> Explanation:
+    message, group, hardware = row.message, _place_call(job, row.message), job.hardware
+    links = [hardware.intra] * (group.ranks_per_node > 1) + [hardware.inter] * (group.nodes > 1)
     symbols = (
         Symbol("S", "message", message.message_bytes, "bytes"),
-        Symbol("n", "ranks", span.ranks),
-        Symbol("g", "ranks per node", span.ranks_per_node),
-        *(Symbol(*_reached(link, link is hardware.intra)) for link in links),
+        Symbol("n", "ranks", group.ranks),
+        Symbol("g", "ranks per node", group.ranks_per_node),
+        *(Symbol(*_describe_link_rate(link, link is hardware.intra)) for link in links),
     )
     what = f"time of one all_to_all on {message.axis} ({message.phase})"
-    return Explained(row.time.formulas[0], what, symbols, row.time.ns / message.count, "ns")
+    return Explanation(row.time.formulas[0], what, symbols, row.time.ns / message.count, "ns")
 
 
-def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
+def _describe_link_rate(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
     rate = link.bytes_per_s * link.ring
     return (
         "NVLink" if inside else "NIC",
@@ -132,8 +143,8 @@ def _reached(link: Link, inside: bool) -> tuple[str, str, float, Unit]:
     )
 
 
-def _tree(job: JobConfig, row: Communication) -> Explained:
-    size, ranks = row.message.message_bytes, _span(job, row.message).ranks
+def _explain_tree(job: JobConfig, row: Communication) -> Explanation:
+    size, ranks = row.message.message_bytes, _place_call(job, row.message).ranks
     value = 2 * size
     rule = RuleOfThumb(
         "a tree moves 2 log2(n) times the buffer",
@@ -143,49 +154,55 @@ def _tree(job: JobConfig, row: Communication) -> Explained:
     )
     symbols = (Symbol("S", "message", size, "bytes"), Symbol("n", "ranks", ranks))
     what = f"bytes that a rank sends for one all_reduce on {row.message.axis} with a tree"
-    return Explained(TREE, what, symbols, value, "bytes", differing(value, [rule]))
+    return Explanation(TREE, what, symbols, value, "bytes", select_differing(value, [rule]))
 
 
 # Volumes of expert, context and pipeline parallelism.
 
-_EXPERTS = ("ep", "expert-tp")
+_EXPERT_STRATEGIES = ("ep", "expert-tp")
 
 
-def of_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_routes(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains the bytes that a rank of the slowest stage sends on ep, cp and pp, if any."""
-    messages = messages_of_slowest(prediction)
-    stage = stages_of(job)[prediction.splits.index(prediction.split)]
-    experts = [one for one in messages if one.strategy in _EXPERTS]
+    messages = list_slowest_stage_ops(prediction)
+    stage = list_stages(job)[prediction.splits.index(prediction.split)]
+    experts = [one for one in messages if one.strategy in _EXPERT_STRATEGIES]
     if experts:
-        yield _sent("for expert parallelism", experts, _of_experts(job, stage))
-    around = [one for one in messages if one.strategy == "cp"]
-    if around:
-        yield _sent("for context parallelism", around, _of_context(job, stage))
-    between = [one for one in messages if one.strategy == "pp"]
-    if between:
-        yield _sent("to neighboring stages", between, _of_pipeline(job))
+        yield _explain_sent_bytes(
+            "for expert parallelism", experts, _list_expert_symbols(job, stage)
+        )
+    context = [one for one in messages if one.strategy == "cp"]
+    if context:
+        yield _explain_sent_bytes(
+            "for context parallelism", context, _list_context_symbols(job, stage)
+        )
+    pipeline = [one for one in messages if one.strategy == "pp"]
+    if pipeline:
+        yield _explain_sent_bytes("to neighboring stages", pipeline, _list_pipeline_symbols(job))
 
 
-def _sent(where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]) -> Explained:
+def _explain_sent_bytes(
+    where: str, messages: list[CommOp], symbols: tuple[Symbol, ...]
+) -> Explanation:
     what = f"bytes per step that a rank of stage {messages[0].stage} sends {where}"
-    value, note = sent_bytes(messages), calls_of(messages)
-    return Explained(_find_formula(messages), what, symbols, value, "bytes", note=note)
+    value, note = sum_sent_bytes(messages), format_calls(messages)
+    return Explanation(_find_formula(messages), what, symbols, value, "bytes", note=note)
 
 
-def _tokens(job: JobConfig) -> tuple[Symbol, ...]:
-    each = job.training.activation_bytes
+def _list_token_symbols(job: JobConfig) -> tuple[Symbol, ...]:
+    element_bytes = job.training.activation_bytes
     return (
         Symbol("m", "microbatches per step", job.microbatches),
         Symbol("T", "tokens per microbatch and rank", job.tokens),
         Symbol("t", "tensor-parallel ranks", job.parallel.tp),
-        Symbol("element", "bytes of an element", each, "bytes"),
+        Symbol("element", "bytes of an element", element_bytes, "bytes"),
     )
 
 
-def _of_experts(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
+def _list_expert_symbols(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     top_k = job.model.experts.top_k if job.model.experts else 0
     return (
-        *_tokens(job),
+        *_list_token_symbols(job),
         Symbol("L", "layers with experts", stage.expert_layers),
         Symbol("top_k", "experts per token", top_k),
         Symbol("h", "hidden size", job.model.hidden),
@@ -193,9 +210,9 @@ def _of_experts(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     )
 
 
-def _of_context(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
+def _list_context_symbols(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     return (
-        *_tokens(job),
+        *_list_token_symbols(job),
         Symbol("L", "layers", stage.layers),
         Symbol("c", "context-parallel ranks", job.parallel.cp),
         Symbol("a", "heads", job.model.heads),
@@ -204,9 +221,9 @@ def _of_context(job: JobConfig, stage: StageConfig) -> tuple[Symbol, ...]:
     )
 
 
-def _of_pipeline(job: JobConfig) -> tuple[Symbol, ...]:
+def _list_pipeline_symbols(job: JobConfig) -> tuple[Symbol, ...]:
     return (
-        *_tokens(job),
+        *_list_token_symbols(job),
         Symbol("h", "hidden size", job.model.hidden),
         Symbol("v", "stages per rank", job.parallel.stages_per_rank),
     )
@@ -221,27 +238,27 @@ DATA_STRATEGIES = ("ddp", "zero-1", "zero-2", "fsdp", "hsdp")
 _PASSES = ("forward", "backward", "recompute")
 
 
-def of_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explained]:
+def explain_messages(job: JobConfig, prediction: Prediction) -> Iterator[Explanation]:
     """Explains the tp calls and dp bytes of a rank of the slowest stage, if any."""
     stage = prediction.splits.index(prediction.split)
-    messages = messages_of_slowest(prediction)
+    messages = list_slowest_stage_ops(prediction)
     tensor = [one for one in messages if one.strategy in TENSOR_STRATEGIES and one.phase in _PASSES]
     if tensor:
-        yield _tensor(job, stage, tensor)
+        yield _explain_tensor(job, stage, tensor)
     data = [one for one in messages if one.strategy in DATA_STRATEGIES]
     if data:
         sharded = _find_formula(data) in (FSDP_MESSAGES, HSDP)
-        yield (_sharded if sharded else _data)(job, stage, data)
+        yield (_explain_sharded if sharded else _explain_data)(job, stage, data)
 
 
-def messages_of_slowest(prediction: Prediction) -> list[CommOp]:
+def list_slowest_stage_ops(prediction: Prediction) -> list[CommOp]:
     """Lists the communication ops of a rank of the slowest stage."""
     stage = prediction.splits.index(prediction.split)
     return [row.message for row in prediction.communication if row.message.stage == stage]
 
 
-def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
-    value, layers = sum(one.count for one in messages), stages_of(job)[stage].layers
+def _explain_tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
+    value, layers = sum(one.count for one in messages), list_stages(job)[stage].layers
     formula = _find_formula(messages)
     symbols = (
         Symbol("t", "tensor-parallel ranks", job.parallel.tp),
@@ -249,15 +266,15 @@ def _tensor(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
         Symbol("m", "microbatches per step", job.microbatches),
     )
     rule = RuleOfThumb(
-        "two all_reduces per layer", 2 * layers * job.microbatches, _more_calls(messages),
+        "two all_reduces per layer", 2 * layers * job.microbatches, _describe_more_calls(messages),
         ("two-collectives", "two-all-reduces", "attention-reduces", "tp-every-layer", "tp-gathers"),
     )  # fmt: skip
     what = f"tp calls per step of a rank of stage {stage}"
-    found = differing(value, [rule])
-    return Explained(formula, what, symbols, value, "", found, calls_of(messages))
+    rules = select_differing(value, [rule])
+    return Explanation(formula, what, symbols, value, "", rules, format_calls(messages))
 
 
-def _more_calls(messages: list[CommOp]) -> str:
+def _describe_more_calls(messages: list[CommOp]) -> str:
     repeats = any(one.phase == "recompute" for one in messages)
     halves = _find_formula(messages) is SEQUENCE
     return (
@@ -267,28 +284,34 @@ def _more_calls(messages: list[CommOp]) -> str:
     )
 
 
-def _data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
-    value, recipe = sent_bytes(messages), job.training
-    held = stage_parameters(job)[stage]
-    two = RuleOfThumb(
-        "2 P, read as bytes", 2 * held.total,
+def _explain_data(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
+    value, recipe = sum_sent_bytes(messages), job.training
+    params = count_stage_parameters(job)[stage]
+    two_rule = RuleOfThumb(
+        "2 P, read as bytes", 2 * params.total,
         f"2 P counts elements: a ring sends 2 (N-1)/N times the gradients of"
         f" {recipe.gradient_bytes} bytes each",
     )  # fmt: skip
-    formula, symbols = _find_formula(messages), _sums(job, held)
-    rules = [two, _three(job, held)] if formula is ZERO else [two]
+    formula, symbols = _find_formula(messages), _list_gradient_symbols(job, params)
+    rules = [two_rule, _build_three_parameters_rule(job, params)] if formula is ZERO else [two_rule]
     if formula is not DDP:
-        symbols = (*symbols, _gathered(job))
+        symbols = (*symbols, _make_weight_symbol(job))
     what = f"bytes per step that a rank of stage {stage} sends for gradients and weights"
-    return Explained(
-        formula, what, symbols, value, "bytes", differing(value, rules), calls_of(messages)
+    return Explanation(
+        formula,
+        what,
+        symbols,
+        value,
+        "bytes",
+        select_differing(value, rules),
+        format_calls(messages),
     )
 
 
-def _three(job: JobConfig, held: StageParameters) -> RuleOfThumb:
+def _build_three_parameters_rule(job: JobConfig, params: StageParameters) -> RuleOfThumb:
     """The rule that ZeRO needs an all_reduce and an all_gather; a reduce_scatter is half."""
     layout, recipe = job.parallel, job.training
-    groups = (held.dense, layout.gradient_ranks), (held.experts, layout.expert_dp)
+    groups = (params.dense, layout.gradient_ranks), (params.experts, layout.expert_dp)
     elements = sum(parameters * (n - 1) / n for parameters, n in groups)
     return RuleOfThumb(
         "ZeRO-1 is an all_reduce and an all_gather: 3 P",
@@ -298,45 +321,48 @@ def _three(job: JobConfig, held: StageParameters) -> RuleOfThumb:
     )
 
 
-def _sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explained:
-    value, held = sent_bytes(messages), stage_parameters(job)[stage]
+def _explain_sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
+    value, params = sum_sent_bytes(messages), count_stage_parameters(job)[stage]
     rule = RuleOfThumb(
-        "3 P per step, 1.5 times the volume without sharding (16-bit elements)", 3 * 2 * held.total,
+        "3 P per step, 1.5 times the volume without sharding (16-bit elements)", 3 * 2 * params.total,
         f"gradients have {job.training.gradient_bytes} bytes each"
         + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
         ("zero3", "zero3-half-more"),
     )  # fmt: skip
     what = f"bytes per step that a rank of stage {stage} sends for weights and gradients"
     symbols = (
-        *_sums(job, held),
-        _gathered(job),
+        *_list_gradient_symbols(job, params),
+        _make_weight_symbol(job),
         Symbol("m", "microbatches per step", job.microbatches),
     )
-    found = differing(value, [rule])
-    formula, note = _find_formula(messages[:1]), calls_of(messages)
-    return Explained(formula, what, symbols, value, "bytes", found, note)
+    rules = select_differing(value, [rule])
+    formula, note = _find_formula(messages[:1]), format_calls(messages)
+    return Explanation(formula, what, symbols, value, "bytes", rules, note)
 
 
-def _sums(job: JobConfig, held: StageParameters) -> tuple[Symbol, ...]:
+def _list_gradient_symbols(job: JobConfig, params: StageParameters) -> tuple[Symbol, ...]:
     layout = job.parallel
     experts: tuple[Symbol, ...] = ()
     ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
-    if held.experts:
+    if params.experts:
         experts = (
             Symbol(
-                "P_e", "expert parameters of the rank, before sharding", held.experts, "parameters"
+                "P_e",
+                "expert parameters of the rank, before sharding",
+                params.experts,
+                "parameters",
             ),
             Symbol("N_e", "ranks with the same experts", layout.expert_dp),
         )
     return (
         Symbol("N", "ranks of the sharding or gradient reduction", ranks),
-        Symbol("P", "parameters of the rank, before sharding", held.dense, "parameters"),
+        Symbol("P", "parameters of the rank, before sharding", params.dense, "parameters"),
         *experts,
         Symbol("g", "bytes of a gradient in the reduction", job.training.gradient_bytes, "bytes"),
     )
 
 
-def _gathered(job: JobConfig) -> Symbol:
+def _make_weight_symbol(job: JobConfig) -> Symbol:
     return Symbol("w", "bytes of a gathered weight", job.training.weight_bytes, "bytes")
 
 
@@ -345,7 +371,7 @@ def _find_formula(messages: list[CommOp]) -> Formula:
     return messages[-1].formulas[-1]
 
 
-def calls_of(messages: list[CommOp]) -> str:
+def format_calls(messages: list[CommOp]) -> str:
     """Formats the calls by op and phase: "calls: 8 all_reduce forward, 8 all_reduce backward"."""
     counts: Counter[str] = Counter()
     for one in messages:
@@ -353,6 +379,6 @@ def calls_of(messages: list[CommOp]) -> str:
     return "calls: " + ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
-def sent_bytes(messages: list[CommOp]) -> int:
+def sum_sent_bytes(messages: list[CommOp]) -> int:
     """Sums the bytes that the rank sends."""
     return sum(one.count * one.wire_bytes for one in messages)

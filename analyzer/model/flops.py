@@ -9,12 +9,12 @@ from stepsplit.analyzer.model.config import Chunk, JobConfig, ModelConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     Weights,
-    active_parameters,
-    attention_weights,
-    mlp_weights,
-    routed_weights,
-    share,
-    total_parameters,
+    count_active_parameters,
+    count_attention_weights,
+    count_mlp_weights,
+    count_parameters,
+    count_routed_weights,
+    divide_ceil,
 )
 
 # FLOPs of a step of the whole job, and of one forward pass on one rank.
@@ -56,12 +56,14 @@ class ChunkFlops:
 
 def count_step_flops(job: JobConfig, convention: Convention = "C1") -> StepFlops:
     """Counts model and hardware FLOPs of the job's step, with their formulas."""
-    again = (RECOMPUTE,) if job.training.recompute != "none" else ()
-    formulas = (CONVENTIONS[convention], *again)
-    return StepFlops(model_flops(job, convention), hardware_flops(job, convention), formulas)
+    recompute_formulas = (RECOMPUTE,) if job.training.recompute != "none" else ()
+    formulas = (CONVENTIONS[convention], *recompute_formulas)
+    return StepFlops(
+        count_model_flops(job, convention), count_hardware_flops(job, convention), formulas
+    )
 
 
-def model_flops(job: JobConfig, convention: Convention = "C1") -> int:
+def count_model_flops(job: JobConfig, convention: Convention = "C1") -> int:
     """Counts the model FLOPs of one step over all ranks, by a convention of CONVENTIONS.
 
     C1, C5 and C6 exclude recomputation; C2 and C3 include theirs, whatever the job recomputes.
@@ -69,38 +71,40 @@ def model_flops(job: JobConfig, convention: Convention = "C1") -> int:
     """
     match convention:
         case "C2":
-            return _job_flops(job, PASSES, PASSES + KORTHIKANTI_CORE)
+            return _count_job_flops(job, PASSES, PASSES + KORTHIKANTI_CORE)
         case "C3":
-            return _job_flops(job, PASSES + 1, PASSES + 1)
+            return _count_job_flops(job, PASSES + 1, PASSES + 1)
         case "C4":
-            return _by_parameters(job, total_parameters(job.model), PASSES, PASSES)
+            return _count_flops_by_parameters(job, count_parameters(job.model), PASSES, PASSES)
         case "C5":
-            return _job_flops(job, PASSES, PASSES, causal=True)
+            return _count_job_flops(job, PASSES, PASSES, causal=True)
         case "C6":
-            return _by_parameters(job, active_parameters(job.model), PASSES, PASSES)
-    return _job_flops(job, PASSES, PASSES)
+            return _count_flops_by_parameters(
+                job, count_active_parameters(job.model), PASSES, PASSES
+            )
+    return _count_job_flops(job, PASSES, PASSES)
 
 
-def hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
+def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     """Counts model FLOPs plus the FLOPs of activation recomputation (RECOMPUTE).
 
     selective: the attention core (C1: as in Korthikanti's eq. 8); full, every and sqrt: the forward
     pass of all layers without the head (C4 and C6, like llm-foundry: with the head).
     """
-    layers, core = _passes(job, convention)
+    layers, core = _count_passes(job, convention)
     match convention:
         case "C2" | "C3":
-            return model_flops(job, convention)
+            return count_model_flops(job, convention)
         case "C4":
-            return _by_parameters(job, total_parameters(job.model), layers, core)
+            return _count_flops_by_parameters(job, count_parameters(job.model), layers, core)
         case "C5":
-            return _job_flops(job, layers, core, causal=True)
+            return _count_job_flops(job, layers, core, causal=True)
         case "C6":
-            return _by_parameters(job, active_parameters(job.model), layers, core)
-    return _job_flops(job, layers, core)
+            return _count_flops_by_parameters(job, count_active_parameters(job.model), layers, core)
+    return _count_job_flops(job, layers, core)
 
 
-def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
+def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
     """Counts forward passes of the layers' GEMMs and of the attention core.
 
     Selective recomputation repeats an attention core that stores its scores, but not a fused one;
@@ -118,39 +122,39 @@ def _passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
     return PASSES + 1, PASSES + 1
 
 
-def _job_flops(job: JobConfig, layers: float, core: float, causal: bool = False) -> int:
+def _count_job_flops(job: JobConfig, layers: float, core: float, causal: bool = False) -> int:
     model, seq = job.model, job.training.seq_len
-    attention = core * model.layers * core_flops(model, seq)
-    linear = layers * 2 * layer_weights(model)
+    attention = core * model.layers * count_core_flops(model, seq)
+    linear = layers * 2 * count_layer_weights(model)
     head = PASSES * 2 * model.hidden * job.padded_vocab
-    return round(_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
+    return round(_count_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
 
 
-def _by_parameters(job: JobConfig, parameters: int, linear: float, core: float) -> int:
-    attention = core * job.model.layers * core_flops(job.model, job.training.seq_len)
-    return round(_tokens(job) * (2 * linear * parameters + attention))
+def _count_flops_by_parameters(job: JobConfig, parameters: int, linear: float, core: float) -> int:
+    attention = core * job.model.layers * count_core_flops(job.model, job.training.seq_len)
+    return round(_count_tokens(job) * (2 * linear * parameters + attention))
 
 
-def _tokens(job: JobConfig) -> int:
+def _count_tokens(job: JobConfig) -> int:
     return job.training.global_batch * job.training.seq_len
 
 
-def layer_weights(model: ModelConfig) -> int:
+def count_layer_weights(model: ModelConfig) -> int:
     """Counts the GEMM weights of all layers that one token is multiplied with."""
     moe = model.expert_layers
-    count = model.layers * attention_weights(model).total
-    count += (model.layers - moe) * mlp_weights(model, model.ffn).total
-    return count + (moe * routed_weights(model).total if moe else 0)
+    count = model.layers * count_attention_weights(model).total
+    count += (model.layers - moe) * count_mlp_weights(model, model.ffn).total
+    return count + (moe * count_routed_weights(model).total if moe else 0)
 
 
-def core_flops(model: ModelConfig, keys: int, tp: int = 1) -> int:
+def count_core_flops(model: ModelConfig, keys: int, tp: int = 1) -> int:
     """Counts forward FLOPs per token of an attention core: 2 s a (d_qk + d_v), not causal."""
     latent = model.latent
     widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
-    return 2 * keys * share(model.heads, tp) * widths
+    return 2 * keys * divide_ceil(model.heads, tp) * widths
 
 
-def chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
+def count_chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
     """Counts the FLOPs of one microbatch's forward pass through a chunk on one rank.
 
     Context parallelism splits the tokens, tensor parallelism the GEMMs. With sequence parallelism,
@@ -158,19 +162,19 @@ def chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:
     Expert work assumes balanced routing.
     """
     model, tp, tokens = job.model, job.parallel.tp, job.tokens
-    dense = attention_weights(model, tp) + mlp_weights(model, model.ffn, tp)
-    linear = chunk.dense_layers * _products(job, dense)
+    dense = count_attention_weights(model, tp) + count_mlp_weights(model, model.ffn, tp)
+    linear = chunk.dense_layers * _count_product_flops(job, dense)
     if chunk.expert_layers:
-        routed = attention_weights(model, tp) + routed_weights(model, tp)
-        linear += chunk.expert_layers * _products(job, routed)
-    attention = tokens * chunk.layers * core_flops(model, job.training.seq_len, tp)
-    words = share(job.padded_vocab, job.parallel.vocab_split) if chunk.head else 0
-    head = 2 * tokens * model.hidden * words
+        routed = count_attention_weights(model, tp) + count_routed_weights(model, tp)
+        linear += chunk.expert_layers * _count_product_flops(job, routed)
+    attention = tokens * chunk.layers * count_core_flops(model, job.training.seq_len, tp)
+    vocab = divide_ceil(job.padded_vocab, job.parallel.vocab_split) if chunk.head else 0
+    head = 2 * tokens * model.hidden * vocab
     return ChunkFlops(linear, attention, head)
 
 
-def _products(job: JobConfig, weights: Weights) -> int:
-    whole = share(job.tokens, job.parallel.sequence_split) * weights.whole
+def _count_product_flops(job: JobConfig, weights: Weights) -> int:
+    whole = divide_ceil(job.tokens, job.parallel.sequence_split) * weights.whole
     return 2 * (job.tokens * weights.divided + whole)
 
 
@@ -205,34 +209,38 @@ CONVENTIONS: dict[Convention, Formula] = {
 DAYS = Formula("flops.days", "T F / (B s n X)", f"{_SC21}, eq. 3 over eq. 4's n X")
 
 
-def korthikanti_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+def compute_korthikanti_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
     """Computes C1 of a GPT step in closed form (Korthikanti et al., eq. 7): no recomputation."""
     per_token = 72 * layers * hidden**2 + 12 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
 
-def korthikanti_selective_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+def compute_korthikanti_selective_flops(
+    layers: int, hidden: int, seq: int, vocab: int, batch: int
+) -> int:
     """Computes C2 of a GPT step in closed form (Korthikanti et al., eq. 8)."""
     per_token = 72 * layers * hidden**2 + 24 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
 
-def sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
+def compute_sc21_flops(layers: int, hidden: int, seq: int, vocab: int, batch: int) -> int:
     """Computes C3 of a GPT step in closed form (Narayanan et al., eq. 3): full recomputation."""
     per_token = 96 * layers * hidden**2 + 16 * layers * hidden * seq + 6 * hidden * vocab
     return batch * seq * per_token
 
 
-def training_days(
+def compute_training_days(
     tokens: float, flops_per_token: float, world_size: int, flops_per_s: float
 ) -> float:
     """Computes the days to train on tokens with flops_per_s on each of world_size GPUs."""
     return tokens * flops_per_token / (world_size * flops_per_s) / SECONDS_PER_DAY
 
 
-def sc21_days(tokens: float, parameters: float, world_size: int, flops_per_s: float) -> float:
+def compute_sc21_days(
+    tokens: float, parameters: float, world_size: int, flops_per_s: float
+) -> float:
     """Computes days as 8 T P / (n X) (Narayanan et al., eq. 4): 2 to 3 % low, no attention."""
-    return training_days(tokens, 8 * parameters, world_size, flops_per_s)
+    return compute_training_days(tokens, 8 * parameters, world_size, flops_per_s)
 
 
 # Model FLOPs utilization.
@@ -244,7 +252,7 @@ MFU = Formula(
 )
 
 
-def mfu(
+def compute_mfu(
     flops: float, step_ns: float, world_size: int, peak_flops_per_s: float | None
 ) -> float | None:
     """Computes MFU (or HFU with hardware FLOPs): flops over the ranks' dense peak in step_ns.

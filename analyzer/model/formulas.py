@@ -24,18 +24,18 @@ class Formula:
 # Common rules of thumb about a job's formulas that do not hold as stated.
 
 
-def heard(explained: Sequence[Explained]) -> tuple[Folk, ...]:
+def find_misleading_rules(explained: Sequence[Explanation]) -> tuple[CheckedRule, ...]:
     """Finds the common rules about these formulas that are not right.
 
     Rules that an explanation already answers with the job's numbers are left out.
     """
     formulas = {one.formula.id for one in explained}
-    told = {name for one in explained for rule in one.folk for name in rule.folk}
+    answered = {name for one in explained for rule in one.rules for name in rule.rule_ids}
     return tuple(
         rule
-        for rule in folk_rules()
+        for rule in read_checked_rules()
         if rule.verdict != "right"
-        and rule.id not in told
+        and rule.id not in answered
         and not formulas.isdisjoint(rule.formulas)
     )
 
@@ -47,7 +47,7 @@ Unit = Literal[
 ]
 """Unit of a value: memory_bytes are device memory, bytes are sent or the size of one item."""
 
-NOTABLE = 0.01
+TOLERANCE = 0.01
 """A rule of thumb within this relative error of the formula is not shown."""
 
 
@@ -71,11 +71,11 @@ class RuleOfThumb:
     rule: str
     value: float
     why: str
-    folk: tuple[str, ...] = ()
+    rule_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
+class Explanation:
     """A formula of a prediction with its symbols, its value and the rules of thumb that differ.
 
     what describes the value; value is the prediction's, in unit. note explains how the formula is
@@ -87,13 +87,13 @@ class Explained:
     symbols: tuple[Symbol, ...]
     value: float
     unit: Unit
-    folk: tuple[RuleOfThumb, ...] = ()
+    rules: tuple[RuleOfThumb, ...] = ()
     note: str = ""
 
 
-def differing(value: float, rules: Iterable[RuleOfThumb]) -> tuple[RuleOfThumb, ...]:
+def select_differing(value: float, rules: Iterable[RuleOfThumb]) -> tuple[RuleOfThumb, ...]:
     """Selects the rules whose value differs from the formula's by more than NOTABLE."""
-    return tuple(rule for rule in rules if abs(rule.value - value) > NOTABLE * abs(value))
+    return tuple(rule for rule in rules if abs(rule.value - value) > TOLERANCE * abs(value))
 
 
 # Common rules of thumb and what holds instead: rules_of_thumb.toml.
@@ -104,7 +104,7 @@ FILE = Path(__file__).parent / "rules_of_thumb.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Folk:
+class CheckedRule:
     """A common rule of thumb: whether it holds, what holds instead, and the citation.
 
     Verdict half: it holds under a condition that the rule leaves out; unit: it holds in another
@@ -120,10 +120,10 @@ class Folk:
 
 
 @lru_cache(maxsize=1)
-def folk_rules() -> tuple[Folk, ...]:
+def read_checked_rules() -> tuple[CheckedRule, ...]:
     """Reads all rules, in the order of the file."""
     tables = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return tuple(
-        Folk(id=name, **table | {"formulas": tuple(table.get("formulas", ()))})
+        CheckedRule(id=name, **table | {"formulas": tuple(table.get("formulas", ()))})
         for name, table in tables.items()
     )

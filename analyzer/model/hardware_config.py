@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Learned, Link
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Link, MemoryCorrection
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
+    collect_kinds,
     decode_keys,
     decode_section,
     decode_table,
-    decoded_kinds,
+    find_nearest_words,
     join_choices,
-    nearest_words,
-    needed_keys,
+    list_required_keys,
     read_table,
     select_fields,
 )
@@ -33,7 +33,7 @@ PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 LINKS = ("intra", "nodes_link", "host")
 
 _KINDS: Mapping[str, Any] = {
-    **decoded_kinds(HardwareConfig),
+    **collect_kinds(HardwareConfig),
     "peaks": dict[str, object],
     "measured": tuple[str, ...],
     "transfers": list[dict[str, object]],
@@ -42,11 +42,14 @@ _KINDS: Mapping[str, Any] = {
 
 HARDWARE_KEYS = tuple(_KINDS)
 
-_NEEDED = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
+_REQUIRED_KEYS = ("family", "peaks", "memory_bytes", "memory_bytes_per_s", "gpus_per_node", "intra")
 
 
 def decode_hardware(
-    table: TomlTable, base: HardwareConfig | None, mistakes: Mistakes, beside: Mapping[str, Any]
+    table: TomlTable,
+    base: HardwareConfig | None,
+    mistakes: Mistakes,
+    extra_kinds: Mapping[str, Any],
 ) -> HardwareConfig:
     """Decodes the hardware of the table; missing or invalid keys are taken from base.
 
@@ -54,33 +57,33 @@ def decode_hardware(
     extra_kinds are the types of further keys.
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
-    needed = _NEEDED if alone else ()
-    stated = decode_keys(table, {**_kinds(), **beside}, mistakes, needed)
-    known = base or _plain_hardware(stated)
+    required = _REQUIRED_KEYS if alone else ()
+    stated = decode_keys(table, {**_list_kinds(), **extra_kinds}, mistakes, required)
+    known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)
     inter = intra if base is None else known.inter
     family = stated.get("family", known.family)
-    usual = known.efficiency if family == known.family else efficiency(family)
-    found = {
+    default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
+    decoded = {
         "peaks_flops_per_s": _decode_peaks(table, known, mistakes),
         "intra": intra,
         "inter": _decode_link(table, "nodes_link", inter, mistakes),
         "host": _decode_link(table, "host", known.host, mistakes),
-        "efficiency": decode_section(table, "efficiency", Efficiency, usual, mistakes),
-        "learned": decode_section(table, "learned", Learned, known.learned, mistakes),
+        "efficiency": decode_section(table, "efficiency", Efficiency, default_efficiency, mistakes),
+        "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
-    return replace(known, **{**select_fields(HardwareConfig, stated), **found})
+    return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
 
 
-def _kinds() -> dict[str, Any]:
+def _list_kinds() -> dict[str, Any]:
     """The types of the keys, including the families and links of the presets."""
-    named = dict[str, object] | Literal[link_names()]  # type: ignore[valid-type]
-    return {**_KINDS, "family": Literal[families()], **dict.fromkeys(LINKS, named)}
+    named = dict[str, object] | Literal[list_link_names()]  # type: ignore[valid-type]
+    return {**_KINDS, "family": Literal[list_families()], **dict.fromkeys(LINKS, named)}
 
 
-def _plain_hardware(stated: Mapping[str, Any]) -> HardwareConfig:
+def _build_default_hardware(stated: Mapping[str, Any]) -> HardwareConfig:
     """Builds the default hardware of a table without a preset."""
-    family = stated.get("family", families()[0])
+    family = stated.get("family", list_families()[0])
     return HardwareConfig(
         name="custom",
         family=family,
@@ -88,10 +91,10 @@ def _plain_hardware(stated: Mapping[str, Any]) -> HardwareConfig:
         memory_bytes=1,
         memory_bytes_per_s=1.0,
         gpus_per_node=1,
-        intra=link("pcie-5"),
-        inter=link("pcie-5"),
-        host=link("host-pcie-5"),
-        efficiency=efficiency(family),
+        intra=load_link("pcie-5"),
+        inter=load_link("pcie-5"),
+        host=load_link("host-pcie-5"),
+        efficiency=load_efficiency(family),
     )
 
 
@@ -101,7 +104,7 @@ def _decode_peaks(
     if not isinstance(table.values.get("peaks"), dict):
         return base.peaks_flops_per_s
     kinds = {**dict.fromkeys(PEAKS, float), "source": str}
-    stated = decode_keys(table.inner("peaks"), kinds, mistakes)
+    stated = decode_keys(table.get_subtable("peaks"), kinds, mistakes)
     return tuple((dtype, stated[dtype]) for dtype in PEAKS if dtype in stated)
 
 
@@ -109,9 +112,13 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
     """Decodes a link given by name or as a table of numbers."""
     stated = table.values.get(key)
     if not isinstance(stated, dict):
-        return link(stated) if isinstance(stated, str) and stated in link_names() else base
+        return (
+            load_link(stated) if isinstance(stated, str) and stated in list_link_names() else base
+        )
     if "bytes_per_s" not in stated:
-        mistakes.append(table.inner(key).error("bytes_per_s", "missing", "give bytes_per_s"))
+        mistakes.append(
+            table.get_subtable(key).build_error("bytes_per_s", "missing", "give bytes_per_s")
+        )
     return decode_section(table, key, Link, replace(base, name=key), mistakes) or base
 
 
@@ -119,61 +126,61 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
 
 PRESETS = Path(__file__).parent / "presets"
 
-CONSTANTS = needed_keys(Efficiency)
+REQUIRED_EFFICIENCY_KEYS = list_required_keys(Efficiency)
 """The keys that every family must have."""
 
 
-def link(name: str) -> Link:
+def load_link(name: str) -> Link:
     """Loads a link of links.toml. Raises UsageError, which suggests similar names."""
-    if name not in link_names():
-        near = join_choices(nearest_words(name, link_names()))
+    if name not in list_link_names():
+        near = join_choices(find_nearest_words(name, list_link_names()))
         raise UsageError(f"unknown link {name!r}; write {near}")
-    return _links()[name]
+    return _load_links()[name]
 
 
-def link_names() -> tuple[str, ...]:
+def list_link_names() -> tuple[str, ...]:
     """The names of the links in links.toml."""
-    return tuple(_links())
+    return tuple(_load_links())
 
 
-def efficiency(family: str) -> Efficiency:
+def load_efficiency(family: str) -> Efficiency:
     """Loads a GPU family's efficiency. Raises UsageError, which suggests similar names."""
-    if family not in families():
-        near = join_choices(nearest_words(family, families()))
+    if family not in list_families():
+        near = join_choices(find_nearest_words(family, list_families()))
         raise UsageError(f"unknown GPU family {family!r}; write {near}")
-    return _families()[family]
+    return _load_families()[family]
 
 
-def families() -> tuple[str, ...]:
+def list_families() -> tuple[str, ...]:
     """The names of the GPU families in efficiency.toml."""
-    return tuple(_families())
+    return tuple(_load_families())
 
 
 @lru_cache(maxsize=1)
-def _links() -> dict[str, Link]:
+def _load_links() -> dict[str, Link]:
     return _read_presets("links.toml", Link)
 
 
 @lru_cache(maxsize=1)
-def _families() -> dict[str, Efficiency]:
+def _load_families() -> dict[str, Efficiency]:
     return _read_presets("efficiency.toml", Efficiency)
 
 
 def _read_presets(file: str, kind: type[_T]) -> dict[str, _T]:
     """Reads the tables of a preset file, by name. Raises DataError."""
-    whole, mistakes = read_table(PRESETS / file), Mistakes()
-    found = {}
-    for name in whole.values:
+    presets, mistakes = read_table(PRESETS / file), Mistakes()
+    decoded = {}
+    for name in presets.values:
         named = {"name": name} if kind is Link else {}
-        found[name] = decode_section(whole, name, kind, None, mistakes, **named)
-    mistakes.refuse()
-    return {name: one for name, one in found.items() if one is not None}
+        decoded[name] = decode_section(presets, name, kind, None, mistakes, **named)
+    mistakes.raise_all()
+    return {name: one for name, one in decoded.items() if one is not None}
 
 
 # Files named in a [hardware] table, such as the output of `stepsplit calibrate`.
 
 
-def hardware_file(table: TomlTable) -> TomlTable | None:
+def read_hardware_file(table: TomlTable) -> TomlTable | None:
     """Reads the file named in a [hardware] table; None if it names none.
 
     The path is relative to the folder of the table's own file. Raises DataError.
@@ -182,13 +189,13 @@ def hardware_file(table: TomlTable) -> TomlTable | None:
     return None if name is None else read_table(Path(table.where).parent / name)
 
 
-def measured_files(table: TomlTable) -> tuple[str, ...]:
+def list_measured_files(table: TomlTable) -> tuple[str, ...]:
     """Lists the nccl-tests outputs and NCCL logs named in a [hardware] table. Raises DataError."""
     return tuple(decode_table(table.select("measured"), _KINDS).get("measured", ()))
 
 
-def named_files(run: TomlTable) -> tuple[str, ...]:
+def list_referenced_files(job_table: TomlTable) -> tuple[str, ...]:
     """Lists all files named in the job's [hardware], as written there. Raises DataError."""
-    table = run.inner("hardware")
+    table = job_table.get_subtable("hardware")
     file = decode_table(table.select("file"), _KINDS).get("file")
-    return (*measured_files(table), *(() if file is None else (file,)))
+    return (*list_measured_files(table), *(() if file is None else (file,)))

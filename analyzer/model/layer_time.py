@@ -9,7 +9,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, LatentAttention
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import MASTER_BYTES, MOMENTS_BYTES
-from stepsplit.analyzer.model.parameters import StageParameters, share
+from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 
@@ -20,30 +20,34 @@ LOSS_BACKWARD_BYTES = 6
 dtype."""
 
 
-def chunk_passes(job: JobConfig, speed: Speed, chunks: tuple[Chunk, ...]) -> tuple[LayerPass, ...]:
+def compute_chunk_passes(
+    job: JobConfig, speed: DeviceSpeed, chunks: tuple[Chunk, ...]
+) -> tuple[LayerPass, ...]:
     """Compute time of each chunk, in order."""
-    dense = dense_layer(job, speed)
-    experts = None if job.model.experts is None else expert_layer(job, speed, job.model.experts)
-    found = []
+    dense = time_dense_layer(job, speed)
+    experts = (
+        None if job.model.experts is None else time_expert_layer(job, speed, job.model.experts)
+    )
+    passes = []
     for chunk in chunks:
         layers = dense * chunk.dense_layers
         if experts is not None:
             layers += experts * chunk.expert_layers
-        found.append(_recomputed(job, layers) + _ends(job, speed, chunk))
-    return tuple(found)
+        passes.append(_add_recompute(job, layers) + _time_embedding_and_head(job, speed, chunk))
+    return tuple(passes)
 
 
-def _recomputed(job: JobConfig, layers: LayerPass) -> LayerPass:
+def _add_recompute(job: JobConfig, layers: LayerPass) -> LayerPass:
     """Add the recomputation; every layer runs its forward again, however few inputs are saved."""
     match job.training.recompute:
         case "none":
             return layers
         case "selective":
-            return layers + LayerPass(0.0, _selected_ns(job, layers), 0.0)
+            return layers + LayerPass(0.0, _compute_selective_ns(job, layers), 0.0)
     return layers + LayerPass(0.0, layers.forward_ns, 0.0)
 
 
-def _selected_ns(job: JobConfig, layers: LayerPass) -> float:
+def _compute_selective_ns(job: JobConfig, layers: LayerPass) -> float:
     """Selective recomputation: attention's core, which costs nothing with fused attention.
 
     torchtitan's policy repeats every second GEMM instead, and the kernels between them.
@@ -53,26 +57,28 @@ def _selected_ns(job: JobConfig, layers: LayerPass) -> float:
     return 0.0 if job.training.flash_attention else layers.core_ns
 
 
-def _ends(job: JobConfig, speed: Speed, chunk: Chunk) -> LayerPass:
+def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -> LayerPass:
     """Embedding before the layers, head and loss after them."""
-    nothing = LayerPass(0.0, 0.0, 0.0)
-    found = nothing
+    zero = LayerPass(0.0, 0.0, 0.0)
+    total = zero
     if chunk.embedding:
-        copied = speed.moved_ns(
+        copy_ns = speed.compute_memory_ns(
             3 * job.tokens * job.model.hidden * job.training.activation_bytes, 2
         )
-        found += LayerPass(copied, 0.0, copied)
-    return found + (_head(job, speed) if chunk.head else nothing)
+        total += LayerPass(copy_ns, 0.0, copy_ns)
+    return total + (_time_head(job, speed) if chunk.head else zero)
 
 
-def _head(job: JobConfig, speed: Speed) -> LayerPass:
-    product, wide = head_product(job), speed.of_head
-    logits = product.rows * product.columns
-    gradients = product.parameters * traffic_of(job).accumulate_bytes
+def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+    gemm, head_speed = build_head_gemm(job), speed.head_speed
+    logits = gemm.rows * gemm.columns
+    gradients = gemm.parameters * select_framework_costs(job).accumulate_bytes
     return LayerPass(
-        product.forward_ns(wide) + speed.moved_ns(logits * LOSS_FORWARD_BYTES, 4),
-        product.input_ns(wide) + speed.moved_ns(logits * LOSS_BACKWARD_BYTES, 2),
-        product.weight_ns(wide) + speed.moved_ns(gradients),
+        gemm.compute_forward_ns(head_speed)
+        + speed.compute_memory_ns(logits * LOSS_FORWARD_BYTES, 4),
+        gemm.compute_input_ns(head_speed)
+        + speed.compute_memory_ns(logits * LOSS_BACKWARD_BYTES, 2),
+        gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients),
     )
 
 
@@ -86,23 +92,23 @@ HOST = Formula(
     "own; constants of the framework, or calibrated",
 )
 
-NEAR = 0.7
+HOST_BOUND_RATIO = 0.7
 """Launch time over compute time from which a pass counts as host-bound."""
 
 
-def launches(job: JobConfig, layers: int) -> LayerPass:
+def compute_launch_time(job: JobConfig, layers: int) -> LayerPass:
     """Host time to launch one microbatch of a number of layers."""
-    each = (job.hardware.efficiency.host_ns or traffic_of(job).host_ns) * layers
-    again = 0.0 if job.training.recompute in ("none", "selective") else each
-    return LayerPass(each, each + again, 0.0)
+    layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * layers
+    recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
+    return LayerPass(layer_ns, layer_ns + recompute_ns, 0.0)
 
 
-def waits(device: LayerPass, host: LayerPass, alone: bool = False) -> LayerPass:
+def compute_host_wait(device: LayerPass, host: LayerPass, is_cpu: bool = False) -> LayerPass:
     """Device idle time of a pass because the host launches more slowly.
 
     alone: one processor (a CPU) is both, and does not compute while it launches.
     """
-    if alone:
+    if is_cpu:
         return host
     backward_ns = device.input_ns + device.weight_ns
     return LayerPass(
@@ -110,10 +116,10 @@ def waits(device: LayerPass, host: LayerPass, alone: bool = False) -> LayerPass:
     )
 
 
-def host_bound(device: LayerPass, host: LayerPass) -> bool:
+def is_host_bound(device: LayerPass, host: LayerPass) -> bool:
     """Whether launching takes about as long as computing."""
-    computes = device.forward_ns + device.input_ns + device.weight_ns
-    return host.forward_ns + host.input_ns > NEAR * computes
+    compute_ns = device.forward_ns + device.input_ns + device.weight_ns
+    return host.forward_ns + host.input_ns > HOST_BOUND_RATIO * compute_ns
 
 
 # Compute time of one layer and microbatch on one rank.
@@ -158,67 +164,69 @@ class LayerPass:
         )  # fmt: skip
 
 
-def dense_layer(job: JobConfig, speed: Speed) -> LayerPass:
+def time_dense_layer(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Time of a layer with a dense MLP."""
-    products = (*attention_products(job), *mlp_products(job, job.model.ffn))
-    mlp_width = share(job.model.ffn, job.parallel.tp)
-    return _layer(job, speed, products, job.tokens * mlp_width)
+    gemms = (*list_attention_gemms(job), *list_mlp_gemms(job, job.model.ffn))
+    mlp_width = divide_ceil(job.model.ffn, job.parallel.tp)
+    return _time_layer(job, speed, gemms, job.tokens * mlp_width)
 
 
-def expert_layer(job: JobConfig, speed: Speed, experts: Experts) -> LayerPass:
+def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> LayerPass:
     """Time of a mixture-of-experts layer with balanced routing."""
-    products = (*attention_products(job), *expert_products(job, experts))
-    routed = routed_tokens(job, experts)
-    wide = routed * share(experts.ffn, job.parallel.expert_tp)
-    wide += job.tokens * share(experts.shared_ffn, job.parallel.tp)
-    moved = speed.moved_ns(4 * routed * job.model.hidden * job.training.activation_bytes, 4)
-    return _layer(job, speed, products, wide) + LayerPass(moved, moved, 0.0)
+    gemms = (*list_attention_gemms(job), *list_expert_gemms(job, experts))
+    routed = count_routed_tokens(job, experts)
+    activations = routed * divide_ceil(experts.ffn, job.parallel.expert_tp)
+    activations += job.tokens * divide_ceil(experts.shared_ffn, job.parallel.tp)
+    routing_ns = speed.compute_memory_ns(
+        4 * routed * job.model.hidden * job.training.activation_bytes, 4
+    )
+    return _time_layer(job, speed, gemms, activations) + LayerPass(routing_ns, routing_ns, 0.0)
 
 
-def _layer(
-    job: JobConfig, speed: Speed, products: tuple[Product, ...], activations: float
+def _time_layer(
+    job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...], activations: float
 ) -> LayerPass:
-    traffic = traffic_of(job)
+    traffic = select_framework_costs(job)
     return (
-        _linear(speed, products, traffic)
-        + _core(job, speed, traffic)
-        + _elementwise(job, speed, traffic, activations)
+        _time_linear(speed, gemms, traffic)
+        + _time_attention_core(job, speed, traffic)
+        + _time_elementwise(job, speed, traffic, activations)
     )
 
 
-def _linear(speed: Speed, products: tuple[Product, ...], traffic: Traffic) -> LayerPass:
-    weights = sum(product.parameters for product in products)
+def _time_linear(speed: DeviceSpeed, gemms: tuple[Gemm, ...], traffic: FrameworkCosts) -> LayerPass:
+    weights = sum(product.parameters for product in gemms)
     return LayerPass(
-        sum(product.forward_ns(speed) for product in products),
-        sum(product.input_ns(speed) for product in products),
-        sum(product.weight_ns(speed) for product in products)
-        + speed.moved_ns(weights * traffic.accumulate_bytes),
+        sum(product.compute_forward_ns(speed) for product in gemms),
+        sum(product.compute_input_ns(speed) for product in gemms),
+        sum(product.compute_weight_ns(speed) for product in gemms)
+        + speed.compute_memory_ns(weights * traffic.accumulate_bytes),
         formulas=(ACCUMULATE,),
     )
 
 
-def _core(job: JobConfig, speed: Speed, traffic: Traffic) -> LayerPass:
+def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts) -> LayerPass:
     """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
-    heads = share(job.model.heads, job.parallel.tp)
+    heads = divide_ceil(job.model.heads, job.parallel.tp)
     scores = float(job.tokens) * job.training.seq_len * heads
-    work = 2 * scores * _head_width(job)
+    work = 2 * scores * _sum_head_widths(job)
     if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
-        whole = LayerPass(forward, backward, 0.0, forward, backward)
-        return whole + time_pieces(job, speed) if comes_in_pieces(job) else whole
+        core_pass = LayerPass(forward, backward, 0.0, forward, backward)
+        return core_pass + time_pieces(job, speed) if is_fused_ring(job) else core_pass
     size = job.training.activation_bytes
     softmax = traffic.elementwise * (
         (5 if job.training.dropout else 4) * size + job.training.dropout
     )
-    forward = work / speed.attention_flops_per_ns + speed.moved_ns(scores * softmax, 5)
-    backward = 2 * work / speed.attention_flops_per_ns + speed.moved_ns(
+    forward = work / speed.attention_flops_per_ns + speed.compute_memory_ns(scores * softmax, 5)
+    backward = 2 * work / speed.attention_flops_per_ns + speed.compute_memory_ns(
         scores * (softmax + 2 * size), 6
     )
     return LayerPass(forward, backward, 0.0, forward, backward)
 
 
-def _head_width(job: JobConfig) -> int:
+def _sum_head_widths(job: JobConfig) -> int:
     """Sum of a head's query and value widths."""
     latent = job.model.latent
     if latent is None:
@@ -226,36 +234,38 @@ def _head_width(job: JobConfig) -> int:
     return latent.nope + latent.rope + latent.value
 
 
-def _elementwise(job: JobConfig, speed: Speed, traffic: Traffic, activations: float) -> LayerPass:
+def _time_elementwise(
+    job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts, activations: float
+) -> LayerPass:
     """Memory-bound kernels: norms, residuals with dropout, rotary embedding, activation."""
     model, size = job.model, job.training.activation_bytes
-    whole = job.tokens * model.hidden / job.parallel.sequence_split
-    rotated = 0 if model.positions else 2 * _rotated(job)
+    hidden = job.tokens * model.hidden / job.parallel.sequence_split
+    rotated = 0 if model.positions else 2 * _count_rotated(job)
     gates = 2 if model.gated else 1
-    forward = 2 * 5 * whole + (gates + 1) * activations + rotated
-    backward = 2 * 6 * whole + (2 * gates + 1) * activations + rotated
-    masks = 2 * whole * job.training.dropout
+    forward = 2 * 5 * hidden + (gates + 1) * activations + rotated
+    backward = 2 * 6 * hidden + (2 * gates + 1) * activations + rotated
+    masks = 2 * hidden * job.training.dropout
     kernels = ELEMENTWISE_KERNELS
     return LayerPass(
-        speed.moved_ns((forward * size + masks) * traffic.elementwise, kernels),
-        speed.moved_ns((backward * size + masks) * traffic.elementwise, kernels + 2),
+        speed.compute_memory_ns((forward * size + masks) * traffic.elementwise, kernels),
+        speed.compute_memory_ns((backward * size + masks) * traffic.elementwise, kernels + 2),
         0.0,
     )
 
 
-def _rotated(job: JobConfig) -> float:
+def _count_rotated(job: JobConfig) -> float:
     """Elements of queries and keys with rotary embedding."""
-    model, heads = job.model, share(job.model.heads, job.parallel.tp)
+    model, heads = job.model, divide_ceil(job.model.heads, job.parallel.tp)
     if model.latent is not None:
         return job.tokens * (heads + 1) * model.latent.rope
-    return job.tokens * (heads + share(model.kv_heads, job.parallel.tp)) * model.head_size
+    return job.tokens * (heads + divide_ceil(model.kv_heads, job.parallel.tp)) * model.head_size
 
 
 # The GEMMs of one layer and microbatch on one rank.
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """count GEMMs (rows x inner) (inner x columns): activations times a weight."""
 
     rows: float
@@ -267,71 +277,71 @@ class Product:
     def parameters(self) -> int:
         return self.count * self.columns * self.inner
 
-    def forward_ns(self, speed: Speed) -> float:
-        return self.count * speed.product_ns(self.rows, self.columns, self.inner)
+    def compute_forward_ns(self, speed: DeviceSpeed) -> float:
+        return self.count * speed.compute_gemm_ns(self.rows, self.columns, self.inner)
 
-    def input_ns(self, speed: Speed) -> float:
+    def compute_input_ns(self, speed: DeviceSpeed) -> float:
         """Time of the input gradient."""
-        return self.count * speed.product_ns(self.rows, self.inner, self.columns)
+        return self.count * speed.compute_gemm_ns(self.rows, self.inner, self.columns)
 
-    def weight_ns(self, speed: Speed) -> float:
+    def compute_weight_ns(self, speed: DeviceSpeed) -> float:
         """Time of the weight gradient."""
-        return self.count * speed.product_ns(self.inner, self.columns, self.rows)
+        return self.count * speed.compute_gemm_ns(self.inner, self.columns, self.rows)
 
 
-def attention_products(job: JobConfig) -> tuple[Product, ...]:
+def list_attention_gemms(job: JobConfig) -> tuple[Gemm, ...]:
     """The projections around attention, without its core."""
     model, tokens, tp = job.model, job.tokens, job.parallel.tp
     if model.latent is not None:
-        return _latent(job, model.latent)
-    queries = share(model.heads, tp) * model.head_size
-    pairs = 2 * share(model.kv_heads, tp) * model.head_size
+        return _list_latent_gemms(job, model.latent)
+    queries = divide_ceil(model.heads, tp) * model.head_size
+    keys_values = 2 * divide_ceil(model.kv_heads, tp) * model.head_size
     return (
-        Product(tokens, queries + pairs, model.hidden),
-        Product(tokens, model.hidden, queries),
+        Gemm(tokens, queries + keys_values, model.hidden),
+        Gemm(tokens, model.hidden, queries),
     )
 
 
-def _latent(job: JobConfig, latent: LatentAttention) -> tuple[Product, ...]:
+def _list_latent_gemms(job: JobConfig, latent: LatentAttention) -> tuple[Gemm, ...]:
     """MLA: each rank applies the whole compressing weights to its own part of the sequence."""
-    tokens, h, heads = job.tokens, job.model.hidden, share(job.model.heads, job.parallel.tp)
-    own = tokens / job.parallel.sequence_split
-    wide = heads * (latent.nope + latent.rope)
+    tokens, h, heads = job.tokens, job.model.hidden, divide_ceil(job.model.heads, job.parallel.tp)
+    own_tokens = tokens / job.parallel.sequence_split
+    query_width = heads * (latent.nope + latent.rope)
     queries = (
-        (Product(own, latent.query_rank, h), Product(tokens, wide, latent.query_rank))
+        (Gemm(own_tokens, latent.query_rank, h), Gemm(tokens, query_width, latent.query_rank))
         if latent.query_rank
-        else (Product(tokens, wide, h),)
+        else (Gemm(tokens, query_width, h),)
     )
     return (
         *queries,
-        Product(own, latent.kv_rank + latent.rope, h),
-        Product(tokens, heads * (latent.nope + latent.value), latent.kv_rank),
-        Product(tokens, h, heads * latent.value),
+        Gemm(own_tokens, latent.kv_rank + latent.rope, h),
+        Gemm(tokens, heads * (latent.nope + latent.value), latent.kv_rank),
+        Gemm(tokens, h, heads * latent.value),
     )
 
 
-def mlp_products(job: JobConfig, ffn: int) -> tuple[Product, ...]:
+def list_mlp_gemms(job: JobConfig, ffn: int) -> tuple[Gemm, ...]:
     """GEMMs of an MLP of width ffn, split over tensor parallelism."""
-    width, h = share(ffn, job.parallel.tp), job.model.hidden
+    width, h = divide_ceil(ffn, job.parallel.tp), job.model.hidden
     first = (2 if job.model.gated else 1) * width
-    return Product(job.tokens, first, h), Product(job.tokens, h, width)
+    return Gemm(job.tokens, first, h), Gemm(job.tokens, h, width)
 
 
-def expert_products(job: JobConfig, experts: Experts) -> tuple[Product, ...]:
+def list_expert_gemms(job: JobConfig, experts: Experts) -> tuple[Gemm, ...]:
     """GEMMs of the router, the shared expert, and the rank's experts with balanced routing."""
-    h, local = job.model.hidden, share(experts.count, job.parallel.ep)
-    width = share(experts.ffn, job.parallel.expert_tp)
-    rows = routed_tokens(job, experts) / local
-    shared = mlp_products(job, experts.shared_ffn) if experts.shared_ffn else ()
+    h, local = job.model.hidden, divide_ceil(experts.count, job.parallel.ep)
+    width = divide_ceil(experts.ffn, job.parallel.expert_tp)
+    rows = count_routed_tokens(job, experts) / local
+    shared = list_mlp_gemms(job, experts.shared_ffn) if experts.shared_ffn else ()
     return (
-        Product(job.tokens / job.parallel.sequence_split, experts.count, h),
-        Product(rows, (2 if job.model.gated else 1) * width, h, local),
-        Product(rows, h, width, local),
+        Gemm(job.tokens / job.parallel.sequence_split, experts.count, h),
+        Gemm(rows, (2 if job.model.gated else 1) * width, h, local),
+        Gemm(rows, h, width, local),
         *shared,
     )
 
 
-def routed_tokens(job: JobConfig, experts: Experts) -> float:
+def count_routed_tokens(job: JobConfig, experts: Experts) -> float:
     """Tokens per microbatch in all experts of one rank, each counted once per expert.
 
     Tensor-parallel ranks have the same tokens and split them.
@@ -339,9 +349,11 @@ def routed_tokens(job: JobConfig, experts: Experts) -> float:
     return job.tokens / job.parallel.tp * experts.top_k * job.parallel.expert_tp
 
 
-def head_product(job: JobConfig) -> Product:
+def build_head_gemm(job: JobConfig) -> Gemm:
     """GEMM of the output layer of a tensor-parallel rank."""
-    return Product(job.tokens, share(job.padded_vocab, job.parallel.vocab_split), job.model.hidden)
+    return Gemm(
+        job.tokens, divide_ceil(job.padded_vocab, job.parallel.vocab_split), job.model.hidden
+    )
 
 
 # Memory traffic and launch time of each framework.
@@ -362,7 +374,7 @@ UNIT_COPIES = Formula(
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class FrameworkCosts:
     """Constants of a framework.
 
     elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 if each is fused
@@ -377,26 +389,30 @@ class Traffic:
     host_ns: float
 
 
-EAGER = 1.6
+EAGER_TRAFFIC = 1.6
 """Memory traffic of unfused operations over fused ones: the value from 1.4 to 2.2, in steps of 0.2,
 with the least loss on the fitted rows of presets/efficiency.toml."""
 
 
-def traffic_of(job: JobConfig) -> Traffic:
+def select_framework_costs(job: JobConfig) -> FrameworkCosts:
     """The constants of the job's framework."""
-    later = (job.microbatches - 1) / job.microbatches
+    later_share = (job.microbatches - 1) / job.microbatches
     match job.training.framework:
         case "megatron" | "nanotron":
-            return Traffic(1.0, 0.0, 0.0, 250e3)
+            return FrameworkCosts(1.0, 0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
-            return Traffic(1.0, 14.0 * later, 0.0, 400e3)
+            return FrameworkCosts(1.0, 14.0 * later_share, 0.0, 400e3)
         case "fsdp2" if job.parallel.sum_once:
-            added = 3.0 * job.training.gradient_bytes * later
-            return Traffic(EAGER, added, 8.0 + 8.0 / job.microbatches, 400e3)
+            accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
+            return FrameworkCosts(
+                EAGER_TRAFFIC, accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
+            )
         case "fsdp2":
-            return Traffic(EAGER, 0.0, 16.0, 400e3)
+            return FrameworkCosts(EAGER_TRAFFIC, 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":
-            return Traffic(EAGER, 3.0 * job.training.gradient_bytes * later, 0.0, 400e3)
+            return FrameworkCosts(
+                EAGER_TRAFFIC, 3.0 * job.training.gradient_bytes * later_share, 0.0, 400e3
+            )
 
 
 # Time of the optimizer step, and of offloading.
@@ -409,22 +425,24 @@ UPDATE = Formula(
 )
 
 
-def updated_parameters(job: JobConfig, stage: StageParameters) -> float:
+def count_updated_parameters(job: JobConfig, parameters: StageParameters) -> float:
     """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
-    return stage.dense / job.parallel.shard_size + stage.experts / job.parallel.expert_shards
+    return (
+        parameters.dense / job.parallel.shard_size + parameters.experts / job.parallel.expert_shards
+    )
 
 
-def optimizer_ns(job: JobConfig, speed: Speed, stage: StageParameters) -> float:
+def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
     """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
     if "optimizer" in job.training.offload:
         return 0.0
-    count = updated_parameters(job, stage)
+    count = count_updated_parameters(job, parameters)
     states = MASTER_BYTES + MOMENTS_BYTES[job.training.optimizer]
     written = 0 if job.training.dtype == "fp32" else job.training.weight_bytes
-    return speed.moved_ns(count * (2 * states + job.training.gradient_bytes + written), 10)
+    return speed.compute_memory_ns(count * (2 * states + job.training.gradient_bytes + written), 10)
 
 
-def offload_ns(job: JobConfig, stage: StageParameters) -> float:
+def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
     """Time to copy gradients to the host and weights back, once per step.
 
     Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's update is
@@ -433,8 +451,8 @@ def offload_ns(job: JobConfig, stage: StageParameters) -> float:
     if "optimizer" not in job.training.offload:
         return 0.0
     link = job.hardware.host
-    moved = updated_parameters(job, stage) * 2 * job.training.weight_bytes
-    return moved / (link.bytes_per_s * link.ring) * 1e9
+    moved_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
+    return moved_bytes / (link.bytes_per_s * link.ring) * 1e9
 
 
 # Ring attention computes its result in pieces, which it has to merge.
@@ -457,26 +475,28 @@ BACKWARD_KERNELS = 3
 keys and values)."""
 
 
-def comes_in_pieces(job: JobConfig) -> bool:
+def is_fused_ring(job: JobConfig) -> bool:
     """Whether attention is fused and runs as ring attention."""
     layout = job.parallel
     return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
 
 
-def time_pieces(job: JobConfig, speed: Speed) -> LayerPass:
+def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Time to merge the further pieces of one layer's ring attention (PIECES).
 
     Counted for the last rank, which attends to all earlier tokens and merges whole pieces; the
     others wait for it.
     """
     layout, model = job.parallel, job.model
-    latent, heads = model.latent, share(model.heads, layout.tp)
+    latent, heads = model.latent, divide_ceil(model.heads, layout.tp)
     query = model.head_size if latent is None else latent.nope + latent.rope
     value = model.head_size if latent is None else latent.value
-    pairs = heads if latent is not None else share(model.kv_heads, layout.tp)
-    each = MERGED_BYTES * job.tokens
-    forward = speed.moved_ns(each * heads * value, FORWARD_KERNELS)
-    backward = speed.moved_ns(each * (heads * query + pairs * (query + value)), BACKWARD_KERNELS)
+    pairs = heads if latent is not None else divide_ceil(model.kv_heads, layout.tp)
+    token_bytes = MERGED_BYTES * job.tokens
+    forward = speed.compute_memory_ns(token_bytes * heads * value, FORWARD_KERNELS)
+    backward = speed.compute_memory_ns(
+        token_bytes * (heads * query + pairs * (query + value)), BACKWARD_KERNELS
+    )
     turns = layout.cp - 1
     return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
@@ -496,7 +516,7 @@ Dao, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class DeviceSpeed:
     """FLOP/s and memory bandwidth that the job's kernels reach, per ns."""
 
     linear_flops_per_ns: float
@@ -508,35 +528,43 @@ class Speed:
     multiprocessors: int = 0
 
     @property
-    def of_head(self) -> Speed:
+    def head_speed(self) -> DeviceSpeed:
         """Speed of the head, whose GEMMs stay in bf16 with fp8 training."""
         return replace(self, linear_flops_per_ns=self.head_flops_per_ns)
 
-    def product_ns(self, rows: float, columns: float, inner: float, size: int = 2) -> float:
+    def compute_gemm_ns(self, rows: float, columns: float, inner: float, size: int = 2) -> float:
         """Time of one GEMM (rows x inner) (inner x columns) with size bytes per element."""
-        moved = size * (rows * inner + inner * columns + rows * columns)
-        work = 2.0 * rows * columns * inner * _waves(rows, columns, self.tile, self.multiprocessors)
-        return work / self.linear_flops_per_ns + moved / self.bytes_per_ns + self.launch_ns
+        moved_bytes = size * (rows * inner + inner * columns + rows * columns)
+        work = (
+            2.0
+            * rows
+            * columns
+            * inner
+            * _compute_wave_ratio(rows, columns, self.tile, self.multiprocessors)
+        )
+        return work / self.linear_flops_per_ns + moved_bytes / self.bytes_per_ns + self.launch_ns
 
-    def moved_ns(self, count_bytes: float, kernels: int = 0) -> float:
+    def compute_memory_ns(self, count_bytes: float, kernels: int = 0) -> float:
         """Time of a number of kernels that read and write count_bytes in total."""
         return count_bytes / self.bytes_per_ns + kernels * self.launch_ns
 
 
-def speed_of(job: JobConfig) -> Speed:
+def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     """Speed of the job's device at its dtype. Raises UsageError if its peak is unknown."""
-    hardware, recipe = job.hardware, job.training
+    hardware, training = job.hardware, job.training
     efficiency = hardware.efficiency
-    peak = hardware.peak_flops_per_s(recipe.dtype)
-    wide = hardware.peak_flops_per_s("bf16" if recipe.dtype == "fp8" else recipe.dtype)
-    if peak is None or wide is None:
-        known = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
-        raise UsageError(f"{hardware.name} has no peak FLOP/s at {recipe.dtype}; known: {known}")
-    fused = efficiency.attention if recipe.flash_attention else efficiency.unfused_attention
-    return Speed(
+    peak = hardware.peak_flops_per_s(training.dtype)
+    wide_peak = hardware.peak_flops_per_s("bf16" if training.dtype == "fp8" else training.dtype)
+    if peak is None or wide_peak is None:
+        known_dtypes = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
+        raise UsageError(
+            f"{hardware.name} has no peak FLOP/s at {training.dtype}; known: {known_dtypes}"
+        )
+    fused = efficiency.attention if training.flash_attention else efficiency.unfused_attention
+    return DeviceSpeed(
         linear_flops_per_ns=peak * efficiency.gemm / 1e9,
-        head_flops_per_ns=wide * efficiency.gemm / 1e9,
-        attention_flops_per_ns=wide * fused / 1e9,
+        head_flops_per_ns=wide_peak * efficiency.gemm / 1e9,
+        attention_flops_per_ns=wide_peak * fused / 1e9,
         bytes_per_ns=hardware.memory_bytes_per_s * efficiency.memory / 1e9,
         launch_ns=efficiency.launch_ns,
         tile=efficiency.tile,
@@ -544,7 +572,7 @@ def speed_of(job: JobConfig) -> Speed:
     )
 
 
-def _waves(rows: float, columns: float, tile: int, multiprocessors: int) -> float:
+def _compute_wave_ratio(rows: float, columns: float, tile: int, multiprocessors: int) -> float:
     """Slowdown of a GEMM because its last wave of tiles is not full, a ratio >= 1."""
     if not tile or not multiprocessors:
         return 1.0

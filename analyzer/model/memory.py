@@ -10,31 +10,35 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     StageConfig,
     TrainingConfig,
-    first_alike,
-    stages_of,
+    find_equal_stages,
+    list_stages,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
-    KEEPS_FP32,
+    FP32_WEIGHT_FRAMEWORKS,
     MASK_BYTES,
     LayersByKind,
     StageActivations,
     States,
-    chunks_in_flight,
-    coefficients,
-    input_bytes,
-    layers_of,
-    stage_activations,
-    states_of,
+    compute_input_bytes,
+    compute_layers_by_kind,
+    compute_stage_activations,
+    compute_states,
+    count_chunks_in_flight,
+    load_coefficients,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, vocabulary_share
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_stage_parameters,
+    count_vocabulary_parameters,
+)
 from stepsplit.analyzer.model.prediction import StageMemory
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
 
 # The peak memory of every stage of a job, by category.
 
 
-def memory_of(
+def compute_memory(
     job: JobConfig, calibration: MemoryCalibration | None = None
 ) -> tuple[StageMemory, ...]:
     """Peak allocated bytes of one rank of every pipeline stage.
@@ -43,48 +47,49 @@ def memory_of(
     workspaces and the constant of the calibration.
     """
     learned = job.hardware.learned
-    own = MemoryCalibration("", learned.activations, learned.constant_bytes)
-    used, needs = calibration or own, _needs(job)
+    job_calibration = MemoryCalibration("", learned.activations, learned.constant_bytes)
+    factors, needs = calibration or job_calibration, _compute_states_and_needs(job)
     return tuple(
-        _stage_memory(states, each, rank, job, used) for rank, (states, each) in enumerate(needs)
+        _build_stage_memory(states, each, rank, job, factors)
+        for rank, (states, each) in enumerate(needs)
     )
 
 
-def fits(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
+def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
     """Whether reserved memory and the CUDA context of every stage fit on the device."""
-    most = max(reserved_bytes(stage.total_bytes).bytes for stage in memory)
-    return most + CONTEXT_BYTES <= job.hardware.memory_bytes
+    largest_bytes = max(estimate_reserved_bytes(stage.total_bytes).bytes for stage in memory)
+    return largest_bytes + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
-def _needs(job: JobConfig) -> tuple[tuple[States, Needs], ...]:
+def _compute_states_and_needs(job: JobConfig) -> tuple[tuple[States, MemoryNeeds], ...]:
     """States and needs of each stage; equal stages, the first one apart, are computed once."""
-    layers, held = layers_of(job), stage_parameters(job)
-    known: dict[tuple[int, bool], tuple[States, Needs]] = {}
-    found = []
-    for stage, first in zip(stages_of(job), first_alike(job), strict=True):
+    layers, stage_params = compute_layers_by_kind(job), count_stage_parameters(job)
+    cache: dict[tuple[int, bool], tuple[States, MemoryNeeds]] = {}
+    stages = []
+    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
         alike = first, stage.index > 0
-        if alike not in known:
-            own = held[stage.index]
-            states = offload(states_of(job, own), job.training).states
-            known[alike] = states, needs_of(job, stage, own, layers)
-        found.append(known[alike])
-    return tuple(found)
+        if alike not in cache:
+            params = stage_params[stage.index]
+            states = apply_offload(compute_states(job, params), job.training).states
+            cache[alike] = states, compute_needs(job, stage, params, layers)
+        stages.append(cache[alike])
+    return tuple(stages)
 
 
-def _stage_memory(
-    states: States, needs: Needs, rank: int, job: JobConfig, used: MemoryCalibration
+def _build_stage_memory(
+    states: States, needs: MemoryNeeds, rank: int, job: JobConfig, calibration: MemoryCalibration
 ) -> StageMemory:
-    workspace = coefficients(job.training.framework).workspace_bytes
-    moment = needs.peak(chunks_in_flight(job, rank))
+    workspace = load_coefficients(job.training.framework).workspace_bytes
+    moment = needs.find_peak(count_chunks_in_flight(job, rank))
     in_flight = (IN_FLIGHT,) if job.parallel.pp > 1 else ()
     return StageMemory(
         stage=rank,
         weights_bytes=states.weights_bytes,
         gradients_bytes=states.gradients_bytes,
         optimizer_bytes=states.optimizer_bytes,
-        activations_bytes=round(moment.activations_bytes * used.activations),
+        activations_bytes=round(moment.activations_bytes * calibration.activations),
         transient_bytes=moment.transient_bytes,
-        other_bytes=workspace + used.constant_bytes,
+        other_bytes=workspace + calibration.constant_bytes,
         formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )
 
@@ -115,7 +120,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """Memory that a rank needs on top of its states; equal for all equal ranks.
 
     each_bytes are the activations of one chunk and microbatch in flight, most_bytes the limit for
@@ -123,86 +128,105 @@ class Needs:
     flight; idle is the moment without any in flight.
     """
 
-    each_bytes: int
-    most_bytes: int | None
+    chunk_bytes: int
+    limit_bytes: int | None
     moments: tuple[Moment, ...]
     idle: Moment
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
-    def at(self, in_flight: int) -> tuple[Moment, ...]:
+    def list_moments(self, in_flight: int) -> tuple[Moment, ...]:
         """The candidate moments for the peak, in the order of the step."""
-        return (*(self._with(moment, in_flight) for moment in self.moments), self.idle)
+        return (*(self._add_activations(moment, in_flight) for moment in self.moments), self.idle)
 
-    def peak(self, in_flight: int) -> Moment:
+    def find_peak(self, in_flight: int) -> Moment:
         """The moment of the peak; which of the passes it is does not depend on in_flight."""
-        busy = self._with(max(self.moments, key=_total_bytes), in_flight)
-        return max(busy, self.idle, key=_total_bytes)
+        busy = self._add_activations(max(self.moments, key=_sum_total_bytes), in_flight)
+        return max(busy, self.idle, key=_sum_total_bytes)
 
-    def _with(self, moment: Moment, in_flight: int) -> Moment:
-        held = in_flight * self.each_bytes
-        held = held if self.most_bytes is None else min(held, self.most_bytes)
-        return Moment(moment.name, held + moment.activations_bytes, moment.transient_bytes)
+    def _add_activations(self, moment: Moment, in_flight: int) -> Moment:
+        saved_bytes = in_flight * self.chunk_bytes
+        saved_bytes = (
+            saved_bytes if self.limit_bytes is None else min(saved_bytes, self.limit_bytes)
+        )
+        return Moment(moment.name, saved_bytes + moment.activations_bytes, moment.transient_bytes)
 
 
-def _total_bytes(moment: Moment) -> int:
+def _sum_total_bytes(moment: Moment) -> int:
     return moment.total_bytes
 
 
-def needs_of(
+def compute_needs(
     job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
-) -> Needs:
+) -> MemoryNeeds:
     """Needs of a stage, and of all equal ones except the first, which sends no input gradient."""
-    chunk = stage_activations(job, stage, layers)
-    each, kept = _held_each(job, stage, chunk), count_standing_bytes(job, parameters)
-    found, formulas = [_backward(job, stage, chunk, kept.bytes)], [chunk.formula, *kept.formulas]
+    chunk = compute_stage_activations(job, stage, layers)
+    chunk_bytes, persistent = (
+        _compute_chunk_bytes(job, stage, chunk),
+        count_persistent_bytes(job, parameters),
+    )
+    moments, formulas = (
+        [_build_backward_moment(job, stage, chunk, persistent.bytes)],
+        [chunk.formula, *persistent.formulas],
+    )
     if stage.head:
-        found.insert(0, _loss(job, stage, kept.bytes))
+        moments.insert(0, _build_loss_moment(job, stage, persistent.bytes))
         formulas.append(LOGITS)
     if stage.embedding:
-        found.append(Moment("embedding", -each, kept.bytes + embedding_bytes(job)))
-    idle, most = Moment("optimizer", 0, optimizer_bytes(job, parameters)), _most(job, stage, chunk)
-    if most is not None:
+        moments.append(
+            Moment("embedding", -chunk_bytes, persistent.bytes + compute_embedding_bytes(job))
+        )
+    idle, limit_bytes = (
+        Moment("optimizer", 0, compute_optimizer_bytes(job, parameters)),
+        _compute_offload_limit(job, stage, chunk),
+    )
+    if limit_bytes is not None:
         formulas.append(OFFLOAD)
-    return Needs(each, most, tuple(found), idle, tuple(formulas))
+    return MemoryNeeds(chunk_bytes, limit_bytes, tuple(moments), idle, tuple(formulas))
 
 
-def moments_of(
+def list_stage_moments(
     job: JobConfig, stage: StageConfig, parameters: StageParameters, layers: LayersByKind
 ) -> tuple[Moment, ...]:
     """The candidate moments for the peak of one rank, in the order of the step."""
-    return needs_of(job, stage, parameters, layers).at(chunks_in_flight(job, stage.index))
+    return compute_needs(job, stage, parameters, layers).list_moments(
+        count_chunks_in_flight(job, stage.index)
+    )
 
 
-def _most(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int | None:
+def _compute_offload_limit(
+    job: JobConfig, stage: StageConfig, chunk: StageActivations
+) -> int | None:
     """Limit of activations on the GPU: offloaded ones stay for two layers."""
     if "activations" not in job.training.offload:
         return None
-    return 2 * chunk.held_bytes * len(stage.chunks) // max(1, stage.layers)
+    return 2 * chunk.saved_bytes * len(stage.chunks) // max(1, stage.layers)
 
 
-def _held_each(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
+def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
     """Saved activations of a chunk and microbatch, with its output and the embedding's mask."""
-    elements = input_bytes(job) // job.training.activation_bytes
-    beside = 0.0
+    elements = compute_input_bytes(job) // job.training.activation_bytes
+    extra = 0.0
     if job.parallel.pp > 1 and not stage.head:
-        beside += elements * coefficients(job.training.framework).pipeline_output
+        extra += elements * load_coefficients(job.training.framework).pipeline_output
     if stage.embedding and job.training.dropout:
-        beside += elements * MASK_BYTES / len(stage.chunks)
-    return chunk.held_bytes + round(beside)
+        extra += elements * MASK_BYTES / len(stage.chunks)
+    return chunk.saved_bytes + round(extra)
 
 
-def _loss(job: JobConfig, stage: StageConfig, standing: int) -> Moment:
+def _build_loss_moment(job: JobConfig, stage: StageConfig, persistent_bytes: int) -> Moment:
     """The head's backward pass: input and output of the final norm, logits, working memory."""
-    saved, working = logits_bytes(job)
-    around = head_bytes(job) + handed_on_bytes(job, stage.index)
-    return Moment("loss", saved + 2 * input_bytes(job), standing + working + around)
+    saved, working = compute_logits_bytes(job)
+    around = compute_head_bytes(job) + compute_input_gradient_bytes(job, stage.index)
+    return Moment("loss", saved + 2 * compute_input_bytes(job), persistent_bytes + working + around)
 
 
-def _backward(job: JobConfig, stage: StageConfig, chunk: StageActivations, standing: int) -> Moment:
+def _build_backward_moment(
+    job: JobConfig, stage: StageConfig, chunk: StageActivations, persistent_bytes: int
+) -> Moment:
     """The last layer's backward pass, after its recomputation if there is any."""
-    needs = layer_backward_bytes(job, stage) + chunk.rerun_bytes
-    needs += handed_on_bytes(job, stage.index)
-    return Moment("backward", 0, standing + needs)
+    needs = compute_layer_backward_bytes(job, stage) + chunk.recompute_bytes
+    needs += compute_input_gradient_bytes(job, stage.index)
+    return Moment("backward", 0, persistent_bytes + needs)
 
 
 # Error band of a predicted peak, and the memory that the allocator reserves for it.
@@ -215,7 +239,7 @@ RESERVED = Formula(
 
 RESERVED_OVER_ALLOCATED = (1.03, 1.05, 1.09)
 
-CALIBRATED = (0.9, 1.1)
+CALIBRATED_BAND = (0.9, 1.1)
 """Error band of a calibrated peak: measured over predicted."""
 
 CONTEXT_BYTES = 1 << 30
@@ -231,18 +255,18 @@ class BytesBand:
     high_bytes: int
 
 
-def reserved_bytes(allocated_bytes: int) -> BytesBand:
+def estimate_reserved_bytes(allocated_bytes: int) -> BytesBand:
     """Estimate the memory that PyTorch's allocator reserves for a number of allocated bytes."""
     low, middle, high = (round(allocated_bytes * ratio) for ratio in RESERVED_OVER_ALLOCATED)
     return BytesBand(middle, low, high)
 
 
-def allocated_band(
+def estimate_allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
     """A stage's predicted peak with its error band, from the framework or the calibration."""
-    found = coefficients(job.training.framework)
-    low, high = CALIBRATED if calibration else (found.low, found.high)
+    known = load_coefficients(job.training.framework)
+    low, high = CALIBRATED_BAND if calibration else (known.low, known.high)
     total = stage.total_bytes
     return BytesBand(total, round(total * low), round(total * high))
 
@@ -272,141 +296,147 @@ DUMMY = Formula(
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PersistentBytes:
     """Bytes that stay allocated throughout the passes, and their formulas."""
 
     bytes: int
     formulas: tuple[Formula, ...] = ()
 
 
-def count_standing_bytes(job: JobConfig, parameters: StageParameters) -> Standing:
+def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> PersistentBytes:
     """Count the bytes that stay allocated throughout the passes (GATHERED and DUMMY).
 
     Under autocast (ddp, huggingface) the 16-bit copies of all weights live as long as the graph,
     and DistributedDataParallel keeps buckets in addition to the gradients.
     """
-    if _stays_gathered(job):
-        return Standing(_kept_gathered(job, parameters.total), (GATHERED,))
+    if _is_gathered_once(job):
+        return PersistentBytes(_count_gathered_rank_bytes(job, parameters.total), (GATHERED,))
     if job.parallel.zero >= 3:
-        return Standing(_gathered(job, parameters.largest_layer), (GATHERED,))
+        return PersistentBytes(
+            _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
+        )
     if job.training.framework == "fsdp2" and job.parallel.zero == 2:
-        unit = _unit_gradients(job, parameters.largest_layer)
-        return Standing(2 * parameters.total + unit, (GATHERED,))
-    if job.training.framework in KEEPS_FP32:
-        return Standing(parameters.total * _autocast(job))
-    kept = coefficients(job.training.framework).layer_gradient
-    if not kept or not _fp32_gradients(job):
-        return Standing(0)
-    return Standing(round(kept * _one_of_each_shape(job, parameters)), (DUMMY,))
+        unit = _count_unit_gradient_bytes(job, parameters.largest_layer)
+        return PersistentBytes(2 * parameters.total + unit, (GATHERED,))
+    if job.training.framework in FP32_WEIGHT_FRAMEWORKS:
+        return PersistentBytes(parameters.total * _count_autocast_bytes(job))
+    layer_copies = load_coefficients(job.training.framework).layer_gradient
+    if not layer_copies or not _has_fp32_gradients(job):
+        return PersistentBytes(0)
+    return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
 
 
-def _autocast(job: JobConfig) -> int:
-    return (2 if job.training.dtype != "fp32" else 0) + _buckets(job)
+def _count_autocast_bytes(job: JobConfig) -> int:
+    return (2 if job.training.dtype != "fp32" else 0) + _count_bucket_bytes(job)
 
 
-def _buckets(job: JobConfig) -> int:
+def _count_bucket_bytes(job: JobConfig) -> int:
     """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
-    plain = job.training.framework in KEEPS_FP32 and job.parallel.zero < 2
+    plain = job.training.framework in FP32_WEIGHT_FRAMEWORKS and job.parallel.zero < 2
     return 4 if plain and job.parallel.gradient_ranks > 1 else 0
 
 
-def _stays_gathered(job: JobConfig) -> bool:
+def _is_gathered_once(job: JobConfig) -> bool:
     """Whether weights stay gathered: torchtitan gathers those of a pipeline stage once per step."""
     return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
 
 
-def _kept_gathered(job: JobConfig, parameters: int) -> int:
+def _count_gathered_rank_bytes(job: JobConfig, parameters: int) -> int:
     """All weights, and the unreduced gradients that microbatches accumulate."""
     sums = job.training.gradient_bytes if job.microbatches > 1 else job.training.weight_bytes
     return parameters * (job.training.weight_bytes + sums)
 
 
-def _gathered(job: JobConfig, unit: int) -> int:
+def _count_gathered_unit_bytes(job: JobConfig, unit: int) -> int:
     """A gathered FSDP unit, the prefetched next one, and the gradients of the first."""
     if job.training.framework == "deepspeed":
         return 2 * 2 * unit
-    return 2 * job.training.weight_bytes * unit + _unit_gradients(job, unit)
+    return 2 * job.training.weight_bytes * unit + _count_unit_gradient_bytes(job, unit)
 
 
-def _unit_gradients(job: JobConfig, unit: int) -> int:
+def _count_unit_gradient_bytes(job: JobConfig, unit: int) -> int:
     reduced = 4 if job.training.framework == "fsdp2" and job.training.gradient_bytes == 4 else 0
     return (job.training.weight_bytes + reduced) * unit
 
 
-def _fp32_gradients(job: JobConfig) -> bool:
+def _has_fp32_gradients(job: JobConfig) -> bool:
     return job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
 
 
-def _one_of_each_shape(job: JobConfig, parameters: StageParameters) -> int:
+def _count_distinct_weights(job: JobConfig, parameters: StageParameters) -> int:
     """Weights of one layer with one of its experts, because all experts have the same shapes."""
     layer = parameters.expert_layer or parameters.dense_layer
-    found = layer.attention + layer.mlp
+    count = layer.attention + layer.mlp
     if parameters.expert_layer is not None and job.model.experts is not None:
-        found += layer.experts * job.parallel.ep // job.model.experts.count
-        found += parameters.dense_layer.mlp if parameters.dense_layers else 0
-    return found
+        count += layer.experts * job.parallel.ep // job.model.experts.count
+        count += parameters.dense_layer.mlp if parameters.dense_layers else 0
+    return count
 
 
-def logits_bytes(job: JobConfig) -> tuple[int, int]:
+def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     """Logits of one microbatch saved for the loss's backward, and its working memory."""
-    found = coefficients(job.training.framework)
-    logits = job.tokens * (vocabulary_share(job) // job.model.hidden)
+    known = load_coefficients(job.training.framework)
+    logits = job.tokens * (count_vocabulary_parameters(job) // job.model.hidden)
     if job.training.fused_loss:
         return logits * job.training.weight_bytes, 0
-    working = found.logits_working_split if job.parallel.tp > 1 else found.logits_working
-    return round(logits * found.logits_saved), round(logits * working)
+    working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working
+    return round(logits * known.logits_saved), round(logits * working)
 
 
-def head_bytes(job: JobConfig) -> int:
+def compute_head_bytes(job: JobConfig) -> int:
     """Memory around the head's GEMM: gradients of its weight and its input and, with sequence
     parallelism, the gathered input and the reduced gradient."""
-    part = input_bytes(job)
-    whole = part * job.parallel.sequence_split
-    return _vocabulary_bytes(job) + whole + (whole + part if job.parallel.sequence_split > 1 else 0)
+    own = compute_input_bytes(job)
+    whole = own * job.parallel.sequence_split
+    return (
+        _compute_vocabulary_bytes(job)
+        + whole
+        + (whole + own if job.parallel.sequence_split > 1 else 0)
+    )
 
 
-def _vocabulary_bytes(job: JobConfig) -> int:
+def _compute_vocabulary_bytes(job: JobConfig) -> int:
     """Gradient of the head or embedding, with the gathered weight if that is sharded."""
-    each = vocabulary_share(job)
-    if job.parallel.zero < 3 or _stays_gathered(job):
-        return each * job.training.weight_bytes
-    return each * job.training.weight_bytes + _unit_gradients(job, each)
+    parameters = count_vocabulary_parameters(job)
+    if job.parallel.zero < 3 or _is_gathered_once(job):
+        return parameters * job.training.weight_bytes
+    return parameters * job.training.weight_bytes + _count_unit_gradient_bytes(job, parameters)
 
 
-def layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
+def compute_layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
     """Peak working memory of one layer's backward pass, on top of saved activations.
 
     At the MLP's activation function: gradients of the layer's output and of the first GEMMs (that
     of the activated values replaces the values). With sequence parallelism the peak may be at the
     first GEMM: its gathered input and the gradient of that.
     """
-    hidden = input_bytes(job)
+    hidden = compute_input_bytes(job)
     width = job.model.ffn / job.parallel.tp
     if stage.expert_layers and job.model.experts is not None:
         experts = job.model.experts
         hidden += hidden * experts.top_k
         width = experts.top_k * experts.ffn / job.parallel.sequence_split / job.parallel.expert_tp
-    each = round(job.tokens * width) * job.training.activation_bytes
-    gathered = 2 * input_bytes(job) * job.parallel.sequence_split - each
-    activation = 2 * each if job.model.gated else each
+    width_bytes = round(job.tokens * width) * job.training.activation_bytes
+    gathered = 2 * compute_input_bytes(job) * job.parallel.sequence_split - width_bytes
+    activation = 2 * width_bytes if job.model.gated else width_bytes
     return hidden + (max(activation, gathered) if job.parallel.sequence_split > 1 else activation)
 
 
-def embedding_bytes(job: JobConfig) -> int:
+def compute_embedding_bytes(job: JobConfig) -> int:
     """Gradient of the embedding table."""
-    return _vocabulary_bytes(job)
+    return _compute_vocabulary_bytes(job)
 
 
-def handed_on_bytes(job: JobConfig, rank: int) -> int:
+def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
     """The input gradient that a stage sends to the stage before it."""
-    return input_bytes(job) if job.parallel.pp > 1 and rank > 0 else 0
+    return compute_input_bytes(job) if job.parallel.pp > 1 and rank > 0 else 0
 
 
-def optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
+def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """Working memory of the optimizer step."""
-    each = coefficients(job.training.framework).optimizer_working
-    shared = round(each * parameters.total / job.parallel.shard_size)
-    return shared + _buckets(job) * parameters.total
+    working_bytes = load_coefficients(job.training.framework).optimizer_working
+    shared = round(working_bytes * parameters.total / job.parallel.shard_size)
+    return shared + _count_bucket_bytes(job) * parameters.total
 
 
 # Memory that offloading moves from the GPU to the host.
@@ -427,28 +457,28 @@ class Offloaded:
     """States that stay on the GPU, and the bytes that one rank moves to the host (or its NVMe)."""
 
     states: States
-    moved_bytes: int
+    offloaded_bytes: int
 
 
-def offload(states: States, recipe: TrainingConfig) -> Offloaded:
+def apply_offload(states: States, training: TrainingConfig) -> Offloaded:
     """Remove the offloaded states ("optimizer", "parameters") of one rank from the GPU."""
-    stays = states
-    if "optimizer" in recipe.offload:
-        gradients = 0 if recipe.framework == "deepspeed" else stays.gradients_bytes
-        stays = replace(stays, optimizer_bytes=0, gradients_bytes=gradients)
-    if "parameters" in recipe.offload:
-        stays = replace(stays, weights_bytes=0)
-    if stays != states:
-        stays = replace(stays, formulas=(*states.formulas, OFFLOAD))
-    return Offloaded(stays, states.total_bytes - stays.total_bytes)
+    remaining = states
+    if "optimizer" in training.offload:
+        gradients = 0 if training.framework == "deepspeed" else remaining.gradients_bytes
+        remaining = replace(remaining, optimizer_bytes=0, gradients_bytes=gradients)
+    if "parameters" in training.offload:
+        remaining = replace(remaining, weights_bytes=0)
+    if remaining != states:
+        remaining = replace(remaining, formulas=(*states.formulas, OFFLOAD))
+    return Offloaded(remaining, states.total_bytes - remaining.total_bytes)
 
 
-def deepspeed_host_bytes(
+def estimate_deepspeed_host_bytes(
     parameters: int,
     gpus_per_node: int,
     nodes: int,
     zero: int,
-    moved: frozenset[str],
+    offloaded: frozenset[str],
     largest_layer: int | None = None,
 ) -> int:
     """Host memory of one node in bytes, as DeepSpeed's estimator computes it.
@@ -456,23 +486,25 @@ def deepspeed_host_bytes(
     largest_layer is given if zero.Init builds the model in shards (ZeRO-3); otherwise every process
     starts with an fp32 copy of the whole model.
     """
-    whole = 4 * gpus_per_node
+    fp32_bytes = 4 * gpus_per_node
     if zero < 3:
-        need = max(whole, 16) if "optimizer" in moved else whole
-        return round(parameters * need * SLACK)
-    each = (18 if "parameters" in moved else 16) / nodes if "optimizer" in moved else 0.0
+        host_bytes = max(fp32_bytes, 16) if "optimizer" in offloaded else fp32_bytes
+        return round(parameters * host_bytes * SLACK)
+    sharded_bytes = (
+        (18 if "parameters" in offloaded else 16) / nodes if "optimizer" in offloaded else 0.0
+    )
     if largest_layer is None:
-        return round(parameters * max(whole, each) * SLACK)
-    if "optimizer" not in moved:
-        return round(largest_layer * whole * SLACK)
-    return round(parameters * each * SLACK)
+        return round(parameters * max(fp32_bytes, sharded_bytes) * SLACK)
+    if "optimizer" not in offloaded:
+        return round(largest_layer * fp32_bytes * SLACK)
+    return round(parameters * sharded_bytes * SLACK)
 
 
 # Calibration of the memory model on one measured run.
 
-LEAST = 0.5
+MIN_FACTOR = 0.5
 
-MOST = 3.0
+MAX_FACTOR = 3.0
 """Limits of the factor on the activations; outside of them a constant is fitted instead."""
 
 
@@ -486,7 +518,7 @@ class MemoryCalibration:
     constant_bytes: int
 
 
-NONE = MemoryCalibration("", 1.0, 0)
+NO_CALIBRATION = MemoryCalibration("", 1.0, 0)
 
 
 def calibrate_memory(
@@ -500,19 +532,19 @@ def calibrate_memory(
     UsageError for any other number of peaks.
     """
     if len(measured_bytes) == 1:
-        found = _of_fullest(predicted, measured_bytes[0])
+        fitted = _fit_fullest_stage(predicted, measured_bytes[0])
     elif len(measured_bytes) == len(predicted):
-        found = _of_stages(predicted, measured_bytes)
+        fitted = _fit_stages(predicted, measured_bytes)
     else:
         given, stages = len(measured_bytes), len(predicted)
         raise UsageError(f"{given} measured peaks for {stages} stages; give 1 or {stages}")
-    if LEAST <= found[0] <= MOST:
-        return MemoryCalibration(run, found[0], round(found[1]))
+    if MIN_FACTOR <= fitted[0] <= MAX_FACTOR:
+        return MemoryCalibration(run, fitted[0], round(fitted[1]))
     above = max(measured_bytes) - max(stage.total_bytes for stage in predicted)
     return MemoryCalibration(run, 1.0, above)
 
 
-def _of_fullest(predicted: tuple[StageMemory, ...], measured: int) -> tuple[float, float]:
+def _fit_fullest_stage(predicted: tuple[StageMemory, ...], measured: int) -> tuple[float, float]:
     """The smallest factor with which any stage reaches the measured peak."""
     factors = [
         (measured - stage.total_bytes) / stage.activations_bytes + 1
@@ -522,18 +554,24 @@ def _of_fullest(predicted: tuple[StageMemory, ...], measured: int) -> tuple[floa
     return min(factors, default=0.0), 0.0
 
 
-def _of_stages(
+def _fit_stages(
     predicted: tuple[StageMemory, ...], measured: tuple[int, ...]
 ) -> tuple[float, float]:
     """Slope and intercept of the memory other than states over the predicted activations."""
-    held = [float(stage.activations_bytes) for stage in predicted]
-    rest = [
+    activations = [float(stage.activations_bytes) for stage in predicted]
+    other_bytes = [
         total - (stage.total_bytes - stage.activations_bytes)
         for stage, total in zip(predicted, measured, strict=True)
     ]
-    mean_held, mean_rest = sum(held) / len(held), sum(rest) / len(rest)
-    spread = sum((each - mean_held) ** 2 for each in held)
-    if spread == 0:
-        return (mean_rest / mean_held if mean_held else 0.0), 0.0
-    along = sum((h - mean_held) * (r - mean_rest) for h, r in zip(held, rest, strict=True))
-    return along / spread, mean_rest - along / spread * mean_held
+    mean_activations, mean_rest = (
+        sum(activations) / len(activations),
+        sum(other_bytes) / len(other_bytes),
+    )
+    variance = sum((each - mean_activations) ** 2 for each in activations)
+    if variance == 0:
+        return (mean_rest / mean_activations if mean_activations else 0.0), 0.0
+    covariance = sum(
+        (h - mean_activations) * (r - mean_rest)
+        for h, r in zip(activations, other_bytes, strict=True)
+    )
+    return covariance / variance, mean_rest - covariance / variance * mean_activations

@@ -18,7 +18,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters
-from stepsplit.analyzer.model.schedule import in_flight
+from stepsplit.analyzer.model.schedule import count_in_flight
 
 # Weights, gradients and optimizer states of one rank.
 
@@ -55,12 +55,12 @@ MOMENTS_BYTES = {
 """Bytes of optimizer moments per parameter. Adam has two, fp32 or 8 bits (Dettmers et al.,
 arXiv:2110.02861, without its scales, 3 % of that); SGD with momentum, Muon and Lion have one."""
 
-KEEPS_FP32 = ("fsdp2", "ddp", "huggingface")
+FP32_WEIGHT_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
 """Frameworks with fp32 weights, which cast each layer as it runs."""
 
 
 FORMULA_OF_FRAMEWORK = {
-    "megatron": MEGATRON, "deepspeed": DEEPSPEED, **dict.fromkeys(KEEPS_FP32, FSDP_STATES),
+    "megatron": MEGATRON, "deepspeed": DEEPSPEED, **dict.fromkeys(FP32_WEIGHT_FRAMEWORKS, FSDP_STATES),
 }  # fmt: skip
 """Frameworks whose states do not follow STATES."""
 
@@ -76,7 +76,7 @@ class ParameterBytes:
     weights: int
     gradients: int
     optimizer: int
-    adam_beside: int = 0
+    extra_adam: int = 0
     formula: Formula = field(default=STATES, compare=False, repr=False)
 
 
@@ -102,51 +102,53 @@ class States:
         )
 
 
-def parameter_bytes(recipe: TrainingConfig) -> ParameterBytes:
+def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
     """Bytes of one parameter, unsharded, in the framework's convention.
 
     zero-paper and nanotron have 16-bit weights and gradients; nanotron adds the fp32 buffer into
     which it accumulates them.
     """
-    moments = MOMENTS_BYTES[recipe.optimizer]
-    beside = MOMENTS_BYTES["adam"] - moments if recipe.optimizer == "muon" else 0
-    formula = FORMULA_OF_FRAMEWORK.get(recipe.framework, STATES)
-    if recipe.dtype == "fp32" or recipe.framework in KEEPS_FP32:
-        return ParameterBytes(4, 4, moments, beside, formula)
-    gradients, own = _mixed(recipe)
-    optimizer = own + MASTER_BYTES + moments
-    return ParameterBytes(recipe.weight_bytes, gradients, optimizer, beside, formula)
+    moments = MOMENTS_BYTES[training.optimizer]
+    extra_adam = MOMENTS_BYTES["adam"] - moments if training.optimizer == "muon" else 0
+    formula = FORMULA_OF_FRAMEWORK.get(training.framework, STATES)
+    if training.dtype == "fp32" or training.framework in FP32_WEIGHT_FRAMEWORKS:
+        return ParameterBytes(4, 4, moments, extra_adam, formula)
+    gradients, copy = _list_gradient_bytes(training)
+    optimizer = copy + MASTER_BYTES + moments
+    return ParameterBytes(training.weight_bytes, gradients, optimizer, extra_adam, formula)
 
 
-def _mixed(recipe: TrainingConfig) -> tuple[int, int]:
+def _list_gradient_bytes(training: TrainingConfig) -> tuple[int, int]:
     """Bytes of a gradient and of its fp32 copy in the optimizer."""
-    match recipe.framework:
+    match training.framework:
         case "deepspeed":
             return 2, 4
         case "nanotron":
             return 2 + 4, 0
         case "megatron":
-            return recipe.gradient_bytes, 0 if recipe.gradient_bytes == 4 else 4
+            return training.gradient_bytes, 0 if training.gradient_bytes == 4 else 4
     return 2, 0
 
 
-def share(
-    parameters: int, shards: int, each: ParameterBytes, recipe: TrainingConfig, zero: int
+def shard_states(
+    parameters: int, shards: int, per_parameter: ParameterBytes, training: TrainingConfig, zero: int
 ) -> States:
     """States per rank of parameters sharded over N = shards ranks as the ZeRO stage says."""
-    deepspeed = recipe.framework == "deepspeed"
+    deepspeed = training.framework == "deepspeed"
     weights = shards if zero >= 3 else 1
     gradients = shards if zero >= 2 and not deepspeed else 1
     optimizer = shards if zero >= 1 else 1
     return States(
-        _part(parameters * each.weights, weights),
-        0 if deepspeed and zero >= 3 else _part(parameters * each.gradients, gradients),
-        _part(parameters * each.optimizer, optimizer),
-        (each.formula,),
+        _divide_ceil(parameters * per_parameter.weights, weights),
+        0
+        if deepspeed and zero >= 3
+        else _divide_ceil(parameters * per_parameter.gradients, gradients),
+        _divide_ceil(parameters * per_parameter.optimizer, optimizer),
+        (per_parameter.formula,),
     )
 
 
-def states_of(job: JobConfig, stage: StageParameters) -> States:
+def compute_states(job: JobConfig, parameters: StageParameters) -> States:
     """Weights, gradients and optimizer states of one rank of a stage between steps.
 
     Dense parameters and experts are sharded over different groups (ParallelConfig.shard_size, and
@@ -154,21 +156,31 @@ def states_of(job: JobConfig, stage: StageParameters) -> States:
     gathered weights until the end of the backward pass). Includes the Adam states that Muon keeps
     for embedding, head and norms.
     """
-    each, zero = parameter_bytes(job.training), sharding_stage(job)
-    dense = share(stage.dense, job.parallel.shard_size, each, job.training, zero)
-    experts = share(stage.experts, job.parallel.expert_shards, each, job.training, zero)
-    beside = stage.embedding + stage.head + stage.final_norm
-    return dense + experts + States(0, 0, _part(beside * each.adam_beside, job.parallel.shard_size))
+    per_parameter, zero = compute_parameter_bytes(job.training), find_sharding_stage(job)
+    dense = shard_states(
+        parameters.dense, job.parallel.shard_size, per_parameter, job.training, zero
+    )
+    experts = shard_states(
+        parameters.experts, job.parallel.expert_shards, per_parameter, job.training, zero
+    )
+    outside_layers = parameters.embedding + parameters.head + parameters.final_norm
+    return (
+        dense
+        + experts
+        + States(
+            0, 0, _divide_ceil(outside_layers * per_parameter.extra_adam, job.parallel.shard_size)
+        )
+    )
 
 
-def sharding_stage(job: JobConfig) -> int:
+def find_sharding_stage(job: JobConfig) -> int:
     """The ZeRO stage by which states are sharded; with FSDP2, stage 2 shards them like stage 3."""
     zero = job.parallel.zero
     return 3 if zero == 2 and job.training.framework == "fsdp2" else zero
 
 
-def _part(whole: int, shards: int) -> int:
-    return -(-whole // shards)
+def _divide_ceil(count: int, shards: int) -> int:
+    return -(-count // shards)
 
 
 # Saved activations of a stage, and memory of the recomputation.
@@ -191,46 +203,48 @@ class StageActivations:
     """held_bytes are saved for one microbatch in one chunk between its forward and backward;
     rerun_bytes are needed while a group of layers is recomputed."""
 
-    held_bytes: int
-    rerun_bytes: int
+    saved_bytes: int
+    recompute_bytes: int
     formula: Formula
 
 
-def stage_activations(
+def compute_stage_activations(
     job: JobConfig, stage: StageConfig, layers: LayersByKind | None = None
 ) -> StageActivations:
     """Saved activations of one chunk of the stage (mean of its chunks).
 
     layers are those of the job, computed here if the caller does not have them.
     """
-    layers = layers or layers_of(job)
+    layers = layers or compute_layers_by_kind(job)
     count, chunks = max(1, stage.layers), len(stage.chunks)
-    whole = _all_layers(stage, layers)
+    all_layers_bytes = _sum_layer_bytes(stage, layers)
     if job.training.recompute in ("none", "selective"):
-        return StageActivations(whole // chunks, 0, layers.dense.formula)
-    kept = inputs_kept(job, count / chunks, whole / count)
-    rerun = _largest_layer(stage, layers) * math.ceil(count / chunks / kept)
+        return StageActivations(all_layers_bytes // chunks, 0, layers.dense.formula)
+    saved_inputs = count_saved_inputs(job, count / chunks, all_layers_bytes / count)
+    recompute_bytes = _find_largest_layer(stage, layers) * math.ceil(count / chunks / saved_inputs)
     formula = FULL if job.training.recompute == "full" else EVERY
-    return StageActivations(round(kept * input_bytes(job)), rerun, formula)
+    return StageActivations(
+        round(saved_inputs * compute_input_bytes(job)), recompute_bytes, formula
+    )
 
 
-def inputs_kept(job: JobConfig, layers: float, layer_bytes: float) -> float:
+def count_saved_inputs(job: JobConfig, layers: float, layer_bytes: float) -> float:
     """Number of layer inputs saved in a chunk of layers: all, every k-th, or the optimum."""
     match job.training.recompute:
         case "every":
             return math.ceil(layers / job.training.recompute_every)
         case "sqrt":
-            best = math.sqrt(layers * layer_bytes / input_bytes(job))
+            best = math.sqrt(layers * layer_bytes / compute_input_bytes(job))
             return min(layers, max(1, round(best)))
     return layers
 
 
-def _all_layers(stage: StageConfig, layers: LayersByKind) -> int:
+def _sum_layer_bytes(stage: StageConfig, layers: LayersByKind) -> int:
     experts = layers.expert.total_bytes * stage.expert_layers if layers.expert else 0
     return layers.dense.total_bytes * stage.dense_layers + experts
 
 
-def _largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
+def _find_largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
     dense = layers.dense.total_bytes if stage.dense_layers else 0
     expert = layers.expert.total_bytes if layers.expert and stage.expert_layers else 0
     return max(dense, expert)
@@ -285,29 +299,29 @@ class LayersByKind:
     expert: LayerActivations | None
 
 
-def layers_of(job: JobConfig) -> LayersByKind:
+def compute_layers_by_kind(job: JobConfig) -> LayersByKind:
     """Saved activations of one layer of each kind."""
-    expert = layer_activations(job, expert=True) if job.model.experts is not None else None
-    return LayersByKind(layer_activations(job), expert)
+    expert = compute_layer_activations(job, expert=True) if job.model.experts is not None else None
+    return LayersByKind(compute_layer_activations(job), expert)
 
 
-def layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
+def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:
     """Saved activations of one layer and microbatch on one rank, without full recomputation.
 
     Without flash attention, with dropout and G = 2, these are the formulas of Korthikanti et al.,
     table 2. What selective recomputation drops is in the framework's coefficients.
     """
-    saved, routed, mlp = saved_of(job), 0, 0
+    saved, routed, mlp = select_saved_bytes(job), 0, 0
     if expert and job.model.experts is not None:
-        routed = _routed(job, saved, job.model.experts)
-        mlp = _mlp(job, saved, job.model.experts.shared_ffn)
+        routed = _compute_routed(job, saved, job.model.experts)
+        mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
     else:
-        mlp = _mlp(job, saved, job.model.ffn)
+        mlp = _compute_mlp(job, saved, job.model.ffn)
     return LayerActivations(
-        norms=_norms(job, saved),
-        heads=_heads(job, saved),
-        attention=_attention(job, saved),
-        masks=2 * MASK_BYTES * _hidden(job) if job.training.dropout else 0,
+        norms=_compute_norms(job, saved),
+        heads=_compute_heads(job, saved),
+        attention=_compute_attention(job, saved),
+        masks=2 * MASK_BYTES * _count_hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
         formula=KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
@@ -319,96 +333,100 @@ def _is_gpt(job: JobConfig) -> bool:
     return not (job.training.flash_attention or job.model.gated or job.model.experts)
 
 
-def saved_of(job: JobConfig) -> Saved:
+def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
-    found = coefficients(job.training.framework)
-    return found.selective if job.training.recompute == "selective" else found.saved
+    known = load_coefficients(job.training.framework)
+    return known.selective if job.training.recompute == "selective" else known.saved
 
 
-def input_bytes(job: JobConfig) -> int:
+def compute_input_bytes(job: JobConfig) -> int:
     """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t."""
-    return _hidden(job) * job.training.activation_bytes
+    return _count_hidden(job) * job.training.activation_bytes
 
 
-def _hidden(job: JobConfig) -> int:
+def _count_hidden(job: JobConfig) -> int:
     """Elements of a layer's output: T h / s."""
     return job.tokens * job.model.hidden // job.parallel.sequence_split
 
 
-def _scale(job: JobConfig) -> float:
+def _compute_scale(job: JobConfig) -> float:
     return job.training.activation_bytes / 2
 
 
-def _input_share(job: JobConfig, saved: Saved) -> float:
+def _compute_input_ratio(job: JobConfig, saved: SavedBytes) -> float:
     """Size of a GEMM's saved input relative to 16 bits: 0.5 if it is saved in fp8."""
     return 0.5 if job.training.dtype == "fp8" and saved.fp8_inputs else 1.0
 
 
-def _norms(job: JobConfig, saved: Saved) -> int:
+def _compute_norms(job: JobConfig, saved: SavedBytes) -> int:
     """Inputs and outputs of both norms, and other tensors of the hidden size."""
-    whole = 2 * (saved.norm_input + saved.norm_output * _input_share(job, saved))
-    whole += saved.residual + saved.projection + saved.mlp_output
-    return round(_hidden(job) * whole * _scale(job))
+    bytes_per_element = 2 * (
+        saved.norm_input + saved.norm_output * _compute_input_ratio(job, saved)
+    )
+    bytes_per_element += saved.residual + saved.projection + saved.mlp_output
+    return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
 
 
-def _heads(job: JobConfig, saved: Saved) -> int:
+def _compute_heads(job: JobConfig, saved: SavedBytes) -> int:
     model = job.model
     if model.latent is not None:
-        return _latent(job, saved, model.latent)
+        return _compute_latent_heads(job, saved, model.latent)
     queries = model.heads * model.head_size
-    pairs = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
-    each = saved.query * queries + pairs
-    return round(job.tokens * each / job.parallel.tp * _scale(job))
+    keys_values = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
+    numbers = saved.query * queries + keys_values
+    return round(job.tokens * numbers / job.parallel.tp * _compute_scale(job))
 
 
-def _latent(job: JobConfig, saved: Saved, latent: LatentAttention) -> int:
+def _compute_latent_heads(job: JobConfig, saved: SavedBytes, latent: LatentAttention) -> int:
     """MLA: the compressed forms before and after their norms, then the heads.
 
     DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
     """
-    wide = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
+    width = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
     narrow = 2.0 * (2 * latent.query_rank + 2 * latent.kv_rank + latent.rope)
     shared = narrow / job.parallel.sequence_split
-    return round(job.tokens * (job.model.heads * wide / job.parallel.tp + shared) * _scale(job))
+    return round(
+        job.tokens * (job.model.heads * width / job.parallel.tp + shared) * _compute_scale(job)
+    )
 
 
-def _attention(job: JobConfig, saved: Saved) -> int:
+def _compute_attention(job: JobConfig, saved: SavedBytes) -> int:
     """Output, and the fp32 log-sum-exp of flash attention (4a) or the scores: softmax, and with
     dropout its mask and output (2as + as + 2as). Ulysses saves the output before and after its
     all-to-all, fp8 GEMMs a further copy."""
-    model, recipe, layout = job.model, job.training, job.parallel
+    model, training, layout = job.model, job.training, job.parallel
     size = model.latent.value if model.latent is not None else model.head_size
     copies = 2.0 if layout.context_kind == "ulysses" and layout.cp > 1 else 1.0
-    copies += 1.0 - _input_share(job, saved)
-    output = copies * saved.attention_output * size * _scale(job)
-    beside = 4.0
-    if not recipe.flash_attention:
-        each = (2 * 2 + MASK_BYTES) if recipe.dropout else 2
-        beside = each * recipe.seq_len * _scale(job) if saved.scores else 0.0
-    return round(job.tokens * model.heads * (output + beside) / layout.tp)
+    copies += 1.0 - _compute_input_ratio(job, saved)
+    output = copies * saved.attention_output * size * _compute_scale(job)
+    extra = 4.0
+    if not training.flash_attention:
+        score_bytes = (2 * 2 + MASK_BYTES) if training.dropout else 2
+        extra = score_bytes * training.seq_len * _compute_scale(job) if saved.scores else 0.0
+    return round(job.tokens * model.heads * (output + extra) / layout.tp)
 
 
-def _mlp(job: JobConfig, saved: Saved, ffn: int) -> int:
+def _compute_mlp(job: JobConfig, saved: SavedBytes, ffn: int) -> int:
     """Outputs of the first GEMMs and the input of the last."""
-    return round(job.tokens * ffn / job.parallel.tp * _mlp_each(job, saved))
+    return round(job.tokens * ffn / job.parallel.tp * _compute_mlp_unit_bytes(job, saved))
 
 
-def _mlp_each(job: JobConfig, saved: Saved) -> float:
+def _compute_mlp_unit_bytes(job: JobConfig, saved: SavedBytes) -> float:
     """Bytes saved per token and unit of width."""
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
-    return (first + saved.mlp_second * _input_share(job, saved)) * _scale(job)
+    return (first + saved.mlp_second * _compute_input_ratio(job, saved)) * _compute_scale(job)
 
 
-def _routed(job: JobConfig, saved: Saved, experts: Experts) -> int:
+def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
     """top_k copies of every token through an expert, and fp32 logits of the router (4E).
 
     Balanced routing: each rank receives as many copies as it sends.
     """
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
     hidden = saved.norm_output * job.model.hidden * (2 if saved.routed_output else 1)
-    inside = experts.ffn / job.parallel.expert_tp * _mlp_each(job, saved)
+    inside = experts.ffn / job.parallel.expert_tp * _compute_mlp_unit_bytes(job, saved)
     router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
-    return round(copies * (hidden * _scale(job) + inside) + router)
+    return round(copies * (hidden * _compute_scale(job) + inside) + router)
 
 
 # What each framework saves for the backward pass, read from presets/frameworks.toml.
@@ -417,7 +435,7 @@ FILE = Path(__file__).parent / "presets" / "frameworks.toml"
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedBytes:
     """Bytes saved per element of a layer with 16-bit activations.
 
     norm_input and norm_output count for each of two norms, mlp_first for each of the MLP's first
@@ -455,8 +473,8 @@ class Coefficients:
     framework: str
     source: str
     rows: tuple[str, ...]
-    saved: Saved
-    selective: Saved
+    saved: SavedBytes
+    selective: SavedBytes
     logits_saved: float
     logits_working: float
     logits_working_split: float
@@ -468,24 +486,24 @@ class Coefficients:
     high: float
 
 
-def coefficients(framework: str) -> Coefficients:
+def load_coefficients(framework: str) -> Coefficients:
     """The coefficients of a framework (TrainingConfig.framework)."""
-    return _all()[framework]
+    return _load_all()[framework]
 
 
 @lru_cache(maxsize=1)
-def _all() -> dict[str, Coefficients]:
+def _load_all() -> dict[str, Coefficients]:
     tables = tomllib.loads(FILE.read_text())
-    return {name: _coefficients(name, tables) for name in tables}
+    return {name: _build_coefficients(name, tables) for name in tables}
 
 
-def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
+def _build_coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
     table = dict(tables[name])
     layers = tables[table.pop("same_layers_as", name)]
     table |= {
         "rows": tuple(table["rows"]),
-        "saved": Saved(**layers["saved"]),
-        "selective": Saved(**layers.get("selective", layers["saved"] | {"scores": False})),
+        "saved": SavedBytes(**layers["saved"]),
+        "selective": SavedBytes(**layers.get("selective", layers["saved"] | {"scores": False})),
     }
     return Coefficients(framework=name, **table)
 
@@ -493,7 +511,7 @@ def _coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
 # Activations in flight on a job's pipeline ranks.
 
 
-def chunks_in_flight(job: JobConfig, rank: int) -> int:
+def count_chunks_in_flight(job: JobConfig, rank: int) -> int:
     """Number of (microbatch, chunk) pairs whose activations are in flight at the rank's peak."""
     layout = job.parallel
-    return in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)
+    return count_in_flight(layout.schedule, layout.pp, job.microbatches, layout.chunks, rank)

@@ -10,7 +10,7 @@ from stepsplit.analyzer.model.config import (
     LatentAttention,
     ModelConfig,
     StageConfig,
-    each_once,
+    map_unique_stages,
 )
 from stepsplit.analyzer.model.formulas import Formula
 
@@ -73,35 +73,42 @@ class StageParameters:
         return max(dense, self.expert_layer.total if self.expert_layer else 0)
 
 
-def total_parameters(model: ModelConfig, vocab: int | None = None) -> int:
+def count_parameters(model: ModelConfig, vocab: int | None = None) -> int:
     """Counts all parameters; vocab replaces the model's own if it is padded."""
-    return _outside_layers(model, vocab) + _dense_sum(model) + _experts_sum(model)
+    return _count_outside_layers(model, vocab) + _sum_dense(model) + _sum_experts(model)
 
 
-def active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
+def count_active_parameters(model: ModelConfig, vocab: int | None = None) -> int:
     """Counts the active parameters of a token: top_k of the experts and all of the rest."""
     if model.experts is None:
-        return total_parameters(model, vocab)
-    used = model.experts.top_k * mlp_parameters(model, model.experts.ffn)
-    return _outside_layers(model, vocab) + _dense_sum(model) + model.expert_layers * used
-
-
-def stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
-    """Counts the parameters of one rank of each pp coordinate."""
-    layout, model = job.parallel, job.model
-    dense = dense_layer(model, layout.tp)
-    experts = expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
-    held = each_once(job, lambda stage: _stage(job, stage, dense, experts))
-    return tuple(
-        each if each.stage == rank else replace(each, stage=rank) for rank, each in enumerate(held)
+        return count_parameters(model, vocab)
+    active_experts = model.experts.top_k * count_mlp_parameters(model, model.experts.ffn)
+    return (
+        _count_outside_layers(model, vocab)
+        + _sum_dense(model)
+        + model.expert_layers * active_experts
     )
 
 
-def _stage(
+def count_stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
+    """Counts the parameters of one rank of each pp coordinate."""
+    layout, model = job.parallel, job.model
+    dense = count_dense_layer(model, layout.tp)
+    experts = (
+        count_expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
+    )
+    params = map_unique_stages(job, lambda stage: _count_stage(job, stage, dense, experts))
+    return tuple(
+        each if each.stage == rank else replace(each, stage=rank)
+        for rank, each in enumerate(params)
+    )
+
+
+def _count_stage(
     job: JobConfig, stage: StageConfig, dense: LayerParameters, experts: LayerParameters | None
 ) -> StageParameters:
-    embedding, head = _embedding(job, stage), _head(job, stage)
-    norm = norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
+    embedding, head = _count_embedding(job, stage), _count_head(job, stage)
+    norm = count_norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
     in_layers = stage.dense_layers * dense.dense
     if experts is not None:
         in_layers += stage.expert_layers * experts.dense
@@ -120,41 +127,41 @@ def _stage(
     )
 
 
-def vocabulary_share(job: JobConfig) -> int:
+def count_vocabulary_parameters(job: JobConfig) -> int:
     """Counts the embedding (or head) parameters of one tensor-parallel rank: V'h/t."""
-    return share(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
+    return divide_ceil(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
 
 
-def _embedding(job: JobConfig, stage: StageConfig) -> int:
+def _count_embedding(job: JobConfig, stage: StageConfig) -> int:
     """Counts the embedding of a rank; learned positions are replicated over tp."""
     if not stage.embedding:
         return 0
-    return vocabulary_share(job) + job.model.positions * job.model.hidden
+    return count_vocabulary_parameters(job) + job.model.positions * job.model.hidden
 
 
-def _head(job: JobConfig, stage: StageConfig) -> int:
+def _count_head(job: JobConfig, stage: StageConfig) -> int:
     if not stage.head or (job.model.tied and stage.embedding):
         return 0
-    return vocabulary_share(job)
+    return count_vocabulary_parameters(job)
 
 
-def _outside_layers(model: ModelConfig, vocab: int | None) -> int:
+def _count_outside_layers(model: ModelConfig, vocab: int | None) -> int:
     words = model.vocab if vocab is None else vocab
     copies = 1 if model.tied else 2
-    return (copies * words + model.positions) * model.hidden + norm_parameters(model)
+    return (copies * words + model.positions) * model.hidden + count_norm_parameters(model)
 
 
-def _dense_sum(model: ModelConfig) -> int:
+def _sum_dense(model: ModelConfig) -> int:
     moe = model.expert_layers
-    count = (model.layers - moe) * dense_layer(model).dense
-    return count + (moe * expert_layer(model).dense if moe else 0)
+    count = (model.layers - moe) * count_dense_layer(model).dense
+    return count + (moe * count_expert_layer(model).dense if moe else 0)
 
 
-def _experts_sum(model: ModelConfig) -> int:
+def _sum_experts(model: ModelConfig) -> int:
     if not model.expert_layers:
         return 0
-    experts = of_experts(model)
-    return model.expert_layers * experts.count * mlp_parameters(model, experts.ffn)
+    experts = require_experts(model)
+    return model.expert_layers * experts.count * count_mlp_parameters(model, experts.ffn)
 
 
 # Parameters of one layer, of the whole layer or of one tp and ep rank.
@@ -206,59 +213,61 @@ class LayerParameters:
         return self.dense + self.experts
 
 
-def dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
+def count_dense_layer(model: ModelConfig, tp: int = 1) -> LayerParameters:
     """Counts the parameters of a dense layer on one of tp ranks."""
-    attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
-    mlp = mlp_parameters(model, model.ffn, tp)
-    replicated, formulas = norms + _replicated(model), _layer_formulas(model)
+    attention, norms = count_attention_parameters(model, tp), 2 * count_norm_parameters(model)
+    mlp = count_mlp_parameters(model, model.ffn, tp)
+    replicated, formulas = norms + _count_replicated(model), _list_layer_formulas(model)
     return LayerParameters(attention, mlp, norms, 0, 0, replicated, formulas)
 
 
-def expert_layer(
+def count_expert_layer(
     model: ModelConfig, tp: int = 1, ep: int = 1, expert_tp: int = 1
 ) -> LayerParameters:
     """Counts the parameters of a mixture-of-experts layer on one rank."""
-    experts = of_experts(model)
-    attention, norms = attention_parameters(model, tp), 2 * norm_parameters(model)
-    shared = mlp_parameters(model, experts.shared_ffn, tp) if experts.shared_ffn else 0
+    experts = require_experts(model)
+    attention, norms = count_attention_parameters(model, tp), 2 * count_norm_parameters(model)
+    shared = count_mlp_parameters(model, experts.shared_ffn, tp) if experts.shared_ffn else 0
     router = model.hidden * experts.count
-    own = share(experts.count, ep) * mlp_parameters(model, experts.ffn, expert_tp)
-    replicated = norms + router + _replicated(model)
-    formulas = (*_layer_formulas(model), EXPERT_PARAMETERS)
+    own = divide_ceil(experts.count, ep) * count_mlp_parameters(model, experts.ffn, expert_tp)
+    replicated = norms + router + _count_replicated(model)
+    formulas = (*_list_layer_formulas(model), EXPERT_PARAMETERS)
     return LayerParameters(attention, shared, norms, router, own, replicated, formulas)
 
 
-def _layer_formulas(model: ModelConfig) -> tuple[Formula, ...]:
+def _list_layer_formulas(model: ModelConfig) -> tuple[Formula, ...]:
     """Lists the formulas of attention, MLP and norms."""
     return (LAYER_PARAMETERS,) if model.latent is None else (LAYER_PARAMETERS, LATENT)
 
 
-def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
+def count_attention_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Counts the attention projections of a layer with biases and, if latent, inner norms."""
-    count = attention_weights(model, tp).total
+    count = count_attention_weights(model, tp).total
     if model.latent is not None:
         return count + model.latent.query_rank + model.latent.kv_rank
     if model.biases or model.qkv_biases:
-        count += (share(model.heads, tp) + 2 * share(model.kv_heads, tp)) * model.head_size
+        count += (
+            divide_ceil(model.heads, tp) + 2 * divide_ceil(model.kv_heads, tp)
+        ) * model.head_size
     return count + (model.hidden if model.biases else 0)
 
 
-def mlp_parameters(model: ModelConfig, ffn: int, tp: int = 1) -> int:
+def count_mlp_parameters(model: ModelConfig, ffn: int, tp: int = 1) -> int:
     """Counts the weights and biases of an MLP: two products, three if gated."""
-    biases = (2 if model.gated else 1) * share(ffn, tp) + model.hidden if model.biases else 0
-    return mlp_weights(model, ffn, tp).total + biases
+    biases = (2 if model.gated else 1) * divide_ceil(ffn, tp) + model.hidden if model.biases else 0
+    return count_mlp_weights(model, ffn, tp).total + biases
 
 
-def norm_parameters(model: ModelConfig) -> int:
+def count_norm_parameters(model: ModelConfig) -> int:
     """Counts one norm: a scale, and a shift for layer norm."""
     return model.hidden * (1 if model.norm == "rms" else 2)
 
 
-def _replicated(model: ModelConfig) -> int:
+def _count_replicated(model: ModelConfig) -> int:
     """Counts what tp replicates without norms: output biases or compressed projections."""
     if model.latent is not None:
         inner = model.latent.query_rank + model.latent.kv_rank
-        return attention_weights(model).whole + inner
+        return count_attention_weights(model).whole + inner
     return 2 * model.hidden if model.biases else 0
 
 
@@ -280,46 +289,46 @@ class Weights:
         return Weights(self.divided + other.divided, self.whole + other.whole)
 
 
-def share(count: int, ranks: int) -> int:
+def divide_ceil(count: int, ranks: int) -> int:
     """Divides count over the ranks, rounding up: the largest share of a rank."""
     return -(-count // ranks)
 
 
-def attention_weights(model: ModelConfig, tp: int = 1) -> Weights:
+def count_attention_weights(model: ModelConfig, tp: int = 1) -> Weights:
     """Counts attention projections. Key-value heads are replicated if tp exceeds their number."""
     if model.latent is not None:
-        return _latent_weights(model, model.latent, tp)
-    heads = 2 * share(model.heads, tp) + 2 * share(model.kv_heads, tp)
+        return _count_latent_weights(model, model.latent, tp)
+    heads = 2 * divide_ceil(model.heads, tp) + 2 * divide_ceil(model.kv_heads, tp)
     return Weights(model.hidden * model.head_size * heads)
 
 
-def _latent_weights(model: ModelConfig, latent: LatentAttention, tp: int) -> Weights:
+def _count_latent_weights(model: ModelConfig, latent: LatentAttention, tp: int) -> Weights:
     """Counts MLA projections: down projections are replicated over tp, up projections sharded."""
-    heads, h = share(model.heads, tp), model.hidden
+    heads, h = divide_ceil(model.heads, tp), model.hidden
     down = h * (latent.query_rank + latent.kv_rank + latent.rope)
     queries = (latent.query_rank or h) * heads * (latent.nope + latent.rope)
     pairs = latent.kv_rank * heads * (latent.nope + latent.value)
     return Weights(queries + pairs + heads * latent.value * h, down)
 
 
-def mlp_weights(model: ModelConfig, ffn: int, tp: int = 1) -> Weights:
+def count_mlp_weights(model: ModelConfig, ffn: int, tp: int = 1) -> Weights:
     """Counts the weights of an MLP: two products, three if gated."""
-    return Weights((3 if model.gated else 2) * model.hidden * share(ffn, tp))
+    return Weights((3 if model.gated else 2) * model.hidden * divide_ceil(ffn, tp))
 
 
-def routed_weights(model: ModelConfig, tp: int = 1) -> Weights:
+def count_routed_weights(model: ModelConfig, tp: int = 1) -> Weights:
     """Counts the active weights of a token in a mixture: router, shared and top_k experts.
 
     With balanced routing a rank's share does not depend on the placement of the experts: all
     tokens of its tp group pass top_k experts, and the tp ranks share that work.
     """
-    experts = of_experts(model)
-    routed = share(experts.top_k * mlp_weights(model, experts.ffn).divided, tp)
-    shared = mlp_weights(model, experts.shared_ffn, tp)
+    experts = require_experts(model)
+    routed = divide_ceil(experts.top_k * count_mlp_weights(model, experts.ffn).divided, tp)
+    shared = count_mlp_weights(model, experts.shared_ffn, tp)
     return Weights(routed, model.hidden * experts.count) + shared
 
 
-def of_experts(model: ModelConfig) -> Experts:
+def require_experts(model: ModelConfig) -> Experts:
     """Returns the experts of a model that must have some."""
     assert model.experts is not None, "an expert layer needs experts"
     return model.experts

@@ -17,11 +17,11 @@ from stepsplit.analyzer.model.config import (
     Recompute,
     Schedule,
     TrainingConfig,
-    span_of,
+    place_group,
 )
-from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.config_file import default_activation_dtype
-from stepsplit.analyzer.model.memory import fits, memory_of
+from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.config_file import choose_activation_dtype
+from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 
 # The types of a plan.
 
@@ -128,7 +128,7 @@ class AxisPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class SearchCounts:
     """Counts of the search: considered = refused + too_big + fit, timed of those that fit.
 
     Layouts that fit and were not timed have a lower bound above the slowest layout of the plan.
@@ -166,7 +166,7 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     tree: tuple[Trial, ...]
     places: tuple[AxisPlacement, ...]
-    searched: Searched
+    searched: SearchCounts
 
 
 # The usual decision tree, with this job's numbers.
@@ -174,77 +174,85 @@ class Plan:
 AXES = ("tp", "cp", "ep", "pp", "dp")
 
 
-def tree_of(job: JobConfig, gpus: int) -> tuple[Trial, ...]:
+def build_decision_tree(job: JobConfig, gpus: int) -> tuple[Trial, ...]:
     """The decision tree up to the first fit: one GPU, ZeRO, one node with tensor parallelism, then
     a pipeline over more and more nodes."""
-    asked: list[Trial] = []
-    for trial in _trials(job, gpus):
-        asked.append(trial)
+    trials: list[Trial] = []
+    for trial in _list_trials(job, gpus):
+        trials.append(trial)
         if trial.fits:
             break
-    return tuple(asked)
+    return tuple(trials)
 
 
-def places_of(job: JobConfig) -> tuple[AxisPlacement, ...]:
+def list_placements(job: JobConfig) -> tuple[AxisPlacement, ...]:
     """Each axis of more than one rank, those inside a node first."""
-    found = []
+    placements = []
     for axis in AXES:
-        span = span_of(job, axis)
+        span = place_group(job, axis)
         if span.ranks > 1:
             link = job.hardware.intra if span.nodes == 1 else job.hardware.inter
             ranks = job.parallel.pp if axis == "pp" else span.ranks
             nodes = min(span.nodes * ranks // span.ranks, ranks)
-            found.append(AxisPlacement(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
-    return tuple(sorted(found, key=lambda place: place.nodes > 1))
+            placements.append(AxisPlacement(axis, ranks, nodes if span.nodes > 1 else 1, link.name))
+    return tuple(sorted(placements, key=lambda place: place.nodes > 1))
 
 
-def _trials(job: JobConfig, gpus: int) -> Iterator[Trial]:
-    yield from _trial(job, "one GPU", 1, 1, 1)
+def _list_trials(job: JobConfig, gpus: int) -> Iterator[Trial]:
+    yield from _try_layout(job, "one GPU", 1, 1, 1)
     if gpus > 1:
-        yield from _trial(job, "states spread over data parallelism", 1, 1, gpus)
+        yield from _try_layout(job, "states spread over data parallelism", 1, 1, gpus)
     node = min(job.hardware.gpus_per_node, gpus)
-    widths = [tp for tp in range(2, node + 1) if node % tp == 0 and _possible(job, tp, 1)]
+    widths = [tp for tp in range(2, node + 1) if node % tp == 0 and _is_possible(job, tp, 1)]
     for tp in widths:
-        yield from _trial(job, "one node by tensor parallelism", tp, 1, 1)
+        yield from _try_layout(job, "one node by tensor parallelism", tp, 1, 1)
     widest = max(widths, default=1)
     for pp in range(2, min(gpus // widest, job.model.layers) + 1):
         if gpus % (widest * pp) == 0:
             dp = gpus // (widest * pp)
-            yield from _trial(job, "a pipeline over nodes", widest, pp, dp)
+            yield from _try_layout(job, "a pipeline over nodes", widest, pp, dp)
 
 
-def _trial(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
+def _try_layout(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
     """Try the job with the least memory: full recomputation, pp microbatches of one sequence."""
-    one = _leanest(job, tp, pp, dp)
-    if first_fault(one) is not None:
+    lean_job = _build_leanest_job(job, tp, pp, dp)
+    if find_violation(lean_job) is not None:
         return
-    memory = memory_of(one)
-    most = max(stage.total_bytes for stage in memory)
-    zero = one.parallel.zero
-    yield Trial(question, tp, pp, zero, one.parallel.world_size, most, fits(one, memory))
+    memory = compute_memory(lean_job)
+    peak_bytes = max(stage.total_bytes for stage in memory)
+    zero = lean_job.parallel.zero
+    yield Trial(
+        question,
+        tp,
+        pp,
+        zero,
+        lean_job.parallel.world_size,
+        peak_bytes,
+        is_within_memory(lean_job, memory),
+    )
 
 
-def _leanest(job: JobConfig, tp: int, pp: int, dp: int) -> JobConfig:
-    zero = max(zeros(job, dp, pp))
+def _build_leanest_job(job: JobConfig, tp: int, pp: int, dp: int) -> JobConfig:
+    zero = max(list_zero_stages(job, dp, pp))
     layout = replace(
         job.parallel, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
         dp_replicate=1 if zero == 3 else dp, dp_shard=dp if zero == 3 else 1,
-        layers_per_stage=even_layers(job.model.layers, pp),
+        layers_per_stage=split_layers_evenly(job.model.layers, pp),
         sequence_parallel=tp > 1 and job.training.seq_len % tp == 0,
     )  # fmt: skip
-    recipe = replace(recipe_on(job, layout), micro_batch=1, recompute="full")
-    return replace(job, parallel=layout, training=replace(recipe, global_batch=pp * dp))
+    training = replace(adjust_training(job, layout), micro_batch=1, recompute="full")
+    return replace(job, parallel=layout, training=replace(training, global_batch=pp * dp))
 
 
-def _possible(job: JobConfig, tp: int, pp: int) -> bool:
-    return first_fault(_leanest(job, tp, pp, 1)) is None
+def _is_possible(job: JobConfig, tp: int, pp: int) -> bool:
+    return find_violation(_build_leanest_job(job, tp, pp, 1)) is None
 
 
 # The search space: all splits of the GPUs, with all settings.
 
 _T = TypeVar("_T")
 
-SHORT = 2
+MAX_MISSING_LAYERS = 2
 """Layers that an interleaved pipeline may lack at its ends, where embedding and head take their
 place (Llama 3, arXiv:2407.21783, section 3.3.2)."""
 
@@ -255,31 +263,31 @@ KEYS = (
 """The settings that the search varies, unless the caller keeps them."""
 
 
-def families(
+def list_families(
     job: JobConfig, gpus: int, keep: frozenset[str] = frozenset()
 ) -> Iterator[tuple[JobConfig, ...]]:
     """All jobs of the search space, in tuples that differ only in the microbatch (ascending).
 
     Tensor parallelism stays inside a node. keep names the settings to take from the job.
     """
-    for layout in _layouts(job, gpus, keep):
-        recipe = recipe_on(job, layout)
-        sizes = _micro_batches(job, layout, keep)
-        for recompute in (recipe.recompute,) if "recompute" in keep else recomputes(job):
-            each = replace(recipe, recompute=recompute)
+    for layout in _list_layouts(job, gpus, keep):
+        training = adjust_training(job, layout)
+        sizes = _list_micro_batches(job, layout, keep)
+        for recompute in (training.recompute,) if "recompute" in keep else list_recomputes(job):
+            variant = replace(training, recompute=recompute)
             yield tuple(
-                replace(job, parallel=layout, training=replace(each, micro_batch=size))
+                replace(job, parallel=layout, training=replace(variant, micro_batch=size))
                 for size in sizes
             )
 
 
-def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
-    for axes in _layouts_by_axes(job, gpus, keep):
-        pipelines = tuple(_pipelines(job, axes.pp, keep))
-        for data in _data(job, axes, keep):
-            for parallel in _kept(
+def _list_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
+    for axes in _list_axis_layouts(job, gpus, keep):
+        pipelines = tuple(_list_pipelines(job, axes.pp, keep))
+        for data in _list_data_layouts(job, axes, keep):
+            for parallel in _select_values(
                 job.parallel.sequence_parallel,
-                sequence_parallel(job, axes.tp),
+                list_sequence_parallel(job, axes.tp),
                 "sequence_parallel",
                 keep,
             ):
@@ -290,25 +298,25 @@ def _layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[Parall
                     )  # fmt: skip
 
 
-def _layouts_by_axes(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
+def _list_axis_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
     """Sizes of tp, pp and cp, the other ranks as replicas; with experts also ep and expert_tp."""
     node = min(job.hardware.gpus_per_node, gpus)
     bare = replace(job.parallel, dp_shard=1, zero=0)
-    for tp in _kept(job.parallel.tp, _divisors(node), "tp", keep):
-        for pp in _kept(job.parallel.pp, _divisors(gpus), "pp", keep):
-            for cp in _kept(job.parallel.cp, _divisors(gpus), "cp", keep):
+    for tp in _select_values(job.parallel.tp, _list_divisors(node), "tp", keep):
+        for pp in _select_values(job.parallel.pp, _list_divisors(gpus), "pp", keep):
+            for cp in _select_values(job.parallel.cp, _list_divisors(gpus), "cp", keep):
                 if gpus % (tp * pp * cp) or pp > job.model.layers or job.training.seq_len % cp:
                     continue
                 dp = gpus // (tp * pp * cp)
                 if dp > job.training.global_batch:
                     continue
                 axes = replace(bare, tp=tp, pp=pp, cp=cp, dp_replicate=dp)
-                if "tp" not in keep and span_of(replace(job, parallel=axes), "tp").nodes > 1:
+                if "tp" not in keep and place_group(replace(job, parallel=axes), "tp").nodes > 1:
                     continue
-                yield from _layouts_of_experts(job, axes, node, keep)
+                yield from _list_expert_layouts(job, axes, node, keep)
 
 
-def _layouts_of_experts(
+def _list_expert_layouts(
     job: JobConfig, axes: ParallelConfig, node: int, keep: frozenset[str]
 ) -> Iterator[ParallelConfig]:
     experts = job.model.experts
@@ -317,16 +325,20 @@ def _layouts_of_experts(
         return
     ranks = axes.tp * axes.cp * axes.dp
     cuts = sorted({1, axes.tp}) if job.training.framework == "megatron" else [1]
-    for ep in _kept(job.parallel.ep, _divisors(experts.count), "ep", keep):
-        for expert_tp in _kept(job.parallel.expert_tp, tuple(cuts), "expert_tp", keep):
+    for ep in _select_values(job.parallel.ep, _list_divisors(experts.count), "ep", keep):
+        for expert_tp in _select_values(job.parallel.expert_tp, tuple(cuts), "expert_tp", keep):
             if ranks % (ep * expert_tp) == 0 and expert_tp <= node:
                 yield replace(axes, ep=ep, expert_tp=expert_tp)
 
 
-def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterator[ParallelConfig]:
+def _list_data_layouts(
+    job: JobConfig, axes: ParallelConfig, keep: frozenset[str]
+) -> Iterator[ParallelConfig]:
     """ZeRO stages, and for stage 3 the ranks of a shard group: all, or those of a node (HSDP)."""
     dp = axes.dp_replicate
-    for zero in _kept(job.parallel.zero, zeros(job, dp * axes.cp, axes.pp), "zero", keep):
+    for zero in _select_values(
+        job.parallel.zero, list_zero_stages(job, dp * axes.cp, axes.pp), "zero", keep
+    ):
         if zero != 3:
             yield replace(axes, zero=zero)
             continue
@@ -336,60 +348,66 @@ def _data(job: JobConfig, axes: ParallelConfig, keep: frozenset[str]) -> Iterato
                 yield replace(axes, zero=3, dp_replicate=dp // shard, dp_shard=shard)
 
 
-def _pipelines(
+def _list_pipelines(
     job: JobConfig, pp: int, keep: frozenset[str]
 ) -> Iterator[tuple[Schedule, int, tuple[int, ...] | None]]:
     """Schedules with their chunks and, if the layers don't divide evenly, the layers per stage."""
     if pp == 1:
         yield "1f1b", 1, None
         return
-    for schedule in _kept(job.parallel.schedule, schedules(job), "schedule", keep):
-        for chunks in _kept(job.parallel.chunks, _chunks(job, pp, schedule), "chunks", keep):
+    for schedule in _select_values(job.parallel.schedule, list_schedules(job), "schedule", keep):
+        for chunks in _select_values(
+            job.parallel.chunks, _list_chunk_counts(job, pp, schedule), "chunks", keep
+        ):
             count = pp * (2 if schedule in TWO_STAGES else chunks)
-            yield schedule, chunks, even_layers(job.model.layers, count)
+            yield schedule, chunks, split_layers_evenly(job.model.layers, count)
 
 
-def _chunks(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int, ...]:
+def _list_chunk_counts(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int, ...]:
     if schedule != "interleaved":
         return (1,)
     layers = job.model.layers
-    most = (layers + SHORT) // pp
-    return tuple(v for v in range(2, most + 1) if -layers % (pp * v) <= SHORT)
+    max_chunks = (layers + MAX_MISSING_LAYERS) // pp
+    return tuple(v for v in range(2, max_chunks + 1) if -layers % (pp * v) <= MAX_MISSING_LAYERS)
 
 
-def even_layers(layers: int, stages: int) -> tuple[int, ...] | None:
+def split_layers_evenly(layers: int, stages: int) -> tuple[int, ...] | None:
     """Layers per stage if they don't divide evenly: the middle stages take the remainder, because
     embedding and head load the ends, which may have no layer. None if they divide evenly or are too
     few for the stages between the ends."""
-    each, rest = divmod(layers, stages)
-    if rest == 0 or layers < stages - SHORT:
+    per_stage, remainder = divmod(layers, stages)
+    if remainder == 0 or layers < stages - MAX_MISSING_LAYERS:
         return None
-    inner = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
-    return tuple(each + (i in inner[:rest]) for i in range(stages))
+    inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
+    return tuple(per_stage + (i in inner_first[:remainder]) for i in range(stages))
 
 
-def _micro_batches(job: JobConfig, layout: ParallelConfig, keep: frozenset[str]) -> tuple[int, ...]:
+def _list_micro_batches(
+    job: JobConfig, layout: ParallelConfig, keep: frozenset[str]
+) -> tuple[int, ...]:
     """Powers of two that divide a rank's sequences, and the job's own; 1 if there is none."""
-    whole, rest = divmod(job.training.global_batch, layout.dp)
-    if "micro_batch" in keep or rest:
+    sequences, remainder = divmod(job.training.global_batch, layout.dp)
+    if "micro_batch" in keep or remainder:
         return (job.training.micro_batch if "micro_batch" in keep else 1,)
-    powers = {1 << n for n in range(whole.bit_length()) if whole % (1 << n) == 0}
-    own = {job.training.micro_batch} if whole % job.training.micro_batch == 0 else set()
-    return tuple(sorted(powers | own))
+    powers = {1 << n for n in range(sequences.bit_length()) if sequences % (1 << n) == 0}
+    own_size = {job.training.micro_batch} if sequences % job.training.micro_batch == 0 else set()
+    return tuple(sorted(powers | own_size))
 
 
-def _kept(own: _T, free: tuple[_T, ...], key: str, keep: frozenset[str]) -> tuple[_T, ...]:
-    return (own,) if key in keep else free
+def _select_values(
+    job_value: _T, values: tuple[_T, ...], key: str, keep: frozenset[str]
+) -> tuple[_T, ...]:
+    return (job_value,) if key in keep else values
 
 
 @lru_cache(maxsize=64)
-def _divisors(number: int) -> tuple[int, ...]:
+def _list_divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 # What each framework supports.
 
-ZEROS: Mapping[Framework, tuple[int, ...]] = {
+ZERO_STAGES: Mapping[Framework, tuple[int, ...]] = {
     "megatron": (0, 1), "fsdp2": (0, 2, 3), "deepspeed": (0, 1, 2, 3), "ddp": (0, 1),
     "huggingface": (0,), "nanotron": (0, 1), "zero-paper": (0, 1, 2, 3),
 }  # fmt: skip
@@ -407,49 +425,52 @@ SEQUENCE_PARALLEL: tuple[Framework, ...] = ("megatron", "fsdp2", "nanotron")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def zeros(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
+def list_zero_stages(job: JobConfig, data_ranks: int, pp: int) -> tuple[int, ...]:
     """ZeRO stages to consider; DeepSpeed has no ZeRO-2 and 3 in a pipeline."""
     if data_ranks == 1:
         return (0,)
-    known = {*ZEROS[job.training.framework], job.parallel.zero}
-    most = 1 if pp > 1 and job.training.framework in ("deepspeed", "zero-paper") else 3
-    return tuple(zero for zero in sorted(known) if zero <= most)
+    stages = {*ZERO_STAGES[job.training.framework], job.parallel.zero}
+    max_stage = 1 if pp > 1 and job.training.framework in ("deepspeed", "zero-paper") else 3
+    return tuple(zero for zero in sorted(stages) if zero <= max_stage)
 
 
-def schedules(job: JobConfig) -> tuple[Schedule, ...]:
+def list_schedules(job: JobConfig) -> tuple[Schedule, ...]:
     """The schedules of the framework, and that of the job."""
-    known = SCHEDULES.get(job.training.framework, ("1f1b",))
-    return tuple(dict.fromkeys((*known, job.parallel.schedule)))
+    names = SCHEDULES.get(job.training.framework, ("1f1b",))
+    return tuple(dict.fromkeys((*names, job.parallel.schedule)))
 
 
-def sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
+def list_sequence_parallel(job: JobConfig, tp: int) -> tuple[bool, ...]:
     if tp == 1:
         return (False,)
     can = job.training.framework in SEQUENCE_PARALLEL or job.parallel.sequence_parallel
     return (True, False) if can else (False,)
 
 
-def recomputes(job: JobConfig) -> tuple[Recompute, ...]:
+def list_recomputes(job: JobConfig) -> tuple[Recompute, ...]:
     """Kinds of recomputation to consider, the job's own included. With fused attention, selective
     recomputation saves memory only in torchtitan, whose policy drops more than attention."""
     fused = job.training.flash_attention and job.training.framework != "fsdp2"
-    known = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
-    own = job.training.recompute
-    return known if own in RECOMPUTES else (*known, own)
+    kinds = tuple(each for each in RECOMPUTES if not (fused and each == "selective"))
+    job_kind = job.training.recompute
+    return kinds if job_kind in RECOMPUTES else (*kinds, job_kind)
 
 
-def recipe_on(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
+def adjust_training(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
     """The job's training settings on another layout, with the activation dtype that it implies."""
-    recipe = job.training
-    usual, here = _activations(job, job.parallel), _activations(job, layout)
-    if usual == here or recipe.activation_dtype != usual:
-        return recipe
-    return replace(recipe, activation_dtype=here)
+    training = job.training
+    job_dtype, layout_dtype = (
+        _select_activation_dtype(job, job.parallel),
+        _select_activation_dtype(job, layout),
+    )
+    if job_dtype == layout_dtype or training.activation_dtype != job_dtype:
+        return training
+    return replace(training, activation_dtype=layout_dtype)
 
 
-def _activations(job: JobConfig, layout: ParallelConfig) -> Dtype:
-    recipe = job.training
-    return default_activation_dtype(recipe.framework, recipe.dtype, layout)
+def _select_activation_dtype(job: JobConfig, layout: ParallelConfig) -> Dtype:
+    training = job.training
+    return choose_activation_dtype(training.framework, training.dtype, layout)
 
 
 # Why a runner-up is slower than the best layout.
@@ -458,45 +479,45 @@ BY_AXIS = ("collective", "p2p")
 """Buckets that are reported by axis."""
 
 
-def runner_up(best: Candidate, other: Candidate) -> RunnerUp:
+def build_runner_up(best: Candidate, candidate: Candidate) -> RunnerUp:
     """Compare a candidate with the best, bucket by bucket."""
     return RunnerUp(
-        candidate=other,
-        behind_ns=other.step_ns - best.step_ns,
-        more_bytes=other.peak_bytes - best.peak_bytes,
-        reasons=reasons_of(best, other),
+        candidate=candidate,
+        behind_ns=candidate.step_ns - best.step_ns,
+        more_bytes=candidate.peak_bytes - best.peak_bytes,
+        reasons=list_reasons(best, candidate),
     )
 
 
-def reasons_of(best: Candidate, other: Candidate) -> tuple[Reason, ...]:
+def list_reasons(best: Candidate, candidate: Candidate) -> tuple[Reason, ...]:
     """All differences; they add up to that of the steps, up to 1 ns of rounding per message."""
-    more = other.split - best.split
-    found = [
+    delta = candidate.split - best.split
+    reasons = [
         Reason(bucket, "", ns)
-        for bucket, ns in zip(BUCKETS, more.buckets_ns, strict=True)
+        for bucket, ns in zip(BUCKETS, delta.buckets_ns, strict=True)
         if ns and bucket not in BY_AXIS
     ]
-    here, there = dict(best.exposed_ns), dict(other.exposed_ns)
-    for axis in sorted({*here, *there}):
-        ns = there.get(axis, 0) - here.get(axis, 0)
+    best_ns, candidate_ns = dict(best.exposed_ns), dict(candidate.exposed_ns)
+    for axis in sorted({*best_ns, *candidate_ns}):
+        ns = candidate_ns.get(axis, 0) - best_ns.get(axis, 0)
         if ns:
-            found.append(Reason("p2p" if axis == "pp" else "collective", axis, ns))
-    return tuple(sorted(found, key=lambda reason: -reason.delta_ns))
+            reasons.append(Reason("p2p" if axis == "pp" else "collective", axis, ns))
+    return tuple(sorted(reasons, key=lambda reason: -reason.delta_ns))
 
 
 # A layout as the lines of a job.toml.
 
 
-def toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
+def format_toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
     """The layout as [parallel] and [training] of a job.toml, without default values.
 
     experts: whether the model has experts.
     """
-    parallel = [*_axis_lines(choice), *_expert_lines(choice, experts), *_pipeline(choice)]
-    return "[parallel]", *parallel, "[training]", *_training(choice)
+    parallel = [*_format_axes(choice), *_format_experts(choice, experts), *_format_pipeline(choice)]
+    return "[parallel]", *parallel, "[training]", *_format_training(choice)
 
 
-def _axis_lines(choice: Choice) -> list[str]:
+def _format_axes(choice: Choice) -> list[str]:
     """Lines of the axes; zero is always written because its default depends on the framework."""
     lines = [f"{key} = {getattr(choice, key)}" for key in ("tp", "pp", "cp", "ep")]
     lines = [line for line in lines if not line.endswith(" = 1")]
@@ -511,12 +532,12 @@ def _axis_lines(choice: Choice) -> list[str]:
     return lines
 
 
-def _expert_lines(choice: Choice, experts: bool) -> list[str]:
+def _format_experts(choice: Choice, experts: bool) -> list[str]:
     """expert_tp is written because Megatron splits experts by tp by default."""
     return [f"expert_tp = {choice.expert_tp}"] if experts and choice.tp > 1 else []
 
 
-def _pipeline(choice: Choice) -> list[str]:
+def _format_pipeline(choice: Choice) -> list[str]:
     if choice.pp == 1:
         return []
     lines = [f'schedule = "{choice.schedule}"']
@@ -527,5 +548,5 @@ def _pipeline(choice: Choice) -> list[str]:
     return lines
 
 
-def _training(choice: Choice) -> list[str]:
+def _format_training(choice: Choice) -> list[str]:
     return [f"micro_batch = {choice.micro_batch}", f'recompute = "{choice.recompute}"']

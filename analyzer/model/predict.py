@@ -22,28 +22,32 @@ from stepsplit.analyzer.model import (
 )
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_volume import messages_of
+from stepsplit.analyzer.model.comm_volume import list_comm_ops
 from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
-    first_alike,
-    span_of,
-    stages_of,
+    find_equal_stages,
+    list_stages,
+    place_group,
 )
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_decode import (
     TomlTable,
+    collect_kinds,
     decode_table,
-    decoded_kinds,
-    needed_keys,
+    list_required_keys,
     read_table,
 )
-from stepsplit.analyzer.model.flops import Convention, StepFlops, count_step_flops, mfu
+from stepsplit.analyzer.model.flops import Convention, StepFlops, compute_mfu, count_step_flops
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.hardware_config import hardware_file, measured_files
-from stepsplit.analyzer.model.layer_time import speed_of
-from stepsplit.analyzer.model.memory import fits, memory_of
-from stepsplit.analyzer.model.parameters import StageParameters, stage_parameters, total_parameters
+from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
+from stepsplit.analyzer.model.layer_time import compute_device_speed
+from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_parameters,
+    count_stage_parameters,
+)
 from stepsplit.analyzer.model.prediction import (
     GRADIENT_AXIS,
     Band,
@@ -52,25 +56,25 @@ from stepsplit.analyzer.model.prediction import (
     StageMemory,
 )
 from stepsplit.analyzer.model.step_time import (
-    Pipelined,
+    PipelineResult,
     Skew,
     StageTime,
-    Timed,
-    band_of,
-    between_stages,
-    confidence_of,
-    doubts,
-    pipelined,
-    splits_of,
-    stage_time,
-    straggling,
+    TimedMessage,
+    compute_pipeline,
+    compute_skew,
+    compute_splits,
+    compute_stage_time,
+    decide_confidence,
+    estimate_step_band,
+    list_caveats,
+    list_pipeline_messages,
 )
 
 # predict: a job in, its Prediction out.
 
 CONVENTION: Convention = "C1"
 
-_Alike = tuple[int, tuple[object, ...]]
+_StageKey = tuple[int, tuple[object, ...]]
 """Stages with the same key take the same time: first equal stage, and its messages' costs."""
 
 
@@ -95,25 +99,29 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         ('12 s', True)
     """
     check(job)
-    timed = timed_messages(job, rates or Rates())
-    held = stage_parameters(job)
-    stages = stage_times(job, held, timed)
-    pipeline = pipelined(job, stages, timed)
-    skew, counted, kept = straggling(job), count_step_flops(job, CONVENTION), memory_of(job)
-    splits = splits_of(job, stages, pipeline, skew)
+    timed = time_messages(job, rates or Rates())
+    stage_params = count_stage_parameters(job)
+    stages = compute_stage_times(job, stage_params, timed)
+    pipeline = compute_pipeline(job, stages, timed)
+    skew, step_flops, stage_memory = (
+        compute_skew(job),
+        count_step_flops(job, CONVENTION),
+        compute_memory(job),
+    )
+    splits = compute_splits(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
-    reasons = doubts(job, stages, slowest)
-    low_ns, high_ns = band_of(job, slowest, reasons)
+    caveats = list_caveats(job, stages, slowest)
+    low_ns, high_ns = estimate_step_band(job, slowest, caveats)
     peak = job.hardware.peak_flops_per_s(job.training.dtype)
     world, step_ns = job.parallel.world_size, slowest.step_ns
     tokens = job.training.global_batch * job.training.seq_len
     return Prediction(
-        parameters=total_parameters(job.model),
-        parameters_per_stage=tuple(each.total for each in held),
-        memory=kept,
-        model_flops=counted.model,
-        hardware_flops=counted.hardware,
-        communication=_communication(job, stages, timed, pipeline),
+        parameters=count_parameters(job.model),
+        parameters_per_stage=tuple(each.total for each in stage_params),
+        memory=stage_memory,
+        model_flops=step_flops.model,
+        hardware_flops=step_flops.hardware,
+        communication=_list_communication(job, stages, timed, pipeline),
         bubble_fraction=pipeline.time.bubble_fraction,
         bubble_overhead=pipeline.time.bubble_overhead,
         splits=splits,
@@ -121,73 +129,77 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         low_ns=low_ns,
         high_ns=high_ns,
         convention=CONVENTION,
-        mfu=mfu(counted.model, step_ns, world, peak),
-        hfu=mfu(counted.hardware, step_ns, world, peak),
+        mfu=compute_mfu(step_flops.model, step_ns, world, peak),
+        hfu=compute_mfu(step_flops.hardware, step_ns, world, peak),
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
-        fits=fits(job, kept),
-        confidence=confidence_of(job, reasons),
-        notes=reasons,
-        formulas=collect_formulas(held, counted, kept, timed, stages, pipeline, skew),
+        fits=is_within_memory(job, stage_memory),
+        confidence=decide_confidence(job, caveats),
+        notes=caveats,
+        formulas=collect_formulas(
+            stage_params, step_flops, stage_memory, timed, stages, pipeline, skew
+        ),
     )
 
 
-def timed_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[Timed, ...]]:
+def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage, ...]]:
     """Time one call of every message, by stage."""
-    found: dict[int, list[Timed]] = {stage: [] for stage in range(job.parallel.pp)}
-    known: dict[tuple[str, str, str, int], Band] = {}
-    for message in messages_of(job):
-        kind = (message.strategy, message.op, message.axis, message.message_bytes)
-        if kind not in known:
-            known[kind] = call_ns(job, message, rates)
-        found[message.stage].append(Timed(message, known[kind]))
-    return {stage: tuple(timed) for stage, timed in found.items()}
+    by_stage: dict[int, list[TimedMessage]] = {stage: [] for stage in range(job.parallel.pp)}
+    call_times: dict[tuple[str, str, str, int], Band] = {}
+    for message in list_comm_ops(job):
+        key = (message.strategy, message.op, message.axis, message.message_bytes)
+        if key not in call_times:
+            call_times[key] = compute_call_ns(job, message, rates)
+        by_stage[message.stage].append(TimedMessage(message, call_times[key]))
+    return {stage: tuple(timed) for stage, timed in by_stage.items()}
 
 
-def call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
+def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
     """Time of one call. Messages of a ring are counted at the sender, because sending and receiving
     overlap."""
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
-    span = span_of(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
-    return rates.time_of(message.op, message.message_bytes, span, job.hardware)
+    span = place_group(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
+    return rates.estimate_call_time(message.op, message.message_bytes, span, job.hardware)
 
 
-def stage_times(
-    job: JobConfig, held: tuple[StageParameters, ...], timed: dict[int, tuple[Timed, ...]]
+def compute_stage_times(
+    job: JobConfig,
+    stage_params: tuple[StageParameters, ...],
+    timed: dict[int, tuple[TimedMessage, ...]],
 ) -> tuple[StageTime, ...]:
     """Compute and exposed communication of each stage."""
-    speed, found = speed_of(job), list[StageTime]()
-    known: dict[_Alike, StageTime] = {}
-    for stage, first in zip(stages_of(job), first_alike(job), strict=True):
-        own = timed[stage.index]
-        alike = first, tuple((e.message.phase, e.message.count, id(e.each)) for e in own)
-        if alike not in known:
-            known[alike] = stage_time(job, speed, stage, held[stage.index], own)
-        found.append(known[alike].on(stage))
-    return tuple(found)
+    speed, times = compute_device_speed(job), list[StageTime]()
+    cache: dict[_StageKey, StageTime] = {}
+    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
+        messages = timed[stage.index]
+        key = first, tuple((e.message.phase, e.message.count, id(e.call)) for e in messages)
+        if key not in cache:
+            cache[key] = compute_stage_time(job, speed, stage, stage_params[stage.index], messages)
+        times.append(cache[key].copy_to_stage(stage))
+    return tuple(times)
 
 
-def _communication(
+def _list_communication(
     job: JobConfig,
     stages: tuple[StageTime, ...],
-    timed: dict[int, tuple[Timed, ...]],
-    pipeline: Pipelined,
+    timed: dict[int, tuple[TimedMessage, ...]],
+    pipeline: PipelineResult,
 ) -> tuple[Communication, ...]:
     """All messages, stage by stage, with the axes of the mesh."""
-    found: list[Communication] = []
+    communication: list[Communication] = []
     for stage in stages:
         index = stage.stage.index
-        found += stage.communication
-        found += between_stages(timed[index], pipeline.exposed_ns(index))
-    return tuple(_on_mesh(job, each) for each in found)
+        communication += stage.communication
+        communication += list_pipeline_messages(timed[index], pipeline.compute_exposed_ns(index))
+    return tuple(_map_to_mesh_axis(job, each) for each in communication)
 
 
-def _on_mesh(job: JobConfig, one: Communication) -> Communication:
+def _map_to_mesh_axis(job: JobConfig, communication: Communication) -> Communication:
     """Replace dp by dp_replicate, or by dp_cp when gradient reduction spans context parallelism."""
-    if one.message.axis != "dp":
-        return one
+    if communication.message.axis != "dp":
+        return communication
     axis = "dp_replicate" if job.parallel.cp == 1 else GRADIENT_AXIS
-    return replace(one, message=replace(one.message, axis=axis))
+    return replace(communication, message=replace(communication.message, axis=axis))
 
 
 # The formulas used, in the order in which a prediction lists them.
@@ -217,37 +229,37 @@ ORDER = (
 
 
 def collect_formulas(
-    held: tuple[StageParameters, ...],
-    counted: StepFlops,
-    kept: tuple[StageMemory, ...],
-    timed: dict[int, tuple[Timed, ...]],
+    stage_params: tuple[StageParameters, ...],
+    step_flops: StepFlops,
+    stage_memory: tuple[StageMemory, ...],
+    timed: dict[int, tuple[TimedMessage, ...]],
     stages: tuple[StageTime, ...],
-    pipeline: Pipelined,
+    pipeline: PipelineResult,
     skew: Skew,
 ) -> tuple[Formula, ...]:
     """The formulas of a prediction's parts, each once, in ORDER."""
-    sent = [each for stage in timed.values() for each in stage]
+    messages = [each for stage in timed.values() for each in stage]
     groups = [
-        ALWAYS, counted.formulas, pipeline.formulas, skew.formulas,
-        *(each.formulas for each in held), *(each.formulas for each in kept),
+        ALWAYS, step_flops.formulas, pipeline.formulas, skew.formulas,
+        *(each.formulas for each in stage_params), *(each.formulas for each in stage_memory),
         *(each.formulas for each in stages),
-        *(each.message.formulas for each in sent), *(each.each.formulas for each in sent),
+        *(each.message.formulas for each in messages), *(each.call.formulas for each in messages),
     ]  # fmt: skip
-    if sent:
+    if messages:
         groups.append((comm_ops.WIRE,))
     # Most messages share a tuple of formulas: read each tuple once.
-    once = {id(group): group for group in groups}.values()
-    found = {formula.id for group in once for formula in group}
-    if comm_ops.TENSOR.id in found:
+    unique_groups = {id(group): group for group in groups}.values()
+    used_ids = {formula.id for group in unique_groups for formula in group}
+    if comm_ops.TENSOR.id in used_ids:
         # Listed with tensor parallelism even if the vocabulary is not split and the loss sends no
         # message.
-        found.add(comm_ops.LOSS.id)
-    return tuple(formula for formula in ORDER if formula.id in found)
+        used_ids.add(comm_ops.LOSS.id)
+    return tuple(formula for formula in ORDER if formula.id in used_ids)
 
 
 # Measurements that a job.toml names (nccl-tests sweeps, NCCL logs, calibrated runs) -> Rates.
 
-_MEND_RATES = "use the output of nccl-tests, or an NCCL log written with NCCL_DEBUG_SUBSYS=TUNING"
+_RATES_HINT = "use the output of nccl-tests, or an NCCL log written with NCCL_DEBUG_SUBSYS=TUNING"
 
 
 def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
@@ -275,56 +287,61 @@ def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
         0
         >>> prediction = predict(job, rates)
     """
-    return rates_of(read_table(path), hardware)
+    return read_hardware_rates(read_table(path), hardware)
 
 
-def rates_of(run: TomlTable, hardware: HardwareConfig) -> Rates:
+def read_hardware_rates(job_table: TomlTable, hardware: HardwareConfig) -> Rates:
     """Read the measurements that [hardware] names: measured, transfers and file.
 
     Paths are relative to the job.toml. A sweep over more ranks than one node has is taken to run on
     full nodes. For the same op and ranks, measured wins over file. Raises DataError for a file
     without a measurement.
     """
-    table = run.inner("hardware")
-    places = [Path(table.where).parent / name for name in measured_files(table)]
-    found = _measured(places, hardware.gpus_per_node) if places else Rates()
-    file = hardware_file(table)
-    own = (*_transfers(table), *(() if file is None else _transfers(file)))
-    return Rates((*found.sweeps, *own), found.tables)
+    table = job_table.get_subtable("hardware")
+    paths = [Path(table.where).parent / name for name in list_measured_files(table)]
+    rates = _read_measured(paths, hardware.gpus_per_node) if paths else Rates()
+    file = read_hardware_file(table)
+    transfers = (*_read_transfers(table), *(() if file is None else _read_transfers(file)))
+    return Rates((*rates.sweeps, *transfers), rates.tables)
 
 
-def _transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
+def _read_transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
     """The sweeps that a calibration wrote from recorded runs."""
-    stated = decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
-    path = table.path("transfers")
+    values = decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
+    path = table.join_key("transfers")
     return tuple(
-        _transfer(TomlTable(table.where, f"{path}[{i}]", each))
-        for i, each in enumerate(stated.get("transfers", ()))
+        _read_transfer(TomlTable(table.where, f"{path}[{i}]", each))
+        for i, each in enumerate(values.get("transfers", ()))
     )
 
 
-def _transfer(table: TomlTable) -> TransferSweep:
-    stated = decode_table(table, decoded_kinds(TransferSweep), needed_keys(TransferSweep))
+def _read_transfer(table: TomlTable) -> TransferSweep:
+    values = decode_table(table, collect_kinds(TransferSweep), list_required_keys(TransferSweep))
     try:
-        return TransferSweep(**stated, swept=False)
+        return TransferSweep(**values, swept=False)
     except UsageError as error:
-        raise table.error("times_ns", str(error), "calibrate again") from None
+        raise table.build_error("times_ns", str(error), "calibrate again") from None
 
 
-def _measured(places: list[Path], ranks_per_node: int) -> Rates:
+def _read_measured(paths: list[Path], ranks_per_node: int) -> Rates:
     """Read the files. The readers import numpy, so they are imported only here."""
-    from stepsplit.analyzer.model.comm_measured import sweeps_of, tuner_tables
+    from stepsplit.analyzer.model.comm_measured import build_sweeps, build_tuner_tables
     from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
     from stepsplit.analyzer.readers.nccl.records import NcclLog
     from stepsplit.analyzer.readers.registry import read_files
 
-    found = Rates()
-    for place in places:
-        read = [each.content for each in read_files(place)]
-        sweeps = [sweep for one in read if isinstance(one, Sweeps) for sweep in one.sweeps]
-        tables = [table for one in read if isinstance(one, NcclLog) for table in tuner_tables(one)]
-        known = sweeps_of(sweeps, ranks_per_node)
-        if not known and not tables:
-            raise DataError(place, "contains no sweep and no tuner table", _MEND_RATES)
-        found = Rates((*found.sweeps, *known), (*found.tables, *tables))
-    return found
+    rates = Rates()
+    for path in paths:
+        contents = [each.content for each in read_files(path)]
+        sweeps = [sweep for one in contents if isinstance(one, Sweeps) for sweep in one.sweeps]
+        tables = [
+            table
+            for one in contents
+            if isinstance(one, NcclLog)
+            for table in build_tuner_tables(one)
+        ]
+        job_sweeps = build_sweeps(sweeps, ranks_per_node)
+        if not job_sweeps and not tables:
+            raise DataError(path, "contains no sweep and no tuner table", _RATES_HINT)
+        rates = Rates((*rates.sweeps, *job_sweeps), (*rates.tables, *tables))
+    return rates

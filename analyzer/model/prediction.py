@@ -171,20 +171,20 @@ class Prediction:
 
 PREDICTION_NAME = "prediction.json"
 
-_MEND_PREDICTION = "predict the run again"
+_HINT = "predict the run again"
 
-_WHOLE = ("parameters", "model_flops", "hardware_flops", "low_ns", "high_ns")
+_INT_KEYS = ("parameters", "model_flops", "hardware_flops", "low_ns", "high_ns")
 
-_WORDS = ("strategy", "op", "axis", "phase")
+_TEXT_KEYS = ("strategy", "op", "axis", "phase")
 
-_BUCKETS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
+_BUCKET_KEYS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 
 _FORMULAS = "formulas"
 """The field that rows leave out: the JSON lists the formulas once, at the top level."""
 
-_MEMORY = tuple(each.name for each in fields(StageMemory) if each.name != _FORMULAS)
+_MEMORY_KEYS = tuple(each.name for each in fields(StageMemory) if each.name != _FORMULAS)
 
-_MESSAGE = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
+_MESSAGE_KEYS = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
 
 
 def prediction_to_json(prediction: Prediction) -> str:
@@ -194,7 +194,7 @@ def prediction_to_json(prediction: Prediction) -> str:
     """
     parts = (
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
-        for key, value in _body(prediction).items()
+        for key, value in _build_body(prediction).items()
     )
     return "{\n " + ",\n ".join(parts) + "\n}\n"
 
@@ -205,32 +205,32 @@ def prediction_from_json(text: str, source: object = PREDICTION_NAME) -> Predict
         body = json.loads(text)
         schema = body["schema"]
         if schema == SCHEMA:
-            return _prediction(body)
+            return _parse_prediction(body)
     except (KeyError, TypeError, ValueError) as error:
-        problem = f"not a stepsplit prediction ({_told(error)})"
-        raise DataError(source, problem, _MEND_PREDICTION) from None
-    raise DataError(source, f"schema is {schema}, expected {SCHEMA}", _MEND_PREDICTION)
+        problem = f"not a stepsplit prediction ({_format_problem(error)})"
+        raise DataError(source, problem, _HINT) from None
+    raise DataError(source, f"schema is {schema}, expected {SCHEMA}", _HINT)
 
 
-def _told(error: Exception) -> str:
+def _format_problem(error: Exception) -> str:
     return f"missing {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _body(prediction: Prediction) -> dict[str, Any]:
+def _build_body(prediction: Prediction) -> dict[str, Any]:
     one = prediction
     return {
         "schema": SCHEMA,
         "parameters": one.parameters,
         "parameters_per_stage": one.parameters_per_stage,
-        "memory": [_memory_row(row) for row in one.memory],
+        "memory": [_build_memory_row(row) for row in one.memory],
         "model_flops": one.model_flops,
         "hardware_flops": one.hardware_flops,
-        "communication": [_communication_row(row) for row in one.communication],
+        "communication": [_build_communication_row(row) for row in one.communication],
         "pipeline": {
             "bubble_fraction": one.bubble_fraction, "bubble_overhead": one.bubble_overhead,
         },
-        "splits": [{"stage": i, **_split_row(split)} for i, split in enumerate(one.splits)],
-        "split": _split_row(one.split),
+        "splits": [{"stage": i, **_build_split_row(split)} for i, split in enumerate(one.splits)],
+        "split": _build_split_row(one.split),
         "mfu": one.mfu,
         "hfu": one.hfu,
         "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
@@ -244,41 +244,41 @@ def _body(prediction: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _split_row(split: Split) -> dict[str, int]:
+def _build_split_row(split: Split) -> dict[str, int]:
     """The buckets, their sum, then the memos."""
-    buckets = dict(zip(_BUCKETS, split.buckets_ns, strict=True))
+    buckets = dict(zip(_BUCKET_KEYS, split.buckets_ns, strict=True))
     memos = {name: getattr(split, name) for name in MEMOS}
     return buckets | {"step_ns": split.step_ns} | memos
 
 
-def _memory_row(row: StageMemory) -> dict[str, int]:
-    return {name: getattr(row, name) for name in _MEMORY} | {"total_bytes": row.total_bytes}
+def _build_memory_row(row: StageMemory) -> dict[str, int]:
+    return {name: getattr(row, name) for name in _MEMORY_KEYS} | {"total_bytes": row.total_bytes}
 
 
-def _communication_row(row: Communication) -> dict[str, Any]:
-    return {name: getattr(row.message, name) for name in _MESSAGE} | {
+def _build_communication_row(row: Communication) -> dict[str, Any]:
+    return {name: getattr(row.message, name) for name in _MESSAGE_KEYS} | {
         "time_ns": round(row.time.ns), "time_ns_low": round(row.time.low_ns),
         "time_ns_high": round(row.time.high_ns), "exposed_ns": row.exposed_ns,
     }  # fmt: skip
 
 
-def _prediction(body: Mapping[str, Any]) -> Prediction:
+def _parse_prediction(body: Mapping[str, Any]) -> Prediction:
     """Parse a body. Raises KeyError, TypeError or ValueError."""
     return Prediction(
-        **{name: _whole(body, name) for name in _WHOLE},
-        parameters_per_stage=tuple(map(_as_whole, body["parameters_per_stage"])),
-        memory=tuple(_memory(row) for row in body["memory"]),
-        communication=tuple(_communication(row) for row in body["communication"]),
-        bubble_fraction=_number(body["pipeline"], "bubble_fraction"),
-        bubble_overhead=_number(body["pipeline"], "bubble_overhead"),
-        splits=tuple(_split(row) for row in body["splits"]),
-        split=_split(body["split"]),
+        **{name: _read_int(body, name) for name in _INT_KEYS},
+        parameters_per_stage=tuple(map(_check_int, body["parameters_per_stage"])),
+        memory=tuple(_parse_memory(row) for row in body["memory"]),
+        communication=tuple(_parse_communication(row) for row in body["communication"]),
+        bubble_fraction=_read_number(body["pipeline"], "bubble_fraction"),
+        bubble_overhead=_read_number(body["pipeline"], "bubble_overhead"),
+        splits=tuple(_parse_split(row) for row in body["splits"]),
+        split=_parse_split(body["split"]),
         convention=str(body["convention"]),
-        mfu=None if body["mfu"] is None else _number(body, "mfu"),
-        hfu=None if body["hfu"] is None else _number(body, "hfu"),
-        tokens_per_s_per_gpu=_number(body, "tokens_per_s_per_gpu"),
+        mfu=None if body["mfu"] is None else _read_number(body, "mfu"),
+        hfu=None if body["hfu"] is None else _read_number(body, "hfu"),
+        tokens_per_s_per_gpu=_read_number(body, "tokens_per_s_per_gpu"),
         fits=bool(body["fits"]),
-        confidence=_confidence(body["confidence"]),
+        confidence=_parse_confidence(body["confidence"]),
         notes=tuple(map(str, body["notes"])),
         formulas=tuple(
             Formula(row["id"], row["text"], row["citation"]) for row in body["formulas"]
@@ -286,52 +286,53 @@ def _prediction(body: Mapping[str, Any]) -> Prediction:
     )
 
 
-def _split(row: Mapping[str, Any]) -> Split:
-    split = Split(**{name: _whole(row, name) for name in (*_BUCKETS, *MEMOS)})
-    _must_add_up(row, "step_ns", split.step_ns)
+def _parse_split(row: Mapping[str, Any]) -> Split:
+    split = Split(**{name: _read_int(row, name) for name in (*_BUCKET_KEYS, *MEMOS)})
+    _check_sum(row, "step_ns", split.step_ns)
     return split
 
 
-def _memory(row: Mapping[str, Any]) -> StageMemory:
-    told: dict[str, Any] = {name: _whole(row, name) for name in _MEMORY}
-    memory = StageMemory(**told)
-    _must_add_up(row, "total_bytes", memory.total_bytes)
+def _parse_memory(row: Mapping[str, Any]) -> StageMemory:
+    values: dict[str, Any] = {name: _read_int(row, name) for name in _MEMORY_KEYS}
+    memory = StageMemory(**values)
+    _check_sum(row, "total_bytes", memory.total_bytes)
     return memory
 
 
-def _communication(row: Mapping[str, Any]) -> Communication:
-    told: dict[str, Any] = {
-        name: str(row[name]) if name in _WORDS else _whole(row, name) for name in _MESSAGE
+def _parse_communication(row: Mapping[str, Any]) -> Communication:
+    values: dict[str, Any] = {
+        name: str(row[name]) if name in _TEXT_KEYS else _read_int(row, name)
+        for name in _MESSAGE_KEYS
     }
     names = ("time_ns", "time_ns_low", "time_ns_high")
-    ns, low_ns, high_ns = (float(_whole(row, name)) for name in names)
-    return Communication(CommOp(**told), Band(ns, low_ns, high_ns), _whole(row, "exposed_ns"))
+    ns, low_ns, high_ns = (float(_read_int(row, name)) for name in names)
+    return Communication(CommOp(**values), Band(ns, low_ns, high_ns), _read_int(row, "exposed_ns"))
 
 
-def _confidence(word: object) -> Confidence:
+def _parse_confidence(value: object) -> Confidence:
     for known in get_args(Confidence):
-        if word == known:
+        if value == known:
             return cast(Confidence, known)
-    raise ValueError(f"confidence is {word!r}, expected one of {get_args(Confidence)}")
+    raise ValueError(f"confidence is {value!r}, expected one of {get_args(Confidence)}")
 
 
-def _whole(row: Mapping[str, Any], name: str) -> int:
-    return _as_whole(row[name])
+def _read_int(row: Mapping[str, Any], name: str) -> int:
+    return _check_int(row[name])
 
 
-def _as_whole(value: object) -> int:
+def _check_int(value: object) -> int:
     if type(value) is not int:
         raise TypeError(f"{value!r} is not an integer")
     return value
 
 
-def _number(row: Mapping[str, Any], name: str) -> float:
+def _read_number(row: Mapping[str, Any], name: str) -> float:
     value = row[name]
     if type(value) not in (int, float):
         raise TypeError(f"{value!r} is not a number")
     return float(value)
 
 
-def _must_add_up(row: Mapping[str, Any], name: str, total: int) -> None:
+def _check_sum(row: Mapping[str, Any], name: str, total: int) -> None:
     if row[name] != total:
         raise ValueError(f"{name} is {row[name]}, but its parts add up to {total}")

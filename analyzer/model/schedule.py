@@ -15,12 +15,12 @@ from stepsplit.analyzer.model.formulas import Formula
 
 # The order of passes of each pipeline rank, and the model stages of its chunks.
 
-Places = tuple[tuple[int, ...], ...]
+ChunkPositions = tuple[tuple[int, ...], ...]
 """For each rank, the positions of its chunks in the model."""
 
 
 @lru_cache(maxsize=256)
-def orders(
+def build_orders(
     schedule: Schedule, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Order, ...]:
     """The passes of each rank, in order.
@@ -31,10 +31,10 @@ def orders(
     """
     _check(schedule, stages, microbatches, chunks)
     ranks = range(stages)
-    return tuple(_order(schedule, rank, stages, microbatches, chunks) for rank in ranks)
+    return tuple(_build_order(schedule, rank, stages, microbatches, chunks) for rank in ranks)
 
 
-def places(schedule: Schedule, stages: int, chunks: int = 1) -> Places:
+def list_chunk_positions(schedule: Schedule, stages: int, chunks: int = 1) -> ChunkPositions:
     """Positions of each rank's chunks in the model, in the order of Pass.chunk.
 
     The two chunks of dualpipe belong to two copies of the model.
@@ -47,28 +47,28 @@ def places(schedule: Schedule, stages: int, chunks: int = 1) -> Places:
     return tuple(tuple(range(rank, p * chunks, p)) for rank in range(p))
 
 
-def _order(schedule: Schedule, rank: int, p: int, m: int, chunks: int) -> Order:
+def _build_order(schedule: Schedule, rank: int, p: int, m: int, chunks: int) -> Order:
     if p == 1:
-        return alone(m, chunks)
+        return build_single_rank(m, chunks)
     match schedule:
         case "naive":
-            return naive(m)
+            return build_naive(m)
         case "gpipe":
-            return gpipe(m)
+            return build_gpipe(m)
         case "interleaved" if chunks > 1:
-            return interleaved(rank, p, m, chunks)
+            return build_interleaved(rank, p, m, chunks)
         case "1f1b" | "interleaved":
-            return one_forward_one_backward(rank, p, m)
+            return build_1f1b(rank, p, m)
         case "zb-h1":
-            return zb_h1(rank, p, m)
+            return build_zb_h1(rank, p, m)
         case "zb-h2":
-            return zb_h2(rank, p, m)
+            return build_zb_h2(rank, p, m)
         case "zb-v":
-            return zb_v(rank, p, m)
+            return build_zb_v(rank, p, m)
         case "dualpipe":
-            return dualpipe(rank, p, m)
+            return build_dualpipe(rank, p, m)
         case "dualpipe-v":
-            return dualpipe_v(rank, p, m)
+            return build_dualpipe_v(rank, p, m)
 
 
 def _check(schedule: str, p: int, m: int, chunks: int) -> None:
@@ -87,7 +87,7 @@ def _check(schedule: str, p: int, m: int, chunks: int) -> None:
 # Schedules that overlap a forward and a backward: DualPipe and DualPipeV.
 
 
-def dualpipe(rank: int, p: int, m: int) -> Order:
+def build_dualpipe(rank: int, p: int, m: int) -> Order:
     """Two copies of the model, fed from both ends (deepseek-ai/DualPipe, dualpipe.py, step).
 
     Chunk 0 is stage rank of the copy fed at rank 0, which takes the first half of the
@@ -96,16 +96,18 @@ def dualpipe(rank: int, p: int, m: int) -> Order:
     half = m // 2
     lanes = (range(half), range(half, m))
     near = rank < p // 2
-    phases = _phases(min(rank, p - 1 - rank), p // 2, half)
-    return played(phases if near else [(_swapped(words), n) for words, n in phases], lanes)
+    phases = _list_dualpipe_phases(min(rank, p - 1 - rank), p // 2, half)
+    return expand_phases(
+        phases if near else [(_swap_directions(words), n) for words, n in phases], lanes
+    )
 
 
-def dualpipe_v(rank: int, p: int, m: int) -> Order:
+def build_dualpipe_v(rank: int, p: int, m: int) -> Order:
     """One copy, folded into a V (deepseek-ai/DualPipe, dualpipev.py, step)."""
-    return played(_phases(rank, p, m), (range(m), range(m)))
+    return expand_phases(_list_dualpipe_phases(rank, p, m), (range(m), range(m)))
 
 
-def _phases(rank: int, p: int, m: int) -> list[Phase]:
+def _list_dualpipe_phases(rank: int, p: int, m: int) -> list[Phase]:
     """The eight phases, from the turn of the V (or of the half pipeline) at rank p - 1 outward.
 
     The rank at the turn runs its first forward and backward one after the other.
@@ -129,34 +131,34 @@ def _phases(rank: int, p: int, m: int) -> list[Phase]:
     ]
 
 
-def _swapped(words: str) -> str:
+def _swap_directions(words: str) -> str:
     return words.translate(str.maketrans("01", "10"))
 
 
 # Schedules that split the backward to fill bubbles: ZB-H1, ZB-H2 and ZB-V.
 
 
-def zb_h1(rank: int, p: int, m: int) -> Order:
+def build_zb_h1(rank: int, p: int, m: int) -> Order:
     """1F1B with weight gradients delayed by one microbatch for each rank before this one.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1, figure 3 (top).
     """
-    return _lagging(p - rank - 1, rank, m)
+    return _build_zb_h(p - rank - 1, rank, m)
 
 
-def zb_h2(rank: int, p: int, m: int) -> Order:
+def build_zb_h2(rank: int, p: int, m: int) -> Order:
     """Twice the warm-up and twice the delay of ZB-H1 (same paper, section 2.2, figure 3)."""
-    return _lagging(2 * (p - rank - 1), 2 * rank, m)
+    return _build_zb_h(2 * (p - rank - 1), 2 * rank, m)
 
 
-def _lagging(warm: int, lag: int, m: int) -> Order:
+def _build_zb_h(warm: int, lag: int, m: int) -> Order:
     """warm forwards first; weight gradients are delayed by lag while microbatches remain."""
     full = max(m, warm + lag + 1)
     phases = [("F0", warm), ("F0 I0", lag), ("F0 I0 W0", full - warm - lag)]
-    return played([*phases, ("I0 W0", warm), ("W0", lag)], [range(m)])
+    return expand_phases([*phases, ("I0 W0", warm), ("W0", lag)], [range(m)])
 
 
-def zb_v(rank: int, p: int, m: int) -> Order:
+def build_zb_v(rank: int, p: int, m: int) -> Order:
     """The model folded into a V, with both ends on the first rank.
 
     Qi et al., arXiv:2401.10241, section 6, figure 8; as torch.distributed.pipelining's
@@ -165,7 +167,7 @@ def zb_v(rank: int, p: int, m: int) -> Order:
     full = max(m, 2 * p - 1)
     warm = [("F0", 2 * (p - rank) - 1), ("F1 F0", rank), ("F1 I1 W", p - rank)]
     cool = [("I0 I1", rank), ("I0 W0", p - rank), ("W1", rank), ("W0", rank)]
-    return played([*warm, ("F0 I0 W F1 I1 W", full - p), *cool], [range(m)] * 2)
+    return expand_phases([*warm, ("F0 I0 W F1 I1 W", full - p), *cool], [range(m)] * 2)
 
 
 # Activations in flight on a pipeline rank.
@@ -180,7 +182,7 @@ IN_FLIGHT = Formula(
 )
 
 
-def in_flight(
+def count_in_flight(
     schedule: Schedule, stages: int, microbatches: int, chunks: int = 1, rank: int = 0
 ) -> int:
     """Peak number of (microbatch, chunk) activations in flight on a rank.
@@ -191,7 +193,7 @@ def in_flight(
     of its weight gradient if the backward is split. A pipeline of one rank has one microbatch in
     flight, in all chunks. Raises UsageError if interleaved cannot form equal groups.
     """
-    p, m, v, left = stages, microbatches, chunks, stages - rank
+    p, m, v, remaining = stages, microbatches, chunks, stages - rank
     if p == 1:
         return v
     match schedule:
@@ -200,9 +202,9 @@ def in_flight(
         case "gpipe":
             return m
         case "interleaved" if v > 1:
-            return min(m * v, 2 * (left - 1) + (v - 1) * group_size(p, m) + 1)
+            return min(m * v, 2 * (remaining - 1) + (v - 1) * compute_group_size(p, m) + 1)
         case "1f1b" | "interleaved":
-            return min(m, left)
+            return min(m, remaining)
         case "zb-h1":
             return min(m, p)
         case "zb-h2":
@@ -215,7 +217,7 @@ def in_flight(
             return 2 * p + 1
 
 
-def peak(order: Iterable[Pass]) -> int:
+def count_peak_in_flight(order: Iterable[Pass]) -> int:
     """Count the peak from the order of a rank's passes; it does not depend on their times."""
     changes = ({"F": 1, "I": 0}.get(one.kind, -1) for one in order)
     return max(accumulate(changes), default=0)
@@ -224,30 +226,30 @@ def peak(order: Iterable[Pass]) -> int:
 # Schedules with whole backwards: naive, GPipe, 1F1B and interleaved.
 
 
-def alone(microbatches: int, chunks: int) -> Order:
+def build_single_rank(microbatches: int, chunks: int) -> Order:
     """A pipeline of one rank: forward and backward through all chunks, by microbatch."""
-    there, back = range(chunks), range(chunks - 1, -1, -1)
-    pattern = " ".join([*(f"F{c}" for c in there), *(f"B{c}" for c in back)])
-    return played([(pattern, microbatches)], [range(microbatches)] * chunks)
+    forward, backward = range(chunks), range(chunks - 1, -1, -1)
+    pattern = " ".join([*(f"F{c}" for c in forward), *(f"B{c}" for c in backward)])
+    return expand_phases([(pattern, microbatches)], [range(microbatches)] * chunks)
 
 
-def naive(microbatches: int) -> Order:
+def build_naive(microbatches: int) -> Order:
     """One microbatch at a time in the whole pipeline."""
-    return played([("F0 B0", microbatches)], [range(microbatches)])
+    return expand_phases([("F0 B0", microbatches)], [range(microbatches)])
 
 
-def gpipe(microbatches: int) -> Order:
+def build_gpipe(microbatches: int) -> Order:
     """All forwards, then all backwards (Huang et al., GPipe, arXiv:1811.06965, section 2.3)."""
-    return played([("F0", microbatches), ("B0", microbatches)], [range(microbatches)])
+    return expand_phases([("F0", microbatches), ("B0", microbatches)], [range(microbatches)])
 
 
-def one_forward_one_backward(rank: int, p: int, m: int) -> Order:
+def build_1f1b(rank: int, p: int, m: int) -> Order:
     """p-rank-1 forwards first, then one of each (Narayanan et al., SC'21, section 2.2.1)."""
     warm = min(p - rank - 1, m)
-    return played([("F0", warm), ("F0 B0", m - warm), ("B0", warm)], [range(m)])
+    return expand_phases([("F0", warm), ("F0 B0", m - warm), ("B0", warm)], [range(m)])
 
 
-def group_size(p: int, m: int) -> int:
+def compute_group_size(p: int, m: int) -> int:
     """Microbatches that run in one chunk before the next chunk's turn.
 
     p if it divides m, as Megatron-LM requires; else as in torch.distributed.pipelining's
@@ -262,22 +264,22 @@ def group_size(p: int, m: int) -> int:
     return m // rounds
 
 
-def interleaved(rank: int, p: int, m: int, chunks: int) -> Order:
+def build_interleaved(rank: int, p: int, m: int, chunks: int) -> Order:
     """Groups of microbatches walk through the chunks (Narayanan et al., SC'21, section 2.2.2).
 
     Warm-up of 2 (p - rank - 1) + (v - 1) g forwards with groups of g, as in Megatron-LM's
     schedules.py. Raises UsageError if it cannot form equal groups.
     """
-    group, total = group_size(p, m), m * chunks
+    group, total = compute_group_size(p, m), m * chunks
     warm = min(2 * (p - rank - 1) + (chunks - 1) * group, total)
-    walk = [
+    sequence = [
         (start + i, chunk)
         for start in range(0, m, group)
         for chunk in range(chunks)
         for i in range(group)
     ]
-    forwards = [one_pass("F", microbatch, chunk) for microbatch, chunk in walk]
-    backwards = [one_pass("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in walk]
+    forwards = [share_pass("F", microbatch, chunk) for microbatch, chunk in sequence]
+    backwards = [share_pass("B", microbatch, chunks - 1 - chunk) for microbatch, chunk in sequence]
     steady = zip(forwards[warm:], backwards, strict=False)
     return (*forwards[:warm], *(one for pair in steady for one in pair), *backwards[total - warm :])
 
@@ -304,7 +306,7 @@ class Pass:
 
 
 @lru_cache(maxsize=1 << 14)
-def one_pass(kind: Kind, microbatch: int, chunk: int = 0, joined: bool = False) -> Pass:
+def share_pass(kind: Kind, microbatch: int, chunk: int = 0, joined: bool = False) -> Pass:
     """A cached Pass: ranks share equal passes, which is faster than creating more."""
     return Pass(kind, microbatch, chunk, joined)
 
@@ -317,16 +319,16 @@ Phase = tuple[str, int]
 for the oldest pending input gradient, and F0&B1 for two passes that overlap."""
 
 
-def played(phases: Iterable[Phase], lanes: Sequence[range]) -> Order:
+def expand_phases(phases: Iterable[Phase], microbatches: Sequence[range]) -> Order:
     """Expand patterns to an order; lanes are the microbatches of each chunk.
 
     F counts up in its chunk, B and I count up together; passes beyond the last microbatch of the
     chunk are dropped.
     """
-    forwards, backwards = [0] * len(lanes), [0] * len(lanes)
+    forwards, backwards = [0] * len(microbatches), [0] * len(microbatches)
     waiting: deque[tuple[int, int]] = deque()
     order: list[Pass] = []
-    for kind, chunk, joined in _words(phases):
+    for kind, chunk, joined in _parse_patterns(phases):
         if kind == "W":
             chunk, nth = next(w for w in waiting if chunk in (-1, w[0]))
             waiting.remove((chunk, nth))
@@ -335,23 +337,23 @@ def played(phases: Iterable[Phase], lanes: Sequence[range]) -> Order:
             nth, counts[chunk] = counts[chunk], counts[chunk] + 1
             if kind == "I":
                 waiting.append((chunk, nth))
-        if nth < len(lanes[chunk]):
-            order.append(one_pass(kind, lanes[chunk][nth], chunk, joined))
+        if nth < len(microbatches[chunk]):
+            order.append(share_pass(kind, microbatches[chunk][nth], chunk, joined))
     return tuple(order)
 
 
-def _words(phases: Iterable[Phase]) -> Iterator[tuple[Kind, int, bool]]:
+def _parse_patterns(phases: Iterable[Phase]) -> Iterator[tuple[Kind, int, bool]]:
     """Kind, chunk (-1: any) and whether the pass overlaps the next."""
-    for pattern, times in phases:
-        words = [
+    for pattern, repeats in phases:
+        passes = [
             (cast(Kind, part[0]), int(part[1:] or -1), joined)
             for word in pattern.split()
-            for part, joined in _parts(word)
+            for part, joined in _split_overlapped(word)
         ]
-        for _ in range(times):
-            yield from words
+        for _ in range(repeats):
+            yield from passes
 
 
-def _parts(word: str) -> list[tuple[str, bool]]:
+def _split_overlapped(word: str) -> list[tuple[str, bool]]:
     first, *second = word.split("&")
     return [(first, bool(second)), *((part, False) for part in second)]

@@ -9,7 +9,14 @@ from functools import lru_cache
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.schedule import Kind, Order, Pass, Places, orders, places
+from stepsplit.analyzer.model.schedule import (
+    ChunkPositions,
+    Kind,
+    Order,
+    Pass,
+    build_orders,
+    list_chunk_positions,
+)
 
 # Time and bubbles of a pipeline, by the fastest method.
 
@@ -35,22 +42,22 @@ class PipelineTime:
     the bubble of each rank within it."""
 
     makespan_ns: float
-    holes_ns: tuple[float, ...]
+    bubbles_ns: tuple[float, ...]
 
     @property
     def bubble_fraction(self) -> float:
         """Bubble / window, over all ranks (FRACTION)."""
-        return sum(self.holes_ns) / (self.makespan_ns * len(self.holes_ns))
+        return sum(self.bubbles_ns) / (self.makespan_ns * len(self.bubbles_ns))
 
     @property
     def bubble_overhead(self) -> float:
         """Bubble / useful time, over all ranks (OVERHEAD)."""
-        holes_ns = sum(self.holes_ns)
-        return holes_ns / (self.makespan_ns * len(self.holes_ns) - holes_ns)
+        bubble_ns = sum(self.bubbles_ns)
+        return bubble_ns / (self.makespan_ns * len(self.bubbles_ns) - bubble_ns)
 
 
 @lru_cache(maxsize=4096)
-def pipeline_ns(
+def compute_pipeline_time(
     schedule: Schedule,
     stages: int,
     microbatches: int,
@@ -65,22 +72,29 @@ def pipeline_ns(
     longest path is known, by extrapolation if the schedule reaches a steady state, else by
     simulation. Raises UsageError for an invalid schedule or number of costs.
     """
-    few = _fewer(schedule, stages, microbatches)
-    start = graph(schedule, stages, few, chunks)
-    check(start, costs)
-    whole_ns = None
+    few_microbatches = _reduce_microbatches(schedule, stages, microbatches)
+    few_graph = build_graph(schedule, stages, few_microbatches, chunks)
+    check(few_graph, costs)
+    makespan_ns = None
     if not blocking:
-        whole_ns = _known(schedule, costs, stages, microbatches, transfer_ns)
-    if whole_ns is None:
-        whole_ns = _repeated(schedule, stages, microbatches, chunks, costs, transfer_ns, blocking)
-    if whole_ns is None:
-        whole = graph(schedule, stages, microbatches, chunks)
-        whole_ns = max(node_ends(whole, table(whole, costs), transfer_ns, blocking))
-    busy = (each * (microbatches / few) for each in busy_ns(start, table(start, costs)))
-    return PipelineTime(whole_ns, tuple(max(0.0, whole_ns - each) for each in busy))
+        makespan_ns = _compute_closed_form(schedule, costs, stages, microbatches, transfer_ns)
+    if makespan_ns is None:
+        makespan_ns = _compute_periodic_makespan(
+            schedule, stages, microbatches, chunks, costs, transfer_ns, blocking
+        )
+    if makespan_ns is None:
+        full_graph = build_graph(schedule, stages, microbatches, chunks)
+        makespan_ns = max(
+            compute_node_ends(full_graph, list_costs(full_graph, costs), transfer_ns, blocking)
+        )
+    busy = (
+        each * (microbatches / few_microbatches)
+        for each in sum_busy_ns(few_graph, list_costs(few_graph, costs))
+    )
+    return PipelineTime(makespan_ns, tuple(max(0.0, makespan_ns - each) for each in busy))
 
 
-def _repeated(
+def _compute_periodic_makespan(
     schedule: Schedule,
     p: int,
     m: int,
@@ -93,18 +107,22 @@ def _repeated(
 
     None if there is none: in some schedules ranks keep running ahead of a slower one.
     """
-    few, repeat = _fewer(schedule, p, m), _repeats(schedule, p)
+    few, repeat = _reduce_microbatches(schedule, p, m), _count_period_microbatches(schedule, p)
     while few < m:
-        start = graph(schedule, p, few, chunks)
-        ends = node_ends(start, table(start, costs), transfer_ns, blocking)
-        every_ns = _period_ns(start, orders(schedule, p, few, chunks), schedule, ends)
-        if every_ns is not None:
-            return max(ends) + (m - few) // repeat * every_ns
+        few_graph = build_graph(schedule, p, few, chunks)
+        ends = compute_node_ends(few_graph, list_costs(few_graph, costs), transfer_ns, blocking)
+        period_ns = _find_period_ns(
+            few_graph, build_orders(schedule, p, few, chunks), schedule, ends
+        )
+        if period_ns is not None:
+            return max(ends) + (m - few) // repeat * period_ns
         few += few + (m - 2 * few) % repeat
     return None
 
 
-def _known(schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float) -> float | None:
+def _compute_closed_form(
+    schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float
+) -> float | None:
     """The longest path in closed form, without blocking sends; None if there is no closed form.
 
     One rank and naive: m times the whole path. GPipe: m equal jobs through p machines in a row,
@@ -112,33 +130,36 @@ def _known(schedule: Schedule, costs: Costs, p: int, m: int, transfer_ns: float)
     """
     forwards = [forward for forward, _, _ in costs]
     backwards = [inputs + weights for _, inputs, weights in costs]
-    once = sum(forwards) + sum(backwards) + 2 * (p - 1) * transfer_ns
+    single_ns = sum(forwards) + sum(backwards) + 2 * (p - 1) * transfer_ns
     if p == 1 or schedule == "naive":
-        return m * once
+        return m * single_ns
     if schedule == "gpipe":
-        return once + (m - 1) * (max(forwards) + max(backwards))
+        return single_ns + (m - 1) * (max(forwards) + max(backwards))
     return None
 
 
-def _repeats(schedule: Schedule, p: int) -> int:
+def _count_period_microbatches(schedule: Schedule, p: int) -> int:
     """Number of microbatches after which the order of every rank repeats."""
     return {"interleaved": p, "dualpipe": 2}.get(schedule, 1)
 
 
-def _fewer(schedule: Schedule, p: int, m: int) -> int:
+def _reduce_microbatches(schedule: Schedule, p: int, m: int) -> int:
     """The fewest microbatches for start, end and some repeats between them, or m.
 
     Its remainder modulo the repeat is that of m.
     """
-    repeat = _repeats(schedule, p)
+    repeat = _count_period_microbatches(schedule, p)
     few = (3 if schedule == "1f1b" else 5) * p + repeat
     few += (m - few) % repeat
     repeats = schedule not in ("naive", "gpipe") and (schedule != "interleaved" or m % p == 0)
     return few if few < m and repeats else m
 
 
-def _period_ns(
-    of: ScheduleGraph, order_of: tuple[Order, ...], schedule: Schedule, ends: list[float]
+def _find_period_ns(
+    schedule_graph: ScheduleGraph,
+    order_of: tuple[Order, ...],
+    schedule: Schedule,
+    ends: list[float],
 ) -> float | None:
     """Time that each repeat adds in the steady state; None if there is no steady state yet.
 
@@ -146,19 +167,19 @@ def _period_ns(
     the same time on all ranks, everything after it is too.
     """
     shifts: list[float] = []
-    for ends_of, order in zip(by_rank(of, ends), order_of, strict=True):
-        shifts += _shifts(ends_of, order, schedule, len(order_of))
+    for ends_of, order in zip(group_by_rank(schedule_graph, ends), order_of, strict=True):
+        shifts += _compute_shifts(ends_of, order, schedule, len(order_of))
     return shifts[0] if max(shifts) - min(shifts) <= _ALIKE * max(ends) else None
 
 
-def _shifts(ends: list[float], order: Order, schedule: Schedule, p: int) -> list[float]:
+def _compute_shifts(ends: list[float], order: Order, schedule: Schedule, p: int) -> list[float]:
     """Delays of passes relative to one repeat before, over a stretch of at least p microbatches.
 
     The stretch ends with the first chunk's last forward: up to there the order does not depend on
     the number of microbatches that follow.
     """
     last = {one.chunk: at for at, one in enumerate(order) if one.kind == "F"}
-    until, repeat = 1 + min(last.values()), _repeats(schedule, p)
+    until, repeat = 1 + min(last.values()), _count_period_microbatches(schedule, p)
     microbatches = 1 + max(one.microbatch for one in order)
     length = len(order) * repeat // microbatches
     since = max(length, until - length * (p // repeat + 1))
@@ -186,7 +207,7 @@ class ScheduleTimeline:
         return max(ends[-1] for ends in self.ends_ns)
 
     @property
-    def holes_ns(self) -> tuple[float, ...]:
+    def bubbles_ns(self) -> tuple[float, ...]:
         """The bubble of each rank: the window less its passes."""
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
@@ -200,13 +221,13 @@ def simulate(
     Raises UsageError if there is not one cost per stage of the graph.
     """
     check(graph, costs)
-    times = table(graph, costs)
-    ends = node_ends(graph, times, transfer_ns, blocking)
+    times = list_costs(graph, costs)
+    ends = compute_node_ends(graph, times, transfer_ns, blocking)
     starts = [end - times[node[1]] for end, node in zip(ends, graph.nodes, strict=True)]
     return ScheduleTimeline(
-        starts_ns=tuple(map(tuple, by_rank(graph, starts))),
-        ends_ns=tuple(map(tuple, by_rank(graph, ends))),
-        busy_ns=busy_ns(graph, times),
+        starts_ns=tuple(map(tuple, group_by_rank(graph, starts))),
+        ends_ns=tuple(map(tuple, group_by_rank(graph, ends))),
+        busy_ns=sum_busy_ns(graph, times),
     )
 
 
@@ -218,37 +239,37 @@ def check(graph: ScheduleGraph, costs: Costs) -> None:
         )
 
 
-def busy_ns(graph: ScheduleGraph, times: Sequence[float]) -> tuple[float, ...]:
+def sum_busy_ns(graph: ScheduleGraph, times: Sequence[float]) -> tuple[float, ...]:
     """Total time of the passes of each rank."""
     return tuple(sum(times[cost] for cost in costs) for costs in graph.cost_of)
 
 
-def node_ends(
+def compute_node_ends(
     graph: ScheduleGraph, times: Sequence[float], transfer_ns: float, blocking: bool
 ) -> list[float]:
     """End time of each node: the longest path to it."""
-    free = [0.0] * len(graph.node_of)
+    free_ns = [0.0] * len(graph.node_of)
     ends: list[float] = []
-    held_ns = transfer_ns if blocking else 0.0
+    blocked_ns = transfer_ns if blocking else 0.0
     for rank, cost, before, far, sends in graph.nodes:
-        start = free[rank]
+        start = free_ns[rank]
         if before >= 0:
             ready = ends[before] + transfer_ns if far else ends[before]
             if ready > start:
                 start = ready
         end = start + times[cost]
         ends.append(end)
-        free[rank] = end + held_ns if sends else end
+        free_ns[rank] = end + blocked_ns if sends else end
     return ends
 
 
-def table(graph: ScheduleGraph, costs: Costs) -> list[float]:
+def list_costs(graph: ScheduleGraph, costs: Costs) -> list[float]:
     """The time of every cost of the graph, and a final 0 for gates."""
-    each = [t for f, i, w in costs for t in (f, i + w, i, w)]
-    return [*each, *(each[one] + each[other] for one, other in graph.pairs), 0.0]
+    times = [t for f, i, w in costs for t in (f, i + w, i, w)]
+    return [*times, *(times[one] + times[other] for one, other in graph.pairs), 0.0]
 
 
-def by_rank(graph: ScheduleGraph, values: Sequence[float]) -> Iterator[list[float]]:
+def group_by_rank(graph: ScheduleGraph, values: Sequence[float]) -> Iterator[list[float]]:
     """Group the values of nodes by rank."""
     return ([values[node] for node in nodes] for nodes in graph.node_of)
 
@@ -278,31 +299,33 @@ class ScheduleGraph:
 
 
 @lru_cache(maxsize=128)
-def graph(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> ScheduleGraph:
+def build_graph(
+    schedule: Schedule, stages: int, microbatches: int, chunks: int = 1
+) -> ScheduleGraph:
     """The graph of a schedule. Raises UsageError if the schedule is not valid."""
-    held = places(schedule, stages, chunks)
-    return linked(orders(schedule, stages, microbatches, chunks), held)
+    positions = list_chunk_positions(schedule, stages, chunks)
+    return link_orders(build_orders(schedule, stages, microbatches, chunks), positions)
 
 
-def linked(orders: Sequence[Order], places: Places) -> ScheduleGraph:
+def link_orders(orders: Sequence[Order], places: ChunkPositions) -> ScheduleGraph:
     """The graph of the ranks' orders, with their chunks at the given positions of the model.
 
     A forward waits for the forward of the stage before, a backward for the backward of the stage
     after and for its own forward, a weight gradient for its input gradient. Raises UsageError for
     a deadlock.
     """
-    building = _Building(orders, places)
-    while sum(building.advances(rank) for rank in range(len(orders))):
+    builder = _GraphBuilder(orders, places)
+    while sum(builder.advance(rank) for rank in range(len(orders))):
         pass
-    building.check()
-    return building.graph()
+    builder.check()
+    return builder.build()
 
 
 _UNDONE, _NOTHING = -2, -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _NodeTemplate:
     """Dependencies of passes of one kind and chunk, as slots of microbatch 0.
 
     Every forward and backward of the model has a slot for its node; own is the pass of the same
@@ -317,38 +340,38 @@ class _Shape:
     sends: bool
 
 
-class _Building:
+class _GraphBuilder:
     """Builds the graph rank by rank, as far as dependencies allow."""
 
-    def __init__(self, orders: Sequence[Order], places: Places) -> None:
+    def __init__(self, orders: Sequence[Order], places: ChunkPositions) -> None:
         self.orders = orders
         self.positions = 1 + max(place for held in places for place in held)
         self.microbatches = 1 + max(one.microbatch for order in orders for one in order)
         size = self.positions * self.microbatches
         self.slots = [_UNDONE] * (3 * size) + [_NOTHING] * self.microbatches
-        self.shapes = [self._shapes(held) for held in places]
+        self.shapes = [self._build_templates(held) for held in places]
         self.nodes: list[Node] = []
         self.pairs: dict[tuple[int, int], int] = {}
         self.node_of: list[list[int]] = [[] for _ in orders]
 
-    def advances(self, rank: int) -> bool:
+    def advance(self, rank: int) -> bool:
         """Add the passes of a rank until one must wait. Returns whether any was added."""
-        placed, order, shapes = self.node_of[rank], self.orders[rank], self.shapes[rank]
+        rank_nodes, order, shapes = self.node_of[rank], self.orders[rank], self.shapes[rank]
         slots, nodes, before = self.slots, self.nodes, len(self.node_of[rank])
-        while (at := len(placed)) < len(order):
-            one = order[at]
-            shape, nth = shapes[one.kind, one.chunk], one.microbatch
-            waits = slots[shape.need + nth]
-            if waits == _UNDONE or slots[shape.own + nth] == _UNDONE:
+        while (at := len(rank_nodes)) < len(order):
+            next_pass = order[at]
+            shape, nth = shapes[next_pass.kind, next_pass.chunk], next_pass.microbatch
+            ready_node = slots[shape.need + nth]
+            if ready_node == _UNDONE or slots[shape.own + nth] == _UNDONE:
                 break
-            if one.joined:
-                if not self._joined(rank, shape, order[at], order[at + 1]):
+            if next_pass.joined:
+                if not self._add_overlapped(rank, shape, order[at], order[at + 1]):
                     break
                 continue
             slots[shape.done + nth] = len(nodes)
-            placed.append(len(nodes))
-            nodes.append((rank, shape.cost, waits, shape.far, shape.sends))
-        return len(placed) > before
+            rank_nodes.append(len(nodes))
+            nodes.append((rank, shape.cost, ready_node, shape.far, shape.sends))
+        return len(rank_nodes) > before
 
     def check(self) -> None:
         for rank, order in enumerate(self.orders):
@@ -360,7 +383,7 @@ class _Building:
                     "pass; fix the order"
                 )
 
-    def graph(self) -> ScheduleGraph:
+    def build(self) -> ScheduleGraph:
         costs = tuple(
             tuple([shapes[one.kind, one.chunk].cost for one in order])
             for order, shapes in zip(self.orders, self.shapes, strict=True)
@@ -368,38 +391,49 @@ class _Building:
         node_of = tuple(map(tuple, self.node_of))
         return ScheduleGraph(self.positions, tuple(self.nodes), tuple(self.pairs), node_of, costs)
 
-    def _joined(self, rank: int, first: _Shape, one: Pass, other: Pass) -> bool:
+    def _add_overlapped(
+        self, rank: int, first: _NodeTemplate, first_pass: Pass, second_pass: Pass
+    ) -> bool:
         """Add a gate for the first pass's dependency, and after it one node for both passes."""
-        second = self.shapes[rank][other.kind, other.chunk]
-        slot = second.need + other.microbatch
-        if _UNDONE in (self.slots[slot], self.slots[second.own + other.microbatch]):
+        second = self.shapes[rank][second_pass.kind, second_pass.chunk]
+        slot = second.need + second_pass.microbatch
+        if _UNDONE in (self.slots[slot], self.slots[second.own + second_pass.microbatch]):
             return False
         both = self.pairs.setdefault((first.cost, second.cost), len(self.pairs))
-        gate = (rank, -1, self.slots[first.need + one.microbatch], first.far, False)
+        gate = (rank, -1, self.slots[first.need + first_pass.microbatch], first.far, False)
         sends = first.sends or second.sends
         node = (rank, 4 * self.positions + both, self.slots[slot], second.far, sends)
         self.nodes += [gate, node]
-        for shape, done in ((first, one), (second, other)):
+        for shape, done in ((first, first_pass), (second, second_pass)):
             self.slots[shape.done + done.microbatch] = len(self.nodes) - 1
             self.node_of[rank].append(len(self.nodes) - 1)
         return True
 
-    def _shapes(self, held: tuple[int, ...]) -> dict[tuple[Kind, int], _Shape]:
-        kinds = [(kind, chunk) for kind in KINDS for chunk in range(len(held))]
-        return {(kind, chunk): self._shape(kind, held[chunk], held) for kind, chunk in kinds}
+    def _build_templates(
+        self, rank_positions: tuple[int, ...]
+    ) -> dict[tuple[Kind, int], _NodeTemplate]:
+        kinds = [(kind, chunk) for kind in KINDS for chunk in range(len(rank_positions))]
+        return {
+            (kind, chunk): self._build_template(kind, rank_positions[chunk], rank_positions)
+            for kind, chunk in kinds
+        }
 
-    def _shape(self, kind: Kind, at: int, held: tuple[int, ...]) -> _Shape:
+    def _build_template(
+        self, kind: Kind, at: int, rank_positions: tuple[int, ...]
+    ) -> _NodeTemplate:
         m, p = self.microbatches, self.positions
-        forward, backward, nothing = at * m, (p + at) * m, 3 * p * m
+        forward, backward, no_slot = at * m, (p + at) * m, 3 * p * m
         to, since = {"F": (at + 1, at - 1), "W": (p, p)}.get(kind, (at - 1, at + 1))
-        done, own = {"F": (forward, nothing), "W": (backward + p * m, backward)}.get(
+        done, own_slot = {"F": (forward, no_slot), "W": (backward + p * m, backward)}.get(
             kind, (backward, forward)
         )
-        beside = 0 <= since < p
-        need = (since if kind == "F" else p + since) * m if beside else own
-        sends = 0 <= to < p and to not in held
+        has_neighbor = 0 <= since < p
+        need = (since if kind == "F" else p + since) * m if has_neighbor else own_slot
+        sends = 0 <= to < p and to not in rank_positions
         cost = 4 * at + KINDS.index(kind)
-        return _Shape(cost, done, need, own, beside and since not in held, sends)
+        return _NodeTemplate(
+            cost, done, need, own_slot, has_neighbor and since not in rank_positions, sends
+        )
 
 
 # Bubbles of pipelines of equal stages in closed form, with the time of messages.
@@ -441,7 +475,7 @@ ZB_H2 = Formula(
 )
 
 
-def bubble_ns(
+def compute_bubble_ns(
     schedule: str,
     stages: int,
     microbatches: int,
@@ -463,16 +497,16 @@ def bubble_ns(
     """
     p, m, v = stages, microbatches, chunks
     forward, inputs, weights = times_ns
-    whole = sum(times_ns)
+    total_ns = sum(times_ns)
     match schedule:
         case "naive":
-            return m * (p - 1) * (whole + 2 * transfer_ns)
+            return m * (p - 1) * (total_ns + 2 * transfer_ns)
         case "gpipe":
-            return (p - 1) * (whole + 2 * transfer_ns)
+            return (p - 1) * (total_ns + 2 * transfer_ns)
         case "1f1b":
-            return (p - 1) * whole + _messages_1f1b(p, m) * transfer_ns
+            return (p - 1) * total_ns + _count_1f1b_messages(p, m) * transfer_ns
         case "interleaved" if m % p == 0:
-            return (p - 1) * whole / v + (2 * p * v - p - 2) * transfer_ns
+            return (p - 1) * total_ns / v + (2 * p * v - p - 2) * transfer_ns
         case "zb-h1":
             messages = 2 * (p - 1) + 2 * max(0, min(m - 2, p - 1))
             filled = min(m - 1, p - 1) * weights
@@ -483,7 +517,7 @@ def bubble_ns(
     return None
 
 
-def bubble_rate(
+def compute_bubble_rate(
     schedule: str,
     stages: int,
     microbatches: int,
@@ -492,13 +526,13 @@ def bubble_rate(
     transfer_ns: float = 0.0,
 ) -> float | None:
     """bubble / (bubble + m T), as in Qi et al. (arXiv:2401.10241); None without a closed form."""
-    idle_ns = bubble_ns(schedule, stages, microbatches, times_ns, chunks, transfer_ns)
+    idle_ns = compute_bubble_ns(schedule, stages, microbatches, times_ns, chunks, transfer_ns)
     if idle_ns is None:
         return None
     return idle_ns / (idle_ns + microbatches * sum(times_ns))
 
 
-def _messages_1f1b(p: int, m: int) -> int:
+def _count_1f1b_messages(p: int, m: int) -> int:
     """Messages on the longest path: forward and backward, and p-1 more in each direction for each
     further p microbatches; 2 (p-1) (m+p) / p - 2 if p divides m."""
     rounds, rest = divmod(m - 1, p)
@@ -511,7 +545,7 @@ Times = tuple[float, float, float]
 """One microbatch on one stage: its forward, input gradient and weight gradient, in one unit."""
 
 
-def ideal_bubble_fraction(
+def compute_ideal_bubble_fraction(
     schedule: str,
     stages: int,
     microbatches: int,
@@ -527,19 +561,19 @@ def ideal_bubble_fraction(
     """
     if min(stages, microbatches, chunks) < 1:
         return None
-    passes = _holes_in_passes(schedule, stages, microbatches, chunks)
+    passes = _count_bubble_passes(schedule, stages, microbatches, chunks)
     if passes is not None:
         return passes / (chunks * microbatches + passes)
     if times_ns is None or sum(times_ns) <= 0:
         return None
-    holes_ns = _holes_ns(schedule, stages, microbatches, times_ns)
-    if holes_ns is None:
+    bubble_ns = _compute_split_bubble_ns(schedule, stages, microbatches, times_ns)
+    if bubble_ns is None:
         return None
-    each = {"zb-v": 2, "dualpipe-v": 2, "dualpipe": 1}.get(schedule, chunks)
-    return holes_ns / (each * microbatches * sum(times_ns) + holes_ns)
+    chunks_per_rank = {"zb-v": 2, "dualpipe-v": 2, "dualpipe": 1}.get(schedule, chunks)
+    return bubble_ns / (chunks_per_rank * microbatches * sum(times_ns) + bubble_ns)
 
 
-def _holes_in_passes(schedule: str, p: int, m: int, v: int) -> int | None:
+def _count_bubble_passes(schedule: str, p: int, m: int, v: int) -> int | None:
     """A rank's bubble in forward-backward passes of one stage; None for other schedules.
 
     Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -557,7 +591,7 @@ def _holes_in_passes(schedule: str, p: int, m: int, v: int) -> int | None:
     return None
 
 
-def _holes_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
+def _compute_split_bubble_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
     """A rank's bubble with a split backward; None for schedules that are not modelled.
 
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241: table 2 (ZB-H1: (p-1)(F+I-W),
@@ -572,8 +606,8 @@ def _holes_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
     match schedule:
         case "zb-h1" | "zb-h2":
             spare = p - 1 if schedule == "zb-h1" else 2 * (p - 1)
-            holes = (p - 1) * (forward + inputs) - min(m - 1, spare) * weights
-            return max((p - 1) * forward, holes)
+            bubble = (p - 1) * (forward + inputs) - min(m - 1, spare) * weights
+            return max((p - 1) * forward, bubble)
         case "zb-v":
             return (p - 1) * forward
         case "dualpipe" | "dualpipe-v":

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import CommOp, rounds
-from stepsplit.analyzer.model.comm_volume import stays_gathered, sums_every_microbatch
+from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches
+from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_every_microbatch
 from stepsplit.analyzer.model.config import (
     Chunk,
     JobConfig,
     StageConfig,
-    chunk_count,
-    chunks_of_rank,
-    span_of,
+    count_chunks,
+    list_rank_chunks,
+    place_group,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -24,15 +24,15 @@ from stepsplit.analyzer.model.layer_time import (
     KERNEL,
     UNIT_COPIES,
     UPDATE,
+    DeviceSpeed,
     LayerPass,
-    Speed,
-    chunk_passes,
-    host_bound,
-    launches,
-    offload_ns,
-    optimizer_ns,
-    traffic_of,
-    waits,
+    compute_chunk_passes,
+    compute_host_wait,
+    compute_launch_time,
+    compute_offload_ns,
+    compute_optimizer_ns,
+    is_host_bound,
+    select_framework_costs,
 )
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.prediction import Band, Communication, Confidence
@@ -41,61 +41,66 @@ from stepsplit.analyzer.model.schedule_time import (
     OVERHEAD,
     Costs,
     PipelineTime,
-    pipeline_ns,
+    compute_pipeline_time,
 )
 
 # The pipeline's window, bubbles and messages, from the times of its stages.
 
-OWN = "pp"
+PIPELINE_STRATEGY = "pp"
 """The strategy of messages between pipeline stages."""
 
 
-def pipelined(
-    job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[Timed, ...]]
-) -> Pipelined:
+def compute_pipeline(
+    job: JobConfig, stages: tuple[StageTime, ...], timed: dict[int, tuple[TimedMessage, ...]]
+) -> PipelineResult:
     """Time the schedule with the stages' times, with and without its messages."""
-    layout, costs = job.parallel, costs_of(job, stages)
+    layout, costs = job.parallel, list_chunk_costs(job, stages)
     if layout.pp == 1:
-        alone = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
-        return Pipelined(alone, 0.0, (0.0,))
+        single_rank = PipelineTime(job.microbatches * sum(map(sum, costs)), (0.0,))
+        return PipelineResult(single_rank, 0.0, (0.0,))
     shape = (layout.schedule, layout.pp, job.microbatches, layout.chunks)
-    free = pipeline_ns(*shape, costs)
-    real = pipeline_ns(*shape, costs, transfer_ns(timed))
-    moving = tuple(sum(e.time.ns for e in timed[s] if _own(e)) for s in range(layout.pp))
+    free = compute_pipeline_time(*shape, costs)
+    real = compute_pipeline_time(*shape, costs, compute_transfer_ns(timed))
+    messages_ns = tuple(
+        sum(e.time.ns for e in timed[s] if _is_pipeline_message(e)) for s in range(layout.pp)
+    )
     transfers_ns = real.makespan_ns - free.makespan_ns
-    return Pipelined(real, transfers_ns, moving, (FRACTION, OVERHEAD))
+    return PipelineResult(real, transfers_ns, messages_ns, (FRACTION, OVERHEAD))
 
 
-def costs_of(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
+def list_chunk_costs(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
     """Forward, input gradient and weight gradient of a microbatch for each model stage, in ns."""
-    found: dict[int, tuple[float, float, float]] = {}
+    costs: dict[int, tuple[float, float, float]] = {}
     for stage in stages:
-        for chunk, place in enumerate(chunks_of_rank(job, stage.stage.index)):
-            cost = stage.cost(chunk)
-            found[place] = (cost.forward_ns, cost.input_ns, cost.weight_ns)
-    return tuple(found[place] for place in range(chunk_count(job)))
+        for chunk, position in enumerate(list_rank_chunks(job, stage.stage.index)):
+            cost = stage.compute_chunk_cost(chunk)
+            costs[position] = (cost.forward_ns, cost.input_ns, cost.weight_ns)
+    return tuple(costs[place] for place in range(count_chunks(job)))
 
 
-def transfer_ns(timed: dict[int, tuple[Timed, ...]]) -> float:
+def compute_transfer_ns(timed: dict[int, tuple[TimedMessage, ...]]) -> float:
     """The time of one message between pipeline stages."""
     return max(
-        (each.each.ns for stage in timed.values() for each in stage if _own(each)), default=0.0
+        (each.call.ns for stage in timed.values() for each in stage if _is_pipeline_message(each)),
+        default=0.0,
     )
 
 
-def between_stages(timed: tuple[Timed, ...], exposed_ns: int) -> tuple[Communication, ...]:
+def list_pipeline_messages(
+    timed: tuple[TimedMessage, ...], exposed_ns: int
+) -> tuple[Communication, ...]:
     """A stage's pipeline messages; the exposed time is split in proportion to their times."""
-    own = [each for each in timed if _own(each)]
-    total_ns = sum(each.time.ns for each in own)
+    messages = [each for each in timed if _is_pipeline_message(each)]
+    total_ns = sum(each.time.ns for each in messages)
     return tuple(
         Communication(each.message, each.time, round(exposed_ns * each.time.ns / total_ns))
-        for each in own
+        for each in messages
         if total_ns
     )
 
 
-def _own(each: Timed) -> bool:
-    return each.message.strategy == OWN
+def _is_pipeline_message(timed: TimedMessage) -> bool:
+    return timed.message.strategy == PIPELINE_STRATEGY
 
 
 # The predicted Split of each pipeline stage.
@@ -109,7 +114,7 @@ STRAGGLERS = Formula(
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelined:
+class PipelineResult:
     """The pipeline's time and its messages' part of it.
 
     transfers_ns is how much shorter the pipeline would be without message time, moving_ns the time
@@ -121,22 +126,24 @@ class Pipelined:
     moving_ns: tuple[float, ...]
     formulas: tuple[Formula, ...] = ()
 
-    def exposed_ns(self, rank: int) -> int:
+    def compute_exposed_ns(self, rank: int) -> int:
         """The part of a rank's bubble that is its own messages; the rest is waiting."""
-        return round(min(self.transfers_ns, self.moving_ns[rank], self.time.holes_ns[rank]))
+        return round(min(self.transfers_ns, self.moving_ns[rank], self.time.bubbles_ns[rank]))
 
 
-def splits_of(
-    job: JobConfig, stages: tuple[StageTime, ...], pipeline: Pipelined, skew: Skew
+def compute_splits(
+    job: JobConfig, stages: tuple[StageTime, ...], pipeline: PipelineResult, skew: Skew
 ) -> tuple[Split, ...]:
     """One Split per stage. All stages end the step together, so faster ones wait (bubble)."""
-    whole = tuple(
-        _split(job, stage, pipeline.exposed_ns(stage.stage.index), holes)
-        for stage, holes in zip(stages, pipeline.time.holes_ns, strict=True)
+    splits = tuple(
+        _build_split(job, stage, pipeline.compute_exposed_ns(stage.stage.index), bubble_ns)
+        for stage, bubble_ns in zip(stages, pipeline.time.bubbles_ns, strict=True)
     )
-    step_ns = max(split.step_ns for split in whole)
+    step_ns = max(split.step_ns for split in splits)
     skew_ns = round(skew.share * step_ns)
-    return tuple(_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in whole)
+    return tuple(
+        _wait_until(replace(split, skew_ns=skew_ns), step_ns + skew_ns) for split in splits
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,7 @@ class Skew:
     formulas: tuple[Formula, ...]
 
 
-def straggling(job: JobConfig) -> Skew:
+def compute_skew(job: JobConfig) -> Skew:
     """Wait for the slowest node as a share of the step.
 
     On CPU each rank varies on its own; waits for other pp coordinates count as bubble.
@@ -159,89 +166,93 @@ def straggling(job: JobConfig) -> Skew:
     return Skew(job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes)), formulas)
 
 
-def _split(job: JobConfig, stage: StageTime, between_ns: int, holes_ns: float) -> Split:
-    m, found = rounds(job), stage.communication
-    sent_ns = sum(each.exposed_ns for each in found if each.message.op == "send")
+def _build_split(
+    job: JobConfig, stage: StageTime, pipeline_comm_ns: int, bubble_ns: float
+) -> Split:
+    m, communication = count_rank_microbatches(job), stage.communication
+    sent_ns = sum(each.exposed_ns for each in communication if each.message.op == "send")
     return Split(
         compute_ns=round(m * stage.compute_ns + stage.optimizer_ns),
-        collective_ns=sum(each.exposed_ns for each in found) - sent_ns,
-        p2p_ns=between_ns + sent_ns,
-        bubble_ns=round(holes_ns) - between_ns,
+        collective_ns=sum(each.exposed_ns for each in communication) - sent_ns,
+        p2p_ns=pipeline_comm_ns + sent_ns,
+        bubble_ns=round(bubble_ns) - pipeline_comm_ns,
         copy_ns=round(stage.offload_ns),
         idle_ns=round(m * stage.idle_ns - stage.idle_overlapped_ns),
-        overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in found),
+        overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in communication),
     )
 
 
-def _until(split: Split, step_ns: int) -> Split:
+def _wait_until(split: Split, step_ns: int) -> Split:
     """Add the wait for the slowest stage at the end of the step to the bubble."""
     return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
 
 
 # Caveats: cases in which the model is known to be wrong.
 
-MOSTLY = 0.4
+COMM_SHARE_LIMIT = 0.4
 """Share of communication above which a step depends more on link constants than on kernels."""
 
-UNSURE = 0.25
+CAVEAT_ERROR = 0.25
 """What each caveat adds to the error, a ratio: the mean error on published runs of a framework
 that was not fitted (nanotron on H100)."""
 
 
-def doubts(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
+def list_caveats(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
     """Reasons why the step time may be far off."""
-    found = []
-    if any(_host_bound(job, stage) for stage in stages):
-        found.append("host-bound: launching a layer takes about as long as computing it")
-    found += [
-        f"{axis} crosses nodes: a group of {span_of(job, axis).ranks} over"
-        f" {span_of(job, axis).nodes} nodes communicates over the network in every layer"
+    caveats = []
+    if any(_is_stage_host_bound(job, stage) for stage in stages):
+        caveats.append("host-bound: launching a layer takes about as long as computing it")
+    caveats += [
+        f"{axis} crosses nodes: a group of {place_group(job, axis).ranks} over"
+        f" {place_group(job, axis).nodes} nodes communicates over the network in every layer"
         for axis in ("tp", "cp", "ep")
-        if span_of(job, axis).nodes > 1
+        if place_group(job, axis).nodes > 1
     ]
     if job.training.offload & {"parameters", "activations"}:
-        found.append("transfers of offloaded parameters and activations are not modelled")
-    if split.exposed_comm_ns > MOSTLY * split.step_ns:
-        found.append("communication takes most of the step: the estimate depends on link constants")
-    return (*found, *_unfitted(job))
+        caveats.append("transfers of offloaded parameters and activations are not modelled")
+    if split.exposed_comm_ns > COMM_SHARE_LIMIT * split.step_ns:
+        caveats.append(
+            "communication takes most of the step: the estimate depends on link constants"
+        )
+    return (*caveats, *_list_uncalibrated(job))
 
 
-def _host_bound(job: JobConfig, stage: StageTime) -> bool:
+def _is_stage_host_bound(job: JobConfig, stage: StageTime) -> bool:
     """Whether launching takes about as long as computing and the launch time is not calibrated."""
     return not job.hardware.efficiency.host_ns and any(
-        host_bound(one, launches(job, chunk.layers))
+        is_host_bound(one, compute_launch_time(job, chunk.layers))
         for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
     )
 
 
-def _unfitted(job: JobConfig) -> tuple[str, ...]:
+def _list_uncalibrated(job: JobConfig) -> tuple[str, ...]:
     """Framework, device and dtype for which the efficiencies are not calibrated."""
-    known, hardware = job.hardware.efficiency, job.hardware
-    if not known.rows:
+    efficiency, hardware = job.hardware.efficiency, job.hardware
+    if not efficiency.rows:
         return (f"{hardware.name}: efficiencies are not calibrated",)
     return tuple(
         f"{hardware.family} efficiencies are calibrated on {' and '.join(fitted)}, not {this}"
         for fitted, this in (
-            (known.frameworks, job.training.framework),
-            (known.devices, hardware.name),
-            (known.dtypes, job.training.dtype),
+            (efficiency.frameworks, job.training.framework),
+            (efficiency.devices, hardware.name),
+            (efficiency.dtypes, job.training.dtype),
         )
         if fitted and this not in fitted
     )
 
 
-def confidence_of(job: JobConfig, reasons: tuple[str, ...]) -> Confidence:
+def decide_confidence(job: JobConfig, caveats: tuple[str, ...]) -> Confidence:
     """low with any caveat; calibrated if the user's own runs set the constants."""
-    if reasons:
+    if caveats:
         return "low"
     calibrated = any(row.startswith("run:") for row in job.hardware.efficiency.rows)
     return "calibrated" if calibrated else "high"
 
 
-def band_of(job: JobConfig, split: Split, reasons: tuple[str, ...]) -> tuple[int, int]:
+def estimate_step_band(job: JobConfig, split: Split, caveats: tuple[str, ...]) -> tuple[int, int]:
     """Error band of the step time in ns, which contains 9 of 10 published runs."""
-    off = job.hardware.efficiency.error + UNSURE * len(reasons)
-    return round(split.step_ns / (1 + off)), round(split.step_ns * (1 + off))
+    error = job.hardware.efficiency.error + CAVEAT_ERROR * len(caveats)
+    return round(split.step_ns / (1 + error)), round(split.step_ns * (1 + error))
 
 
 # The time of one microbatch on one rank of a stage, and of what runs once per step.
@@ -267,15 +278,15 @@ class StageTime:
     idle_overlapped_ns: float = 0.0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
-    def on(self, stage: StageConfig) -> StageTime:
+    def copy_to_stage(self, stage: StageConfig) -> StageTime:
         """The same times for another, equal stage."""
         if stage == self.stage:
             return self
-        moved = tuple(
-            Communication(each.message.on(stage.index), each.time, each.exposed_ns)
+        communication = tuple(
+            Communication(each.message.move_to_stage(stage.index), each.time, each.exposed_ns)
             for each in self.communication
         )
-        return replace(self, stage=stage, communication=moved)
+        return replace(self, stage=stage, communication=communication)
 
     @property
     def compute_ns(self) -> float:
@@ -287,39 +298,49 @@ class StageTime:
         """Host-bound idle time of one microbatch on the whole rank."""
         return _sum_ns(self.idle)
 
-    def cost(self, chunk: int) -> LayerPass:
+    def compute_chunk_cost(self, chunk: int) -> LayerPass:
         """Total time of one microbatch on one of the chunks."""
         return self.passes[chunk] + self.comm[chunk] + self.idle[chunk]
 
 
-def stage_time(
+def compute_stage_time(
     job: JobConfig,
-    speed: Speed,
+    speed: DeviceSpeed,
     stage: StageConfig,
-    held: StageParameters,
-    timed: tuple[Timed, ...],
+    parameters: StageParameters,
+    timed: tuple[TimedMessage, ...],
 ) -> StageTime:
     """Compute the times of a stage from its parameters and its timed messages."""
     passes = tuple(
-        one + _copies(job, speed, held, chunk)
-        for one, chunk in zip(chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True)
+        one + _time_unit_copies(job, speed, parameters, chunk)
+        for one, chunk in zip(
+            compute_chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True
+        )
     )
-    host = tuple(launches(job, chunk.layers) for chunk in stage.chunks)
-    alone = job.hardware.family == "cpu"
-    inside = tuple(each for each in timed if each.message.strategy != "pp")
-    found = exposed(job, inside, _beside(job, passes))
-    comm = _spread(job, stage, found)
-    idle = tuple(waits(a + b, c, alone) for a, b, c in zip(passes, comm, host, strict=True))
+    host = tuple(compute_launch_time(job, chunk.layers) for chunk in stage.chunks)
+    is_cpu = job.hardware.family == "cpu"
+    messages = tuple(each for each in timed if each.message.strategy != "pp")
+    communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
+    comm = _split_by_chunk(job, stage, communication)
+    idle = tuple(
+        compute_host_wait(a + b, c, is_cpu) for a, b, c in zip(passes, comm, host, strict=True)
+    )
     return StageTime(
         stage=stage,
         passes=passes,
         comm=comm,
         idle=idle,
-        communication=found,
-        optimizer_ns=optimizer_ns(job, speed, held),
-        offload_ns=offload_ns(job, held),
-        idle_overlapped_ns=0.0 if alone else _overlap_idle_ns(job, inside, found, idle),
-        formulas=(KERNEL, *_collect_formulas(passes), *(EXPOSED,) * bool(found), UPDATE, HOST),
+        communication=communication,
+        optimizer_ns=compute_optimizer_ns(job, speed, parameters),
+        offload_ns=compute_offload_ns(job, parameters),
+        idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
+        formulas=(
+            KERNEL,
+            *_collect_formulas(passes),
+            *(EXPOSED,) * bool(communication),
+            UPDATE,
+            HOST,
+        ),
     )
 
 
@@ -331,45 +352,55 @@ def _sum_ns(passes: tuple[LayerPass, ...]) -> float:
     return sum(each.forward_ns + each.input_ns + each.weight_ns for each in passes)
 
 
-def _exposed_ns(job: JobConfig, found: tuple[Communication, ...], phases: tuple[str, ...]) -> float:
-    return sum(float(each.exposed_ns) for each in found if family(job, each.message)[1] in phases)
+def _sum_exposed_ns(
+    job: JobConfig, communication: tuple[Communication, ...], phases: tuple[str, ...]
+) -> float:
+    return sum(
+        float(each.exposed_ns)
+        for each in communication
+        if find_overlap_group(job, each.message)[1] in phases
+    )
 
 
 def _overlap_idle_ns(
     job: JobConfig,
-    timed: tuple[Timed, ...],
-    found: tuple[Communication, ...],
+    timed: tuple[TimedMessage, ...],
+    communication: tuple[Communication, ...],
     idle: tuple[LayerPass, ...],
 ) -> float:
     """Idle time of one microbatch that overlaps communication which runs once per step."""
     movable_ns = {"forward": 0.0, "backward": 0.0}
-    for key, group in _group_by_family(job, timed).items():
+    for key, group in _group_by_overlap(job, timed).items():
         total_ns = sum(each.time.ns for each in group)
-        if key[1] in ONCE and total_ns and _overlaps(job, key[0]):
-            left_ns = sum(each.exposed_ns for each in found if family(job, each.message) == key)
-            alone_ns = _least(job, key, group, total_ns) * total_ns
-            movable_ns[_pass_of(key[1])] += max(0.0, left_ns - alone_ns)
+        if key[1] in ONCE_A_STEP and total_ns and _can_overlap(job, key[0]):
+            left_ns = sum(
+                each.exposed_ns
+                for each in communication
+                if find_overlap_group(job, each.message) == key
+            )
+            alone_ns = _compute_min_exposed_share(job, key, group, total_ns) * total_ns
+            movable_ns[_find_pass(key[1])] += max(0.0, left_ns - alone_ns)
     forward_ns = sum(each.forward_ns for each in idle)
     backward_ns = sum(each.input_ns + each.weight_ns for each in idle)
     return min(movable_ns["forward"], forward_ns) + min(movable_ns["backward"], backward_ns)
 
 
-def _spread(
-    job: JobConfig, stage: StageConfig, found: tuple[Communication, ...]
+def _split_by_chunk(
+    job: JobConfig, stage: StageConfig, communication: tuple[Communication, ...]
 ) -> tuple[LayerPass, ...]:
     """Exposed communication of one microbatch, split over the chunks by their layers."""
-    m, chunks = rounds(job), stage.chunks
-    forward = _exposed_ns(job, found, ("forward",)) / m
-    backward = _exposed_ns(job, found, BACKWARD) / m
-    whole = LayerPass(forward, backward, 0.0)
+    m, chunks = count_rank_microbatches(job), stage.chunks
+    forward = _sum_exposed_ns(job, communication, ("forward",)) / m
+    backward = _sum_exposed_ns(job, communication, BACKWARD) / m
+    total = LayerPass(forward, backward, 0.0)
     if not stage.layers:
-        return tuple(whole * (1 / len(chunks)) for _ in chunks)
-    return tuple(whole * (chunk.layers / stage.layers) for chunk in chunks)
+        return tuple(total * (1 / len(chunks)) for _ in chunks)
+    return tuple(total * (chunk.layers / stage.layers) for chunk in chunks)
 
 
-def _beside(job: JobConfig, passes: tuple[LayerPass, ...]) -> Beside:
-    m = rounds(job)
-    return Beside(
+def _sum_overlap_compute(job: JobConfig, passes: tuple[LayerPass, ...]) -> OverlapCompute:
+    m = count_rank_microbatches(job)
+    return OverlapCompute(
         forward_ns=m * sum(each.forward_ns for each in passes),
         backward_ns=m * sum(each.input_ns + each.weight_ns for each in passes),
         core_ns=m * sum(each.core_ns for each in passes),
@@ -378,20 +409,22 @@ def _beside(job: JobConfig, passes: tuple[LayerPass, ...]) -> Beside:
     )
 
 
-def _copies(job: JobConfig, speed: Speed, held: StageParameters, chunk: Chunk) -> LayerPass:
+def _time_unit_copies(
+    job: JobConfig, speed: DeviceSpeed, parameters: StageParameters, chunk: Chunk
+) -> LayerPass:
     """FSDP copies around its collectives, a quarter of them in the forward.
 
     A pipeline gathers once per step, so each microbatch has a share of the time.
     """
     if job.parallel.zero != 3:
         return LayerPass(0.0, 0.0, 0.0)
-    times = 1 / rounds(job) if stays_gathered(job) else 1.0
-    layers = held.dense_layers + held.expert_layers
+    times = 1 / count_rank_microbatches(job) if is_kept_gathered(job) else 1.0
+    layers = parameters.dense_layers + parameters.expert_layers
     share = chunk.layers / layers if layers else 0.0
-    each_bytes = traffic_of(job).unit_bytes
-    whole = speed.moved_ns(each_bytes * held.total * share * times)
+    each_bytes = select_framework_costs(job).unit_bytes
+    total_ns = speed.compute_memory_ns(each_bytes * parameters.total * share * times)
     formulas = (UNIT_COPIES,) if each_bytes else ()
-    return LayerPass(whole / 4, 0.0, whole * 3 / 4, formulas=formulas)
+    return LayerPass(total_ns / 4, 0.0, total_ns * 3 / 4, formulas=formulas)
 
 
 # How much of a stage's communication is exposed.
@@ -403,7 +436,7 @@ EXPOSED = Formula(
     " arXiv:2304.11277, section 3.3",
 )
 
-TENSOR_LEFT = 0.25
+TENSOR_EXPOSED_SHARE = 0.25
 """A GEMM that overlaps its own collective is split in four, and one part stays exposed (Wang et
 al., ASPLOS 2023; Transformer Engine's default of four splits)."""
 
@@ -411,30 +444,30 @@ DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 
 BACKWARD = ("backward", "recompute")
 
-ONCE = ("grad_sync", "optimizer", "other")
+ONCE_A_STEP = ("grad_sync", "optimizer", "other")
 
-HIDDEN_FIRST = ("cp", "tp", "ep", "pp", "dp")
+OVERLAP_ORDER = ("cp", "tp", "ep", "pp", "dp")
 """Communication inside a layer overlaps first, prefetched communication last."""
 
-Family = tuple[str, str]
+OverlapGroup = tuple[str, str]
 """Axis (dp for all data-parallel axes) and phase (backward for all that runs in it)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedMessage:
     """A message and the time of one call (each)."""
 
     message: CommOp
-    each: Band
+    call: Band
 
     @property
     def time(self) -> Band:
         """The time of all calls in a step."""
-        return self.each * self.message.count
+        return self.call * self.message.count
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlapCompute:
     """Compute of one rank that communication can overlap, in ns per step; core is attention."""
 
     forward_ns: float
@@ -443,107 +476,122 @@ class Beside:
     core_backward_ns: float
     microbatches: int
 
-    def pool(self, phase: str) -> tuple[str, float]:
+    def find_pool(self, phase: str) -> tuple[str, float]:
         """The pass that a phase overlaps, and its time (of one microbatch if once per step)."""
-        pool = _pass_of(phase)
-        whole_ns = self.backward_ns if pool == "backward" else self.forward_ns
-        return pool, whole_ns / self.microbatches if phase in ONCE else whole_ns
+        pool = _find_pass(phase)
+        pass_ns = self.backward_ns if pool == "backward" else self.forward_ns
+        return pool, pass_ns / self.microbatches if phase in ONCE_A_STEP else pass_ns
 
 
-def _pass_of(phase: str) -> str:
+def _find_pass(phase: str) -> str:
     return "backward" if phase in ("backward", "grad_sync") else "forward"
 
 
-def exposed(job: JobConfig, timed: Iterable[Timed], beside: Beside) -> tuple[Communication, ...]:
+def compute_exposed_time(
+    job: JobConfig, timed: Iterable[TimedMessage], compute: OverlapCompute
+) -> tuple[Communication, ...]:
     """Compute the exposed time of each message.
 
     Messages of one axis and phase overlap together; compute that overlaps one axis is not used for
     another.
     """
-    kept = tuple(timed)
-    left = _left(job, _group_by_family(job, kept), beside)
+    messages = tuple(timed)
+    shares = _compute_exposed_shares(job, _group_by_overlap(job, messages), compute)
     return tuple(
         Communication(
-            each.message, each.time, round(each.time.ns * left[family(job, each.message)])
+            each.message,
+            each.time,
+            round(each.time.ns * shares[find_overlap_group(job, each.message)]),
         )
-        for each in kept
+        for each in messages
     )
 
 
-def _group_by_family(job: JobConfig, timed: Iterable[Timed]) -> dict[Family, list[Timed]]:
-    groups: defaultdict[Family, list[Timed]] = defaultdict(list)
+def _group_by_overlap(
+    job: JobConfig, timed: Iterable[TimedMessage]
+) -> dict[OverlapGroup, list[TimedMessage]]:
+    groups: defaultdict[OverlapGroup, list[TimedMessage]] = defaultdict(list)
     for each in timed:
-        groups[family(job, each.message)].append(each)
+        groups[find_overlap_group(job, each.message)].append(each)
     return groups
 
 
-def family(job: JobConfig, message: CommOp) -> Family:
+def find_overlap_group(job: JobConfig, message: CommOp) -> OverlapGroup:
     """Axis and phase of the messages that overlap together with this one."""
     axis = "dp" if message.axis in DATA_AXES else message.axis
-    inside = message.phase in BACKWARD or _every_microbatch(job, message)
-    return axis, "backward" if inside else message.phase
+    in_backward = message.phase in BACKWARD or _is_reduced_every_microbatch(job, message)
+    return axis, "backward" if in_backward else message.phase
 
 
-def _every_microbatch(job: JobConfig, message: CommOp) -> bool:
+def _is_reduced_every_microbatch(job: JobConfig, message: CommOp) -> bool:
     """Whether gradient reduction runs in the backward of every microbatch."""
     if message.phase != "grad_sync" or job.parallel.pp > 1:
         return False
     sharded = message.strategy in ("fsdp", "hsdp")
-    return sharded or (message.strategy == "zero-2" and sums_every_microbatch(job))
+    return sharded or (message.strategy == "zero-2" and is_reduced_every_microbatch(job))
 
 
-def _left(job: JobConfig, groups: dict[Family, list[Timed]], beside: Beside) -> dict[Family, float]:
+def _compute_exposed_shares(
+    job: JobConfig, groups: dict[OverlapGroup, list[TimedMessage]], compute: OverlapCompute
+) -> dict[OverlapGroup, float]:
     """Compute the exposed share of each group's time."""
-    used: defaultdict[str, float] = defaultdict(float)
-    found = {}
-    for key in sorted(groups, key=lambda each: HIDDEN_FIRST.index(each[0])):
+    used_ns: defaultdict[str, float] = defaultdict(float)
+    shares = {}
+    for key in sorted(groups, key=lambda each: OVERLAP_ORDER.index(each[0])):
         group = groups[key]
         total_ns = sum(each.time.ns for each in group)
-        found[key] = 1.0
-        if total_ns and _overlaps(job, key[0]):
-            pool, whole_ns = beside.pool(key[1])
-            room_ns = _room_ns(job, key, beside, whole_ns - used[pool])
-            found[key] = min(1.0, max(_least(job, key, group, total_ns), 1 - room_ns / total_ns))
-            used[pool] += total_ns * (1 - found[key])
-    return found
+        shares[key] = 1.0
+        if total_ns and _can_overlap(job, key[0]):
+            pool, pass_ns = compute.find_pool(key[1])
+            room_ns = _compute_room_ns(job, key, compute, pass_ns - used_ns[pool])
+            shares[key] = min(
+                1.0,
+                max(_compute_min_exposed_share(job, key, group, total_ns), 1 - room_ns / total_ns),
+            )
+            used_ns[pool] += total_ns * (1 - shares[key])
+    return shares
 
 
-def _overlaps(job: JobConfig, axis: str) -> bool:
+def _can_overlap(job: JobConfig, axis: str) -> bool:
     """Whether the axis can overlap compute; on CPU, FSDP has one stream and waits for each call."""
     if job.hardware.family == "cpu" and job.parallel.zero == 3 and axis == "dp":
         return False
     if axis == "cp":
-        return _turns(job) or "cp" in job.parallel.overlap
+        return _is_ring(job) or "cp" in job.parallel.overlap
     return axis in job.parallel.overlap
 
 
-def _room_ns(job: JobConfig, key: Family, beside: Beside, free_ns: float) -> float:
+def _compute_room_ns(
+    job: JobConfig, key: OverlapGroup, compute: OverlapCompute, free_ns: float
+) -> float:
     """Compute available for overlap: for context parallelism only attention's core, in a ring
     without its last step, after which no message follows."""
     if key[0] == "cp":
-        core_ns = beside.core_backward_ns if key[1] == "backward" else beside.core_ns
-        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _turns(job) else 1.0))
+        core_ns = compute.core_backward_ns if key[1] == "backward" else compute.core_ns
+        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _is_ring(job) else 1.0))
     return max(0.0, free_ns)
 
 
-def _turns(job: JobConfig) -> bool:
+def _is_ring(job: JobConfig) -> bool:
     return job.parallel.context_kind == "ring"
 
 
-def _least(job: JobConfig, key: Family, group: list[Timed], total_ns: float) -> float:
+def _compute_min_exposed_share(
+    job: JobConfig, key: OverlapGroup, group: list[TimedMessage], total_ns: float
+) -> float:
     """The share of the calls that cannot overlap: the first or last of a phase; in a ring the last
     hop of the gradients of keys and values, one of 2 (c-1) in the backward."""
     axis, phase = key
     if axis == "tp":
-        return TENSOR_LEFT
-    if axis == "cp" and phase == "backward" and _turns(job):
+        return TENSOR_EXPOSED_SHARE
+    if axis == "cp" and phase == "backward" and _is_ring(job):
         return 1 / (2 * (job.parallel.cp - 1))
     if axis != "dp":
         return 0.0
-    largest_ns = max(each.each.ns for each in group if each.message.count)
-    return min(1.0, _starts(job, phase) * largest_ns / total_ns)
+    largest_ns = max(each.call.ns for each in group if each.message.count)
+    return min(1.0, _count_starts(job, phase) * largest_ns / total_ns)
 
 
-def _starts(job: JobConfig, phase: str) -> int:
+def _count_starts(job: JobConfig, phase: str) -> int:
     """How often per step such calls start without concurrent compute."""
-    return 1 if phase in ONCE or stays_gathered(job) else job.microbatches
+    return 1 if phase in ONCE_A_STEP or is_kept_gathered(job) else job.microbatches

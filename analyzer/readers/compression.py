@@ -20,18 +20,18 @@ from typing import Any, Protocol
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.sources import (
-    TORN_ZIP,
+    ZIP_ERRORS,
     DiskFile,
     RemoteFile,
     Source,
     ZipMember,
-    fsspec,
+    import_fsspec,
 )
 
 # zstd by pyarrow, which is imported only if needed because its import is slow.
 
 
-class Zstd:
+class ZstdStream:
     """The unpacked bytes of a zstd file. Raises OSError if it is cut off or damaged."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
@@ -43,15 +43,15 @@ class Zstd:
         import pyarrow as pa
 
         try:
-            found: bytes = self._stream.read(size)
+            data: bytes = self._stream.read(size)
         except pa.ArrowException as error:
             raise OSError(str(error)) from None
-        return found
+        return data
 
 
 # Listing of files in paths, folders, archives and URLs.
 
-MOST_MEMBERS = 1_000_000
+MAX_MEMBERS = 1_000_000
 
 _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
 
@@ -59,19 +59,19 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 @contextmanager
-def files_of(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
+def list_files(places: Sequence[str]) -> Iterator[tuple[Source, ...]]:
     """The files at paths and URLs, each once, including the members of archives.
 
     Temporary files are kept while the context is open. Raises DataError if a place is missing or
     an archive is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
-        found: dict[str, Source] = {}
+        sources: dict[str, Source] = {}
         for place in places:
-            for i, source in enumerate(_at(place)):
-                for one in _opened(source, Path(folder, str(len(found) + i))):
-                    found.setdefault(one.identity, one)
-        yield tuple(found.values())
+            for i, source in enumerate(_list_place(place)):
+                for member in _expand_archive(source, Path(folder, str(len(sources) + i))):
+                    sources.setdefault(member.identity, member)
+        yield tuple(sources.values())
 
 
 def is_url(place: str) -> bool:
@@ -79,24 +79,27 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def natural(text: str) -> list[str | int]:
+def natural_sort_key(text: str) -> list[str | int]:
     """A sort key that puts rank2 before rank10."""
     parts = _DIGITS.split(text)
     return [int(part) if i % 2 else part for i, part in enumerate(parts)]
 
 
-def _at(place: str) -> Iterator[Source]:
+def _list_place(place: str) -> Iterator[Source]:
     if is_url(place):
-        yield from _behind(place)
+        yield from _list_url(place)
     elif Path(place).is_dir():
-        yield from map(DiskFile, sorted(_inside(Path(place)), key=lambda file: natural(str(file))))
+        yield from map(
+            DiskFile,
+            sorted(_walk_folder(Path(place)), key=lambda file: natural_sort_key(str(file))),
+        )
     elif Path(place).exists():
         yield DiskFile(Path(place))
     else:
         raise DataError(place, "no such file or folder", "check the path")
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def _walk_folder(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise DataError(error.filename, error.strerror or "unreadable", "make it readable")
 
@@ -105,74 +108,74 @@ def _inside(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in names if not name.startswith("."))
 
 
-def _behind(url: str) -> Iterator[Source]:
-    filesystem, path = fsspec().core.url_to_fs(url)
+def _list_url(url: str) -> Iterator[Source]:
+    filesystem, path = import_fsspec().core.url_to_fs(url)
     try:
-        found = [path] if filesystem.isfile(path) else filesystem.find(path)
+        paths = [path] if filesystem.isfile(path) else filesystem.find(path)
     except (OSError, ValueError) as error:
         raise DataError(url, str(error) or "unreadable", "check the URL and your access") from None
-    if not found:
+    if not paths:
         raise DataError(url, "no such file or folder", "check the URL")
-    for one in sorted(found, key=natural):
-        yield RemoteFile(filesystem.unstrip_protocol(one))
+    for remote_path in sorted(paths, key=natural_sort_key):
+        yield RemoteFile(filesystem.unstrip_protocol(remote_path))
 
 
-def _opened(source: Source, folder: Path) -> Iterator[Source]:
+def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:
     """The members if the file is an archive, else the file itself."""
     if not _ARCHIVE.search(source.where):
         yield source
         return
     folder.mkdir()
-    path = _on_disk(source, folder)
+    path = _copy_to_disk(source, folder)
     if zipfile.is_zipfile(path):
-        yield from _zip_members(path, source.where)
+        yield from _list_zip_members(path, source.where)
     else:
-        yield from _tar_members(path, source.where, folder)
+        yield from _extract_tar_members(path, source.where, folder)
 
 
-def _on_disk(source: Source, folder: Path) -> Path:
+def _copy_to_disk(source: Source, folder: Path) -> Path:
     if isinstance(source, DiskFile):
         return source.path
-    with source.local() as path:
+    with source.open_local() as path:
         return Path(shutil.copy(path, folder / "archive"))
 
 
-def _zip_members(path: Path, shown: str) -> Iterator[Source]:
+def _list_zip_members(path: Path, shown: str) -> Iterator[Source]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = [one for one in archive.infolist() if not one.is_dir()]
-    except (OSError, ValueError, *TORN_ZIP) as error:
+    except (OSError, ValueError, *ZIP_ERRORS) as error:
         raise DataError(shown, f"damaged archive ({error})", "pack it again") from None
-    _refuse_a_bomb(shown, len(members), sum(m.file_size for m in members), path)
-    for member in sorted(members, key=lambda one: natural(one.filename)):
+    _refuse_bomb(shown, len(members), sum(m.file_size for m in members), path)
+    for member in sorted(members, key=lambda one: natural_sort_key(one.filename)):
         yield ZipMember(path, member.filename, shown)
 
 
-def _tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
+def _extract_tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
     """Unpacks the files of a tar under numbers; of a damaged one, those before the damage."""
-    found: list[DiskFile] = []
-    with unpacked(DiskFile(path, shown)) as content:
+    members: list[DiskFile] = []
+    with open_unpacked(DiskFile(path, shown)) as content:
         try:
             with tarfile.open(fileobj=content, mode="r|") as archive:  # type: ignore[call-overload]
                 for member in archive:
-                    _refuse_a_bomb(shown, len(found), 0, path)
+                    _refuse_bomb(shown, len(members), 0, path)
                     if (packed := archive.extractfile(member)) is not None:
-                        target = folder / str(len(found))
-                        found.append(DiskFile(target, f"{shown}/{member.name}"))
+                        target = folder / str(len(members))
+                        members.append(DiskFile(target, f"{shown}/{member.name}"))
                         with target.open("wb") as out:
                             shutil.copyfileobj(packed, out, 1 << 16)
         except (tarfile.TarError, EOFError, ValueError) as error:
-            if not found:
+            if not members:
                 problem = f"damaged archive ({content.torn or error})"
                 raise DataError(shown, problem, "pack it again") from None
-    yield from sorted(found, key=lambda one: natural(one.where))
+    yield from sorted(members, key=lambda one: natural_sort_key(one.where))
 
 
-def _refuse_a_bomb(shown: str, members: int, unpacked_bytes: int, path: Path) -> None:
-    if members > MOST_MEMBERS:
-        raise DataError(shown, f"more than {MOST_MEMBERS:,} files", "pack only the traces")
-    if unpacked_bytes > most_bytes(path.stat().st_size):
-        raise bomb(shown)
+def _refuse_bomb(shown: str, members: int, unpacked_bytes: int, path: Path) -> None:
+    if members > MAX_MEMBERS:
+        raise DataError(shown, f"more than {MAX_MEMBERS:,} files", "pack only the traces")
+    if unpacked_bytes > compute_max_unpacked_bytes(path.stat().st_size):
+        raise make_bomb_error(shown)
 
 
 # Unpacking of a file while it is read, with limits and tolerance of a damaged end.
@@ -183,28 +186,28 @@ HEAD_BYTES = 1 << 16
 FREE_BYTES = 256 << 20
 """Up to this unpacked size, the compression ratio is not checked."""
 
-MOST_RATIO = 100
+MAX_RATIO = 100
 
 _STEPS = (1 << 12, 1)
 
 
-def most_bytes(packed_bytes: int) -> int:
+def compute_max_unpacked_bytes(packed_bytes: int) -> int:
     """The largest allowed unpacked size of a file of this size."""
-    return max(FREE_BYTES, MOST_RATIO * packed_bytes)
+    return max(FREE_BYTES, MAX_RATIO * packed_bytes)
 
 
-def bomb(where: str) -> DataError:
+def make_bomb_error(where: str) -> DataError:
     """The error for a file that unpacks to more."""
-    problem = f"unpacks to over {MOST_RATIO} times its size"
+    problem = f"unpacks to over {MAX_RATIO} times its size"
     return DataError(where, problem, "unpack it yourself if you trust it")
 
 
-class Unpacked:
+class UnpackedStream:
     """The unpacked bytes of an open file. A damaged end sets `torn` and is not an error."""
 
     def __init__(self, where: str, packed_bytes: int, raw: io.RawIOBase) -> None:
-        self._where, self._raw, self._content = where, raw, content_of(raw)
-        self._most = most_bytes(packed_bytes)
+        self._where, self._raw, self._content = where, raw, open_content(raw)
+        self._most = compute_max_unpacked_bytes(packed_bytes)
         self._given = 0
         self.torn = ""
         """Why the file ended early, "" if it did not."""
@@ -215,52 +218,54 @@ class Unpacked:
         Raises DataError if the file unpacks to more than FREE_BYTES and MOST_RATIO times its size.
         """
         blocks = []
-        while size > 0 and (block := self._block(size)):
+        while size > 0 and (block := self._read_block(size)):
             blocks.append(block)
             size -= len(block)
         return b"".join(blocks)
 
-    def _block(self, size: int) -> bytes:
+    def _read_block(self, size: int) -> bytes:
         if self.torn:
             return b""
         try:
             block = self._content.read(size)
-        except TORN as error:
+        except DAMAGE_ERRORS as error:
             self.torn = " ".join(str(error).split()) or type(error).__name__
-            block = b"" if isinstance(error, LOSSLESS) else self._before_the_damage(size)
+            block = b"" if isinstance(error, LOSSLESS_ERRORS) else self._recover_before_damage(size)
         self._given += len(block)
         if self._given > self._most:
-            raise bomb(self._where)
+            raise make_bomb_error(self._where)
         return block
 
-    def _before_the_damage(self, size: int) -> bytes:
+    def _recover_before_damage(self, size: int) -> bytes:
         """The bytes before the damage that a failed read of this size lost, read in small steps."""
-        found = bytearray()
+        recovered = bytearray()
         for step in _STEPS:
-            with suppress(*TORN):
-                content = content_of(self._raw)
-                skip(content, self._given + len(found))
-                while (left := size - len(found)) and (block := content.read(min(step, left))):
-                    found += block
-        return bytes(found)
+            with suppress(*DAMAGE_ERRORS):
+                content = open_content(self._raw)
+                skip(content, self._given + len(recovered))
+                while (n_left := size - len(recovered)) and (
+                    block := content.read(min(step, n_left))
+                ):
+                    recovered += block
+        return bytes(recovered)
 
-    def readinto(self, room: memoryview) -> int:
+    def readinto(self, buffer: memoryview) -> int:
         """Reads bytes into room and returns their number; 0 at the end or at damage."""
         if isinstance(self._content, io.RawIOBase) and not self.torn:
-            return self._readinto(self._content, room)
-        block = self.read(len(room))
-        room[: len(block)] = block
+            return self._read_into_raw(self._content, buffer)
+        block = self.read(len(buffer))
+        buffer[: len(block)] = block
         return len(block)
 
-    def _readinto(self, raw: io.RawIOBase, room: memoryview) -> int:
+    def _read_into_raw(self, raw: io.RawIOBase, buffer: memoryview) -> int:
         """As readinto for an unpacked file, without a copy."""
         try:
-            return raw.readinto(room) or 0
+            return raw.readinto(buffer) or 0
         except OSError as error:
             self.torn = str(error)
             return 0
 
-    def lines(self) -> Iterator[bytes]:
+    def read_lines(self) -> Iterator[bytes]:
         """The lines without line ends; a line of more than 1 MiB comes in parts."""
         rest = b""
         while block := self.read(1 << 20):
@@ -274,9 +279,9 @@ class Unpacked:
 
 
 @contextmanager
-def unpacked(source: Source) -> Iterator[Unpacked]:
+def open_unpacked(source: Source) -> Iterator[UnpackedStream]:
     """Opens the file's unpacked bytes. Raises DataError if it cannot be opened."""
-    with source.local() as path:
+    with source.open_local() as path:
         try:
             raw = path.open("rb", buffering=0)
         except OSError as error:
@@ -284,19 +289,19 @@ def unpacked(source: Source) -> Iterator[Unpacked]:
                 source.where, error.strerror or "unreadable", "check the path"
             ) from None
         with raw:
-            yield Unpacked(source.where, path.stat().st_size, raw)
+            yield UnpackedStream(source.where, path.stat().st_size, raw)
 
 
-def head_of(source: Source) -> bytes:
+def read_head(source: Source) -> bytes:
     """The first unpacked bytes, enough to recognize the kind of a file."""
-    with unpacked(source) as content:
+    with open_unpacked(source) as content:
         return content.read(HEAD_BYTES)
 
 
 def is_packed(path: Path) -> bool:
     """Whether the file is compressed."""
     with path.open("rb") as raw:
-        return opener(raw.read(6)) is not None
+        return find_opener(raw.read(6)) is not None
 
 
 # gzip, zstd, xz and bzip2: recognized by the first bytes and unpacked incrementally.
@@ -308,20 +313,20 @@ except ImportError:  # the extra [fast] is not installed
 
 _PACKED_BLOCK_BYTES = 1 << 16
 
-_MOST_XZ_BYTES = 256 << 20
+_MAX_XZ_BYTES = 256 << 20
 """Memory limit for unpacking xz."""
 
-TORN: tuple[Any, ...] = (
+DAMAGE_ERRORS: tuple[Any, ...] = (
     EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
     zlib.error if igzip_lib is None else igzip_lib.IsalError,
 )  # fmt: skip
 """The errors of a compressed file that is cut off or damaged."""
 
-LOSSLESS = (EOFError, zlib.error)
+LOSSLESS_ERRORS = (EOFError, zlib.error)
 """The errors that are raised only after all bytes before the damage were returned."""
 
 
-class Bytes(Protocol):
+class ByteReader(Protocol):
     """A source of bytes."""
 
     def read(self, size: int, /) -> bytes: ...
@@ -360,20 +365,20 @@ class _Zlib:
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
         data, before = self._rest + data, self._inner.copy()
         try:
-            found = self._inner.decompress(data, max_length)
+            block = self._inner.decompress(data, max_length)
             self._rest = self._inner.unconsumed_tail
         except zlib.error:
-            good = _good_bytes(before, data, max_length)
+            good = _count_good_bytes(before, data, max_length)
             if not good:
                 raise
             self._inner = before
-            found = before.decompress(data[:good], max_length)
+            block = before.decompress(data[:good], max_length)
             self._rest = before.unconsumed_tail + data[good:]
-        self._full = len(found) == max_length
-        return found
+        self._full = len(block) == max_length
+        return block
 
 
-def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
+def _count_good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
     """The number of bytes before the damage."""
 
     def fails(count: int) -> bool:
@@ -386,7 +391,7 @@ def _good_bytes(state: zlib._Decompress, data: bytes, max_length: int) -> int:
     return bisect_left(range(1, len(data)), True, key=fails)
 
 
-class _Members:
+class _MemberStream:
     """The members of a compressed file one after the other, up to the first non-member."""
 
     def __init__(self, raw: io.RawIOBase, magic: bytes, new: Callable[[], _Decompressor]) -> None:
@@ -395,13 +400,13 @@ class _Members:
 
     def read(self, size: int, /) -> bytes:
         while True:
-            if self._inner.eof and not self._next_member():
+            if self._inner.eof and not self._open_next_member():
                 return b""
-            block = self._inner.decompress(self._more(), size)
+            block = self._inner.decompress(self._read_input(), size)
             if block:
                 return block
 
-    def _more(self) -> bytes:
+    def _read_input(self) -> bytes:
         if not self._inner.needs_input:
             return b""
         more, self._ahead = self._ahead or self._raw.read(_PACKED_BLOCK_BYTES), b""
@@ -409,7 +414,7 @@ class _Members:
             raise EOFError("it ends early")
         return more
 
-    def _next_member(self) -> bool:
+    def _open_next_member(self) -> bool:
         self._ahead = self._inner.unused_data or self._raw.read(_PACKED_BLOCK_BYTES)
         if not self._ahead.startswith(self._magic):
             return False
@@ -423,64 +428,64 @@ class _Gzip:
     def __init__(self, raw: io.RawIOBase) -> None:
         self._raw, self._given = raw, 0
         self._fast = igzip_lib is not None
-        self._members = _Members(raw, _GZIP, _isal if self._fast else _Zlib)
+        self._members = _MemberStream(raw, _GZIP, _make_isal if self._fast else _Zlib)
 
     def read(self, size: int, /) -> bytes:
         try:
             block = self._members.read(size)
-        except TORN:
+        except DAMAGE_ERRORS:
             if not self._fast:
                 raise
-            self._slow_down()
+            self._switch_to_zlib()
             block = self._members.read(size)
         self._given += len(block)
         return block
 
-    def _slow_down(self) -> None:
+    def _switch_to_zlib(self) -> None:
         self._fast = False
         self._raw.seek(0)
-        self._members = _Members(self._raw, _GZIP, _Zlib)
+        self._members = _MemberStream(self._raw, _GZIP, _Zlib)
         skip(self._members, self._given)
 
 
-def _isal() -> _Decompressor:
-    found: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
-    return found
+def _make_isal() -> _Decompressor:
+    decompressor: _Decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+    return decompressor
 
 
-def _xz() -> _Decompressor:
-    return lzma.LZMADecompressor(memlimit=_MOST_XZ_BYTES)
+def _make_xz() -> _Decompressor:
+    return lzma.LZMADecompressor(memlimit=_MAX_XZ_BYTES)
 
 
-def _zstd(raw: io.RawIOBase) -> Bytes:
+def _open_zstd(raw: io.RawIOBase) -> ByteReader:
 
-    return Zstd(raw)
+    return ZstdStream(raw)
 
 
 _GZIP, _ZSTD, _XZ, _BZ2 = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\x00", b"BZh"
 
-_OPENERS: dict[bytes, Callable[[io.RawIOBase], Bytes]] = {
+_OPENERS: dict[bytes, Callable[[io.RawIOBase], ByteReader]] = {
     _GZIP: _Gzip,
-    _XZ: lambda raw: _Members(raw, _XZ, _xz),
-    _BZ2: lambda raw: _Members(raw, _BZ2, bz2.BZ2Decompressor),
-    _ZSTD: _zstd,
+    _XZ: lambda raw: _MemberStream(raw, _XZ, _make_xz),
+    _BZ2: lambda raw: _MemberStream(raw, _BZ2, bz2.BZ2Decompressor),
+    _ZSTD: _open_zstd,
 }
 
 
-def opener(begin: bytes) -> Callable[[io.RawIOBase], Bytes] | None:
+def find_opener(begin: bytes) -> Callable[[io.RawIOBase], ByteReader] | None:
     """The decompressor for a file with these first bytes; None if it is not compressed."""
     return next((open_ for magic, open_ in _OPENERS.items() if begin.startswith(magic)), None)
 
 
-def content_of(raw: io.RawIOBase) -> Bytes:
+def open_content(raw: io.RawIOBase) -> ByteReader:
     """Opens the unpacked bytes from the start of the file."""
     raw.seek(0)
-    found = opener(raw.read(6))
+    open_packed = find_opener(raw.read(6))
     raw.seek(0)
-    return raw if found is None else found(raw)
+    return raw if open_packed is None else open_packed(raw)
 
 
-def skip(content: Bytes, size: int) -> None:
+def skip(content: ByteReader, size: int) -> None:
     """Skips size bytes, or all that are left."""
     while size > 0 and (block := content.read(min(size, 1 << 20))):
         size -= len(block)

@@ -14,10 +14,16 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import MESSAGES, dtype_named, element_bytes, message_bytes, op_named
-from stepsplit.analyzer.readers.compression import Unpacked, unpacked
+from stepsplit.analyzer.ops import (
+    MESSAGES,
+    compute_element_bytes,
+    compute_message_bytes,
+    normalize_dtype,
+    parse_op,
+)
+from stepsplit.analyzer.readers.compression import UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Call, Group, Int32, Int64, Note, RankCalls, to_calls
+from stepsplit.analyzer.trace import Call, Group, Int32, Int64, Note, RankCalls, build_calls
 
 COMM, GROUPS = "record_param_comms", "## process_group:init ##"
 
@@ -96,39 +102,41 @@ class ExecutionTrace:
 
 def is_execution_trace(head: bytes) -> bool:
     """Whether the bytes are the beginning of an execution trace: a schema, or a node's keys."""
-    opened = NODES.search(head) if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else None
-    if opened is None or b'"traceEvents"' in head[: opened.start()]:
+    list_begin = (
+        NODES.search(head) if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else None
+    )
+    if list_begin is None or b'"traceEvents"' in head[: list_begin.start()]:
         return False
-    first = head[opened.end() : opened.end() + 4096]
+    first = head[list_begin.end() : list_begin.end() + 4096]
     of_node = first.lstrip().startswith(b"{") and all(key.search(first) for key in _OF_NODE)
     return of_node or _OF_SCHEMA.search(head) is not None
 
 
 def read_execution_trace(source: Source) -> ExecutionTrace:
     """Reads the nodes and calls of one rank. Raises DataError if there is no complete node."""
-    reading = _Reading()
-    with unpacked(source) as content:
+    collector = _TraceCollector()
+    with open_unpacked(source) as content:
         stream = NodeStream(content)
         for node in stream:
-            reading.take(node)
+            collector.add_node(node)
         torn = content.torn or ("" if stream.whole else "it ends early")
-    if not len(reading):
+    if not len(collector):
         hint = "record it again with torch's ExecutionTraceObserver"
         raise DataError(source.where, "no complete node of an execution trace found", hint)
-    rank, guessed = reading.rank(source.inner.name)
+    rank, guessed = collector.infer_rank(source.inner.name)
     return ExecutionTrace(
         source=source.where,
         schema=stream.envelope.schema,
         pid=stream.envelope.pid,
         rank=rank,
-        nodes=reading.nodes(),
-        calls=reading.calls(source.where, rank),
-        call_rf_id=np.array([comm.rf_id for comm in reading.comms], dtype=np.int64),
-        notes=(*_notes(torn, stream.skipped, guessed), *reading.notes()),
+        nodes=collector.build_nodes(),
+        calls=collector.build_rank_calls(source.where, rank),
+        call_rf_id=np.array([comm.rf_id for comm in collector.comms], dtype=np.int64),
+        notes=(*_list_notes(torn, stream.skipped, guessed), *collector.list_notes()),
     )
 
 
-def _notes(torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
+def _list_notes(torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
     if torn:
         yield Note("file_cut", f"the execution trace is cut off ({torn}); complete nodes are kept")
     if skipped:
@@ -137,12 +145,12 @@ def _notes(torn: str, skipped: int, guessed: bool) -> Iterator[Note]:
         yield Note("rank_guessed", "the rank is taken from the file name of the execution trace")
 
 
-class _Reading:
+class _TraceCollector:
     """Collects columns of nodes, groups and calls while the trace is read."""
 
     def __init__(self) -> None:
         self.comms: list[Comm] = []
-        self._book = GroupBook()
+        self._book = GroupTable()
         self._rows = array("q")
         self._names: dict[str, int] = {}
         self._unknown = self._unreadable = 0
@@ -150,22 +158,22 @@ class _Reading:
     def __len__(self) -> int:
         return len(self._rows) // _COLUMNS
 
-    def take(self, node: Node) -> None:
+    def add_node(self, node: Node) -> None:
         """Adds a node and its groups and calls."""
         name_id = self._names.setdefault(node.name, len(self._names))
-        self._rows.extend((known(node.id), node.parent_id, *node.numbers(), name_id))
+        self._rows.extend((sanitize_int(node.id), node.parent_id, *node.list_numbers(), name_id))
         if node.name == GROUPS:
             self._unreadable += not self._book.add(node)
         elif node.name == COMM:
-            self._take_comm(comm_of(node))
+            self._add_comm(parse_comm(node))
 
-    def _take_comm(self, comm: Comm) -> None:
+    def _add_comm(self, comm: Comm) -> None:
         if comm.op != "unknown":
             self.comms.append(comm)
         elif comm.name not in BOOKKEEPING:
             self._unknown += 1
 
-    def nodes(self) -> Nodes:
+    def build_nodes(self) -> Nodes:
         """Converts the collected nodes to columns."""
         rows = np.array(self._rows, dtype=np.int64).reshape(-1, _COLUMNS)
         node_id, parent, *numbers, name_id = np.ascontiguousarray(rows.T)
@@ -183,9 +191,9 @@ class _Reading:
             names=tuple(self._names),
         )
 
-    def calls(self, source: str, rank: int) -> RankCalls:
+    def build_rank_calls(self, source: str, rank: int) -> RankCalls:
         """The calls in file order."""
-        calls = to_calls([self._book.call(comm) for comm in self.comms])
+        calls = build_calls([self._book.build_call(comm) for comm in self.comms])
         return RankCalls(
             source=source,
             rank=rank,
@@ -197,22 +205,22 @@ class _Reading:
             groups=tuple(self._book.groups),
         )
 
-    def rank(self, file_name: str) -> tuple[int, bool]:
+    def infer_rank(self, file_name: str) -> tuple[int, bool]:
         """The global rank, -1 if unknown, and whether it is only from the file name.
 
         It is known from the rank's own calls, or as the only common member of its groups.
         """
         own = (comm for comm in self.comms if comm.op not in (*ROOTED, *MESSAGES))
-        told = {self._book.global_rank(comm) for comm in own} - {-1}
+        own_ranks = {self._book.find_global_rank(comm) for comm in own} - {-1}
         shared = self._book.ranks_in_all
-        for ranks in (told, shared):
+        for ranks in (own_ranks, shared):
             if len(ranks) == 1:
                 return min(ranks), False
-        named = _RANK_IN_NAME.search(file_name)
-        rank = -1 if named is None else int(named[1])
+        match = _RANK_IN_NAME.search(file_name)
+        rank = -1 if match is None else int(match[1])
         return (rank, True) if rank >= 0 and (not shared or rank in shared) else (-1, False)
 
-    def notes(self) -> Iterator[Note]:
+    def list_notes(self) -> Iterator[Note]:
         """Limitations of the groups and calls."""
         if self._unreadable:
             yield Note("groups_skipped", f"{self._unreadable} lists of groups are incomplete")
@@ -227,7 +235,7 @@ class _Reading:
 
 # Groups and calls in the nodes of an execution trace.
 
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -250,7 +258,7 @@ class Comm:
     group_description: str
     group_size: int
     ranks: tuple[int, ...]
-    told_rank: int
+    group_rank: int
     seq: int
     dtype: str
     input_bytes: int
@@ -258,7 +266,7 @@ class Comm:
 
     @property
     def op(self) -> str:
-        return op_named(self.name)
+        return parse_op(self.name)
 
 
 class _Values(Struct):
@@ -266,7 +274,7 @@ class _Values(Struct):
     types: list[Any] = []
 
 
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 
 
 class _Config(Struct):
@@ -290,7 +298,7 @@ class _Config(Struct):
         return [str(name) for name in told if name is not None]
 
 
-class GroupBook:
+class GroupTable:
     """The numbered groups of a trace: of its init nodes, then those named only by calls."""
 
     def __init__(self) -> None:
@@ -300,22 +308,22 @@ class GroupBook:
 
     def add(self, node: Node) -> bool:
         """Adds the groups of an init node; returns whether all of them could be read."""
-        listed = _values(node.inputs, node.input_types).values
+        listed = _decode_values(node.inputs, node.input_types).values
         text = listed[0] if listed and isinstance(listed[0], str) else ""
         try:
-            configs, whole = msgspec.json.decode(text, type=list[_Config]), True
-        except NOT_JSON:  # torch truncates a long list
-            configs, whole = _whole_configs(text), False
+            configs, complete = msgspec.json.decode(text, type=list[_Config]), True
+        except JSON_ERRORS:  # torch truncates a long list
+            configs, complete = _decode_whole_configs(text), False
         for config in configs:
-            self._add(config)
-        return whole
+            self._add_config(config)
+        return complete
 
-    def _add(self, config: _Config) -> None:
-        ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MOST_RANKS)))
+    def _add_config(self, config: _Config) -> None:
+        ranks = tuple(config.ranks) or tuple(range(min(config.group_size, MAX_RANKS)))
         self.world_size = max(self.world_size, config.group_size, len(ranks))
-        own, *others = config.names or [""]
-        number = self._enter(own, ranks, config.pg_desc or "")
-        for name in others:
+        own_name, *aliases = config.names or [""]
+        number = self._register(own_name, ranks, config.pg_desc or "")
+        for name in aliases:
             self._numbers.setdefault(name, number)
 
     @property
@@ -324,34 +332,34 @@ class GroupBook:
         ranks = [frozenset(group.ranks) for group in self.groups if group.ranks]
         return frozenset.intersection(*ranks) if ranks else frozenset()
 
-    def number(self, comm: Comm) -> int:
+    def register_group(self, comm: Comm) -> int:
         """The number of the group of a call, -1 if the call names none."""
         if not comm.group_name:
             return -1
-        return self._enter(comm.group_name, comm.ranks, comm.group_description)
+        return self._register(comm.group_name, comm.ranks, comm.group_description)
 
-    def global_rank(self, comm: Comm) -> int:
+    def find_global_rank(self, comm: Comm) -> int:
         """The global rank of the call's group rank, -1 if unknown."""
-        number = self.number(comm)
+        number = self.register_group(comm)
         ranks = self.groups[number].ranks if number >= 0 else ()
-        return ranks[comm.told_rank] if 0 <= comm.told_rank < len(ranks) else -1
+        return ranks[comm.group_rank] if 0 <= comm.group_rank < len(ranks) else -1
 
-    def call(self, comm: Comm) -> Call:
+    def build_call(self, comm: Comm) -> Call:
         """Converts the call to a row."""
         return Call(
             event=-1,
             op=comm.op,
-            group_id=self.number(comm),
+            group_id=self.register_group(comm),
             seq=comm.seq,
-            dtype=dtype_named(comm.dtype),
-            peer=self.global_rank(comm) if comm.op in MESSAGES else -1,
+            dtype=normalize_dtype(comm.dtype),
+            peer=self.find_global_rank(comm) if comm.op in MESSAGES else -1,
             input_bytes=comm.input_bytes,
-            message_bytes=known(
-                message_bytes(comm.op, comm.input_bytes, comm.output_bytes, comm.group_size)
+            message_bytes=sanitize_int(
+                compute_message_bytes(comm.op, comm.input_bytes, comm.output_bytes, comm.group_size)
             ),
         )
 
-    def _enter(self, name: str, ranks: tuple[int, ...], description: str) -> int:
+    def _register(self, name: str, ranks: tuple[int, ...], description: str) -> int:
         """The number of the group of this name, which is added if new."""
         if name not in self._numbers:
             self._numbers[name] = len(self.groups)
@@ -359,106 +367,106 @@ class GroupBook:
         return self._numbers[name]
 
 
-def _whole_configs(text: str) -> list[_Config]:
+def _decode_whole_configs(text: str) -> list[_Config]:
     """The readable groups of a damaged or truncated list."""
-    found = []
-    for one in _CONFIG.findall(text):
+    configs = []
+    for config_text in _CONFIG.findall(text):
         try:
-            found.append(msgspec.json.decode(one, type=_Config))
-        except NOT_JSON:
+            configs.append(msgspec.json.decode(config_text, type=_Config))
+        except JSON_ERRORS:
             continue
-    return found
+    return configs
 
 
-def comm_of(node: Node) -> Comm:
+def parse_comm(node: Node) -> Comm:
     """Parses a record_param_comms node from its attributes or, in older versions, its inputs.
 
     The inputs are a list of tensors (optional), the sequence number, the group, a rank, the name,
     two lists of split sizes, the group's first rank and stride (since 2.3) and its size.
     """
-    inputs = _values(node.inputs, node.input_types)
-    outputs = _values(node.outputs, node.output_types)
-    at = _place_of_name(inputs.values)
-    told = inputs.values if at >= 0 else []
-    seq, group, rank = [None, None, None, *told[: max(at, 0)]][-3:]
-    after = told[at + 3 :]
-    size = _first_known(node.number("pg_size"), known(after[-1]) if after else -1)
-    name, description = _group_named(group)
-    dtype = node.text("dtype") or _dtype(inputs.types) or _dtype(outputs.types)
-    start, stride = (known(after[0]), known(after[1])) if len(after) > 2 else (-1, -1)
+    inputs = _decode_values(node.inputs, node.input_types)
+    outputs = _decode_values(node.outputs, node.output_types)
+    at = _find_name(inputs.values)
+    values = inputs.values if at >= 0 else []
+    seq, group, rank = [None, None, None, *values[: max(at, 0)]][-3:]
+    after = values[at + 3 :]
+    size = _find_first_known(node.read_number("pg_size"), sanitize_int(after[-1]) if after else -1)
+    name, description = _parse_group(group)
+    dtype = node.read_text("dtype") or _parse_dtype(inputs.types) or _parse_dtype(outputs.types)
+    start, stride = (sanitize_int(after[0]), sanitize_int(after[1])) if len(after) > 2 else (-1, -1)
     return Comm(
-        rf_id=node.numbers()[0],
-        name=node.text("collective_name") or (told[at] if told else ""),
-        group_name=node.text("pg_name") or name,
-        group_description=node.text("pg_desc") or description,
+        rf_id=node.list_numbers()[0],
+        name=node.read_text("collective_name") or (values[at] if values else ""),
+        group_name=node.read_text("pg_name") or name,
+        group_description=node.read_text("pg_desc") or description,
         group_size=size,
-        ranks=_strided(start, stride, size),
-        told_rank=known(rank),
-        seq=known(seq[0] if isinstance(seq, list) and seq else seq),
+        ranks=_expand_stride(start, stride, size),
+        group_rank=sanitize_int(rank),
+        seq=sanitize_int(seq[0] if isinstance(seq, list) and seq else seq),
         dtype=dtype,
-        input_bytes=_bytes(node.number("in_msg_nelems"), dtype, inputs),
-        output_bytes=_bytes(node.number("out_msg_nelems"), dtype, outputs),
+        input_bytes=_compute_bytes(node.read_number("in_msg_nelems"), dtype, inputs),
+        output_bytes=_compute_bytes(node.read_number("out_msg_nelems"), dtype, outputs),
     )
 
 
-def _values(text: msgspec.Raw, types: msgspec.Raw) -> _Values:
+def _decode_values(text: msgspec.Raw, types: msgspec.Raw) -> _Values:
     """The values and types of inputs or outputs, which are separate fields before Chakra."""
     try:
         if bytes(text).startswith(b"{"):
             return msgspec.json.decode(text, type=_Values)
         values = msgspec.json.decode(text, type=list[Any])
         return _Values(values, msgspec.json.decode(types, type=list[Any]))
-    except NOT_JSON:
+    except JSON_ERRORS:
         return _Values()
 
 
-def _place_of_name(values: list[Any]) -> int:
+def _find_name(values: list[Any]) -> int:
     """The position of the name: a text followed by the split sizes; -1 for none."""
-    named = (
+    places = (
         i for i, (a, b) in enumerate(pairwise(values)) if isinstance(a, str) and isinstance(b, list)
     )
-    return next(named, -1)
+    return next(places, -1)
 
 
-def _group_named(group: Any) -> tuple[str, str]:
+def _parse_group(group: Any) -> tuple[str, str]:
     if isinstance(group, list) and len(group) == 2:
         return str(group[0]), str(group[1])
     return ("" if group is None else str(group)), ""
 
 
-def _strided(start: int, stride: int, size: int) -> tuple[int, ...]:
+def _expand_stride(start: int, stride: int, size: int) -> tuple[int, ...]:
     """The ranks of a group from its first rank and stride; () if it has no stride."""
     if start < 0 or size < 1 or stride < 0 or (stride == 0 and size > 1):
         return ()
     last = start + (size - 1) * stride
-    return tuple(range(start, last + 1, stride or 1)) if last < MOST_RANKS else ()
+    return tuple(range(start, last + 1, stride or 1)) if last < MAX_RANKS else ()
 
 
-def _bytes(nelems: int, dtype: str, tensors: _Values) -> int:
-    width = element_bytes(dtype)
+def _compute_bytes(nelems: int, dtype: str, tensors: _Values) -> int:
+    width = compute_element_bytes(dtype)
     if nelems >= 0 and width > 0:
-        return known(nelems * width)
+        return sanitize_int(nelems * width)
     if not (tensors.types and "Tensor" in str(tensors.types[0]) and tensors.values):
         return -1
-    return known(_tensor_bytes(tensors.values[0]))
+    return sanitize_int(_sum_tensor_bytes(tensors.values[0]))
 
 
-def _tensor_bytes(value: Any) -> int:
+def _sum_tensor_bytes(value: Any) -> int:
     """Bytes of a tensor [id, storage, offset, elements, bytes per element, ...] or of a list."""
     if not isinstance(value, list):
         return 0
     if len(value) >= 5 and all(isinstance(number, int) for number in value[:5]):
         return int(value[3] * value[4])
-    return sum(map(_tensor_bytes, value))
+    return sum(map(_sum_tensor_bytes, value))
 
 
-def _dtype(types: list[Any]) -> str:
+def _parse_dtype(types: list[Any]) -> str:
     """The dtype of the first tensor in C++ spelling, "" for none."""
-    found = _TENSOR.search(str(types[0])) if types else None
-    return "" if found is None else found[1]
+    match = _TENSOR.search(str(types[0])) if types else None
+    return "" if match is None else match[1]
 
 
-def _first_known(*values: int) -> int:
+def _find_first_known(*values: int) -> int:
     return next((value for value in values if value >= 0), -1)
 
 
@@ -466,7 +474,7 @@ def _first_known(*values: int) -> int:
 
 BLOCK_BYTES = 1 << 20
 
-MOST_NODE_BYTES = 4 << 20
+MAX_NODE_BYTES = 4 << 20
 """A larger node is treated as damage."""
 
 NODES = re.compile(rb'"nodes"\s*:\s*\[')
@@ -510,30 +518,30 @@ class Node(Struct):
     tid: int = -1
     fw_tid: int = -1
 
-    def numbers(self) -> tuple[int, ...]:
+    def list_numbers(self) -> tuple[int, ...]:
         """The values of NUMBERS, -1 if unknown."""
         if not self.attrs:
-            return tuple(known(getattr(self, name)) for name in NUMBERS)
-        told = {attribute.name: attribute.value for attribute in self.attrs}
-        return tuple(known(told.get(name)) for name in NUMBERS)
+            return tuple(sanitize_int(getattr(self, name)) for name in NUMBERS)
+        values = {attribute.name: attribute.value for attribute in self.attrs}
+        return tuple(sanitize_int(values.get(name)) for name in NUMBERS)
 
-    def number(self, name: str) -> int:
+    def read_number(self, name: str) -> int:
         """The integer attribute of this name, -1 if missing."""
-        return known(self._value(name))
+        return sanitize_int(self._find_value(name))
 
-    def text(self, name: str) -> str:
+    def read_text(self, name: str) -> str:
         """The text attribute of this name, "" if missing."""
-        value = self._value(name)
+        value = self._find_value(name)
         return value if isinstance(value, str) else ""
 
-    def _value(self, name: str) -> Any:
+    def _find_value(self, name: str) -> Any:
         return next((a.value for a in self.attrs if a.name == name), None)
 
     @property
     def parent_id(self) -> int:
         """The id of the calling node, -1 if unknown."""
         deps = self.ctrl_deps if self.parent is None else self.parent
-        return known(deps[0] if isinstance(deps, list) and deps else deps)
+        return sanitize_int(deps[0] if isinstance(deps, list) and deps else deps)
 
 
 class Envelope(Struct):
@@ -543,7 +551,7 @@ class Envelope(Struct):
     pid: int = -1
 
 
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _DECODER = msgspec.json.Decoder(Node)
 
@@ -555,47 +563,47 @@ class NodeStream:
     nodes, whole is whether the list of nodes is complete, and envelope has the fields around it.
     """
 
-    def __init__(self, content: Unpacked) -> None:
+    def __init__(self, content: UnpackedStream) -> None:
         self._content = content
         self.skipped = 0
         self.whole = False
         self.envelope = Envelope()
 
     def __iter__(self) -> Iterator[Node]:
-        text = self._begin()
-        opened = NODES.search(text)
-        if opened is None:
+        text = self._read_to_nodes()
+        list_begin = NODES.search(text)
+        if list_begin is None:
             return
-        before, at = text[: opened.end() - 1], opened.end()
+        before, at = text[: list_begin.end() - 1], list_begin.end()
         while at >= 0:
             at = _end(_BETWEEN.match(text, at))
             if text.startswith(b"]", at):
                 break
             node = _NODE.match(text, at)
-            if node is None and (more := self._more(len(text) - at)):
+            if node is None and (more := self._read_more(len(text) - at)):
                 text, at = text[at:] + more, 0
-            elif node is not None and (decoded := _decoded(node[0])):
+            elif node is not None and (decoded := _decode_node(node[0])):
                 yield decoded
                 at = node.end()
             else:
-                at = self._skip(text, at, node)
+                at = self._skip_damage(text, at, node)
         self.whole = at >= 0
         after = text[at:] + self._content.read(BLOCK_BYTES) if self.whole else b"]}"
-        self.envelope = _envelope(before + b"[" + after)
+        self.envelope = _decode_envelope(before + b"[" + after)
 
-    def _begin(self) -> bytes:
+    def _read_to_nodes(self) -> bytes:
         """The text up to the beginning of the list of nodes, or the first MOST_NODE_BYTES."""
         text = b""
-        while len(text) < MOST_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
+        while len(text) < MAX_NODE_BYTES and (block := self._content.read(BLOCK_BYTES)):
             text += block
             if NODES.search(text):
                 break
         return text
 
-    def _more(self, size: int) -> bytes:
-        return self._content.read(BLOCK_BYTES) if size < MOST_NODE_BYTES else b""
+    def _read_more(self, size: int) -> bytes:
+        return self._content.read(BLOCK_BYTES) if size < MAX_NODE_BYTES else b""
 
-    def _skip(self, text: bytes, at: int, odd: re.Match[bytes] | None) -> int:
+    def _skip_damage(self, text: bytes, at: int, odd: re.Match[bytes] | None) -> int:
         """The position of the next node after damage, -1 if there is none."""
         begin = _BEGIN.search(text, at + 1)
         if begin is None and odd is None:
@@ -604,7 +612,7 @@ class NodeStream:
         return begin.start() if begin is not None else _end(odd)
 
 
-def known(value: object) -> int:
+def sanitize_int(value: object) -> int:
     """The value if it is an integer that fits into a column, else -1."""
     return value if isinstance(value, int) and -1 <= value < 1 << 63 else -1
 
@@ -614,17 +622,17 @@ def _end(match: re.Match[bytes] | None) -> int:
     return match.end()
 
 
-def _decoded(text: bytes) -> Node | None:
+def _decode_node(text: bytes) -> Node | None:
     try:
         return _DECODER.decode(text)
     except UnicodeDecodeError:
-        return _decoded(text.decode(errors="replace").encode())
-    except NOT_JSON:
+        return _decode_node(text.decode(errors="replace").encode())
+    except JSON_ERRORS:
         return None
 
 
-def _envelope(text: bytes) -> Envelope:
+def _decode_envelope(text: bytes) -> Envelope:
     try:
         return msgspec.json.decode(text, type=Envelope)
-    except NOT_JSON:
+    except JSON_ERRORS:
         return Envelope()

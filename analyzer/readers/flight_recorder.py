@@ -17,19 +17,19 @@ from msgspec import Meta, Struct
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.ops import (
-    MOST_CALL_BYTES,
-    dtype_named,
-    element_bytes,
-    known_bytes,
-    message_bytes,
-    op_named,
+    MAX_CALL_BYTES,
+    compute_element_bytes,
+    compute_message_bytes,
+    normalize_dtype,
+    parse_op,
+    sanitize_bytes,
 )
-from stepsplit.analyzer.readers.compression import unpacked
-from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognizes
+from stepsplit.analyzer.readers.compression import open_unpacked
+from stepsplit.analyzer.readers.pickle import is_pickle, load_plain_value, read_whole
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, to_calls
+from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, build_calls
 
-_SAYS_RANK = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)", re.I)
+_RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)", re.I)
 
 _ENDS_IN_NUMBER = re.compile(r"(?<!\d)(\d{1,7})(?:\.[a-z]\w*)*$", re.I)
 
@@ -97,51 +97,57 @@ def read_dump(source: Source) -> FlightDump:
     The rank is the only common member of all groups, else the one in the file name, else -1 with a
     note. Invalid entries are skipped and counted. Raises DataError if the file is not a dump.
     """
-    with unpacked(source) as content:
+    with open_unpacked(source) as content:
         text = read_whole(content, source.where)
-    found, torn = dump_in(text, source.where)
-    entries, odd = _entries(found)
+    raw, torn = decode_dump(text, source.where)
+    entries, n_odd = _convert_entries(raw)
     # gloo lists a group without a name, to which no entry refers.
-    listed = tuple(_group(name, config) for name, config in found.pg_config.items() if name)
-    rank = _rank(source.inner, listed)
+    listed_groups = tuple(
+        _parse_group(name, config) for name, config in raw.pg_config.items() if name
+    )
+    rank = _infer_rank(source.inner, listed_groups)
     return FlightDump(
-        version=str(found.version),
-        calls=_calls(source.where, rank, entries, listed, _notes(odd, torn, rank)),
+        version=str(raw.version),
+        calls=_build_calls(
+            source.where, rank, entries, listed_groups, _list_notes(n_odd, torn, rank)
+        ),
         entries=entries,
-        statuses=_statuses(found.pg_status, entries, listed),
+        statuses=_build_statuses(raw.pg_status, entries, listed_groups),
     )
 
 
-def _notes(odd: int, torn: bool, rank: int) -> tuple[Note, ...]:
-    stated = None if rank < 0 else rank
+def _list_notes(n_odd: int, torn: bool, rank: int) -> tuple[Note, ...]:
+    known_rank = None if rank < 0 else rank
     notes = []
-    if odd:
-        notes.append(Note("flight_odd", f"{odd} invalid entries of the dump are skipped", stated))
+    if n_odd:
+        notes.append(
+            Note("flight_odd", f"{n_odd} invalid entries of the dump are skipped", known_rank)
+        )
     if torn:
         notes.append(
-            Note("flight_torn", "the dump is cut off: its last entries are missing", stated)
+            Note("flight_torn", "the dump is cut off: its last entries are missing", known_rank)
         )
-    if stated is None:
+    if known_rank is None:
         notes.append(Note("rank_unknown", "neither the dump nor its file name contains the rank"))
     return tuple(notes)
 
 
-def _entries(found: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
+def _convert_entries(dump: RawDump) -> tuple[tuple[FlightEntry, ...], int]:
     """The entries in order of creation, and the number of invalid ones."""
     entries = []
-    for one in found.entries:
+    for raw_entry in dump.entries:
         try:
-            entries.append(to_entry(msgspec.convert(one, RawEntry)))
+            entries.append(convert_entry(msgspec.convert(raw_entry, RawEntry)))
         except (msgspec.ValidationError, UnicodeEncodeError):
             continue
-    odd = len(found.entries) - len(entries)
-    return tuple(sorted(entries, key=lambda entry: entry.created_unix_ns)), odd
+    n_odd = len(dump.entries) - len(entries)
+    return tuple(sorted(entries, key=lambda entry: entry.created_unix_ns)), n_odd
 
 
-def _group(name: str, config: Any) -> Group:
+def _parse_group(name: str, config: Any) -> Group:
     """A group of pg_config; its ranks are a list, or a text with one."""
-    told = config if isinstance(config, dict) else {"ranks": config}
-    ranks, description = told.get("ranks"), told.get("desc")
+    fields = config if isinstance(config, dict) else {"ranks": config}
+    ranks, description = fields.get("ranks"), fields.get("desc")
     if isinstance(ranks, str):
         ranks = [int(rank) for rank in re.findall(r"\d{1,9}", ranks)]
     if not isinstance(ranks, (list, tuple)):
@@ -150,22 +156,22 @@ def _group(name: str, config: Any) -> Group:
     return Group(name, members, description if isinstance(description, str) else "")
 
 
-def _rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
+def _infer_rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
     """The rank: a process lists only its own groups, so it may be their only common member."""
     members = [set(group.ranks) for group in listed if group.ranks]
     shared = set.intersection(*members) if members else set()
     if len(shared) == 1:
         return shared.pop()
     match = (
-        _SAYS_RANK.search(path.name)
+        _RANK_IN_NAME.search(path.name)
         or _ENDS_IN_NUMBER.search(path.name)
-        or _SAYS_RANK.search(path.parent.name)
+        or _RANK_IN_NAME.search(path.parent.name)
     )
-    named = int(match[1]) if match else -1
-    return named if not shared or named in shared else -1
+    rank_in_name = int(match[1]) if match else -1
+    return rank_in_name if not shared or rank_in_name in shared else -1
 
 
-def _calls(
+def _build_calls(
     where: str,
     rank: int,
     entries: Sequence[FlightEntry],
@@ -173,82 +179,90 @@ def _calls(
     notes: tuple[Note, ...],
 ) -> RankCalls:
     """The entries as rows, with the groups of the dump."""
-    known = {group.name for group in listed}
-    named = {e.group_name: e.group_description for e in entries if e.group_name not in known}
-    groups = (*listed, *(Group(name, (), text) for name, text in named.items() if name))
-    places = {group.name: place for place, group in enumerate(groups)}
+    listed_names = {group.name for group in listed}
+    unlisted = {
+        e.group_name: e.group_description for e in entries if e.group_name not in listed_names
+    }
+    groups = (*listed, *(Group(name, (), text) for name, text in unlisted.items() if name))
+    positions = {group.name: place for place, group in enumerate(groups)}
     t0_unix_ns = min((e.created_unix_ns for e in entries if e.created_unix_ns >= 0), default=0)
-    rows = [_call(e, places.get(e.group_name, -1), groups, t0_unix_ns) for e in entries]
+    rows = [_build_call(e, positions.get(e.group_name, -1), groups, t0_unix_ns) for e in entries]
     dur_ns = np.array([entry.dur_ns for entry in entries], dtype=np.int64)
     world_size = next((len(g.ranks) for g in listed if g.ranks and _is_default(g)), -1)
-    return RankCalls(where, rank, world_size, "", t0_unix_ns, to_calls(rows), dur_ns, groups, notes)
+    return RankCalls(
+        where, rank, world_size, "", t0_unix_ns, build_calls(rows), dur_ns, groups, notes
+    )
 
 
 def _is_default(group: Group) -> bool:
     return group.description == "default_pg" or group.name == "0"
 
 
-def _call(entry: FlightEntry, group_id: int, groups: Sequence[Group], t0_unix_ns: int) -> Call:
+def _build_call(
+    entry: FlightEntry, group_id: int, groups: Sequence[Group], t0_unix_ns: int
+) -> Call:
     ranks = groups[group_id].ranks if group_id >= 0 else ()
-    op = op_of(entry.name)
+    op = parse_entry_op(entry.name)
     created = entry.created_unix_ns
     peer = _PEER.search(entry.name)
-    place = int(peer[1]) if peer else len(ranks)
+    position = int(peer[1]) if peer else len(ranks)
     return Call(
         event=-1,
         op=op,
         issued_ns=created - t0_unix_ns if created >= 0 else -1,
         group_id=group_id,
         seq=entry.seq,
-        dtype=dtype_named(entry.dtype),
-        peer=ranks[place] if place < len(ranks) else -1,
+        dtype=normalize_dtype(entry.dtype),
+        peer=ranks[position] if position < len(ranks) else -1,
         input_bytes=entry.input_bytes,
-        message_bytes=_whole_bytes(op, entry, len(ranks)),
+        message_bytes=_compute_full_bytes(op, entry, len(ranks)),
     )
 
 
-def _whole_bytes(op: str, entry: FlightEntry, group_size: int) -> int:
-    return known_bytes(message_bytes(op, entry.input_bytes, entry.output_bytes, group_size))
+def _compute_full_bytes(op: str, entry: FlightEntry, group_size: int) -> int:
+    return sanitize_bytes(
+        compute_message_bytes(op, entry.input_bytes, entry.output_bytes, group_size)
+    )
 
 
-def _statuses(
-    told: Mapping[str, Any], entries: Sequence[FlightEntry], listed: Sequence[Group]
+def _build_statuses(
+    raw_statuses: Mapping[str, Any], entries: Sequence[FlightEntry], listed: Sequence[Group]
 ) -> tuple[GroupStatus, ...]:
     """The status of each group by number; invalid ones are skipped."""
-    by_number = {int(key): value for key, value in told.items() if _NUMBER.fullmatch(key)}
-    names = _names(sorted(by_number), entries, listed)
-    found = []
+    by_number = {int(key): value for key, value in raw_statuses.items() if _NUMBER.fullmatch(key)}
+    names = _name_groups(sorted(by_number), entries, listed)
+    statuses = []
     for number, value in sorted(by_number.items(), key=lambda item: item[0]):
         try:
             raw = msgspec.convert(value, RawStatus, strict=False)
         except msgspec.ValidationError:
             continue
-        found.append(GroupStatus(
+        statuses.append(GroupStatus(
             number, names.get(number, ""), raw.last_enqueued_collective,
             raw.last_started_collective, raw.last_completed_collective,
         ))  # fmt: skip
-    return tuple(found)
+    return tuple(statuses)
 
 
-def _names(
+def _name_groups(
     numbers: Sequence[int], entries: Sequence[FlightEntry], listed: Sequence[Group]
 ) -> dict[int, str]:
     """The name of each group number, from the entries or, if all groups have a status, by order.
 
     Numbers are local to a process and names are global; both increase as groups are created.
     """
-    seen = {entry.group_number: entry.group_name for entry in entries}
+    names_in_entries = {entry.group_number: entry.group_name for entry in entries}
     names = [group.name for group in listed]
     if len(names) != len(numbers) or not all(map(_NUMBER.fullmatch, names)):
-        return seen
+        return names_in_entries
     in_order = dict(zip(numbers, sorted(names, key=int), strict=True))
-    agree = all(in_order.get(number, name) == name for number, name in seen.items())
-    return in_order | seen if agree else seen
+    agree = all(in_order.get(number, name) == name for number, name in names_in_entries.items())
+    return in_order | names_in_entries if agree else names_in_entries
 
 
 # Entries of a dump.
 
-_MOST_DIMS = 64
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,10 +325,12 @@ class FlightEntry:
     stack: tuple[Frame, ...]
 
 
-def to_entry(raw: RawEntry) -> FlightEntry:
+def convert_entry(raw: RawEntry) -> FlightEntry:
     """Converts an entry of any torch version."""
-    name, description = _group_of(raw)
-    is_p2p = op_of(raw.profiling_name) in ("send", "recv") if raw.is_p2p is None else raw.is_p2p
+    name, description = _find_group(raw)
+    is_p2p = (
+        parse_entry_op(raw.profiling_name) in ("send", "recv") if raw.is_p2p is None else raw.is_p2p
+    )
     seq = raw.p2p_seq_id if is_p2p else raw.collective_seq_id
     created_us = raw.time_created_us
     started, completed = raw.time_discovered_started_ns, raw.time_discovered_completed_ns
@@ -326,21 +342,21 @@ def to_entry(raw: RawEntry) -> FlightEntry:
         name=raw.profiling_name,
         created_unix_ns=raw.time_created_ns if created_us < 0 else created_us * 1000,
         dtype=raw.input_dtypes[0] if raw.input_dtypes else "",
-        input_bytes=_bytes(raw.input_sizes, raw.input_dtypes),
-        output_bytes=_bytes(raw.output_sizes, raw.output_dtypes or raw.input_dtypes),
+        input_bytes=_compute_bytes(raw.input_sizes, raw.input_dtypes),
+        output_bytes=_compute_bytes(raw.output_sizes, raw.output_dtypes or raw.input_dtypes),
         state=raw.state,
         is_p2p=is_p2p,
         started_unix_ns=started or -1,
         completed_unix_ns=completed or -1,
-        dur_ns=_dur_ns(raw.duration_ms, started or -1, completed or -1),
+        dur_ns=_compute_dur_ns(raw.duration_ms, started or -1, completed or -1),
         retired=raw.retired,
         timeout_ns=raw.timeout_ms * 1_000_000 if raw.timeout_ms >= 0 else -1,
         thread_name=raw.thread_name,
-        stack=tuple(_frame(one.name, one.filename, one.line) for one in raw.frames),
+        stack=tuple(_make_frame(one.name, one.filename, one.line) for one in raw.frames),
     )
 
 
-def _group_of(raw: RawEntry) -> tuple[str, str]:
+def _find_group(raw: RawEntry) -> tuple[str, str]:
     """The group's name and description; the name is its number in dumps without names."""
     match raw.process_group:
         case str(name):
@@ -352,42 +368,42 @@ def _group_of(raw: RawEntry) -> tuple[str, str]:
     return raw.pg_name or (str(raw.pg_id) if raw.pg_id >= 0 else ""), raw.pg_desc
 
 
-def op_of(name: str) -> str:
+def parse_entry_op(name: str) -> str:
     """The op in a name such as "nccl:all_reduce" or "nccl:recv 0<-1"."""
-    return op_named(name.partition(":")[2] or name)
+    return parse_op(name.partition(":")[2] or name)
 
 
-def _dur_ns(duration_ms: float | None, started_ns: int, completed_ns: int) -> int:
+def _compute_dur_ns(duration_ms: float | None, started_ns: int, completed_ns: int) -> int:
     if duration_ms is not None:
         return round(duration_ms * 1e6)
     return completed_ns - started_ns if completed_ns > started_ns > 0 else -1
 
 
 @lru_cache(maxsize=4096)
-def _frame(function: str, file: str, line: int) -> Frame:
+def _make_frame(function: str, file: str, line: int) -> Frame:
     """A frame; equal frames share one object."""
     return Frame(function, file, line)
 
 
-def _bytes(sizes: Any, dtypes: Sequence[str]) -> int:
+def _compute_bytes(sizes: Any, dtypes: Sequence[str]) -> int:
     """The size of tensors of these shapes; a single shape may come without an outer list."""
     if not isinstance(sizes, (list, tuple)) or not sizes:
         return -1
     shapes = [sizes] if all(isinstance(dim, int) for dim in sizes) else sizes
     kinds = dtypes if len(dtypes) == len(shapes) else [*dtypes[:1]] * len(shapes)
-    widths = [element_bytes(kind) for kind in kinds]
-    counts = [_elements(shape) for shape in shapes]
+    widths = [compute_element_bytes(kind) for kind in kinds]
+    counts = [_count_elements(shape) for shape in shapes]
     if not widths or min(widths + counts) < 0:
         return -1
-    return known_bytes(sum(c * width for c, width in zip(counts, widths, strict=True)))
+    return sanitize_bytes(sum(c * width for c, width in zip(counts, widths, strict=True)))
 
 
-def _elements(shape: Any) -> int:
+def _count_elements(shape: Any) -> int:
     """The number of elements of a shape; -1 if it is not a shape."""
-    if not isinstance(shape, (list, tuple)) or len(shape) > _MOST_DIMS:
+    if not isinstance(shape, (list, tuple)) or len(shape) > _MAX_DIMS:
         return -1
-    whole = all(isinstance(dim, int) and 0 <= dim <= MOST_CALL_BYTES for dim in shape)
-    return math.prod(shape) if whole else -1
+    is_shape = all(isinstance(dim, int) and 0 <= dim <= MAX_CALL_BYTES for dim in shape)
+    return math.prod(shape) if is_shape else -1
 
 
 # The fields of a dump, under the names of all torch versions since 2.2.
@@ -464,7 +480,7 @@ class RawDump(Struct):
 
 def is_flight_dump(head: bytes) -> bool:
     """Whether the bytes are the beginning of a Flight Recorder dump, JSON or pickle."""
-    if recognizes(head):
+    if is_pickle(head):
         return any(key in head for key in (b"profiling_name", b"pg_config", b"pg_status"))
     if not head.removeprefix(_BOM).lstrip().startswith((b"{", b"[")) or b'"traceEvents"' in head:
         return False
@@ -473,26 +489,26 @@ def is_flight_dump(head: bytes) -> bool:
     return b'"pg_status"' in head or (b'"pg_config"' in head and b'"comm_lib_version"' in head)
 
 
-def dump_in(text: bytes, where: str) -> tuple[RawDump, bool]:
+def decode_dump(text: bytes, where: str) -> tuple[RawDump, bool]:
     """The content of the file, and whether it is cut off. Raises DataError if it is not a dump."""
-    if recognizes(text):
-        return _checked(plain_value(text, where), where), False
+    if is_pickle(text):
+        return _validate_dump(load_plain_value(text, where), where), False
     try:
-        return _checked(msgspec.json.decode(text.removeprefix(_BOM)), where), False
+        return _validate_dump(msgspec.json.decode(text.removeprefix(_BOM)), where), False
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        entries = list(_whole_entries(text.decode("utf-8", "replace")))
+        entries = list(_decode_whole_entries(text.decode("utf-8", "replace")))
         if not entries:
             raise DataError(where, f"{_NO_DUMP} ({error})", RECORD_AGAIN) from None
         return RawDump(entries=entries), True
 
 
-def _checked(found: object, where: str) -> RawDump:
+def _validate_dump(value: object, where: str) -> RawDump:
     """Converts plain values to a dump; the earliest dumps are a list of entries."""
     try:
-        if isinstance(found, list) and any(map(_is_entry, found)):
-            return RawDump(entries=found)
-        if isinstance(found, dict) and not _KEYS.isdisjoint(found):
-            return msgspec.convert(found, RawDump)
+        if isinstance(value, list) and any(map(_is_entry, value)):
+            return RawDump(entries=value)
+        if isinstance(value, dict) and not _KEYS.isdisjoint(value):
+            return msgspec.convert(value, RawDump)
     except msgspec.ValidationError as error:
         raise DataError(where, f"{_NO_DUMP} ({error})", RECORD_AGAIN) from None
     raise DataError(where, _NO_DUMP, "name a Flight Recorder dump of torch")
@@ -502,7 +518,7 @@ def _is_entry(value: object) -> bool:
     return isinstance(value, dict) and "profiling_name" in value
 
 
-def _whole_entries(text: str) -> Iterator[object]:
+def _decode_whole_entries(text: str) -> Iterator[object]:
     """The entries of a truncated JSON dump, up to the last complete one."""
     decode = json.JSONDecoder().raw_decode
     if (begin := _ENTRIES.search(text)) is None:

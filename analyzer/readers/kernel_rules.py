@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import distinct
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import op_named
+from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.trace import (
     OPS,
     Bool,
@@ -38,9 +38,9 @@ _KINDS: Mapping[str, KernelKind] = {
 
 _OPS = OPS[1:]
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
-_REFERS = re.compile(r"\\[1-9]|\(\?P")
+_BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P")
 
 _T = TypeVar("_T")
 
@@ -63,12 +63,12 @@ def read_rules(place: str | Path) -> Rules:
         rules = read_rules("rules.toml")
         report = analyze("runs/exp1", rules=rules)
     """
-    return rules_in(place).before(BUILT_IN)
+    return read_own_rules(place).combine(BUILT_IN)
 
 
-def rules_in(place: str | Path) -> Rules:
+def read_own_rules(place: str | Path) -> Rules:
     """The rules of the file without the built-in ones, in file order. Raises DataError."""
-    kernels, families = _stated(place)
+    kernels, families = _decode_rules(place)
     for i, kernel in enumerate(kernels):
         _check_pattern(place, f"kernel[{i}].match", kernel.match)
     for i, family in enumerate(families):
@@ -76,24 +76,24 @@ def rules_in(place: str | Path) -> Rules:
     return Rules(kernels, families)
 
 
-def _stated(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[FamilyRule, ...]]:
+def _decode_rules(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[FamilyRule, ...]]:
     """The rules of the file; their patterns are not checked yet."""
-    table = _table(place)
-    _known(place, "", table, ("schema", "kernel", "family"))
+    table = _read_table(place)
+    _check_keys(place, "", table, ("schema", "kernel", "family"))
     if table.get("schema", SCHEMA) != SCHEMA:
         problem = f"schema: {table['schema']!r} is not {SCHEMA!r}"
         raise DataError(place, problem, "convert them to this version's format")
-    kernels = tuple(_each(place, table, "kernel", _kernel))
-    return kernels, tuple(_each(place, table, "family", _family))
+    kernels = tuple(_build_rules(place, table, "kernel", _build_kernel_rule))
+    return kernels, tuple(_build_rules(place, table, "family", _build_family_rule))
 
 
-def _table(place: str | Path) -> dict[str, Any]:
+def _read_table(place: str | Path) -> dict[str, Any]:
     try:
         with Path(place).open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise DataError(place, error.strerror or "unreadable", "check the path") from None
-    if len(text) > _MOST_BYTES:
+    if len(text) > _MAX_BYTES:
         raise DataError(place, "too large for rules", "name a TOML file of rules")
     try:
         return tomllib.loads(text.decode())
@@ -101,36 +101,38 @@ def _table(place: str | Path) -> dict[str, Any]:
         raise DataError(place, f"not TOML ({error})", "see docs/rules.md for the format") from None
 
 
-_Maker = Callable[[str | Path, str, Mapping[str, Any]], _T]
+_RuleBuilder = Callable[[str | Path, str, Mapping[str, Any]], _T]
 
 
-def _each(place: str | Path, table: Mapping[str, Any], kind: str, rule: _Maker[_T]) -> Iterable[_T]:
+def _build_rules(
+    place: str | Path, table: Mapping[str, Any], kind: str, build_rule: _RuleBuilder[_T]
+) -> Iterable[_T]:
     """The rules of one kind; errors refer to them by kind and index."""
     entries = table.get(kind, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise DataError(place, f"{kind}: not a list of tables", f"begin each rule with [[{kind}]]")
-    return (rule(place, f"{kind}[{i}].", entry) for i, entry in enumerate(entries))
+    return (build_rule(place, f"{kind}[{i}].", entry) for i, entry in enumerate(entries))
 
 
-def _kernel(place: str | Path, at: str, entry: Mapping[str, Any]) -> KernelRule:
-    _known(place, at, entry, ("match", "is", "op"))
-    kind = _one_of(place, f"{at}is", entry.get("is"), tuple(_KINDS))
+def _build_kernel_rule(place: str | Path, at: str, entry: Mapping[str, Any]) -> KernelRule:
+    _check_keys(place, at, entry, ("match", "is", "op"))
+    kind = _check_choice(place, f"{at}is", entry.get("is"), tuple(_KINDS))
     op = entry.get("op")
     if op is not None and kind != "communication":
         raise DataError(place, f"{at}op: not allowed for a kernel that is {kind}", "leave op out")
-    named = "" if op is None else _one_of(place, f"{at}op", op, _OPS)
-    return KernelRule(_match(place, at, entry), _KINDS[kind], named)
+    op_name = "" if op is None else _check_choice(place, f"{at}op", op, _OPS)
+    return KernelRule(_read_pattern(place, at, entry), _KINDS[kind], op_name)
 
 
-def _family(place: str | Path, at: str, entry: Mapping[str, Any]) -> FamilyRule:
-    _known(place, at, entry, ("match", "family"))
+def _build_family_rule(place: str | Path, at: str, entry: Mapping[str, Any]) -> FamilyRule:
+    _check_keys(place, at, entry, ("match", "family"))
     family = entry.get("family")
     if not isinstance(family, str) or not family.strip():
         raise DataError(place, f"{at}family: {family!r} is not a name", "name a family")
-    return FamilyRule(_match(place, at, entry), family.strip())
+    return FamilyRule(_read_pattern(place, at, entry), family.strip())
 
 
-def _match(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
+def _read_pattern(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
     match = entry.get("match")
     if not isinstance(match, str) or not match:
         hint = "write a regular expression in quotes"
@@ -140,24 +142,26 @@ def _match(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
 
 def _check_pattern(place: str | Path, key: str, match: str) -> None:
     try:
-        pattern = compiled(match)
+        pattern = compile_pattern(match)
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"{key}: {match!r} is not a regular expression ({error})"
         raise DataError(place, problem, "fix the pattern") from None
-    if _REFERS.search(match):
+    if _BACKREFERENCE.search(match):
         hint = "match without references and named groups"
         raise DataError(place, f"{key}: {match!r} refers to a group", hint)
     if pattern.search("") is not None:
         raise DataError(place, f"{key}: {match!r} matches every name", "fix the pattern")
 
 
-def _one_of(place: str | Path, key: str, value: object, known: tuple[str, ...]) -> str:
+def _check_choice(place: str | Path, key: str, value: object, known: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in known:
         raise DataError(place, f"{key}: {value!r} is unknown", f"write one of {', '.join(known)}")
     return value
 
 
-def _known(place: str | Path, at: str, entry: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+def _check_keys(
+    place: str | Path, at: str, entry: Mapping[str, Any], keys: tuple[str, ...]
+) -> None:
     for key in entry:
         if key not in keys:
             hint = f"write {', '.join(keys)}"
@@ -198,23 +202,23 @@ class FamilyRule:
     family: str
 
 
-_CODES = re.compile(r"\\[xu0-9]")
+_ESCAPES = re.compile(r"\\[xu0-9]")
 """Escapes that give a character by its code."""
 
 
-def _in_lower_case(match: str) -> str:
+def _convert_to_lower_case(match: str) -> str:
     """The pattern for lower-case names; without the slow IGNORECASE flag if possible."""
-    is_plain = match == match.lower() and not _CODES.search(match)
+    is_plain = match == match.lower() and not _ESCAPES.search(match)
     return f"(?:{match})" if is_plain else f"(?i:{match})"
 
 
-def _any_of(matches: Iterable[str]) -> re.Pattern[str]:
+def _compile_any(matches: Iterable[str]) -> re.Pattern[str]:
     """A pattern for lower-case names that matches if any of the patterns does."""
-    return re.compile("|".join(map(_in_lower_case, matches)) or r"(?!)")
+    return re.compile("|".join(map(_convert_to_lower_case, matches)) or r"(?!)")
 
 
 @lru_cache(None)
-def compiled(match: str) -> re.Pattern[str]:
+def compile_pattern(match: str) -> re.Pattern[str]:
     """The compiled pattern of a rule. Raises re.error."""
     return re.compile(f"(?:{match})", re.IGNORECASE)
 
@@ -247,44 +251,46 @@ class Rules:
 
     def __post_init__(self) -> None:
         more = [rule.match for rule in self.kernels if rule.kind != "compute"]
-        object.__setattr__(self, "suspect", _any_of(more))
+        object.__setattr__(self, "suspect", _compile_any(more))
 
     @property
     def reading_key(self) -> str:
         """Changes if the rules change what the readers return."""
         return hashlib.sha256(repr(self.kernels).encode()).hexdigest()[:16]
 
-    def before(self, others: Rules) -> Rules:
+    def combine(self, fallback: Rules) -> Rules:
         """These rules, followed by the others as fallback."""
-        return Rules(self.kernels + others.kernels, self.families + others.families)
+        return Rules(self.kernels + fallback.kernels, self.families + fallback.families)
 
-    def kind_of(self, name: str) -> KernelKind:
+    def classify_kernel(self, name: str) -> KernelKind:
         """The kind of a kernel or copy of this name; compute if no rule matches."""
-        rule = self._kernel_rule(name)
+        rule = self._find_kernel_rule(name)
         return "compute" if rule is None else rule.kind
 
-    def communicates(self, name: str) -> bool:
+    def is_communication(self, name: str) -> bool:
         """Whether a kernel or copy of this name is a collective, send or receive."""
-        return self.kind_of(name) == "communication"
+        return self.classify_kernel(name) == "communication"
 
-    def op_of(self, name: str) -> str:
+    def find_op(self, name: str) -> str:
         """The op of a communication kernel of this name, "unknown" if not determined."""
-        rule = self._kernel_rule(name)
-        return rule.op if rule is not None and rule.op else op_named(name)
+        rule = self._find_kernel_rule(name)
+        return rule.op if rule is not None and rule.op else parse_op(name)
 
-    def family_of(self, name: str) -> str:
+    def find_family(self, name: str) -> str:
         """The family of a compute kernel, or of an op of a CPU run; "other" if no rule matches."""
-        found = (rule.family for rule in self.families if compiled(rule.match).search(name))
-        return next(found, OTHER)
+        families = (
+            rule.family for rule in self.families if compile_pattern(rule.match).search(name)
+        )
+        return next(families, OTHER)
 
-    def _kernel_rule(self, name: str) -> KernelRule | None:
+    def _find_kernel_rule(self, name: str) -> KernelRule | None:
         if self.suspect.search(name.lower()) is None:
             return None
-        found = (rule for rule in self.kernels if compiled(rule.match).search(name))
-        return next(found, None)
+        matching = (rule for rule in self.kernels if compile_pattern(rule.match).search(name))
+        return next(matching, None)
 
 
-BUILT_IN = Rules(*_stated(BUILT_IN_FILE))
+BUILT_IN = Rules(*_decode_rules(BUILT_IN_FILE))
 """The rules that come with stepsplit; family patterns are compiled on first use."""
 
 
@@ -303,56 +309,56 @@ class EventClassifier:
         compute.
         """
         kind = np.zeros(len(events), dtype=np.uint8)
-        kernels = events.of(Category.KERNEL)
+        kernels = events.is_category(Category.KERNEL)
         kind[kernels] = EventKind.COMPUTE
-        kind[events.of(Category.MEMCPY, Category.MEMSET)] = EventKind.COPY
+        kind[events.is_category(Category.MEMCPY, Category.MEMSET)] = EventKind.COPY
         kind[calls.event] = EventKind.COMMUNICATION
         if events.on_device:
-            kind[kernels & self._fused(events, kernels)] = EventKind.FUSED
+            kind[kernels & self._find_fused(events, kernels)] = EventKind.FUSED
         else:
-            kind[_computing_ops(events)] = EventKind.COMPUTE
+            kind[_find_computing_ops(events)] = EventKind.COMPUTE
         computes = (kind == EventKind.COMPUTE) | (kind == EventKind.FUSED)
-        family, families = self._families(events, distinct(events.name_id[computes]))
+        family, families = self._assign_families(events, list_distinct(events.name_id[computes]))
         return EventKinds(kind, family, families)
 
-    def _fused(self, events: Events, kernels: Bool) -> Bool:
+    def _find_fused(self, events: Events, kernels: Bool) -> Bool:
         """Which events are fused kernels; only names of kernels are looked up."""
-        chosen = np.zeros(len(events.names), dtype=np.bool_)
-        for number in distinct(events.name_id[kernels]).tolist():
+        is_fused = np.zeros(len(events.names), dtype=np.bool_)
+        for number in list_distinct(events.name_id[kernels]).tolist():
             name = events.names[number]
             if name not in self._is_fused:
-                self._is_fused[name] = self._rules.kind_of(name) == "fused"
-            chosen[number] = self._is_fused[name]
-        return chosen[events.name_id]
+                self._is_fused[name] = self._rules.classify_kernel(name) == "fused"
+            is_fused[number] = self._is_fused[name]
+        return is_fused[events.name_id]
 
-    def _families(self, events: Events, computing: Int64) -> tuple[Int32, tuple[str, ...]]:
+    def _assign_families(self, events: Events, computing: Int64) -> tuple[Int32, tuple[str, ...]]:
         """The index into families for each name; computing are the names to look up."""
         families = {OTHER: 0}
         family = np.zeros(len(events.names), dtype=np.int32)
         for number in computing.tolist():
             name = events.names[number]
             if name not in self._family:
-                self._family[name] = self._rules.family_of(name)
+                self._family[name] = self._rules.find_family(name)
             family[number] = families.setdefault(self._family[name], len(families))
         return family, tuple(families)
 
 
 # Compute ops of a CPU run.
 
-_COMMUNICATES = ("c10d::", "_c10d_functional::", "c10d_functional::")
+_COMM_PREFIXES = ("c10d::", "_c10d_functional::", "c10d_functional::")
 
-_WRAPS = ("autograd::engine", "torch::autograd::", "PythonSubclass")
+_WRAPPER_PREFIXES = ("autograd::engine", "torch::autograd::", "PythonSubclass")
 
 
-def _computing_ops(events: Events) -> Bool:
+def _find_computing_ops(events: Events) -> Bool:
     """Which ops of a CPU run are compute: those of training threads that only compute.
 
     Excludes ops that wrap arbitrary others, and ops around a collective, which contain its wait.
     """
-    ops = events.of(Category.OP)
-    communicates = ops & events.name_mask(_starts(events, _COMMUNICATES))
-    computes = ops & ~communicates & ~events.name_mask(_starts(events, _WRAPS))
-    training = _training_lanes(events)
+    ops = events.is_category(Category.OP)
+    communicates = ops & events.name_mask(_match_prefixes(events, _COMM_PREFIXES))
+    computes = ops & ~communicates & ~events.name_mask(_match_prefixes(events, _WRAPPER_PREFIXES))
+    training = _find_training_lanes(events)
     computes &= training[events.lane]
     for lane in np.flatnonzero(training).tolist():
         here = events.lane == lane
@@ -364,20 +370,20 @@ def _computing_ops(events: Events) -> Bool:
     return computes
 
 
-def _training_lanes(events: Events) -> Bool:
+def _find_training_lanes(events: Events) -> Bool:
     """Which threads train: those that step the profiler or run autograd."""
-    steps = events.named("ProfilerStep#")
-    marks = steps | events.named("autograd::engine")
+    steps = events.match_prefix("ProfilerStep#")
+    marks = steps | events.match_prefix("autograd::engine")
     if not steps.any():
-        marks = ~(events.named("gloo:") & ~_messages(events))
+        marks = ~(events.match_prefix("gloo:") & ~_find_messages(events))
         moves_bytes = np.bincount(events.lane[~marks], minlength=len(events.lanes)) > 0
         return np.asarray(~moves_bytes)
     return np.asarray(np.bincount(events.lane[marks], minlength=len(events.lanes)) > 0)
 
 
-def _messages(events: Events) -> Bool:
-    return events.named("gloo:send") | events.named("gloo:recv")
+def _find_messages(events: Events) -> Bool:
+    return events.match_prefix("gloo:send") | events.match_prefix("gloo:recv")
 
 
-def _starts(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:
+def _match_prefixes(events: Events, prefixes: tuple[str, ...]) -> tuple[bool, ...]:
     return tuple(name.startswith(prefixes) for name in events.names)

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.compression import HEAD_BYTES, Unpacked, unpacked
-from stepsplit.analyzer.readers.pickle import plain_value, read_whole, recognizes
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
+from stepsplit.analyzer.readers.pickle import is_pickle, load_plain_value, read_whole
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Int64, Note
 
@@ -28,7 +28,7 @@ from stepsplit.analyzer.trace import Int64, Note
 
 ALLOCATOR_UNIT_BYTES = 512
 
-_NEVER_READ = frozenset(
+_UNUSED_KEYS = frozenset(
     {"frames", "cpp_frames", "forward_frames", "allocator_settings", "external_annotations"}
 )
 
@@ -36,7 +36,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 _FREES = frozenset({"free_requested", "free_completed"})
 
-_MOST_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 
 _Kind = TypeVar("_Kind", bound=Struct)
 
@@ -80,7 +80,7 @@ class _Snapshot(Struct):
 
 def is_memory_snapshot(head: bytes) -> bool:
     """Whether the bytes are the beginning of an allocator snapshot or a memory timeline."""
-    if recognizes(head):
+    if is_pickle(head):
         return b"device_traces" in head or (b"segment_type" in head and b"total_size" in head)
     return is_memory_timeline(head)
 
@@ -91,16 +91,16 @@ def read_memory(source: Source) -> MemoryRecord:
     Invalid segments and events are skipped and counted. Raises DataError if the file is not a
     memory recording, or is a truncated pickle, which lacks the final state.
     """
-    with unpacked(source) as content:
+    with open_unpacked(source) as content:
         first = content.read(HEAD_BYTES)
-        if not recognizes(first):
+        if not is_pickle(first):
             return read_timeline(first, content, source.where)
         text = first + read_whole(content, source.where)
-    snapshot = _snapshot(plain_value(text, source.where, _NEVER_READ), source.where)
-    return _snapshot_record(source.where, snapshot)
+    snapshot = _convert_snapshot(load_plain_value(text, source.where, _UNUSED_KEYS), source.where)
+    return _build_snapshot_record(source.where, snapshot)
 
 
-def _snapshot(value: object, where: str) -> _Snapshot:
+def _convert_snapshot(value: object, where: str) -> _Snapshot:
     """Converts plain values; torch.cuda.memory_snapshot returns only the list of segments."""
     try:
         return msgspec.convert({"segments": value} if isinstance(value, list) else value, _Snapshot)
@@ -108,66 +108,74 @@ def _snapshot(value: object, where: str) -> _Snapshot:
         raise DataError(where, f"not a memory snapshot ({error})", RECORD_AGAIN) from None
 
 
-def _snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
-    segments = _plain(snapshot.segments, _Segment)
-    traces = [_plain(trace, _Event) for trace in snapshot.device_traces]
-    told = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
-    odd = told - len(segments) - sum(len(trace) for trace in traces)
+def _build_snapshot_record(where: str, snapshot: _Snapshot) -> MemoryRecord:
+    segments = _convert_values(snapshot.segments, _Segment)
+    traces = [_convert_values(trace, _Event) for trace in snapshot.device_traces]
+    n_entries = len(snapshot.segments) + sum(len(trace) for trace in snapshot.device_traces)
+    n_odd = n_entries - len(segments) - sum(len(trace) for trace in traces)
     events = {number: trace for number, trace in enumerate(traces) if trace}
     numbers = sorted({segment.device for segment in segments} | events.keys())
     devices = tuple(
-        _device(number, [s for s in segments if s.device == number], events.get(number, ()))
+        _build_device_memory(
+            number, [s for s in segments if s.device == number], events.get(number, ())
+        )
         for number in numbers
     )
     lost = [d.device for d in devices if d.device in events and not len(d.curve)]
-    return MemoryRecord(where, "snapshot", devices, (), _snapshot_notes(odd, lost))
+    return MemoryRecord(where, "snapshot", devices, (), _list_snapshot_notes(n_odd, lost))
 
 
-def _snapshot_notes(odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
+def _list_snapshot_notes(n_odd: int, lost: Sequence[int]) -> tuple[Note, ...]:
     notes = []
-    if odd:
-        notes.append(Note("memory_odd", f"{odd} invalid entries of the snapshot are skipped"))
+    if n_odd:
+        notes.append(Note("memory_odd", f"{n_odd} invalid entries of the snapshot are skipped"))
     if lost:
         text = f"the trace of device {lost[0]} is inconsistent with its state: peaks are unknown"
         notes.append(Note("memory_trace_odd", text))
     return tuple(notes)
 
 
-def _plain(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
+def _convert_values(values: Sequence[object], kind: type[_Kind]) -> list[_Kind]:
     """The values that can be converted to the type."""
-    found = []
+    converted = []
     for value in values:
         try:
-            found.append(msgspec.convert(value, kind))
+            converted.append(msgspec.convert(value, kind))
         except msgspec.ValidationError:
             continue
-    return found
+    return converted
 
 
-def _device(number: int, segments: Sequence[_Segment], events: Sequence[_Event]) -> DeviceMemory:
+def _build_device_memory(
+    number: int, segments: Sequence[_Segment], events: Sequence[_Event]
+) -> DeviceMemory:
     """The final state of the device and, backwards from it, its curve."""
-    placed = [pair for segment in segments for pair in _placed(segment)]
+    placed = [pair for segment in segments for pair in _locate_blocks(segment)]
     active = [(place, block) for place, block in placed if block.state.startswith("active")]
     allocated = [(place, block) for place, block in active if block.state == "active_allocated"]
     reserved_bytes = sum(segment.total_size for segment in segments)
     # Without free_requested events, a block counts until free_completed.
-    acts = {event.action for event in events}
-    gone = "free_completed" if acts & _FREES == {"free_completed"} else "free_requested"
-    live = active if gone == "free_completed" else allocated
-    curve = _curve(
+    actions = {event.action for event in events}
+    free_action = "free_completed" if actions & _FREES == {"free_completed"} else "free_requested"
+    live = active if free_action == "free_completed" else allocated
+    curve = _build_curve(
         events,
-        _backwards(
+        _accumulate_backwards(
             sum(block.size for _, block in live),
-            _allocated_by(events, {place: block.size for place, block in live}, gone),
+            _compute_allocated_changes(
+                events, {place: block.size for place, block in live}, free_action
+            ),
         ),
-        _backwards(reserved_bytes, [_RESERVES.get(e.action, 0) * e.size for e in events]),
+        _accumulate_backwards(
+            reserved_bytes, [_RESERVES.get(e.action, 0) * e.size for e in events]
+        ),
     )
     return DeviceMemory(
         device=number,
         allocated_bytes=sum(block.size for _, block in allocated),
         reserved_bytes=reserved_bytes,
         active_bytes=sum(block.size for _, block in active),
-        requested_bytes=_sum_of(_requested(block) for _, block in active),
+        requested_bytes=_sum_known(_find_requested_bytes(block) for _, block in active),
         segments=len(segments),
         peak_allocated_bytes=int(curve.allocated_bytes.max(initial=-1)),
         peak_reserved_bytes=int(curve.reserved_bytes.max(initial=-1)),
@@ -175,26 +183,28 @@ def _device(number: int, segments: Sequence[_Segment], events: Sequence[_Event])
     )
 
 
-def _placed(segment: _Segment) -> Iterator[tuple[int, _Block]]:
+def _locate_blocks(segment: _Segment) -> Iterator[tuple[int, _Block]]:
     """The segment's blocks with addresses; old snapshots lack them, so sizes are added up."""
     begins = accumulate((block.size for block in segment.blocks), initial=segment.address)
     for begin, block in zip(begins, segment.blocks, strict=False):
         yield (begin if block.address < 0 else block.address), block
 
 
-def _requested(block: _Block) -> int:
+def _find_requested_bytes(block: _Block) -> int:
     if block.requested_size is not None:
         return block.requested_size
     return block.history[0].real_size if block.history else -1
 
 
-def _sum_of(sizes: Iterable[int]) -> int:
+def _sum_known(sizes: Iterable[int]) -> int:
     """The sum, -1 if one is unknown."""
     known = list(sizes)
     return -1 if -1 in known else sum(known)
 
 
-def _allocated_by(events: Sequence[_Event], live: Mapping[int, int], gone: str) -> list[int]:
+def _compute_allocated_changes(
+    events: Sequence[_Event], live: Mapping[int, int], free_action: str
+) -> list[int]:
     """The change of the allocated bytes by each event.
 
     live maps addresses to sizes of the blocks in the final state. The last allocation at such an
@@ -207,22 +217,22 @@ def _allocated_by(events: Sequence[_Event], live: Mapping[int, int], gone: str) 
         if event.action == "alloc":
             changes.append(left.pop(event.addr, rounded))
         else:
-            changes.append(-rounded if event.action == gone else 0)
+            changes.append(-rounded if event.action == free_action else 0)
     return changes[::-1]
 
 
-def _backwards(end: int, changes: Sequence[int]) -> list[int]:
+def _accumulate_backwards(end: int, changes: Sequence[int]) -> list[int]:
     """The value before the first change and after each one, given the final value."""
     return list(accumulate(reversed(changes), sub, initial=end))[::-1]
 
 
-def _curve(
+def _build_curve(
     events: Sequence[_Event], allocated: Sequence[int], reserved: Sequence[int]
 ) -> MemoryCurve:
     """The curve; empty if there are no events or the values are implausible."""
-    held = (*allocated, *reserved)
-    if not events or min(held) < 0 or max(held) > _MOST_BYTES:
-        return empty_curve()
+    sizes = (*allocated, *reserved)
+    if not events or min(sizes) < 0 or max(sizes) > _MAX_BYTES:
+        return make_empty_curve()
     times_us = [event.time_us for event in events]
     times_ns = [time_us * 1000 if time_us >= 0 else -1 for time_us in (times_us[0], *times_us)]
     return MemoryCurve(*(np.array(c, dtype=np.int64) for c in (times_ns, allocated, reserved)))
@@ -249,95 +259,101 @@ _ROW = re.compile(rb"\[\s*(-1|[0-8]?\d{1,18})\s*,\s*([1-4])\s*,\s*(-?\d{1,15})\s
 
 _RAW = re.compile(rb"\s*\[\s*" + _ROW.pattern)
 
-_ADDED_UP = re.compile(rb"\s*\[\s*\[\s*1\d{15}\s*[,\]]")
+_SUMMED = re.compile(rb"\s*\[\s*\[\s*1\d{15}\s*[,\]]")
 
-_LONGEST_ROW = 256
+_MAX_ROW_BYTES = 256
 
 
 def is_memory_timeline(head: bytes) -> bool:
     """Whether the bytes are the beginning of a memory timeline, raw or summed."""
-    return _RAW.match(head) is not None or _ADDED_UP.match(head) is not None
+    return _RAW.match(head) is not None or _SUMMED.match(head) is not None
 
 
-def read_timeline(first: bytes, content: Unpacked, where: str) -> MemoryRecord:
+def read_timeline(first: bytes, content: UnpackedStream, where: str) -> MemoryRecord:
     """Reads the timeline from the first bytes and the rest of the content.
 
     Invalid rows are skipped and counted. Raises DataError if it is not a timeline.
     """
     if _RAW.match(first) is None:
-        times_ns, held = _added_up(first + read_whole(content, where), where)
-        return _timeline_record(where, times_ns, held.sum(axis=1), held.T, ())
-    rows, odd, torn = _rows(first, content)
-    if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MOST_BYTES:
+        times_ns, category_bytes = _decode_summed(first + read_whole(content, where), where)
+        return _build_timeline_record(
+            where, times_ns, category_bytes.sum(axis=1), category_bytes.T, ()
+        )
+    rows, n_odd, torn = _read_rows(first, content)
+    if float(np.abs(rows[:, 2].astype(np.float64)).sum()) > _MAX_BYTES:
         raise DataError(where, "implausible sizes", RECORD_AGAIN)
-    times_ns, changes = _in_time(rows[:, 0]), rows[:, 2]
+    times_ns, changes = _fill_times(rows[:, 0]), rows[:, 2]
     kinds = (np.where(rows[:, 3] == kind, changes, 0) for kind in range(len(CATEGORIES)))
-    held_by_kind = (np.cumsum(own) for own in kinds)
-    return _timeline_record(
-        where, times_ns, np.cumsum(changes), held_by_kind, _timeline_notes(odd, torn)
+    category_curves = (np.cumsum(own) for own in kinds)
+    return _build_timeline_record(
+        where, times_ns, np.cumsum(changes), category_curves, _list_timeline_notes(n_odd, torn)
     )
 
 
-def _in_time(times_ns: Int64) -> Int64:
+def _fill_times(times_ns: Int64) -> Int64:
     """The times; earlier allocations get the time of the first event."""
     known = times_ns[times_ns >= 0]
     return np.where(times_ns < 0, known[0], times_ns) if len(known) else times_ns
 
 
-def _timeline_notes(odd: int, torn: bool) -> tuple[Note, ...]:
+def _list_timeline_notes(n_odd: int, torn: bool) -> tuple[Note, ...]:
     notes = []
-    if odd:
-        notes.append(Note("memory_odd", f"{odd} invalid rows of the timeline are skipped"))
+    if n_odd:
+        notes.append(Note("memory_odd", f"{n_odd} invalid rows of the timeline are skipped"))
     if torn:
         notes.append(Note("memory_torn", "the timeline is cut off: its end is missing"))
     return tuple(notes)
 
 
-def _rows(first: bytes, content: Unpacked) -> tuple[Int64, int, bool]:
+def _read_rows(first: bytes, content: UnpackedStream) -> tuple[Int64, int, bool]:
     """The rows, the number of invalid ones, and whether the list is truncated."""
     blocks, ends, rest, last = [], 0, first, first
-    for block in _blocks(content):
+    for block in _read_blocks(content):
         text = rest + block
         whole = text.rfind(b"]") + 1
-        blocks.append(_numbers(text[:whole]))
+        blocks.append(_parse_rows(text[:whole]))
         ends += text.count(b"]", 0, whole)
-        rest = text[whole:][-_LONGEST_ROW:]
-        last = (last + block)[-_LONGEST_ROW:]
+        rest = text[whole:][-_MAX_ROW_BYTES:]
+        last = (last + block)[-_MAX_ROW_BYTES:]
     rows = np.concatenate(blocks)
     closed = re.search(rb"\]\s*\]\s*$", last) is not None
     return rows, ends - len(rows) - closed, not closed or bool(content.torn)
 
 
-def _blocks(content: Unpacked) -> Iterator[bytes]:
+def _read_blocks(content: UnpackedStream) -> Iterator[bytes]:
     """The rest of the content, then b"" once, so that bytes read before are processed too."""
     while block := content.read(1 << 20):
         yield block
     yield b""
 
 
-def _numbers(text: bytes) -> Int64:
+def _parse_rows(text: bytes) -> Int64:
     """The rows in the text: time_ns, action, change_bytes, category. Shape (rows, 4)."""
-    found = _ROW.findall(text)
-    return np.array(found, dtype="S20").reshape(-1, 4).astype(np.int64)
+    rows = _ROW.findall(text)
+    return np.array(rows, dtype="S20").reshape(-1, 4).astype(np.int64)
 
 
-def _added_up(text: bytes, where: str) -> tuple[Int64, Int64]:
+def _decode_summed(text: bytes, where: str) -> tuple[Int64, Int64]:
     """The times, and the bytes of each category: shapes (times,) and (times, categories)."""
     try:
         times_us, sizes = msgspec.json.decode(text, type=tuple[list[int], list[list[int]]])
-        held = np.array(sizes, dtype=np.int64)[:, 1:]
+        category_bytes = np.array(sizes, dtype=np.int64)[:, 1:]
         times_ns = np.array(times_us, dtype=np.int64) * 1000
     except (msgspec.DecodeError, ValueError, OverflowError, IndexError) as error:
         raise DataError(where, f"not a complete memory timeline ({error})", RECORD_AGAIN) from None
-    if held.shape != (len(times_ns), len(CATEGORIES)) or not len(held):
+    if category_bytes.shape != (len(times_ns), len(CATEGORIES)) or not len(category_bytes):
         raise DataError(where, "a memory timeline of unexpected shape", RECORD_AGAIN)
-    if float(np.abs(held.astype(np.float64)).sum(axis=1).max()) > _MOST_BYTES:
+    if float(np.abs(category_bytes.astype(np.float64)).sum(axis=1).max()) > _MAX_BYTES:
         raise DataError(where, "implausible sizes", RECORD_AGAIN)
-    return times_ns, held
+    return times_ns, category_bytes
 
 
-def _timeline_record(
-    where: str, times_ns: Int64, total: Int64, held: Iterable[Int64], notes: tuple[Note, ...]
+def _build_timeline_record(
+    where: str,
+    times_ns: Int64,
+    total: Int64,
+    category_bytes: Iterable[Int64],
+    notes: tuple[Note, ...],
 ) -> MemoryRecord:
     """The record of total bytes and bytes of each category over time."""
     peak = int(total.argmax())
@@ -354,7 +370,7 @@ def _timeline_record(
     )
     categories = tuple(
         CategoryMemory(name, int(own.max()), int(own[peak]))
-        for name, own in zip(CATEGORIES, held, strict=True)
+        for name, own in zip(CATEGORIES, category_bytes, strict=True)
     )
     return MemoryRecord(where, "timeline", (device,), categories, notes)
 
@@ -379,10 +395,10 @@ class MemoryCurve:
         return len(self.time_ns)
 
 
-def empty_curve() -> MemoryCurve:
+def make_empty_curve() -> MemoryCurve:
     """The curve of a recording without events."""
-    nothing = np.empty(0, dtype=np.int64)
-    return MemoryCurve(nothing, nothing, nothing)
+    empty = np.empty(0, dtype=np.int64)
+    return MemoryCurve(empty, empty, empty)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,30 +18,30 @@ from urllib.parse import quote
 import numpy as np
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import message_bytes, op_named
-from stepsplit.analyzer.readers.compression import is_packed, unpacked
+from stepsplit.analyzer.ops import compute_message_bytes, parse_op
+from stepsplit.analyzer.readers.compression import is_packed, open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Call,
+    CallsWithGroups,
     Category,
     Events,
-    FoundCalls,
     Group,
     Int64,
     Lane,
     Note,
     RankTrace,
     UInt8,
-    to_calls,
+    build_calls,
 )
 
 _MAGIC = b"SQLite format 3\0"
 
 _TABLES = re.compile(rb"CREATE TABLE \W?(StringIds|NVTX_EVENTS|TARGET_INFO_|ENUM_NSYS_|META_DATA_)")
 
-_RECORD = "record with nsys profile -t cuda,nvtx and export again"
+_RECORD_HINT = "record with nsys profile -t cuda,nvtx and export again"
 
 _RANK_IN_NAME = re.compile(r"rank[-_ ]?(\d{1,7})", re.I)
 
@@ -49,9 +49,9 @@ _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_P
 
 _SIZE_NAMES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
-_MOST_RANKS = 10_000_000
+_MAX_RANKS = 10_000_000
 
-_MOST_ENVIRONMENT = 1 << 20
+_MAX_ENVIRONMENT = 1 << 20
 
 
 def is_nsys_export(head: bytes) -> bool:
@@ -70,20 +70,20 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
 
     Raises DataError if the file is damaged, not such an export, or has no kernels.
     """
-    with opened(source) as db:
+    with open_database(source) as db:
         if "StringIds" not in db.columns:
             raise DataError(source.where, "SQLite, but not an Nsight Systems export", EXPORT_AGAIN)
-        processes = processes_of(db)
+        processes = read_processes(db)
         if not processes:
-            raise DataError(source.where, "no GPU kernels or copies found", _RECORD)
-        session = _session(db)
-        ranks = _ranks(db, session, source, processes)
-        payloads = payloads_of(db)
-    groups = communicators_of(processes, ranks.of_process, payloads)
+            raise DataError(source.where, "no GPU kernels or copies found", _RECORD_HINT)
+        session = _read_session(db)
+        ranks = _assign_ranks(db, session, source, processes)
+        payloads = read_payloads(db)
+    groups = build_communicators(processes, ranks.of_process, payloads)
     world_size = max(session.world_size, 1 + max(ranks.of_process))
     traces, classifier = [], EventClassifier(rules)
     for process, rank in zip(processes, ranks.of_process, strict=True):
-        found = calls_of(process, payloads, groups, rules)
+        rank_calls = match_calls(process, payloads, groups, rules)
         notes = tuple(Note(n.code, n.message, rank) for n in (*session.notes, *ranks.notes))
         traces.append(
             RankTrace(
@@ -95,9 +95,9 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
                 backend="nccl" if any(n.startswith("nccl") for n in process.events.names) else "",
                 t0_unix_ns=session.start_unix_ns + process.start_ns,
                 events=process.events,
-                calls=found.calls,
-                groups=found.groups,
-                kinds=classifier.classify(process.events, found.calls),
+                calls=rank_calls.calls,
+                groups=rank_calls.groups,
+                kinds=classifier.classify(process.events, rank_calls.calls),
                 notes=notes,
             )
         )
@@ -119,31 +119,31 @@ class _Session:
     notes: tuple[Note, ...]
 
 
-def _session(db: NsysDatabase) -> _Session:
+def _read_session(db: NsysDatabase) -> _Session:
     table = "TARGET_INFO_SYSTEM_ENV"
-    values = db.texts(table, "value", most=_MOST_ENVIRONMENT)
-    pairs = list(zip(db.texts(table, "name"), values, strict=False))
+    values = db.read_texts(table, "value", max_chars=_MAX_ENVIRONMENT)
+    pairs = list(zip(db.read_texts(table, "name"), values, strict=False))
     environment = "\n".join(f"{name}={value}" for name, value in pairs)
-    began = db.ints("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)).ravel().tolist()
-    known = bool(began) and began[0] > 0
+    start_ns = db.read_ints("TARGET_INFO_SESSION_START_TIME", ("utcEpochNs",)).ravel().tolist()
+    has_start = bool(start_ns) and start_ns[0] > 0
     notes = []
-    if not known:
+    if not has_start:
         text = "the export has no start time of the session: its clock counts from 0"
         notes.append(Note("no_clock", text))
-    if len(db.ints("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", ("start",))):
+    if len(db.read_ints("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", ("start",))):
         text = "CUDA graphs were recorded as single events and count as compute; record with "
         notes.append(Note("graphs_whole", text + "--cuda-graph-trace=node"))
     return _Session(
-        start_unix_ns=began[0] if known else 0,
+        start_unix_ns=start_ns[0] if has_start else 0,
         host=next((value for name, value in pairs if name == "Hostname"), ""),
-        device=next(db.texts("TARGET_INFO_GPU", "name"), ""),
-        rank=_variable(environment, _RANK_NAMES),
-        world_size=_variable(environment, _SIZE_NAMES),
+        device=next(db.read_texts("TARGET_INFO_GPU", "name"), ""),
+        rank=_parse_variable(environment, _RANK_NAMES),
+        world_size=_parse_variable(environment, _SIZE_NAMES),
         notes=tuple(notes),
     )
 
 
-def _variable(environment: str, names: Sequence[str]) -> int:
+def _parse_variable(environment: str, names: Sequence[str]) -> int:
     """The number in the first of these variables that is set, -1 if none is."""
     for name in names:
         pattern = rf"(?<![A-Za-z0-9_]){name}[\"']?\s*[=:]\s*[\"']?(\d{{1,7}})(?!\d)"
@@ -160,28 +160,28 @@ class _Ranks:
     notes: tuple[Note, ...]
 
 
-def _ranks(
+def _assign_ranks(
     db: NsysDatabase, session: _Session, source: Source, processes: Sequence[Process]
 ) -> _Ranks:
     """The rank of each process: from MPI, from the environment or name, else by device order."""
-    rows = db.ints("MPI_RANKS", ("globalTid", "rank"))
-    mpi = dict(zip(process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
+    rows = db.read_ints("MPI_RANKS", ("globalTid", "rank"))
+    mpi = dict(zip(compute_process_key(rows[:, 0]).tolist(), rows[:, 1].tolist(), strict=True))
     by_mpi = [mpi.get(process.key, -1) for process in processes]
-    if min(by_mpi) >= 0 and max(by_mpi) < _MOST_RANKS and len(set(by_mpi)) == len(by_mpi):
+    if min(by_mpi) >= 0 and max(by_mpi) < _MAX_RANKS and len(set(by_mpi)) == len(by_mpi):
         return _Ranks(tuple(by_mpi), ())
     if len(processes) == 1:
-        named = _RANK_IN_NAME.search(source.inner.name) or _RANK_IN_NAME.search(
+        match = _RANK_IN_NAME.search(source.inner.name) or _RANK_IN_NAME.search(
             source.inner.parent.name
         )
-        rank = session.rank if session.rank >= 0 or named is None else int(named[1])
+        rank = session.rank if session.rank >= 0 or match is None else int(match[1])
         if rank >= 0:
             return _Ranks((rank,), ())
-    order = sorted(range(len(processes)), key=lambda i: (_first_device(processes[i]), i))
+    order = sorted(range(len(processes)), key=lambda i: (_find_first_device(processes[i]), i))
     text = "the export contains no ranks: they are assigned in device order"
     return _Ranks(tuple(order.index(i) for i in range(len(order))), (Note("rank_guessed", text),))
 
 
-def _first_device(process: Process) -> int:
+def _find_first_device(process: Process) -> int:
     return min(lane.device for lane in process.events.lanes if lane.device >= 0)
 
 
@@ -201,9 +201,9 @@ _FIELDS = {
 
 _EIGHT_BYTES = ("communicator", "sent_bytes")
 
-_MOST_BYTES = 1 << 50
+_MAX_BYTES = 1 << 50
 
-_BY_PART = ("reduce_scatter", "all_to_all")
+_PER_RANK_OPS = ("reduce_scatter", "all_to_all")
 """Collectives whose callers pass the size of one rank's part of the input."""
 
 
@@ -222,31 +222,33 @@ class Payload:
     peer: int = -1
 
 
-def payloads_of(db: NsysDatabase) -> Mapping[int, Payload]:
+def read_payloads(db: NsysDatabase) -> Mapping[int, Payload]:
     """The NCCL payloads by row of NVTX_EVENTS.
 
     binaryData is four numbers of 8 bytes (domain, schema, size, and offset of the rest), then the
     fields at the offsets in NVTX_PAYLOAD_SCHEMA_ENTRIES.
     """
     table = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
-    places = db.ints(table, ("domainId", "schemaId", "offset")).tolist()
+    schema_rows = db.read_ints(table, ("domainId", "schemaId", "offset")).tolist()
     fields = defaultdict(list)
-    for (domain, schema, offset), name in zip(places, db.texts(table, "name"), strict=False):
+    for (domain, schema, offset), name in zip(
+        schema_rows, db.read_texts(table, "name"), strict=False
+    ):
         if name in _FIELDS:
             fields[domain, schema].append((_FIELDS[name], max(offset, 0)))
-    found = {}
-    for row, data in db.blobs("NVTX_EVENTS", "binaryData", range_condition(db)):
-        known = fields.get((_number(data, 0, 8), _number(data, 8, 8)), ())
+    payloads = {}
+    for row, data in db.read_blobs("NVTX_EVENTS", "binaryData", build_range_condition(db)):
+        known_fields = fields.get((_read_number(data, 0, 8), _read_number(data, 8, 8)), ())
         values = {
-            name: _number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
-            for name, offset in known
+            name: _read_number(data, _HEADER_BYTES + offset, 8 if name in _EIGHT_BYTES else 4)
+            for name, offset in known_fields
         }
         if values:
-            found[row] = Payload(**values)
-    return found
+            payloads[row] = Payload(**values)
+    return payloads
 
 
-def _number(data: bytes, offset: int, width: int) -> int:
+def _read_number(data: bytes, offset: int, width: int) -> int:
     """The unsigned number at the offset, -1 if the data is too short."""
     part = data[offset : offset + width]
     return int.from_bytes(part, "little") if len(part) == width else -1
@@ -260,7 +262,7 @@ class NsysCommunicator:
     ranks: tuple[int, ...]
 
 
-def communicators_of(
+def build_communicators(
     processes: Sequence[Process], ranks: Sequence[int], payloads: Mapping[int, Payload]
 ) -> Mapping[int, NsysCommunicator]:
     """The communicators that were created during the recording."""
@@ -272,15 +274,20 @@ def communicators_of(
             if payload is not None and payload.size > 0:
                 members[payload.communicator][payload.rank] = rank
                 sizes[payload.communicator] = payload.size
-    every = {number: tuple(found[i] for i in sorted(found)) for number, found in members.items()}
+    ranks_by_communicator = {
+        number: tuple(found[i] for i in sorted(found)) for number, found in members.items()
+    }
     return {
-        number: NsysCommunicator(size, every[number] if len(every[number]) == size else ())
+        number: NsysCommunicator(
+            size,
+            ranks_by_communicator[number] if len(ranks_by_communicator[number]) == size else (),
+        )
         for number, size in sizes.items()
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ApiCall:
     """A call of NCCL's API that transfers data."""
 
     op: str
@@ -293,20 +300,20 @@ _MESSAGES = {"send", "recv"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Launching:
+class _LaunchWindow:
     """An interval on a thread in which NCCL launches the kernels of these API calls."""
 
     start_ns: int
     end_ns: int
-    asked: tuple[_Asked, ...]
+    api_calls: tuple[_ApiCall, ...]
 
 
-def calls_of(
+def match_calls(
     process: Process,
     payloads: Mapping[int, Payload],
-    known: Mapping[int, NsysCommunicator],
+    communicators: Mapping[int, NsysCommunicator],
     rules: Rules = BUILT_IN,
-) -> FoundCalls:
+) -> CallsWithGroups:
     """A call for each kernel and copy that communicates.
 
     The op is from the kernel's name, else from the API call that launched it. Size and communicator
@@ -314,56 +321,60 @@ def calls_of(
     export becomes a group without ranks.
     """
     events = process.events
-    carries = events.of(Category.KERNEL, Category.MEMCPY)
-    names = {n: events.names[n] for n in np.unique(events.name_id[carries]).tolist()}
-    moving = [n for n, name in names.items() if rules.communicates(name)]
-    kernels = np.flatnonzero(carries & np.isin(events.name_id, moving)).tolist()
-    by_name = {names[n]: rules.op_of(names[n]) for n in moving}
-    asked = _asked_of(process, payloads, kernels, by_name)
+    is_work = events.is_category(Category.KERNEL, Category.MEMCPY)
+    names = {n: events.names[n] for n in np.unique(events.name_id[is_work]).tolist()}
+    comm_names = [n for n, name in names.items() if rules.is_communication(name)]
+    kernels = np.flatnonzero(is_work & np.isin(events.name_id, comm_names)).tolist()
+    by_name = {names[n]: rules.find_op(names[n]) for n in comm_names}
+    api_calls = _match_api_calls(process, payloads, kernels, by_name)
     groups: dict[int, int] = {}
     issued = events.launch_ns()
     calls = []
     for kernel in kernels:
-        one = _merged(by_name[events.name_of(kernel)], asked.get(kernel, ()))
-        number = one.payload.communicator
+        api_call = _merge_api_calls(by_name[events.name_of(kernel)], api_calls.get(kernel, ()))
+        number = api_call.payload.communicator
         group = -1 if number < 0 else groups.setdefault(number, len(groups))
-        calls.append(_call(kernel, one, int(issued[kernel]), group, known.get(number, _UNKNOWN)))
-    return FoundCalls(
-        to_calls(calls),
-        tuple(Group(f"{n:#018x}", known.get(n, _UNKNOWN).ranks, "") for n in groups),
+        calls.append(
+            _build_call(
+                kernel, api_call, int(issued[kernel]), group, communicators.get(number, _UNKNOWN)
+            )
+        )
+    return CallsWithGroups(
+        build_calls(calls),
+        tuple(Group(f"{n:#018x}", communicators.get(n, _UNKNOWN).ranks, "") for n in groups),
     )
 
 
-def _call(
-    kernel: int, one: _Asked, issued_ns: int, group_id: int, communicator: NsysCommunicator
+def _build_call(
+    kernel: int, api_call: _ApiCall, issued_ns: int, group_id: int, communicator: NsysCommunicator
 ) -> Call:
-    stated, size, peer = one.payload.sent_bytes, communicator.size, one.payload.peer
-    whole = stated * size if stated >= 0 and size > 0 else -1
-    input_bytes = whole if one.op in _BY_PART else stated
+    sent_bytes, size, peer = api_call.payload.sent_bytes, communicator.size, api_call.payload.peer
+    full_bytes = sent_bytes * size if sent_bytes >= 0 and size > 0 else -1
+    input_bytes = full_bytes if api_call.op in _PER_RANK_OPS else sent_bytes
     return Call(
         event=kernel,
-        op=one.op,
+        op=api_call.op,
         issued_ns=issued_ns,
         group_id=group_id,
         peer=communicator.ranks[peer] if 0 <= peer < len(communicator.ranks) else -1,
-        input_bytes=_known(input_bytes),
-        message_bytes=_known(message_bytes(one.op, input_bytes, -1, size)),
+        input_bytes=_sanitize_bytes(input_bytes),
+        message_bytes=_sanitize_bytes(compute_message_bytes(api_call.op, input_bytes, -1, size)),
     )
 
 
-def _known(size_bytes: int) -> int:
+def _sanitize_bytes(size_bytes: int) -> int:
     """The size, -1 if it is implausible because the payload is damaged."""
-    return size_bytes if size_bytes < _MOST_BYTES else -1
+    return size_bytes if size_bytes < _MAX_BYTES else -1
 
 
-def _merged(op_by_name: str, asked: Sequence[_Asked]) -> _Asked:
+def _merge_api_calls(op_by_name: str, api_calls: Sequence[_ApiCall]) -> _ApiCall:
     """Merges the API calls of one kernel; several sends and receives become a send_recv."""
-    if len(asked) < 2:
-        return asked[0] if asked else _Asked(op_by_name, Payload())
-    ops = {one.op for one in asked}
-    sizes = [one.payload.sent_bytes for one in asked if one.op != "recv"]
-    communicators = {one.payload.communicator for one in asked}
-    return _Asked(
+    if len(api_calls) < 2:
+        return api_calls[0] if api_calls else _ApiCall(op_by_name, Payload())
+    ops = {one.op for one in api_calls}
+    sizes = [one.payload.sent_bytes for one in api_calls if one.op != "recv"]
+    communicators = {one.payload.communicator for one in api_calls}
+    return _ApiCall(
         "send_recv" if ops <= _MESSAGES else ops.pop() if len(ops) == 1 else "unknown",
         Payload(
             communicator=communicators.pop() if len(communicators) == 1 else -1,
@@ -372,16 +383,16 @@ def _merged(op_by_name: str, asked: Sequence[_Asked]) -> _Asked:
     )
 
 
-def _asked_of(
+def _match_api_calls(
     process: Process,
     payloads: Mapping[int, Payload],
     kernels: Sequence[int],
     by_name: Mapping[str, str],
-) -> Mapping[int, tuple[_Asked, ...]]:
+) -> Mapping[int, tuple[_ApiCall, ...]]:
     """The API calls that each kernel carries out, if known."""
     events = process.events
-    launches = events.launches_of(np.array(kernels, dtype=np.int64)).tolist()
-    windows = _windows(process, payloads)
+    launches = events.find_launches(np.array(kernels, dtype=np.int64)).tolist()
+    windows = _find_launch_windows(process, payloads)
     starts = {lane: [window.start_ns for window in found] for lane, found in windows.items()}
     inside: dict[tuple[int, int], list[int]] = defaultdict(list)
     for kernel, launch in zip(kernels, launches, strict=True):
@@ -389,55 +400,59 @@ def _asked_of(
         at = bisect_right(starts.get(lane, ()), int(events.start_ns[launch])) - 1
         if at >= 0 and events.start_ns[launch] <= windows[lane][at].end_ns:
             inside[lane, at].append(kernel)
-    found: dict[int, tuple[_Asked, ...]] = {}
-    for (lane, at), together in inside.items():
-        ops = [by_name[events.name_of(kernel)] for kernel in together]
-        found.update(zip(together, _shares(windows[lane][at].asked, ops), strict=True))
-    return found
+    api_calls: dict[int, tuple[_ApiCall, ...]] = {}
+    for (lane, at), launched in inside.items():
+        ops = [by_name[events.name_of(kernel)] for kernel in launched]
+        api_calls.update(
+            zip(launched, _distribute_api_calls(windows[lane][at].api_calls, ops), strict=True)
+        )
+    return api_calls
 
 
-def _windows(
+def _find_launch_windows(
     process: Process, payloads: Mapping[int, Payload]
-) -> Mapping[int, tuple[_Launching, ...]]:
+) -> Mapping[int, tuple[_LaunchWindow, ...]]:
     """The launch windows of each lane: a call, or the end of the outermost group of calls."""
     events = process.events
     of_nccl = events.name_mask(tuple(_NCCL.match(name) is not None for name in events.names))
-    rows = np.flatnonzero(of_nccl & events.of(Category.ANNOTATION))
+    rows = np.flatnonzero(of_nccl & events.is_category(Category.ANNOTATION))
     lanes = events.lane[rows]
     return {
-        lane: tuple(_launchings(process, payloads, rows[lanes == lane].tolist()))
+        lane: tuple(_split_launch_windows(process, payloads, rows[lanes == lane].tolist()))
         for lane in np.unique(lanes).tolist()
     }
 
 
-def _launchings(
+def _split_launch_windows(
     process: Process, payloads: Mapping[int, Payload], rows: Sequence[int]
-) -> Iterator[_Launching]:
+) -> Iterator[_LaunchWindow]:
     """The launch windows among the ranges of one thread, in order."""
-    events, depth, waiting = process.events, 0, list[_Asked]()
+    events, depth, waiting = process.events, 0, list[_ApiCall]()
     for row in rows:
         start_ns, name = int(events.start_ns[row]), events.names[events.name_id[row]]
         end_ns = start_ns + int(events.dur_ns[row])
-        one = _Asked(_op(name), payloads.get(int(process.row[row]), Payload()))
+        api_call = _ApiCall(_parse_api_op(name), payloads.get(int(process.row[row]), Payload()))
         if name == "ncclGroupStart":
             depth += 1
         elif name == "ncclGroupEnd":
             depth = max(depth - 1, 0)
             if not depth:
-                yield _Launching(start_ns, end_ns, tuple(waiting))
+                yield _LaunchWindow(start_ns, end_ns, tuple(waiting))
                 waiting = []
-        elif one.op != "unknown" and depth:
-            waiting.append(one)
-        elif one.op != "unknown":
-            yield _Launching(start_ns, end_ns, (one,))
+        elif api_call.op != "unknown" and depth:
+            waiting.append(api_call)
+        elif api_call.op != "unknown":
+            yield _LaunchWindow(start_ns, end_ns, (api_call,))
 
 
-def _op(name: str) -> str:
+def _parse_api_op(name: str) -> str:
     """The op of a function of NCCL's API, "unknown" if it transfers no data."""
-    return "broadcast" if name == "ncclBcast" else op_named(name.removeprefix("nccl"))
+    return "broadcast" if name == "ncclBcast" else parse_op(name.removeprefix("nccl"))
 
 
-def _shares(asked: Sequence[_Asked], ops: Sequence[str]) -> list[tuple[_Asked, ...]]:
+def _distribute_api_calls(
+    api_calls: Sequence[_ApiCall], ops: Sequence[str]
+) -> list[tuple[_ApiCall, ...]]:
     """Distributes the API calls of a launch window to its kernels by op.
 
     Calls and kernels of an op are paired in order if their numbers are equal; otherwise the sizes
@@ -445,13 +460,13 @@ def _shares(asked: Sequence[_Asked], ops: Sequence[str]) -> list[tuple[_Asked, .
     """
     shares = []
     for kernel, op in enumerate(ops):
-        fitting = [o for o in asked if o.op == op or (op == "unknown" and o.op not in ops)]
-        alike = ops.count(op)
-        if alike == len(fitting):
-            fitting = [fitting[ops[:kernel].count(op)]]
-        elif alike > 1 and len(fitting) > 1:
-            fitting = [replace(o, payload=replace(o.payload, sent_bytes=-1)) for o in fitting]
-        shares.append(tuple(fitting))
+        candidates = [o for o in api_calls if o.op == op or (op == "unknown" and o.op not in ops)]
+        n_same_op = ops.count(op)
+        if n_same_op == len(candidates):
+            candidates = [candidates[ops[:kernel].count(op)]]
+        elif n_same_op > 1 and len(candidates) > 1:
+            candidates = [replace(o, payload=replace(o.payload, sent_bytes=-1)) for o in candidates]
+        shares.append(tuple(candidates))
     return shares
 
 
@@ -512,28 +527,30 @@ class _Activity:
     names: tuple[str, ...]
 
 
-def processes_of(db: NsysDatabase) -> tuple[Process, ...]:
+def read_processes(db: NsysDatabase) -> tuple[Process, ...]:
     """The processes that used a device, sorted by key: the id of nsys without the thread."""
-    parts = [_kernels(db), _graphs(db), _copies(db), _sets(db)]
-    parts += [_launches(db, table) for table in ("RUNTIME", "DRIVER")]
-    known = all(db.has(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
-    every = _together([*parts, _ranges(db)], known)
-    used = np.unique(every.process[np.isin(every.category, DEVICE_CATEGORIES)])
-    return tuple(_process(every, key) for key in used.tolist())
+    parts = [_read_kernels(db), _read_graphs(db), _read_copies(db), _read_memsets(db)]
+    parts += [_read_launches(db, table) for table in ("RUNTIME", "DRIVER")]
+    has_pid = all(db.has_column(table, "globalPid") for table in _ON_DEVICE if table in db.columns)
+    activity = _concatenate_parts([*parts, _read_ranges(db)], has_pid)
+    used = np.unique(activity.process[np.isin(activity.category, DEVICE_CATEGORIES)])
+    return tuple(_build_process(activity, key) for key in used.tolist())
 
 
-def process_key(global_id: Int64) -> Int64:
+def compute_process_key(global_id: Int64) -> Int64:
     """The part of nsys's serialized ids that is equal for all threads of a process."""
     return global_id & ~0xFFFFFF
 
 
-def _together(parts: Sequence[_Part], known: bool) -> _Activity:
+def _concatenate_parts(parts: Sequence[_Part], has_pid: bool) -> _Activity:
     """Concatenates the tables; as a single process if the process of the kernels is unknown."""
     first = np.cumsum([0, *(len(part.names) for part in parts)])
     place = np.concatenate([part.place for part in parts])
     return _Activity(
         place=place,
-        process=process_key(place[:, 2]) if known else np.zeros(len(place), dtype=np.int64),
+        process=compute_process_key(place[:, 2])
+        if has_pid
+        else np.zeros(len(place), dtype=np.int64),
         category=np.repeat([p.category for p in parts], [len(p.place) for p in parts]),
         name=np.concatenate([p.name + n for p, n in zip(parts, first, strict=False)]),
         row=np.concatenate([part.row for part in parts]),
@@ -541,12 +558,12 @@ def _together(parts: Sequence[_Part], known: bool) -> _Activity:
     )
 
 
-def _process(every: _Activity, key: int) -> Process:
-    rows = np.flatnonzero(every.process == key)
-    rows = rows[np.argsort(every.place[rows, 0], kind="stable")]
-    start, end, place, device, stream, correlation = every.place[rows].T
-    category = every.category[rows].astype(np.uint8)
-    names, name_id = np.unique(every.name[rows], return_inverse=True)
+def _build_process(activity: _Activity, key: int) -> Process:
+    rows = np.flatnonzero(activity.process == key)
+    rows = rows[np.argsort(activity.place[rows, 0], kind="stable")]
+    start, end, place, device, stream, correlation = activity.place[rows].T
+    category = activity.category[rows].astype(np.uint8)
+    names, name_id = np.unique(activity.name[rows], return_inverse=True)
     on_device = np.isin(category, DEVICE_CATEGORIES)
     keys = np.where(
         on_device, 1 << 62 | (device & 0xFFFF) << 40 | stream & _STREAM, place & 0xFFFFFF
@@ -560,92 +577,94 @@ def _process(every: _Activity, key: int) -> Process:
         name_id=name_id.astype(np.int32),
         lane=lane.astype(np.int32),
         correlation=np.where(correlation > 0, correlation, -1),
-        names=tuple(every.names[name] for name in names.tolist()),
-        lanes=tuple(_lane(pid, place) for place in lanes.tolist()),
+        names=tuple(activity.names[name] for name in names.tolist()),
+        lanes=tuple(_build_lane(pid, place) for place in lanes.tolist()),
     )
-    return Process(key, int(start[0]), events, every.row[rows])
+    return Process(key, int(start[0]), events, activity.row[rows])
 
 
-def _lane(pid: int, place: int) -> Lane:
+def _build_lane(pid: int, place: int) -> Lane:
     """The lane of an encoded key: a stream of a device, or a thread."""
     if place < 1 << 62:
         return Lane(str(pid), str(place), -1, -1)
     return Lane(str(pid), "", place >> 40 & 0xFFFF, place & _STREAM)
 
 
-def _kernels(db: NsysDatabase) -> _Part:
-    name = next((name for name in _KERNEL_NAMES if db.has(_KERNEL, name)), _KERNEL_NAMES[0])
-    return _by_id(db, Category.KERNEL, db.ints(_KERNEL, (*_PLACE, name)))
+def _read_kernels(db: NsysDatabase) -> _Part:
+    name = next((name for name in _KERNEL_NAMES if db.has_column(_KERNEL, name)), _KERNEL_NAMES[0])
+    return _build_named_part(db, Category.KERNEL, db.read_ints(_KERNEL, (*_PLACE, name)))
 
 
-def _graphs(db: NsysDatabase) -> _Part:
+def _read_graphs(db: NsysDatabase) -> _Part:
     """CUDA graphs recorded as single events; their kernels are not in the export."""
-    return _alike(Category.KERNEL, db.ints(_GRAPH, _PLACE), "CUDA graph")
+    return _build_uniform_part(Category.KERNEL, db.read_ints(_GRAPH, _PLACE), "CUDA graph")
 
 
-def _sets(db: NsysDatabase) -> _Part:
-    return _alike(Category.MEMSET, db.ints(_MEMSET, _PLACE), "Memset (Device)")
+def _read_memsets(db: NsysDatabase) -> _Part:
+    return _build_uniform_part(Category.MEMSET, db.read_ints(_MEMSET, _PLACE), "Memset (Device)")
 
 
-def _copies(db: NsysDatabase) -> _Part:
+def _read_copies(db: NsysDatabase) -> _Part:
     kinds = ("copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId")
-    rows = db.ints(_MEMCPY, (*_PLACE, *kinds))
+    rows = db.read_ints(_MEMCPY, (*_PLACE, *kinds))
     kind, from_memory, to_memory, from_device, to_device = rows[:, len(_PLACE) :].T
-    between = (kind == _DTOD) & (from_device >= 0) & (to_device >= 0) & (from_device != to_device)
-    kind = np.where(between, _PTOP, kind).clip(-1, 255)
+    is_peer_copy = (
+        (kind == _DTOD) & (from_device >= 0) & (to_device >= 0) & (from_device != to_device)
+    )
+    kind = np.where(is_peer_copy, _PTOP, kind).clip(-1, 255)
     code = (kind + 1) * 65536 + (from_memory.clip(-1, 254) + 1) * 256 + to_memory.clip(-1, 254) + 1
     codes, name = np.unique(code, return_inverse=True)
     names = tuple(
-        _copy_name(c // 65536 - 1, c // 256 % 256 - 1, c % 256 - 1) for c in codes.tolist()
+        _format_copy_name(c // 65536 - 1, c // 256 % 256 - 1, c % 256 - 1) for c in codes.tolist()
     )
     return _Part(Category.MEMCPY, rows[:, : len(_PLACE)], name, names, np.full(len(rows), -1))
 
 
-def _copy_name(kind: int, from_memory: int, to_memory: int) -> str:
+def _format_copy_name(kind: int, from_memory: int, to_memory: int) -> str:
     """The name of a copy in Kineto's spelling."""
     known = 0 <= from_memory < len(_MEMORY) and 0 <= to_memory < len(_MEMORY)
     memory = f" ({_MEMORY[from_memory]} -> {_MEMORY[to_memory]})" if known else ""
     return f"Memcpy {_COPIES[kind] if 0 <= kind < len(_COPIES) else _COPIES[0]}{memory}"
 
 
-def _launches(db: NsysDatabase, kind: str) -> _Part:
+def _read_launches(db: NsysDatabase, kind: str) -> _Part:
     table = f"CUPTI_ACTIVITY_KIND_{kind}"
     columns = ("start", "end", "globalTid", "deviceId", "streamId", "correlationId", "nameId")
-    part = _by_id(db, Category.RUNTIME, db.ints(table, columns))
+    part = _build_named_part(db, Category.RUNTIME, db.read_ints(table, columns))
     names = tuple(name.partition("_v")[0] for name in part.names)
     return _Part(part.category, part.place, part.name, names, part.row)
 
 
-def _ranges(db: NsysDatabase) -> _Part:
+def _read_ranges(db: NsysDatabase) -> _Part:
     """The completed NVTX ranges, named by their own text or a registered string."""
     table, columns = "NVTX_EVENTS", ("start", "end", "globalTid", "deviceId", "streamId")
-    ended = range_condition(db)
-    rows = db.ints(table, (*columns, "correlationId", "textId", "_rowid_"), ended)
+    ended = build_range_condition(db)
+    rows = db.read_ints(table, (*columns, "correlationId", "textId", "_rowid_"), ended)
     numbers: dict[str, int] = {}
-    own = (numbers.setdefault(text, len(numbers)) for text in db.texts(table, "text", ended))
+    own = (numbers.setdefault(text, len(numbers)) for text in db.read_texts(table, "text", ended))
     code = np.fromiter(own, np.int64)
     if not len(code):
         numbers, code = {"": 0}, np.zeros(len(rows), dtype=np.int64)
-    part = _by_id(db, Category.ANNOTATION, rows[:, :7])
+    part = _build_named_part(db, Category.ANNOTATION, rows[:, :7])
     registered = code == numbers.get("", -1)
     name = np.where(registered, part.name + len(numbers), code)
     return _Part(part.category, part.place, name, (*numbers, *part.names), rows[:, 7])
 
 
-def range_condition(db: NsysDatabase) -> str:
+def build_range_condition(db: NsysDatabase) -> str:
     """The SQL condition for completed ranges in NVTX_EVENTS."""
-    ended = "end >= start" if db.has("NVTX_EVENTS", "end") else "0"
-    kinds = "eventType IN (59, 60, 70, 71)" if db.has("NVTX_EVENTS", "eventType") else "1"
+    ended = "end >= start" if db.has_column("NVTX_EVENTS", "end") else "0"
+    kinds = "eventType IN (59, 60, 70, 71)" if db.has_column("NVTX_EVENTS", "eventType") else "1"
     return f"{ended} AND {kinds}"
 
 
-def _by_id(db: NsysDatabase, category: Category, rows: Int64) -> _Part:
+def _build_named_part(db: NsysDatabase, category: Category, rows: Int64) -> _Part:
     """A part from rows whose last column is the id of the name."""
     ids, name = np.unique(rows[:, -1], return_inverse=True)
-    return _Part(category, rows[:, :-1], name, db.strings(ids), np.full(len(rows), -1))
+    return _Part(category, rows[:, :-1], name, db.read_strings(ids), np.full(len(rows), -1))
 
 
-def _alike(category: Category, place: Int64, name: str) -> _Part:
+def _build_uniform_part(category: Category, place: Int64, name: str) -> _Part:
     zeros = np.zeros(len(place), dtype=np.int64)
     return _Part(category, place, zeros, (name,), zeros - 1)
 
@@ -654,10 +673,10 @@ def _alike(category: Category, place: Int64, name: str) -> _Part:
 
 EXPORT_AGAIN = "export it again with nsys export --type sqlite"
 
-MOST_TEXT = 4096
+MAX_TEXT = 4096
 """The most characters read of a name or payload."""
 
-_AT_ONCE = 30_000
+_IDS_PER_QUERY = 30_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,58 +687,58 @@ class NsysDatabase:
     connection: sqlite3.Connection
     columns: Mapping[str, frozenset[str]]
 
-    def has(self, table: str, column: str) -> bool:
+    def has_column(self, table: str, column: str) -> bool:
         """Whether the export has this column."""
         return column in self.columns.get(table, ())
 
-    def ints(self, table: str, columns: tuple[str, ...], condition: str = "1") -> Int64:
+    def read_ints(self, table: str, columns: tuple[str, ...], condition: str = "1") -> Int64:
         """The rows of the table, shape (rows, columns)."""
         terms = [
-            f"IFNULL(CAST({name} AS INTEGER), -1)" if self.has(table, name) else "-1"
+            f"IFNULL(CAST({name} AS INTEGER), -1)" if self.has_column(table, name) else "-1"
             for name in columns
         ]
-        rows = self._rows(table, ", ".join(terms), condition)
+        rows = self._select_rows(table, ", ".join(terms), condition)
         return np.fromiter(chain.from_iterable(rows), np.int64).reshape(-1, len(columns))
 
-    def texts(
-        self, table: str, column: str, condition: str = "1", most: int = MOST_TEXT
+    def read_texts(
+        self, table: str, column: str, condition: str = "1", max_chars: int = MAX_TEXT
     ) -> Iterator[str]:
         """One column of the table as text, truncated to `most` characters; "" for NULL."""
-        if self.has(table, column):
-            term = f"IFNULL(SUBSTR(CAST({column} AS TEXT), 1, {most}), '')"
-            yield from chain.from_iterable(self._rows(table, term, condition))
+        if self.has_column(table, column):
+            term = f"IFNULL(SUBSTR(CAST({column} AS TEXT), 1, {max_chars}), '')"
+            yield from chain.from_iterable(self._select_rows(table, term, condition))
 
-    def blobs(self, table: str, column: str, condition: str) -> Iterator[tuple[int, bytes]]:
+    def read_blobs(self, table: str, column: str, condition: str) -> Iterator[tuple[int, bytes]]:
         """The row numbers and bytes of one column, without NULLs."""
-        if self.has(table, column):
-            term = f"_rowid_, SUBSTR(CAST({column} AS BLOB), 1, {MOST_TEXT})"
-            yield from self._rows(table, term, f"{column} IS NOT NULL AND {condition}")
+        if self.has_column(table, column):
+            term = f"_rowid_, SUBSTR(CAST({column} AS BLOB), 1, {MAX_TEXT})"
+            yield from self._select_rows(table, term, f"{column} IS NOT NULL AND {condition}")
 
-    def strings(self, ids: Int64) -> tuple[str, ...]:
+    def read_strings(self, ids: Int64) -> tuple[str, ...]:
         """The text of each id in StringIds, "" if missing."""
-        found: dict[int, str] = {}
-        for begin in range(0, len(ids), _AT_ONCE):
-            some = ",".join(map(str, ids[begin : begin + _AT_ONCE].tolist()))
-            term = f"id, SUBSTR(CAST(value AS TEXT), 1, {MOST_TEXT})"
-            found.update(self._rows("StringIds", term, f"id IN ({some})"))
-        return tuple(found.get(number) or "" for number in ids.tolist())
+        texts: dict[int, str] = {}
+        for begin in range(0, len(ids), _IDS_PER_QUERY):
+            id_list = ",".join(map(str, ids[begin : begin + _IDS_PER_QUERY].tolist()))
+            term = f"id, SUBSTR(CAST(value AS TEXT), 1, {MAX_TEXT})"
+            texts.update(self._select_rows("StringIds", term, f"id IN ({id_list})"))
+        return tuple(texts.get(number) or "" for number in ids.tolist())
 
-    def _rows(self, table: str, terms: str, condition: str) -> Iterator[tuple[Any, ...]]:
+    def _select_rows(self, table: str, terms: str, condition: str) -> Iterator[tuple[Any, ...]]:
         if table not in self.columns:
             return iter(())
         return self.connection.execute(f"SELECT {terms} FROM {table} WHERE {condition}")
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[NsysDatabase]:
+def open_database(source: Source) -> Iterator[NsysDatabase]:
     """Opens the export. Raises DataError if it is damaged or not an export."""
-    with _on_disk(source) as path:
+    with _unpack_to_disk(source) as path:
         try:
             address = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
             with closing(sqlite3.connect(address, uri=True)) as connection:
                 connection.text_factory = lambda text: text.decode("utf-8", "replace")
                 connection.execute("PRAGMA trusted_schema = OFF")
-                yield NsysDatabase(source.where, connection, _columns(connection))
+                yield NsysDatabase(source.where, connection, _list_columns(connection))
         except (
             sqlite3.Error,
             UnicodeDecodeError,
@@ -729,9 +748,9 @@ def opened(source: Source) -> Iterator[NsysDatabase]:
 
 
 @contextmanager
-def _on_disk(source: Source) -> Iterator[Path]:
+def _unpack_to_disk(source: Source) -> Iterator[Path]:
     """The unpacked file on disk; SQLite needs random access, so it is unpacked first."""
-    with source.local() as path:
+    with source.open_local() as path:
         try:
             packed = is_packed(path)
         except OSError as error:
@@ -743,7 +762,7 @@ def _on_disk(source: Source) -> Iterator[Path]:
             return
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         target = Path(folder, "export.sqlite")
-        with unpacked(source) as content, target.open("wb") as plain:
+        with open_unpacked(source) as content, target.open("wb") as plain:
             while block := content.read(1 << 20):
                 plain.write(block)
         if content.torn:
@@ -753,7 +772,7 @@ def _on_disk(source: Source) -> Iterator[Path]:
         yield target
 
 
-def _columns(connection: sqlite3.Connection) -> Mapping[str, frozenset[str]]:
+def _list_columns(connection: sqlite3.Connection) -> Mapping[str, frozenset[str]]:
     """The columns of each real table; views and virtual tables could run without end."""
     query = "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
     names = [str(name) for (name,) in connection.execute(query) if str(name).isidentifier()]

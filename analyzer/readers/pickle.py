@@ -13,50 +13,50 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.compression import Bytes
+from stepsplit.analyzer.readers.compression import ByteReader
 
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
-_BEGINS = re.compile(
+_PICKLE_START = re.compile(
     rb"\x80[\x02\x03][\](}c]|\x80[\x04\x05](\x95.{8})?[\](})\x8c\x8f]|\([dl]p0\n|[\]}]q\x00", re.S
 )
 
-_ASKS_FOR_CODE = frozenset(b"cRbioPQ\x81\x82\x83\x84\x92\x93")
+_CODE_OPCODES = frozenset(b"cRbioPQ\x81\x82\x83\x84\x92\x93")
 
 _STOP = ord(".")
 
 _DAMAGED = (IndexError, KeyError, ValueError, TypeError, EOFError, struct.error)
 
 
-def recognizes(head: bytes) -> bool:
+def is_pickle(head: bytes) -> bool:
     """Whether the bytes are the beginning of a pickled list, dict or object, protocol 0 to 5."""
-    return _BEGINS.match(head) is not None
+    return _PICKLE_START.match(head) is not None
 
 
-def read_whole(content: Bytes, where: object) -> bytes:
+def read_whole(content: ByteReader, where: object) -> bytes:
     """All bytes of the content. Raises DataError above MOST_BYTES."""
     blocks: list[bytes] = []
-    given = 0
+    n_read = 0
     while block := content.read(1 << 20):
         blocks.append(block)
-        given += len(block)
-        if given > MOST_BYTES:
-            raise DataError(where, f"larger than {MOST_BYTES >> 30} GiB", "record fewer entries")
+        n_read += len(block)
+        if n_read > MAX_BYTES:
+            raise DataError(where, f"larger than {MAX_BYTES >> 30} GiB", "record fewer entries")
     return b"".join(blocks)
 
 
-def plain_value(data: bytes, where: object, without: frozenset[str] = frozenset()) -> object:
+def load_plain_value(data: bytes, where: object, skip_keys: frozenset[str] = frozenset()) -> object:
     """The pickled value; the keys in `without` are dropped from all dicts.
 
     The value can be traversed in bounded time (require_walkable). Raises DataError for a pickle
     that requires code, is too large, truncated or damaged.
     """
-    value = _Machine(data, where, without).value()
+    value = _PickleMachine(data, where, skip_keys).run()
     require_walkable(value, where)
     return value
 
 
-class _Machine:
+class _PickleMachine:
     """The stack and memo of a pickle while its opcodes are executed."""
 
     def __init__(self, data: bytes, where: object, without: frozenset[str]) -> None:
@@ -65,7 +65,7 @@ class _Machine:
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
 
-    def value(self) -> object:
+    def run(self) -> object:
         """Executes the opcodes and returns the value on top of the stack."""
         data, steps = self._data, _STEPS
         try:
@@ -78,13 +78,13 @@ class _Machine:
                 elif code == _STOP:
                     return self._stack.pop()
                 else:
-                    raise self._refused(code)
+                    raise self._make_refusal(code)
         except _DAMAGED:
             raise DataError(self._where, "the pickle is cut off or damaged", RECORD_AGAIN) from None
-        raise too_large(self._where)
+        raise make_size_error(self._where)
 
-    def _refused(self, code: int) -> Exception:
-        if code in _ASKS_FOR_CODE:
+    def _make_refusal(self, code: int) -> Exception:
+        if code in _CODE_OPCODES:
             problem = "a pickle that requires code execution is not loaded"
             return DataError(self._where, problem, "leave it out")
         return ValueError("not an opcode of a pickle")
@@ -93,7 +93,7 @@ class _Machine:
         self._stack.append(value)
 
     def pop(self) -> None:
-        self._stack.pop() if self._stack else self.since_mark()
+        self._stack.pop() if self._stack else self.pop_to_mark()
 
     def repeat(self) -> None:
         self._stack.append(self._stack[-1])
@@ -102,12 +102,12 @@ class _Machine:
         self._below.append(self._stack)
         self._stack = []
 
-    def since_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         """Removes the values above the last mark, and the mark."""
         values, self._stack = self._stack, self._below.pop()
         return values
 
-    def last(self, count: int) -> list[Any]:
+    def pop_last(self, count: int) -> list[Any]:
         """Removes the last values from the stack."""
         if len(self._stack) < count:
             raise IndexError("fewer values than the opcode takes")
@@ -123,24 +123,24 @@ class _Machine:
         self._at = end
         return self._data[start:end]
 
-    def number(self, size: int) -> int:
+    def read_number(self, size: int) -> int:
         """Reads an unsigned number."""
         return int.from_bytes(self.take(size), "little")
 
-    def line(self) -> bytes:
+    def read_line(self) -> bytes:
         """Reads the rest of the line."""
         end = self._data.index(b"\n", self._at)
-        found = self.take(end - self._at)
+        text = self.take(end - self._at)
         self._at += 1
-        return found
+        return text
 
-    def long(self, size: int) -> int:
+    def read_long(self, size: int) -> int:
         """Reads a signed number of this many bytes, at most 255."""
         if size > 255:
             raise ValueError("an integer of more than 255 bytes")
         return int.from_bytes(self.take(size), "little", signed=True)
 
-    def text(self, size: int) -> str:
+    def read_text(self, size: int) -> str:
         return self.take(size).decode("utf-8", "replace")
 
     def append(self, values: Iterable[object]) -> None:
@@ -155,24 +155,24 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not set:
             raise TypeError("only a set is added to")
-        target.update(map(_hashable, values))
+        target.update(map(_check_hashable, values))
 
     def set_items(self, flat: list[Any]) -> None:
         """Adds alternating keys and values to the dict on top of the stack."""
         target = self._stack[-1]
         if type(target) is not dict:
             raise TypeError("only a dict takes items")
-        target.update(self.items(flat))
+        target.update(self.build_items(flat))
 
-    def items(self, flat: list[Any]) -> dict[Any, Any]:
+    def build_items(self, flat: list[Any]) -> dict[Any, Any]:
         """The dict of alternating keys and values."""
         keys = flat[::2]
         if set(map(type, keys)) != {str}:
-            keys = [_hashable(key) for key in keys]
-        found = dict(zip(keys, flat[1::2], strict=True))
-        for key in self._without & found.keys():
-            del found[key]
-        return found
+            keys = [_check_hashable(key) for key in keys]
+        pairs = dict(zip(keys, flat[1::2], strict=True))
+        for key in self._without & pairs.keys():
+            del pairs[key]
+        return pairs
 
     def put(self, place: int) -> None:
         self._memo[place] = self._stack[-1]
@@ -189,7 +189,7 @@ class _Machine:
         self._at += 1
 
 
-def _hashable(value: object) -> object:
+def _check_hashable(value: object) -> object:
     """The value if it is fast to hash, unlike nested tuples and huge integers."""
     if type(value) is int and abs(value) >> 32:
         raise ValueError("a key that a plain dict does not have")
@@ -198,24 +198,24 @@ def _hashable(value: object) -> object:
     return value
 
 
-def _text_int(line: bytes) -> int:
+def _parse_int(line: bytes) -> int:
     """The number of opcode INT; 00 and 01 are False and True in protocol 0."""
     return line == b"01" if line in (b"00", b"01") else int(line)
 
 
-_STEPS: dict[int, Callable[[_Machine], object]] = {
+_STEPS: dict[int, Callable[[_PickleMachine], object]] = {
     ord(code): step
     for code, step in {
         b"\x80": lambda m: m.take(1),
         b"\x95": lambda m: m.take(8),
-        b"(": _Machine.mark,
-        b"0": _Machine.pop,
-        b"1": _Machine.since_mark,
-        b"2": _Machine.repeat,
+        b"(": _PickleMachine.mark,
+        b"0": _PickleMachine.pop,
+        b"1": _PickleMachine.pop_to_mark,
+        b"2": _PickleMachine.repeat,
         b"N": lambda m: m.push(None),
         b"\x88": lambda m: m.push(True),
         b"\x89": lambda m: m.push(False),
-        b"I": lambda m: m.push(_text_int(m.line())),
+        b"I": lambda m: m.push(_parse_int(m.line())),
         b"L": lambda m: m.push(int(m.line().removesuffix(b"L"))),
         b"F": lambda m: m.push(float(m.line())),
         b"V": lambda m: m.push(m.line().decode("raw-unicode-escape")),
@@ -238,24 +238,24 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
         b"\x85": lambda m: m.push(tuple(m.last(1))),
         b"\x86": lambda m: m.push(tuple(m.last(2))),
         b"\x87": lambda m: m.push(tuple(m.last(3))),
-        b"t": lambda m: m.push(tuple(m.since_mark())),
+        b"t": lambda m: m.push(tuple(m.pop_to_mark())),
         b"]": lambda m: m.push([]),
-        b"l": lambda m: m.push(m.since_mark()),
+        b"l": lambda m: m.push(m.pop_to_mark()),
         b"a": lambda m: m.append(m.last(1)),
-        b"e": lambda m: m.append(m.since_mark()),
+        b"e": lambda m: m.append(m.pop_to_mark()),
         b"}": lambda m: m.push({}),
-        b"d": lambda m: m.push(m.items(m.since_mark())),
+        b"d": lambda m: m.push(m.items(m.pop_to_mark())),
         b"s": lambda m: m.set_items(m.last(2)),
-        b"u": lambda m: m.set_items(m.since_mark()),
+        b"u": lambda m: m.set_items(m.pop_to_mark()),
         b"\x8f": lambda m: m.push(set()),
-        b"\x90": lambda m: m.add(m.since_mark()),
-        b"\x91": lambda m: m.push(frozenset(map(_hashable, m.since_mark()))),
+        b"\x90": lambda m: m.add(m.pop_to_mark()),
+        b"\x91": lambda m: m.push(frozenset(map(_check_hashable, m.pop_to_mark()))),
         b"p": lambda m: m.put(int(m.line())),
         b"q": lambda m: m.put(m.number(1)),
         b"r": lambda m: m.put(m.number(4)),
-        b"\x94": _Machine.memoize,
+        b"\x94": _PickleMachine.memoize,
         b"g": lambda m: m.get(int(m.line())),
-        b"h": _Machine.get_near,
+        b"h": _PickleMachine.get_near,
         b"j": lambda m: m.get(m.number(4)),
     }.items()
 }
@@ -267,12 +267,12 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
 MOST_VALUES = 1 << 26
 """The most values of a file, each counted as often as a traversal visits it."""
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 
 _CONTAINERS = frozenset({list, tuple, dict})
 
 
-def too_large(where: object) -> DataError:
+def make_size_error(where: object) -> DataError:
     """The error for more than MOST_VALUES."""
     return DataError(where, f"more than {MOST_VALUES:,} values", "record fewer entries")
 
@@ -288,32 +288,32 @@ def require_walkable(root: object, where: object) -> None:
     entered: set[int] = set()
     pending = [root]
     while pending:
-        one = pending[-1]
-        if id(one) in weights:
+        node = pending[-1]
+        if id(node) in weights:
             pending.pop()
             continue
-        inner = {id(c): c for c in _members(one) if type(c) in _CONTAINERS}
+        inner = {id(c): c for c in _list_members(node) if type(c) in _CONTAINERS}
         waiting = [c for place, c in inner.items() if place not in weights]
         if waiting:
-            entered.add(id(one))
+            entered.add(id(node))
             if not entered.isdisjoint(map(id, waiting)):
                 raise DataError(where, "a pickle that contains itself", "leave it out")
             pending.extend(waiting)
             continue
-        entered.discard(id(one))
-        weights[id(one)] = _weight(one, weights)
-        depths[id(one)] = 1 + max((depths[place] for place in inner), default=0)
-        if weights[id(one)] > MOST_VALUES:
-            raise too_large(where)
-        if depths[id(one)] > MOST_DEPTH:
-            raise DataError(where, f"nested deeper than {MOST_DEPTH}", "leave it out")
+        entered.discard(id(node))
+        weights[id(node)] = _compute_weight(node, weights)
+        depths[id(node)] = 1 + max((depths[place] for place in inner), default=0)
+        if weights[id(node)] > MOST_VALUES:
+            raise make_size_error(where)
+        if depths[id(node)] > MAX_DEPTH:
+            raise DataError(where, f"nested deeper than {MAX_DEPTH}", "leave it out")
 
 
-def _members(one: object) -> Iterable[object]:
-    if type(one) is dict:
-        return one.values()
-    return one if isinstance(one, (list, tuple)) else ()
+def _list_members(node: object) -> Iterable[object]:
+    if type(node) is dict:
+        return node.values()
+    return node if isinstance(node, (list, tuple)) else ()
 
 
-def _weight(one: object, weights: dict[int, int]) -> int:
-    return 1 + sum(weights[id(c)] if type(c) in _CONTAINERS else 1 for c in _members(one))
+def _compute_weight(node: object, weights: dict[int, int]) -> int:
+    return 1 + sum(weights[id(c)] if type(c) in _CONTAINERS else 1 for c in _list_members(node))

@@ -10,10 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.compression import files_of, is_url, natural, unpacked
+from stepsplit.analyzer.readers.compression import (
+    is_url,
+    list_files,
+    natural_sort_key,
+    open_unpacked,
+)
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
-from stepsplit.analyzer.readers.kineto.reader import read_traces, to_rank_trace
+from stepsplit.analyzer.readers.kineto.reader import build_rank_trace, read_traces
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.nsys import read_nsys
 from stepsplit.analyzer.readers.registry import (
@@ -21,16 +26,16 @@ from stepsplit.analyzer.readers.registry import (
     NSYS,
     RECORD,
     TRACE,
-    kinds_of,
+    find_kinds,
     read_rank_record,
 )
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.workers import Progress, no_progress
+from stepsplit.analyzer.readers.workers import Progress, ignore_progress
 from stepsplit.analyzer.trace import Group, Note, RankTrace
-from stepsplit.collectors.rank_record import RankRecord, spec_of
+from stepsplit.collectors.rank_record import RankRecord, build_spec
 from stepsplit.collectors.run_spec import RunSpec, from_json
 
-_MOST_RUN_BYTES = 64 << 20
+_MAX_RUN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Recording:
 def read_recording(
     places: Sequence[str | Path],
     workers: int = 1,
-    progress: Progress = no_progress,
+    progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
 ) -> Recording:
     """Reads the recording in the files, folders, archives and URLs, with up to `workers` processes.
@@ -68,110 +73,112 @@ def read_recording_files(
     """As read_recording, for files that are already listed."""
     for error in files.refused:
         raise error
-    found, unreadable = _traces(files, files.named, workers, progress, rules)
-    records, odd = _records(files.records)
-    spec = _spec(files.runs) or (spec_of(records) if records else None)
-    notes = (*files.notes, *unreadable, *odd)
-    if not found:
-        raise _nothing(files.named[0], files, notes)
-    traces, guessed = ranked(found)
-    notes += (*guessed, *_mixed(traces))
-    name = spec.name if spec else _folder_name(files.named[0])
-    kept, notes = _of_this_run(with_members(traces), spec, notes)
-    ranks = {trace.rank for trace in kept}
-    told = tuple(record for record in records if record.rank.rank in ranks)
-    return Recording(name, spec, kept, notes, told)
+    candidates, trace_notes = _read_all_traces(files, files.places, workers, progress, rules)
+    records, record_notes = _read_records(files.records)
+    spec = _read_spec(files.runs) or (build_spec(records) if records else None)
+    notes = (*files.notes, *trace_notes, *record_notes)
+    if not candidates:
+        raise _make_no_trace_error(files.places[0], files, notes)
+    traces, guessed = assign_ranks(candidates)
+    notes += (*guessed, *_check_mixed_runs(traces))
+    name = spec.name if spec else _infer_name(files.places[0])
+    run_traces, notes = _drop_stale_ranks(fill_group_members(traces), spec, notes)
+    ranks = {trace.rank for trace in run_traces}
+    run_records = tuple(record for record in records if record.rank.rank in ranks)
+    return Recording(name, spec, run_traces, notes, run_records)
 
 
-def _records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[Note]]:
+def _read_records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[Note]]:
     """The rank records by rank, and a note per unreadable record."""
-    found, notes = [], []
+    records, notes = [], []
     for source in sources:
         try:
-            found.append(read_rank_record(source))
+            records.append(read_rank_record(source))
         except DataError as error:
-            notes.append(skipped(source, error))
-    return tuple(sorted(found, key=lambda record: record.rank.rank)), notes
+            notes.append(make_skipped_note(source, error))
+    return tuple(sorted(records, key=lambda record: record.rank.rank)), notes
 
 
-def _traces(
+def _read_all_traces(
     files: RecordingFiles, named: Sequence[str], workers: int, progress: Progress, rules: Rules
-) -> tuple[list[Found], tuple[Note, ...]]:
+) -> tuple[list[TraceCandidate], tuple[Note, ...]]:
     """The traces in the files. An unreadable file gives a note, or an error if it was named."""
-    flights, notes = _flights(files.flights)
-    found, classifier = [], EventClassifier(rules)
+    flights, notes = _read_dumps(files.flights)
+    candidates, classifier = [], EventClassifier(rules)
     read = read_traces(files.traces, workers, progress, rules)
-    for source, one in zip(files.traces, read, strict=True):
+    for source, file in zip(files.traces, read, strict=True):
         try:
-            found += _found(source, one, flights, classifier)
+            candidates += _build_candidates(source, file, flights, classifier)
         except DataError as error:
             if source.where in named:
                 raise
-            notes.append(skipped(source, error))
+            notes.append(make_skipped_note(source, error))
     for source in files.nsys:
-        found += map(_of_nsys, read_nsys(source, rules))
-    return found, tuple(notes)
+        candidates += map(_build_nsys_candidate, read_nsys(source, rules))
+    return candidates, tuple(notes)
 
 
-def _found(
+def _build_candidates(
     source: Source,
     file: KinetoFile | DataError | None,
     flights: dict[int, list[FlightEntry]],
     classifier: EventClassifier,
-) -> list[Found]:
+) -> list[TraceCandidate]:
     if isinstance(file, DataError):
         raise file
     if file is None:
         return []
-    stated, named = file.header.distributed.rank, rank_in_name(source.inner)
-    rank = stated if 0 <= stated < MOST_RANKS else named
+    header_rank, name_rank = file.header.distributed.rank, parse_rank(source.inner)
+    rank = header_rank if 0 <= header_rank < MAX_RANKS else name_rank
     flight = [] if rank is None else flights.get(rank, [])
-    trace = to_rank_trace(source.where, file, rank or 0, flight, classifier)
-    return [Found(trace, rank, named)]
+    trace = build_rank_trace(source.where, file, rank or 0, flight, classifier)
+    return [TraceCandidate(trace, rank, name_rank)]
 
 
-def _of_nsys(trace: RankTrace) -> Found:
-    told = tuple(note for note in trace.notes if note.code != "rank_guessed")
-    guessed = len(told) < len(trace.notes)
-    return Found(replace(trace, notes=told), None if guessed else trace.rank)
+def _build_nsys_candidate(trace: RankTrace) -> TraceCandidate:
+    notes = tuple(note for note in trace.notes if note.code != "rank_guessed")
+    guessed = len(notes) < len(trace.notes)
+    return TraceCandidate(replace(trace, notes=notes), None if guessed else trace.rank)
 
 
-def _flights(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]], list[Note]]:
+def _read_dumps(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]], list[Note]]:
     """The collectives in each rank's Flight Recorder dump, and a note per unreadable dump."""
-    found: dict[int, list[FlightEntry]] = {}
+    entries_by_rank: dict[int, list[FlightEntry]] = {}
     notes = []
     for source in sources:
         try:
             dump = read_dump(source)
         except DataError as error:
-            notes.append(skipped(source, error))
+            notes.append(make_skipped_note(source, error))
             continue
-        found[dump.rank] = [entry for entry in dump.entries if not entry.is_p2p]
-    return found, notes
+        entries_by_rank[dump.rank] = [entry for entry in dump.entries if not entry.is_p2p]
+    return entries_by_rank, notes
 
 
-def _nothing(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
+def _make_no_trace_error(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
     """The error for a place without traces: what it contains instead, or the first problem."""
     kinds = [*files.others, *([FLIGHT.name] if files.flights else [])]
-    there = f"; found only: {', '.join(kinds)}" if kinds else ""
-    why = f"; {notes[0].message}" if notes else ""
-    return DataError(place, f"no trace found{there}{why}", f"{NAME_A_TRACE}, or a folder of them")
+    present = f"; found only: {', '.join(kinds)}" if kinds else ""
+    reason = f"; {notes[0].message}" if notes else ""
+    return DataError(
+        place, f"no trace found{present}{reason}", f"{NAME_A_TRACE}, or a folder of them"
+    )
 
 
-def _spec(runs: Sequence[Source]) -> RunSpec | None:
+def _read_spec(runs: Sequence[Source]) -> RunSpec | None:
     """The content of the run.json nearest to the top folder."""
     if not runs:
         return None
     nearest = min(runs, key=lambda source: len(source.inner.parts))
-    with unpacked(nearest) as content:
-        text = content.read(_MOST_RUN_BYTES)
+    with open_unpacked(nearest) as content:
+        text = content.read(_MAX_RUN_BYTES)
     try:
         return from_json(text)
     except ValueError as error:
         raise DataError(nearest.where, str(error), "fix it or leave it out") from None
 
 
-def _folder_name(place: str) -> str:
+def _infer_name(place: str) -> str:
     """The name of a recording without run.json: that of its folder."""
     if is_url(place):
         return PurePosixPath(place).name
@@ -179,22 +186,22 @@ def _folder_name(place: str) -> str:
     return (path if path.is_dir() else path.parent).resolve().name
 
 
-def _mixed(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
+def _check_mixed_runs(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
     """Notes on signs that the traces are from several runs."""
     devices = {trace.device for trace in traces if trace.device}
     # A trace without a stated world size has the smallest one that its rank allows.
     sizes = {str(trace.world_size) for trace in traces if trace.world_size > trace.rank + 1}
-    return (*_differing("devices", devices), *_differing("world sizes", sizes))
+    return (*_note_differences("devices", devices), *_note_differences("world sizes", sizes))
 
 
-def _differing(what: str, found: set[str]) -> tuple[Note, ...]:
-    if len(found) < 2:
+def _note_differences(what: str, values: set[str]) -> tuple[Note, ...]:
+    if len(values) < 2:
         return ()
-    text = f"traces of different {what} ({', '.join(sorted(found))}): are they from one run?"
+    text = f"traces of different {what} ({', '.join(sorted(values))}): are they from one run?"
     return (Note(f"mixed_{what.replace(' ', '_')}", text),)
 
 
-def _of_this_run(
+def _drop_stale_ranks(
     traces: Sequence[RankTrace], spec: RunSpec | None, notes: tuple[Note, ...]
 ) -> tuple[tuple[RankTrace, ...], tuple[Note, ...]]:
     """The traces without stale files of an earlier, larger run in the same folder."""
@@ -224,7 +231,7 @@ class RecordingFiles:
     traces. refused are the errors of named files, notes those of other files.
     """
 
-    named: tuple[str, ...]
+    places: tuple[str, ...]
     runs: tuple[Source, ...]
     traces: tuple[Source, ...]
     nsys: tuple[Source, ...]
@@ -248,41 +255,41 @@ def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
     """
     if not places:
         raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
-    named = tuple(str(place) for place in places)
-    with files_of(with_neighbors(named)) as sources:
-        yield sort_by_kind(sources, named)
+    place_names = tuple(str(place) for place in places)
+    with list_files(add_neighbors(place_names)) as sources:
+        yield sort_by_kind(sources, place_names)
 
 
-def with_neighbors(named: Sequence[str]) -> list[str]:
+def add_neighbors(places: Sequence[str]) -> list[str]:
     """The places, and metadata files in the same folder as a named file."""
-    files = [Path(place) for place in named if not is_url(place) and Path(place).is_file()]
-    beside = [path for file in files for path in _beside(file)]
-    return [*named, *map(str, beside)]
+    files = [Path(place) for place in places if not is_url(place) and Path(place).is_file()]
+    neighbors = [path for file in files for path in _list_neighbors(file)]
+    return [*places, *map(str, neighbors)]
 
 
-def _beside(file: Path) -> list[Path]:
+def _list_neighbors(file: Path) -> list[Path]:
     try:
-        return sorted(path for path in file.parent.iterdir() if _says_more(path.name))
+        return sorted(path for path in file.parent.iterdir() if _is_neighbor(path.name))
     except OSError:
         return []
 
 
-def _says_more(name: str) -> bool:
+def _is_neighbor(name: str) -> bool:
     return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
 
 
-def sort_by_kind(sources: Sequence[Source], named: tuple[str, ...]) -> RecordingFiles:
+def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> RecordingFiles:
     """Sorts the files by kind. Unknown files are ignored, or are errors if they were named."""
     by_kind: dict[str, list[Source]] = defaultdict(list)
     refused, notes = [], []
     for source in sources:
         try:
-            kinds = _kinds(source, source.where in named)
+            kinds = _find_kinds(source, source.where in places)
         except DataError as error:
-            if source.where in named:
+            if source.where in places:
                 refused.append(error)
             else:
-                notes.append(skipped(source, error))
+                notes.append(make_skipped_note(source, error))
             continue
         for kind in kinds:
             by_kind[kind].append(source)
@@ -290,39 +297,39 @@ def sort_by_kind(sources: Sequence[Source], named: tuple[str, ...]) -> Recording
     runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
     others = tuple(by_kind)
     return RecordingFiles(
-        named, runs, traces, nsys, flights, records, others, tuple(refused), tuple(notes)
+        places, runs, traces, nsys, flights, records, others, tuple(refused), tuple(notes)
     )
 
 
-def skipped(source: Source, error: DataError) -> Note:
+def make_skipped_note(source: Source, error: DataError) -> Note:
     """The note on a file that is skipped, with the reason."""
-    return Note("file_skipped", f"{source.inner.name}: {error.problem}", rank_in_name(source.inner))
+    return Note("file_skipped", f"{source.inner.name}: {error.problem}", parse_rank(source.inner))
 
 
-def _kinds(source: Source, must: bool) -> tuple[str, ...]:
+def _find_kinds(source: Source, required: bool) -> tuple[str, ...]:
     """The names of the file's kinds. Raises DataError if it should have one but has none."""
     if source.inner.name == RUN_NAME:
         return (RUN_NAME,)
-    kinds = tuple(kind.name for kind in kinds_of(source))
-    looks_like_one = rank_in_name(source.inner) is not None or "trace" in source.inner.name
-    if not kinds and (must or (looks_like_one and ".json" in source.inner.name)):
-        raise DataError(source.where, *_why_not(source))
+    kinds = tuple(kind.name for kind in find_kinds(source))
+    has_trace_name = parse_rank(source.inner) is not None or "trace" in source.inner.name
+    if not kinds and (required or (has_trace_name and ".json" in source.inner.name)):
+        raise DataError(source.where, *_explain_unknown_kind(source))
     return kinds
 
 
-def _why_not(source: Source) -> tuple[str, str]:
+def _explain_unknown_kind(source: Source) -> tuple[str, str]:
     """Why the file is of no known kind, and the hint."""
     if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
         return "an Nsight Systems report, readable only by Nsight Systems", EXPORT
-    with unpacked(source) as content:
-        begin = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if content.torn and not begin:
+    with open_unpacked(source) as content:
+        head = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if content.torn and not head:
         return f"the file is damaged ({content.torn})", RECORD_AGAIN
-    if not begin:
+    if not head:
         return "the file is empty", RECORD_AGAIN
-    if begin[:1] in b"{[":
+    if head[:1] in b"{[":
         return "JSON, but not a trace, or cut off before its first event", NAME_A_TRACE
-    if begin.startswith(b"version https://git-lfs"):
+    if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"
     return "neither JSON nor another supported format", NAME_A_TRACE
 
@@ -330,7 +337,7 @@ def _why_not(source: Source) -> tuple[str, str]:
 # Groups without a list of ranks: the members are the ranks whose traces name the group.
 
 
-def with_members(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
+def fill_group_members(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     """The traces, with ranks filled in for groups that are known only by identity.
 
     Such a group (an NCCL communicator in an Nsight export) has the same name on all its members, so
@@ -342,10 +349,10 @@ def with_members(traces: Sequence[RankTrace]) -> tuple[RankTrace, ...]:
     for trace in traces:
         for name in {group.name for group in trace.groups if not group.ranks}:
             members[name].append(trace.rank)
-    return tuple(_filled(trace, members) for trace in traces)
+    return tuple(_fill_groups(trace, members) for trace in traces)
 
 
-def _filled(trace: RankTrace, members: dict[str, list[int]]) -> RankTrace:
+def _fill_groups(trace: RankTrace, members: dict[str, list[int]]) -> RankTrace:
     if all(group.ranks for group in trace.groups):
         return trace
     groups = tuple(
@@ -357,11 +364,11 @@ def _filled(trace: RankTrace, members: dict[str, list[int]]) -> RankTrace:
 
 # The rank of each trace: from its content, its file name, or its position (with a note).
 
-MOST_RANKS = 10_000_000
+MAX_RANKS = 10_000_000
 
-_FEW = 4
+_MAX_SINGLE_NOTES = 4
 
-_NAMED = re.compile(
+_RANK_IN_NAME = re.compile(
     r"(?:(?<!local)(?<!local[-_. ])rank[-_. ]?|\bworker|_worker)(\d{1,7})(?!\d)", re.I
 )
 """Excludes local_rank, which repeats on each node."""
@@ -372,7 +379,7 @@ _SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite))+$", re.I)
 
 _NUMBER = re.compile(r"\d+")
 
-_OF_A_CAPTURE = re.compile(
+_CAPTURE_PART = re.compile(
     r"\.\d{10,20}(?=\.pt\.trace\.json)|(?<![a-z])(?:step|iter(?:ation)?|epoch|cycle)[-_.]?\d+",
     re.I,
 )
@@ -380,12 +387,12 @@ _OF_A_CAPTURE = re.compile(
 handler appends to host and process, or the step.
 """
 
-_SPREAD = 64
+_MAX_RANK_SPREAD = 64
 """The largest accepted number per trace, as not all ranks are recorded; beyond, it is a date."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TraceCandidate:
     """A trace, its rank from its content or its name, and the rank in its name."""
 
     trace: RankTrace
@@ -393,36 +400,36 @@ class Found:
     named_rank: int | None = None
 
 
-def rank_in_name(path: PurePosixPath) -> int | None:
+def parse_rank(path: PurePosixPath) -> int | None:
     """The rank in the name of the file, or else of its folder."""
-    match = _NAMED.search(path.name) or _NAMED.search(path.parent.name)
+    match = _RANK_IN_NAME.search(path.name) or _RANK_IN_NAME.search(path.parent.name)
     return int(match[1]) if match else None
 
 
-def ranked(found: Sequence[Found]) -> tuple[list[RankTrace], tuple[Note, ...]]:
+def assign_ranks(candidates: Sequence[TraceCandidate]) -> tuple[list[RankTrace], tuple[Note, ...]]:
     """The traces of one capture in rank order, with notes on guessed ranks.
 
     Raises DataError if two traces have the same rank.
     """
-    apart, renamed = _told_apart(found)
-    one_capture, older = _latest_capture(apart)
-    known: dict[int, RankTrace] = {}
-    for one in one_capture:
-        if one.stated_rank is None:
+    renamed_candidates, renamed = _resolve_rank_conflicts(candidates)
+    latest, older = _keep_latest_capture(renamed_candidates)
+    by_rank: dict[int, RankTrace] = {}
+    for candidate in latest:
+        if candidate.stated_rank is None:
             continue
-        if (first := known.get(one.stated_rank)) is not None:
-            problem = f"second trace of rank {one.stated_rank}; the first is {first.source}"
-            raise DataError(one.trace.source, problem, "analyze one recording at a time")
-        known[one.stated_rank] = as_rank(one.stated_rank, one.trace)
-    nameless = [one.trace for one in one_capture if one.stated_rank is None]
-    guessed = _guessed(nameless, set(known)) if nameless else []
-    notes = (*renamed, *older, *_guesses(guessed))
-    return sorted([*known.values(), *guessed], key=lambda t: t.rank), notes
+        if (first := by_rank.get(candidate.stated_rank)) is not None:
+            problem = f"second trace of rank {candidate.stated_rank}; the first is {first.source}"
+            raise DataError(candidate.trace.source, problem, "analyze one recording at a time")
+        by_rank[candidate.stated_rank] = set_rank(candidate.stated_rank, candidate.trace)
+    nameless = [one.trace for one in latest if one.stated_rank is None]
+    guessed = _guess_ranks(nameless, set(by_rank)) if nameless else []
+    notes = (*renamed, *older, *_note_guesses(guessed))
+    return sorted([*by_rank.values(), *guessed], key=lambda t: t.rank), notes
 
 
-def _guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
+def _note_guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
     """Notes on the guessed ranks: one per trace, or a single note if there are many."""
-    if len(traces) > _FEW:
+    if len(traces) > _MAX_SINGLE_NOTES:
         first, last = traces[0], traces[-1]
         some = f"from {first.source.name} (rank {first.rank}) to {last.source.name} ({last.rank})"
         return (
@@ -434,7 +441,7 @@ def _guesses(traces: Sequence[RankTrace]) -> tuple[Note, ...]:
     )
 
 
-def as_rank(rank: int, trace: RankTrace) -> RankTrace:
+def set_rank(rank: int, trace: RankTrace) -> RankTrace:
     """The trace with this rank."""
     if trace.rank == rank:
         return trace
@@ -443,80 +450,95 @@ def as_rank(rank: int, trace: RankTrace) -> RankTrace:
     return replace(trace, rank=rank, world_size=size, notes=notes)
 
 
-def _guessed(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace]:
+def _guess_ranks(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace]:
     """Assigns ranks by the last numbers in the names if they are small, else by position."""
-    numbers = [_last_number(trace.source) for trace in traces]
-    distinct = len({*numbers, *taken}) == len(numbers) + len(taken)
-    if len(traces) > 1 and distinct and min(numbers) >= 0 and max(numbers) < _SPREAD * len(traces):
-        return [as_rank(number, trace) for number, trace in zip(numbers, traces, strict=True)]
+    numbers = [_parse_last_number(trace.source) for trace in traces]
+    is_unique = len({*numbers, *taken}) == len(numbers) + len(taken)
+    if (
+        len(traces) > 1
+        and is_unique
+        and min(numbers) >= 0
+        and max(numbers) < _MAX_RANK_SPREAD * len(traces)
+    ):
+        return [set_rank(number, trace) for number, trace in zip(numbers, traces, strict=True)]
     free = (rank for rank in range(len(traces) + len(taken)) if rank not in taken)
-    in_order = sorted(traces, key=lambda trace: natural(str(trace.source)))
-    return [as_rank(rank, trace) for rank, trace in zip(free, in_order, strict=False)]
+    in_order = sorted(traces, key=lambda trace: natural_sort_key(str(trace.source)))
+    return [set_rank(rank, trace) for rank, trace in zip(free, in_order, strict=False)]
 
 
-def _last_number(path: Path) -> int:
+def _parse_last_number(path: Path) -> int:
     match = _LAST_NUMBER.search(_SUFFIXES.sub("", path.name))
     return int(match[1]) if match else -1
 
 
-def _told_apart(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
+def _resolve_rank_conflicts(
+    candidates: Sequence[TraceCandidate],
+) -> tuple[Sequence[TraceCandidate], tuple[Note, ...]]:
     """If traces have the same rank but their names differ in rank, takes it from the names."""
-    named: dict[int, set[int | None]] = defaultdict(set)
-    for one in found:
-        if one.stated_rank is not None:
-            named[one.stated_rank].add(one.named_rank)
-    wrong = {rank for rank, names in named.items() if len(names) > 1 and None not in names}
+    names_by_rank: dict[int, set[int | None]] = defaultdict(set)
+    for candidate in candidates:
+        if candidate.stated_rank is not None:
+            names_by_rank[candidate.stated_rank].add(candidate.named_rank)
+    wrong = {rank for rank, names in names_by_rank.items() if len(names) > 1 and None not in names}
     if not wrong:
-        return found, ()
-    apart = [
+        return candidates, ()
+    resolved = [
         replace(one, stated_rank=one.named_rank) if one.stated_rank in wrong else one
-        for one in found
+        for one in candidates
     ]
     text = f"several traces have rank {min(wrong)}: ranks are taken from the file names"
-    return apart, (Note("rank_by_name", text),)
+    return resolved, (Note("rank_by_name", text),)
 
 
-def _latest_capture(found: Sequence[Found]) -> tuple[Sequence[Found], tuple[Note, ...]]:
+def _keep_latest_capture(
+    candidates: Sequence[TraceCandidate],
+) -> tuple[Sequence[TraceCandidate], tuple[Note, ...]]:
     """The latest capture if the run was captured several times, and a note on the others.
 
     Captures are files of one rank, or of one process if no rank is known, whose paths differ only
     in numbers.
     """
-    by_rank: dict[int | str, list[Found]] = defaultdict(list)
-    for one in found:
-        by_rank[_process(one) if one.stated_rank is None else one.stated_rank].append(one)
-    again = [same for same in by_rank.values() if len(same) > 1]
-    if not again or any(len({_shape(one) for one in same}) > 1 for same in again):
-        return found, ()
-    kept = _of_fullest_folder(found) if _apart(again) else [_latest(s) for s in by_rank.values()]
-    left_out = len(found) - len(kept)
-    text = f"the run was captured several times; the latest is used ({kept[-1].trace.source})"
-    return kept, (
+    by_rank: dict[int | str, list[TraceCandidate]] = defaultdict(list)
+    for candidate in candidates:
+        by_rank[
+            _identify_process(candidate) if candidate.stated_rank is None else candidate.stated_rank
+        ].append(candidate)
+    repeated = [same for same in by_rank.values() if len(same) > 1]
+    if not repeated or any(len({_mask_numbers(one) for one in same}) > 1 for same in repeated):
+        return candidates, ()
+    latest = (
+        _select_fullest_folder(candidates)
+        if _has_folder_per_capture(repeated)
+        else [_select_latest(s) for s in by_rank.values()]
+    )
+    left_out = len(candidates) - len(latest)
+    text = f"the run was captured several times; the latest is used ({latest[-1].trace.source})"
+    return latest, (
         Note("older_captures", f"{text}, {left_out} traces of other captures are ignored"),
     )
 
 
-def _process(one: Found) -> str:
-    return _OF_A_CAPTURE.sub("", str(one.trace.source))
+def _identify_process(candidate: TraceCandidate) -> str:
+    return _CAPTURE_PART.sub("", str(candidate.trace.source))
 
 
-def _shape(one: Found) -> str:
-    return _NUMBER.sub("#", str(one.trace.source))
+def _mask_numbers(candidate: TraceCandidate) -> str:
+    return _NUMBER.sub("#", str(candidate.trace.source))
 
 
-def _apart(again: Sequence[Sequence[Found]]) -> bool:
+def _has_folder_per_capture(repeated: Sequence[Sequence[TraceCandidate]]) -> bool:
     """Whether each capture is in its own folder."""
-    return all(len({one.trace.source.parent for one in same}) == len(same) for same in again)
+    return all(len({one.trace.source.parent for one in same}) == len(same) for same in repeated)
 
 
-def _of_fullest_folder(found: Sequence[Found]) -> list[Found]:
+def _select_fullest_folder(candidates: Sequence[TraceCandidate]) -> list[TraceCandidate]:
     """The traces of the folder with the most ranks; of several, the one with the last number."""
-    folders: dict[Path, list[Found]] = defaultdict(list)
-    for one in found:
-        folders[one.trace.source.parent].append(one)
-    best = max(folders, key=lambda folder: (len(folders[folder]), natural(str(folder))))
+    folders: dict[Path, list[TraceCandidate]] = defaultdict(list)
+    for candidate in candidates:
+        folders[candidate.trace.source.parent].append(candidate)
+    best = max(folders, key=lambda folder: (len(folders[folder]), natural_sort_key(str(folder))))
     return folders[best]
 
 
-def _latest(same: Sequence[Found]) -> Found:
-    return max(same, key=lambda one: natural(str(one.trace.source)))
+def _select_latest(same: Sequence[TraceCandidate]) -> TraceCandidate:
+    return max(same, key=lambda one: natural_sort_key(str(one.trace.source)))

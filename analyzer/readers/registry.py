@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.compression import HEAD_BYTES, files_of, unpacked
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, list_files, open_unpacked
 from stepsplit.analyzer.readers.execution_trace import (
     ExecutionTrace,
     is_execution_trace,
@@ -38,7 +38,7 @@ from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_recor
 
 _BEGIN = re.compile(rb'\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
 
-_MOST_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20
 
 
 def is_rank_record(head: bytes) -> bool:
@@ -48,8 +48,8 @@ def is_rank_record(head: bytes) -> bool:
 
 def read_rank_record(source: Source) -> RankRecord:
     """The record in the file. Raises DataError if it is cut off or invalid."""
-    with unpacked(source) as content:
-        text = content.read(_MOST_BYTES)
+    with open_unpacked(source) as content:
+        text = content.read(_MAX_BYTES)
     try:
         return read_record(text)
     except ValueError as error:
@@ -103,13 +103,13 @@ def read_files(*places: str | Path) -> tuple[FileRead, ...]:
         for file in read_files("runs/exp1", "slurm-1234.out"):
             print(file.where, file.kind or file.refused, file.events)
     """
-    with files_of([str(place) for place in places]) as sources:
-        return tuple(found for source in sources for found in _read(source))
+    with list_files([str(place) for place in places]) as sources:
+        return tuple(found for source in sources for found in _read_source(source))
 
 
-def _read(source: Source) -> Iterator[FileRead]:
+def _read_source(source: Source) -> Iterator[FileRead]:
     try:
-        kinds = kinds_of(source)
+        kinds = find_kinds(source)
     except DataError as error:
         yield FileRead(source.where, "", 0, (), None, error.problem)
         return
@@ -126,10 +126,10 @@ def _read_as(source: Source, kind: Kind) -> FileRead:
         return FileRead(source.where, kind.name, 0, (), None, error.problem)
     if content is None:
         return FileRead(source.where, kind.name, 0, (), None, UNKNOWN)
-    return FileRead(source.where, kind.name, _events(content), _notes(content), content)
+    return FileRead(source.where, kind.name, _count_events(content), _list_notes(content), content)
 
 
-def _events(content: Content) -> int:
+def _count_events(content: Content) -> int:
     match content:
         case KinetoFile():
             return content.rows.counts.entries
@@ -152,7 +152,7 @@ def _events(content: Content) -> int:
     return len(content.steps)
 
 
-def _notes(content: Content) -> tuple[Note, ...]:
+def _list_notes(content: Content) -> tuple[Note, ...]:
     if isinstance(content, tuple):
         return tuple(note for trace in content for note in trace.notes)
     return () if isinstance(content, RankRecord) else content.notes
@@ -213,9 +213,9 @@ KINDS = (
 """A text file may be of several kinds at once: a job's output contains all that was printed."""
 
 
-def kinds_of(source: Source) -> tuple[Kind, ...]:
+def find_kinds(source: Source) -> tuple[Kind, ...]:
     """The kinds of the file by its content, () if unknown. Raises DataError."""
-    with unpacked(source) as content:
+    with open_unpacked(source) as content:
         head = content.read(HEAD_BYTES)
         if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
             head += content.read(_LONG_HEAD_BYTES)

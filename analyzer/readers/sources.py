@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from stepsplit.analyzer.errors import DataError, UsageError
 
-TORN_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
 """The errors of zipfile for a damaged archive, in addition to OSError and ValueError."""
 
 
@@ -39,7 +39,7 @@ class Source(Protocol):
         """Changes with the content: location, size and modification time."""
 
     @contextmanager
-    def local(self) -> Iterator[Path]:
+    def open_local(self) -> Iterator[Path]:
         """The file on disk while the context is open. Raises DataError if there is none."""
 
 
@@ -65,13 +65,13 @@ class DiskFile:
     @property
     def stamp(self) -> str:
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise DataError(self.where, error.strerror or "unreadable", "check the path") from None
-        return f"{self.path.resolve()}|{found.st_size}|{found.st_mtime_ns}"
+        return f"{self.path.resolve()}|{status.st_size}|{status.st_mtime_ns}"
 
     @contextmanager
-    def local(self) -> Iterator[Path]:
+    def open_local(self) -> Iterator[Path]:
         yield self.path
 
 
@@ -100,7 +100,7 @@ class ZipMember:
         return f"{DiskFile(self.archive, self.where).stamp}|{self.member}"
 
     @contextmanager
-    def local(self) -> Iterator[Path]:
+    def open_local(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
             target = Path(folder, "member")
             try:
@@ -110,7 +110,7 @@ class ZipMember:
                     target.open("wb") as unpacked,
                 ):
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
-            except (OSError, EOFError, ValueError, RuntimeError, *TORN_ZIP) as error:
+            except (OSError, EOFError, ValueError, RuntimeError, *ZIP_ERRORS) as error:
                 raise DataError(self.where, f"damaged archive ({error})", "pack it again") from None
             yield target
 
@@ -135,14 +135,14 @@ class RemoteFile:
 
     @property
     def stamp(self) -> str:
-        filesystem, path = fsspec().core.url_to_fs(self.url)
+        filesystem, path = import_fsspec().core.url_to_fs(self.url)
         return f"{self.url}|{filesystem.ukey(path)}"
 
     @contextmanager
-    def local(self) -> Iterator[Path]:
+    def open_local(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
             target = Path(folder, "fetched")
-            filesystem, path = fsspec().core.url_to_fs(self.url)
+            filesystem, path = import_fsspec().core.url_to_fs(self.url)
             try:
                 filesystem.get_file(path, str(target))
             except OSError as error:
@@ -151,7 +151,7 @@ class RemoteFile:
             yield target
 
 
-def fsspec() -> Any:
+def import_fsspec() -> Any:
     """Imports the library for URLs. Raises UsageError if it is not installed."""
     try:
         import fsspec  # the extra [cloud]

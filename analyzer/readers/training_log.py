@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import HEAD_BYTES, Unpacked, unpacked
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.training_log_formats import (
     FAMILIES,
@@ -25,13 +25,13 @@ from stepsplit.analyzer.readers.training_log_formats import (
     Timer,
     TrainSteps,
     TrainTimers,
-    memory_in,
-    step_below,
-    step_in,
-    timers_in,
-    to_memory,
-    to_steps,
-    to_timers,
+    build_memory,
+    build_steps,
+    build_timers,
+    parse_continuation,
+    parse_memory,
+    parse_step,
+    parse_timers,
 )
 from stepsplit.analyzer.trace import Note
 
@@ -48,7 +48,7 @@ class _Series(msgspec.Struct):
     step_interval: int
     values: dict[int, _Value] | list[_Value]
 
-    def by_step(self) -> dict[int, _Value]:
+    def index_by_step(self) -> dict[int, _Value]:
         if isinstance(self.values, dict):
             return self.values
         return {
@@ -69,19 +69,19 @@ def read_golden_values(source: Source) -> TrainLog:
 
     Ranks, mesh and arguments are not in the file. Raises DataError if it is not such a file.
     """
-    with unpacked(source) as content:
-        body = b"".join(_blocks(content))
+    with open_unpacked(source) as content:
+        body = b"".join(_read_blocks(content))
         torn = content.torn
     try:
-        told = msgspec.json.decode(body, type=dict[str, _Series])
+        decoded = msgspec.json.decode(body, type=dict[str, _Series])
     except (msgspec.DecodeError, ValueError) as error:
         raise DataError(
             source.where, f"not golden values ({torn or error})", "copy it again"
         ) from None
-    series = {name: values.by_step() for name, values in told.items()}
+    series = {name: values.index_by_step() for name, values in decoded.items()}
     if "iteration-time" not in series:
         raise DataError(source.where, "golden values without iteration-time", "leave it out")
-    steps = to_steps([Printed(line, "", -1, 0) for line in _lines(series)])
+    steps = build_steps([Printed(line, "", -1, 0) for line in _build_step_lines(series)])
     return TrainLog(
         source=source.where,
         framework="megatron",
@@ -89,8 +89,8 @@ def read_golden_values(source: Source) -> TrainLog:
         mesh=(),
         arguments=(),
         steps=replace(steps, steps_in_row=np.ones(len(steps), dtype=np.int64)),
-        memory=to_memory(list(_memory(series))),
-        timers=to_timers([]),
+        memory=build_memory(list(_build_memory_lines(series))),
+        timers=build_timers([]),
         restarts=0,
         crashed=False,
         error="",
@@ -101,22 +101,24 @@ def read_golden_values(source: Source) -> TrainLog:
 _Table = dict[str, dict[int, _Value]]
 
 
-def _lines(series: _Table) -> Iterator[StepLine]:
+def _build_step_lines(series: _Table) -> Iterator[StepLine]:
     losses = series.get("lm loss", {})
     for step, seconds in sorted(series["iteration-time"].items()):
         loss = losses.get(step)
         known_loss = loss if isinstance(loss, float) else math.nan
-        yield StepLine(0, step, step_ns=_whole(seconds, 10**9), loss=known_loss)
+        yield StepLine(0, step, step_ns=_scale_to_int(seconds, 10**9), loss=known_loss)
 
 
-def _memory(series: _Table) -> Iterator[MemoryLine]:
+def _build_memory_lines(series: _Table) -> Iterator[MemoryLine]:
     allocated = series.get("mem-allocated-bytes", {})
     largest = series.get("mem-max-allocated-bytes", {})
     for step in sorted({*allocated, *largest}):
-        yield MemoryLine(-1, step, _whole(allocated.get(step), 1), _whole(largest.get(step), 1))
+        yield MemoryLine(
+            -1, step, _scale_to_int(allocated.get(step), 1), _scale_to_int(largest.get(step), 1)
+        )
 
 
-def _whole(value: _Value, scale: int) -> int:
+def _scale_to_int(value: _Value, scale: int) -> int:
     if not isinstance(value, float) or not 0 <= value * scale < 2**62:
         return -1
     return round(value * scale)
@@ -176,7 +178,7 @@ def is_training_log(head: bytes) -> bool:
     """
     if _JSON.match(head) or _QUOTES.match(head):
         return False
-    if any(framework_in(text) or step_in(text) for text in _texts([head])):
+    if any(detect_framework(text) or parse_step(text) for text in _split_lines([head])):
         return True
     return len(head) >= HEAD_BYTES and b"NCCL" not in head and bool(_ECHO.search(head))
 
@@ -187,14 +189,14 @@ def read_train_log(source: Source) -> TrainLog:
     A truncated compressed file is read up to the damage. A number at the end of an incomplete last
     line is ignored.
     """
-    reading = _Reading()
-    with unpacked(source) as content:
-        for text in _texts(_blocks(content)):
-            reading.take(text)
+    parser = _LogParser()
+    with open_unpacked(source) as content:
+        for text in _split_lines(_read_blocks(content)):
+            parser.add_line(text)
         torn = content.torn
-    if not reading.tells:
+    if not parser.has_content:
         raise DataError(source.where, "no training run found", "name the output of a training run")
-    return reading.log(source.where, torn)
+    return parser.build_log(source.where, torn)
 
 
 _ENDS = re.compile(rb"[\r\n]+")
@@ -209,28 +211,28 @@ _WIDER = re.compile(r"\s{16,}")
 
 _UNFINISHED = re.compile(r"[\d.,]+$")
 
-_LONGEST_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 
 
-def _blocks(content: Unpacked) -> Iterator[bytes]:
+def _read_blocks(content: UnpackedStream) -> Iterator[bytes]:
     while block := content.read(1 << 20):
         yield block
 
 
-def _texts(blocks: Iterable[bytes]) -> Iterator[str]:
+def _split_lines(blocks: Iterable[bytes]) -> Iterator[str]:
     """The lines without colors; each state of a progress bar is a line."""
     rest = b""
     for block in blocks:
         *whole, rest = _ENDS.split(rest + block)
-        yield from map(_text, whole)
-        if len(rest) > _LONGEST_BYTES:
-            yield _text(rest)
+        yield from map(_clean_line, whole)
+        if len(rest) > _MAX_LINE_BYTES:
+            yield _clean_line(rest)
             rest = b""
-    yield _UNFINISHED.sub("", _text(rest))
+    yield _UNFINISHED.sub("", _clean_line(rest))
 
 
-def _text(line: bytes) -> str:
-    text = line[:_LONGEST_BYTES].decode("utf-8", "replace")
+def _clean_line(line: bytes) -> str:
+    text = line[:_MAX_LINE_BYTES].decode("utf-8", "replace")
     if _WIDE in text:
         text = _WIDER.sub(_WIDE, text)
     return _COLORS.sub("", text) if "\x1b" in text or "mstep:" in text else text
@@ -243,7 +245,7 @@ _STARTING_UP = (
 
 
 @dataclass(slots=True)
-class _Reading:
+class _LogParser:
     """Collects steps, memory, timers and arguments line by line."""
 
     printed: list[Printed] = field(default_factory=list)
@@ -261,87 +263,87 @@ class _Reading:
     unparsed: int = 0
 
     @property
-    def tells(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.frameworks or self.printed or self.memory or self.unparsed)
 
-    def take(self, text: str) -> None:
-        if line := step_in(text):
-            self._take_step(line, text)
-        elif self.printed and (line := step_below(text, self.printed[-1].line)):
+    def add_line(self, text: str) -> None:
+        if line := parse_step(text):
+            self._add_step(line, text)
+        elif self.printed and (line := parse_continuation(text, self.printed[-1].line)):
             self.printed[-1] = replace(self.printed[-1], line=line)
         elif any(sign in text for sign in STEP_SIGNS):
             self.unparsed += 1
-        self.memory.update(dict.fromkeys(memory_in(text)))
+        self.memory.update(dict.fromkeys(parse_memory(text)))
         step = self.printed[-1].line.step if self.printed else -1
-        self.timers += [(step, timer) for timer in timers_in(text)]
-        self._take_start(text)
-        self._take_end(text)
+        self.timers += [(step, timer) for timer in parse_timers(text)]
+        self._add_start(text)
+        self._add_end(text)
 
-    def _take_step(self, line: StepLine, text: str) -> None:
-        self.printed.append(Printed(line, printer_of(text), clock_ns_in(text), self.launch))
+    def _add_step(self, line: StepLine, text: str) -> None:
+        self.printed.append(Printed(line, parse_printer(text), parse_clock_ns(text), self.launch))
         self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
-    def _take_start(self, text: str) -> None:
+    def _add_start(self, text: str) -> None:
         if any(sign in text for sign in _STARTING_UP):
             self.launch = self.printed[-1].launch + 1 if self.printed else 0
-        self.arguments.update(arguments_in(text))
-        if framework := framework_in(text):
+        self.arguments.update(parse_arguments(text))
+        if framework := detect_framework(text):
             self.frameworks.add(framework)
-        self.mesh = mesh_in(text) or self.mesh
-        self.world_size = max(world_size_in(text), self.world_size)
+        self.mesh = parse_mesh(text) or self.mesh
+        self.world_size = max(parse_world_size(text), self.world_size)
 
-    def _take_end(self, text: str) -> None:
-        self.cause = cause_in(text) or self.cause
+    def _add_end(self, text: str) -> None:
+        self.cause = parse_error(text) or self.cause
         if is_failure(text) and not self.canceled:
             self.failure, self.crashed = text.strip(), True
         if is_cancellation(text):
             self.failure, self.canceled = text.strip(), True
 
-    def log(self, where: str, torn: str) -> TrainLog:
+    def build_log(self, where: str, torn: str) -> TrainLog:
         arguments = tuple(self.arguments.items())
-        mesh = mesh_of(arguments) or self.mesh
-        steps = self._steps()
+        mesh = infer_mesh(arguments) or self.mesh
+        steps = self._build_steps()
         return TrainLog(
             source=where,
-            framework=self._framework(),
-            world_size=self._world_size(mesh),
+            framework=self._infer_framework(),
+            world_size=self._infer_world_size(mesh),
             mesh=mesh,
             arguments=arguments,
             steps=steps,
-            memory=to_memory(list(self.memory)),
-            timers=to_timers(self.timers),
+            memory=build_memory(list(self.memory)),
+            timers=build_timers(self.timers),
             restarts=int(steps.start[-1]) if len(steps) else 0,
             crashed=self.crashed,
             error=self.cause or self.failure,
             unparsed=self.unparsed,
-            notes=tuple(self._notes(where, torn, steps)),
+            notes=tuple(self._list_notes(where, torn, steps)),
         )
 
-    def _steps(self) -> TrainSteps:
-        interval = self._whole("log_interval", "steps_per_print")
-        batch = self._whole("train_batch_size", "global batch size")
-        return to_steps(self.printed, interval, batch)
+    def _build_steps(self) -> TrainSteps:
+        interval = self._find_number("log_interval", "steps_per_print")
+        batch = self._find_number("train_batch_size", "global batch size")
+        return build_steps(self.printed, interval, batch)
 
-    def _whole(self, *names: str) -> int:
+    def _find_number(self, *names: str) -> int:
         """The first of these arguments that is a number, -1 if none is."""
-        told = (self.arguments.get(name, "") for name in names)
-        return next((int(text) for text in told if re.fullmatch(r"\d{1,18}", text)), -1)
+        values = (self.arguments.get(name, "") for name in names)
+        return next((int(text) for text in values if re.fullmatch(r"\d{1,18}", text)), -1)
 
-    def _framework(self) -> str:
+    def _infer_framework(self) -> str:
         steps = {FAMILIES[each.line.family].framework for each in self.printed}
-        seen = steps | self.frameworks
-        if {"megatron", "deepspeed"} <= seen:
+        frameworks = steps | self.frameworks
+        if {"megatron", "deepspeed"} <= frameworks:
             return "megatron-deepspeed"
         order = (*(family.framework for family in FAMILIES), "")
-        return next((name for name in order if name in steps), min(seen, default=""))
+        return next((name for name in order if name in steps), min(frameworks, default=""))
 
-    def _world_size(self, mesh: tuple[tuple[str, int], ...]) -> int:
-        stated = max(self._whole("world_size"), self.world_size)
-        if stated > 0 or "torchtitan" not in self.frameworks or not mesh:
-            return stated
+    def _infer_world_size(self, mesh: tuple[tuple[str, int], ...]) -> int:
+        logged_size = max(self._find_number("world_size"), self.world_size)
+        if logged_size > 0 or "torchtitan" not in self.frameworks or not mesh:
+            return logged_size
         return prod(size for axis, size in mesh if axis != "ep")
 
-    def _notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
+    def _list_notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):
             yield Note("no_steps", f"{where} contains no step")
         elif not (steps.step_ns >= 0).any():
@@ -372,7 +374,7 @@ _TRANSFORMERS = re.compile(r"(?:^|[\])>|]:?)\s*\{'(?:loss|train_runtime)': .*'ep
 _MEGATRON_SIGNS = ("using world size:", " tensor_model_parallel_size ...")
 
 
-def framework_in(text: str) -> str:
+def detect_framework(text: str) -> str:
     """The framework that prints such a line at start-up, "" for none."""
     if any(sign in text for sign in _MEGATRON_SIGNS):
         return "megatron"
@@ -388,10 +390,10 @@ _ARGUMENT = re.compile(r"(?:^|[\]:])\s*(\w+) \.{3,} (?!\[(?:NO|YES|OKAY|FAIL)\])
 _TRAINER = re.compile(r"((?:local|global) batch size|sequence length) (\d+)")
 
 
-def arguments_in(text: str) -> tuple[tuple[str, str], ...]:
+def parse_arguments(text: str) -> tuple[tuple[str, str], ...]:
     """The arguments in a line, as (name, value) pairs."""
-    if " ..." in text and (found := _ARGUMENT.search(text)):
-        return ((found[1], found[2].rstrip()),)
+    if " ..." in text and (match := _ARGUMENT.search(text)):
+        return ((match[1], match[2].rstrip()),)
     if "Trainer is initialized with" in text:
         return tuple(_TRAINER.findall(text))
     return ()
@@ -412,20 +414,20 @@ _AXIS = {"pipeline-model": "pp", "data": "dp", "context": "cp", "tensor-model": 
 _OUTERMOST_FIRST = ("pp", "dp", "cp", "tp")
 
 
-def mesh_in(text: str) -> tuple[tuple[str, int], ...]:
+def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
     """The mesh in a line, outermost axis first, then ep; () for none."""
     if "using world size:" in text:
         sizes = {_AXIS[name]: int(size) for name, size in _MEGATRON_SIZES.findall(text)}
         return tuple((axis, sizes[axis]) for axis in _OUTERMOST_FIRST if axis in sizes)
     if "device mesh with parallelism:" in text:
         return tuple((axis, int(size)) for axis, size in _TITAN_SIZES.findall(text))
-    if "device mesh with" in text and (found := _TITAN_MESH.search(text)):
-        names, counts = re.findall(r"\w+", found[1]), re.findall(r"\d{1,9}", found[2])
+    if "device mesh with" in text and (match := _TITAN_MESH.search(text)):
+        names, counts = re.findall(r"\w+", match[1]), re.findall(r"\d{1,9}", match[2])
         return tuple((name, int(size)) for name, size in zip(names, counts, strict=False))
     return ()
 
 
-_ARGUMENT_OF = {
+_ARGUMENT_NAMES = {
     "pp": ("pipeline_model_parallel_size", "pipe_parallel_size"),
     "dp": ("data_parallel_size",),
     "cp": ("context_parallel_size",),
@@ -434,27 +436,27 @@ _ARGUMENT_OF = {
 }
 
 
-def mesh_of(arguments: tuple[tuple[str, str], ...]) -> tuple[tuple[str, int], ...]:
+def infer_mesh(arguments: tuple[tuple[str, str], ...]) -> tuple[tuple[str, int], ...]:
     """The mesh from Megatron's arguments, outermost axis first, then ep; () for none."""
-    told = dict(arguments)
+    values = dict(arguments)
     # With this argument dp is outermost, else pp.
-    around = ("dp", "pp") if told.get("use_tp_pp_dp_mapping") == "True" else ("pp", "dp")
+    outer_axes = ("dp", "pp") if values.get("use_tp_pp_dp_mapping") == "True" else ("pp", "dp")
     sizes = {
-        axis: int(told[name])
-        for axis, names in _ARGUMENT_OF.items()
+        axis: int(values[name])
+        for axis, names in _ARGUMENT_NAMES.items()
         for name in names
-        if re.fullmatch(r"[1-9]\d{0,8}", told.get(name, ""))
+        if re.fullmatch(r"[1-9]\d{0,8}", values.get(name, ""))
     }
-    return tuple((axis, sizes[axis]) for axis in (*around, "cp", "tp", "ep") if axis in sizes)
+    return tuple((axis, sizes[axis]) for axis in (*outer_axes, "cp", "tp", "ep") if axis in sizes)
 
 
 _WORLD_SIZE = re.compile(r"(?:using world size: |dist_world_size=)(\d{1,9})")
 
 
-def world_size_in(text: str) -> int:
+def parse_world_size(text: str) -> int:
     """The world size in a line of a launcher or Megatron, -1 for none."""
-    found = "world" in text and _WORLD_SIZE.search(text)
-    return int(found[1]) if found else -1
+    match = "world" in text and _WORLD_SIZE.search(text)
+    return int(match[1]) if match else -1
 
 
 _FAILURES = (
@@ -479,11 +481,11 @@ _RAISED = re.compile(r"(?:^|[\s:\]])((?:\w+\.)*\w*(?<!ChildFailed)(?:Error|Excep
 _DEATHS = ("out of memory", "operation timeout", "oom-kill", "oom_kill")
 
 
-def cause_in(text: str) -> str:
+def parse_error(text: str) -> str:
     """The error in a line, "" if it has none or only mentions that there was one."""
     if "Error: " in text or "Exception: " in text:
-        found = _RAISED.search(text)
-        return found[1].strip() if found else ""
+        match = _RAISED.search(text)
+        return match[1].strip() if match else ""
     return text.strip() if any(death in text for death in _DEATHS) else ""
 
 
@@ -492,13 +494,13 @@ _CLOCK = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3,6})")
 _EPOCH = datetime(1970, 1, 1)
 
 
-def clock_ns_in(text: str) -> int:
+def parse_clock_ns(text: str) -> int:
     """The time stamp of a line in ns of local time; -1 if none, or only whole seconds."""
-    found = _CLOCK.search(text)
-    if found is None:
+    match = _CLOCK.search(text)
+    if match is None:
         return -1
     try:
-        at = datetime.fromisoformat(f"{found[1]}T{found[2]}.{found[3][:6].ljust(6, '0')}")
+        at = datetime.fromisoformat(f"{match[1]}T{match[2]}.{match[3][:6].ljust(6, '0')}")
     except ValueError:
         return -1
     return (at - _EPOCH) // timedelta(microseconds=1) * 1000
@@ -507,7 +509,7 @@ def clock_ns_in(text: str) -> int:
 _PRINTER = re.compile(r"(?:\s*(?:\[[A-Za-z]+ ?\d+\]|\d+): ?|[\w.-]+: (?=\[\d{4}-))*")
 
 
-def printer_of(text: str) -> str:
+def parse_printer(text: str) -> str:
     """The launcher's prefix of a line, which identifies the printing rank; "" for none."""
-    found = _PRINTER.match(text)
-    return found[0].strip() if found else ""
+    match = _PRINTER.match(text)
+    return match[0].strip() if match else ""

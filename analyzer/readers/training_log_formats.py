@@ -60,7 +60,7 @@ class TrainSteps:
     @property
     def median_step_ns(self) -> int | None:
         """The median of step_ns over the rows that are not warm-up; None if no time is known."""
-        return _median_ns(self.step_ns[~self.warmup])
+        return _compute_median_ns(self.step_ns[~self.warmup])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ class _Row:
         return self.printed.line.step
 
 
-def to_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1) -> TrainSteps:
+def build_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1) -> TrainSteps:
     """One row per step and start, merged from the lines of all ranks.
 
     Without printed times, the times are computed from the time stamps of the lines. batch is the
     global batch of rows without one.
     """
-    rows = _rows(printed)
+    rows = _build_rows(printed)
     lines = [row.printed.line for row in rows]
     start = np.array([row.start for row in rows], dtype=np.int64)
     step = np.array([line.step for line in lines], dtype=np.int64)
@@ -151,13 +151,13 @@ def to_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1
     in_row = np.where(is_first, at_first, np.diff(step, prepend=0))
     step_ns = np.array([line.step_ns for line in lines], dtype=np.int64)
     if not (step_ns >= 0).any():
-        step_ns = _clocked_ns(rows, is_first, in_row)
+        step_ns = _compute_clock_step_ns(rows, is_first, in_row)
     return TrainSteps(
         start=start,
         step=step,
         steps_in_row=in_row,
         step_ns=step_ns,
-        warmup=_warmup(is_first, step_ns),
+        warmup=_mark_warmup(is_first, step_ns),
         flops_per_s_per_gpu=np.array([line.flops_per_s_per_gpu for line in lines]),
         mfu=np.array([line.mfu for line in lines]),
         tokens_per_s_per_gpu=np.array([line.tokens_per_s_per_gpu for line in lines]),
@@ -170,7 +170,7 @@ def to_steps(printed: Sequence[Printed], log_interval: int = -1, batch: int = -1
     )
 
 
-def to_memory(lines: Sequence[MemoryLine]) -> RankMemory:
+def build_memory(lines: Sequence[MemoryLine]) -> RankMemory:
     """Converts the lines to columns."""
 
     def column(name: str) -> Int64:
@@ -179,65 +179,65 @@ def to_memory(lines: Sequence[MemoryLine]) -> RankMemory:
     return RankMemory(*(column(each.name) for each in fields(RankMemory)))
 
 
-def to_timers(stated: Sequence[tuple[int, Timer]]) -> TrainTimers:
+def build_timers(timers: Sequence[tuple[int, Timer]]) -> TrainTimers:
     """Converts the timers, each with the step it follows, to columns."""
-    names = tuple(dict.fromkeys(timer.name for _, timer in stated))
+    names = tuple(dict.fromkeys(timer.name for _, timer in timers))
     code = {name: i for i, name in enumerate(names)}
     return TrainTimers(
-        step=np.array([step for step, _ in stated], dtype=np.int64),
-        name_id=np.array([code[timer.name] for _, timer in stated], dtype=np.int32),
-        min_ns=np.array([timer.min_ns for _, timer in stated], dtype=np.int64),
-        max_ns=np.array([timer.max_ns for _, timer in stated], dtype=np.int64),
+        step=np.array([step for step, _ in timers], dtype=np.int64),
+        name_id=np.array([code[timer.name] for _, timer in timers], dtype=np.int32),
+        min_ns=np.array([timer.min_ns for _, timer in timers], dtype=np.int64),
+        max_ns=np.array([timer.max_ns for _, timer in timers], dtype=np.int64),
         names=names,
     )
 
 
-def _rows(printed: Sequence[Printed]) -> list[_Row]:
+def _build_rows(printed: Sequence[Printed]) -> list[_Row]:
     """The lines of the family that counts the steps, merged with others about the same step."""
     counting = min((each.line.family for each in printed), default=-1)
     rows: list[_Row] = []
-    ahead: dict[int, StepLine] = {}
+    pending: dict[int, StepLine] = {}
     at: dict[int, int] = {}
-    for each in printed:
-        step = each.line.step
-        if each.line.family == counting and _is_new(each, rows):
-            begins = not rows or _restarts(each, rows)
-            if begins:
+    for entry in printed:
+        step = entry.line.step
+        if entry.line.family == counting and _is_new(entry, rows):
+            is_start = not rows or _is_restart(entry, rows)
+            if is_start:
                 at = {}
             at[step] = len(rows)
-            line = each.line.filled(ahead.pop(step, each.line))
-            start = (rows[-1].start + begins) if rows else 0
-            rows.append(_Row(start, replace(each, line=line)))
-        elif step in at and rows[at[step]].printed.launch == each.launch:
+            line = entry.line.fill_from(pending.pop(step, entry.line))
+            start = (rows[-1].start + is_start) if rows else 0
+            rows.append(_Row(start, replace(entry, line=line)))
+        elif step in at and rows[at[step]].printed.launch == entry.launch:
             row = rows[at[step]]
-            whole = replace(row.printed, line=row.printed.line.filled(each.line))
-            rows[at[step]] = replace(row, printed=whole)
-        elif each.line.family != counting:
-            ahead[step] = each.line
+            merged = replace(row.printed, line=row.printed.line.fill_from(entry.line))
+            rows[at[step]] = replace(row, printed=merged)
+        elif entry.line.family != counting:
+            pending[step] = entry.line
     return rows
 
 
-def _is_new(each: Printed, rows: Sequence[_Row]) -> bool:
-    return not rows or each.line.step > rows[-1].step or _restarts(each, rows)
+def _is_new(entry: Printed, rows: Sequence[_Row]) -> bool:
+    return not rows or entry.line.step > rows[-1].step or _is_restart(entry, rows)
 
 
-def _restarts(each: Printed, rows: Sequence[_Row]) -> bool:
+def _is_restart(entry: Printed, rows: Sequence[_Row]) -> bool:
     """Whether the run restarted: another launch, or the same printer is at an earlier step.
 
     A repetition of the previous row is not a restart, but a late line of another rank.
     """
     last = rows[-1].printed
-    if each.launch != last.launch:
+    if entry.launch != last.launch:
         return True
     before = rows[-2].printed.line if len(rows) > 1 else None
     is_late = before is not None and (before.step, before.step_ns) == (
-        each.line.step,
-        each.line.step_ns,
+        entry.line.step,
+        entry.line.step_ns,
     )
-    return each.line.step < last.line.step and each.printer == last.printer and not is_late
+    return entry.line.step < last.line.step and entry.printer == last.printer and not is_late
 
 
-def _clocked_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
+def _compute_clock_step_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
     """Mean step times from time stamps; -1 for the first row of a start, or if one is missing."""
     clock_ns = np.array([row.printed.clock_ns for row in rows], dtype=np.int64)
     since_ns = np.diff(clock_ns, prepend=-1)
@@ -245,8 +245,8 @@ def _clocked_ns(rows: Sequence[_Row], is_first: Bool, in_row: Int64) -> Int64:
     return np.where(known, since_ns // in_row, -1)
 
 
-def _warmup(is_first: Bool, step_ns: Int64) -> Bool:
-    usual_ns = _median_ns(step_ns[~is_first])
+def _mark_warmup(is_first: Bool, step_ns: Int64) -> Bool:
+    usual_ns = _compute_median_ns(step_ns[~is_first])
     slow = is_first if usual_ns is None else is_first | (step_ns > SLOW_RATIO * usual_ns)
     # A row is warm-up if all rows from the first of its start up to it are slow.
     rows = np.arange(len(slow))
@@ -255,7 +255,7 @@ def _warmup(is_first: Bool, step_ns: Int64) -> Bool:
     return slow & (quick < first)
 
 
-def _median_ns(step_ns: Int64) -> int | None:
+def _compute_median_ns(step_ns: Int64) -> int | None:
     known = step_ns[step_ns >= 0]
     return int(np.median(known)) if len(known) else None
 
@@ -286,14 +286,14 @@ class StepLine:
     loss: float = NAN
     global_batch: int = -1
 
-    def filled(self, other: StepLine) -> StepLine:
+    def fill_from(self, line: StepLine) -> StepLine:
         """A copy with unknown values taken from another line about the same step."""
-        known = {
-            field.name: getattr(other, field.name)
+        values = {
+            field.name: getattr(line, field.name)
             for field in fields(self)
-            if _missing(getattr(self, field.name))
+            if _is_missing(getattr(self, field.name))
         }
-        return replace(self, **known)
+        return replace(self, **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,59 +432,64 @@ _WHOLE = ("step_ns", "global_batch", "step")
 _UNIT = {"K": 1_000, "M": 10**6, "B": 10**9, "G": 10**9}
 
 
-def step_in(text: str) -> StepLine | None:
+def parse_step(text: str) -> StepLine | None:
     """The step in a line; None if the line is not about a step."""
     for number, family in enumerate(FAMILIES):
-        if family.needle in text and (found := family.pattern.search(text)):
-            known = {"step": _step(found.groupdict()), **_known(family, text[found.start() :])}
-            return StepLine(number, **known)
+        if family.needle in text and (match := family.pattern.search(text)):
+            values = {
+                "step": _compute_step(match.groupdict()),
+                **_parse_columns(family, text[match.start() :]),
+            }
+            return StepLine(number, **values)
     return None
 
 
-def step_below(text: str, above: StepLine) -> StepLine | None:
+def parse_continuation(text: str, previous: StepLine) -> StepLine | None:
     """The previous step with the values of this line, for Composer's multi-line steps; or None."""
-    family = FAMILIES[above.family]
+    family = FAMILIES[previous.family]
     if family.framework != "composer" or "Train " not in text:
         return None
-    return above.filled(StepLine(above.family, above.step, **_known(family, text)))
+    return previous.fill_from(
+        StepLine(previous.family, previous.step, **_parse_columns(family, text))
+    )
 
 
-def _step(told: dict[str, str | None]) -> int:
+def _compute_step(groups: dict[str, str | None]) -> int:
     """The step number; Composer may count batches within an epoch."""
-    before = (int(told.get("epoch") or 1) - 1) * int(told.get("of") or 0)
-    return before + int(told["step"] or 0)
+    before = (int(groups.get("epoch") or 1) - 1) * int(groups.get("of") or 0)
+    return before + int(groups["step"] or 0)
 
 
-def _known(family: _Family, text: str) -> dict[str, Any]:
+def _parse_columns(family: _Family, text: str) -> dict[str, Any]:
     """The columns in the text."""
-    known: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, value, unit in family.field.findall(text):
-        column, scale = _COLUMN.get(_plain(name), ("", 0))
+        column, scale = _COLUMN.get(_normalize_name(name), ("", 0))
         if column:
-            known[column] = _value(column, value, scale * _UNIT.get(unit, 1), unit)
-    return known
+            columns[column] = _parse_value(column, value, scale * _UNIT.get(unit, 1), unit)
+    return columns
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """The name in the spelling of _COLUMN."""
     return name.lower().replace("_", " ").replace(" (", "(")
 
 
-def _value(column: str, text: str, scale: int, unit: str) -> int | float:
+def _parse_value(column: str, text: str, scale: int, unit: str) -> int | float:
     if column in _WHOLE:
-        return whole(text, scale)
-    found = float(text.replace(",", "")) * scale
+        return parse_scaled_int(text, scale)
+    number = float(text.replace(",", "")) * scale
     if unit == "%":
-        found /= 100
+        number /= 100
     # nanoGPT prints an MFU of -100 % at first; torchtitan a loss of -1 without the last stage.
-    return NAN if found < 0 or not math.isfinite(found) else found
+    return NAN if number < 0 or not math.isfinite(number) else number
 
 
-def _missing(value: float) -> bool:
+def _is_missing(value: float) -> bool:
     return value == -1 or value != value
 
 
-def whole(text: str, scale: int) -> int:
+def parse_scaled_int(text: str, scale: int) -> int:
     """A decimal text times scale, exact; -1 if it is not a number, negative or over 64 bits."""
     plain = text.replace(",", "")
     if not _NUMBER.fullmatch(plain) or not 0 <= float(plain) * scale < 2**63 - 1024:
@@ -514,7 +519,7 @@ _NEMO_MEMORY = re.compile(
 _MIB, _GIB = 1 << 20, 1 << 30
 
 
-def memory_in(text: str) -> tuple[MemoryLine, ...]:
+def parse_memory(text: str) -> tuple[MemoryLine, ...]:
     """The memory in a line, which may contain the output of several ranks.
 
     DeepSpeed's GB are GiB. torchtitan prints the peak of the reserved memory. Only Megatron prints
@@ -522,19 +527,28 @@ def memory_in(text: str) -> tuple[MemoryLine, ...]:
     """
     if "memory (MB)" in text:
         return tuple(
-            MemoryLine(int(rank or -1), int(step), *(whole(size, _MIB) for size in sizes))
+            MemoryLine(
+                int(rank or -1), int(step), *(parse_scaled_int(size, _MIB) for size in sizes)
+            )
             for rank, step, *sizes in _MEGATRON_MEMORY.findall(text)
         )
-    if "Max_MA" in text and (found := _USAGE.search(text)):
-        return (MemoryLine(-1, -1, *(whole(size, _GIB) for size in found.groups())),)
-    if "MaxMemAllocated" in text and (found := _TIMER_MEMORY.search(text)):
-        return (MemoryLine(-1, int(found[1]), whole(found[2], _GIB), whole(found[3], _GIB)),)
-    if "max_memory_reserved" in text and (found := _NEMO_MEMORY.search(text)):
-        reserved, allocated = (whole(size, 1) for size in found.groups()[1:])
+    if "Max_MA" in text and (match := _USAGE.search(text)):
+        return (MemoryLine(-1, -1, *(parse_scaled_int(size, _GIB) for size in match.groups())),)
+    if "MaxMemAllocated" in text and (match := _TIMER_MEMORY.search(text)):
+        return (
+            MemoryLine(
+                -1,
+                int(match[1]),
+                parse_scaled_int(match[2], _GIB),
+                parse_scaled_int(match[3], _GIB),
+            ),
+        )
+    if "max_memory_reserved" in text and (match := _NEMO_MEMORY.search(text)):
+        reserved, allocated = (parse_scaled_int(size, 1) for size in match.groups()[1:])
         peaks = {"max_allocated_bytes": allocated, "max_reserved_bytes": reserved}
-        return (MemoryLine(-1, int(found[1]), **peaks),)
-    if "GiB" in text and (found := _TITAN_MEMORY.search(text)):
-        return (MemoryLine(-1, int(found[1]), max_reserved_bytes=whole(found[2], _GIB)),)
+        return (MemoryLine(-1, int(match[1]), **peaks),)
+    if "GiB" in text and (match := _TITAN_MEMORY.search(text)):
+        return (MemoryLine(-1, int(match[1]), max_reserved_bytes=parse_scaled_int(match[2], _GIB)),)
     return ()
 
 
@@ -543,13 +557,15 @@ _ACROSS = re.compile(r"(?:^|[\]:>])\s*(\S{1,80}) \.*: (?:\(([\d.]+), ([\d.]+)\)|
 _ONE = re.compile(rf"\|\s*([^|:]{{1,80}}): ({NUMBER})\s*(?=\||$)")
 
 
-def timers_in(text: str) -> tuple[Timer, ...]:
+def parse_timers(text: str) -> tuple[Timer, ...]:
     """The timers in a line: one rank's `time (ms) |` row, or a name with (min, max)."""
     if "time (ms) |" in text:
         row = text[text.index("time (ms) |") :]
-        found = [(name.strip(), whole(value, _MS)) for name, value in _ONE.findall(row)]
-        return tuple(Timer(name, value_ns, value_ns) for name, value_ns in found)
+        values = [(name.strip(), parse_scaled_int(value, _MS)) for name, value in _ONE.findall(row)]
+        return tuple(Timer(name, value_ns, value_ns) for name, value_ns in values)
     if ".: " in text and (across := _ACROSS.search(text)):
         name, least, largest, only = across.groups()
-        return (Timer(name, whole(least or "", _MS), whole(largest or only, _MS)),)
+        return (
+            Timer(name, parse_scaled_int(least or "", _MS), parse_scaled_int(largest or only, _MS)),
+        )
     return ()

@@ -41,12 +41,12 @@ class Task(Generic[T]):
             return error
 
 
-def no_progress(done_bytes: int, all_bytes: int) -> None:
+def ignore_progress(done_bytes: int, all_bytes: int) -> None:
     """The default: ignores progress."""
 
 
 def run_all(
-    tasks: Sequence[Task[T]], workers: int, progress: Progress = no_progress
+    tasks: Sequence[Task[T]], workers: int, progress: Progress = ignore_progress
 ) -> list[T | DataError]:
     """Runs all tasks and returns their results in order.
 
@@ -54,73 +54,73 @@ def run_all(
     interrupted, the other processes are terminated and their temporary files removed.
     """
     total, done = sum(task.size_bytes for task in tasks), 0
-    found: dict[int, T | DataError] = {}
-    for index, result in _results(tasks, workers if total >= LEAST_BYTES else 1):
-        found[index] = result
+    results: dict[int, T | DataError] = {}
+    for index, result in _run_tasks(tasks, workers if total >= LEAST_BYTES else 1):
+        results[index] = result
         done += tasks[index].size_bytes
         progress(done, total)
-    return [found[index] for index in range(len(tasks))]
+    return [results[index] for index in range(len(tasks))]
 
 
-def _results(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
+def _run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
     """Yields each task's index and result. The caller works too, as one of the workers."""
     todo = deque(enumerate(tasks))
-    others = min(workers, len(tasks)) - 1
-    if others < 1:
+    n_helpers = min(workers, len(tasks)) - 1
+    if n_helpers < 1:
         yield from ((index, task.run()) for index, task in todo)
         return
-    with _pool(others) as pool:
+    with _start_pool(n_helpers) as pool:
         running: dict[Future[T | DataError], int] = {}
         while todo or running:
             # While many tasks are left, each other worker has one more in its queue.
-            while todo and len(running) < (2 * others if len(todo) > workers else others):
+            while todo and len(running) < (2 * n_helpers if len(todo) > workers else n_helpers):
                 index, task = todo.popleft()
-                running[_submitted(pool, task)] = index
-            mine = todo.popleft() if todo else None
-            if mine is not None:
-                yield mine[0], mine[1].run()
-            for future in wait(running, 0 if mine else None, FIRST_COMPLETED).done:
+                running[_send_task(pool, task)] = index
+            own_task = todo.popleft() if todo else None
+            if own_task is not None:
+                yield own_task[0], own_task[1].run()
+            for future in wait(running, 0 if own_task else None, FIRST_COMPLETED).done:
                 index = running.pop(future)
-                yield index, _result(future, tasks[index].where)
+                yield index, _await_result(future, tasks[index].where)
 
 
-def _submitted(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
+def _send_task(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
     try:
         return pool.submit(task.run)
     except BrokenProcessPool:
-        raise _died(task.where) from None
+        raise _make_worker_error(task.where) from None
 
 
-def _result(future: Future[T | DataError], where: str) -> T | DataError:
+def _await_result(future: Future[T | DataError], where: str) -> T | DataError:
     try:
         return future.result()
     except BrokenProcessPool:
-        raise _died(where) from None
+        raise _make_worker_error(where) from None
 
 
-def _died(where: str) -> DataError:
+def _make_worker_error(where: str) -> DataError:
     hint = "name fewer files at once, or read with one worker"
     return DataError(where, "a worker process died, possibly out of memory", hint)
 
 
 @contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _start_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Spawned processes: a fork would copy the locks of other threads of a server."""
-    others = set(multiprocessing.active_children())
+    other_children = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, context, _begin, (folder,))
+        pool = ProcessPoolExecutor(workers, context, _init_worker, (folder,))
         try:
             yield pool
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - other_children:
                 worker.terminate()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _begin(folder: str) -> None:
+def _init_worker(folder: str) -> None:
     """Leaves Ctrl-C to the parent process; workers unpack into its temporary folder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = folder

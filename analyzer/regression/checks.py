@@ -19,23 +19,23 @@ from stepsplit.analyzer.regression.metrics import (
     Metric,
     Setup,
     Unit,
-    meaning_of,
-    metric_named,
+    find_metric,
+    require_metric,
 )
 
 # Budgets in TOML: a table [budgets] with metric = "limit".
 
 
-def budgets_of(rules: Sequence[str]) -> tuple[Budget, ...]:
+def parse_budgets(rules: Sequence[str]) -> tuple[Budget, ...]:
     """Parse rules and files with rules; the last budget of a metric takes precedence.
 
     Raises UsageError for an invalid rule, DataError for an invalid file.
     """
-    found: dict[str, Budget] = {}
+    budgets: dict[str, Budget] = {}
     for rule in rules:
         read = [parse_budget(rule)] if ":" in rule else read_budgets(Path(rule))
-        found |= {budget.metric: budget for budget in read}
-    return tuple(found.values())
+        budgets |= {budget.metric: budget for budget in read}
+    return tuple(budgets.values())
 
 
 def read_budgets(path: Path) -> list[Budget]:
@@ -51,14 +51,14 @@ def read_budgets(path: Path) -> list[Budget]:
     table = body.get("budgets")
     if not isinstance(table, dict) or not table:
         raise DataError(path, "has no table [budgets]", 'write [budgets] and exposed_comm = "5%"')
-    return [_budget(path, name, limit) for name, limit in table.items()]
+    return [_decode_budget(path, name, limit) for name, limit in table.items()]
 
 
-def _budget(path: Path, name: str, limit: object) -> Budget:
+def _decode_budget(path: Path, name: str, limit: object) -> Budget:
     if not isinstance(limit, str):
         raise DataError(path, f"the limit of {name} must be a string", f'write {name} = "5%"')
     try:
-        return budget_of(name, limit)
+        return build_budget(name, limit)
     except UsageError as error:
         raise DataError(path, str(error), "see stepsplit check --help") from None
 
@@ -104,7 +104,7 @@ class Budget:
     @property
     def meaning(self) -> Metric:
         """The metric of the budget."""
-        return meaning_of(self.metric)
+        return require_metric(self.metric)
 
 
 def parse_budget(rule: str) -> Budget:
@@ -112,12 +112,12 @@ def parse_budget(rule: str) -> Budget:
     name, colon, limit = (part.strip() for part in rule.partition(":"))
     if not colon:
         raise UsageError(f"budget {rule!r} has no limit; write for example exposed_comm:5%")
-    return budget_of(name, limit)
+    return build_budget(name, limit)
 
 
-def budget_of(name: str, limit: str) -> Budget:
+def build_budget(name: str, limit: str) -> Budget:
     """Build the budget of a metric from the text of its limit. Raises UsageError."""
-    metric = metric_named(name)
+    metric = find_metric(name)
     if metric is None:
         known = ", ".join(one.name for one in METRICS)
         raise UsageError(f"unknown metric {name!r}; use one of {known}")
@@ -128,34 +128,34 @@ def budget_of(name: str, limit: str) -> Budget:
         return Budget(name, text, "baseline")
     bound, model = {1: "<=", -1: ">="}[metric.worse], {1: "model+", -1: "model-"}[metric.worse]
     if text.startswith(bound):
-        return Budget(name, text, "limit", amount=_amount(metric, text[2:], name))
+        return Budget(name, text, "limit", amount=_parse_amount(metric, text[2:], name))
     if text.startswith(model):
-        return Budget(name, text, "model", ratio=_ratio(text[len(model) :], name))
+        return Budget(name, text, "model", ratio=_parse_ratio(text[len(model) :], name))
     parts = [part.strip() for part in text.split(",")]
-    ratios = [_ratio(part, name) for part in parts if part.endswith("%")]
-    amounts = [_amount(metric, part, name) for part in parts if not part.endswith("%")]
+    ratios = [_parse_ratio(part, name) for part in parts if part.endswith("%")]
+    amounts = [_parse_amount(metric, part, name) for part in parts if not part.endswith("%")]
     return Budget(name, text, "baseline", max(ratios, default=0.0), max(amounts, default=0.0))
 
 
-def _ratio(text: str, name: str) -> float:
-    found = _NUMBER.match(text.strip())
-    if found is None or found[2] != "%":
-        raise _senseless(name, text)
-    return float(found[1]) / 100
+def _parse_ratio(text: str, name: str) -> float:
+    match = _NUMBER.match(text.strip())
+    if match is None or match[2] != "%":
+        raise _build_limit_error(name, text)
+    return float(match[1]) / 100
 
 
-def _amount(metric: Metric, text: str, name: str) -> float:
-    found = _NUMBER.match(text.strip())
-    scale = None if found is None else _SCALES[metric.unit].get(found[2])
-    if found is None or scale is None:
-        raise _senseless(name, text)
-    value = float(found[1]) * scale
+def _parse_amount(metric: Metric, text: str, name: str) -> float:
+    match = _NUMBER.match(text.strip())
+    scale = None if match is None else _SCALES[metric.unit].get(match[2])
+    if match is None or scale is None:
+        raise _build_limit_error(name, text)
+    value = float(match[1]) * scale
     assert math.isfinite(value)
     return value
 
 
-def _senseless(name: str, text: str) -> UsageError:
-    metric = meaning_of(name)
+def _build_limit_error(name: str, text: str) -> UsageError:
+    metric = require_metric(name)
     units = " ".join(unit or "4" for unit in _SCALES[metric.unit])
     bound = "<=" if metric.worse > 0 else ">="
     return UsageError(
@@ -171,7 +171,7 @@ SCHEMA = "stepsplit.verdict/1"
 Answer = Literal["pass", "regressed", "inconclusive"]
 
 
-class SideFacts(Struct, frozen=True):
+class CheckedSide(Struct, frozen=True):
     """The runs of one side of a check.
 
     Attributes:
@@ -185,7 +185,7 @@ class SideFacts(Struct, frozen=True):
     setup: Setup
 
 
-class Judged(Struct, frozen=True):
+class CheckedMetric(Struct, frozen=True):
     """One metric compared with its budget, in the unit of the metric (share, ns, bytes, bytes/s).
 
     Attributes:
@@ -218,7 +218,7 @@ class Judged(Struct, frozen=True):
     note: str = ""
 
 
-class Shifted(Struct, frozen=True):
+class ShiftedMetric(Struct, frozen=True):
     """A significant change of a metric without a budget, in the unit of the metric.
 
     Attributes:
@@ -238,7 +238,7 @@ class Shifted(Struct, frozen=True):
     high: float
 
 
-class CallsMoved(Struct, frozen=True):
+class CallsDelta(Struct, frozen=True):
     """Calls of one op, dtype and size on one axis, per step over all recorded ranks.
 
     Attributes:
@@ -286,7 +286,7 @@ class Cause(Struct, frozen=True):
     message: str
 
 
-class Verdict(Struct, frozen=True):
+class CheckResult(Struct, frozen=True):
     """The result of a check.
 
     Attributes:
@@ -304,12 +304,12 @@ class Verdict(Struct, frozen=True):
     """
 
     answer: Answer
-    baseline: SideFacts | None
-    candidate: SideFacts
-    gated: tuple[Judged, ...]
+    baseline: CheckedSide | None
+    candidate: CheckedSide
+    gated: tuple[CheckedMetric, ...]
     causes: tuple[Cause, ...] = ()
-    calls: tuple[CallsMoved, ...] = ()
-    others: tuple[Shifted, ...] = ()
+    calls: tuple[CallsDelta, ...] = ()
+    others: tuple[ShiftedMetric, ...] = ()
     warnings: tuple[str, ...] = ()
     low_confidence: bool = False
     compare_url: str | None = None
@@ -319,21 +319,21 @@ class Verdict(Struct, frozen=True):
 # JSON with the schema "stepsplit.verdict/1".
 
 
-def to_json(verdict: Verdict) -> bytes:
+def to_json(result: CheckResult) -> bytes:
     """The result as JSON text."""
-    return msgspec.json.format(msgspec.json.encode(verdict), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n"
 
 
-def from_json(text: bytes, source: object = "verdict.json") -> Verdict:
+def from_json(text: bytes, source: object = "verdict.json") -> CheckResult:
     """Decode a result. Raises DataError if the text does not have this schema."""
     try:
-        verdict = msgspec.json.decode(text, type=Verdict)
+        result = msgspec.json.decode(text, type=CheckResult)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             source, f"not a result of stepsplit check ({error})", "run the check again"
         ) from None
-    if verdict.schema != SCHEMA:
+    if result.schema != SCHEMA:
         raise DataError(
-            source, f"schema {verdict.schema} instead of {SCHEMA}", "run the check again"
+            source, f"schema {result.schema} instead of {SCHEMA}", "run the check again"
         )
-    return verdict
+    return result

@@ -17,8 +17,8 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     StepRow,
-    full_steps,
-    step_median_ns,
+    compute_step_median_ns,
+    select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
@@ -32,12 +32,12 @@ def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     Runs with different layouts are compared as well; the settings list the differences.
     """
     return RunComparison(
-        baseline=side_of(baseline),
-        candidate=side_of(candidate),
-        settings=settings_that_differ(baseline, candidate),
-        exposed=exposed_changes(baseline, candidate),
-        collectives=calls_changes(baseline, candidate),
-        kernels=family_changes(baseline, candidate),
+        baseline=build_side(baseline),
+        candidate=build_side(candidate),
+        settings=find_changed_settings(baseline, candidate),
+        exposed=compare_exposed(baseline, candidate),
+        collectives=compare_collectives(baseline, candidate),
+        kernels=compare_families(baseline, candidate),
     )
 
 
@@ -56,47 +56,49 @@ class _Kind:
     message_bytes: int | None
 
 
-def calls_changes(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
+def compare_collectives(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
     """A row for each kind of call in either run."""
-    one, other = _calls(baseline), _calls(candidate)
+    one, other = _collect_call_stats(baseline), _collect_call_stats(candidate)
     rows = [
         CallsChange(kind.axis, kind.op, kind.dtype, kind.message_bytes,
                     one.get(kind), other.get(kind))
         for kind in dict.fromkeys((*one, *other))
     ]  # fmt: skip
-    return tuple(sorted(rows, key=most_changed))
+    return tuple(sorted(rows, key=order_by_change))
 
 
-def _calls(report: Report) -> Mapping[_Kind, CallStats]:
+def _collect_call_stats(report: Report) -> Mapping[_Kind, CallStats]:
     """The calls by kind: groups of one axis merged, by the medians of their medians."""
     groups = {group.id: group for group in report.groups}
     same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
-        axis = axis_in_words(groups.get(row.group))
+        axis = format_axis(groups.get(row.group))
         same[_Kind(axis, row.op, row.dtype, row.message_bytes)].append(row)
-    return {kind: _together(rows, report, groups) for kind, rows in same.items()}
+    return {kind: _merge_calls(rows, report, groups) for kind, rows in same.items()}
 
 
-def axis_in_words(group: GroupRow | None) -> str:
+def format_axis(group: GroupRow | None) -> str:
     """The axis of the group, else its description."""
     return (group and (group.axis or group.description)) or UNKNOWN
 
 
-def _together(
+def _merge_calls(
     rows: Sequence[CollectiveRow], report: Report, groups: Mapping[int, GroupRow]
 ) -> CallStats:
     rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
     steps = len(report.run.ranks) * len({row.step for row in report.steps})
-    made = sum(row.count * _callers(row, report, groups.get(row.group)) for row in rows)
+    total_calls = sum(
+        row.count * _count_callers(row, report, groups.get(row.group)) for row in rows
+    )
     return CallStats(
-        count=made / steps,
+        count=total_calls / steps,
         transfer_ns=int(median(row.transfer_ns_median for row in rows)),
         wait_ns=int(median(row.wait_ns_median for row in rows)),
         busbw_bytes_per_s=median(rates) if rates else None,
     )
 
 
-def _callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
+def _count_callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
     """The number of recorded ranks per call: all members of a collective.
 
     A message counts once per end, and so does each call on an axis without matched calls.
@@ -115,18 +117,18 @@ _Sums = Mapping[tuple[str, str | None], int]
 """Mean ns per step and rank, by bucket and axis."""
 
 
-def exposed_changes(baseline: Report, candidate: Report) -> tuple[ExposedChange, ...]:
+def compare_exposed(baseline: Report, candidate: Report) -> tuple[ExposedChange, ...]:
     """A row for each axis and bucket with exposed communication in either run."""
-    one, other = _means(baseline), _means(candidate)
+    one, other = _compute_exposed_means(baseline), _compute_exposed_means(candidate)
     rows = [
         ExposedChange(one.get(kind, 0), other.get(kind, 0), *kind)
         for kind in dict.fromkeys((*one, *other))
     ]
-    return tuple(sorted(rows, key=most_changed))
+    return tuple(sorted(rows, key=order_by_change))
 
 
-def _means(report: Report) -> _Sums:
-    full = {(row.rank, row.step) for row in full_steps(report.steps)}
+def _compute_exposed_means(report: Report) -> _Sums:
+    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
     sums: dict[tuple[str, str | None], int] = defaultdict(int)
     for row in report.exposed:
         if (row.rank, row.step) in full:
@@ -138,28 +140,28 @@ def _means(report: Report) -> _Sums:
 # The compute of both runs by kernel family.
 
 
-def family_changes(baseline: Report, candidate: Report) -> tuple[FamilyChange, ...]:
+def compare_families(baseline: Report, candidate: Report) -> tuple[FamilyChange, ...]:
     """A row for each family in either run; empty if a report has no kernel families."""
     if not (baseline.kernels and candidate.kernels):
         return ()
     families = dict.fromkeys(row.family for row in (*baseline.kernels, *candidate.kernels))
-    rows = [_change(family, baseline, candidate) for family in families]
-    return tuple(sorted(rows, key=most_changed))
+    rows = [_compare_family(family, baseline, candidate) for family in families]
+    return tuple(sorted(rows, key=order_by_change))
 
 
-def _change(family: str, baseline: Report, candidate: Report) -> FamilyChange:
+def _compare_family(family: str, baseline: Report, candidate: Report) -> FamilyChange:
     one, other = ([row for row in r.kernels if row.family == family] for r in (baseline, candidate))
-    steps, others = len(full_steps(baseline.steps)), len(full_steps(candidate.steps))
+    steps, others = len(select_full_steps(baseline.steps)), len(select_full_steps(candidate.steps))
     return FamilyChange(
-        baseline_ns=_total_ns(one) // steps,
-        candidate_ns=_total_ns(other) // others,
+        baseline_ns=_sum_total_ns(one) // steps,
+        candidate_ns=_sum_total_ns(other) // others,
         family=family,
         baseline_count=sum(row.count for row in one) / steps,
         candidate_count=sum(row.count for row in other) / others,
     )
 
 
-def _total_ns(rows: Iterable[KernelFamily]) -> int:
+def _sum_total_ns(rows: Iterable[KernelFamily]) -> int:
     return sum(row.total_ns for row in rows)
 
 
@@ -169,25 +171,25 @@ NONE = "none detected"
 
 
 @dataclass(frozen=True, slots=True)
-class _Fact:
+class _RunSetting:
     """A setting of one run as text; None if unknown."""
 
     name: str
-    told: str | None
+    value: str | None
 
 
-def settings_that_differ(baseline: Report, candidate: Report) -> tuple[Setting, ...]:
+def find_changed_settings(baseline: Report, candidate: Report) -> tuple[Setting, ...]:
     """One row for each setting that differs."""
-    both = zip(_facts(baseline), _facts(candidate), strict=True)
-    rows = (Setting(one.name, one.told, other.told) for one, other in both)
+    both = zip(_list_settings(baseline), _list_settings(candidate), strict=True)
+    rows = (Setting(one.name, one.value, other.value) for one, other in both)
     return tuple(row for row in rows if row.baseline != row.candidate)
 
 
-def _facts(report: Report) -> tuple[_Fact, ...]:
+def _list_settings(report: Report) -> tuple[_RunSetting, ...]:
     """The settings of one run in display order."""
     run, pipeline = report.run, report.pipeline
     mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
-    facts = (
+    settings = (
         ("world size", f"{run.world_size:,}"),
         ("ranks recorded", f"{len(run.ranks):,}"),
         ("hosts", f"{len(run.hosts):,}"),
@@ -201,32 +203,32 @@ def _facts(report: Report) -> tuple[_Fact, ...]:
         ("microbatches", NONE if pipeline is None else f"{pipeline.microbatches:,}"),
         ("strategies", ", ".join(one.in_words for one in run.strategies) or NONE),
     )
-    return tuple(_Fact(*fact) for fact in facts)
+    return tuple(_RunSetting(*fact) for fact in settings)
 
 
 # The summary of one run.
 
 
-def side_of(report: Report) -> Side:
+def build_side(report: Report) -> Side:
     """The summary of a run over its full steps. Raises UsageError if it has no step."""
-    rows = full_steps(report.steps)
+    rows = select_full_steps(report.steps)
     if not rows:
         raise UsageError(f"{report.run.name}: no step to compare; record at least one full step")
-    steps_ns = _steps_ns(rows)
+    steps_ns = _compute_step_medians(rows)
     return Side(
         name=report.run.name,
         steps=len(steps_ns),
-        median_ns=step_median_ns(rows),
+        median_ns=compute_step_median_ns(rows),
         low_ns=min(steps_ns),
         high_ns=max(steps_ns),
-        mean=mean_split(rows),
+        mean=compute_mean_split(rows),
         bubble_fraction=None if report.pipeline is None else report.pipeline.bubble_fraction,
-        peak_allocated_bytes=peak_bytes(report),
+        peak_allocated_bytes=find_peak_bytes(report),
         mfu=report.mfu,
     )
 
 
-def mean_split(rows: Sequence[StepRow]) -> Split:
+def compute_mean_split(rows: Sequence[StepRow]) -> Split:
     """The mean of the steps in whole ns, rounded so that the buckets add up to the mean step."""
     sums = [sum(getattr(row, f"{bucket}_ns") for row in rows) for bucket in BUCKETS]
     ends = [total // len(rows) for total in accumulate(sums, initial=0)]
@@ -236,13 +238,13 @@ def mean_split(rows: Sequence[StepRow]) -> Split:
     return mean
 
 
-def _steps_ns(rows: Sequence[StepRow]) -> list[int]:
+def _compute_step_medians(rows: Sequence[StepRow]) -> list[int]:
     """The median of each step over the ranks."""
     numbers = sorted({row.step for row in rows})
     return [int(median(row.step_ns for row in rows if row.step == n)) for n in numbers]
 
 
-def peak_bytes(report: Report) -> int | None:
+def find_peak_bytes(report: Report) -> int | None:
     """The peak memory of the fullest rank; None if unknown."""
     peaks = [row.peak_allocated_bytes for row in report.memory or ()]
     return max((peak for peak in peaks if peak is not None), default=None)
@@ -267,7 +269,7 @@ def peak_bytes(report: Report) -> int | None:
 #
 # Rows are sorted by the size of the change.
 
-_MEND = "compare the runs again"
+_HINT = "compare the runs again"
 
 
 class _Step(msgspec.Struct, frozen=True):
@@ -283,32 +285,32 @@ class _Bucket(msgspec.Struct, frozen=True):
     difference_ns: int
 
 
-def to_json(found: RunComparison) -> bytes:
+def to_json(comparison: RunComparison) -> bytes:
     """The comparison as JSON text."""
-    told = msgspec.to_builtins(found)
-    sides = {"baseline": told.pop("baseline"), "candidate": told.pop("candidate")}
-    step = _Step(found.difference_ns, found.ratio, found.within_noise)
-    settings, buckets = told.pop("settings"), [_bucket(row) for row in found.buckets]
+    fields = msgspec.to_builtins(comparison)
+    sides = {"baseline": fields.pop("baseline"), "candidate": fields.pop("candidate")}
+    step = _Step(comparison.difference_ns, comparison.ratio, comparison.within_noise)
+    settings, buckets = fields.pop("settings"), [_build_bucket(row) for row in comparison.buckets]
     body = {"schema": SCHEMA, **sides, "step": step, "settings": settings, "buckets": buckets}
-    return msgspec.json.format(msgspec.json.encode(body | told), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(body | fields), indent=1) + b"\n"
 
 
 def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
     """Decode a comparison. Raises DataError if the text does not have this schema."""
     try:
-        schema = msgspec.json.decode(text, type=_Named).schema
+        schema = msgspec.json.decode(text, type=_SchemaField).schema
         if schema == SCHEMA:
             return msgspec.json.decode(text, type=RunComparison)
     except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-        raise DataError(source, f"not a stepsplit comparison ({error})", _MEND) from None
-    raise DataError(source, f"schema {schema} instead of {SCHEMA}", _MEND)
+        raise DataError(source, f"not a stepsplit comparison ({error})", _HINT) from None
+    raise DataError(source, f"schema {schema} instead of {SCHEMA}", _HINT)
 
 
-class _Named(msgspec.Struct, frozen=True):
+class _SchemaField(msgspec.Struct, frozen=True):
     schema: str
 
 
-def _bucket(row: BucketChange) -> _Bucket:
+def _build_bucket(row: BucketChange) -> _Bucket:
     return _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
 
 
@@ -318,7 +320,7 @@ def _bucket(row: BucketChange) -> _Bucket:
 
 SCHEMA = "stepsplit.compare/1"
 
-FEWEST_STEPS = 2
+MIN_STEPS = 2
 """Number of full steps per side needed to estimate the noise."""
 
 
@@ -510,7 +512,8 @@ class RunComparison:
         )
         return tuple(
             sorted(
-                (BucketChange(one, other, bucket) for bucket, one, other in both), key=most_changed
+                (BucketChange(one, other, bucket) for bucket, one, other in both),
+                key=order_by_change,
             )
         )
 
@@ -533,7 +536,7 @@ class RunComparison:
         Not a statistical test. None if a side has too few steps.
         """
         one, other = self.baseline, self.candidate
-        if min(one.steps, other.steps) < FEWEST_STEPS:
+        if min(one.steps, other.steps) < MIN_STEPS:
             return None
         return (
             one.low_ns <= other.median_ns <= one.high_ns
@@ -552,6 +555,6 @@ class RunComparison:
         )
 
 
-def most_changed(row: Change | CallsChange) -> float:
+def order_by_change(row: Change | CallsChange) -> float:
     """The sort key by the size of the change."""
     return -row.changed_ns

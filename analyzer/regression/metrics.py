@@ -16,10 +16,10 @@ from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.regression.compare import axis_in_words, mean_split, peak_bytes
-from stepsplit.analyzer.report.io import prediction_of
-from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, full_steps
+from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.regression.compare import compute_mean_split, find_peak_bytes, format_axis
+from stepsplit.analyzer.report.io import extract_prediction
+from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
@@ -62,7 +62,7 @@ class Value(Struct, frozen=True):
     value: float
 
 
-class CallsFact(Struct, frozen=True):
+class CallMetrics(Struct, frozen=True):
     """The calls of one kind per full step over all recorded ranks, and the medians of one call.
 
     varies: whether the number differs between steps.
@@ -78,7 +78,7 @@ class CallsFact(Struct, frozen=True):
     wait_ns: int
 
 
-class TimeFact(Struct, frozen=True):
+class BucketTime(Struct, frozen=True):
     """The mean time of a bucket per step and rank, in ns; axis None: the whole bucket."""
 
     bucket: str
@@ -86,7 +86,7 @@ class TimeFact(Struct, frozen=True):
     mean_ns: int
 
 
-class BlameFact(Struct, frozen=True):
+class CausedWait(Struct, frozen=True):
     """Waits caused by one rank per step, over all ranks; rank None: not caused by a rank."""
 
     rank: int | None
@@ -95,7 +95,7 @@ class BlameFact(Struct, frozen=True):
     caused_ns: int
 
 
-class GroupFact(Struct, frozen=True):
+class GroupRanks(Struct, frozen=True):
     """A process group."""
 
     axis: str | None
@@ -103,7 +103,7 @@ class GroupFact(Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class RunFacts(Struct, frozen=True):
+class RunMetrics(Struct, frozen=True):
     """The metrics of one run.
 
     steps is the number of steps over which values are medians; calls is None for reports of older
@@ -114,54 +114,54 @@ class RunFacts(Struct, frozen=True):
     setup: Setup
     steps: int
     values: tuple[Value, ...]
-    calls: tuple[CallsFact, ...] | None
-    times: tuple[TimeFact, ...]
-    blame: tuple[BlameFact, ...] = ()
+    calls: tuple[CallMetrics, ...] | None
+    times: tuple[BucketTime, ...]
+    blame: tuple[CausedWait, ...] = ()
     predicted: tuple[Value, ...] = ()
-    groups: tuple[GroupFact, ...] = ()
+    groups: tuple[GroupRanks, ...] = ()
 
-    def value(self, metric: str) -> float | None:
+    def find_value(self, metric: str) -> float | None:
         """The value of a metric; None if the run does not have it."""
         return next((one.value for one in self.values if one.metric == metric), None)
 
-    def model(self, metric: str) -> float | None:
+    def find_prediction(self, metric: str) -> float | None:
         """The value predicted by the model; None if it does not predict the metric."""
         return next((one.value for one in self.predicted if one.metric == metric), None)
 
 
 # Report -> metrics.
 
-MOST_BLAMED = 8
+MAX_BLAMED = 8
 """Number of blamed ranks kept per run, worst first."""
 
-_AGAIN = "analyze the recording again, or leave the run out"
+_ANALYZE_HINT = "analyze the recording again, or leave the run out"
 
 
-def facts_of(report: Report, source: object) -> RunFacts:
+def extract_metrics(report: Report, source: object) -> RunMetrics:
     """Extract the metrics of a run. Raises DataError (naming the source) if it has no step or a
     value is not finite."""
-    steps = steady_steps(report)
+    steps = select_steady_steps(report)
     if not steps:
         raise DataError(source, "no step to check", "record at least one full step")
-    values = values_of(report, steps)
+    values = compute_values(report, steps)
     bad = [one.metric for one in values if not math.isfinite(one.value)]
     if bad:
-        raise DataError(source, f"{bad[0]} is not a finite number", _AGAIN)
+        raise DataError(source, f"{bad[0]} is not a finite number", _ANALYZE_HINT)
     groups = {group.id: group for group in report.groups}
-    return RunFacts(
+    return RunMetrics(
         name=report.run.name,
-        setup=_setup(report),
+        setup=_build_setup(report),
         steps=len(steps),
         values=values,
-        calls=_call_facts(report, groups),
-        times=tuple(_time_facts(report)),
-        blame=_blame(report),
-        predicted=tuple(_predicted(report)),
-        groups=tuple(GroupFact(g.axis, g.description, g.ranks) for g in report.groups),
+        calls=_build_call_metrics(report, groups),
+        times=tuple(_sum_bucket_times(report)),
+        blame=_list_worst_blame(report),
+        predicted=tuple(_list_predicted_values(report)),
+        groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
     )
 
 
-def _setup(report: Report) -> Setup:
+def _build_setup(report: Report) -> Setup:
     run, pipeline = report.run, report.pipeline
     mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
     return Setup(
@@ -179,26 +179,28 @@ def _setup(report: Report) -> Setup:
     )
 
 
-def _call_facts(report: Report, groups: Mapping[int, GroupRow]) -> tuple[CallsFact, ...] | None:
+def _build_call_metrics(
+    report: Report, groups: Mapping[int, GroupRow]
+) -> tuple[CallMetrics, ...] | None:
     """The calls by axis, op, dtype and size; None if the report has no calls per step."""
     if report.collectives and not report.step_calls:
         return None
     counts: dict[tuple[str, str, str | None, int | None], list[int]] = defaultdict(lambda: [0, 0])
     for row in report.step_calls:
-        kind = (axis_in_words(groups.get(row.group)), row.op, row.dtype, row.message_bytes)
+        kind = (format_axis(groups.get(row.group)), row.op, row.dtype, row.message_bytes)
         counts[kind][0] += row.calls
         counts[kind][1] += row.most - row.least
     timed: dict[tuple[str, str, str | None, int | None], list[CollectiveRow]] = defaultdict(list)
     for one in report.collectives:
-        kind = (axis_in_words(groups.get(one.group)), one.op, one.dtype, one.message_bytes)
+        kind = (format_axis(groups.get(one.group)), one.op, one.dtype, one.message_bytes)
         timed[kind].append(one)
     return tuple(
-        CallsFact(*kind, calls, varies > 0, *_middle(timed[kind]))
+        CallMetrics(*kind, calls, varies > 0, *_compute_medians(timed[kind]))
         for kind, (calls, varies) in sorted(counts.items(), key=lambda item: repr(item[0]))
     )
 
 
-def _middle(rows: list[CollectiveRow]) -> tuple[int, int]:
+def _compute_medians(rows: list[CollectiveRow]) -> tuple[int, int]:
     """The medians of (a call's transfer, its wait), over groups."""
     if not rows:
         return 0, 0
@@ -208,11 +210,11 @@ def _middle(rows: list[CollectiveRow]) -> tuple[int, int]:
     )
 
 
-def _time_facts(report: Report) -> Iterator[TimeFact]:
-    rows = full_steps(report.steps)
-    mean = mean_split(rows)
+def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
+    rows = select_full_steps(report.steps)
+    mean = compute_mean_split(rows)
     for bucket, ns in zip(BUCKETS, mean.buckets_ns, strict=True):
-        yield TimeFact(bucket, None, ns)
+        yield BucketTime(bucket, None, ns)
     full = {(row.rank, row.step) for row in rows}
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for row in report.exposed:
@@ -221,29 +223,29 @@ def _time_facts(report: Report) -> Iterator[TimeFact]:
                 sums[bucket, row.axis] += getattr(row, f"{bucket}_ns")
     for (bucket, axis), ns in sorted(sums.items()):
         if ns:
-            yield TimeFact(bucket, axis, ns // len(rows))
+            yield BucketTime(bucket, axis, ns // len(rows))
 
 
-def _blame(report: Report) -> tuple[BlameFact, ...]:
+def _list_worst_blame(report: Report) -> tuple[CausedWait, ...]:
     steps = len({row.step for row in report.steps})
-    worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MOST_BLAMED]
-    return tuple(BlameFact(b.rank, b.cause, b.axis, b.caused_ns // steps) for b in worst)
+    worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MAX_BLAMED]
+    return tuple(CausedWait(b.rank, b.cause, b.axis, b.caused_ns // steps) for b in worst)
 
 
-def _predicted(report: Report) -> Iterator[Value]:
+def _list_predicted_values(report: Report) -> Iterator[Value]:
     """The metrics predicted by the model."""
-    made = prediction_of(report)
-    if made is None:
+    prediction = extract_prediction(report)
+    if prediction is None:
         return
-    split = made.split
+    split = prediction.split
     whole = split.step_ns or 1
     shares = zip(BUCKETS, split.buckets_ns, strict=True)
     yield Value("step", float(split.step_ns))
     yield Value("exposed_comm", split.exposed_comm_ns / whole)
     yield from (Value(bucket, ns / whole) for bucket, ns in shares)
-    yield Value("bubble_fraction", made.bubble_fraction)
-    yield Value("peak_memory", float(max(stage.total_bytes for stage in made.memory)))
-    utilizations = (("mfu", made.mfu), ("hfu", made.hfu))
+    yield Value("bubble_fraction", prediction.bubble_fraction)
+    yield Value("peak_memory", float(max(stage.total_bytes for stage in prediction.memory)))
+    utilizations = (("mfu", prediction.mfu), ("hfu", prediction.hfu))
     yield from (Value(name, value) for name, value in utilizations if value is not None)
 
 
@@ -257,59 +259,59 @@ _ByStep = Mapping[int, list[StepRow]]
 _WAITS = ("collective", "p2p", "skew", "bubble")
 
 
-def steady_steps(report: Report) -> _ByStep:
+def select_steady_steps(report: Report) -> _ByStep:
     """The rows of each full step by its number, without warm-up; empty without steps."""
     by_step: dict[int, list[StepRow]] = defaultdict(list)
-    for row in full_steps(report.steps):
+    for row in select_full_steps(report.steps):
         by_step[row.step].append(row)
     numbers = sorted(by_step)
     kept = numbers[WARMUP:] if len(numbers) >= WARMUP + FEWEST else numbers
     return {number: by_step[number] for number in kept}
 
 
-def values_of(report: Report, steps: _ByStep) -> tuple[Value, ...]:
+def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
     """All metrics of the report."""
     values = [
-        *_time_values(steps),
-        *_by_axis(report, steps),
-        *_busbw(report),
-        *_call_values(report),
+        *_compute_time_values(steps),
+        *_compute_axis_values(report, steps),
+        *_compute_busbw_values(report),
+        *_count_call_values(report),
     ]
     others = {
         "bubble_fraction": report.pipeline.bubble_fraction if report.pipeline else None,
         "mfu": report.mfu,
         "hfu": report.hfu,
-        "peak_memory": peak_bytes(report),
+        "peak_memory": find_peak_bytes(report),
     }
     known = [Value(name, float(value)) for name, value in others.items() if value is not None]
     return (*values, *known)
 
 
-def _time_values(steps: _ByStep) -> Iterator[Value]:
+def _compute_time_values(steps: _ByStep) -> Iterator[Value]:
     every = list(steps.values())
     yield Value("step", float(median(median(row.step_ns for row in rows) for rows in every)))
-    yield Value("exposed_comm", median(_share(rows, COMMUNICATION) for rows in every))
+    yield Value("exposed_comm", median(_compute_share(rows, COMMUNICATION) for rows in every))
     for bucket in BUCKETS:
-        yield Value(bucket, median(_share(rows, (bucket,)) for rows in every))
-    hidden = [found for rows in every if (found := _hidden(rows)) is not None]
+        yield Value(bucket, median(_compute_share(rows, (bucket,)) for rows in every))
+    hidden = [found for rows in every if (found := _compute_overlap(rows)) is not None]
     if hidden:
         yield Value("overlap", median(hidden))
 
 
-def _share(rows: Sequence[StepRow], buckets: Sequence[str]) -> float:
+def _compute_share(rows: Sequence[StepRow], buckets: Sequence[str]) -> float:
     whole = sum(row.step_ns for row in rows)
     part = sum(int(getattr(row, f"{name}_ns")) for row in rows for name in buckets)
     return part / (whole or 1)
 
 
-def _hidden(rows: Sequence[StepRow]) -> float | None:
+def _compute_overlap(rows: Sequence[StepRow]) -> float | None:
     """The overlapped share of the transfer time; None without transfers."""
     hidden = sum(row.overlapped_ns for row in rows)
     moved = hidden + sum(row.collective_ns + row.p2p_ns for row in rows)
     return hidden / moved if moved else None
 
 
-def _by_axis(report: Report, steps: _ByStep) -> Iterator[Value]:
+def _compute_axis_values(report: Report, steps: _ByStep) -> Iterator[Value]:
     """The shares of waits and transfers on each axis that has any."""
     whole = {number: sum(row.step_ns for row in rows) or 1 for number, rows in steps.items()}
     ranks = {number: {row.rank for row in rows} for number, rows in steps.items()}
@@ -326,7 +328,7 @@ def _by_axis(report: Report, steps: _ByStep) -> Iterator[Value]:
             yield Value(name, median(ns / whole[number] for number, ns in of_step.items()))
 
 
-def _busbw(report: Report) -> Iterator[Value]:
+def _compute_busbw_values(report: Report) -> Iterator[Value]:
     """Bus bandwidth by axis and op: total data / total transfer time."""
     groups = {group.id: group for group in report.groups}
     same: dict[str, list[CollectiveRow]] = defaultdict(list)
@@ -339,13 +341,13 @@ def _busbw(report: Report) -> Iterator[Value]:
         moved = sum(
             row.count
             * (row.message_bytes or 0)
-            * busbw_factor(row.op, len(groups[row.group].ranks))
+            * compute_busbw_factor(row.op, len(groups[row.group].ranks))
             for row in rows
         )
         yield Value(name, moved / taken_s)
 
 
-def _call_values(report: Report) -> Iterator[Value]:
+def _count_call_values(report: Report) -> Iterator[Value]:
     """Calls and message bytes per full step over all recorded ranks."""
     if not report.step_calls:
         return
@@ -376,7 +378,7 @@ class Metric:
     runs of the same job; by_axis: also available per axis."""
 
     name: str
-    words: str
+    description: str
     unit: Unit
     worse: Literal[1, -1] = 1
     exact: bool = False
@@ -406,14 +408,14 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-def meaning_of(name: str) -> Metric:
+def require_metric(name: str) -> Metric:
     """The metric of a checked name, which must exist."""
-    found = metric_named(name)
+    found = find_metric(name)
     assert found is not None, name
     return found
 
 
-def metric_named(name: str) -> Metric | None:
+def find_metric(name: str) -> Metric | None:
     """The metric of a name without its axis and op; None if the name is invalid."""
     first, *rest = name.split(".")
     metric = BY_NAME.get(first)
@@ -428,30 +430,31 @@ SCHEMA = "stepsplit.baseline/1"
 
 _HEAD = re.compile(rb'\s*\{\s*"schema"\s*:\s*"stepsplit\.baseline/')
 
-_MEND = "write it again with stepsplit baseline"
+_HINT = "write it again with stepsplit baseline"
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """The baseline runs, with which candidates are compared."""
 
     schema: str = SCHEMA
-    runs: tuple[RunFacts, ...]
+    runs: tuple[RunMetrics, ...]
 
 
-def to_json(runs: Sequence[RunFacts]) -> bytes:
+def to_json(runs: Sequence[RunMetrics]) -> bytes:
     """The runs as JSON text, one value per line for readable diffs; groups are omitted."""
-    body = b",\n".join(_run(msgspec.structs.replace(run, groups=())) for run in runs)
+    body = b",\n".join(_encode_run(msgspec.structs.replace(run, groups=())) for run in runs)
     return b'{"schema": "%s", "runs": [\n%s\n]}\n' % (SCHEMA.encode(), body)
 
 
-def _run(run: RunFacts) -> bytes:
+def _encode_run(run: RunMetrics) -> bytes:
     fields = (
-        b' "%s": %s' % (name.encode(), _lines(getattr(run, name))) for name in run.__struct_fields__
+        b' "%s": %s' % (name.encode(), _encode_lines(getattr(run, name)))
+        for name in run.__struct_fields__
     )
     return b"{\n" + b",\n".join(fields) + b"\n}"
 
 
-def _lines(value: object) -> bytes:
+def _encode_lines(value: object) -> bytes:
     """The value on one line, or each of its items on a line."""
     if not isinstance(value, tuple) or not value:
         return msgspec.json.encode(value)
@@ -467,16 +470,16 @@ def is_baseline(path: Path) -> bool:
         return False
 
 
-def read_baseline(path: Path) -> tuple[RunFacts, ...]:
+def read_baseline(path: Path) -> tuple[RunMetrics, ...]:
     """Read the runs of a baseline file. Raises DataError."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Baseline)
+        baseline = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "pass a baseline file") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(path, f"not a stepsplit baseline ({error})", _MEND) from None
-    if found.schema != SCHEMA:
-        raise DataError(path, f"schema {found.schema} instead of {SCHEMA}", _MEND)
-    if not found.runs:
-        raise DataError(path, "contains no run", _MEND)
-    return found.runs
+        raise DataError(path, f"not a stepsplit baseline ({error})", _HINT) from None
+    if baseline.schema != SCHEMA:
+        raise DataError(path, f"schema {baseline.schema} instead of {SCHEMA}", _HINT)
+    if not baseline.runs:
+        raise DataError(path, "contains no run", _HINT)
+    return baseline.runs

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.checks import Budget
-from stepsplit.analyzer.regression.metrics import RunFacts
+from stepsplit.analyzer.regression.metrics import RunMetrics
 
 # The values of a metric on both sides, one per run.
 
@@ -38,21 +38,24 @@ class Sample:
     zero: bool
 
 
-def sample_of(
-    budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
+def build_sample(
+    budget: Budget, baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
 ) -> Sample:
     """Build the sample of a budget. Raises UsageError for a run without the metric."""
     if budget.against == "baseline":
-        return _against_baseline(budget, baseline, candidate)
-    return _against_limit(budget, baseline, candidate)
+        return _compare_to_baseline(budget, baseline, candidate)
+    return _compare_to_limit(budget, baseline, candidate)
 
 
-def _against_baseline(
-    budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
+def _compare_to_baseline(
+    budget: Budget, baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
 ) -> Sample:
     if not baseline:
         raise UsageError(f"budget {budget.metric}:{budget.text} needs a baseline; pass --baseline")
-    before, own = _values(budget.metric, baseline), _values(budget.metric, candidate)
+    before, own = (
+        _collect_values(budget.metric, baseline),
+        _collect_values(budget.metric, candidate),
+    )
     worse, middle = budget.meaning.worse, fmean(before)
     return Sample(
         budget=budget,
@@ -60,34 +63,34 @@ def _against_baseline(
         candidate=fmean(own),
         harm=worse * (fmean(own) - middle),
         allowed=max(budget.ratio * abs(middle), budget.amount),
-        difference=difference([worse * v for v in before], [worse * v for v in own]),
+        difference=compute_difference([worse * v for v in before], [worse * v for v in own]),
         zero=not any((*before, *own)),
     )
 
 
-def _against_limit(
-    budget: Budget, baseline: Sequence[RunFacts], candidate: Sequence[RunFacts]
+def _compare_to_limit(
+    budget: Budget, baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
 ) -> Sample:
     """Compare with a fixed limit or the prediction; a baseline provides the noise of one run."""
-    own = _values(budget.metric, candidate)
-    worse, limits = budget.meaning.worse, [_limit(budget, run) for run in candidate]
+    own = _collect_values(budget.metric, candidate)
+    worse, limits = budget.meaning.worse, [_find_limit(budget, run) for run in candidate]
     over = [worse * (value - limit) for value, limit in zip(own, limits, strict=True)]
-    before = [v for run in baseline if (v := run.value(budget.metric)) is not None]
+    before = [v for run in baseline if (v := run.find_value(budget.metric)) is not None]
     return Sample(
         budget=budget,
         baseline=fmean(before) if before else None,
         candidate=fmean(own),
         harm=fmean(over),
         allowed=0.0,
-        difference=distance(over, [worse * value for value in before]),
+        difference=compute_excess(over, [worse * value for value in before]),
         zero=False,
     )
 
 
-def _limit(budget: Budget, run: RunFacts) -> float:
+def _find_limit(budget: Budget, run: RunMetrics) -> float:
     if budget.against == "limit":
         return budget.amount
-    predicted = run.model(budget.metric)
+    predicted = run.find_prediction(budget.metric)
     if predicted is None:
         raise UsageError(
             f"{run.name}: no prediction of {budget.metric}; analyze the run with --job, or use "
@@ -96,12 +99,12 @@ def _limit(budget: Budget, run: RunFacts) -> float:
     return predicted * (1 + budget.meaning.worse * budget.ratio)
 
 
-def _values(metric: str, runs: Sequence[RunFacts]) -> list[float]:
-    return [_value(metric, run) for run in runs]
+def _collect_values(metric: str, runs: Sequence[RunMetrics]) -> list[float]:
+    return [_find_value(metric, run) for run in runs]
 
 
-def _value(metric: str, run: RunFacts) -> float:
-    value = run.value(metric)
+def _find_value(metric: str, run: RunMetrics) -> float:
+    value = run.find_value(metric)
     if value is not None:
         return value
     name, _, axis = metric.partition(".")
@@ -113,7 +116,7 @@ def _value(metric: str, run: RunFacts) -> float:
     )
 
 
-def spelled_out(budgets: Sequence[Budget], runs: Sequence[RunFacts]) -> Iterator[Budget]:
+def expand_budgets(budgets: Sequence[Budget], runs: Sequence[RunMetrics]) -> Iterator[Budget]:
     """Expand a busbw budget to one for each axis and op that all runs have.
 
     Raises UsageError if there is none.
@@ -139,13 +142,13 @@ def spelled_out(budgets: Sequence[Budget], runs: Sequence[RunFacts]) -> Iterator
 ALPHA = 0.02
 """False-alarm rate over all checked metrics together."""
 
-MISS = 0.01
+MISS_RATE = 0.01
 """Rate at which a metric just over its budget may pass."""
 
 POWER = 0.8
 """Power that defines the minimum detectable change."""
 
-ALONE = 4.0
+SINGLE_RUN_FACTOR = 4.0
 """Factor on the p-value of a single run, whose noise distribution is unknown."""
 
 
@@ -159,110 +162,121 @@ class Difference:
 
     mean: float
     error: float
-    freedom: float
+    degrees_of_freedom: float
     p: float
-    dealt: float = 0.0
-    ways: int = 1
+    p_permutation: float = 0.0
+    n_permutations: int = 1
 
     @property
     def low(self) -> float:
         """The lower bound of the confidence interval at level 1 - 2 ALPHA."""
-        return self.mean - self._reach
+        return self.mean - self._half_width
 
     @property
     def high(self) -> float:
         """The upper bound of the confidence interval."""
-        return self.mean + self._reach
+        return self.mean + self._half_width
 
-    def told_by_order(self, level: float) -> bool:
+    def confirm_by_permutation(self, level: float) -> bool:
         """Whether the permutation p-value is at most the level, or the smallest possible."""
-        return self.dealt <= max(level, 1 / self.ways)
+        return self.p_permutation <= max(level, 1 / self.n_permutations)
 
-    def within(self, budget: float) -> bool:
+    def is_within(self, budget: float) -> bool:
         """Whether the difference is within the budget with an error rate of MISS."""
-        return self.mean + t_quantile(self.freedom, 1 - MISS) * self.error <= budget
+        return (
+            self.mean + compute_t_quantile(self.degrees_of_freedom, 1 - MISS_RATE) * self.error
+            <= budget
+        )
 
-    def detectable(self, budget: float) -> float:
+    def compute_detectable(self, budget: float) -> float:
         """The minimum detectable change beyond the budget at the power POWER."""
-        power = t_quantile(self.freedom, POWER) * self.error
-        return max(budget, self._reach) + power
+        power = compute_t_quantile(self.degrees_of_freedom, POWER) * self.error
+        return max(budget, self._half_width) + power
 
     @property
-    def _reach(self) -> float:
-        return t_quantile(self.freedom, 1 - ALPHA) * self.error
+    def _half_width(self) -> float:
+        return compute_t_quantile(self.degrees_of_freedom, 1 - ALPHA) * self.error
 
 
-def difference(baseline: Sequence[float], candidate: Sequence[float]) -> Difference | None:
+def compute_difference(baseline: Sequence[float], candidate: Sequence[float]) -> Difference | None:
     """Candidate mean - baseline mean; a side with one run uses the noise of the other side. None if
     both sides have one run."""
     one, other = len(baseline), len(candidate)
     mean = fmean(candidate) - fmean(baseline)
     if one > 1 and other > 1:
-        return _of_two(mean, baseline, candidate)
+        return _compute_welch(mean, baseline, candidate)
     known = baseline if one > 1 else candidate
     if len(known) < 2:
         return None
     error = math.sqrt(variance(known) * (1 / one + 1 / other))
-    p = min(1.0, ALONE * _p(mean, error, len(known) - 1))
-    return _dealt(Difference(mean, error, len(known) - 1, p), baseline, candidate)
+    p = min(1.0, SINGLE_RUN_FACTOR * _compute_p(mean, error, len(known) - 1))
+    return _add_permutation_test(Difference(mean, error, len(known) - 1, p), baseline, candidate)
 
 
-def distance(values: Sequence[float], noise_of: Sequence[float] = ()) -> Difference | None:
+def compute_excess(values: Sequence[float], noise_of: Sequence[float] = ()) -> Difference | None:
     """The mean of the values compared with 0; a single value needs the noise of other runs."""
     known = values if len(values) > 1 else noise_of
     if len(known) < 2:
         return None
     mean, error = fmean(values), math.sqrt(variance(known) / len(values))
-    p = _p(mean, error, len(known) - 1)
-    alone = ALONE if len(values) == 1 else 1.0
+    p = _compute_p(mean, error, len(known) - 1)
+    alone = SINGLE_RUN_FACTOR if len(values) == 1 else 1.0
     return Difference(mean, error, len(known) - 1, min(1.0, alone * p))
 
 
-def _of_two(mean: float, baseline: Sequence[float], candidate: Sequence[float]) -> Difference:
+def _compute_welch(
+    mean: float, baseline: Sequence[float], candidate: Sequence[float]
+) -> Difference:
     n, m = len(baseline), len(candidate)
     one, other = variance(baseline) / n, variance(candidate) / m
-    error, freedom = math.sqrt(one + other), float(n + m - 2)
+    error, degrees_of_freedom = math.sqrt(one + other), float(n + m - 2)
     if error:
-        freedom = error**4 / (one**2 / (n - 1) + other**2 / (m - 1))
+        degrees_of_freedom = error**4 / (one**2 / (n - 1) + other**2 / (m - 1))
     if n != m and math.comb(n + m, m) * ALPHA < 1:
         # Too few runs for a permutation test: use the degrees of freedom of the smaller side.
-        freedom = min(n, m) - 1
-    found = Difference(mean, error, freedom, _p(mean, error, freedom))
-    return _dealt(found, baseline, candidate)
+        degrees_of_freedom = min(n, m) - 1
+    difference = Difference(
+        mean, error, degrees_of_freedom, _compute_p(mean, error, degrees_of_freedom)
+    )
+    return _add_permutation_test(difference, baseline, candidate)
 
 
-def _dealt(found: Difference, baseline: Sequence[float], candidate: Sequence[float]) -> Difference:
+def _add_permutation_test(
+    difference: Difference, baseline: Sequence[float], candidate: Sequence[float]
+) -> Difference:
     """Add the permutation test if t is significant."""
-    ways = math.comb(len(baseline) + len(candidate), len(candidate))
-    sure = found.p <= ALPHA
-    dealt = by_permutation(baseline, candidate, ways) if sure else 1.0
-    return replace(found, dealt=dealt, ways=ways)
+    n_permutations = math.comb(len(baseline) + len(candidate), len(candidate))
+    sure = difference.p <= ALPHA
+    p_permutation = compute_permutation_p(baseline, candidate, n_permutations) if sure else 1.0
+    return replace(
+        difference, p_permutation=p_permutation, n_permutations=n_permutations
+    )
 
 
-def _p(mean: float, error: float, freedom: float) -> float:
+def _compute_p(mean: float, error: float, degrees_of_freedom: float) -> float:
     if error == 0:
         return 0.0 if mean > 0 else 1.0
-    return t_probability(freedom, -mean / error)
+    return compute_t_probability(degrees_of_freedom, -mean / error)
 
 
 # scipy takes twice as long to import as numpy, and only the check needs it.
 
 
-def t_quantile(freedom: float, p: float) -> float:
+def compute_t_quantile(degrees_of_freedom: float, p: float) -> float:
     """The p quantile of Student's t distribution."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, p))
+    return float(stdtrit(degrees_of_freedom, p))
 
 
-def t_probability(freedom: float, t: float) -> float:
+def compute_t_probability(degrees_of_freedom: float, t: float) -> float:
     """The probability that Student's t is at most this."""
     from scipy.special import stdtr
 
-    return float(stdtr(freedom, t))
+    return float(stdtr(degrees_of_freedom, t))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def adjust_holm(p_values: Sequence[float]) -> list[float]:
     """The p-values adjusted for multiple tests (S. Holm, Scandinavian Journal of Statistics 6,
     1979)."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
@@ -279,31 +293,33 @@ _MOST_WAYS, _SAMPLED, _SEED = 200_000, 10_000, 0
 """Above the first number of permutations a random sample of the second size is used."""
 
 
-def by_permutation(baseline: Sequence[float], candidate: Sequence[float], ways: int) -> float:
+def compute_permutation_p(
+    baseline: Sequence[float], candidate: Sequence[float], n_permutations: int
+) -> float:
     """The share of assignments of the runs to the two sides with a candidate at least as bad.
 
     Computed exactly, or from a random sample if there are too many assignments.
     """
     if len(candidate) > len(baseline):
         # The smaller side has fewer combinations, and the test is symmetric.
-        turned = [-run for run in candidate], [-run for run in baseline]
-        return by_permutation(*turned, ways)
+        mirrored = [-run for run in candidate], [-run for run in baseline]
+        return compute_permutation_p(*mirrored, n_permutations)
     runs, m = np.array([*candidate, *baseline]), len(candidate)
-    if ways <= _MOST_WAYS:
-        dealt = runs[_ways(len(runs), m)].sum(axis=1)
-        return float(np.mean(dealt >= _no_better(candidate)))
+    if n_permutations <= _MOST_WAYS:
+        sums = runs[_list_combinations(len(runs), m)].sum(axis=1)
+        return float(np.mean(sums >= _compute_threshold(candidate)))
     dice = np.random.default_rng(_SEED)
-    dealt = np.array([dice.permutation(runs)[:m].sum() for _ in range(_SAMPLED)])
-    return float((np.sum(dealt >= _no_better(candidate)) + 1) / (len(dealt) + 1))
+    sums = np.array([dice.permutation(runs)[:m].sum() for _ in range(_SAMPLED)])
+    return float((np.sum(sums >= _compute_threshold(candidate)) + 1) / (len(sums) + 1))
 
 
 @cache
-def _ways(count: int, chosen: int) -> npt.NDArray[np.int8]:
+def _list_combinations(count: int, chosen: int) -> npt.NDArray[np.int8]:
     """All combinations of `chosen` of `count` indices, one per row."""
     return np.array(list(combinations(range(count), chosen)), dtype=np.int8)
 
 
-def _no_better(candidate: Sequence[float]) -> float:
+def _compute_threshold(candidate: Sequence[float]) -> float:
     """The candidate's sum, with a tolerance for rounding."""
     total = math.fsum(candidate)
     return total - 1e-9 * abs(total)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from stepsplit.analyzer.errors import DataError, unwritable, write
+from stepsplit.analyzer.errors import DataError, make_write_error, write
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import job_in
-from stepsplit.analyzer.model.hardware_config import hardware_file
+from stepsplit.analyzer.model.config_file import decode_job
+from stepsplit.analyzer.model.hardware_config import read_hardware_file
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, write_tables
@@ -29,7 +29,7 @@ def save(folder: Path, report: Report, tables: Tables) -> None:
     try:
         write_tables(folder / TABLES_NAME, tables)
     except OSError as error:
-        raise unwritable(folder, error) from None
+        raise make_write_error(folder, error) from None
     write(folder / REPORT_NAME, to_json(report))
 
 
@@ -88,29 +88,29 @@ def build_prediction_row(prediction: Prediction) -> PredictionRow:
     return msgspec.json.decode(prediction_to_json(prediction), type=PredictionRow)
 
 
-def prediction_of(report: Report) -> Prediction | None:
+def extract_prediction(report: Report) -> Prediction | None:
     """The prediction in the report; None without a model comparison. Raises DataError."""
     if report.prediction is None:
         return None
     return prediction_from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
 
 
-def build_job_tables(run: TomlTable) -> JobTables:
+def build_job_tables(job: TomlTable) -> JobTables:
     """Convert the tables of a job.toml to their form in report.json.
 
     The values of a hardware file are included, and the reference to the file is removed.
     """
-    stated = run.inner("hardware")
-    file = hardware_file(stated)
-    values = {**(file.values if file is not None else {}), **stated.values}
-    kept = {key: value for key, value in values.items() if key not in ("file", "measured")}
+    hardware = job.get_subtable("hardware")
+    file = read_hardware_file(hardware)
+    values = {**(file.values if file is not None else {}), **hardware.values}
+    remaining = {key: value for key, value in values.items() if key not in ("file", "measured")}
     return msgspec.json.decode(
-        msgspec.json.encode({**run.values, "hardware": kept}), type=JobTables
+        msgspec.json.encode({**job.values, "hardware": remaining}), type=JobTables
     )
 
 
-def job_of_report(report: Report) -> JobConfig | None:
+def extract_job(report: Report) -> JobConfig | None:
     """The job config in the report; None without a model comparison. Raises DataError."""
     if report.job is None:
         return None
-    return job_in(TomlTable("report.json", "", msgspec.structs.asdict(report.job)))
+    return decode_job(TomlTable("report.json", "", msgspec.structs.asdict(report.job)))

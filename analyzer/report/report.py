@@ -462,7 +462,7 @@ class MemoryRow(Struct, frozen=True):
     other_bytes: int | None
 
 
-WORTH = 0.01
+MIN_GAIN_SHARE = 0.01
 """Findings with a gain below this share of the step are not reported."""
 
 
@@ -684,34 +684,34 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
 
-        return str(medians(self).to_html())
+        return str(build_median_frame(self).to_html())
 
 
 # The rows of the report as pandas data frames, for notebooks.
 
 
-def steps(report: Report) -> pd.DataFrame:
+def build_step_frame(report: Report) -> pd.DataFrame:
     """One row per rank and step, columns as in report.json."""
     import pandas as pd
 
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.steps])
 
 
-def exposed(report: Report) -> pd.DataFrame:
+def build_exposed_frame(report: Report) -> pd.DataFrame:
     """Exposed communication, one row per rank, step, axis and phase."""
     import pandas as pd
 
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
 
 
-def medians(report: Report) -> pd.DataFrame:
+def build_median_frame(report: Report) -> pd.DataFrame:
     """The split of the run as text with units, one row per bucket."""
     import pandas as pd
 
     rows = [
-        (m.bucket, units.milliseconds(m.median_ns), units.percent(m.share),
-         f"{m.worst_rank} ({units.milliseconds(m.worst_ns)})")
-        for m in bucket_medians(report.steps)
+        (m.bucket, units.format_milliseconds(m.median_ns), units.format_percent(m.share),
+         f"{m.worst_rank} ({units.format_milliseconds(m.worst_ns)})")
+        for m in compute_bucket_medians(report.steps)
     ]  # fmt: skip
     columns = ["bucket", "median of full steps", "share", "worst rank"]
     return pd.DataFrame(rows, columns=columns).set_index("bucket")
@@ -732,25 +732,25 @@ class BucketMedian:
     worst_ns: int
 
 
-def full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
+def select_full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
     """The full steps, over which medians are taken; all steps if none is full."""
     rows = tuple(steps)
     return tuple(row for row in rows if row.kind == "full") or rows
 
 
-def step_median_ns(steps: Iterable[StepRow]) -> int:
+def compute_step_median_ns(steps: Iterable[StepRow]) -> int:
     """The median step in ns over ranks and full steps; 0 without steps."""
-    return int(median([row.step_ns for row in full_steps(steps)] or [0]))
+    return int(median([row.step_ns for row in select_full_steps(steps)] or [0]))
 
 
-def bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
+def compute_bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
     """One row per bucket in the order of BUCKETS. Shares are taken of the sums and add up to 1."""
-    rows = full_steps(steps)
+    rows = select_full_steps(steps)
     total = sum(row.step_ns for row in rows) or 1
-    return tuple(_bucket(bucket, rows, total) for bucket in BUCKETS) if rows else ()
+    return tuple(_compute_bucket_median(bucket, rows, total) for bucket in BUCKETS) if rows else ()
 
 
-def _bucket(bucket: str, rows: Sequence[StepRow], total: int) -> BucketMedian:
+def _compute_bucket_median(bucket: str, rows: Sequence[StepRow], total: int) -> BucketMedian:
     value = {id(row): getattr(row, f"{bucket}_ns") for row in rows}
     ranks = sorted({row.rank for row in rows})
     of_rank = {rank: int(median(value[id(r)] for r in rows if r.rank == rank)) for rank in ranks}

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.build import origin_ns
+from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 # RunSplit -> Tables.
 
 
-def build_tables(found: RunSplit) -> Tables:
+def build_tables(split: RunSplit) -> Tables:
     """Build the tables of a split recording in the report's times; slices are built on access."""
-    origin = origin_ns(found)
+    origin = find_origin_ns(split)
     return Tables(
-        _segments(found, origin),
-        _boxes(found, origin),
-        _waits(found, origin),
-        BuiltSlices(found, origin),
+        _build_segments(split, origin),
+        _build_boxes(split, origin),
+        _collect_waits(split, origin),
+        BuiltSlices(split, origin),
     )
 
 
-def _segments(found: RunSplit, origin: int) -> Segments:
-    bands = [rank.attribution.band for rank in found.ranks]
-    steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in found.ranks]
+def _build_segments(split: RunSplit, origin: int) -> Segments:
+    bands = [rank.attribution.band for rank in split.ranks]
+    steps = [np.array([s.step for s in rank.steps], dtype=np.int32) for rank in split.ranks]
     starts, ends = (
-        [r.clock.common_ns(at) - origin for r, at in zip(found.ranks, edge, strict=True)]
+        [r.clock.map_to_common_ns(at) - origin for r, at in zip(split.ranks, edge, strict=True)]
         for edge in ([b.start_ns for b in bands], [b.end_ns for b in bands])
     )
-    ranks = np.array([rank.trace.rank for rank in found.ranks], dtype=np.int32)
+    ranks = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int32)
     return Segments(
         rank=np.repeat(ranks, [len(band.bucket) for band in bands]),
         step=np.concatenate([step[b.window] for step, b in zip(steps, bands, strict=True)]),
@@ -51,11 +51,11 @@ def _segments(found: RunSplit, origin: int) -> Segments:
     )
 
 
-def _boxes(found: RunSplit, origin: int) -> Boxes:
+def _build_boxes(split: RunSplit, origin: int) -> Boxes:
     rows = [
         (g.rank, g.step, box.stage, box.microbatch, PHASES.index(box.phase),
          box.start_ns - origin, box.end_ns - box.start_ns)
-        for rank in found.ranks for g in rank.grids for box in g.boxes
+        for rank in split.ranks for g in rank.grids for box in g.slots
     ]  # fmt: skip
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
     return Boxes(
@@ -69,8 +69,8 @@ def _boxes(found: RunSplit, origin: int) -> Boxes:
     )
 
 
-def _waits(found: RunSplit, origin: int) -> Waits:
-    parts = [_waits_of(rank, origin) for rank in found.ranks]
+def _collect_waits(split: RunSplit, origin: int) -> Waits:
+    parts = [_build_waits(rank, origin) for rank in split.ranks]
     return Waits(
         rank=np.concatenate([part.rank for part in parts]),
         step=np.concatenate([part.step for part in parts]),
@@ -83,12 +83,12 @@ def _waits(found: RunSplit, origin: int) -> Waits:
     )
 
 
-def _waits_of(rank: RankSplit, origin: int) -> Waits:
+def _build_waits(rank: RankSplit, origin: int) -> Waits:
     exposed, calls = rank.attribution.exposed, rank.trace.calls
     rows = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
     steps = np.array([step.step for step in rank.steps], dtype=np.int32)
     axes = [rank.axis[row] or "" for row in rows.tolist()]
-    start = rank.clock.common_ns(exposed.start_ns[rows])
+    start = rank.clock.map_to_common_ns(exposed.start_ns[rows])
     return Waits(
         rank=np.full(len(rows), rank.trace.rank, dtype=np.int32),
         step=steps[exposed.window[rows]],
@@ -97,7 +97,7 @@ def _waits_of(rank: RankSplit, origin: int) -> Waits:
         axis=np.array(axes, dtype=np.str_),
         op=np.array(OPS)[calls.op[exposed.call[rows]]],
         start_ns=start - origin,
-        dur_ns=rank.clock.common_ns(exposed.end_ns[rows]) - start,
+        dur_ns=rank.clock.map_to_common_ns(exposed.end_ns[rows]) - start,
     )
 
 
@@ -181,7 +181,7 @@ class Waits:
     dur_ns: Int64
 
     @classmethod
-    def none(cls) -> Waits:
+    def build_empty(cls) -> Waits:
         """An empty table."""
         whole, text = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.str_)
         time = np.empty(0, dtype=np.int64)
@@ -201,7 +201,7 @@ class Tables:
 
     segments: Segments
     boxes: Boxes
-    waits: Waits = field(default_factory=Waits.none)
+    waits: Waits = field(default_factory=Waits.build_empty)
     slices: Mapping[int, Slices] = field(default_factory=dict)
 
 
@@ -215,7 +215,7 @@ def write_tables(folder: Path, tables: Tables) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for table in (tables.segments, tables.boxes, tables.waits):
-        path = _path(folder, type(table))
+        path = _find_path(folder, type(table))
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
         with whole_file(path) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
@@ -227,12 +227,12 @@ def read_tables(folder: Path) -> Tables:
 
     Raises FileNotFoundError if there are no tables.
     """
-    waits = _read(folder, Waits) if _path(folder, Waits).exists() else Waits.none()
+    waits = _read(folder, Waits) if _find_path(folder, Waits).exists() else Waits.build_empty()
     slices = StoredSlices(folder / FILE_NAME) if (folder / FILE_NAME).exists() else {}
     return Tables(_read(folder, Segments), _read(folder, Boxes), waits, slices)
 
 
-def _path(folder: Path, kind: type) -> Path:
+def _find_path(folder: Path, kind: type) -> Path:
     return folder / f"{kind.__name__.lower()}.parquet"
 
 
@@ -240,12 +240,12 @@ def _read(folder: Path, kind: type[_T]) -> _T:
     import pyarrow.parquet as pq
 
     # read_table would import pyarrow.dataset, which takes half a second.
-    with pq.ParquetFile(_path(folder, kind)) as file:
+    with pq.ParquetFile(_find_path(folder, kind)) as file:
         table = file.read()
-    return kind(**{column.name: _column(table, column.name) for column in fields(kind)})
+    return kind(**{column.name: _read_column(table, column.name) for column in fields(kind)})
 
 
-def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
+def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """The column with its original dtype: Arrow returns strings as objects."""
     values: npt.NDArray[Any] = table.column(name).to_numpy()
     return values.astype(np.str_) if values.dtype == np.object_ else values
@@ -255,7 +255,7 @@ def _column(table: pa.Table, name: str) -> npt.NDArray[Any]:
 
 _COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
 
-_DEEPEST = 15
+_MAX_DEPTH = 15
 """Slices deeper than this overlap in the drawing."""
 
 
@@ -291,12 +291,12 @@ class Slices:
 class BuiltSlices(Mapping[int, Slices]):
     """The slices of a split run by rank, built on access."""
 
-    def __init__(self, found: RunSplit, origin_ns: int) -> None:
-        self._ranks = {rank.trace.rank: rank for rank in found.ranks}
+    def __init__(self, split: RunSplit, origin_ns: int) -> None:
+        self._ranks = {rank.trace.rank: rank for rank in split.ranks}
         self._origin_ns = origin_ns
 
     def __getitem__(self, rank: int) -> Slices:
-        return _rank_slices(self._ranks[rank], self._origin_ns)
+        return _build_rank_slices(self._ranks[rank], self._origin_ns)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._ranks)
@@ -305,22 +305,26 @@ class BuiltSlices(Mapping[int, Slices]):
         return len(self._ranks)
 
 
-def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
+def _build_rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     trace, pieces = rank.trace, rank.pieces
     events = trace.events
     compute = np.flatnonzero(trace.kinds.computes)
-    copies = np.flatnonzero(trace.kinds.of(EventKind.COPY))
+    copies = np.flatnonzero(trace.kinds.is_kind(EventKind.COPY))
     moved = np.flatnonzero(pieces.end_ns > pieces.start_ns)
     row = np.concatenate((compute, copies, trace.calls.event[pieces.call[moved]]))
     ran = row[: len(compute) + len(copies)]
-    start = rank.clock.common_ns(np.concatenate((events.start_ns[ran], pieces.start_ns[moved])))
-    end = rank.clock.common_ns(np.concatenate((events.end_ns[ran], pieces.end_ns[moved])))
+    start = rank.clock.map_to_common_ns(
+        np.concatenate((events.start_ns[ran], pieces.start_ns[moved]))
+    )
+    end = rank.clock.map_to_common_ns(np.concatenate((events.end_ns[ran], pieces.end_ns[moved])))
     no_owner = np.full(len(ran), -1, dtype=np.int32)
     kinds = np.repeat([_COMPUTE, _COPY], [len(compute), len(copies)])
-    depth = _depths(events.lane[row], start, end)
+    depth = _compute_depths(events.lane[row], start, end)
     order = np.lexsort((start, depth, events.lane[row]))
-    lane, lanes = _used(events.lane[row], [lane_name(lane) for lane in events.lanes])
-    name, names = _used(events.name_id[row], events.names)
+    lane, lanes = _compact_codes(
+        events.lane[row], [format_lane_name(lane) for lane in events.lanes]
+    )
+    name, names = _compact_codes(events.name_id[row], events.names)
     return Slices(
         lane=lane[order],
         depth=depth[order],
@@ -334,33 +338,33 @@ def _rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     )
 
 
-def lane_name(lane: Lane) -> str:
+def format_lane_name(lane: Lane) -> str:
     """The display name of a lane."""
     if lane.stream >= 0:
         return f"stream {lane.stream}"
     return lane.tid if lane.tid.startswith(("stream", "thread")) else f"thread {lane.tid}"
 
 
-def _used(code: Int32, words: Sequence[str]) -> tuple[Int32, tuple[str, ...]]:
+def _compact_codes(code: Int32, names: Sequence[str]) -> tuple[Int32, tuple[str, ...]]:
     """Renumber the codes to the names in use; returns (new codes, names in use)."""
     used, place = np.unique(code, return_inverse=True)
-    return place.astype(np.int32), tuple(words[i] for i in used.tolist())
+    return place.astype(np.int32), tuple(names[i] for i in used.tolist())
 
 
-def _depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
+def _compute_depths(lane: Int32, start: Int64, end: Int64) -> UInt8:
     """For each slice the first level of its lane without an overlapping earlier slice."""
-    depth = np.full(len(lane), _DEEPEST, dtype=np.uint8)
+    depth = np.full(len(lane), _MAX_DEPTH, dtype=np.uint8)
     left = np.lexsort((-end, start, lane))
-    for level in range(_DEEPEST):
+    for level in range(_MAX_DEPTH):
         if not len(left):
             break
-        top = _on_top(lane[left], start[left], end[left])
+        top = _find_top_level(lane[left], start[left], end[left])
         depth[left[top]] = level
         left = left[~top]
     return depth
 
 
-def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
+def _find_top_level(lane: Int32, start: Int64, end: Int64) -> Bool:
     """Which slices start after all earlier ones on their lane; input sorted by lane, start."""
     top = np.ones(len(lane), dtype=np.bool_)
     first = np.flatnonzero(np.diff(lane, prepend=lane[0] - 1))
@@ -374,7 +378,7 @@ def _on_top(lane: Int32, start: Int64, end: Int64) -> Bool:
 
 FILE_NAME = "slices.parquet"
 
-_NUMBERS = {
+_NUMBER_COLUMNS = {
     "depth": "uint8",
     "bucket": "uint8",
     "owner": "int32",
@@ -390,10 +394,10 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
 
     with (
         whole_file(folder / FILE_NAME) as file,
-        pq.ParquetWriter(file, _slice_schema(), compression="zstd") as writer,
+        pq.ParquetWriter(file, _build_slice_schema(), compression="zstd") as writer,
     ):
         for rank in slices:
-            table = _table(rank, slices[rank])
+            table = _build_slice_table(rank, slices[rank])
             writer.write_table(table, row_group_size=max(1, len(table)))
 
 
@@ -414,7 +418,7 @@ class StoredSlices(Mapping[int, Slices]):
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self._path, read_dictionary=["lane", "name"]) as file:
-            return _slices_in(file.read_row_group(self._group[rank]))
+            return _decode_slices(file.read_row_group(self._group[rank]))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._group)
@@ -423,29 +427,29 @@ class StoredSlices(Mapping[int, Slices]):
         return len(self._group)
 
 
-def _slice_schema() -> pa.Schema:
+def _build_slice_schema() -> pa.Schema:
     import pyarrow as pa
 
     named = pa.dictionary(pa.int32(), pa.string())
-    numbers = [(name, pa.type_for_alias(kind)) for name, kind in _NUMBERS.items()]
+    numbers = [(name, pa.type_for_alias(kind)) for name, kind in _NUMBER_COLUMNS.items()]
     return pa.schema([("rank", pa.int32()), ("lane", named), ("name", named), *numbers])
 
 
-def _table(rank: int, own: Slices) -> pa.Table:
+def _build_slice_table(rank: int, own: Slices) -> pa.Table:
     import pyarrow as pa
 
     columns = {
         "rank": np.full(len(own.lane), rank, dtype=np.int32),
         "lane": pa.DictionaryArray.from_arrays(own.lane, pa.array(own.lanes, pa.string())),
         "name": pa.DictionaryArray.from_arrays(own.name, pa.array(own.names, pa.string())),
-        **{name: getattr(own, name) for name in _NUMBERS},
+        **{name: getattr(own, name) for name in _NUMBER_COLUMNS},
     }
-    return pa.table(columns, schema=_slice_schema())
+    return pa.table(columns, schema=_build_slice_schema())
 
 
-def _slices_in(table: pa.Table) -> Slices:
+def _decode_slices(table: pa.Table) -> Slices:
     lane, name = (table.column(c).combine_chunks() for c in ("lane", "name"))
-    numbers = {column: table.column(column).to_numpy() for column in _NUMBERS}
+    numbers = {column: table.column(column).to_numpy() for column in _NUMBER_COLUMNS}
     return Slices(
         lane=lane.indices.to_numpy(),
         name=name.indices.to_numpy(),

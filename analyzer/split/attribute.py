@@ -10,17 +10,17 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import (
     Intervals,
-    distinct,
-    inside,
-    labels_of,
-    meet,
+    group_ids,
+    intersect,
+    is_inside,
+    list_distinct,
     overlap_ns,
-    own,
+    trim_overlaps,
     union,
 )
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.split.classify import Work, marks_in
-from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.split.classify import Work, parse_marks
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, Pieces
@@ -40,7 +40,7 @@ from stepsplit.analyzer.trace import (
 # The phase of the step in which each call was issued.
 
 
-def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayout) -> list[str]:
+def infer_phases(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayout) -> list[str]:
     """The phase of each call: forward, backward, grad_sync, optimizer or other.
 
     A call belongs to the phase in which the host issued it; a pipeline message is classified by its
@@ -49,28 +49,33 @@ def phases_of(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLayou
     calls, events = trace.calls, trace.events
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
     marks = _Marks(
-        optimizer=inside(_spans(events, events.named("Optimizer.step#")), when),
-        backward=inside(
-            _spans(events, events.named("autograd::engine") | _boxes(events, "backward")), when
+        optimizer=is_inside(_merge_spans(events, events.match_prefix("Optimizer.step#")), when),
+        backward=is_inside(
+            _merge_spans(
+                events,
+                events.match_prefix("autograd::engine")
+                | _mask_microbatch_marks(events, "backward"),
+            ),
+            when,
         ),
-        forward=inside(_spans(events, _boxes(events, "forward")), when),
-        early=_before_backward(events, windows, when),
+        forward=is_inside(_merge_spans(events, _mask_microbatch_marks(events, "forward")), when),
+        early=_mask_before_backward(events, windows, when),
     )
-    ahead = _stages_ahead(trace, layout)
+    ahead = _compute_stage_distance(trace, layout)
     sends, receives = calls.op == OP_CODE["send"], calls.op == OP_CODE["recv"]
-    found = np.select(
+    phase_names = np.select(
         [
             sends & (ahead > 0) | receives & (ahead < 0),
             sends & (ahead < 0) | receives & (ahead > 0),
             marks.optimizer,
-            ~marks.forward & _syncing(trace, layout),
+            ~marks.forward & _find_gradient_syncs(trace, layout),
             marks.backward,
             marks.forward | marks.early,
         ],
         ["forward", "backward", "optimizer", "grad_sync", "backward", "forward"],
         "other",
     )
-    phases: list[str] = found.tolist()
+    phases: list[str] = phase_names.tolist()
     return phases
 
 
@@ -85,14 +90,14 @@ class _Marks:
     early: Bool
 
 
-def _syncing(trace: RankTrace, layout: RankLayout) -> Bool:
+def _find_gradient_syncs(trace: RankTrace, layout: RankLayout) -> Bool:
     """Whether each call reduces gradients, by its group and op."""
-    syncs = [_syncs_gradients(layout.axes_of(group)) for group in trace.groups]
+    syncs = [_list_gradient_sync_ops(layout.find_axes(group)) for group in trace.groups]
     table = np.array([[op in of_group for op in OPS] for of_group in (*syncs, frozenset())])
     return np.asarray(table[trace.calls.group_id, trace.calls.op])
 
 
-def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
+def _list_gradient_sync_ops(axes: frozenset[str]) -> frozenset[str]:
     """The ops that reduce gradients on a group of these axes.
 
     Data and context parallel ranks have the same weights. On cp alone, reduce_scatter belongs to
@@ -103,31 +108,31 @@ def _syncs_gradients(axes: frozenset[str]) -> frozenset[str]:
     return frozenset({"all_reduce"} if axes == {"cp"} else {"all_reduce", "reduce_scatter"})
 
 
-def _stages_ahead(trace: RankTrace, layout: RankLayout) -> Int64:
+def _compute_stage_distance(trace: RankTrace, layout: RankLayout) -> Int64:
     """How many stages later in the pipeline the peer of each message is; 0 for collectives.
 
     Activations go to later stages, gradients to earlier ones.
     """
     peers, place = np.unique(trace.calls.peer, return_inverse=True)
-    mine = layout.stage(trace.rank)
-    ahead = [layout.stage(peer) - mine if peer >= 0 else 0 for peer in peers.tolist()]
+    own_stage = layout.find_stage(trace.rank)
+    ahead = [layout.find_stage(peer) - own_stage if peer >= 0 else 0 for peer in peers.tolist()]
     return np.array(ahead, dtype=np.int64)[place]
 
 
-def _boxes(events: Events, phase: str) -> Bool:
+def _mask_microbatch_marks(events: Events, phase: str) -> Bool:
     """Which events mark forwards (or backwards) of microbatches, of any stage."""
-    marked = (any(mark.phase == phase for mark in marks_in(name, 0)) for name in events.names)
+    marked = (any(mark.phase == phase for mark in parse_marks(name, 0)) for name in events.names)
     return events.name_mask(tuple(marked))
 
 
-def _spans(events: Events, mask: Bool) -> Intervals:
-    mask = mask & events.of(Category.OP, Category.ANNOTATION)
+def _merge_spans(events: Events, mask: Bool) -> Intervals:
+    mask = mask & events.is_category(Category.OP, Category.ANNOTATION)
     return union(events.start_ns[mask], events.end_ns[mask])
 
 
-def _before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:
+def _mask_before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:
     """Which calls were issued before the first backward of their step."""
-    backward = events.start_ns[events.named("autograd::engine")]
+    backward = events.start_ns[events.match_prefix("autograd::engine")]
     early = np.zeros(len(when), dtype=np.bool_)
     for window in windows:
         first = int(np.searchsorted(backward, window.start_ns))
@@ -173,7 +178,7 @@ class Overlap:
         return self.hidden_ns / self.moved_ns
 
 
-def overlaps_of(
+def compute_overlaps(
     rank: int,
     calls: Calls,
     axes: Sequence[str | None],
@@ -185,52 +190,54 @@ def overlaps_of(
 
     axes has one entry per group of the rank; waits are excluded. The windows are in order.
     """
-    moving = _chosen(pieces, np.isin(pieces.bucket, (COLLECTIVE, P2P)))
-    blocking = held_up(moving, compute)
+    moving = _select_rows(pieces, np.isin(pieces.bucket, (COLLECTIVE, P2P)))
+    blocking = apply_gap_rule(moving, compute)
     inside = union(
         np.array([window.start_ns for window in windows], dtype=np.int64),
         np.array([window.end_ns for window in windows], dtype=np.int64),
     )
     names = tuple(dict.fromkeys((*axes, None)))
     axis = np.array([names.index(name) for name in (*axes, None)])[calls.group_id]
-    kind = labels_of(axis, calls.op)
-    held = dict(_by_kind(kind, blocking, inside))
-    found = []
-    for number, moved in _by_kind(kind, moving, inside):
+    kind = group_ids(axis, calls.op)
+    exposed_by_kind = dict(_split_by_kind(kind, blocking, inside))
+    rows = []
+    for number, moved in _split_by_kind(kind, moving, inside):
         call = int(np.flatnonzero(kind == number)[0])
         hidden = overlap_ns(moved, compute)
-        exposed = held[number].total_ns if number in held else 0
+        exposed = exposed_by_kind[number].total_ns if number in exposed_by_kind else 0
         name = names[int(axis[call])]
-        found.append(Overlap(rank, name, OPS[calls.op[call]], moved.total_ns, hidden, exposed))
-    return tuple(found)
+        rows.append(Overlap(rank, name, OPS[calls.op[call]], moved.total_ns, hidden, exposed))
+    return tuple(rows)
 
 
-def overlaps_together(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
+def sum_overlaps(rows: Sequence[Overlap]) -> tuple[Overlap, ...]:
     """The sums over all ranks, by decreasing exposed time."""
     kinds = dict.fromkeys((row.axis, row.op) for row in rows)
-    together = []
+    summed = []
     for axis, op in kinds:
         same = [row for row in rows if (row.axis, row.op) == (axis, op)]
-        together.append(
+        summed.append(
             Overlap(
                 None, axis, op, sum(row.moved_ns for row in same),
                 sum(row.hidden_ns for row in same), sum(row.exposed_ns for row in same),
             )
         )  # fmt: skip
-    return tuple(sorted(together, key=lambda row: (-row.exposed_ns, -row.moved_ns)))
+    return tuple(sorted(summed, key=lambda row: (-row.exposed_ns, -row.moved_ns)))
 
 
-def _by_kind(kind: Int64, pieces: Pieces, inside: Intervals) -> Iterator[tuple[int, Intervals]]:
+def _split_by_kind(
+    kind: Int64, pieces: Pieces, inside: Intervals
+) -> Iterator[tuple[int, Intervals]]:
     """(kind, intervals of its pieces inside the given intervals), for kinds with any."""
     of_piece = kind[pieces.call]
-    for number in distinct(of_piece).tolist():
+    for number in list_distinct(of_piece).tolist():
         rows = of_piece == number
-        both = meet(union(pieces.start_ns[rows], pieces.end_ns[rows]), inside)
+        both = intersect(union(pieces.start_ns[rows], pieces.end_ns[rows]), inside)
         if len(both.start_ns):
             yield number, Intervals(both.start_ns, both.end_ns)
 
 
-def _chosen(pieces: Pieces, rows: Bool) -> Pieces:
+def _select_rows(pieces: Pieces, rows: Bool) -> Pieces:
     return Pieces(
         pieces.call[rows], pieces.bucket[rows], pieces.start_ns[rows],
         pieces.end_ns[rows], pieces.life_end_ns[rows], pieces.owner[rows],
@@ -245,7 +252,7 @@ _MOVING, _FUSED = 6, 7
 
 _CLASSES = 8
 
-_BUCKET_OF = np.array(
+_MASK_TO_BUCKET = np.array(
     [next((c for c in range(IDLE) if mask >> c & 1), IDLE) for mask in range(1 << _CLASSES)],
     dtype=np.uint8,
 )
@@ -294,27 +301,27 @@ class Attribution:
 
 def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attribution:
     """Splits the windows of a rank into buckets, to the nanosecond."""
-    blocking = held_up(pieces, work.compute)
+    blocking = apply_gap_rule(pieces, work.compute)
     sets = [
         work.compute,
-        *(_of_bucket(blocking, b) for b in range(COLLECTIVE, BUBBLE + 1)),
+        *(_merge_bucket(blocking, b) for b in range(COLLECTIVE, BUBBLE + 1)),
         work.copy,
     ]
     moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
     sets += [union(pieces.start_ns[moving], pieces.end_ns[moving]), work.fused]
-    band, mask = _sweep(windows, sets)
-    splits = _splits(len(windows), band, mask)
+    band, mask = _sweep_windows(windows, sets)
+    splits = _sum_splits(len(windows), band, mask)
     for window, split in zip(windows, splits, strict=True):
         assert split.step_ns == window.end_ns - window.start_ns, f"buckets do not fill {window}"
-    band = _joined(band)
-    exposed = _exposed(blocking, band)
+    band = _merge_bands(band)
+    exposed = _build_exposed(blocking, band)
     _check(splits, exposed)
     gap = np.full(int(pieces.call.max(initial=-1)) + 1, -1, dtype=np.int64)
     gap[blocking.call] = np.searchsorted(work.compute.start_ns, blocking.life_end_ns)
     return Attribution(splits, band, exposed, gap)
 
 
-def held_up(pieces: Pieces, compute: Intervals) -> Pieces:
+def apply_gap_rule(pieces: Pieces, compute: Intervals) -> Pieces:
     """Applies the gap rule: keeps of each piece the part in the gap in which its call ends.
 
     A gap is an interval without compute. Communication that is still open when compute resumes
@@ -326,19 +333,21 @@ def held_up(pieces: Pieces, compute: Intervals) -> Pieces:
     before = np.where(later > 0, compute.end_ns[later - 1], np.iinfo(np.int64).min) \
         if len(compute) else np.full(len(end), np.iinfo(np.int64).min)  # fmt: skip
     start = np.maximum(pieces.start_ns, before)
-    kept = (before <= end) & (pieces.end_ns > start)
+    blocking = (before <= end) & (pieces.end_ns > start)
     return Pieces(
-        pieces.call[kept], pieces.bucket[kept], start[kept],
-        pieces.end_ns[kept], pieces.life_end_ns[kept], pieces.owner[kept],
+        pieces.call[blocking], pieces.bucket[blocking], start[blocking],
+        pieces.end_ns[blocking], pieces.life_end_ns[blocking], pieces.owner[blocking],
     )  # fmt: skip
 
 
-def _of_bucket(pieces: Pieces, bucket: int) -> Intervals:
+def _merge_bucket(pieces: Pieces, bucket: int) -> Intervals:
     chosen = pieces.bucket == bucket
     return union(pieces.start_ns[chosen], pieces.end_ns[chosen])
 
 
-def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[BucketBands, Int64]:
+def _sweep_windows(
+    windows: Sequence[StepWindow], sets: Sequence[Intervals]
+) -> tuple[BucketBands, Int64]:
     """Sorts the edges of all sets once; mask gives the sets that are open between two edges."""
     window_start = np.array([w.start_ns for w in windows], dtype=np.int64)
     window_end = np.array([w.end_ns for w in windows], dtype=np.int64)
@@ -354,10 +363,10 @@ def _sweep(windows: Sequence[StepWindow], sets: Sequence[Intervals]) -> tuple[Bu
     inside = (end > start) & (window >= 0)
     inside[inside] &= start[inside] < window_end[window[inside]]
     start, end, mask, window = start[inside], end[inside], mask[inside], window[inside]
-    return BucketBands(window.astype(np.int32), _BUCKET_OF[mask], start, end), mask
+    return BucketBands(window.astype(np.int32), _MASK_TO_BUCKET[mask], start, end), mask
 
 
-def _splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
+def _sum_splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
     length = band.end_ns - band.start_ns
     totals = np.zeros((count, len(BUCKETS)), dtype=np.int64)
     np.add.at(totals, (band.window, band.bucket), length)
@@ -367,7 +376,7 @@ def _splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
     return tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
 
 
-def _joined(band: BucketBands) -> BucketBands:
+def _merge_bands(band: BucketBands) -> BucketBands:
     """Merges adjacent bands of the same bucket."""
     if not len(band.start_ns):
         return band
@@ -379,22 +388,22 @@ def _joined(band: BucketBands) -> BucketBands:
     )
 
 
-def _exposed(blocking: Pieces, band: BucketBands) -> Exposed:
+def _build_exposed(blocking: Pieces, band: BucketBands) -> Exposed:
     """Each exposed instant, assigned to the call of its bucket that started first."""
-    parts = [_exposed_in(blocking, band, bucket) for bucket in range(COLLECTIVE, BUBBLE + 1)]
+    parts = [_extract_exposed(blocking, band, bucket) for bucket in range(COLLECTIVE, BUBBLE + 1)]
     order = np.argsort(np.concatenate([part.start_ns for part in parts]), kind="stable")
     columns = ("window", "bucket", "call", "owner", "start_ns", "end_ns")
     return Exposed(*(np.concatenate([getattr(p, name) for p in parts])[order] for name in columns))
 
 
-def _exposed_in(blocking: Pieces, band: BucketBands, bucket: int) -> Exposed:
+def _extract_exposed(blocking: Pieces, band: BucketBands, bucket: int) -> Exposed:
     rows = np.flatnonzero(blocking.bucket == bucket)
     rows = rows[np.argsort(blocking.start_ns[rows], kind="stable")]
-    owned = own(blocking.start_ns[rows], blocking.end_ns[rows])
+    owned = trim_overlaps(blocking.start_ns[rows], blocking.end_ns[rows])
     left = owned.end_ns > owned.start_ns
     rows, owned = rows[left], Intervals(owned.start_ns[left], owned.end_ns[left])
     here = np.flatnonzero(band.bucket == bucket)
-    both = meet(owned, Intervals(band.start_ns[here], band.end_ns[here]))
+    both = intersect(owned, Intervals(band.start_ns[here], band.end_ns[here]))
     rows, cut = rows[both.left], here[both.right]
     return Exposed(
         window=band.window[cut],
@@ -411,8 +420,10 @@ def _check(splits: Sequence[Split], exposed: Exposed) -> None:
     for bucket in range(COLLECTIVE, BUBBLE + 1):
         rows = exposed.bucket == bucket
         owned = int((exposed.end_ns - exposed.start_ns)[rows].sum())
-        held = sum(split.buckets_ns[bucket] for split in splits)
-        assert owned == held, f"{BUCKETS[bucket]}: {owned} of {held} ns are assigned to calls"
+        bucket_ns = sum(split.buckets_ns[bucket] for split in splits)
+        assert owned == bucket_ns, (
+            f"{BUCKETS[bucket]}: {owned} of {bucket_ns} ns are assigned to calls"
+        )
 
 
 # Which numbers are measured if only some ranks of a job were recorded.
@@ -457,26 +468,29 @@ class Coverage:
         return "estimated" if self.unmatched == self.calls else "partly"
 
 
-def coverage_of(
-    traces: Sequence[RankTrace], matched: Matched, layout: RankLayout
+def compute_coverage(
+    traces: Sequence[RankTrace], matched: MatchedCalls, layout: RankLayout
 ) -> tuple[Coverage, ...]:
     """One row per axis on which the recorded ranks communicate."""
     present = {trace.rank for trace in traces}
-    there = [len(present & set(group.ranks)) for group in matched.groups]
-    axis_of = [layout.axis_of(group) for group in matched.groups]
-    used = distinct(matched.group[matched.group >= 0]).tolist()
-    found = []
+    present_counts = [len(present & set(group.ranks)) for group in matched.groups]
+    axis_of = [layout.find_axis(group) for group in matched.groups]
+    used = list_distinct(matched.group[matched.group >= 0]).tolist()
+    rows = []
     for axis in dict.fromkeys(axis_of[group] for group in used):
-        mine = [group for group in used if axis_of[group] == axis]
-        calls = np.isin(matched.group, mine)
-        found.append(
+        axis_groups = [group for group in used if axis_of[group] == axis]
+        calls = np.isin(matched.group, axis_groups)
+        rows.append(
             Coverage(
                 axis,
-                len(mine),
-                sum(there[group] == len(matched.groups[group].ranks) for group in mine),
-                sum(there[group] == 1 for group in mine),
+                len(axis_groups),
+                sum(
+                    present_counts[group] == len(matched.groups[group].ranks)
+                    for group in axis_groups
+                ),
+                sum(present_counts[group] == 1 for group in axis_groups),
                 int(calls.sum()),
                 int((calls & (matched.key < 0)).sum()),
             )
         )
-    return tuple(found)
+    return tuple(rows)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import labels_of, runs_of
-from stepsplit.analyzer.ops import busbw_factor
-from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.arrays import group_ids, group_rows
+from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import OPS, Int64, RankTrace
@@ -50,15 +50,20 @@ class CollectiveRow:
     busbw_bytes_per_s: float | None
 
 
-def collective_stats(
-    traces: Sequence[RankTrace], matched: Matched, arrivals: Arrivals
+def compute_collective_stats(
+    traces: Sequence[RankTrace], matched: MatchedCalls, arrivals: Arrivals
 ) -> tuple[CollectiveRow, ...]:
     """One row per kind of call, by decreasing transfer time."""
-    found = [_collective(kind, rows, matched, arrivals) for kind, rows in kinds_of(traces, matched)]
-    return tuple(sorted(found, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
+    stats = [
+        _build_collective_row(kind, rows, matched, arrivals)
+        for kind, rows in group_by_kind(traces, matched)
+    ]
+    return tuple(sorted(stats, key=lambda s: (-s.transfer_ns_median * s.count, s.group, s.op)))
 
 
-def _collective(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrivals) -> CollectiveRow:
+def _build_collective_row(
+    kind: CallKind, rows: Int64, matched: MatchedCalls, arrivals: Arrivals
+) -> CollectiveRow:
     group, op, size = kind.group, kind.op, kind.message_bytes
     moved = np.maximum(arrivals.moved_ns[rows] - arrivals.moves_ns[rows], 0)
     life = arrivals.end_ns[rows] - arrivals.start_ns[rows]
@@ -77,7 +82,7 @@ def _collective(kind: CallKind, rows: Int64, matched: Matched, arrivals: Arrival
         transfer_ns_median=transfer,
         wait_ns_median=int(np.median(waited)),
         algbw_bytes_per_s=algbw,
-        busbw_bytes_per_s=None if algbw is None else algbw * busbw_factor(op, ranks),
+        busbw_bytes_per_s=None if algbw is None else algbw * compute_busbw_factor(op, ranks),
     )
 
 
@@ -114,28 +119,28 @@ class StepCallsRow:
     most: int
 
 
-def step_calls(
-    traces: Sequence[RankTrace], steps: Sequence[Steps], matched: Matched
+def count_step_calls(
+    traces: Sequence[RankTrace], steps: Sequence[Steps], matched: MatchedCalls
 ) -> tuple[StepCallsRow, ...]:
     """One row per kind of call in the full steps; a call belongs to the window in which it starts.
 
     The usual number is determined per rank, since a call may start just before or after a step
     edge.
     """
-    window, counted = _windows(steps, matched)
+    window, counted = _assign_windows(steps, matched)
     rows = [
-        _row(kind, rows[matched.leads[rows]], matched, window, counted)
-        for kind, rows in kinds_of(traces, matched)
+        _build_step_calls_row(kind, rows[matched.leads[rows]], matched, window, counted)
+        for kind, rows in group_by_kind(traces, matched)
     ]
     return tuple(row for row in rows if row.most)
 
 
-def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]]:
+def _assign_windows(steps: Sequence[Steps], matched: MatchedCalls) -> tuple[Int64, list[int]]:
     """(index of the full step in which each call starts, -1 for none; number of full steps per
     rank)."""
     window = np.full(len(matched), -1, dtype=np.int64)
     for trace, own in enumerate(steps):
-        rows = matched.of_trace(trace)
+        rows = matched.slice_trace(trace)
         start, full = matched.start_ns[rows], own.counted
         if not full:
             continue
@@ -146,17 +151,17 @@ def _windows(steps: Sequence[Steps], matched: Matched) -> tuple[Int64, list[int]
     return window, [len(own.counted) for own in steps]
 
 
-def _row(
-    kind: CallKind, rows: Int64, matched: Matched, window: Int64, counted: Sequence[int]
+def _build_step_calls_row(
+    kind: CallKind, rows: Int64, matched: MatchedCalls, window: Int64, counted: Sequence[int]
 ) -> StepCallsRow:
     rows = rows[window[rows] >= 0]
     ranks = np.unique(matched.trace[rows]).tolist()
-    of_ranks = [
+    counts_by_rank = [
         np.bincount(window[rows[matched.trace[rows] == rank]], minlength=counted[rank])
         for rank in ranks
     ]
-    usual = sum(int(np.bincount(counts).argmax()) for counts in of_ranks)
-    least, most = (sum(int(edge(counts)) for counts in of_ranks) for edge in (np.min, np.max))
+    usual = sum(int(np.bincount(counts).argmax()) for counts in counts_by_rank)
+    least, most = (sum(int(edge(counts)) for counts in counts_by_rank) for edge in (np.min, np.max))
     size = kind.message_bytes if kind.message_bytes >= 0 else None
     return StepCallsRow(kind.group, kind.op, kind.dtype or None, size, usual, least, most)
 
@@ -174,21 +179,25 @@ class CallKind:
     message_bytes: int
 
 
-def kinds_of(traces: Sequence[RankTrace], matched: Matched) -> list[tuple[CallKind, Int64]]:
+def group_by_kind(
+    traces: Sequence[RankTrace], matched: MatchedCalls
+) -> list[tuple[CallKind, Int64]]:
     """Each kind with the rows of its calls, in order of first occurrence."""
-    names, dtype = _dtypes(traces)
-    dtype, size = _known_by_any(matched, dtype, names.index(""))
-    order, first = runs_of(labels_of(matched.group, matched.op, dtype, size))
+    names, dtype = _collect_dtypes(traces)
+    dtype, size = _fill_from_members(matched, dtype, names.index(""))
+    order, first = group_rows(group_ids(matched.group, matched.op, dtype, size))
     kinds = np.split(order, first[1:]) if len(order) else []
-    found = []
+    rows_by_kind = []
     for rows in sorted(kinds, key=lambda rows: int(rows[0])):
-        one = rows[0]
-        op, name = OPS[matched.op[one]], names[dtype[one]]
-        found.append((CallKind(int(matched.group[one]), op, name, int(size[one])), rows))
-    return found
+        first_row = rows[0]
+        op, name = OPS[matched.op[first_row]], names[dtype[first_row]]
+        rows_by_kind.append(
+            (CallKind(int(matched.group[first_row]), op, name, int(size[first_row])), rows)
+        )
+    return rows_by_kind
 
 
-def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
+def _collect_dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
     """(all dtype names, with "" for unknown; index of each call's dtype)."""
     names = tuple(dict.fromkeys(("", *(name for trace in traces for name in trace.calls.dtypes))))
     number = {name: i for i, name in enumerate(names)}
@@ -199,13 +208,13 @@ def _dtypes(traces: Sequence[RankTrace]) -> tuple[tuple[str, ...], Int64]:
     return names, np.concatenate(columns)
 
 
-def _known_by_any(matched: Matched, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:
+def _fill_from_members(matched: MatchedCalls, dtype: Int64, unknown: int) -> tuple[Int64, Int64]:
     """The dtype and size of each call, for a matched collective from its best-informed member.
 
     A root may know only the size. The dtype is the last one recorded with the largest size so far.
     """
     rows = np.flatnonzero((matched.key >= 0) & ~matched.is_message)
-    order, first = runs_of(matched.key[rows])
+    order, first = group_rows(matched.key[rows])
     rows = rows[order]
     call = np.repeat(np.arange(len(first)), np.diff(first, append=len(rows)))
     sizes, place = np.unique(matched.message_bytes[rows], return_inverse=True)

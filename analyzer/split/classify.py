@@ -20,34 +20,34 @@ class Work:
     fused: Intervals
 
 
-def work_of(trace: RankTrace) -> Work:
+def collect_work(trace: RankTrace) -> Work:
     """The work of a rank: device kernels and copies, else the ops of its training threads."""
     events, kinds = trace.events, trace.kinds
     return Work(
-        _covered(events, kinds.computes),
-        _covered(events, kinds.of(EventKind.COPY)),
-        _covered(events, kinds.of(EventKind.FUSED)),
+        _merge_intervals(events, kinds.computes),
+        _merge_intervals(events, kinds.is_kind(EventKind.COPY)),
+        _merge_intervals(events, kinds.is_kind(EventKind.FUSED)),
     )
 
 
-def _covered(events: Events, mask: Bool) -> Intervals:
+def _merge_intervals(events: Events, mask: Bool) -> Intervals:
     return union(events.start_ns[mask], events.end_ns[mask])
 
 
 # Names of the annotations that mark pipeline work.
 
-_ONE = re.compile(
+_SINGLE_MARK = re.compile(
     r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
     r"(?: stage=(?P<stage>\d{1,9}) mb=(?P<mb>\d{1,9})|(?P<pp_mb>\d{1,9}))$"
 )
 
 PHASE_OF_LETTER = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
-_AT_ONCE = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
+_COMBINED_MARK = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 
-_OF_GPIPE = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
+_GPIPE_MARK = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
 
 MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
 """Name prefixes of each kind of mark; only the first kind present in a trace is used."""
@@ -62,20 +62,22 @@ class Mark:
     phase: str
 
 
-def marks_in(name: str, stage: int | None = None) -> tuple[Mark, ...]:
+def parse_marks(name: str, stage: int | None = None) -> tuple[Mark, ...]:
     """Parses an annotation name, including combined actions; empty for other names.
 
     torch's GPipe annotations have no stage: the caller passes stage, the rank's pp coordinate,
     otherwise they are ignored.
     """
-    if (one := _ONE.match(name)) is not None:
-        phase = PHASE_OF_LETTER[one["letter"]]
-        return (Mark(int(one["stage"] or one["pp"]), int(one["mb"] or one["pp_mb"]), phase),)
-    if (several := _AT_ONCE.match(name)) is not None:
+    if (single := _SINGLE_MARK.match(name)) is not None:
+        phase = PHASE_OF_LETTER[single["letter"]]
+        return (
+            Mark(int(single["stage"] or single["pp"]), int(single["mb"] or single["pp_mb"]), phase),
+        )
+    if (combined := _COMBINED_MARK.match(name)) is not None:
         return tuple(
             Mark(int(at), int(microbatch), PHASE_OF_LETTER[letter])
-            for at, letter, microbatch in _ACTION.findall(several["actions"])
+            for at, letter, microbatch in _ACTION.findall(combined["actions"])
         )
-    if stage is not None and (named := _OF_GPIPE.match(name)) is not None:
+    if stage is not None and (named := _GPIPE_MARK.match(name)) is not None:
         return (Mark(stage, int(named["mb"]), named["phase"].lower()),)
     return ()

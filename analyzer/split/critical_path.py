@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, meet
+from stepsplit.analyzer.arrays import Intervals, intersect
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE, Attribution
 from stepsplit.analyzer.split.matching import Clock
@@ -125,20 +125,20 @@ class CriticalPaths:
     jumps: Jumps
 
 
-def timeline_of(
+def build_timeline(
     trace: RankTrace,
-    found: Attribution,
+    attribution: Attribution,
     steps: Sequence[int],
     axis: Sequence[str | None],
     clock: Clock,
 ) -> Timeline:
     """The timeline of one rank; steps has one number per window, axis one entry per exposed row."""
-    band, exposed = found.band, found.exposed
+    band, exposed = attribution.band, attribution.exposed
     alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
     axes = (None, *dict.fromkeys(name for name in axis if name is not None))
     number = {name: i for i, name in enumerate(axes)}
-    start = clock.common_ns(np.concatenate((band.start_ns[alone], exposed.start_ns)))
-    end = clock.common_ns(np.concatenate((band.end_ns[alone], exposed.end_ns)))
+    start = clock.map_to_common_ns(np.concatenate((band.start_ns[alone], exposed.start_ns)))
+    end = clock.map_to_common_ns(np.concatenate((band.end_ns[alone], exposed.end_ns)))
     order = np.argsort(start, kind="stable")
     order = order[end[order] > start[order]]
     none = np.zeros(len(alone), dtype=np.int32)
@@ -148,8 +148,8 @@ def timeline_of(
     return Timeline(
         rank=trace.rank,
         step=np.array(steps, dtype=np.int64),
-        step_start_ns=clock.common_ns(band.start_ns[first]),
-        step_end_ns=clock.common_ns(band.end_ns[last]),
+        step_start_ns=clock.map_to_common_ns(band.start_ns[first]),
+        step_end_ns=clock.map_to_common_ns(band.end_ns[last]),
         start_ns=start[order],
         end_ns=end[order],
         bucket=np.concatenate((band.bucket[alone], exposed.bucket))[order],
@@ -160,21 +160,23 @@ def timeline_of(
     )
 
 
-def critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
+def find_critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
     """The critical path of every step of any rank, by step number."""
-    waits = _waits(ranks)
+    waits = _collect_waits(ranks)
     steps: list[PathStep] = []
     parts: list[PathPart] = []
-    jumps: list[tuple[int, _Stay]] = []
+    jumps: list[tuple[int, _PathSegment]] = []
     for number in sorted({step for one in ranks for step in one.step.tolist()}):
-        begin, end, last = _span(ranks, number)
-        stays = _stays(waits, last, begin, end)
-        here = tuple(_parts(ranks, stays, number))
-        assert sum(part.ns for part in here) == end - begin, f"path of step {number} is incomplete"
-        parts += here
-        jumps += [(number, stay) for stay in stays[:-1]]
-        steps.append(PathStep(number, begin, end, ranks[last].rank, len(stays) - 1))
-    return CriticalPaths(tuple(steps), tuple(parts), _jumps(ranks, jumps))
+        begin, end, last = _find_span(ranks, number)
+        segments = _walk_back(waits, last, begin, end)
+        step_parts = tuple(_sum_parts(ranks, segments, number))
+        assert sum(part.ns for part in step_parts) == end - begin, (
+            f"path of step {number} is incomplete"
+        )
+        parts += step_parts
+        jumps += [(number, stay) for stay in segments[:-1]]
+        steps.append(PathStep(number, begin, end, ranks[last].rank, len(segments) - 1))
+    return CriticalPaths(tuple(steps), tuple(parts), _build_jumps(ranks, jumps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class _Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stay:
+class _PathSegment:
     """A segment of the path on one rank; it starts where the wait of that part ends (-1: no wait).
 
     rank and owner (the rank waited for) index the ranks.
@@ -201,21 +203,26 @@ class _Stay:
     owner: int
 
 
-def _waits(ranks: Sequence[Timeline]) -> list[_Waits]:
+def _collect_waits(ranks: Sequence[Timeline]) -> list[_Waits]:
     index = {one.rank: i for i, one in enumerate(ranks)}
-    found = []
-    for one in ranks:
-        present = [rank for rank in index if rank != one.rank]
-        waits = np.isin(one.bucket, (SKEW, BUBBLE)) & np.isin(one.owner, present)
+    rank_waits = []
+    for timeline in ranks:
+        present = [rank for rank in index if rank != timeline.rank]
+        waits = np.isin(timeline.bucket, (SKEW, BUBBLE)) & np.isin(timeline.owner, present)
         part = np.flatnonzero(waits)
-        owner = [index[rank] for rank in one.owner[part].tolist()]
-        found.append(
-            _Waits(part.tolist(), one.start_ns[part].tolist(), one.end_ns[part].tolist(), owner)
+        owner = [index[rank] for rank in timeline.owner[part].tolist()]
+        rank_waits.append(
+            _Waits(
+                part.tolist(),
+                timeline.start_ns[part].tolist(),
+                timeline.end_ns[part].tolist(),
+                owner,
+            )
         )
-    return found
+    return rank_waits
 
 
-def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
+def _find_span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
     """(first start, last end, index of the rank that ends last) of a step over all ranks."""
     edges = [
         (int(one.step_start_ns[window]), int(one.step_end_ns[window]), place)
@@ -226,62 +233,64 @@ def _span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
     return min(start for start, _, _ in edges), end, last
 
 
-def _stays(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_Stay]:
+def _walk_back(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_PathSegment]:
     """The path segments from end back to begin.
 
     Going to a rank that was already visited at the current instant would loop, so such waits are
     skipped.
     """
-    stays: list[_Stay] = []
+    segments: list[_PathSegment] = []
     at = before = end
-    seen = {rank}
+    visited = {rank}
     while (row := bisect_left(waits[rank].start_ns, before) - 1) >= 0:
         leave, owner = min(waits[rank].end_ns[row], at), waits[rank].owner[row]
         if leave <= begin:
             break
         if leave < at:
-            seen = {rank}
-        elif owner in seen:
+            visited = {rank}
+        elif owner in visited:
             before = waits[rank].start_ns[row]
             continue
-        stays.append(_Stay(rank, leave, at, waits[rank].part[row], owner))
-        seen.add(owner)
+        segments.append(_PathSegment(rank, leave, at, waits[rank].part[row], owner))
+        visited.add(owner)
         rank, at, before = owner, leave, leave
-    return [*stays, _Stay(rank, begin, at, -1, -1)]
+    return [*segments, _PathSegment(rank, begin, at, -1, -1)]
 
 
-def _parts(ranks: Sequence[Timeline], stays: Sequence[_Stay], step: int) -> Iterator[PathPart]:
+def _sum_parts(
+    ranks: Sequence[Timeline], segments: Sequence[_PathSegment], step: int
+) -> Iterator[PathPart]:
     """Sums the time of the segments of one step by rank, bucket and axis."""
-    who = np.array([stay.rank for stay in stays])
-    start = np.array([stay.start_ns for stay in stays], dtype=np.int64)
-    end = np.array([stay.end_ns for stay in stays], dtype=np.int64)
+    who = np.array([stay.rank for stay in segments])
+    start = np.array([stay.start_ns for stay in segments], dtype=np.int64)
+    end = np.array([stay.end_ns for stay in segments], dtype=np.int64)
     for place in np.unique(who).tolist():
         rows = np.flatnonzero(who == place)[::-1]
-        sums = _spent_ns(ranks[place], Intervals(start[rows], end[rows]))
+        sums = _sum_by_bucket(ranks[place], Intervals(start[rows], end[rows]))
         for bucket, axis in np.argwhere(sums).tolist():
             name = ranks[place].axes[axis]
             ns = int(sums[bucket, axis])
             yield PathPart(step, ranks[place].rank, BUCKETS[bucket], name, ns)
 
 
-def _spent_ns(one: Timeline, stays: Intervals) -> Int64:
+def _sum_by_bucket(timeline: Timeline, stays: Intervals) -> Int64:
     """The time of the segments on one rank, by bucket and axis: shape (buckets, axes)."""
-    both = meet(stays, Intervals(one.start_ns, one.end_ns))
-    sums = np.zeros((len(BUCKETS), len(one.axes)), dtype=np.int64)
-    cell = (one.bucket[both.right], one.axis[both.right])
+    both = intersect(stays, Intervals(timeline.start_ns, timeline.end_ns))
+    sums = np.zeros((len(BUCKETS), len(timeline.axes)), dtype=np.int64)
+    cell = (timeline.bucket[both.right], timeline.axis[both.right])
     np.add.at(sums, cell, both.end_ns - both.start_ns)
     sums[IDLE, 0] += stays.total_ns - int(sums.sum())
     return sums
 
 
-def _jumps(ranks: Sequence[Timeline], made: Iterable[tuple[int, _Stay]]) -> Jumps:
-    made = tuple(made)
-    waited = [(ranks[stay.rank], stay.part) for _, stay in made]
+def _build_jumps(ranks: Sequence[Timeline], segments: Iterable[tuple[int, _PathSegment]]) -> Jumps:
+    segments = tuple(segments)
+    waited = [(ranks[stay.rank], stay.part) for _, stay in segments]
     return Jumps(
-        step=np.array([step for step, _ in made], dtype=np.int64),
-        at_ns=np.array([stay.start_ns for _, stay in made], dtype=np.int64),
+        step=np.array([step for step, _ in segments], dtype=np.int64),
+        at_ns=np.array([stay.start_ns for _, stay in segments], dtype=np.int64),
         from_rank=np.array([one.rank for one, _ in waited], dtype=np.int32),
-        to_rank=np.array([ranks[stay.owner].rank for _, stay in made], dtype=np.int32),
+        to_rank=np.array([ranks[stay.owner].rank for _, stay in segments], dtype=np.int32),
         op=np.array([one.op[part] for one, part in waited], dtype=np.uint8),
         axis=tuple(one.axes[one.axis[part]] for one, part in waited),
     )

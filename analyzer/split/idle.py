@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, distinct, meet
+from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct
 from stepsplit.analyzer.split.attribute import IDLE, BucketBands
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
@@ -59,7 +59,7 @@ class IdleCause:
     count: int
 
 
-def idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
+def find_idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
     """The causes of a rank's idle time, one row per window, cause and op; by window, longest first.
 
     band is on the rank's own clock. The time from a gap's start to the return of the call that
@@ -67,12 +67,12 @@ def idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
     """
     idle = band.bucket == IDLE
     window, gaps = band.window[idle], Intervals(band.start_ns[idle], band.end_ns[idle])
-    parts = explained(trace, gaps)
+    parts = explain_gaps(trace, gaps)
     _check(gaps, parts)
-    return _summed(trace.events, window, parts)
+    return _sum_causes(trace.events, window, parts)
 
 
-def _summed(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
+def _sum_causes(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
     """Sums the parts by window, cause and op; count is the number of gaps."""
     ops = {"": 0}
     op_of = [ops.setdefault(_ADDRESS.sub("", name), len(ops)) for name in events.names]
@@ -84,20 +84,22 @@ def _summed(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause,
     in_gaps = np.unique(kind * (len(window) + 1) + parts.gap) // (len(window) + 1)
     count = np.bincount(in_gaps, minlength=len(kinds))
     names = tuple(ops)
-    found = [
+    rows = [
         IdleCause(one // len(ops) // len(CAUSES), CAUSES[one // len(ops) % len(CAUSES)],
                   names[one % len(ops)], idle_ns, gaps)
         for one, idle_ns, gaps in zip(kinds.tolist(), ns.tolist(), count.tolist(), strict=True)
     ]  # fmt: skip
-    return tuple(sorted(found, key=lambda c: (c.window, -c.idle_ns, c.cause, c.op)))
+    return tuple(sorted(rows, key=lambda c: (c.window, -c.idle_ns, c.cause, c.op)))
 
 
 def _check(gaps: Intervals, parts: IdleParts) -> None:
     """Asserts that every instant of every gap has one cause."""
-    held = np.zeros(len(gaps), dtype=np.int64)
-    np.add.at(held, parts.gap, parts.end_ns - parts.start_ns)
+    covered_ns = np.zeros(len(gaps), dtype=np.int64)
+    np.add.at(covered_ns, parts.gap, parts.end_ns - parts.start_ns)
     length = gaps.end_ns - gaps.start_ns
-    assert np.array_equal(held, length), f"{held.sum()} of {length.sum()} idle ns have a cause"
+    assert np.array_equal(covered_ns, length), (
+        f"{covered_ns.sum()} of {length.sum()} idle ns have a cause"
+    )
 
 
 # The cause of each part of a gap (see IdleCause).
@@ -123,10 +125,10 @@ _QUEUED_NS, _LAUNCHED_NS = 30_000, 100_000
 Measured: 1 to 2 us and 2 to 5 us on NVIDIA, up to 30 us and 85 us on MI300X.
 """
 
-_EVER = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
+_WHOLE_RANGE_NS = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
 
 
-class Doing(IntEnum):
+class HostActivity(IntEnum):
     """The activity of a host thread; of several concurrent ones the first in this order."""
 
     LOADING = 0
@@ -134,15 +136,15 @@ class Doing(IntEnum):
     SYNCHRONIZING = 2
     WORKING = 3
     NO_OP = 4
-    UNTOLD = 5
+    UNKNOWN = 5
 
 
-_OF_DOING = {
-    Doing.LOADING: "data_loading",
-    Doing.ALLOCATING: "allocation",
-    Doing.SYNCHRONIZING: "synchronize",
-    Doing.NO_OP: "python",
-    Doing.UNTOLD: "unknown",
+_CAUSE_OF_ACTIVITY = {
+    HostActivity.LOADING: "data_loading",
+    HostActivity.ALLOCATING: "allocation",
+    HostActivity.SYNCHRONIZING: "synchronize",
+    HostActivity.NO_OP: "python",
+    HostActivity.UNKNOWN: "unknown",
 }
 
 
@@ -158,75 +160,85 @@ class IdleParts:
     row: Int64
 
 
-def explained(trace: RankTrace, gaps: Intervals) -> IdleParts:
+def explain_gaps(trace: RankTrace, gaps: Intervals) -> IdleParts:
     """The parts of these gaps, which fill them; unordered."""
-    parts = list((_of_device if trace.on_device else _of_host)(trace.events, gaps))
+    parts = list(
+        (_explain_device_gaps if trace.on_device else _explain_host_gaps)(trace.events, gaps)
+    )
     columns = (np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(IdleParts))
     return IdleParts(*columns)
 
 
-def _of_host(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
+def _explain_host_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
     """On a CPU run: the activity of the training thread."""
-    threads = threads_of(events)
-    team = team_of(events, threads, threads.main)
-    yield _of_team(gaps, np.arange(len(gaps)), team, "other")
+    threads = find_host_threads(events)
+    launchers = build_launch_threads(events, threads, threads.main)
+    yield _attribute_to_threads(gaps, np.arange(len(gaps)), launchers, "other")
 
 
-def _of_device(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
-    threads = threads_of(events)
-    starts, waiting = starts_of(events, gaps, threads), waiting_calls(events)
+def _explain_device_gaps(events: Events, gaps: Intervals) -> Iterable[IdleParts]:
+    threads = find_host_threads(events)
+    starts, waiting = find_gap_launches(events, gaps, threads), find_waiting_calls(events)
     host_end = np.clip(starts.returned_ns, gaps.start_ns, gaps.end_ns)
-    told = starts.returned_ns < NEVER
-    hosts = told & (host_end > gaps.start_ns)
+    launch_known = starts.returned_ns < NEVER
+    hosts = launch_known & (host_end > gaps.start_ns)
     for thread in np.unique(starts.thread[hosts]).tolist():
         rows = np.flatnonzero(hosts & (starts.thread == thread))
         host = Intervals(gaps.start_ns[rows], host_end[rows])
-        of_team = np.isin(threads.of_lane[events.lane], threads.team(thread))
-        waits = waits_of(events, host.start_ns, starts.launch[rows], of_team, waiting)
-        team = team_of(events, threads, thread)
+        launcher_events = np.isin(threads.of_lane[events.lane], threads.list_launchers(thread))
+        waits = find_host_waits(
+            events, host.start_ns, starts.launch[rows], launcher_events, waiting
+        )
+        launchers = build_launch_threads(events, threads, thread)
         waited_end = np.minimum(host.start_ns + waits.waited_ns, host.end_ns)
         waited = Intervals(host.start_ns, waited_end)
-        found = _of_team(waited, rows, team, "launch_bound")
-        yield _waited(events, found, waits, rows, team)
-        yield _of_team(Intervals(waited_end, host.end_ns), rows, team, "launch_bound")
-    yield _of_start(gaps, host_end, starts)
+        parts = _attribute_to_threads(waited, rows, launchers, "launch_bound")
+        yield _attribute_waits(events, parts, waits, rows, launchers)
+        yield _attribute_to_threads(
+            Intervals(waited_end, host.end_ns), rows, launchers, "launch_bound"
+        )
+    yield _attribute_to_launch(gaps, host_end, starts)
 
 
-def _waited(
-    events: Events, found: IdleParts, waits: HostWaits, gaps: Int64, team: Team
+def _attribute_waits(
+    events: Events, parts: IdleParts, waits: HostWaits, gaps: Int64, launchers: LaunchThreads
 ) -> IdleParts:
     """Attributes the delay by a wait to it, except parts with a more specific cause."""
-    of_gap = np.searchsorted(gaps, found.gap)
+    of_gap = np.searchsorted(gaps, parts.gap)
     wait = waits.row[of_gap]
-    allocates = named(events, ALLOCATES)[wait]
-    told = np.isin(found.cause, (_CODE["data_loading"], _CODE["allocation"]))
+    allocates = match_names(events, ALLOCATES)[wait]
+    specific = np.isin(parts.cause, (_CODE["data_loading"], _CODE["allocation"]))
     cause = np.where(allocates, _CODE["allocation"], _CODE["synchronize"])
     row = np.full(len(wait), -1, dtype=np.int64)
-    for thread in team.threads:
-        row = first(row, thread.around(wait))
+    for thread in launchers.threads:
+        row = pick_first(row, thread.find_enclosing_op(wait))
     return replace(
-        found,
-        cause=np.where(told, found.cause, cause).astype(np.uint8),
-        row=np.where(told, found.row, row),
+        parts,
+        cause=np.where(specific, parts.cause, cause).astype(np.uint8),
+        row=np.where(specific, parts.row, row),
     )
 
 
-def _of_team(times: Intervals, gaps: Int64, team: Team, busy: str) -> IdleParts:
+def _attribute_to_threads(
+    times: Intervals, gaps: Int64, launchers: LaunchThreads, busy: str
+) -> IdleParts:
     """Attributes these times to the activity of the threads; busy is the cause for work."""
-    edges = np.concatenate(([_EVER[0]], team.edges_ns, [_EVER[1]]))
-    cut = meet(times, Intervals(edges[:-1], edges[1:]))
-    doing, row = team.doing_at(cut.start_ns)
-    cause = np.array([_CODE[_OF_DOING.get(d, busy)] for d in Doing], dtype=np.uint8)[doing]
+    edges = np.concatenate(([_WHOLE_RANGE_NS[0]], launchers.edges_ns, [_WHOLE_RANGE_NS[1]]))
+    cut = intersect(times, Intervals(edges[:-1], edges[1:]))
+    doing, row = launchers.classify_at(cut.start_ns)
+    cause = np.array(
+        [_CODE[_CAUSE_OF_ACTIVITY.get(d, busy)] for d in HostActivity], dtype=np.uint8
+    )[doing]
     return IdleParts(gaps[cut.left], cut.start_ns, cut.end_ns, cause, row)
 
 
-def _of_start(gaps: Intervals, host_end_ns: Int64, starts: Starts) -> IdleParts:
+def _attribute_to_launch(gaps: Intervals, host_end_ns: Int64, starts: GapLaunches) -> IdleParts:
     """Attributes the time from the launch (or the previous event, if later) to the start."""
-    told = starts.returned_ns < NEVER
-    rows = np.flatnonzero(~told | (host_end_ns < gaps.end_ns))
-    start, end = np.where(told, host_end_ns, gaps.start_ns)[rows], gaps.end_ns[rows]
+    launch_known = starts.returned_ns < NEVER
+    rows = np.flatnonzero(~launch_known | (host_end_ns < gaps.end_ns))
+    start, end = np.where(launch_known, host_end_ns, gaps.start_ns)[rows], gaps.end_ns[rows]
     soon = (end - start <= _QUEUED_NS) | (end - starts.returned_ns[rows] <= _LAUNCHED_NS)
-    cases = [~told[rows], soon, starts.ordered[rows]]
+    cases = [~launch_known[rows], soon, starts.ordered[rows]]
     codes = [_CODE["unknown"], _CODE["launch_latency"], _CODE["dependency"]]
     cause = np.select(cases, codes, _CODE["late_start"]).astype(np.uint8)
     names = [np.full(len(rows), -1), starts.launch[rows]]
@@ -247,7 +259,7 @@ _ORDERS = re.compile(r"StreamWaitEvent|GraphLaunch")
 
 
 @dataclass(frozen=True, slots=True)
-class Starts:
+class GapLaunches:
     """For each gap the device event that ended it, and its launch; columns of one length.
 
     row and launch index the events, -1 for none. returned_ns is when the launching call returned
@@ -270,33 +282,33 @@ class HostWaits:
     waited_ns: Int64
 
 
-def starts_of(events: Events, gaps: Intervals, threads: Threads) -> Starts:
+def find_gap_launches(events: Events, gaps: Intervals, threads: HostThreads) -> GapLaunches:
     """The earliest device event that starts at or after the end of each gap, on any stream."""
-    device = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
-    launches = events.launches_of(device)
+    device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
+    launches = events.find_launches(device)
     at = np.searchsorted(events.start_ns[device], gaps.end_ns, side="left")
     ended, at = at < len(device), np.minimum(at, len(device) - 1)
     launch = np.where(ended, launches[at], -1)
-    bound = np.where(ended, _launched_before(events, device, launches)[at], NEVER)
+    bound = np.where(ended, _bound_launch_times(events, device, launches)[at], NEVER)
     queued = np.where(bound <= gaps.start_ns, bound, NEVER)
     of_launch = threads.of_lane[events.lane[launch]]
-    return Starts(
+    return GapLaunches(
         row=np.where(ended, device[at], -1),
         launch=launch,
         returned_ns=np.where(launch >= 0, events.end_ns[launch], queued),
         thread=np.where(launch >= 0, of_launch, threads.main),
-        ordered=_ordered(events, launch, distinct(launches[launches >= 0])),
+        ordered=_find_ordered(events, launch, list_distinct(launches[launches >= 0])),
     )
 
 
-def _launched_before(events: Events, device: Int64, launches: Int64) -> Int64:
+def _bound_launch_times(events: Events, device: Int64, launches: Int64) -> Int64:
     """An upper bound of each launch time: a stream keeps the order of launches.
 
     The first events of a stream without a recorded launch were launched before the recording.
     """
-    calls = events.start_ns[events.of(Category.RUNTIME)]
+    calls = events.start_ns[events.is_category(Category.RUNTIME)]
     bound = np.where(launches >= 0, events.start_ns[launches], NEVER)
-    for lane in distinct(events.lane[device[launches < 0]]).tolist():
+    for lane in list_distinct(events.lane[device[launches < 0]]).tolist():
         here = np.flatnonzero(events.lane[device] == lane)
         recorded = np.flatnonzero(launches[here] >= 0)
         bound[here] = np.minimum.accumulate(bound[here][::-1])[::-1]
@@ -306,38 +318,40 @@ def _launched_before(events: Events, device: Int64, launches: Int64) -> Int64:
     return bound
 
 
-def _ordered(events: Events, launch: Int64, launches: Int64) -> Bool:
+def _find_ordered(events: Events, launch: Int64, launches: Int64) -> Bool:
     """Whether the launching call is a graph launch, or directly follows a stream wait."""
-    found = events.of(Category.RUNTIME) & named(events, _ORDERS)
-    orders = np.flatnonzero(found)
+    ordering = events.is_category(Category.RUNTIME) & match_names(events, _ORDERS)
+    orders = np.flatnonzero(ordering)
     when = events.start_ns[launch]
     order = np.searchsorted(events.start_ns[orders], when, side="right")
     earlier = np.searchsorted(events.start_ns[launches], when, side="left")
-    told_ns = _before(events.start_ns[orders], order)
-    return np.asarray((launch >= 0) & (told_ns > _before(events.start_ns[launches], earlier)))
+    ordered_ns = _take_last_before(events.start_ns[orders], order)
+    return np.asarray(
+        (launch >= 0) & (ordered_ns > _take_last_before(events.start_ns[launches], earlier))
+    )
 
 
-def _before(starts_ns: Int64, count: Int64) -> Int64:
+def _take_last_before(starts_ns: Int64, count: Int64) -> Int64:
     """The last of the first count starts."""
     padded = np.concatenate(([np.iinfo(np.int64).min], starts_ns))
     return np.asarray(padded[count], dtype=np.int64)
 
 
-def waits_of(
-    events: Events, gap_start_ns: Int64, launch: Int64, of_team: Bool, waits: Int64
+def find_host_waits(
+    events: Events, gap_start_ns: Int64, launch: Int64, launcher_events: Bool, waits: Int64
 ) -> HostWaits:
     """The last wait that started before each gap, if there was no other launch before launch.
 
     of_team marks the events of the cooperating launch threads, waits are those of waiting_calls.
     """
-    calls = waits[of_team[waits]]
-    launches = events.launches_of(np.flatnonzero(events.of(*DEVICE_CATEGORIES)))
-    launches = distinct(launches[launches >= 0])
-    launches = launches[of_team[launches]]
+    calls = waits[launcher_events[waits]]
+    launches = events.find_launches(np.flatnonzero(events.is_category(*DEVICE_CATEGORIES)))
+    launches = list_distinct(launches[launches >= 0])
+    launches = launches[launcher_events[launches]]
     last = np.searchsorted(events.start_ns[calls], gap_start_ns, side="left") - 1
     if not len(calls):
-        nobody = np.full(len(gap_start_ns), -1, dtype=np.int64)
-        return HostWaits(nobody, np.zeros(len(gap_start_ns), dtype=np.int64))
+        no_wait = np.full(len(gap_start_ns), -1, dtype=np.int64)
+        return HostWaits(no_wait, np.zeros(len(gap_start_ns), dtype=np.int64))
     row = calls[last]
     since = np.searchsorted(events.start_ns[launches], events.end_ns[row], side="left")
     until = np.searchsorted(events.start_ns[launches], events.start_ns[launch], side="left")
@@ -345,17 +359,19 @@ def waits_of(
     return HostWaits(np.where(late, row, -1), np.where(late, events.dur_ns[row], 0))
 
 
-def waiting_calls(events: Events) -> Int64:
+def find_waiting_calls(events: Events) -> Int64:
     """The calls in which a host waits for the device: synchronization, allocation, blocking copies.
 
     A copy blocks if its memory is pageable, or if the call returned after the copy ended.
     """
-    calls = events.of(Category.RUNTIME)
+    calls = events.is_category(Category.RUNTIME)
     waits = calls & (
-        named(events, SYNCHRONIZES) | named(events, ALLOCATES) | named(events, _BLOCKING_COPY)
+        match_names(events, SYNCHRONIZES)
+        | match_names(events, ALLOCATES)
+        | match_names(events, _BLOCKING_COPY)
     )
-    copies = np.flatnonzero(events.of(Category.MEMCPY) & named(events, _TO_HOST))
-    launches = events.launches_of(copies)
+    copies = np.flatnonzero(events.is_category(Category.MEMCPY) & match_names(events, _TO_HOST))
+    launches = events.find_launches(copies)
     pageable = events.name_mask(tuple("Pageable" in name for name in events.names))[copies]
     blocked = (launches >= 0) & (pageable | (events.end_ns[copies] <= events.end_ns[launches]))
     waits[launches[blocked]] = True
@@ -370,32 +386,32 @@ _RUNS_BACKWARD = re.compile(r"^(?!.*\.py\().*backward", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class LaunchThreads:
     """A launching thread and those that it alternates with, such as the threads of backward.
 
     backward are the members that run gradients, others the rest.
     """
 
     events: Events
-    threads: tuple[Thread, ...]
-    backward: tuple[Thread, ...]
-    others: tuple[Thread, ...]
+    threads: tuple[HostThread, ...]
+    backward: tuple[HostThread, ...]
+    others: tuple[HostThread, ...]
 
-    def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
+    def classify_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
         """The activity of the launching thread at each instant, or of the next one if it is idle.
 
         Returns the activity and the row that names it, -1 for none.
         """
         doing, row = self.threads[0].doing_at(when_ns)
-        for other in self.threads[1:]:
-            free = np.flatnonzero(doing == Doing.NO_OP)
-            doing[free], row[free] = other.doing_at(when_ns[free])
-        free = np.flatnonzero(doing == Doing.NO_OP)
-        frame = first(*(thread.frame_at(when_ns[free]) for thread in self.threads))
-        doing[free], row[free] = self._without_op(when_ns[free], frame), frame
+        for member in self.threads[1:]:
+            free = np.flatnonzero(doing == HostActivity.NO_OP)
+            doing[free], row[free] = member.doing_at(when_ns[free])
+        free = np.flatnonzero(doing == HostActivity.NO_OP)
+        frame = pick_first(*(thread.find_frame_at(when_ns[free]) for thread in self.threads))
+        doing[free], row[free] = self._classify_without_op(when_ns[free], frame), frame
         return doing, row
 
-    def _without_op(self, when_ns: Int64, frame: Int64) -> UInt8:
+    def _classify_without_op(self, when_ns: Int64, frame: Int64) -> UInt8:
         """The activity outside of ops: Python, unless there is evidence for something else.
 
         It counts as Python only if ops would have been recorded. The autograd engine works between
@@ -406,23 +422,25 @@ class Team:
         message = np.array([n.startswith("gloo:") for n in self.events.names])
         blind = not any(len(thread.ops) for thread in self.threads)
         hidden = (frame >= 0) & pattern[name] & (not self.backward)
-        works = self._in_backward(when_ns) | ((frame >= 0) & message[name]) | blind
-        cases = [~self._recorded(when_ns) | hidden, works]
-        found = np.select(cases, (Doing.UNTOLD, Doing.WORKING), Doing.NO_OP)
-        return found.astype(np.uint8)
+        works = self._is_in_backward(when_ns) | ((frame >= 0) & message[name]) | blind
+        cases = [~self._is_recorded(when_ns) | hidden, works]
+        activity = np.select(
+            cases, (HostActivity.UNKNOWN, HostActivity.WORKING), HostActivity.NO_OP
+        )
+        return activity.astype(np.uint8)
 
-    def _in_backward(self, when_ns: Int64) -> Bool:
+    def _is_in_backward(self, when_ns: Int64) -> Bool:
         """Whether backward's threads started the last event and will start the next one.
 
         Python run by them is recognized by its own frames.
         """
-        before_ours, after_ours = _neighbors(self.backward, when_ns)
-        before, after = _neighbors(self.others, when_ns)
-        python = [thread.python.innermost_at(when_ns) for thread in self.backward]
-        runs_python = first(*python) >= 0 if python else np.zeros(len(when_ns), dtype=np.bool_)
+        before_ours, after_ours = _find_neighbors(self.backward, when_ns)
+        before, after = _find_neighbors(self.others, when_ns)
+        python = [thread.python.find_innermost_at(when_ns) for thread in self.backward]
+        runs_python = pick_first(*python) >= 0 if python else np.zeros(len(when_ns), dtype=np.bool_)
         return np.asarray((before_ours > before) & (after_ours < after) & ~runs_python)
 
-    def _recorded(self, when_ns: Int64) -> Bool:
+    def _is_recorded(self, when_ns: Int64) -> Bool:
         """Whether the instant is inside the recorded time of the threads."""
         begins_ns = np.concatenate([thread.begins_ns for thread in self.threads])
         begun = begins_ns.min(initial=np.iinfo(np.int64).max)
@@ -436,7 +454,7 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
+class HostThreads:
     """The threads of a host: the thread of each lane, the main (stepping) one, those of
     backward."""
 
@@ -444,44 +462,46 @@ class Threads:
     main: int
     backward: tuple[int, ...]
 
-    def team(self, thread: int) -> tuple[int, ...]:
+    def list_launchers(self, thread: int) -> tuple[int, ...]:
         """The numbers of the thread and of those that it alternates with."""
         return (thread, *self.backward) if thread == self.main else (thread, self.main)
 
 
-def threads_of(events: Events) -> Threads:
+def find_host_threads(events: Events) -> HostThreads:
     """The threads of the host; the calls of a thread may be on separate lanes."""
     number: dict[tuple[str, str], int] = {}
     of_lane = np.array(
         [number.setdefault((lane.pid, lane.tid), len(number)) for lane in events.lanes],
         dtype=np.int64,
     )
-    lanes = distinct(events.lane[events.of(Category.OP) & named(events, _BACKWARD)])
+    lanes = list_distinct(
+        events.lane[events.is_category(Category.OP) & match_names(events, _BACKWARD)]
+    )
     gradients = np.isin(of_lane, of_lane[lanes])
-    main = _main(events, of_lane, gradients)
-    return Threads(of_lane, main, tuple(sorted({*of_lane[gradients].tolist()} - {main})))
+    main = _find_main_thread(events, of_lane, gradients)
+    return HostThreads(of_lane, main, tuple(sorted({*of_lane[gradients].tolist()} - {main})))
 
 
-def team_of(events: Events, threads: Threads, thread: int) -> Team:
+def build_launch_threads(events: Events, threads: HostThreads, thread: int) -> LaunchThreads:
     """The launching thread and those that it alternates with, itself first."""
-    numbers = threads.team(thread)
-    found = [thread_at(events, np.flatnonzero(threads.of_lane == one)) for one in numbers]
-    backward = tuple(t for n, t in zip(numbers, found, strict=True) if n in threads.backward)
-    others = tuple(t for n, t in zip(numbers, found, strict=True) if n not in threads.backward)
-    return Team(events, tuple(found), backward, others)
+    numbers = threads.list_launchers(thread)
+    members = [build_thread(events, np.flatnonzero(threads.of_lane == one)) for one in numbers]
+    backward = tuple(t for n, t in zip(numbers, members, strict=True) if n in threads.backward)
+    others = tuple(t for n, t in zip(numbers, members, strict=True) if n not in threads.backward)
+    return LaunchThreads(events, tuple(members), backward, others)
 
 
-def _main(events: Events, of_lane: Int64, gradients: Bool) -> int:
+def _find_main_thread(events: Events, of_lane: Int64, gradients: Bool) -> int:
     """The thread that steps the profiler, else the one with the most time in ops or calls.
 
     A thread that runs gradients is chosen last.
     """
-    ops = events.of(Category.OP)
+    ops = events.is_category(Category.OP)
     for mask in (
-        events.named(STEP) & (ops | events.of(Category.ANNOTATION)),
+        events.match_prefix(STEP) & (ops | events.is_category(Category.ANNOTATION)),
         ops & ~gradients[events.lane],
         ops,
-        events.of(Category.RUNTIME),
+        events.is_category(Category.RUNTIME),
     ):
         if mask.any():
             weights = events.dur_ns[mask] + 1
@@ -489,7 +509,7 @@ def _main(events: Events, of_lane: Int64, gradients: Bool) -> int:
     return -1
 
 
-def _neighbors(threads: Sequence[Thread], when_ns: Int64) -> tuple[Int64, Int64]:
+def _find_neighbors(threads: Sequence[HostThread], when_ns: Int64) -> tuple[Int64, Int64]:
     """The last start of an event on the threads before each instant, and the next one after it."""
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
     begins = np.sort(np.concatenate([[least], *(t.begins_ns for t in threads), [most]]))
@@ -515,7 +535,7 @@ ALLOCATES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Nested:
+class NestedEvents:
     """Nested events of one thread; columns in order of start, outer first.
 
     key orders them by depth, then by start; by_key is that order.
@@ -528,7 +548,7 @@ class Nested:
     key: Int64
     by_key: Int64
 
-    def innermost_at(self, when_ns: Int64) -> Int64:
+    def find_innermost_at(self, when_ns: Int64) -> Int64:
         """The row of the innermost open event at each instant, -1 for none."""
         begun = np.searchsorted(self.start_ns, when_ns, side="right")
         depth = begun - np.searchsorted(self.sorted_end_ns, when_ns, side="right") - 1
@@ -541,7 +561,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class Thread:
+class HostThread:
     """The events of one thread by kind; the rows of a kind do not overlap.
 
     ops are the outermost ones; work also includes the optimizer's. begins_ns are the starts of all
@@ -558,97 +578,104 @@ class Thread:
     ops: Int64
     work: Int64
     calls: Int64
-    annotations: Nested
-    python: Nested
+    annotations: NestedEvents
+    python: NestedEvents
 
     def doing_at(self, when_ns: Int64) -> tuple[UInt8, Int64]:
         """The activity of the thread at each instant, and the row that names it."""
         loading, allocating, synchronizing, ops, work, calls = (
-            _open_at(self.events, rows, when_ns)
+            _find_open_at(self.events, rows, when_ns)
             for rows in (self.loading, self.allocating, self.synchronizing, self.ops, self.work,
                          self.calls)
         )  # fmt: skip
-        called = first(self.annotations.innermost_at(when_ns), calls)
-        doing = Doing.LOADING, Doing.ALLOCATING, Doing.SYNCHRONIZING, Doing.WORKING
+        called = pick_first(self.annotations.find_innermost_at(when_ns), calls)
+        doing = (
+            HostActivity.LOADING,
+            HostActivity.ALLOCATING,
+            HostActivity.SYNCHRONIZING,
+            HostActivity.WORKING,
+        )
         cases = [loading >= 0, allocating >= 0, synchronizing >= 0, (ops >= 0) | (calls >= 0)]
-        names = [loading, first(ops, allocating), first(ops, synchronizing),
+        names = [loading, pick_first(ops, allocating), pick_first(ops, synchronizing),
                  np.where(ops >= 0, work, called)]  # fmt: skip
-        state = np.select(cases, doing, Doing.NO_OP)
+        state = np.select(cases, doing, HostActivity.NO_OP)
         return state.astype(np.uint8), np.select(cases, names, -1)
 
-    def around(self, calls: Int64) -> Int64:
+    def find_enclosing_op(self, calls: Int64) -> Int64:
         """The op that contains each of these calls of this thread, else the call itself.
 
         -1 for a call of another thread, and for -1.
         """
-        mine = (calls >= 0) & np.isin(self.events.lane[calls], self.lanes)
-        op = _open_at(self.events, self.ops, self.events.start_ns[calls])
-        return np.where(mine, first(op, calls), -1)
+        own = (calls >= 0) & np.isin(self.events.lane[calls], self.lanes)
+        op = _find_open_at(self.events, self.ops, self.events.start_ns[calls])
+        return np.where(own, pick_first(op, calls), -1)
 
-    def frame_at(self, when_ns: Int64) -> Int64:
+    def find_frame_at(self, when_ns: Int64) -> Int64:
         """The row of the open Python function, else of the annotation, at each instant; -1 for
         none."""
-        return first(self.python.innermost_at(when_ns), self.annotations.innermost_at(when_ns))
+        return pick_first(
+            self.python.find_innermost_at(when_ns), self.annotations.find_innermost_at(when_ns)
+        )
 
     @property
     def edges_ns(self) -> Int64:
         """The start and end times of all events, unordered."""
         rows = (self.loading, self.allocating, self.synchronizing, self.ops, self.work, self.calls)
-        told = np.concatenate([*rows, self.annotations.row, self.python.row])
-        return np.concatenate((self.events.start_ns[told], self.events.end_ns[told]))
+        event_rows = np.concatenate([*rows, self.annotations.row, self.python.row])
+        return np.concatenate((self.events.start_ns[event_rows], self.events.end_ns[event_rows]))
 
 
-def thread_at(events: Events, lanes: Int64) -> Thread:
+def build_thread(events: Events, lanes: Int64) -> HostThread:
     """The thread with these lanes; in older traces, optimizer marks are ops."""
     here = np.isin(events.lane, lanes)
-    ops, calls = here & events.of(Category.OP), here & events.of(Category.RUNTIME)
-    notes = here & events.of(Category.ANNOTATION)
-    told = (ops | notes) & ~events.named(STEP)
-    optimizer = told & events.named(_OPTIMIZER)
-    python = here & events.of(Category.PYTHON)
-    loading = told & named(events, _LOADS)
+    ops, calls = here & events.is_category(Category.OP), here & events.is_category(Category.RUNTIME)
+    notes = here & events.is_category(Category.ANNOTATION)
+    labeled = (ops | notes) & ~events.match_prefix(STEP)
+    optimizer = labeled & events.match_prefix(_OPTIMIZER)
+    python = here & events.is_category(Category.PYTHON)
+    loading = labeled & match_names(events, _LOADS)
     if not loading.any():
-        loading = python & named(events, _LOADS_IN_PYTHON)
+        loading = python & match_names(events, _LOADS_IN_PYTHON)
     recorded = np.flatnonzero(ops | calls | notes | python)
-    ops &= told & ~optimizer & ~loading
-    return Thread(
+    ops &= labeled & ~optimizer & ~loading
+    return HostThread(
         events=events,
         lanes=lanes,
         begins_ns=events.start_ns[recorded],
         last_ns=int(events.end_ns[recorded].max(initial=0)),
-        loading=_outermost(events, loading),
-        allocating=_outermost(events, calls & named(events, ALLOCATES)),
-        synchronizing=_outermost(events, calls & named(events, SYNCHRONIZES)),
-        ops=_outermost(events, ops),
-        work=_outermost(events, ops | optimizer),
-        calls=_outermost(events, calls),
-        annotations=_nested(events, (notes & told) | optimizer),
-        python=_nested(events, python),
+        loading=_find_outermost(events, loading),
+        allocating=_find_outermost(events, calls & match_names(events, ALLOCATES)),
+        synchronizing=_find_outermost(events, calls & match_names(events, SYNCHRONIZES)),
+        ops=_find_outermost(events, ops),
+        work=_find_outermost(events, ops | optimizer),
+        calls=_find_outermost(events, calls),
+        annotations=_build_nested(events, (notes & labeled) | optimizer),
+        python=_build_nested(events, python),
     )
 
 
-def _outermost(events: Events, mask: Bool) -> Int64:
+def _find_outermost(events: Events, mask: Bool) -> Int64:
     """The chosen events that start after all earlier chosen ones have ended, in order."""
-    rows = _outer_first(events, mask)
+    rows = _sort_outer_first(events, mask)
     reach = np.maximum.accumulate(events.end_ns[rows])
     return rows[np.concatenate(([True], events.start_ns[rows[1:]] >= reach[:-1]))[: len(rows)]]
 
 
-def _nested(events: Events, mask: Bool) -> Nested:
-    rows = _outer_first(events, mask)
+def _build_nested(events: Events, mask: Bool) -> NestedEvents:
+    rows = _sort_outer_first(events, mask)
     start, end = events.start_ns[rows], events.end_ns[rows]
     ends, order = np.sort(end), np.arange(len(rows))
     key = (order - np.searchsorted(ends, start, side="right")) * (len(rows) + 1) + order
     by_key = np.argsort(key)
-    return Nested(rows, start, end, ends, key[by_key], by_key)
+    return NestedEvents(rows, start, end, ends, key[by_key], by_key)
 
 
-def _outer_first(events: Events, mask: Bool) -> Int64:
+def _sort_outer_first(events: Events, mask: Bool) -> Int64:
     rows = np.flatnonzero(mask & (events.dur_ns > 0))
     return rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
 
 
-def _open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
+def _find_open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
     if not len(rows):
         return np.full(len(when_ns), -1, dtype=np.int64)
     at = np.searchsorted(events.start_ns[rows], when_ns, side="right") - 1
@@ -656,14 +683,14 @@ def _open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
     return np.where(inside, rows[at], -1)
 
 
-def named(events: Events, pattern: re.Pattern[str]) -> Bool:
+def match_names(events: Events, pattern: re.Pattern[str]) -> Bool:
     """Which events have a name that the pattern matches."""
     return events.name_mask(tuple(pattern.search(name) is not None for name in events.names))
 
 
-def first(*choices: Int64) -> Int64:
+def pick_first(*choices: Int64) -> Int64:
     """For each element, the first choice that is a row."""
-    found = choices[0]
-    for other in choices[1:]:
-        found = np.where(found >= 0, found, other)
-    return found
+    picked = choices[0]
+    for choice in choices[1:]:
+        picked = np.where(picked >= 0, picked, choice)
+    return picked

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, distinct, union
+from stepsplit.analyzer.arrays import Intervals, list_distinct, union
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, Pieces
 from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
@@ -43,7 +43,7 @@ class KernelFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputeEvents:
     """Compute events that start in the full steps of a rank (in all steps if none is full).
 
     Columns of one length, sorted by start: step is the step number, name_id indexes names, kinds
@@ -60,7 +60,7 @@ class Computed:
     took_ns: Int64
 
 
-def kernel_families(
+def sum_kernel_families(
     traces: Sequence[RankTrace], steps: Sequence[Steps]
 ) -> tuple[KernelFamily, ...]:
     """One row per rank and family, by rank and then by decreasing time.
@@ -68,15 +68,15 @@ def kernel_families(
     steps has one entry per trace.
     """
     rows = []
-    for trace, found in zip(traces, steps, strict=True):
-        rows += _families(computed(trace, found))
+    for trace, own_steps in zip(traces, steps, strict=True):
+        rows += _sum_families(collect_compute(trace, own_steps))
     return tuple(rows)
 
 
-def computed(trace: RankTrace, steps: Steps) -> Computed:
+def collect_compute(trace: RankTrace, steps: Steps) -> ComputeEvents:
     """The compute events of the full steps of a rank (of all steps if none is full)."""
     rows, events = np.flatnonzero(trace.kinds.computes), trace.events
-    took = events.dur_ns[rows] if trace.on_device else own_ns(events, rows)
+    took = events.dur_ns[rows] if trace.on_device else compute_self_ns(events, rows)
     full = steps.counted
     starts = np.array([window.start_ns for window in full], dtype=np.int64)
     ends = np.array([window.end_ns for window in full], dtype=np.int64)
@@ -84,7 +84,7 @@ def computed(trace: RankTrace, steps: Steps) -> Computed:
     inside = at >= 0
     inside[inside] &= events.start_ns[rows[inside]] < ends[at[inside]]
     numbers = np.array([window.step for window in full], dtype=np.int64)
-    return Computed(
+    return ComputeEvents(
         rank=trace.rank,
         names=events.names,
         kinds=trace.kinds,
@@ -95,28 +95,28 @@ def computed(trace: RankTrace, steps: Steps) -> Computed:
     )
 
 
-def own_ns(events: Events, rows: Int64) -> Int64:
+def compute_self_ns(events: Events, rows: Int64) -> Int64:
     """Self time of nested events: the duration without the events nested inside on the same lane.
 
     rows ascend. The sum over a lane is the time that its events cover.
     """
     own = events.dur_ns[rows].copy()
-    for lane in distinct(events.lane[rows]).tolist():
+    for lane in list_distinct(events.lane[rows]).tolist():
         here = np.flatnonzero(events.lane[rows] == lane)
         start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
         outer_first = np.lexsort((-end, start))
         here, start, end = here[outer_first], start[outer_first], end[outer_first]
-        holder = _holders(start, end)
-        held = holder >= 0
-        inside = np.minimum(end[held], end[holder[held]]) - start[held]
-        np.subtract.at(own, here[holder[held]], inside)
+        parent = _find_parents(start, end)
+        nested = parent >= 0
+        inside = np.minimum(end[nested], end[parent[nested]]) - start[nested]
+        np.subtract.at(own, here[parent[nested]], inside)
     return np.maximum(own, 0)
 
 
-def _holders(start: Int64, end: Int64) -> Int64:
+def _find_parents(start: Int64, end: Int64) -> Int64:
     """The innermost enclosing event of each, -1 for none; events are sorted by start, outer
     first."""
-    holder = np.full(len(start), -1, dtype=np.int64)
+    parent = np.full(len(start), -1, dtype=np.int64)
     left = np.arange(len(start))
     outer = np.empty(0, dtype=np.int64)
     while len(left):  # once per nesting level
@@ -124,23 +124,23 @@ def _holders(start: Int64, end: Int64) -> Int64:
         on_top = np.concatenate(([True], start[left][1:] >= reach[:-1]))
         level = left[on_top]
         if len(outer):
-            holder[level] = outer[np.searchsorted(start[outer], start[level], side="right") - 1]
+            parent[level] = outer[np.searchsorted(start[outer], start[level], side="right") - 1]
         left, outer = left[~on_top], level
-    return holder
+    return parent
 
 
-def _families(found: Computed) -> list[KernelFamily]:
-    count = np.bincount(found.name_id, minlength=len(found.names))
-    total = np.zeros(len(found.names), dtype=np.int64)
-    np.add.at(total, found.name_id, found.took_ns)
+def _sum_families(compute: ComputeEvents) -> list[KernelFamily]:
+    count = np.bincount(compute.name_id, minlength=len(compute.names))
+    total = np.zeros(len(compute.names), dtype=np.int64)
+    np.add.at(total, compute.name_id, compute.took_ns)
     counts, totals = defaultdict[str, int](int), defaultdict[str, int](int)
     for name in np.flatnonzero(count).tolist():
-        family = found.kinds.family_of(name)
+        family = compute.kinds.find_family(name)
         counts[family] += int(count[name])
         totals[family] += int(total[name])
     everything = sum(totals.values()) or 1
     rows = [
-        KernelFamily(found.rank, family, counts[family], ns, ns / everything)
+        KernelFamily(compute.rank, family, counts[family], ns, ns / everything)
         for family, ns in totals.items()
     ]
     return sorted(rows, key=lambda row: (-row.total_ns, row.family))
@@ -148,7 +148,7 @@ def _families(found: Computed) -> list[KernelFamily]:
 
 # Slowdown of kernels under concurrent communication.
 
-LEAST_PLACES = 10
+MIN_PLACES = 10
 """Minimum number of kernels that ran both with and without communication."""
 
 
@@ -168,9 +168,7 @@ class Contention:
     lost_ns: int
 
 
-def slowdown_under_communication(
-    trace: RankTrace, steps: Steps, pieces: Pieces
-) -> Contention | None:
+def measure_contention(trace: RankTrace, steps: Steps, pieces: Pieces) -> Contention | None:
     """Compares kernels that overlap with data transfer with the same kernels that do not.
 
     Overlapped means for at least half of the kernel's time; None for fewer than LEAST_PLACES
@@ -183,29 +181,32 @@ def slowdown_under_communication(
     """
     rows = np.flatnonzero(trace.kinds.computes)
     start, took = trace.events.start_ns[rows], trace.events.dur_ns[rows]
-    place = _places(trace.events.name_id[rows].astype(np.int64), start, steps.windows)
-    beside = _covered_ns(start, took, _moving(pieces))
-    under, alone = (place >= 0) & (2 * beside >= took) & (took > 0), (place >= 0) & (beside == 0)
+    place = _number_places(trace.events.name_id[rows].astype(np.int64), start, steps.windows)
+    covered_ns = _measure_covered_ns(start, took, _merge_moving(pieces))
+    under, alone = (
+        (place >= 0) & (2 * covered_ns >= took) & (took > 0),
+        (place >= 0) & (covered_ns == 0),
+    )
     both = np.intersect1d(place[under], place[alone])
-    if len(both) < LEAST_PLACES:
+    if len(both) < MIN_PLACES:
         return None
     under, alone = under & np.isin(place, both), alone & np.isin(place, both)
     runs = np.bincount(np.searchsorted(both, place[under]))
-    took_ns = float(runs @ _medians(place[under], took[under]))
-    alone_ns = float(runs @ _medians(place[alone], took[alone]))
+    took_ns = float(runs @ _compute_medians(place[under], took[under]))
+    alone_ns = float(runs @ _compute_medians(place[alone], took[alone]))
     lost_ns = round(took_ns - alone_ns)
     return Contention(
         took_ns / max(alone_ns, 1.0), len(both), int(under.sum()), int(alone.sum()), lost_ns
     )
 
 
-def _moving(pieces: Pieces) -> Intervals:
+def _merge_moving(pieces: Pieces) -> Intervals:
     """The intervals in which data moves; a waiting call uses neither memory nor links."""
     moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
     return union(pieces.start_ns[moving], pieces.end_ns[moving])
 
 
-def _places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
+def _number_places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
     """A number for each (name, n-th run in its step); -1 outside full steps and in steps that run
     the name more or less often than usual. start ascends."""
     full = [w for w in windows if w.kind == "full"]
@@ -224,14 +225,14 @@ def _places(name: Int64, start: Int64, windows: Sequence[StepWindow]) -> Int64:
     return place
 
 
-def _medians(place: Int64, took: Int64) -> Int64:
+def _compute_medians(place: Int64, took: Int64) -> Int64:
     """The median of each place; for an even count the lower of the two middle values."""
     order = np.lexsort((took, place))
     _, first, count = np.unique(place[order], return_index=True, return_counts=True)
     return np.asarray(took[order][first + (count - 1) // 2])
 
 
-def _covered_ns(start: Int64, took: Int64, by: Intervals) -> Int64:
+def _measure_covered_ns(start: Int64, took: Int64, by: Intervals) -> Int64:
     """The time for which each interval is covered by the set."""
     sums = np.concatenate(([0], np.cumsum(by.end_ns - by.start_ns)))
 

@@ -11,10 +11,10 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import labels_of
+from stepsplit.analyzer.arrays import group_ids
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.kernels import Computed, computed
-from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.split.kernels import ComputeEvents, collect_compute
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.split.transfers import Arrivals
@@ -22,11 +22,11 @@ from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 
 # Stragglers: ranks that arrive last at collectives more often than by chance, and by how much.
 
-_CHANCE = 1e-4
+_MAX_P_VALUE = 1e-4
 
-_LATE_NS = 20_000
+_MIN_LATE_NS = 20_000
 
-_OF_STEPS = 0.01
+_MIN_STEP_FRACTION = 0.01
 """Straggler criteria: p-value below _CHANCE, median lateness above _LATE_NS, and a cost to the
 group above this fraction of the step time."""
 
@@ -75,9 +75,9 @@ class Lateness:
         return self.last / self.calls
 
 
-def lateness_of(
+def compute_lateness(
     traces: Sequence[RankTrace],
-    matched: Matched,
+    matched: MatchedCalls,
     arrivals: Arrivals,
     layout: RankLayout,
     steps: Sequence[Sequence[StepSplit]],
@@ -87,26 +87,26 @@ def lateness_of(
     A straggler must also arrive last more often than its share in more than half of its steps:
     calls of one step are correlated, so a single slow step would look like many late calls.
     """
-    seen = _seen(matched, arrivals, np.array([trace.rank for trace in traces]))
-    axes = (*(layout.axis_of(group) for group in matched.groups), None)
+    members = _find_member_arrivals(matched, arrivals, np.array([trace.rank for trace in traces]))
+    axes = (*(layout.find_axis(group) for group in matched.groups), None)
     names = tuple(dict.fromkeys(axes))
-    axis = np.array([names.index(name) for name in axes])[matched.group[seen.row]]
-    trace = matched.trace[seen.row].astype(np.int64)
-    message = matched.is_message[seen.row]
-    label = labels_of(trace, axis, message, seen.members)
-    step = _steps(trace, arrivals.start_ns[seen.row], steps)
+    axis = np.array([names.index(name) for name in axes])[matched.group[members.row]]
+    trace = matched.trace[members.row].astype(np.int64)
+    message = matched.is_message[members.row]
+    label = group_ids(trace, axis, message, members.members)
+    step = _assign_steps(trace, arrivals.start_ns[members.row], steps)
     whole = [sum(one.split.step_ns for one in own) for own in steps]
-    found = []
-    for rows in _parts(label):
+    lateness = []
+    for rows in _split_by_label(label):
         first = int(rows[0])
         i = int(trace[first])
         kind = (traces[i].rank, names[int(axis[first])], bool(message[first]))
-        found.append(_row(*kind, seen, rows, step[rows], whole[i]))
-    return tuple(found)
+        lateness.append(_build_row(*kind, members, rows, step[rows], whole[i]))
+    return tuple(lateness)
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _MemberArrivals:
     """One row per member of each complete call: whether it was last, and by how much.
 
     Columns of one length: row indexes Matched, members is the number of members of the call.
@@ -118,7 +118,9 @@ class _Seen:
     late_ns: Int64
 
 
-def _seen(matched: Matched, arrivals: Arrivals, ranks: Int64) -> _Seen:
+def _find_member_arrivals(
+    matched: MatchedCalls, arrivals: Arrivals, ranks: Int64
+) -> _MemberArrivals:
     """The members of complete calls; a call has no last member if one of the others left before."""
     row = np.flatnonzero((matched.key >= 0) & matched.leads)
     row = row[np.lexsort((arrivals.start_ns[row], matched.key[row]))]
@@ -131,48 +133,54 @@ def _seen(matched: Matched, arrivals: Arrivals, ranks: Int64) -> _Seen:
     last = np.zeros(len(row), dtype=np.bool_)
     if len(row):
         last[end] = np.logical_and.reduceat(awaited, first) & (late > 0)
-    return _Seen(row, np.repeat(members, members), last, np.repeat(late, members))
+    return _MemberArrivals(row, np.repeat(members, members), last, np.repeat(late, members))
 
 
-def _steps(trace: Int64, at_ns: Int64, steps: Sequence[Sequence[StepSplit]]) -> Int64:
+def _assign_steps(trace: Int64, at_ns: Int64, steps: Sequence[Sequence[StepSplit]]) -> Int64:
     """The index of the step of its trace in which each call started, -1 before the first."""
-    found = np.full(len(trace), -1, dtype=np.int64)
-    for rows in _parts(trace):
+    step_index = np.full(len(trace), -1, dtype=np.int64)
+    for rows in _split_by_label(trace):
         starts = np.array([one.start_ns for one in steps[trace[rows[0]]]], dtype=np.int64)
-        found[rows] = np.searchsorted(starts, at_ns[rows], side="right") - 1
-    return found
+        step_index[rows] = np.searchsorted(starts, at_ns[rows], side="right") - 1
+    return step_index
 
 
-def _parts(label: Int64) -> list[Int64]:
+def _split_by_label(label: Int64) -> list[Int64]:
     order = np.argsort(label, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(label[order])) + 1) if len(order) else []
 
 
-def _row(
-    rank: int, axis: str | None, message: bool, seen: _Seen, rows: Int64, step: Int64, whole_ns: int
+def _build_row(
+    rank: int,
+    axis: str | None,
+    message: bool,
+    arrivals: _MemberArrivals,
+    rows: Int64,
+    step: Int64,
+    whole_ns: int,
 ) -> Lateness:
-    late = seen.late_ns[rows][seen.last[rows]]
-    members, last = int(seen.members[rows[0]]), len(late)
+    late = arrivals.late_ns[rows][arrivals.last[rows]]
+    members, last = int(arrivals.members[rows[0]]), len(late)
     median, total = int(np.median(late)) if last else 0, int(late.sum())
-    chance = None if message else chance_of(last, len(rows), members)
+    chance = None if message else compute_p_value(last, len(rows), members)
     straggles = (
         chance is not None
-        and chance < _CHANCE
-        and median > _LATE_NS
-        and total > _OF_STEPS * whole_ns
-        and _in_most_steps(step, seen.last[rows], members)
+        and chance < _MAX_P_VALUE
+        and median > _MIN_LATE_NS
+        and total > _MIN_STEP_FRACTION * whole_ns
+        and _is_late_in_most_steps(step, arrivals.last[rows], members)
     )
     return Lateness(rank, axis, message, members, len(rows), last, median, total, chance, straggles)
 
 
-def _in_most_steps(step: Int64, last: Bool, members: int) -> bool:
+def _is_late_in_most_steps(step: Int64, last: Bool, members: int) -> bool:
     """Whether the rank was last more often than its share in more than half of the steps."""
     calls = np.bincount(step + 1)
     often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
     return 2 * int(often.sum()) > int((calls > 0).sum())
 
 
-def chance_of(last: int, calls: int, members: int) -> float:
+def compute_p_value(last: int, calls: int, members: int) -> float:
     """The probability of arriving last at least this often, for equal members.
 
     The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
@@ -194,18 +202,18 @@ def chance_of(last: int, calls: int, members: int) -> float:
 
 Float = npt.NDArray[np.float64]
 
-LEAST_RATIO = 1.05
+MIN_RATIO = 1.05
 """Healthy devices of one type differ by less."""
 
-LEAST_COUNT = 12
+MIN_COUNT = 12
 """Minimum runs of a kernel to estimate its noise."""
 
 FALSE_ALARMS = 1e-3
 """Expected false positives per recording of balanced ranks with normal noise."""
 
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 
-_LEAST_SIGMAS = 6.0
+_MIN_SIGMAS = 6.0
 """Lower limit, because kernel times have heavier tails than a normal distribution and sigmas
 estimated from few runs are often too small."""
 
@@ -255,7 +263,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Alike:
+class _ComparableRuns:
     """The runs of one kernel on the ranks that ran it equally often in each step.
 
     took_ns has shape (ranks, runs), in order of time; counts is the number of runs per step.
@@ -268,7 +276,9 @@ class _Alike:
     took_ns: Int64
 
 
-def slow_kernels(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> tuple[SlowKernel, ...]:
+def find_slow_kernels(
+    traces: Sequence[RankTrace], steps: Sequence[Steps]
+) -> tuple[SlowKernel, ...]:
     """Finds the kernels that are slower on one rank than on its peers, by decreasing cost.
 
     A trace has no shapes, so the n-th run of a name in a step is compared with the n-th run on the
@@ -277,82 +287,90 @@ def slow_kernels(traces: Sequence[RankTrace], steps: Sequence[Steps]) -> tuple[S
     counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
     between ranks (each from the MAD) by more than is expected once in 1 / FALSE_ALARMS recordings.
     """
-    everyone = [computed(trace, found) for trace, found in zip(traces, steps, strict=True)]
-    common = set.intersection(*(set(one.steps) for one in everyone)) if everyone else set()
-    alike = [one for one in _alike(everyone, sorted(common)) if one.took_ns.any()]
-    tests = sum(len(one.rank) for one in alike) or 1
-    sigmas = max(_LEAST_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
-    found = [row for one in alike for row in _slow(one, sigmas, len(common))]
-    return tuple(sorted(found, key=lambda row: (-row.lost_ns, row.rank, row.kernel)))
+    all_compute = [
+        collect_compute(trace, found) for trace, found in zip(traces, steps, strict=True)
+    ]
+    common = set.intersection(*(set(one.steps) for one in all_compute)) if all_compute else set()
+    comparable = [
+        one for one in _group_comparable(all_compute, sorted(common)) if one.took_ns.any()
+    ]
+    tests = sum(len(one.rank) for one in comparable) or 1
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
+    rows = [row for one in comparable for row in _compare_ranks(one, sigmas, len(common))]
+    return tuple(sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.kernel)))
 
 
-def slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
+def sum_slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
     """The slow kernels summed by rank and family, by decreasing cost."""
-    together = defaultdict[tuple[int, str], list[SlowKernel]](list)
+    by_family = defaultdict[tuple[int, str], list[SlowKernel]](list)
     for one in kernels:
-        together[one.rank, one.family].append(one)
-    rows = [_summed(rank, family, found) for (rank, family), found in together.items()]
+        by_family[one.rank, one.family].append(one)
+    rows = [_sum_rank(rank, family, found) for (rank, family), found in by_family.items()]
     return tuple(sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.family)))
 
 
-def _summed(rank: int, family: str, found: Sequence[SlowKernel]) -> SlowRank:
-    lost = sum(one.lost_ns for one in found)
-    usual = sum(one.lost_ns / (one.ratio - 1) for one in found)
-    worst = max(found, key=lambda one: one.lost_ns)
-    return SlowRank(rank, family, 1 + lost / usual, lost, len(found), worst.kernel)
+def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank:
+    lost = sum(one.lost_ns for one in kernels)
+    usual = sum(one.lost_ns / (one.ratio - 1) for one in kernels)
+    worst = max(kernels, key=lambda one: one.lost_ns)
+    return SlowRank(rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel)
 
 
-def _alike(everyone: Sequence[Computed], common: Sequence[int]) -> Iterator[_Alike]:
+def _group_comparable(
+    all_compute: Sequence[ComputeEvents], common: Sequence[int]
+) -> Iterator[_ComparableRuns]:
     """The kernels that at least two ranks ran often enough, and equally often in each step."""
     runs = defaultdict[str, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
     families = dict[str, str]()
-    for one in everyone:
-        for name_id, counts, took in _by_kernel(one, np.array(common, dtype=np.int64)):
-            if len(took) >= LEAST_COUNT:
+    for one in all_compute:
+        for name_id, counts, took in _split_by_kernel(one, np.array(common, dtype=np.int64)):
+            if len(took) >= MIN_COUNT:
                 kernel = one.names[name_id]
-                families[kernel] = one.kinds.family_of(name_id)
+                families[kernel] = one.kinds.find_family(name_id)
                 runs[kernel][counts].append((one.rank, took))
     for kernel, alternatives in runs.items():
         for counts, same in alternatives.items():
             if len(same) > 1:
                 ranks = np.array([rank for rank, _ in same], dtype=np.int64)
                 by_step = np.frombuffer(counts, dtype=np.int64)
-                yield _Alike(
+                yield _ComparableRuns(
                     kernel, families[kernel], ranks, by_step, np.stack([took for _, took in same])
                 )
 
 
-def _by_kernel(one: Computed, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
+def _split_by_kernel(compute: ComputeEvents, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
     """Per kernel: name_id, counts per step, and durations in order of time."""
-    rows = np.flatnonzero(np.isin(one.step, common))
-    rows = rows[np.argsort(one.name_id[rows], kind="stable")]
-    first = np.flatnonzero(np.diff(one.name_id[rows], prepend=-1))
+    rows = np.flatnonzero(np.isin(compute.step, common))
+    rows = rows[np.argsort(compute.name_id[rows], kind="stable")]
+    first = np.flatnonzero(np.diff(compute.name_id[rows], prepend=-1))
     for same in np.split(rows, first[1:]) if len(rows) else ():
-        counts = np.bincount(np.searchsorted(common, one.step[same]), minlength=len(common))
-        yield int(one.name_id[same[0]]), counts.tobytes(), one.took_ns[same]
+        counts = np.bincount(np.searchsorted(common, compute.step[same]), minlength=len(common))
+        yield int(compute.name_id[same[0]]), counts.tobytes(), compute.took_ns[same]
 
 
-def _slow(one: _Alike, sigmas: float, steps: int) -> Iterator[SlowKernel]:
-    took = np.log(np.maximum(one.took_ns, 1))
+def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator[SlowKernel]:
+    took = np.log(np.maximum(runs.took_ns, 1))
     usual = np.median(took, axis=0)
     by_rank = np.median(took - usual, axis=1)
-    middle = _low_median(by_rank)
+    middle = _compute_low_median(by_rank)
     apart = by_rank - middle
-    least = np.maximum(np.log(LEAST_RATIO), sigmas * _noise(took - usual, by_rank, one.counts))
+    least = np.maximum(
+        np.log(MIN_RATIO), sigmas * _estimate_noise(took - usual, by_rank, runs.counts)
+    )
     expected_ns = float(np.exp(usual + middle).sum()) / steps
     for row in np.flatnonzero(apart >= least).tolist():
         ratio = float(np.exp(apart[row]))
         yield SlowKernel(
-            rank=int(one.rank[row]),
-            kernel=one.kernel,
-            family=one.family,
+            rank=int(runs.rank[row]),
+            kernel=runs.kernel,
+            family=runs.family,
             ratio=ratio,
             lost_ns=round(expected_ns * (ratio - 1)),
-            count=one.took_ns.shape[1],
+            count=runs.took_ns.shape[1],
         )
 
 
-def _noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
+def _estimate_noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
     """The standard deviation of each rank's ratio, from its runs, its steps and the other ranks.
 
     The median rank itself is uncertain with few ranks; with two, it shifts by as much in the other
@@ -360,14 +378,14 @@ def _noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
     """
     parts = np.split(beyond, np.cumsum(counts)[:-1], axis=1)
     by_step = np.stack([np.median(p, axis=1) for p in parts if p.shape[1]], axis=1)
-    of_median = _sigma_of_median(beyond, by_rank)
-    if by_step.shape[1] >= _LEAST_STEPS:
-        of_median = np.maximum(of_median, _sigma_of_median(by_step, by_rank))
-    spread = _SIGMA_OF_MAD * _low_median(np.abs(by_rank - _low_median(by_rank)))
+    of_median = _estimate_median_sigma(beyond, by_rank)
+    if by_step.shape[1] >= _MIN_STEPS:
+        of_median = np.maximum(of_median, _estimate_median_sigma(by_step, by_rank))
+    spread = _SIGMA_OF_MAD * _compute_low_median(np.abs(by_rank - _compute_low_median(by_rank)))
     return np.asarray(np.hypot((1 + 2 / len(by_rank)) * of_median, spread))
 
 
-def _sigma_of_median(values: Float, by_rank: Float) -> Float:
+def _estimate_median_sigma(values: Float, by_rank: Float) -> Float:
     """The standard deviation of each rank's median of these values, shape (ranks, n)."""
     sigma = _SIGMA_OF_MAD * np.median(np.abs(values - by_rank[:, None]), axis=1)
     # A rank whose few values agree by chance is as noisy as its peers.
@@ -375,6 +393,6 @@ def _sigma_of_median(values: Float, by_rank: Float) -> Float:
     return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(values.shape[1]))
 
 
-def _low_median(values: Float) -> float:
+def _compute_low_median(values: Float) -> float:
     """The lower middle value: for two ranks the faster one is the reference."""
     return float(np.sort(values)[(len(values) - 1) // 2])

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import firsts_of, labels_of, least_of, most_of, place_within, runs_of
+from stepsplit.analyzer.arrays import (
+    first_rows,
+    group_ids,
+    group_max,
+    group_min,
+    group_rows,
+    number_within_group,
+)
 from stepsplit.analyzer.trace import (
     OP_CODE,
     Bool,
@@ -18,7 +25,7 @@ from stepsplit.analyzer.trace import (
     Note,
     RankTrace,
     UInt8,
-    wall_lead_ns,
+    compute_start_offsets_ns,
 )
 
 # Mapping of a rank's clock to the common clock.
@@ -48,7 +55,7 @@ class Clock:
     def _rate(self) -> float:
         return (self.drift_ppm or 0.0) * 1e-6
 
-    def common_ns(self, own_ns: Int64) -> Int64:
+    def map_to_common_ns(self, own_ns: Int64) -> Int64:
         """Maps own times to the common clock."""
         common: Int64 = own_ns + (self.wall_ns - self.offset_ns)
         if self._rate:
@@ -56,7 +63,7 @@ class Clock:
             common = common - np.rint(since * self._rate).astype(np.int64)
         return common
 
-    def own_ns(self, common_ns: Int64) -> Int64:
+    def map_to_own_ns(self, common_ns: Int64) -> Int64:
         """Maps common times to the rank's own clock."""
         own: Int64 = common_ns - (self.wall_ns - self.offset_ns)
         if self._rate:
@@ -64,13 +71,13 @@ class Clock:
             own = own + np.rint(since * (self._rate / (1 - self._rate))).astype(np.int64)
         return own
 
-    def common_at(self, own_ns: int) -> int:
+    def map_instant_to_common_ns(self, own_ns: int) -> int:
         """Maps a single own time to the common clock."""
-        return int(self.common_ns(np.array([own_ns], dtype=np.int64))[0])
+        return int(self.map_to_common_ns(np.array([own_ns], dtype=np.int64))[0])
 
-    def offset_at(self, common_ns: int) -> int:
+    def compute_offset_at(self, common_ns: int) -> int:
         """How far this clock is ahead at a common time."""
-        wall = int(self.own_ns(np.array([common_ns], dtype=np.int64))[0]) + self.wall_ns
+        wall = int(self.map_to_own_ns(np.array([common_ns], dtype=np.int64))[0]) + self.wall_ns
         return wall - common_ns
 
 
@@ -85,14 +92,14 @@ class Alignment:
 
 # Calls of different ranks that belong to the same collective or message.
 
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter")
+SYMMETRIC_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 """Collectives whose members all pass the same size, and whose kernels end simultaneously."""
 
-_TOGETHER_CODES = [OP_CODE[op] for op in TOGETHER]
+_SYMMETRIC_CODES = [OP_CODE[op] for op in SYMMETRIC_OPS]
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedCalls:
     """The calls of all ranks in one table, ordered by (trace, call); columns of one length.
 
     trace indexes the traces and call the Calls of that trace; group indexes groups (-1: unknown).
@@ -122,20 +129,20 @@ class Matched:
     def is_message(self) -> Bool:
         return self.op >= OP_CODE["send"]
 
-    def of_trace(self, trace: int) -> slice:
+    def slice_trace(self, trace: int) -> slice:
         """The rows of one trace, in the order of its calls."""
         return slice(*np.searchsorted(self.trace, [trace, trace + 1]).tolist())
 
 
-def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Matched:
+def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> MatchedCalls:
     """Builds the table of all calls and matches them across ranks.
 
     Calls that only time can distinguish are compared on the wall clocks of the hosts, or on the
     clocks of an alignment.
     """
-    groups, group = _global_groups(traces)
+    groups, group = _merge_groups(traces)
     column = [trace.calls for trace in traces]
-    rows = Matched(
+    rows = MatchedCalls(
         trace=np.repeat(np.arange(len(traces), dtype=np.int32), [len(calls) for calls in column]),
         call=np.concatenate([np.arange(len(calls), dtype=np.int32) for calls in column]),
         group=np.concatenate(group),
@@ -143,16 +150,16 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         key=np.empty(0, dtype=np.int64),
         shared=np.empty(0, dtype=np.int64),
         leads=np.empty(0, dtype=np.bool_),
-        start_ns=np.concatenate([_arrival_ns(trace) for trace in traces]),
+        start_ns=np.concatenate([_compute_arrival_ns(trace) for trace in traces]),
         end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
         groups=groups,
-        notes=_notes(groups),
+        notes=_build_notes(groups),
     )
-    return _with_keys(rows, traces, alignment)
+    return _assign_keys(rows, traces, alignment)
 
 
-def _arrival_ns(trace: RankTrace) -> Int64:
+def _compute_arrival_ns(trace: RankTrace) -> Int64:
     """The arrival at each call: the start of its kernel, or on gloo the host's call."""
     start = trace.events.start_ns[trace.calls.event]
     if trace.on_device:
@@ -161,13 +168,13 @@ def _arrival_ns(trace: RankTrace) -> Int64:
     return np.where(issued >= 0, np.minimum(issued, start), start)
 
 
-def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:
+def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[Int32]]:
     """(all groups, index of the group of each trace's calls).
 
     A group is identified by its ranks, and by its name if a rank has several groups of the same
     ranks.
     """
-    several = {ranks for trace in traces for ranks in _repeated(trace.groups)}
+    several = {ranks for trace in traces for ranks in _find_repeated(trace.groups)}
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     groups: list[Group] = []
     columns = []
@@ -181,69 +188,82 @@ def _global_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list
             local.append(numbers[key])
         lookup = np.array([*local, -1], dtype=np.int32)
         columns.append(lookup[trace.calls.group_id])
-    return _with_unnamed(traces, groups, columns)
+    return _assign_unnamed(traces, groups, columns)
 
 
-def _repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+def _find_repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
     counts = Counter(group.ranks for group in groups)
     return [ranks for ranks, count in counts.items() if count > 1]
 
 
-def _with_unnamed(
+def _assign_unnamed(
     traces: Sequence[RankTrace], groups: list[Group], columns: list[Int32]
 ) -> tuple[tuple[Group, ...], list[Int32]]:
     """Assigns calls without a group to the world group if they are its collectives."""
-    world = world_of_unnamed(traces)
+    world = infer_world_group(traces)
     if world is None:
         return tuple(groups), columns
-    given = [
+    assigned = [
         np.where((column < 0) & (trace.calls.peer < 0), len(groups), column).astype(np.int32)
         for trace, column in zip(traces, columns, strict=True)
     ]
-    return (*groups, world), given
+    return (*groups, world), assigned
 
 
-def _with_keys(rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None) -> Matched:
-    start, end = (_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns))
-    calls = call_rows(traces, rows.trace, rows.group, start, end, _clocks(traces, alignment))
+def _assign_keys(
+    rows: MatchedCalls, traces: Sequence[RankTrace], alignment: Alignment | None
+) -> MatchedCalls:
+    start, end = (
+        _convert_by_clocks(rows, traces, alignment, at) for at in (rows.start_ns, rows.end_ns)
+    )
+    calls = build_call_rows(
+        traces, rows.trace, rows.group, start, end, _list_clock_names(traces, alignment)
+    )
     collective = np.flatnonzero(~rows.is_message & (rows.group >= 0))
-    found = identities(calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0)))
-    label, count = found.label, int(found.label.max(initial=-1)) + 1
-    members = _members(rows, label, count)
-    one_call = (members >= 2) & _agreed(rows, label, count)
-    complete = one_call & (members == _expected(rows, label, count))
+    identified = identify_calls(
+        calls, collective, np.flatnonzero(rows.is_message & (calls.peer >= 0))
+    )
+    label, count = identified.label, int(identified.label.max(initial=-1)) + 1
+    members = _count_members(rows, label, count)
+    one_call = (members >= 2) & _check_agreement(rows, label, count)
+    complete = one_call & (members == _count_expected(rows, label, count))
     known = np.where(label >= 0, label, 0)
-    shared = np.where((label >= 0) & _at(one_call, known), label, -1)
-    key = np.where((label >= 0) & _at(complete, known), label, -1)
-    leads = _first_kernels(rows, shared)
-    return replace(rows, key=key, shared=shared, leads=leads, notes=(*rows.notes, *found.notes))
+    shared = np.where((label >= 0) & _take_by_label(one_call, known), label, -1)
+    key = np.where((label >= 0) & _take_by_label(complete, known), label, -1)
+    leads = _find_first_kernels(rows, shared)
+    return replace(
+        rows, key=key, shared=shared, leads=leads, notes=(*rows.notes, *identified.notes)
+    )
 
 
-def _first_kernels(rows: Matched, shared: Int64) -> Bool:
+def _find_first_kernels(rows: MatchedCalls, shared: Int64) -> Bool:
     """Whether each row is its rank's first in a call; true for a row without a call."""
     leads = shared < 0
     known = np.flatnonzero(~leads)
     in_time = known[np.argsort(rows.start_ns[known], kind="stable")]
-    first = firsts_of(labels_of(shared[in_time], rows.trace[in_time]))
+    first = first_rows(group_ids(shared[in_time], rows.trace[in_time]))
     leads[in_time[first]] = True
     return leads
 
 
-def _at(of_label: Bool, label: Int64) -> Bool:
+def _take_by_label(of_label: Bool, label: Int64) -> Bool:
     return of_label[label] if len(of_label) else np.zeros(len(label), dtype=np.bool_)
 
 
-def _by_clocks(
-    rows: Matched, traces: Sequence[RankTrace], alignment: Alignment | None, own_ns: Int64
+def _convert_by_clocks(
+    rows: MatchedCalls, traces: Sequence[RankTrace], alignment: Alignment | None, own_ns: Int64
 ) -> Int64:
     """Converts own times to wall-clock times, or to the common clock of an alignment."""
     if alignment is None:
-        return own_ns + wall_lead_ns(traces)[rows.trace]
-    parts = [clock.common_ns(own_ns[rows.of_trace(i)]) for i, clock in enumerate(alignment.clocks)]
+        return own_ns + compute_start_offsets_ns(traces)[rows.trace]
+    parts = [
+        clock.map_to_common_ns(own_ns[rows.slice_trace(i)])
+        for i, clock in enumerate(alignment.clocks)
+    ]
     return np.concatenate(parts)
 
 
-def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
+def _list_clock_names(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[str]:
     """The clock of each trace: that of its host, or "common" if it is linked to the common
     clock."""
     if alignment is None:
@@ -252,43 +272,43 @@ def _clocks(traces: Sequence[RankTrace], alignment: Alignment | None) -> list[st
     return ["common" if one else trace.host for one, trace in zip(joined, traces, strict=True)]
 
 
-def _members(rows: Matched, label: Int64, count: int) -> Int64:
+def _count_members(rows: MatchedCalls, label: Int64, count: int) -> Int64:
     """The number of ranks in each call; for a message, the number of recorded ends."""
     known = np.flatnonzero(label >= 0)
     who = np.where(rows.is_message[known], known, rows.trace[known])
-    first = firsts_of(labels_of(label[known], who))
+    first = first_rows(group_ids(label[known], who))
     return np.bincount(label[known][first], minlength=count)
 
 
-def _agreed(rows: Matched, label: Int64, count: int) -> Bool:
+def _check_agreement(rows: MatchedCalls, label: Int64, count: int) -> Bool:
     """Whether the members of a call have the same op, and the same size unless the op allows
     others."""
     op = np.minimum(rows.op, OP_CODE["send"]).astype(np.int64)
-    same_op = least_of(label, op, count) == most_of(label, op, count)
+    same_op = group_min(label, op, count) == group_max(label, op, count)
     size = rows.message_bytes
     sized = np.where(size >= 0, label, -1)
-    same_size = least_of(sized, size, count) >= most_of(sized, size, count)
-    free = most_of(label, (~np.isin(rows.op, _TOGETHER_CODES)).astype(np.int64), count) > 0
-    agreed: Bool = same_op & (same_size | free) & _two_ends(rows, label, count)
+    same_size = group_min(sized, size, count) >= group_max(sized, size, count)
+    free = group_max(label, (~np.isin(rows.op, _SYMMETRIC_CODES)).astype(np.int64), count) > 0
+    agreed: Bool = same_op & (same_size | free) & _has_two_ends(rows, label, count)
     return agreed
 
 
-def _two_ends(rows: Matched, label: Int64, count: int) -> Bool:
+def _has_two_ends(rows: MatchedCalls, label: Int64, count: int) -> Bool:
     """Whether the rows of a message are from two ranks."""
     trace = rows.trace.astype(np.int64)
-    apart: Bool = most_of(label, trace, count) > least_of(label, trace, count)
+    apart: Bool = group_max(label, trace, count) > group_min(label, trace, count)
     return apart
 
 
-def _expected(rows: Matched, label: Int64, count: int) -> Int64:
+def _count_expected(rows: MatchedCalls, label: Int64, count: int) -> Int64:
     """The number of members of each call when complete."""
     sizes = np.array([len(group.ranks) for group in rows.groups] + [0], dtype=np.int64)
-    return most_of(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
+    return group_max(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
 
 
-def _notes(groups: Sequence[Group]) -> tuple[Note, ...]:
+def _build_notes(groups: Sequence[Group]) -> tuple[Note, ...]:
     text = "collectives without a process group were assigned to the group of all ranks"
-    return (Note("groups_inferred", text),) if any(g.name == NAME for g in groups) else ()
+    return (Note("groups_inferred", text),) if any(g.name == UNNAMED for g in groups) else ()
 
 
 # Identity of calls across ranks: by sequence number, else by position in order.
@@ -315,9 +335,9 @@ class CallRows:
     end_ns: Int64
     clocks: tuple[str, ...]
 
-    def share_a_clock(self, one: Int64, other: Int64) -> bool:
+    def share_a_clock(self, first: Int64, second: Int64) -> bool:
         """Whether two sets of rows, each from one trace, use one clock."""
-        clocks = {self.clocks[int(self.trace[rows[0]])] for rows in (one, other)}
+        clocks = {self.clocks[int(self.trace[rows[0]])] for rows in (first, second)}
         return len(clocks) == 1 and clocks != {""}
 
 
@@ -330,7 +350,7 @@ class Identities:
     notes: tuple[Note, ...]
 
 
-def call_rows(
+def build_call_rows(
     traces: Sequence[RankTrace],
     trace: Int32,
     group: Int32,
@@ -354,38 +374,38 @@ def call_rows(
     )
 
 
-def identities(rows: CallRows, collective: Int64, message: Int64) -> Identities:
+def identify_calls(rows: CallRows, collective: Int64, message: Int64) -> Identities:
     """Labels the collectives and messages, each given by row numbers."""
     way = np.full(len(rows.trace), -1, dtype=np.int64)
     place, channel = (np.full(len(rows.trace), -1, dtype=np.int64) for _ in range(2))
-    numbered = _numbered(rows, collective)
+    numbered = _is_numbered(rows, collective)
     known = collective[numbered]
     way[known], place[known], channel[known] = _NUMBERED, rows.seq[known], rows.group[known]
     plain = collective[~numbered]
     ambiguous = _place_in_order(rows, plain, place)
     way[plain], channel[plain] = _ORDERED, rows.group[plain]
     if len(message):
-        channel[message] = _channels(rows, message)
+        channel[message] = _number_channels(rows, message)
         ambiguous |= _place_messages(rows, message, channel, place)
         way[message] = _MESSAGE
-    label = np.where(place != -1, labels_of(way, channel, place), -1)
+    label = np.where(place != -1, group_ids(way, channel, place), -1)
     text = "calls repeat without sequence numbers, and the clocks are not accurate enough to match "
     note = Note("order_ambiguous", text + "them across ranks: the pairing closest in time is used")
     return Identities(label, (note,) if ambiguous else ())
 
 
-def _numbered(rows: CallRows, collective: Int64) -> Bool:
+def _is_numbered(rows: CallRows, collective: Int64) -> Bool:
     """Whether each collective is identified by its sequence number alone.
 
     A replayed CUDA graph repeats its numbers: a group with such a call is matched by order.
     """
     seq = rows.seq[collective]
-    label = labels_of(rows.group[collective], rows.trace[collective])
+    label = group_ids(rows.group[collective], rows.trace[collective])
     order = np.lexsort((rows.start_ns[collective], label))
     fresh = np.ones(len(order), dtype=np.bool_)
     fresh[1:] = (seq[order][1:] != seq[order][:-1]) | (label[order][1:] != label[order][:-1])
     first = order[fresh]
-    again = place_within(labels_of(label[first], seq[first])) > 0
+    again = number_within_group(group_ids(label[first], seq[first])) > 0
     replayed = np.unique(rows.group[collective[first[again & (seq[first] >= 0)]]])
     return (seq >= 0) & ~np.isin(rows.group[collective], replayed)
 
@@ -393,22 +413,24 @@ def _numbered(rows: CallRows, collective: Int64) -> Bool:
 def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
     """Writes the position of each call in its group's order; returns whether any was ambiguous."""
     ambiguous = False
-    order, first = runs_of(rows.group[plain].astype(np.int64))
+    order, first = group_rows(rows.group[plain].astype(np.int64))
     for of_group in np.split(plain[order], first[1:]) if len(plain) else []:
-        by_trace = _in_time(rows, of_group, rows.trace[of_group].astype(np.int64))
+        by_trace = _sort_by_time(rows, of_group, rows.trace[of_group].astype(np.int64))
         longest = max(by_trace, key=len)
         place[longest] = np.arange(len(longest))
-        whole = _sequence(rows, longest)
-        for one in by_trace:
-            if one is not longest:
-                together = rows.share_a_clock(one, longest)
-                found = paired(_sequence(rows, one), whole, one_clock=together)
-                place[one] = found.place
-                ambiguous |= found.ambiguous and not together
+        whole = _build_sequence(rows, longest)
+        for trace_rows in by_trace:
+            if trace_rows is not longest:
+                same_clock = rows.share_a_clock(trace_rows, longest)
+                pairing = pair_sequences(
+                    _build_sequence(rows, trace_rows), whole, one_clock=same_clock
+                )
+                place[trace_rows] = pairing.place
+                ambiguous |= pairing.ambiguous and not same_clock
     return ambiguous
 
 
-def _in_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
+def _sort_by_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
     """The chosen rows of each label, in order of time."""
     if not len(chosen):
         return []
@@ -417,17 +439,17 @@ def _in_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
     return np.split(chosen[ordered], bounds)
 
 
-def _sequence(rows: CallRows, chosen: Int64) -> CallSequence:
+def _build_sequence(rows: CallRows, chosen: Int64) -> CallSequence:
     kind = (rows.op[chosen].astype(np.int64), rows.size_bytes[chosen], rows.seq[chosen])
     return CallSequence(np.stack(kind, axis=1), rows.end_ns[chosen])
 
 
-def _channels(rows: CallRows, message: Int64) -> Int64:
+def _number_channels(rows: CallRows, message: Int64) -> Int64:
     """A number for each (group, source, destination) of the messages."""
     sends = rows.op[message] == OP_CODE["send"]
-    mine, theirs = rows.rank[message], rows.peer[message]
-    source, target = np.where(sends, mine, theirs), np.where(sends, theirs, mine)
-    return labels_of(rows.group[message], source, target)
+    own_rank, peer_rank = rows.rank[message], rows.peer[message]
+    source, target = np.where(sends, own_rank, peer_rank), np.where(sends, peer_rank, own_rank)
+    return group_ids(rows.group[message], source, target)
 
 
 def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64) -> bool:
@@ -437,43 +459,45 @@ def _place_messages(rows: CallRows, message: Int64, channel: Int64, place: Int64
     """
     ambiguous = False
     sends = (rows.op[message] == OP_CODE["send"]).astype(np.int64)
-    for ends in _pairs_of_ends(rows, message, channel[message], sends):
+    for ends in _pair_ends(rows, message, channel[message], sends):
         sent, received = ends
         place[sent] = np.arange(len(sent))
-        found = _received(rows, sent, received)
+        pairing = _pair_receives(rows, sent, received)
         place[received] = np.where(
-            found.place >= 0, found.place, len(sent) + np.arange(len(received))
+            pairing.place >= 0, pairing.place, len(sent) + np.arange(len(received))
         )
-        ambiguous |= found.ambiguous and not rows.share_a_clock(sent, received)
+        ambiguous |= pairing.ambiguous and not rows.share_a_clock(sent, received)
     return ambiguous
 
 
-def _pairs_of_ends(
+def _pair_ends(
     rows: CallRows, message: Int64, channel: Int64, sends: Int64
 ) -> list[tuple[Int64, Int64]]:
     """(sends, receives) of each channel with both, in order of time."""
     both: dict[int, dict[int, Int64]] = {}
-    order, first = runs_of(channel * 2 + sends)
+    order, first = group_rows(channel * 2 + sends)
     for part in np.split(order, first[1:]):
         in_time = part[np.argsort(rows.start_ns[message[part]], kind="stable")]
         both.setdefault(int(channel[part[0]]), {})[int(sends[part[0]])] = message[in_time]
     return [(ends[1], ends[0]) for ends in both.values() if len(ends) == 2]
 
 
-def _received(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
+def _pair_receives(rows: CallRows, sent: Int64, received: Int64) -> Pairing:
     """Matches the receives with the sends.
 
     Recordings usually start on the same message. Another pairing is used only if its times fit
     clearly better, or if receives would otherwise end before their sends start.
     """
-    likely = len(sent) == len(received) and not _out_of_order(rows, sent, received)
-    one = CallSequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
-    other = CallSequence(rows.size_bytes[sent][:, np.newaxis], rows.end_ns[sent])
-    together = rows.share_a_clock(sent, received)
-    return paired(one, other, one_clock=together, likely=0 if likely else None)
+    likely = len(sent) == len(received) and not _is_out_of_order(rows, sent, received)
+    receive_sequence = CallSequence(rows.size_bytes[received][:, np.newaxis], rows.end_ns[received])
+    send_sequence = CallSequence(rows.size_bytes[sent][:, np.newaxis], rows.end_ns[sent])
+    same_clock = rows.share_a_clock(sent, received)
+    return pair_sequences(
+        receive_sequence, send_sequence, one_clock=same_clock, likely=0 if likely else None
+    )
 
 
-def _out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
+def _is_out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
     """Whether some receive would end before its send starts, on one clock."""
     early = rows.end_ns[received] < rows.start_ns[sent]
     return rows.share_a_clock(sent, received) and bool(early.any())
@@ -485,38 +509,40 @@ def _out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
 # as collectives of all ranks if every rank of the job is recorded, all ran the same communication
 # kernels in the same order, and no kernel ends before the last member's kernel has started.
 
-NAME = "unnamed"
+UNNAMED = "unnamed"
 
 EARLY_NS = 100_000
 """Tolerance for kernels that seem to end before the last arrival, on clocks aligned by the
 kernels."""
 
 
-def world_of_unnamed(traces: Sequence[RankTrace]) -> Group | None:
+def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
     """The group of all ranks if the calls without a group are its collectives, else None."""
-    rows = [_unnamed(trace) for trace in traces]
-    everybody = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
-    if not everybody or not len(rows[0]) or len({len(one) for one in rows}) > 1:
+    rows = [_find_unnamed(trace) for trace in traces]
+    complete = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
+    if not complete or not len(rows[0]) or len({len(one) for one in rows}) > 1:
         return None
-    if len({_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
+    if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
         return None
-    if not _together(traces, rows):
+    if not _check_overlap(traces, rows):
         return None
-    return Group(NAME, tuple(trace.rank for trace in traces), "all ranks, inferred from call order")
+    return Group(
+        UNNAMED, tuple(trace.rank for trace in traces), "all ranks, inferred from call order"
+    )
 
 
-def _unnamed(trace: RankTrace) -> Int64:
+def _find_unnamed(trace: RankTrace) -> Int64:
     """The events of the calls without group and peer, by start."""
     calls = trace.calls
     events = calls.event[(calls.group_id < 0) & (calls.peer < 0)]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
 
 
-def _names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
+def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
     return tuple(trace.events.names[name] for name in trace.events.name_id[events].tolist())
 
 
-def _together(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
+def _check_overlap(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
     """Whether the n-th kernels of all ranks overlap, after aligning the median ends."""
     start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
     end = np.stack([t.events.end_ns[r] for t, r in zip(traces, rows, strict=True)])
@@ -533,10 +559,10 @@ def _together(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
 MAX_SHIFT = 64
 """Maximum number of calls by which recordings without sequence numbers may be shifted."""
 
-_RESUME = 8
+_MIN_AGREEING = 8
 """Number of calls that must agree again after a missing one."""
 
-_TOGETHER_NS = 50_000
+_MAX_SCATTER_NS = 50_000
 """Maximum scatter of the ends of calls whose members end simultaneously; on gloo they do not."""
 
 _PLAIN, _NOISE_NS, _TELLING = 3.0, 10_000, 4
@@ -566,123 +592,127 @@ class CallSequence:
         return len(self.end_ns)
 
 
-def paired(
-    one: CallSequence, other: CallSequence, *, one_clock: bool, likely: int | None = None
+def pair_sequences(
+    first: CallSequence, second: CallSequence, *, one_clock: bool, likely: int | None = None
 ) -> Pairing:
     """Finds the best pairing of two sequences, whose end times are on wall clocks.
 
     Among equally good pairings, the likely one is used; else, on one clock, the one clearly closest
     in time; else the one that pairs the most calls with the smallest shift.
     """
-    shifts = [s for s in _by_size(MAX_SHIFT) if _agrees(one, other, s)]
+    shifts = [s for s in _list_shifts(MAX_SHIFT) if _is_consistent(first, second, s)]
     if not shifts:
-        return _resumed(one, other)
-    alike = _fitting(one, other, shifts)
-    if likely in alike:
-        return Pairing(_placed(one, other, likely), False)
-    best = _closest(one, other, alike) if one_clock else alike[0]
-    return Pairing(_placed(one, other, best), len(alike) > 1)
+        return _pair_with_gaps(first, second)
+    fitting = _select_fitting(first, second, shifts)
+    if likely in fitting:
+        return Pairing(_apply_shift(first, second, likely), False)
+    best = _choose_closest(first, second, fitting) if one_clock else fitting[0]
+    return Pairing(_apply_shift(first, second, best), len(fitting) > 1)
 
 
-def _closest(one: CallSequence, other: CallSequence, alike: list[int]) -> int:
+def _choose_closest(first: CallSequence, second: CallSequence, fitting: list[int]) -> int:
     """The pairing closest in time if it is clearly closer than the one that pairs most calls.
 
     On a busy machine, gloo may end a call on one rank about when it ends the next one on another.
     """
-    best = min(alike, key=lambda shift: _apart_ns(one, other, shift))
-    usual = max(alike, key=lambda shift: _count(one, other, shift))
-    limit = _PLAIN * _apart_ns(one, other, best) + _NOISE_NS
-    return usual if _apart_ns(one, other, usual) <= limit else best
+    best = min(fitting, key=lambda shift: _measure_distance_ns(first, second, shift))
+    usual = max(fitting, key=lambda shift: _count_paired(first, second, shift))
+    limit = _PLAIN * _measure_distance_ns(first, second, best) + _NOISE_NS
+    return usual if _measure_distance_ns(first, second, usual) <= limit else best
 
 
-def _fitting(one: CallSequence, other: CallSequence, shifts: list[int]) -> list[int]:
+def _select_fitting(first: CallSequence, second: CallSequence, shifts: list[int]) -> list[int]:
     """The pairings with the least scatter, and those that are not distinguishable from them."""
-    met = [_count(one, other, shift) for shift in shifts]
-    if max(met) < _TELLING:
+    paired_counts = [_count_paired(first, second, shift) for shift in shifts]
+    if max(paired_counts) < _TELLING:
         return shifts
-    told = [shift for shift, count in zip(shifts, met, strict=True) if count >= _TELLING]
-    scatter = [_scatter_ns(one, other, shift) for shift in told]
-    if min(scatter) > _TOGETHER_NS:
+    comparable = [
+        shift for shift, count in zip(shifts, paired_counts, strict=True) if count >= _TELLING
+    ]
+    scatter = [_measure_scatter_ns(first, second, shift) for shift in comparable]
+    if min(scatter) > _MAX_SCATTER_NS:
         return shifts
     limit = _PLAIN * min(scatter) + _NOISE_NS
-    return [shift for shift, ns in zip(told, scatter, strict=True) if ns <= limit]
+    return [shift for shift, ns in zip(comparable, scatter, strict=True) if ns <= limit]
 
 
-def _count(one: CallSequence, other: CallSequence, shift: int) -> int:
-    mine, _ = _meeting(one, other, shift)
-    return len(one.end_ns[mine])
+def _count_paired(first: CallSequence, second: CallSequence, shift: int) -> int:
+    mine, _ = _find_paired_slices(first, second, shift)
+    return len(first.end_ns[mine])
 
 
-def _by_size(around: int) -> list[int]:
+def _list_shifts(around: int) -> list[int]:
     return sorted(range(-around, around + 1), key=abs)
 
 
-def _meeting(one: CallSequence, other: CallSequence, shift: int) -> tuple[slice, slice]:
+def _find_paired_slices(
+    first: CallSequence, second: CallSequence, shift: int
+) -> tuple[slice, slice]:
     """The slices of both sequences that a shift pairs."""
-    low, high = max(shift, 0), min(shift + len(one), len(other))
+    low, high = max(shift, 0), min(shift + len(first), len(second))
     high = max(high, low)
     return slice(low - shift, high - shift), slice(low, high)
 
 
-def _agrees(one: CallSequence, other: CallSequence, shift: int) -> bool:
+def _is_consistent(first: CallSequence, second: CallSequence, shift: int) -> bool:
     """Whether all paired calls are of one kind.
 
     At least half of the shorter sequence must be paired; otherwise any two calls of a kind would
     do.
     """
-    mine, theirs = _meeting(one, other, shift)
-    count = _count(one, other, shift)
-    enough = count > 0 and 2 * count >= min(len(one), len(other))
-    return enough and bool(_alike(one.kind[mine], other.kind[theirs]).all())
+    mine, theirs = _find_paired_slices(first, second, shift)
+    count = _count_paired(first, second, shift)
+    enough = count > 0 and 2 * count >= min(len(first), len(second))
+    return enough and bool(_match_kinds(first.kind[mine], second.kind[theirs]).all())
 
 
-def _alike(one: Int64, other: Int64) -> Bool:
+def _match_kinds(first: Int64, second: Int64) -> Bool:
     """Whether each pair of calls is of one kind; unknown columns match any."""
-    return np.asarray(((one == other) | (one < 0) | (other < 0)).all(axis=1))
+    return np.asarray(((first == second) | (first < 0) | (second < 0)).all(axis=1))
 
 
-def _scatter_ns(one: CallSequence, other: CallSequence, shift: int) -> float:
-    mine, theirs = _meeting(one, other, shift)
-    apart = one.end_ns[mine] - other.end_ns[theirs]
+def _measure_scatter_ns(first: CallSequence, second: CallSequence, shift: int) -> float:
+    mine, theirs = _find_paired_slices(first, second, shift)
+    apart = first.end_ns[mine] - second.end_ns[theirs]
     return float(np.median(np.abs(apart - np.sort(apart)[len(apart) // 2])))
 
 
-def _apart_ns(one: CallSequence, other: CallSequence, shift: int) -> int:
-    mine, theirs = _meeting(one, other, shift)
-    return int(np.median(np.abs(one.end_ns[mine] - other.end_ns[theirs])))
+def _measure_distance_ns(first: CallSequence, second: CallSequence, shift: int) -> int:
+    mine, theirs = _find_paired_slices(first, second, shift)
+    return int(np.median(np.abs(first.end_ns[mine] - second.end_ns[theirs])))
 
 
-def _placed(one: CallSequence, other: CallSequence, shift: int) -> Int64:
-    place = np.arange(len(one)) + shift
-    return np.where((place >= 0) & (place < len(other)), place, -1)
+def _apply_shift(first: CallSequence, second: CallSequence, shift: int) -> Int64:
+    place = np.arange(len(first)) + shift
+    return np.where((place >= 0) & (place < len(second)), place, -1)
 
 
-def _resumed(one: CallSequence, other: CallSequence) -> Pairing:
+def _pair_with_gaps(first: CallSequence, second: CallSequence) -> Pairing:
     """The pairing with missing calls: after a mismatch it continues at the next agreement."""
-    place = np.full(len(one), -1, dtype=np.int64)
+    place = np.full(len(first), -1, dtype=np.int64)
     at, there = 0, 0
-    while at < len(one) and there < len(other):
-        count = min(len(one) - at, len(other) - there)
-        alike = _alike(one.kind[at : at + count], other.kind[there : there + count])
+    while at < len(first) and there < len(second):
+        count = min(len(first) - at, len(second) - there)
+        alike = _match_kinds(first.kind[at : at + count], second.kind[there : there + count])
         good = int(alike.argmin()) if not alike.all() else count
         place[at : at + good] = np.arange(there, there + good)
         at, there = at + good, there + good
         if good < count:
-            step = _next_agreement(one, other, at, there)
+            step = _find_next_agreement(first, second, at, there)
             if step is None:
                 break
             at, there = at + step[0], there + step[1]
     return Pairing(place, True)
 
 
-def _next_agreement(
-    one: CallSequence, other: CallSequence, at: int, there: int
+def _find_next_agreement(
+    first: CallSequence, second: CallSequence, at: int, there: int
 ) -> tuple[int, int] | None:
     """The smallest number of calls to skip on either side until several agree again."""
     for skipped in range(1, MAX_SHIFT + 1):
         for mine in range(skipped + 1):
-            left = one.kind[at + mine : at + mine + _RESUME]
-            right = other.kind[there + skipped - mine : there + skipped - mine + _RESUME]
-            if len(left) and len(left) == len(right) and _alike(left, right).all():
+            left = first.kind[at + mine : at + mine + _MIN_AGREEING]
+            right = second.kind[there + skipped - mine : there + skipped - mine + _MIN_AGREEING]
+            if len(left) and len(left) == len(right) and _match_kinds(left, right).all():
                 return mine, skipped - mine
     return None

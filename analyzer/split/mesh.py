@@ -6,8 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.split.mesh_groups import RankLine, mesh_of, named, named_lines, one_axis
-from stepsplit.analyzer.split.mesh_inference import Exchanges, exchanges, lines_of, used_axes
+from stepsplit.analyzer.split.mesh_groups import (
+    RankLine,
+    build_mesh,
+    find_named_lines,
+    parse_group_name,
+    parse_single_axis,
+)
+from stepsplit.analyzer.split.mesh_inference import (
+    Exchanges,
+    find_exchanges,
+    infer_axes,
+    infer_lines,
+)
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh, RunSpec
 
@@ -48,116 +59,122 @@ class RankLayout:
     pipelines: tuple[tuple[int, ...], ...]
     stage_of: Mapping[int, int]
     notes: tuple[Note, ...] = ()
-    told: Mapping[Group, frozenset[str]] = field(default_factory=dict)
+    known_axes: Mapping[Group, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
-    def along(
+    def build(
         cls,
         mesh: Mesh | None,
         source: str | None,
         pipelines: Sequence[Sequence[int]],
         *notes: Note,
-        told: Mapping[Group, frozenset[str]] | None = None,
+        known_axes: Mapping[Group, frozenset[str]] | None = None,
     ) -> RankLayout:
         """The layout with these pipelines."""
         stages = {rank: stage for line in pipelines for stage, rank in enumerate(line)}
-        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, told or {})
+        return cls(mesh, source, tuple(map(tuple, pipelines)), stages, notes, known_axes or {})
 
-    def stage(self, rank: int) -> int:
+    def find_stage(self, rank: int) -> int:
         """The rank's pp coordinate, 0 without a pipeline."""
         return self.stage_of.get(rank, 0)
 
-    def axes_of(self, group: Group) -> frozenset[str]:
+    def find_axes(self, group: Group) -> frozenset[str]:
         """The axes along which the group's ranks differ; empty if unknown.
 
         Expert groups have their own axes, independent of the mesh.
         """
-        if group in self.told:
-            return self.told[group]
-        if (name := named(group.description)).experts:
+        if group in self.known_axes:
+            return self.known_axes[group]
+        if (name := parse_group_name(group.description)).experts:
             return frozenset(name.axes)
         if self.mesh is None:
-            described = described_axis(group)
+            described = parse_described_axis(group)
             return frozenset({described} if described else ())
         axes = self.mesh.axes
         spread = {a: {self.mesh.coordinate(rank, a) for rank in group.ranks} for a in axes}
         return frozenset(axis for axis in axes if len(spread[axis]) > 1)
 
-    def axis_of(self, group: Group) -> str | None:
+    def find_axis(self, group: Group) -> str | None:
         """The single axis of the group; None for several axes or a group of one rank."""
         if len(group.ranks) < 2:
             return None
-        axes = self.axes_of(group)
+        axes = self.find_axes(group)
         if axes or self.mesh is not None:
             return next(iter(axes)) if len(axes) == 1 else None
-        stages = {self.stage(rank) for rank in group.ranks}
+        stages = {self.find_stage(rank) for rank in group.ranks}
         return "pp" if len(stages) == len(group.ranks) else None
 
 
-def layout_of(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
+def infer_layout(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
     """The layout from run.json, else inferred from group names, messages and usage."""
-    groups = _all_groups(spec, traces)
+    groups = _collect_groups(spec, traces)
     if spec is not None and spec.mesh is not None:
-        told = expert_axes(groups)
-        return RankLayout.along(spec.mesh, "run.json", _pipelines(spec.mesh), told=told)
+        known_axes = find_expert_axes(groups)
+        return RankLayout.build(
+            spec.mesh, "run.json", _list_pipelines(spec.mesh), known_axes=known_axes
+        )
     world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
-    lines = named_lines(groups)
-    if (mesh := mesh_of(lines, groups, world_size)) is not None:
+    lines = find_named_lines(groups)
+    if (mesh := build_mesh(lines, groups, world_size)) is not None:
         note = Note("mesh_inferred", f"{_NO_MESH}: inferred from process group names")
-        told = expert_axes(groups)
-        return RankLayout.along(mesh, NAMES, _pipelines(mesh), note, told=told)
+        known_axes = find_expert_axes(groups)
+        return RankLayout.build(mesh, NAMES, _list_pipelines(mesh), note, known_axes=known_axes)
     if world_size == 1:
-        return RankLayout.along(None, None, ())
-    return _inferred(traces, groups, lines, world_size)
+        return RankLayout.build(None, None, ())
+    return _infer_from_traffic(traces, groups, lines, world_size)
 
 
-def described_axis(group: Group) -> str | None:
+def parse_described_axis(group: Group) -> str | None:
     """The axis in a group's description, as written by DeviceMesh, Megatron and DeepSpeed."""
-    return one_axis(group.description)
+    return parse_single_axis(group.description)
 
 
-def _inferred(
+def _infer_from_traffic(
     traces: Sequence[RankTrace], groups: Sequence[Group], lines: Lines, world_size: int
 ) -> RankLayout:
     """The layout inferred from messages and group usage, if names do not cover the world."""
-    found = exchanges(traces)
-    pipelines = named_pipelines(groups, lines, world_size) or found.pipelines
+    traffic = find_exchanges(traces)
+    pipelines = find_named_pipelines(groups, lines, world_size) or traffic.pipelines
     stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
-    used = used_axes(traces, found.rings, stage)
-    told = axes_by_name(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
-    seen = {**lines_of(used, found, {trace.rank for trace in traces}), **lines}
-    mesh = mesh_of(seen, groups, world_size)
-    if mesh is not None and set(_pipelines(mesh)) >= set(pipelines) and _clear(traces, found, seen):
+    used = infer_axes(traces, traffic.rings, stage)
+    known_axes = find_named_axes(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
+    axis_lines = {**infer_lines(used, traffic, {trace.rank for trace in traces}), **lines}
+    mesh = build_mesh(axis_lines, groups, world_size)
+    if (
+        mesh is not None
+        and set(_list_pipelines(mesh)) >= set(pipelines)
+        and _is_unambiguous(traces, traffic, axis_lines)
+    ):
         source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
         text = f"{_NO_MESH}: inferred from {_EVIDENCE[source]}"
         note = Note("mesh_inferred", text)
-        return RankLayout.along(mesh, source, _pipelines(mesh), note, told=told)
+        return RankLayout.build(mesh, source, _list_pipelines(mesh), note, known_axes=known_axes)
     if pipelines:
-        source = MESSAGES if pipelines == found.pipelines else NAMES
+        source = MESSAGES if pipelines == traffic.pipelines else NAMES
         note = Note("mesh_inferred", f"{_NO_MESH}: stages inferred from {_EVIDENCE[source]}")
-        return RankLayout.along(None, source, pipelines, note, told=told)
-    note = Note("mesh_unknown", _UNKNOWN + _doubt(found))
-    return RankLayout.along(None, USE if used else None, (), note, told=told)
+        return RankLayout.build(None, source, pipelines, note, known_axes=known_axes)
+    note = Note("mesh_unknown", _UNKNOWN + _format_doubt(traffic))
+    return RankLayout.build(None, USE if used else None, (), note, known_axes=known_axes)
 
 
-def _clear(traces: Sequence[RankTrace], found: Exchanges, lines: Lines) -> bool:
+def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Lines) -> bool:
     """Whether no message can belong to a pipeline that the mesh lacks."""
     unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
-    return "pp" in lines or not (found.doubtful or unknown)
+    return "pp" in lines or not (traffic.doubtful or unknown)
 
 
-def _doubt(found: Exchanges) -> str:
-    some = units.listed(found.doubtful)
+def _format_doubt(traffic: Exchanges) -> str:
+    some = units.format_number_list(traffic.doubtful)
     text = f"; messages between ranks {some} could be a pipeline or a ring"
-    return text if found.doubtful else ""
+    return text if traffic.doubtful else ""
 
 
-def _pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
+def _list_pipelines(mesh: Mesh) -> list[tuple[int, ...]]:
     lines = dict.fromkeys(mesh.line(rank, "pp") for rank in range(mesh.world_size))
     return [line for line in lines if len(line) > 1]
 
 
-def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
+def _collect_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group]:
     stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
     every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
     return [group for group in every if group.ranks]
@@ -168,21 +185,25 @@ def _all_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[Group
 Axes = dict[Group, frozenset[str]]
 
 
-def axes_by_name(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes:
+def find_named_axes(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes:
     """The axes of each group with a known name, without axes that lines show to have size 1."""
     axes: Axes = {}
     for group in groups:
-        name = named(group.description)
+        name = parse_group_name(group.description)
         several = {a for a in name.axes if a not in lines or lines[a].size > 1}
-        alone = one_axis(group.description)
+        alone = parse_single_axis(group.description)
         if name.axes and not name.experts:
             axes[group] = frozenset({alone} if alone and alone in several else several)
-    return axes | expert_axes(groups)
+    return axes | find_expert_axes(groups)
 
 
-def expert_axes(groups: Sequence[Group]) -> Axes:
+def find_expert_axes(groups: Sequence[Group]) -> Axes:
     """The axes of the expert groups; one with the same ranks as an ep group lies along ep only."""
-    experts = [(g, named(g.description)) for g in groups if named(g.description).experts]
+    experts = [
+        (g, parse_group_name(g.description))
+        for g in groups
+        if parse_group_name(g.description).experts
+    ]
     parallel = {group.ranks for group, name in experts if name.axes == ("ep",)}
     return {
         group: frozenset({"ep"} if "ep" in name.axes and group.ranks in parallel else name.axes)
@@ -190,17 +211,17 @@ def expert_axes(groups: Sequence[Group]) -> Axes:
     }
 
 
-def named_pipelines(
+def find_named_pipelines(
     groups: Sequence[Group], lines: Mapping[str, RankLine], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """The ranks of each pipeline, from groups named pp; empty if these overlap.
 
     If they form a regular grid, the pipelines of unrecorded ranks are extrapolated.
     """
-    told = [(g, named(g.description)) for g in groups if len(g.ranks) > 1]
-    stages = {g.ranks for g, name in told if name.axes == ("pp",) and name.whole}
+    named_groups = [(g, parse_group_name(g.description)) for g in groups if len(g.ranks) > 1]
+    stages = {g.ranks for g, name in named_groups if name.axes == ("pp",) and name.whole}
     line = lines.get("pp", RankLine(1, 1))
-    if line.size > 1 and line.fills(world_size) and all(line.starts_at(r[0]) for r in stages):
-        return tuple(line.all(world_size))
+    if line.size > 1 and line.can_fill(world_size) and all(line.is_start(r[0]) for r in stages):
+        return tuple(line.list_lines(world_size))
     members = [rank for ranks in stages for rank in ranks]
     return tuple(sorted(stages)) if len(set(members)) == len(members) else ()

@@ -28,21 +28,21 @@ class RankLine:
     def offsets(self) -> range:
         return range(0, self.stride * self.size, self.stride)
 
-    def starts_at(self, rank: int) -> bool:
+    def is_start(self, rank: int) -> bool:
         """Whether the rank can be the first of such a line, in a grid that starts at rank 0."""
         return rank // self.stride % self.size == 0
 
-    def fills(self, world_size: int) -> bool:
+    def can_fill(self, world_size: int) -> bool:
         """Whether such lines can tile this many ranks."""
         return world_size % (self.stride * self.size) == 0
 
-    def all(self, world_size: int) -> list[tuple[int, ...]]:
+    def list_lines(self, world_size: int) -> list[tuple[int, ...]]:
         """All lines in a world of this size."""
-        starts = (rank for rank in range(world_size) if self.starts_at(rank))
+        starts = (rank for rank in range(world_size) if self.is_start(rank))
         return [tuple(start + offset for offset in self.offsets) for start in starts]
 
 
-def line_of(ranks: Sequence[int]) -> RankLine | None:
+def fit_line(ranks: Sequence[int]) -> RankLine | None:
     """The line of equally spaced, ascending ranks; None for others."""
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if stride < 1 or tuple(ranks) != tuple(ranks[0] + i * stride for i in range(len(ranks))):
@@ -50,31 +50,33 @@ def line_of(ranks: Sequence[int]) -> RankLine | None:
     return RankLine(stride, len(ranks))
 
 
-def named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
+def find_named_lines(groups: Iterable[Group]) -> dict[str, RankLine]:
     """The line of each axis named in descriptions, with size 1; contradictory ones are dropped.
 
     A group along several axes yields the axis that is left after removing the known ones, such as
     data parallel ranks from a group with cp.
     """
-    told = {(named(g.description), _offsets(g.ranks)) for g in groups}
-    spans = sorted((n.axes, offsets) for n, offsets in told if n.whole and not n.experts)
-    seen: dict[str, set[RankLine | None]] = {}
+    described = {(parse_group_name(g.description), _compute_offsets(g.ranks)) for g in groups}
+    spans = sorted((n.axes, offsets) for n, offsets in described if n.whole and not n.experts)
+    candidates: dict[str, set[RankLine | None]] = {}
     for axes, offsets in spans:
         if len(axes) == 1:
-            seen.setdefault(axes[0], set()).add(line_of(offsets))
+            candidates.setdefault(axes[0], set()).add(fit_line(offsets))
     lines: dict[str, RankLine] = {}
-    for axis, found in seen.items():
-        (line, *others) = found
+    for axis, options in candidates.items():
+        (line, *others) = options
         if line is not None and not others:
             lines[axis] = line
     several = [(axes, offsets) for axes, offsets in spans if len(axes) > 1]
     for strict in (True, False):
         for _ in several:
-            lines |= _left_over(several, lines, frozenset(seen), strict)
+            lines |= _deduce_line(several, lines, frozenset(candidates), strict)
     return lines
 
 
-def mesh_of(lines: Mapping[str, RankLine], groups: Iterable[Group], world_size: int) -> Mesh | None:
+def build_mesh(
+    lines: Mapping[str, RankLine], groups: Iterable[Group], world_size: int
+) -> Mesh | None:
     """The mesh of these lines; None if they do not cover the world or contradict named groups."""
     outermost_first = sorted(
         (axis for axis, line in lines.items() if line.size > 1), key=lambda a: -lines[a].stride
@@ -88,15 +90,17 @@ def mesh_of(lines: Mapping[str, RankLine], groups: Iterable[Group], world_size: 
         return None
     mesh = Mesh.of({axis: lines[axis].size for axis in outermost_first})
     return (
-        mesh if all(_lies_in(mesh, group, named(group.description)) for group in groups) else None
+        mesh
+        if all(_is_in_mesh(mesh, group, parse_group_name(group.description)) for group in groups)
+        else None
     )
 
 
-def _offsets(ranks: Sequence[int]) -> tuple[int, ...]:
+def _compute_offsets(ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank - ranks[0] for rank in ranks)
 
 
-def _left_over(
+def _deduce_line(
     several: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
     lines: Mapping[str, RankLine],
     pure: frozenset[str],
@@ -113,13 +117,13 @@ def _left_over(
             continue
         if any(axis not in _MAY_BE_ONE for axis in unknown[1:]):
             continue
-        line = line_of(_without(offsets, [lines[axis] for axis in axes if axis in lines]))
+        line = fit_line(_remove_lines(offsets, [lines[axis] for axis in axes if axis in lines]))
         if line is not None:
             return {unknown[0]: line} | {axis: RankLine(1, 1) for axis in unknown[1:]}
     return {}
 
 
-def _without(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
+def _remove_lines(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ...]:
     """The offsets left after collapsing the known lines; (0, 0) if the offsets do not contain
     them."""
     block = [sum(steps) for steps in product(*(line.offsets for line in known))]
@@ -134,12 +138,12 @@ def _without(offsets: Sequence[int], known: Sequence[RankLine]) -> tuple[int, ..
     return tuple(remain)
 
 
-def _lies_in(mesh: Mesh, group: Group, told: Named) -> bool:
+def _is_in_mesh(mesh: Mesh, group: Group, name: GroupName) -> bool:
     """Whether the group's ranks match its description; true for groups without a complete
     description."""
-    if not told.whole or told.experts:
+    if not name.whole or name.experts:
         return True
-    lines = [mesh.line(group.ranks[0], axis) for axis in told.axes if axis in mesh.axes]
+    lines = [mesh.line(group.ranks[0], axis) for axis in name.axes if axis in mesh.axes]
     spanned = sorted(
         group.ranks[0] + sum(rank - group.ranks[0] for rank in ranks) for ranks in product(*lines)
     )
@@ -218,7 +222,7 @@ _EP_SIZE = re.compile(r"^ep_size_\d+$")
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GroupName:
     """The axes along which a group's ranks differ, by its description, if their sizes exceed 1.
 
     whole: the group contains all ranks that differ along these axes only. experts: the group
@@ -231,53 +235,53 @@ class Named:
 
 
 @cache
-def named(description: str) -> Named:
+def parse_group_name(description: str) -> GroupName:
     """Parses a description by DeviceMesh, Megatron-LM or DeepSpeed; no axes if unknown."""
     text = _WHAT_FOR.sub("", description.lower())
     if (part := _PART_OF.match(text)) is not None:
-        of = _parallel(part[1])
-        return Named(of.axes, whole=False, experts=of.experts)
-    found = _parallel(text)
-    return found if found.axes else _dims(text.removeprefix("mesh_"))
+        of = _parse_parallel(part[1])
+        return GroupName(of.axes, whole=False, experts=of.experts)
+    parsed = _parse_parallel(text)
+    return parsed if parsed.axes else _parse_dims(text.removeprefix("mesh_"))
 
 
-def one_axis(description: str) -> str | None:
+def parse_single_axis(description: str) -> str | None:
     """The axis of a description with a single one; dp means dp_replicate and fsdp dp_shard, as in
     run.json."""
-    found = named(description)
-    if len(found.axes) == 1 or description.lower().removeprefix("mesh_") in ("dp", "fsdp"):
-        return found.axes[0]
+    parsed = parse_group_name(description)
+    if len(parsed.axes) == 1 or description.lower().removeprefix("mesh_") in ("dp", "fsdp"):
+        return parsed.axes[0]
     return None
 
 
-def _parallel(text: str) -> Named:
+def _parse_parallel(text: str) -> GroupName:
     """Parses a name such as tensor_and_data_parallel_with_cp."""
     if text in _ENDS or _HYBRID.match(text):
-        return Named(_ENDS.get(text, ("dp_replicate", "cp")), whole=False)
+        return GroupName(_ENDS.get(text, ("dp_replicate", "cp")), whole=False)
     base = text.removesuffix("_with_cp")
     kind = base.removesuffix("_parallel")
     if kind == base:
-        return Named(("ep",), whole=True, experts=True) if _EP_SIZE.match(text) else Named()
+        return GroupName(("ep",), whole=True, experts=True) if _EP_SIZE.match(text) else GroupName()
     if kind in _EXPERT_PARALLEL:
-        return Named(_EXPERT_PARALLEL[kind], whole=True, experts=True)
+        return GroupName(_EXPERT_PARALLEL[kind], whole=True, experts=True)
     axes = _PARALLEL.get(kind, ())
-    return Named((*axes, "cp") if axes and base != text else axes, whole=bool(axes))
+    return GroupName((*axes, "cp") if axes and base != text else axes, whole=bool(axes))
 
 
-def _dims(text: str) -> Named:
+def _parse_dims(text: str) -> GroupName:
     """Parses a DeviceMesh dim; flattened dims are joined by underscores."""
     if text in _PARTS:
-        return Named(_PARTS[text], whole=False)
+        return GroupName(_PARTS[text], whole=False)
     axes: list[str] = []
     experts, rest = False, text
     while rest:
         dim = next((d for d in _BY_LENGTH if rest == d or rest.startswith(f"{d}_")), None)
         if dim is None:
-            return Named()
+            return GroupName()
         axes += _DIMS[dim] if dim in _DIMS else _EXPERT_DIMS[dim]
         experts |= dim in _EXPERT_DIMS or "ep" in axes
         rest = rest[len(dim) + 1 :]
-    return Named(tuple(dict.fromkeys(axes)), whole=bool(axes), experts=experts)
+    return GroupName(tuple(dict.fromkeys(axes)), whole=bool(axes), experts=experts)
 
 
 _BY_LENGTH = sorted((*_DIMS, *_EXPERT_DIMS), key=len, reverse=True)

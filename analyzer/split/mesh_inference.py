@@ -10,16 +10,21 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import Intervals, inside, union
-from stepsplit.analyzer.split.classify import marks_in, work_of
-from stepsplit.analyzer.split.mesh_groups import RankLine, line_of, named, one_axis
+from stepsplit.analyzer.arrays import Intervals, is_inside, union
+from stepsplit.analyzer.split.classify import collect_work, parse_marks
+from stepsplit.analyzer.split.mesh_groups import (
+    RankLine,
+    fit_line,
+    parse_group_name,
+    parse_single_axis,
+)
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 
 # Axes of groups without a known name, from their ranks and usage.
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _AxisEvidence:
     """Shapes of groups that reduce gradients, shapes with an axis, and the smallest stride."""
 
     summed: Set[frozenset[int]]
@@ -27,7 +32,7 @@ class _Seen:
     closest: int
 
 
-def used_axes(
+def infer_axes(
     traces: Sequence[RankTrace], rings: Collection[tuple[int, ...]], stage: Mapping[int, int]
 ) -> dict[Group, str]:
     """The axis of each group without a known name whose usage and ranks are unambiguous.
@@ -35,88 +40,94 @@ def used_axes(
     A group gets the axis for which all groups of its shape are used. Groups across stages get none:
     embeddings of the first and last stage are reduced like gradients.
     """
-    every = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
-    mesh = [group for group in every if not named(group.description).experts]
-    told = {g: axis for g in mesh if (axis := one_axis(g.description)) is not None}
-    told |= {group: "cp" for group in _with_messages(traces) if group.ranks in rings}
-    used = {g: u for g, u in usages(traces).items() if g not in told and len(g.ranks) > 1}
-    unnamed = {g: u for g, u in used.items() if not named(g.description).axes}
-    axes = _by_shape(unnamed, stage)
-    seen = _Seen(
-        summed={_shape(group) for group, usage in used.items() if usage.sums_gradients},
-        axes={(_shape(group), axis) for group, axis in (axes | told).items()},
-        closest=min((_stride(group) for group in [*used, *told]), default=1),
+    groups = [group for trace in traces for group in trace.groups if len(group.ranks) > 1]
+    mesh = [group for group in groups if not parse_group_name(group.description).experts]
+    named_axes = {g: axis for g in mesh if (axis := parse_single_axis(g.description)) is not None}
+    named_axes |= {group: "cp" for group in _list_message_groups(traces) if group.ranks in rings}
+    used = {
+        g: u for g, u in measure_usage(traces).items() if g not in named_axes and len(g.ranks) > 1
+    }
+    unnamed = {g: u for g, u in used.items() if not parse_group_name(g.description).axes}
+    axes = _infer_by_shape(unnamed, stage)
+    evidence = _AxisEvidence(
+        summed={_compute_shape(group) for group, usage in used.items() if usage.sums_gradients},
+        axes={(_compute_shape(group), axis) for group, axis in (axes | named_axes).items()},
+        closest=min((_compute_stride(group) for group in [*used, *named_axes]), default=1),
     )
-    clear = {group: axis for group, axis in axes.items() if not _doubtful(group, axis, seen)}
+    clear = {group: axis for group, axis in axes.items() if not _is_doubtful(group, axis, evidence)}
     lines: dict[str, set[RankLine | None]] = defaultdict(set)
-    for group, axis in (told | clear).items():
-        lines[axis].add(line_of(group.ranks))
+    for group, axis in (named_axes | clear).items():
+        lines[axis].add(fit_line(group.ranks))
     one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
-    return one_line | {g: axis for g, axis in told.items() if not named(g.description).axes}
+    return one_line | {
+        g: axis for g, axis in named_axes.items() if not parse_group_name(g.description).axes
+    }
 
 
-def lines_of(
-    axes: Mapping[Group, str], found: Exchanges, present: Collection[int]
+def infer_lines(
+    axes: Mapping[Group, str], traffic: Exchanges, present: Collection[int]
 ) -> dict[str, RankLine]:
     """The line of each mesh axis from groups and messages; ambiguous ones are dropped.
 
     A chain counts only if all its ranks are recorded, otherwise it may continue.
     """
-    seen: dict[str, set[RankLine | None]] = defaultdict(set)
+    candidates: dict[str, set[RankLine | None]] = defaultdict(set)
     for group, axis in axes.items():
-        seen[axis].add(line_of(group.ranks))
-    for axis, exchanged in (("pp", found.pipelines), ("cp", found.rings)):
+        candidates[axis].add(fit_line(group.ranks))
+    for axis, exchanged in (("pp", traffic.pipelines), ("cp", traffic.rings)):
         for ranks in exchanged:
-            seen[axis].add(line_of(ranks) if set(ranks) <= set(present) else None)
-    only = {axis: next(iter(lines)) for axis, lines in seen.items() if len(lines) == 1}
+            candidates[axis].add(fit_line(ranks) if set(ranks) <= set(present) else None)
+    only = {axis: next(iter(lines)) for axis, lines in candidates.items() if len(lines) == 1}
     return {axis: line for axis, line in only.items() if line is not None and axis != "ep"}
 
 
-def _by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
+def _infer_by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
     """The axes of groups by usage, if all groups of a shape within a stage agree."""
-    seen: dict[RankLine, set[str]] = defaultdict(set)
+    axes_by_line: dict[RankLine, set[str]] = defaultdict(set)
     axes: dict[Group, str] = {}
     for group, usage in used.items():
-        axis, line = usage.axis(), line_of(group.ranks)
+        axis, line = usage.infer_axis(), fit_line(group.ranks)
         if axis == "ep":
             axes[group] = axis
         elif axis is not None and line and len({stage.get(rank) for rank in group.ranks}) == 1:
             axes[group] = axis
-            seen[line].add(axis)
-    lines = {group: line_of(group.ranks) for group in axes}
+            axes_by_line[line].add(axis)
+    lines = {group: fit_line(group.ranks) for group in axes}
     return {
-        g: a for g, a in axes.items() if a == "ep" or len(seen[lines[g] or RankLine(1, 1)]) == 1
+        g: a
+        for g, a in axes.items()
+        if a == "ep" or len(axes_by_line[lines[g] or RankLine(1, 1)]) == 1
     }
 
 
-def _doubtful(group: Group, axis: str, seen: _Seen) -> bool:
+def _is_doubtful(group: Group, axis: str, evidence: _AxisEvidence) -> bool:
     """Whether the ranks of other groups contradict the axis.
 
     tp has the smallest stride. If a larger group also reduces gradients, this one may gather keys
     and values of attention instead of weights. A group that contains a whole line of another axis
     lies along several axes.
     """
-    shape = _shape(group)
+    shape = _compute_shape(group)
     if axis == "ep":
         return False
     if axis == "tp":
-        return _stride(group) > seen.closest
-    if axis == "dp_shard" and any(shape < other for other in seen.summed):
+        return _compute_stride(group) > evidence.closest
+    if axis == "dp_shard" and any(shape < other for other in evidence.summed):
         return True
-    return any(other < shape for other, of in seen.axes if of not in (axis, "ep"))
+    return any(other < shape for other, of in evidence.axes if of not in (axis, "ep"))
 
 
-def _shape(group: Group) -> frozenset[int]:
+def _compute_shape(group: Group) -> frozenset[int]:
     """The offsets from the first rank; the groups of an axis share few shapes."""
     return frozenset(rank - group.ranks[0] for rank in group.ranks)
 
 
-def _stride(group: Group) -> int:
-    line = line_of(group.ranks)
+def _compute_stride(group: Group) -> int:
+    line = fit_line(group.ranks)
     return line.stride if line is not None else 1
 
 
-def _with_messages(traces: Sequence[RankTrace]) -> list[Group]:
+def _list_message_groups(traces: Sequence[RankTrace]) -> list[Group]:
     """The groups with messages."""
     return [
         trace.groups[group_id]
@@ -131,7 +142,7 @@ def _with_messages(traces: Sequence[RankTrace]) -> list[Group]:
 SCALAR_BYTES = 1024
 """Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor."""
 
-MANY = 4
+MIN_REPEATS = 4
 """Minimum all_reduces before the first backward of a step: two per layer for two layers."""
 
 _GATHERS = "FSDP::all_gather"
@@ -152,7 +163,7 @@ class Usage:
     sizes: int
     sharded: bool
 
-    def axis(self) -> str | None:
+    def infer_axis(self) -> str | None:
         """The axis of a group with this usage; None if several axes are possible.
 
         Layers of tp reduce, or gather and scatter, activations in both passes. Sharded weights are
@@ -162,12 +173,12 @@ class Usage:
         """
         if self.sharded:
             return "dp_shard"
-        if self._often("all_to_all", early=0, late=0):
-            return "ep" if self.sizes > MANY else None
-        if self._often("all_reduce", early=MANY, late=MANY):
+        if self._is_frequent("all_to_all", early=0, late=0):
+            return "ep" if self.sizes > MIN_REPEATS else None
+        if self._is_frequent("all_reduce", early=MIN_REPEATS, late=MIN_REPEATS):
             return "tp"
-        if self._often("reduce_scatter", early=MANY, late=MANY):
-            return "tp" if self.early[OP_CODE["all_gather"]] >= MANY else None
+        if self._is_frequent("reduce_scatter", early=MIN_REPEATS, late=MIN_REPEATS):
+            return "tp" if self.early[OP_CODE["all_gather"]] >= MIN_REPEATS else None
         if self.early[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any():
             return None
         gathers, scatters = OP_CODE["all_gather"], OP_CODE["reduce_scatter"]
@@ -176,7 +187,7 @@ class Usage:
             return "dp_shard" if both_late else None
         return "dp_replicate" if self.late[OP_CODE["all_reduce"]] or both_late else None
 
-    def _often(self, op: str, *, early: float, late: float) -> bool:
+    def _is_frequent(self, op: str, *, early: float, late: float) -> bool:
         """Whether the op is called, and at least this often in both parts of a step."""
         code = OP_CODE[op]
         called = bool(self.early[code] or self.late[code])
@@ -188,18 +199,18 @@ class Usage:
         return bool(self.late[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any())
 
 
-def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
+def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
     """The usage of groups, from traces that show which calls precede the first backward."""
     counts: dict[Group, list[Counts]] = defaultdict(list)
     sizes: dict[Group, set[int]] = defaultdict(set)
     sharded: dict[Group, bool] = {}
     for trace in traces:
-        parts, marked = _parts(trace), _marked_gathers(trace)
+        parts, marked = _classify_parts(trace), _find_marked_gathers(trace)
         for group_id in np.unique(trace.calls.group_id[parts >= 0]).tolist():
             rows = (parts >= 0) & (trace.calls.group_id == group_id)
             if group_id >= 0:
                 group = trace.groups[group_id]
-                counts[group].append(_calls_per_step(trace, rows, parts))
+                counts[group].append(_count_calls_per_step(trace, rows, parts))
                 gathers = marked[rows & (trace.calls.op == OP_CODE["all_gather"])]
                 sharded[group] = sharded.get(group, True) and bool(len(gathers) and gathers.all())
                 exchanged = rows & (trace.calls.op == OP_CODE["all_to_all"])
@@ -208,23 +219,23 @@ def usages(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
     return {g: Usage(m[0], m[1], len(sizes[g]), sharded[g]) for g, m in means.items()}
 
 
-def _marked_gathers(trace: RankTrace) -> Bool:
+def _find_marked_gathers(trace: RankTrace) -> Bool:
     """Which calls the host issued within an FSDP2 all_gather."""
     events, calls = trace.events, trace.calls
-    marks = events.named(_GATHERS) & events.of(Category.OP, Category.ANNOTATION)
+    marks = events.match_prefix(_GATHERS) & events.is_category(Category.OP, Category.ANNOTATION)
     spans = union(events.start_ns[marks], events.end_ns[marks])
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
-    return inside(spans, when)
+    return is_inside(spans, when)
 
 
-def _calls_per_step(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:
+def _count_calls_per_step(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:
     """Calls per step in the early and late part, shape (2, ops)."""
     place = parts[rows] * len(OPS) + trace.calls.op[rows]
-    steps = max(1, len(_step_starts(trace.events)))
+    steps = max(1, len(_find_step_starts(trace.events)))
     return np.bincount(place, minlength=2 * len(OPS)).reshape(2, len(OPS)) / steps
 
 
-def _parts(trace: RankTrace) -> Int64:
+def _classify_parts(trace: RankTrace) -> Int64:
     """0 for calls before the first backward of their step, 1 for later ones, -1 for ignored ones.
 
     Ignored are messages, scalars, calls of unknown time, and calls outside steps with a backward.
@@ -235,15 +246,17 @@ def _parts(trace: RankTrace) -> Int64:
     when = np.where(known, calls.issued_ns, starts)
     tensors = (calls.message_bytes < 0) | (calls.message_bytes > SCALAR_BYTES)
     counts = tensors & ~calls.is_message & (known | (not trace.on_device))
-    backward = _first_backward_ns(events, when)
+    backward = _find_first_backward_ns(events, when)
     return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
 
 
-def _first_backward_ns(events: Events, when: Int64) -> Int64:
+def _find_first_backward_ns(events: Events, when: Int64) -> Int64:
     """The first backward in the step of each instant; -1 if there is none."""
-    marks = events.named("autograd::engine") & events.of(Category.OP, Category.ANNOTATION)
+    marks = events.match_prefix("autograd::engine") & events.is_category(
+        Category.OP, Category.ANNOTATION
+    )
     backward = events.start_ns[marks]
-    steps = _step_starts(events)
+    steps = _find_step_starts(events)
     steps = steps if len(steps) else events.start_ns[:1]
     if not len(backward) or not len(steps):
         return np.full(len(when), -1, dtype=np.int64)
@@ -255,8 +268,10 @@ def _first_backward_ns(events: Events, when: Int64) -> Int64:
     return np.where(step >= 0, of_step[np.maximum(step, 0)], -1)
 
 
-def _step_starts(events: Events) -> Int64:
-    mask = events.named("ProfilerStep#") & events.of(Category.OP, Category.ANNOTATION)
+def _find_step_starts(events: Events) -> Int64:
+    mask = events.match_prefix("ProfilerStep#") & events.is_category(
+        Category.OP, Category.ANNOTATION
+    )
     return events.start_ns[mask]
 
 
@@ -289,17 +304,17 @@ class _Traffic:
     first_peer: dict[int, int] = field(default_factory=dict)
 
 
-def exchanges(traces: Sequence[RankTrace]) -> Exchanges:
+def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
     """Finds pipelines and rings in the messages of all ranks; ranks in two pipelines are in
     none."""
     by_rank = {trace.rank: trace for trace in traces}
     pipelines: dict[Ranks, None] = {}
     rings: dict[Ranks, None] = {}
     doubtful: set[int] = set()
-    for traffic in _traffic(traces):
-        for ranks in _components(traffic.neighbors):
-            marked = _marked_order(ranks, by_rank)
-            line = _pipeline(ranks, traffic, by_rank) if marked is None else marked
+    for traffic in _collect_traffic(traces):
+        for ranks in _find_components(traffic.neighbors):
+            marked = _order_by_marks(ranks, by_rank)
+            line = _order_pipeline(ranks, traffic, by_rank) if marked is None else marked
             if line:
                 pipelines[line] = None
             elif _is_ring(ranks, traffic) or (marked == () and len(ranks) == 2):
@@ -312,12 +327,12 @@ def exchanges(traces: Sequence[RankTrace]) -> Exchanges:
     return Exchanges(tuple(pipelines), tuple(rings), tuple(sorted(doubtful)))
 
 
-def _traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
+def _collect_traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
     """The messages of each group; both ends may have recorded a message."""
-    found: dict[Ranks, _Traffic] = defaultdict(_Traffic)
+    by_group: dict[Ranks, _Traffic] = defaultdict(_Traffic)
     for trace in traces:
-        for group_id, op, peer, count in _message_counts(trace):
-            traffic = found[trace.groups[group_id].ranks if group_id >= 0 else ()]
+        for group_id, op, peer, count in _count_messages(trace):
+            traffic = by_group[trace.groups[group_id].ranks if group_id >= 0 else ()]
             sends = op == OP_CODE["send"]
             traffic.first_is_send.setdefault(trace.rank, sends)
             traffic.first_peer.setdefault(trace.rank, peer)
@@ -325,10 +340,10 @@ def _traffic(traces: Sequence[RankTrace]) -> list[_Traffic]:
             traffic.neighbors[peer].add(trace.rank)
             ends = (trace.rank, peer) if sends else (peer, trace.rank)
             traffic.sent[ends] = max(traffic.sent[ends], count)
-    return list(found.values())
+    return list(by_group.values())
 
 
-def _message_counts(trace: RankTrace) -> list[tuple[int, int, int, int]]:
+def _count_messages(trace: RankTrace) -> list[tuple[int, int, int, int]]:
     """(group, op, peer, count) of the rank's messages, by first occurrence."""
     calls = trace.calls
     known = np.isin(calls.op, _ONE_WAY) & (calls.peer >= 0) & (calls.peer != trace.rank)
@@ -338,24 +353,26 @@ def _message_counts(trace: RankTrace) -> list[tuple[int, int, int, int]]:
     return [(*kinds[i].tolist(), int(count[i])) for i in order.tolist()]
 
 
-def _components(neighbors: Mapping[int, set[int]]) -> list[Ranks]:
+def _find_components(neighbors: Mapping[int, set[int]]) -> list[Ranks]:
     """Connected components of ranks that exchange messages; chains are ordered from end to end."""
-    found, seen = [], set[int]()
+    components, visited = [], set[int]()
     for start in sorted(neighbors, key=lambda rank: (len(neighbors[rank]), rank)):
-        if start in seen:
+        if start in visited:
             continue
         ranks, ahead = [], [start]
         while ahead:
             rank = ahead.pop()
-            if rank not in seen:
-                seen.add(rank)
+            if rank not in visited:
+                visited.add(rank)
                 ranks.append(rank)
-                ahead += sorted(neighbors[rank] - seen, reverse=True)
-        found.append(tuple(ranks))
-    return found
+                ahead += sorted(neighbors[rank] - visited, reverse=True)
+        components.append(tuple(ranks))
+    return components
 
 
-def _pipeline(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
+def _order_pipeline(
+    ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]
+) -> Ranks | None:
     """The ranks in stage order; None if ambiguous.
 
     Two ranks with messages in both directions may be a ring, since some rings also start with one
@@ -365,33 +382,33 @@ def _pipeline(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace])
     if degrees[-1] > 2:
         return None
     if degrees[0] == 2:
-        return _loop(ranks, traffic)
+        return _order_loop(ranks, traffic)
     first, last = traffic.first_is_send.get(ranks[0]), traffic.first_is_send.get(ranks[-1])
-    if len(ranks) == 2 and _both_ways(ranks, traffic):
+    if len(ranks) == 2 and _is_two_way(ranks, traffic):
         starter, later = ranks if first else ranks[::-1]
-        if {first, last} != {True, False} or swaps(by_rank[later], starter):
+        if {first, last} != {True, False} or is_ring_exchange(by_rank[later], starter):
             return None
     backward = first is False or (first is None and last is True)
     return ranks[::-1] if backward else ranks
 
 
-def _marked_order(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
+def _order_by_marks(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:
     """The ranks in the order of their marked stages.
 
     () if ranks of one stage exchange messages, None without marks.
     """
-    stages = {rank: marked_stage(by_rank[rank].events) for rank in ranks if rank in by_rank}
+    stages = {rank: read_marked_stage(by_rank[rank].events) for rank in ranks if rank in by_rank}
     numbers = {stage for stage in stages.values() if stage is not None}
     if len(stages) < len(ranks) or None in stages.values():
         return None
     return tuple(sorted(ranks, key=lambda r: stages[r] or 0)) if len(numbers) == len(ranks) else ()
 
 
-def _both_ways(ranks: Ranks, traffic: _Traffic) -> bool:
+def _is_two_way(ranks: Ranks, traffic: _Traffic) -> bool:
     return bool(traffic.sent[ranks[0], ranks[1]] and traffic.sent[ranks[1], ranks[0]])
 
 
-def _loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
+def _order_loop(ranks: Ranks, traffic: _Traffic) -> Ranks | None:
     """The stages of an interleaved schedule: only one rank starts with a send, to the second
     stage."""
     starters = [rank for rank in ranks if traffic.first_is_send.get(rank, True)]
@@ -420,19 +437,19 @@ def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
 # The pipeline stage in a rank's own annotations.
 
 
-def marked_stage(events: Events) -> int | None:
+def read_marked_stage(events: Events) -> int | None:
     """The first stage with marked work; None without marks."""
-    return min((mark.stage for name in events.names for mark in marks_in(name)), default=None)
+    return min((mark.stage for name in events.names for mark in parse_marks(name)), default=None)
 
 
 # Distinguishing a ring of two ranks from a pipeline of two stages.
 
-SHARE = 0.8
+MIN_SHARE = 0.8
 """In a ring, at least this fraction of the compute between messages follows a send; the last stage
 of a pipeline computes between receive and send."""
 
 
-def swaps(trace: RankTrace, peer: int) -> bool:
+def is_ring_exchange(trace: RankTrace, peer: int) -> bool:
     """Whether nearly all compute between messages with the peer follows a send, as in a ring.
 
     Each round of a ring starts with an exchange. The last stage of a pipeline computes forward and
@@ -445,12 +462,12 @@ def swaps(trace: RankTrace, peer: int) -> bool:
     when = np.where(sends, events.start_ns[event], events.end_ns[event])
     order = np.lexsort((~sends, when))
     when, sends = when[order], sends[order]
-    worked = np.diff(_worked_until(work_of(trace).compute, when))
+    worked = np.diff(_sum_compute_until(collect_work(trace).compute, when))
     after_sending = sends[:-1] & ~sends[1:]
-    return bool(worked[after_sending].sum() >= SHARE * worked.sum())
+    return bool(worked[after_sending].sum() >= MIN_SHARE * worked.sum())
 
 
-def _worked_until(compute: Intervals, when: Int64) -> Int64:
+def _sum_compute_until(compute: Intervals, when: Int64) -> Int64:
     """The cumulative compute before each instant in ns."""
     done = np.concatenate(([0], np.cumsum(compute.end_ns - compute.start_ns)))
     last = np.searchsorted(compute.start_ns, when, side="right")

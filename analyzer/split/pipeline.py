@@ -9,9 +9,16 @@ from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, distinct, most_of, overlap_ns, union, without
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    group_max,
+    list_distinct,
+    overlap_ns,
+    subtract,
+    union,
+)
 from stepsplit.analyzer.split.attribute import BucketBands
-from stepsplit.analyzer.split.classify import MARKERS, Mark, marks_in
+from stepsplit.analyzer.split.classify import MARKERS, Mark, parse_marks
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
@@ -22,23 +29,23 @@ _PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBoxes:
+class DetectedSlots:
     """The slots of a rank in order of time, and their source: annotations, messages, or None."""
 
-    boxes: tuple[Box, ...]
+    slots: tuple[MicrobatchSlot, ...]
     source: str | None
 
 
-def found_boxes(trace: RankTrace, layout: RankLayout) -> FoundBoxes:
+def find_slots(trace: RankTrace, layout: RankLayout) -> DetectedSlots:
     """The slots marked by annotations, else those inferred from messages."""
-    marked = boxes_of(trace, layout.stage_of.get(trace.rank))
+    marked = read_slots(trace, layout.stage_of.get(trace.rank))
     if marked:
-        return FoundBoxes(marked, "annotations")
-    told = boxes_of_messages(trace, layout)
-    return FoundBoxes(told, "messages" if told else None)
+        return DetectedSlots(marked, "annotations")
+    inferred = infer_slots(trace, layout)
+    return DetectedSlots(inferred, "messages" if inferred else None)
 
 
-def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
+def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, ...]:
     """Infers the slots of a rank with one stage from what its host launched between its messages.
 
     The input of a message is launched before it and its consumer after it, so there is one slot
@@ -49,14 +56,14 @@ def boxes_of_messages(trace: RankTrace, layout: RankLayout) -> tuple[Box, ...]:
     forwards and backwards has no slots, nor has a rank with messages of several chunks.
     """
     line = next((line for line in layout.pipelines if trace.rank in line), ())
-    messages = _messages(trace, line)
-    if not len(messages) or _several_chunks(trace, line):
+    messages = _find_message_times(trace, line)
+    if not len(messages) or _has_several_chunks(trace, line):
         return ()
-    steps = np.sort(trace.events.start_ns[_host(trace.events, "ProfilerStep#")])
-    work = _rank_work(trace, layout, steps)
-    gaps = _gaps(work, messages, _step_of(messages, steps))
-    kind = _kind(work, gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
-    return _boxes(work, gaps.number, kind, layout.stage(trace.rank))
+    steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
+    work = _collect_work(trace, layout, steps)
+    gaps = _assign_gaps(work, messages, _find_host_step(messages, steps))
+    kind = _classify_work(work, gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
+    return _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class _Work:
     autograd: Bool
 
 
-def _messages(trace: RankTrace, line: Sequence[int]) -> Int64:
+def _find_message_times(trace: RankTrace, line: Sequence[int]) -> Int64:
     """The issue time of each message to another rank of the pipeline, or to an unknown peer."""
     calls = trace.calls
     of_line = [len(set(group.ranks) & set(line)) > 1 for group in trace.groups]
@@ -83,26 +90,26 @@ def _messages(trace: RankTrace, line: Sequence[int]) -> Int64:
     return np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
 
 
-def _several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
+def _has_several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
     """Whether messages skip a neighbor: from the last rank to the first, for a further chunk."""
     calls, at = trace.calls, line.index(trace.rank)
     neighbors = line[max(at - 1, 0) : at + 2]
-    others = np.isin(calls.peer, line) & ~np.isin(calls.peer, neighbors)
-    return bool((calls.is_message & others).any())
+    distant = np.isin(calls.peer, line) & ~np.isin(calls.peer, neighbors)
+    return bool((calls.is_message & distant).any())
 
 
-def _step_of(when: Int64, steps: Int64) -> Int64:
+def _find_host_step(when: Int64, steps: Int64) -> Int64:
     """The step of the host at each instant, -1 before the first; 0 without marks."""
     return np.searchsorted(steps, when, side="right") - (1 if len(steps) else 0)
 
 
-def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
+def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     """The rank's kernels (on a CPU: ops) without the optimizer's, by launch time."""
     events = trace.events
     launched = events.launch_ns() if trace.on_device else events.start_ns
-    works = _kernels(trace, layout) if trace.on_device else trace.kinds.computes
-    step = _step_of(launched, steps)
-    works &= (launched >= 0) & (step >= 0) & ~_launched_in(events, "Optimizer.", launched)
+    works = _find_slot_kernels(trace, layout) if trace.on_device else trace.kinds.computes
+    step = _find_host_step(launched, steps)
+    works &= (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
     rows = np.flatnonzero(works)
     rows = rows[np.argsort(launched[rows], kind="stable")]
     return _Work(
@@ -110,27 +117,27 @@ def _rank_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
         start_ns=events.start_ns[rows],
         end_ns=events.end_ns[rows],
         step=step[rows],
-        autograd=_launched_in(events, "autograd::engine::evaluate_function", launched[rows]),
+        autograd=_is_launched_in(events, "autograd::engine::evaluate_function", launched[rows]),
     )
 
 
-def _kernels(trace: RankTrace, layout: RankLayout) -> Bool:
+def _find_slot_kernels(trace: RankTrace, layout: RankLayout) -> Bool:
     """Which events are kernels of a slot: compute, or communication within the stage."""
-    axes = [layout.axes_of(group) for group in trace.groups]
+    axes = [layout.find_axes(group) for group in trace.groups]
     within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
-    kernels = trace.events.of(Category.KERNEL)
+    kernels = trace.events.is_category(Category.KERNEL)
     kernels[trace.calls.event] &= within[trace.calls.group_id]
     return kernels
 
 
-def _host(events: Events, name: str) -> Bool:
+def _mask_host_events(events: Events, name: str) -> Bool:
     """Which events are ops and annotations with this name prefix."""
-    return events.of(Category.OP, Category.ANNOTATION) & events.named(name)
+    return events.is_category(Category.OP, Category.ANNOTATION) & events.match_prefix(name)
 
 
-def _launched_in(events: Events, name: str, launched: Int64) -> Bool:
+def _is_launched_in(events: Events, name: str, launched: Int64) -> Bool:
     """Which of these times are inside an op or annotation with this name prefix."""
-    spans = _host(events, name)
+    spans = _mask_host_events(events, name)
     covered = union(events.start_ns[spans], events.end_ns[spans])
     edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
     return np.asarray(np.searchsorted(edges, launched, side="right") % 2 == 1)
@@ -151,7 +158,7 @@ class _Gaps:
     after: Bool
 
 
-def _gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
+def _assign_gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
     passed = np.searchsorted(messages, work.launch_ns, side="right")
     before = np.concatenate(([-1], message_step))[passed]
     after = np.concatenate((message_step, [-1]))[passed]
@@ -168,7 +175,7 @@ def _gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
     )
 
 
-def _kind(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
+def _classify_work(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
     """For each event 0 for a forward, 1 for a backward, -1 for neither.
 
     Every stage but the first receives the input of a forward; every stage but the last sends its
@@ -181,7 +188,7 @@ def _kind(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
     return np.where(forward, np.where(whole, 0, -1), np.where(back, 1, -1))
 
 
-def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
+def _build_slots(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[MicrobatchSlot, ...]:
     """One slot per interval and kind, in steps with equal numbers of both kinds."""
     rows = np.flatnonzero(kind >= 0)
     codes, box = np.unique(2 * gap[rows] + kind[rows], return_inverse=True)
@@ -190,16 +197,16 @@ def _boxes(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Box, ...]:
     np.minimum.at(start, box, work.start_ns[rows])
     np.maximum.at(end, box, work.end_ns[rows])
     step[box] = work.step[rows]
-    found = []
+    slots = []
     for number in np.unique(step).tolist():
         parts = [np.flatnonzero((step == number) & (codes % 2 == phase)) for phase in (0, 1)]
         if len(parts[0]) == len(parts[1]):
-            found += [
-                Box(stage, i, phase, int(start[row]), int(end[row]))
+            slots += [
+                MicrobatchSlot(stage, i, phase, int(start[row]), int(end[row]))
                 for phase, part in zip(_PHASES, parts, strict=True)
                 for i, row in enumerate(part.tolist())
             ]
-    return tuple(sorted(found, key=lambda one: one.start_ns))
+    return tuple(sorted(slots, key=lambda one: one.start_ns))
 
 
 # The pipeline grid and its bubble.
@@ -211,12 +218,12 @@ class StepGrid:
 
     rank: int
     step: int
-    boxes: tuple[Box, ...]
+    slots: tuple[MicrobatchSlot, ...]
     busy: Intervals
 
 
 @dataclass(frozen=True, slots=True)
-class StageHoles:
+class StageBubble:
     """One stage in one step: the window of its whole pipeline, and the bubble of the stage in
     it."""
 
@@ -224,83 +231,89 @@ class StageHoles:
     step: int
     stage: int
     window_ns: int
-    holes_ns: int
+    bubble_ns: int
 
 
-def grid_of(rank: int, step: int, boxes: Sequence[Box], band: BucketBands) -> StepGrid:
+def build_grid(
+    rank: int, step: int, slots: Sequence[MicrobatchSlot], band: BucketBands
+) -> StepGrid:
     """The grid of one step; busy excludes pipeline waits inside the slots.
 
     An annotation may contain the wait for its input, as torch's own do.
     """
-    start = np.array([box.start_ns for box in boxes], dtype=np.int64)
-    end = np.array([box.end_ns for box in boxes], dtype=np.int64)
+    start = np.array([box.start_ns for box in slots], dtype=np.int64)
+    end = np.array([box.end_ns for box in slots], dtype=np.int64)
     waits = np.isin(band.bucket, (P2P, BUBBLE))
-    worked = without(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
-    return StepGrid(rank, step, numbered(boxes), worked)
+    worked = subtract(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
+    return StepGrid(rank, step, number_microbatches(slots), worked)
 
 
-def numbered(boxes: Sequence[Box]) -> tuple[Box, ...]:
+def number_microbatches(slots: Sequence[MicrobatchSlot]) -> tuple[MicrobatchSlot, ...]:
     """The slots of a step with unique microbatch numbers.
 
     A schedule that is called once per microbatch starts at 0 each time.
     """
     passes: Counter[tuple[int, int, str]] = Counter()
-    count = max((box.microbatch for box in boxes), default=0) + 1
-    found = []
-    for box in boxes:
-        again = passes[box.stage, box.microbatch, box.phase]
-        passes[box.stage, box.microbatch, box.phase] += 1
-        found.append(replace(box, microbatch=box.microbatch + again * count) if again else box)
-    return tuple(found)
+    count = max((box.microbatch for box in slots), default=0) + 1
+    renumbered = []
+    for slot in slots:
+        again = passes[slot.stage, slot.microbatch, slot.phase]
+        passes[slot.stage, slot.microbatch, slot.phase] += 1
+        renumbered.append(
+            replace(slot, microbatch=slot.microbatch + again * count) if again else slot
+        )
+    return tuple(renumbered)
 
 
-def holes_of(
+def compute_stage_bubbles(
     pipelines: Sequence[Sequence[int]], grids: Mapping[tuple[int, int], StepGrid]
-) -> tuple[StageHoles, ...]:
+) -> tuple[StageBubble, ...]:
     """The bubble of every stage of every pipeline whose ranks are all recorded.
 
     The window runs from the first forward to the last backward over all stages of the pipeline; the
     bubble is the part without forwards and backwards, including their own communication.
     """
-    found = []
+    bubbles = []
     for ranks in pipelines:
         for step in sorted({step for rank, step in grids if rank in ranks}):
             parts = [grids[rank, step] for rank in ranks if (rank, step) in grids]
             if len(parts) == len(ranks) and all(len(part.busy) for part in parts):
-                found += _holes(ranks, step, parts)
-    return tuple(found)
+                bubbles += _measure_bubbles(ranks, step, parts)
+    return tuple(bubbles)
 
 
-def _holes(ranks: Sequence[int], step: int, parts: Sequence[StepGrid]) -> list[StageHoles]:
+def _measure_bubbles(
+    ranks: Sequence[int], step: int, parts: Sequence[StepGrid]
+) -> list[StageBubble]:
     first = min(int(part.busy.start_ns[0]) for part in parts)
     last = max(int(part.busy.end_ns[-1]) for part in parts)
     window = Intervals(np.array([first]), np.array([last]))
     return [
-        StageHoles(
+        StageBubble(
             part.rank, step, stage, last - first, last - first - overlap_ns(part.busy, window)
         )
         for stage, part in zip(range(len(ranks)), parts, strict=True)
     ]
 
 
-def covered_ns(busy: Intervals, band: BucketBands) -> int:
+def sum_bubble_covered_ns(busy: Intervals, band: BucketBands) -> int:
     """Exposed communication inside the pipeline bubble that is followed by a pipeline wait.
 
     Without it the rank would only have waited longer in the same bubble.
     """
     after = busy.start_ns[1:]
-    hole = np.searchsorted(busy.end_ns[:-1], band.start_ns, side="right") - 1
-    inside = np.flatnonzero(hole >= 0)
-    inside = inside[band.end_ns[inside] <= after[hole[inside]]]
+    bubble = np.searchsorted(busy.end_ns[:-1], band.start_ns, side="right") - 1
+    inside = np.flatnonzero(bubble >= 0)
+    inside = inside[band.end_ns[inside] <= after[bubble[inside]]]
     waits = inside[band.bucket[inside] == BUBBLE]
-    last = most_of(hole[waits], band.start_ns[waits], len(after))
+    last = group_max(bubble[waits], band.start_ns[waits], len(after))
     comm = inside[np.isin(band.bucket[inside], (COLLECTIVE, P2P, SKEW))]
-    covered = comm[band.end_ns[comm] <= last[hole[comm]]]
+    covered = comm[band.end_ns[comm] <= last[bubble[comm]]]
     return int((band.end_ns - band.start_ns)[covered].sum())
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class MicrobatchSlot:
     """One forward, backward or weight gradient of a microbatch, on the rank's own clock."""
 
     stage: int
@@ -312,7 +325,7 @@ class Box:
 
 # The pipeline schedule: by its name in run.json or torch, or from the slots.
 
-Line = Sequence[Sequence[Box]]
+Line = Sequence[Sequence[MicrobatchSlot]]
 """The slots of one step for each rank of a pipeline, by pp coordinate; empty for missing ranks."""
 
 _SPELLED = {
@@ -332,7 +345,7 @@ _SPELLED = {
 
 
 @dataclass(frozen=True, slots=True)
-class SeenSchedule:
+class DetectedSchedule:
     """The schedule detected from the slots; name is None for an unknown order.
 
     times_ns: forward, input-gradient and weight-gradient time of one microbatch on a stage; None if
@@ -345,33 +358,33 @@ class SeenSchedule:
     times_ns: tuple[float, float, float] | None
 
 
-def schedule_named(stated: str) -> str:
+def normalize_schedule(name_in_config: str) -> str:
     """The schedule name of the model, from a user's spelling or a torch class name.
 
     torch's interleaved zero bubble is ZB1P of the paper, which is ZB-H1; a breadth-first loop
     (LoopedBFS) has the bubble of the interleaved schedule.
     """
-    name = stated.lower().replace("_", "").replace("-", "").replace(" ", "")
+    name = name_in_config.lower().replace("_", "").replace("-", "").replace(" ", "")
     name = name.removeprefix("schedule")
     return _SPELLED.get(name, name)
 
 
-def schedule_seen(steps: Sequence[Line]) -> SeenSchedule:
+def detect_schedule(steps: Sequence[Line]) -> DetectedSchedule:
     """The schedule of most steps, among those with the most slots."""
     sizes = [sum(len(boxes) for boxes in line) for line in steps]
     whole = [line for line, size in zip(steps, sizes, strict=True) if size == max(sizes)]
-    names = [schedule_of(line) for line in whole]
+    names = [classify_schedule(line) for line in whole]
     name = Counter(names).most_common(1)[0][0]
     line = whole[names.index(name)]
-    return SeenSchedule(
+    return DetectedSchedule(
         name=name,
-        microbatches=_microbatches(line, name),
-        chunks=max(len(_stages(boxes)) for boxes in line),
-        times_ns=_times_ns(line),
+        microbatches=_count_microbatches(line, name),
+        chunks=max(len(_list_stages(boxes)) for boxes in line),
+        times_ns=_measure_times_ns(line),
     )
 
 
-def schedule_of(line: Line) -> str | None:
+def classify_schedule(line: Line) -> str | None:
     """The schedule, from the stages of each rank, the split of the backward, and the warmup.
 
     One of naive, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zerobubble (other placement of the weight
@@ -381,24 +394,26 @@ def schedule_of(line: Line) -> str | None:
     p, present = len(line), {rank: boxes for rank, boxes in enumerate(line) if boxes}
     if not present:
         return None
-    held = {rank: _stages(boxes) for rank, boxes in present.items()}
+    stages_by_rank = {rank: _list_stages(boxes) for rank, boxes in present.items()}
     split = any(box.phase == "weight" for boxes in present.values() for box in boxes)
-    if all(len(stages) == 1 for stages in held.values()):
-        return _by_warmup(present, p, split)
-    if all(len(stages) == 2 and stages == {r, p - 1 - r} for r, stages in held.items()):
+    if all(len(stages) == 1 for stages in stages_by_rank.values()):
+        return _classify_by_warmup(present, p, split)
+    if all(len(stages) == 2 and stages == {r, p - 1 - r} for r, stages in stages_by_rank.items()):
         return "dualpipe"
-    if all(stages == {r, 2 * p - 1 - r} for r, stages in held.items()):
-        return _folded(present, split)
-    if all(stage % p == r for r, stages in held.items() for stage in stages):
+    if all(stages == {r, 2 * p - 1 - r} for r, stages in stages_by_rank.items()):
+        return _classify_folded(present, split)
+    if all(stage % p == r for r, stages in stages_by_rank.items() for stage in stages):
         return "zb-h1" if split else "interleaved"
     return None
 
 
-def _by_warmup(present: Mapping[int, Sequence[Box]], p: int, split: bool) -> str | None:
+def _classify_by_warmup(
+    present: Mapping[int, Sequence[MicrobatchSlot]], p: int, split: bool
+) -> str | None:
     """The schedule by the number of forwards before the first backward of each rank; one stage per
     rank."""
     m = max(len({box.microbatch for box in boxes}) for boxes in present.values())
-    warmup = {rank: _warmup(boxes) for rank, boxes in present.items()}
+    warmup = {rank: _count_warmup(boxes) for rank, boxes in present.items()}
     expected: dict[str, Callable[[int], int]] = {
         "1f1b": lambda rank: min(m, p - rank),
         "gpipe": lambda rank: m,
@@ -416,76 +431,76 @@ def _by_warmup(present: Mapping[int, Sequence[Box]], p: int, split: bool) -> str
     return fits[0] if fits else None
 
 
-def _folded(present: Mapping[int, Sequence[Box]], split: bool) -> str | None:
+def _classify_folded(present: Mapping[int, Sequence[MicrobatchSlot]], split: bool) -> str | None:
     """The schedule for stages r and 2p-1-r on rank r: a V of one model, or two opposite directions.
 
     ZB-V splits every backward, DualPipeV only some.
     """
-    if all(_apart(boxes) for boxes in present.values()):
+    if all(_is_bidirectional(boxes) for boxes in present.values()):
         return "dualpipe"
     if not split:
         return None
-    boxes = [box for rank in present.values() for box in rank]
+    slots = [box for rank in present.values() for box in rank]
     backwards, weights = (
-        _microbatches_of_phase(boxes, "backward"),
-        _microbatches_of_phase(boxes, "weight"),
+        _list_microbatches(slots, "backward"),
+        _list_microbatches(slots, "weight"),
     )
     return "zb-v" if backwards == weights else "dualpipe-v"
 
 
-def _apart(boxes: Sequence[Box]) -> bool:
+def _is_bidirectional(slots: Sequence[MicrobatchSlot]) -> bool:
     """Whether no microbatch passes both stages of the rank."""
-    passes = {(box.stage, box.microbatch) for box in boxes}
-    return len(passes) == len({box.microbatch for box in boxes})
+    passes = {(box.stage, box.microbatch) for box in slots}
+    return len(passes) == len({box.microbatch for box in slots})
 
 
-def _warmup(boxes: Sequence[Box]) -> int:
-    phases = [box.phase for box in sorted(boxes, key=lambda box: box.start_ns)]
+def _count_warmup(slots: Sequence[MicrobatchSlot]) -> int:
+    phases = [box.phase for box in sorted(slots, key=lambda box: box.start_ns)]
     before = phases[: phases.index("backward")] if "backward" in phases else phases
     return before.count("forward")
 
 
-def _stages(boxes: Sequence[Box]) -> set[int]:
-    return {box.stage for box in boxes}
+def _list_stages(slots: Sequence[MicrobatchSlot]) -> set[int]:
+    return {box.stage for box in slots}
 
 
-def _microbatches_of_phase(boxes: Sequence[Box], phase: str) -> set[tuple[int, int]]:
-    return {(box.stage, box.microbatch) for box in boxes if box.phase == phase}
+def _list_microbatches(slots: Sequence[MicrobatchSlot], phase: str) -> set[tuple[int, int]]:
+    return {(box.stage, box.microbatch) for box in slots if box.phase == phase}
 
 
-def _microbatches(line: Line, name: str | None) -> int:
+def _count_microbatches(line: Line, name: str | None) -> int:
     """The number of microbatches in the pipeline; for dualpipe in both directions, each once per
     rank."""
     if name == "dualpipe":
-        return max(len(_microbatches_of_phase(boxes, "forward")) for boxes in line)
+        return max(len(_list_microbatches(boxes, "forward")) for boxes in line)
     return max(len({box.microbatch for box in boxes}) for boxes in line)
 
 
-def _times_ns(line: Line) -> tuple[float, float, float] | None:
+def _measure_times_ns(line: Line) -> tuple[float, float, float] | None:
     """Medians over the slots that did not overlap with another slot of their rank."""
-    weights = {at for boxes in line for at in _microbatches_of_phase(boxes, "weight")}
-    alone = [box for boxes in line for box in _alone(boxes)]
+    weights = {at for boxes in line for at in _list_microbatches(boxes, "weight")}
+    alone = [box for boxes in line for box in _select_exclusive(boxes)]
     split = [box for box in alone if (box.stage, box.microbatch) in weights]
-    found = [
+    durations = [
         [box.end_ns - box.start_ns for box in among if box.phase == phase]
         for among, phase in ((alone, "forward"), (split, "backward"), (split, "weight"))
     ]
-    if not all(found):
+    if not all(durations):
         return None
-    forward, inputs, weight = (float(median(times)) for times in found)
+    forward, inputs, weight = (float(median(times)) for times in durations)
     return forward, inputs, weight
 
 
-def _alone(boxes: Sequence[Box]) -> list[Box]:
+def _select_exclusive(slots: Sequence[MicrobatchSlot]) -> list[MicrobatchSlot]:
     """Drops combined actions: slots with identical times, whose single durations are unknown."""
-    at = Counter((box.start_ns, box.end_ns) for box in boxes)
-    return [box for box in boxes if at[box.start_ns, box.end_ns] == 1]
+    at = Counter((box.start_ns, box.end_ns) for box in slots)
+    return [box for box in slots if at[box.start_ns, box.end_ns] == 1]
 
 
 # Slots marked by annotations.
 
 
-def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
+def read_slots(trace: RankTrace, stage: int | None = None) -> tuple[MicrobatchSlot, ...]:
     """The slots marked by annotations, on the device if it has them, in order of time.
 
     Some torch schedules mark them too; if the collector did, only its marks count. torch's GPipe
@@ -493,24 +508,28 @@ def boxes_of(trace: RankTrace, stage: int | None = None) -> tuple[Box, ...]:
     A combined action is two slots with the same times.
     """
     events = trace.events
-    of_category = events.of(Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION)
+    of_category = events.is_category(
+        Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION
+    )
     for prefixes in MARKERS:
         marks = [
-            marks_in(name, stage) if name.startswith(prefixes) else () for name in events.names
+            parse_marks(name, stage) if name.startswith(prefixes) else () for name in events.names
         ]
         rows = np.flatnonzero(of_category & events.name_mask(tuple(map(bool, marks))))
         if len(rows):
-            found = _on_compute_stream(trace, rows).tolist()
+            slot_rows = _select_compute_stream(trace, rows).tolist()
             return tuple(
-                _box(events, row, mark) for row in found for mark in marks[events.name_id[row]]
+                _build_slot(events, row, mark)
+                for row in slot_rows
+                for mark in marks[events.name_id[row]]
             )
     return ()
 
 
-def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
+def _select_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
     """Selects the marks on the stream with the most compute; a device repeats a mark per stream."""
     events = trace.events
-    lanes = distinct(events.lane[rows]).tolist()
+    lanes = list_distinct(events.lane[rows]).tolist()
     if not trace.on_device or len(lanes) == 1:
         return rows
     computes = trace.kinds.computes
@@ -525,6 +544,8 @@ def _on_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
     return np.asarray(rows[events.lane[rows] == busiest])
 
 
-def _box(events: Events, row: int, mark: Mark) -> Box:
+def _build_slot(events: Events, row: int, mark: Mark) -> MicrobatchSlot:
     start = int(events.start_ns[row])
-    return Box(mark.stage, mark.microbatch, mark.phase, start, start + int(events.dur_ns[row]))
+    return MicrobatchSlot(
+        mark.stage, mark.microbatch, mark.phase, start, start + int(events.dur_ns[row])
+    )

@@ -15,59 +15,75 @@ from stepsplit.analyzer.split.attribute import (
     Coverage,
     Overlap,
     attribute,
-    coverage_of,
-    overlaps_of,
-    phases_of,
+    compute_coverage,
+    compute_overlaps,
+    infer_phases,
 )
 from stepsplit.analyzer.split.bandwidth import (
     CollectiveRow,
     StepCallsRow,
-    collective_stats,
-    step_calls,
+    compute_collective_stats,
+    count_step_calls,
 )
-from stepsplit.analyzer.split.blame import Blame, RankTime, Workload, blame, rank_time, workloads
-from stepsplit.analyzer.split.classify import Work, work_of
+from stepsplit.analyzer.split.blame import (
+    Blame,
+    RankTime,
+    Workload,
+    blame,
+    build_rank_time,
+    compute_workloads,
+)
+from stepsplit.analyzer.split.classify import Work, collect_work
 from stepsplit.analyzer.split.clock_sync import align
-from stepsplit.analyzer.split.critical_path import CriticalPaths, critical_paths, timeline_of
-from stepsplit.analyzer.split.idle import IdleCause, idle_causes
+from stepsplit.analyzer.split.critical_path import (
+    CriticalPaths,
+    build_timeline,
+    find_critical_paths,
+)
+from stepsplit.analyzer.split.idle import IdleCause, find_idle_causes
 from stepsplit.analyzer.split.kernels import (
     Contention,
     KernelFamily,
-    kernel_families,
-    slowdown_under_communication,
+    measure_contention,
+    sum_kernel_families,
 )
-from stepsplit.analyzer.split.lateness import Lateness, SlowKernel, lateness_of, slow_kernels
-from stepsplit.analyzer.split.matching import Alignment, Clock, Matched, match
-from stepsplit.analyzer.split.mesh import RankLayout, layout_of
+from stepsplit.analyzer.split.lateness import (
+    Lateness,
+    SlowKernel,
+    compute_lateness,
+    find_slow_kernels,
+)
+from stepsplit.analyzer.split.matching import Alignment, Clock, MatchedCalls, match
+from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
 from stepsplit.analyzer.split.pipeline import (
-    Box,
-    StageHoles,
+    MicrobatchSlot,
+    StageBubble,
     StepGrid,
-    covered_ns,
-    found_boxes,
-    grid_of,
-    holes_of,
-    schedule_named,
-    schedule_seen,
+    build_grid,
+    compute_stage_bubbles,
+    detect_schedule,
+    find_slots,
+    normalize_schedule,
+    sum_bubble_covered_ns,
 )
 from stepsplit.analyzer.split.steps import (
     Steps,
     StepWindow,
     Variation,
-    agreed,
-    steps_of,
-    variation_of,
+    compute_variation,
+    find_steps,
+    unify_step_numbers,
 )
-from stepsplit.analyzer.split.strategies import strategies_of
+from stepsplit.analyzer.split.strategies import detect_strategies
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.analyzer.split.transfers import (
     BUBBLE,
     SKEW,
     Arrivals,
     Pieces,
-    arrivals_of,
-    pieces_of,
-    without_lag,
+    compute_arrivals,
+    remove_lag,
+    split_calls,
 )
 from stepsplit.analyzer.trace import Note, RankTrace
 from stepsplit.collectors.run_spec import RunSpec
@@ -110,12 +126,12 @@ class RunSplit:
     ranks: tuple[RankSplit, ...]
     layout: RankLayout
     alignment: Alignment
-    matched: Matched
+    matched: MatchedCalls
     arrivals: Arrivals
     collectives: tuple[CollectiveRow, ...]
     step_calls: tuple[StepCallsRow, ...]
     schedule: Schedule | None
-    holes: tuple[StageHoles, ...]
+    stage_bubbles: tuple[StageBubble, ...]
     blame: tuple[Blame, ...]
     detail: Detail
     notes: tuple[Note, ...]
@@ -126,42 +142,44 @@ def split_run(
     traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> RunSplit:
     """Splits all ranks of a recording; traces are in rank order and not empty."""
-    layout = layout_of(spec, traces)
-    work = [work_of(trace) for trace in traces]
-    matched, alignment = _matched_and_aligned(traces)
-    steps = agreed([steps_of(trace) for trace in traces], matched)
-    together = Together(matched, arrivals_of(traces, matched, alignment), alignment, layout)
+    layout = infer_layout(spec, traces)
+    work = [collect_work(trace) for trace in traces]
+    matched, alignment = _match_and_align(traces)
+    steps = unify_step_numbers([find_steps(trace) for trace in traces], matched)
+    context = RunContext(matched, compute_arrivals(traces, matched, alignment), alignment, layout)
     ranks = [
-        split_rank(i, *one, together) for i, one in enumerate(zip(traces, work, steps, strict=True))
+        split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
-    holes = holes_of(layout.pipelines, grids)
-    schedule = _schedule(layout, ranks, spec, ideal_bubble) if holes else None
-    work_done = workloads(traces, [one.windows for one in steps])
-    times = [_time(i, *one, together) for i, one in enumerate(zip(ranks, work_done, strict=True))]
-    blamed = blame(times, _ideal_ns(holes, schedule))
-    _check(ranks, blamed)
-    notes = _notes(traces, steps, layout, alignment, matched)
-    if layout.pipelines and not any(grid.boxes for grid in grids.values()):
+    stage_bubbles = compute_stage_bubbles(layout.pipelines, grids)
+    schedule = _infer_schedule(layout, ranks, spec, ideal_bubble) if stage_bubbles else None
+    work_done = compute_workloads(traces, [one.windows for one in steps])
+    times = [
+        _build_time(i, *one, context) for i, one in enumerate(zip(ranks, work_done, strict=True))
+    ]
+    blame_rows = blame(times, _compute_ideal_ns(stage_bubbles, schedule))
+    _check_blame(ranks, blame_rows)
+    notes = _collect_notes(traces, steps, layout, alignment, matched)
+    if layout.pipelines and not any(grid.slots for grid in grids.values()):
         notes += (_NO_GRID,)
     return RunSplit(
         ranks=tuple(ranks),
         layout=layout,
         alignment=alignment,
         matched=matched,
-        arrivals=together.arrivals,
-        collectives=collective_stats(traces, matched, together.arrivals),
-        step_calls=step_calls(traces, steps, matched),
+        arrivals=context.arrivals,
+        collectives=compute_collective_stats(traces, matched, context.arrivals),
+        step_calls=count_step_calls(traces, steps, matched),
         schedule=schedule,
-        holes=holes,
-        blame=blamed,
-        detail=detail_of(ranks, together),
+        stage_bubbles=stage_bubbles,
+        blame=blame_rows,
+        detail=compute_detail(ranks, context),
         notes=notes,
-        strategies=strategies_of(traces, steps, matched, layout, _named(schedule)),
+        strategies=detect_strategies(traces, steps, matched, layout, _find_schedule_name(schedule)),
     )
 
 
-def _matched_and_aligned(traces: Sequence[RankTrace]) -> tuple[Matched, Alignment]:
+def _match_and_align(traces: Sequence[RankTrace]) -> tuple[MatchedCalls, Alignment]:
     """Matches the calls and aligns the clocks, a second time with aligned clocks for several hosts.
 
     Messages between hosts whose recordings start at different times are matched by time, which
@@ -175,85 +193,85 @@ def _matched_and_aligned(traces: Sequence[RankTrace]) -> tuple[Matched, Alignmen
     return matched, alignment
 
 
-def _schedule(
+def _infer_schedule(
     layout: RankLayout, ranks: Sequence[RankSplit], spec: RunSpec | None, ideal_bubble: IdealBubble
 ) -> Schedule:
     """The schedule named in run.json, else inferred from the order of work on all stages."""
     by_rank = {rank.trace.rank: rank for rank in ranks}
     line = next(line for line in layout.pipelines if all(rank in by_rank for rank in line))
-    boxes = {(g.rank, g.step): g.boxes for rank in line for g in by_rank[rank].grids}
-    steps = sorted({step for _, step in boxes})
-    seen = schedule_seen([[boxes.get((rank, step), ()) for rank in line] for step in steps])
-    stated = spec.training.schedule if spec and spec.training else None
-    name = schedule_named(stated) if stated else seen.name or _UNKNOWN
-    ideal = ideal_bubble(name, len(line), seen.microbatches, seen.chunks, seen.times_ns)
-    return Schedule(name, seen.microbatches, ideal, seen.chunks, seen.times_ns)
+    slots = {(g.rank, g.step): g.slots for rank in line for g in by_rank[rank].grids}
+    steps = sorted({step for _, step in slots})
+    detected = detect_schedule([[slots.get((rank, step), ()) for rank in line] for step in steps])
+    configured = spec.training.schedule if spec and spec.training else None
+    name = normalize_schedule(configured) if configured else detected.name or _UNKNOWN
+    ideal = ideal_bubble(name, len(line), detected.microbatches, detected.chunks, detected.times_ns)
+    return Schedule(name, detected.microbatches, ideal, detected.chunks, detected.times_ns)
 
 
-def _named(schedule: Schedule | None) -> str | None:
+def _find_schedule_name(schedule: Schedule | None) -> str | None:
     return None if schedule is None or schedule.name == _UNKNOWN else schedule.name
 
 
-def _ideal_ns(
-    holes: Sequence[StageHoles], schedule: Schedule | None
+def _compute_ideal_ns(
+    bubbles: Sequence[StageBubble], schedule: Schedule | None
 ) -> Mapping[tuple[int, int], int]:
     """The ideal bubble of the schedule for each (rank, step), in ns."""
     ideal = (schedule.ideal_bubble_fraction if schedule else None) or 0.0
-    return {(hole.rank, hole.step): int(hole.window_ns * ideal) for hole in holes}
+    return {(bubble.rank, bubble.step): int(bubble.window_ns * ideal) for bubble in bubbles}
 
 
-def _time(index: int, rank: RankSplit, work: Workload, together: Together) -> RankTime:
-    rows, arrivals = together.matched.of_trace(index), together.arrivals
-    return rank_time(
+def _build_time(index: int, rank: RankSplit, work: Workload, context: RunContext) -> RankTime:
+    rows, arrivals = context.matched.slice_trace(index), context.arrivals
+    return build_rank_time(
         rank.trace, rows, rank.attribution, rank.numbers, rank.axis, rank.clock, arrivals, work
     )
 
 
-def _check(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
+def _check_blame(ranks: Sequence[RankSplit], blame_rows: Sequence[Blame]) -> None:
     """Asserts that every instant of skew and bubble is blamed exactly once."""
     splits = [step.split for rank in ranks for step in rank.steps]
     for bucket, caused in (
-        (SKEW, [b.skew_ns for b in blamed]),
-        (BUBBLE, [b.bubble_ns for b in blamed]),
+        (SKEW, [b.skew_ns for b in blame_rows]),
+        (BUBBLE, [b.bubble_ns for b in blame_rows]),
     ):
-        held = sum(split.buckets_ns[bucket] for split in splits)
-        assert sum(caused) == held, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {held} ns"
+        total_ns = sum(split.buckets_ns[bucket] for split in splits)
+        assert sum(caused) == total_ns, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {total_ns} ns"
 
 
-def _notes(
+def _collect_notes(
     traces: Sequence[RankTrace],
     steps: Sequence[Steps],
     layout: RankLayout,
     alignment: Alignment,
-    matched: Matched,
+    matched: MatchedCalls,
 ) -> tuple[Note, ...]:
-    of_ranks = [
+    rank_notes = [
         replace(note, rank=trace.rank)
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
     ]
     present, world_size = {t.rank for t in traces}, max(t.world_size for t in traces)
     missing = [rank for rank in range(world_size) if rank not in present]
-    of_traces = [matched.key[matched.of_trace(i)] for i in range(len(traces))]
+    of_traces = [matched.key[matched.slice_trace(i)] for i in range(len(traces))]
     unmatched = [
-        _unmatched(trace.rank, int((keys < 0).sum()), len(keys))
+        _note_unmatched(trace.rank, int((keys < 0).sum()), len(keys))
         for trace, keys in zip(traces, of_traces, strict=True)
         if (keys < 0).any()
     ]
-    absent = [_absent(missing, world_size)] if missing else []
-    return (*absent, *layout.notes, *alignment.notes, *of_ranks, *matched.notes, *unmatched)
+    absent = [_note_missing_ranks(missing, world_size)] if missing else []
+    return (*absent, *layout.notes, *alignment.notes, *rank_notes, *matched.notes, *unmatched)
 
 
-def _unmatched(rank: int, count: int, total: int) -> Note:
-    lack = f"{count} of {total} collectives and messages have no matching call on the peer ranks"
+def _note_unmatched(rank: int, count: int, total: int) -> Note:
+    problem = f"{count} of {total} collectives and messages have no matching call on the peer ranks"
     return Note(
-        "unmatched", f"{lack}: their wait time is estimated (not available without sizes)", rank
+        "unmatched", f"{problem}: their wait time is estimated (not available without sizes)", rank
     )
 
 
-def _absent(missing: Sequence[int], world_size: int) -> Note:
+def _note_missing_ranks(missing: Sequence[int], world_size: int) -> Note:
     text = f"{len(missing)} of {world_size} ranks are missing from the recording: "
-    text += units.listed(missing)
+    text += units.format_number_list(missing)
     return Note("ranks_missing", text)
 
 
@@ -279,51 +297,51 @@ class Detail:
     coverage: tuple[Coverage, ...]
 
 
-def detail_of(ranks: Sequence[RankSplit], together: Together) -> Detail:
+def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
     """Computes the detail of all ranks; ranks is not empty."""
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
-    matched, arrivals, layout = together.matched, together.arrivals, together.layout
+    matched, arrivals, layout = context.matched, context.arrivals, context.layout
     return Detail(
-        idle=tuple(idle_causes(one.trace, one.attribution.band) for one in ranks),
-        families=kernel_families(traces, windows),
-        slow_kernels=slow_kernels(traces, windows),
-        contention=tuple(_contention(one) for one in ranks),
-        variation=variation_of([step for one in ranks for step in one.steps]),
-        paths=critical_paths(
+        idle=tuple(find_idle_causes(one.trace, one.attribution.band) for one in ranks),
+        families=sum_kernel_families(traces, windows),
+        slow_kernels=find_slow_kernels(traces, windows),
+        contention=tuple(_measure_contention(one) for one in ranks),
+        variation=compute_variation([step for one in ranks for step in one.steps]),
+        paths=find_critical_paths(
             [
-                timeline_of(one.trace, one.attribution, one.numbers, one.axis, one.clock)
+                build_timeline(one.trace, one.attribution, one.numbers, one.axis, one.clock)
                 for one in ranks
                 if one.steps
             ]
         ),
-        lateness=lateness_of(traces, matched, arrivals, layout, [one.steps for one in ranks]),
-        overlaps=tuple(row for one in ranks for row in _overlaps(one, together)),
-        coverage=coverage_of(traces, matched, layout),
+        lateness=compute_lateness(traces, matched, arrivals, layout, [one.steps for one in ranks]),
+        overlaps=tuple(row for one in ranks for row in _compute_overlaps(one, context)),
+        coverage=compute_coverage(traces, matched, layout),
     )
 
 
-def _contention(one: RankSplit) -> Contention | None:
+def _measure_contention(rank: RankSplit) -> Contention | None:
     """Contention on GPU ranks only: op times of a CPU run depend mostly on who shares the core."""
-    if not one.trace.on_device:
+    if not rank.trace.on_device:
         return None
-    return slowdown_under_communication(one.trace, one.windows, one.pieces)
+    return measure_contention(rank.trace, rank.windows, rank.pieces)
 
 
-def _overlaps(one: RankSplit, together: Together) -> tuple[Overlap, ...]:
-    axes = [together.layout.axis_of(group) for group in one.trace.groups]
-    windows, compute = one.windows.counted, one.work.compute
-    return overlaps_of(one.trace.rank, one.trace.calls, axes, windows, one.pieces, compute)
+def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ...]:
+    axes = [context.layout.find_axis(group) for group in rank.trace.groups]
+    windows, compute = rank.windows.counted, rank.work.compute
+    return compute_overlaps(rank.trace.rank, rank.trace.calls, axes, windows, rank.pieces, compute)
 
 
 # The split of one rank.
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class RunContext:
     """What needs all ranks: matched calls, arrivals, clocks (in trace order) and rank layout."""
 
-    matched: Matched
+    matched: MatchedCalls
     arrivals: Arrivals
     alignment: Alignment
     layout: RankLayout
@@ -354,87 +372,95 @@ class RankSplit:
 
 
 def split_rank(
-    index: int, trace: RankTrace, work: Work, windows: Steps, together: Together
+    index: int, trace: RankTrace, work: Work, windows: Steps, context: RunContext
 ) -> RankSplit:
     """Splits one rank; index is the position of its trace."""
-    clock, layout = together.alignment.clocks[index], together.layout
-    rows = together.matched.of_trace(index)
-    pieces = pieces_of(trace, rows, together.arrivals, clock, layout)
+    clock, layout = context.alignment.clocks[index], context.layout
+    rows = context.matched.slice_trace(index)
+    pieces = split_calls(trace, rows, context.arrivals, clock, layout)
     if not trace.on_device:
-        pieces = without_lag(pieces, work.compute)
-    found = attribute(windows.windows, work, pieces)
-    boxes = found_boxes(trace, layout).boxes
-    bands = [_cut(found.band, i, clock) for i in range(len(windows.windows))]
-    grids = _grids(trace.rank, windows.windows, boxes, bands, clock)
-    guessed = found.exposed.window[together.arrivals.estimated[rows][found.exposed.call]]
-    phases = phases_of(trace, windows.windows, layout)
+        pieces = remove_lag(pieces, work.compute)
+    attribution = attribute(windows.windows, work, pieces)
+    slots = find_slots(trace, layout).slots
+    bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
+    grids = _build_grids(trace.rank, windows.windows, slots, bands, clock)
+    guessed = attribution.exposed.window[context.arrivals.estimated[rows][attribution.exposed.call]]
+    phases = infer_phases(trace, windows.windows, layout)
     return RankSplit(
         trace=trace,
         windows=windows,
         work=work,
         pieces=pieces,
-        attribution=found,
-        steps=_steps(windows, found, grids, bands, set(guessed.tolist()), clock),
+        attribution=attribution,
+        steps=_build_step_splits(windows, attribution, grids, bands, set(guessed.tolist()), clock),
         grids=grids,
-        axis=_axes(trace, found, layout),
-        phase=tuple(phases[call] for call in found.exposed.call.tolist()),
+        axis=_find_axes(trace, attribution, layout),
+        phase=tuple(phases[call] for call in attribution.exposed.call.tolist()),
         clock=clock,
     )
 
 
-def _axes(trace: RankTrace, found: Attribution, layout: RankLayout) -> tuple[str | None, ...]:
+def _find_axes(
+    trace: RankTrace, attribution: Attribution, layout: RankLayout
+) -> tuple[str | None, ...]:
     """The mesh axis of each exposed row."""
-    axes = (*(layout.axis_of(group) for group in trace.groups), None)
-    return tuple(axes[group] for group in trace.calls.group_id[found.exposed.call].tolist())
+    axes = (*(layout.find_axis(group) for group in trace.groups), None)
+    return tuple(axes[group] for group in trace.calls.group_id[attribution.exposed.call].tolist())
 
 
-def _steps(
+def _build_step_splits(
     windows: Steps,
-    found: Attribution,
+    attribution: Attribution,
     grids: Sequence[StepGrid],
     bands: Sequence[BucketBands],
     estimated: set[int],
     clock: Clock,
 ) -> tuple[StepSplit, ...]:
     """The step splits on the common clock; a step blocked by an estimated call is estimated."""
-    covered = [covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
+    covered = [sum_bubble_covered_ns(g.busy, band) for g, band in zip(grids, bands, strict=True)]
     return tuple(
         StepSplit(
             rank=grids[i].rank,
             step=window.step,
             kind=window.kind,
-            start_ns=clock.common_at(window.start_ns),
-            split=replace(found.splits[i], bubble_covered_ns=covered[i]),
+            start_ns=clock.map_instant_to_common_ns(window.start_ns),
+            split=replace(attribution.splits[i], bubble_covered_ns=covered[i]),
             estimated=i in estimated,
         )
         for i, window in enumerate(windows.windows)
     )
 
 
-def _grids(
+def _build_grids(
     rank: int,
     windows: Sequence[StepWindow],
-    boxes: Sequence[Box],
+    slots: Sequence[MicrobatchSlot],
     bands: Sequence[BucketBands],
     clock: Clock,
 ) -> tuple[StepGrid, ...]:
     """The grid of each window, from the slots that start in it; the result is on the common
     clock."""
-    own = np.array([(box.start_ns, box.end_ns) for box in boxes], dtype=np.int64).reshape(-1, 2)
-    start, end = clock.common_ns(own[:, 0]).tolist(), clock.common_ns(own[:, 1]).tolist()
-    moved = [
+    own = np.array([(box.start_ns, box.end_ns) for box in slots], dtype=np.int64).reshape(-1, 2)
+    start, end = (
+        clock.map_to_common_ns(own[:, 0]).tolist(),
+        clock.map_to_common_ns(own[:, 1]).tolist(),
+    )
+    common_slots = [
         replace(box, start_ns=low, end_ns=high)
-        for box, low, high in zip(boxes, start, end, strict=True)
+        for box, low, high in zip(slots, start, end, strict=True)
     ]
     edges = own[:, 0].searchsorted([(w.start_ns, w.end_ns) for w in windows]).reshape(-1, 2)
     return tuple(
-        grid_of(rank, window.step, moved[low:high], band)
+        build_grid(rank, window.step, common_slots[low:high], band)
         for window, band, (low, high) in zip(windows, bands, edges.tolist(), strict=True)
     )
 
 
-def _cut(band: BucketBands, window: int, clock: Clock) -> BucketBands:
+def _select_window(band: BucketBands, window: int, clock: Clock) -> BucketBands:
     """The bucket bands of one window, on the common clock."""
     rows = slice(*band.window.searchsorted([window, window + 1]).tolist())
-    start, end = clock.common_ns(band.start_ns[rows]), clock.common_ns(band.end_ns[rows])
+    start, end = (
+        clock.map_to_common_ns(band.start_ns[rows]),
+        clock.map_to_common_ns(band.end_ns[rows]),
+    )
     return BucketBands(band.window[rows], band.bucket[rows], start, end)

@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import labels_of, most_of
+from stepsplit.analyzer.arrays import group_ids, group_max
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
-from stepsplit.analyzer.split.matching import Matched
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -29,20 +29,20 @@ _NONE = np.iinfo(np.int64).min
 """Marks a call that has no step number yet."""
 
 
-def agreed(steps: Sequence[Steps], matched: Matched) -> list[Steps]:
+def unify_step_numbers(steps: Sequence[Steps], matched: MatchedCalls) -> list[Steps]:
     """Renumbers the steps of all ranks like the first rank's; a rank without shared calls keeps its
     own."""
-    calls = [_calls(own, i, matched) for i, own in enumerate(steps)]
+    calls = [_collect_calls(own, i, matched) for i, own in enumerate(steps)]
     numbered = {0: steps[0]}
     number_of = np.full(int(matched.key.max(initial=-1)) + 1, _NONE, dtype=np.int64)
-    _number(number_of, calls[0], steps[0])
+    _record_numbers(number_of, calls[0], steps[0])
     left = set(range(1, len(steps)))
     while left:
-        votes = {i: _votes(calls[i], number_of) for i in sorted(left)}
+        votes = {i: _count_votes(calls[i], number_of) for i in sorted(left)}
         known = [i for i in sorted(left) if votes[i]]
         for i in known or sorted(left):
-            numbered[i] = _renumbered(steps[i], votes[i])
-            _number(number_of, calls[i], numbered[i])
+            numbered[i] = _shift_numbers(steps[i], votes[i])
+            _record_numbers(number_of, calls[i], numbered[i])
             left.discard(i)
     return [numbered[i] for i in range(len(steps))]
 
@@ -55,8 +55,8 @@ class _Calls:
     window: Int64
 
 
-def _calls(steps: Steps, trace: int, matched: Matched) -> _Calls:
-    rows = matched.of_trace(trace)
+def _collect_calls(steps: Steps, trace: int, matched: MatchedCalls) -> _Calls:
+    rows = matched.slice_trace(trace)
     key, start = matched.key[rows], matched.start_ns[rows]
     starts = np.array([window.start_ns for window in steps.windows], dtype=np.int64)
     ends = np.array([window.end_ns for window in steps.windows], dtype=np.int64)
@@ -67,34 +67,36 @@ def _calls(steps: Steps, trace: int, matched: Matched) -> _Calls:
     return _Calls(key[inside], window[inside])
 
 
-def _number(number_of: Int64, calls: _Calls, steps: Steps) -> None:
+def _record_numbers(number_of: Int64, calls: _Calls, steps: Steps) -> None:
     """Writes, for each matched call, the number of the step in which it started."""
     number = np.array([window.step for window in steps.windows], dtype=np.int64)
     number_of[calls.key] = number[calls.window]
 
 
-def _votes(calls: _Calls, number_of: Int64) -> dict[int, int]:
+def _count_votes(calls: _Calls, number_of: Int64) -> dict[int, int]:
     """{window: step number}: the number that most of its calls have on other ranks, the first if
     tied."""
     number = number_of[calls.key]
-    told = number != _NONE
-    label = labels_of(calls.window[told], number[told])
+    known = number != _NONE
+    label = group_ids(calls.window[known], number[known])
     first, count = np.unique(label, return_index=True, return_counts=True)[1:]
-    window = calls.window[told][first]
+    window = calls.window[known][first]
     best = np.lexsort((first, -count, window))
     best = best[np.flatnonzero(np.diff(window[best], prepend=-1))]
-    return dict(zip(window[best].tolist(), number[told][first[best]].tolist(), strict=True))
+    return dict(zip(window[best].tolist(), number[known][first[best]].tolist(), strict=True))
 
 
-def _renumbered(steps: Steps, votes: Mapping[int, int]) -> Steps:
+def _shift_numbers(steps: Steps, votes: Mapping[int, int]) -> Steps:
     shifts = Counter(vote - steps.windows[window].step for window, vote in votes.items())
     shift = shifts.most_common(1)[0][0] if shifts else 0
     if not shift:
         return steps
     text = f"step numbers differ from the first rank's by {-shift:+d} and were renumbered"
     note = Note("steps_renumbered", text)
-    moved: tuple[StepWindow, ...] = tuple(replace(w, step=w.step + shift) for w in steps.windows)
-    return Steps(moved, (*steps.notes, note))
+    renumbered: tuple[StepWindow, ...] = tuple(
+        replace(w, step=w.step + shift) for w in steps.windows
+    )
+    return Steps(renumbered, (*steps.notes, note))
 
 
 # Start and end of each step of a rank.
@@ -133,64 +135,74 @@ class _HostStep:
     end_ns: int
 
 
-def steps_of(trace: RankTrace) -> Steps:
+def find_steps(trace: RankTrace) -> Steps:
     """Finds the steps of a rank by ProfilerStep marks, else by repetition, else as one whole
     step."""
-    marked = _marked(trace.events)
-    repeats = repeats_of(trace) if not marked else None
-    if repeats is not None:
-        marked = _repeated(trace.events, repeats.ends_ns)
+    marked = _read_marked_steps(trace.events)
+    boundaries = find_boundaries(trace) if not marked else None
+    if boundaries is not None:
+        marked = _build_repeated_steps(trace.events, boundaries.ends_ns)
     if not marked:
-        return _whole(trace)
-    windows = _on_device(trace, marked) if trace.on_device else _on_host(marked)
-    kinds = _kinds(trace, marked)
+        return _take_whole_trace(trace)
+    windows = (
+        _build_device_windows(trace, marked) if trace.on_device else _build_host_windows(marked)
+    )
+    kinds = _classify_steps(trace, marked)
     windows = [
         w if w.kind == "partial" else replace(w, kind=k)
         for w, k in zip(windows, kinds, strict=True)
     ]
-    inferred = () if repeats is None else (_inferred(repeats.told_by, trace.rank),)
-    if repeats is not None:
-        windows = [_cut_off(w, marked) for w in windows]
-    kept = tuple(w for w in windows if w.end_ns > w.start_ns)
+    inferred = () if boundaries is None else (_note_inferred(boundaries.source, trace.rank),)
+    if boundaries is not None:
+        windows = [_mark_partial(w, marked) for w in windows]
+    nonempty = tuple(w for w in windows if w.end_ns > w.start_ns)
     notes = tuple(
         Note("empty_step", f"step {w.step} is empty and was dropped", trace.rank)
         for w in windows
         if w.end_ns <= w.start_ns
     )
-    return Steps(kept, (*inferred, *notes))
+    return Steps(nonempty, (*inferred, *notes))
 
 
-def _inferred(told_by: str, rank: int) -> Note:
-    text = f"no ProfilerStep in the trace: steps were inferred from {told_by}"
+def _note_inferred(source: str, rank: int) -> Note:
+    text = f"no ProfilerStep in the trace: steps were inferred from {source}"
     return Note("steps_inferred", text, rank)
 
 
-def _repeated(events: Events, ends_ns: Int64) -> list[_HostStep]:
+def _build_repeated_steps(events: Events, ends_ns: Int64) -> list[_HostStep]:
     """The steps between these ends, plus the incomplete ones at both edges of the recording."""
     first, last = int(events.start_ns.min()), int(events.end_ns.max())
     edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
     return [_HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
 
 
-def _cut_off(window: StepWindow, marked: Sequence[_HostStep]) -> StepWindow:
+def _mark_partial(window: StepWindow, marked: Sequence[_HostStep]) -> StepWindow:
     """Marks the first and the last inferred step as partial: the recording may cut them off."""
     outer = window.step in (marked[0].step, marked[-1].step)
     return replace(window, kind="partial") if outer else window
 
 
-def _marked(events: Events) -> list[_HostStep]:
-    mask = events.of(Category.ANNOTATION, Category.OP) & events.named("ProfilerStep#")
-    found = {}
+def _read_marked_steps(events: Events) -> list[_HostStep]:
+    mask = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
+        "ProfilerStep#"
+    )
+    by_number = {}
     for row in np.flatnonzero(mask).tolist():
         if (match := STEP.match(events.names[events.name_id[row]])) is not None:
             start = int(events.start_ns[row])
-            found[int(match[1])] = _HostStep(int(match[1]), start, start + int(events.dur_ns[row]))
-    return sorted(found.values(), key=lambda step: step.start_ns)
+            by_number[int(match[1])] = _HostStep(
+                int(match[1]), start, start + int(events.dur_ns[row])
+            )
+    return sorted(by_number.values(), key=lambda step: step.start_ns)
 
 
-def _whole(trace: RankTrace) -> Steps:
+def _take_whole_trace(trace: RankTrace) -> Steps:
     events = trace.events
-    rows = events.of(*DEVICE_CATEGORIES) if trace.on_device else events.of(Category.OP)
+    rows = (
+        events.is_category(*DEVICE_CATEGORIES)
+        if trace.on_device
+        else events.is_category(Category.OP)
+    )
     rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
     window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
     note = Note(
@@ -199,7 +211,7 @@ def _whole(trace: RankTrace) -> Steps:
     return Steps((window,) if window.end_ns > window.start_ns else (), (note,))
 
 
-def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
+def _build_host_windows(marked: Sequence[_HostStep]) -> list[StepWindow]:
     """Each window runs from the end of the previous step to its own, even if the marks overlap."""
     edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
     return [
@@ -208,22 +220,22 @@ def _on_host(marked: Sequence[_HostStep]) -> list[StepWindow]:
     ]
 
 
-def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow]:
+def _build_device_windows(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow]:
     """Windows on the device: a step ends with the last kernel that it launched on the main compute
     stream."""
     events = trace.events
-    device = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
+    device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
     launched = events.launch_ns()
     launched = np.where(launched < 0, events.start_ns, launched)[device]
     ends = events.end_ns[device]
-    main = on_main_stream(trace, device)
+    main = is_on_main_stream(trace, device)
     step_of = np.searchsorted([step.start_ns for step in marked], launched, side="right") - 1
     earlier = ends[step_of < 0]
     host_start = marked[0].start_ns
     start = int(earlier.max()) if len(earlier) else host_start
     limit = np.array([step.end_ns for step in marked], dtype=np.int64)
     own = np.where(main & (launched < limit[step_of]), step_of, -1)
-    latest = most_of(own, ends, len(marked)).tolist()
+    latest = group_max(own, ends, len(marked)).tolist()
     windows: list[StepWindow] = []
     for i, (step, last) in enumerate(zip(marked, latest, strict=True)):
         end = max(start, last)
@@ -233,7 +245,7 @@ def _on_device(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow
     return windows
 
 
-def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
+def is_on_main_stream(trace: RankTrace, device: Int64) -> Bool:
     """Whether each device event (given by row) is a kernel on the stream with the most compute.
 
     True for all events if no kernel computes.
@@ -249,7 +261,7 @@ def on_main_stream(trace: RankTrace, device: Int64) -> Bool:
     return np.asarray(kernel & (events.lane[device] == int(busy.argmax())))
 
 
-def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
+def _classify_steps(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
     """The kind of each step: full for the usual communication sequence, other for the rest.
 
     A call belongs to the step in which the host issued it, because step boundaries shift on the
@@ -259,13 +271,13 @@ def _kinds(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
     starts = [step.start_ns for step in marked]
     step_of = np.searchsorted(starts, when, side="right") - 1
-    signatures = _signatures(trace, step_of, when, len(marked))
+    signatures = _build_signatures(trace, step_of, when, len(marked))
     usual, count = Counter(signatures).most_common(1)[0]
     alike = 2 * count <= len(marked)
     return ["full" if alike or signature == usual else "other" for signature in signatures]
 
 
-def _signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
+def _build_signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
     """The sequence of (group, op) of each step, in issue order within each group."""
     calls = trace.calls
     rows = np.lexsort((when, calls.group_id, step_of))
@@ -281,27 +293,29 @@ _FEWEST_CALLS, _FEWEST_TIMES = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class StepBoundaries:
     """Host times at which one step ends and the next begins, and what they were inferred from."""
 
     ends_ns: Int64
-    told_by: str
+    source: str
 
 
-def repeats_of(trace: RankTrace) -> Repeats | None:
+def find_boundaries(trace: RankTrace) -> StepBoundaries | None:
     """Infers step boundaries from optimizer steps, else from the sequence of calls, else None."""
-    ends = _optimizer_ends(trace.events)
+    ends = _find_optimizer_ends(trace.events)
     if len(ends):
-        return Repeats(ends, "optimizer steps")
-    ends = _sequence_ends(trace)
-    return Repeats(ends, "the repeating sequence of collectives") if len(ends) else None
+        return StepBoundaries(ends, "optimizer steps")
+    ends = _find_period_ends(trace)
+    return StepBoundaries(ends, "the repeating sequence of collectives") if len(ends) else None
 
 
-def _optimizer_ends(events: Events) -> Int64:
+def _find_optimizer_ends(events: Events) -> Int64:
     """The end of the last optimizer of each step; several optimizers may follow one backward."""
-    marks = events.named("Optimizer.step#") & events.of(Category.ANNOTATION, Category.OP)
+    marks = events.match_prefix("Optimizer.step#") & events.is_category(
+        Category.ANNOTATION, Category.OP
+    )
     ends = np.sort(events.end_ns[marks])
-    backward = np.sort(events.start_ns[events.named("autograd::engine")])
+    backward = np.sort(events.start_ns[events.match_prefix("autograd::engine")])
     if not len(backward):
         return ends
     before = np.searchsorted(backward, ends)
@@ -310,7 +324,7 @@ def _optimizer_ends(events: Events) -> Int64:
     return ends[last]
 
 
-def _sequence_ends(trace: RankTrace) -> Int64:
+def _find_period_ends(trace: RankTrace) -> Int64:
     """The issue time of the last call of each period of the call sequence.
 
     Only a period in which some call occurs exactly once counts: such a call is issued per step, not
@@ -321,7 +335,7 @@ def _sequence_ends(trace: RankTrace) -> Int64:
     known = known[np.argsort(calls.issued_ns[known], kind="stable")]
     if len(known) < _FEWEST_TIMES * _FEWEST_CALLS:
         return np.empty(0, dtype=np.int64)
-    kind = labels_of(calls.group_id[known], calls.op[known], calls.message_bytes[known])
+    kind = group_ids(calls.group_id[known], calls.op[known], calls.message_bytes[known])
     count = np.bincount(kind)
     rarest = int(np.flatnonzero(count == count[count > 0].min())[0])
     at = np.flatnonzero(kind == rarest)
@@ -343,10 +357,10 @@ def _is_period(kind: Int64, at: Int64) -> bool:
 
 # Step time variation: median, tail, and the causes of slow steps.
 
-LEAST_STEPS = 6
+MIN_STEPS = 6
 """Minimum number of steps for detecting slow ones."""
 
-LEAST_EXCESS = 0.03
+MIN_EXCESS = 0.03
 """A step must exceed the median by at least this fraction to be slow."""
 
 SIGMAS = 5.0
@@ -420,69 +434,76 @@ class Variation:
     slow: tuple[SlowStep, ...]
 
 
-def variation_of(steps: Sequence[StepSplit]) -> Variation:
+def compute_variation(steps: Sequence[StepSplit]) -> Variation:
     """Computes step time statistics over the full steps.
 
     A step is slow if it exceeds the median by SIGMAS standard deviations (estimated from the MAD)
     and by LEAST_EXCESS; at least LEAST_STEPS steps are needed.
     """
     by_rank = defaultdict[int, dict[int, StepSplit]](dict)
-    for one in steps:
-        if one.kind == "full":
-            by_rank[one.rank][one.step] = one
-    ranks = [_times(rank, _lengths(by_rank[rank].values())) for rank in sorted(by_rank)]
+    for split in steps:
+        if split.kind == "full":
+            by_rank[split.rank][split.step] = split
+    ranks = [
+        _build_durations(rank, _map_durations(by_rank[rank].values())) for rank in sorted(by_rank)
+    ]
     common = sorted(set.intersection(*map(set, by_rank.values()))) if by_rank else []
     if not common:
         return Variation(tuple(ranks), None, ())
-    run = _times(None, {n: max(_lengths(_of_step(by_rank, n)).values()) for n in common})
-    return Variation(tuple(ranks), run, _slow(by_rank, common, run))
+    run = _build_durations(
+        None, {n: max(_map_durations(_select_step(by_rank, n)).values()) for n in common}
+    )
+    return Variation(tuple(ranks), run, _find_slow_steps(by_rank, common, run))
 
 
 _Splits = Mapping[int, Mapping[int, StepSplit]]
 """Step splits by rank and step number."""
 
 
-def _of_step(by_rank: _Splits, step: int) -> list[StepSplit]:
+def _select_step(by_rank: _Splits, step: int) -> list[StepSplit]:
     return [of_rank[step] for of_rank in by_rank.values()]
 
 
-def _lengths(steps: Iterable[StepSplit]) -> Mapping[int, int]:
+def _map_durations(steps: Iterable[StepSplit]) -> Mapping[int, int]:
     return {one.step: one.split.step_ns for one in steps}
 
 
-def _times(rank: int | None, length_ns: Mapping[int, int]) -> StepDurations:
+def _build_durations(rank: int | None, length_ns: Mapping[int, int]) -> StepDurations:
     ordered = np.sort(np.array(list(length_ns.values()), dtype=np.int64))
-    middle = _middle(ordered)
+    middle = _compute_median(ordered)
     slow = tuple(n for n, ns in sorted(length_ns.items()) if _is_slow(ns, ordered, middle))
     place = -(-99 * len(ordered) // 100) - 1
     return StepDurations(rank, len(ordered), middle, int(ordered[place]), int(ordered[-1]), slow)
 
 
-def _middle(values: Int64) -> int:
+def _compute_median(values: Int64) -> int:
     """The median; for an even count the mean of the two middle values, rounded down."""
     ordered = np.sort(values)
     return int(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
 
 
 def _is_slow(step_ns: int, all_ns: Int64, middle: int) -> bool:
-    if len(all_ns) < LEAST_STEPS:
+    if len(all_ns) < MIN_STEPS:
         return False
-    sigma = _SIGMA_OF_MAD * _middle(np.abs(all_ns - middle))
-    return step_ns - middle > max(SIGMAS * sigma, LEAST_EXCESS * middle)
+    sigma = _SIGMA_OF_MAD * _compute_median(np.abs(all_ns - middle))
+    return step_ns - middle > max(SIGMAS * sigma, MIN_EXCESS * middle)
 
 
-def _slow(by_rank: _Splits, common: Sequence[int], run: StepDurations) -> tuple[SlowStep, ...]:
+def _find_slow_steps(
+    by_rank: _Splits, common: Sequence[int], run: StepDurations
+) -> tuple[SlowStep, ...]:
     ranks = sorted(by_rank)
     buckets = np.array(
         [[by_rank[rank][n].split.buckets_ns for rank in ranks] for n in common], dtype=np.int64
     )
     usual = np.sort(buckets, axis=0)[(len(common) - 1) // 2]
     return tuple(
-        _explained(step, buckets[common.index(step)], usual, ranks, run) for step in run.slow_steps
+        _explain_slow_step(step, buckets[common.index(step)], usual, ranks, run)
+        for step in run.slow_steps
     )
 
 
-def _explained(
+def _explain_slow_step(
     step: int, buckets_ns: Int64, usual_ns: Int64, ranks: Sequence[int], run: StepDurations
 ) -> SlowStep:
     step_ns = int(buckets_ns.sum(axis=1).max())
@@ -490,6 +511,6 @@ def _explained(
     waits = [BUCKETS.index(bucket) for bucket in WAITS]
     own = beyond.copy()
     own[:, waits] = np.iinfo(np.int64).min
-    told = own if 2 * int(own.max()) >= excess else beyond
-    row, bucket = divmod(int(told.argmax()), len(BUCKETS))
+    candidates = own if 2 * int(own.max()) >= excess else beyond
+    row, bucket = divmod(int(candidates.argmax()), len(BUCKETS))
     return SlowStep(step, step_ns, excess, ranks[row], BUCKETS[bucket], int(beyond[row, bucket]))

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import Intervals, inside, union
+from stepsplit.analyzer.arrays import Intervals, is_inside, union
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps, StepWindow
@@ -53,35 +53,35 @@ class _Use:
     bytes: Counts
     marked: bool
 
-    def called(self, part: int, *ops: str) -> bool:
-        return bool(self.counts[part, _codes(*ops)].any())
+    def is_called(self, part: int, *ops: str) -> bool:
+        return bool(self.counts[part, _list_codes(*ops)].any())
 
     @property
-    def sums(self) -> bool:
+    def sums_gradients(self) -> bool:
         """Whether gradients are reduced, on all ranks or on their owners."""
-        return any(self.called(part, *_SUMS) for part in _LATE)
+        return any(self.is_called(part, *_SUMS) for part in _LATE)
 
     @property
     def scatters(self) -> bool:
         """Whether each rank gets only its own part of the reduced gradients."""
-        return any(self.called(part, "reduce_scatter", "reduce") for part in _LATE)
+        return any(self.is_called(part, "reduce_scatter", "reduce") for part in _LATE)
 
     @property
     def shards(self) -> bool:
         """Whether weights are gathered before use."""
-        return self.called(FORWARD, "all_gather") and self.scatters
+        return self.is_called(FORWARD, "all_gather") and self.scatters
 
     @property
-    def hands_on(self) -> bool:
+    def may_return_weights(self) -> bool:
         """Whether weights may be gathered or broadcast at all."""
-        return any(self.called(p, *_RETURNS) for p in (FORWARD, AFTER))
+        return any(self.is_called(p, *_RETURNS) for p in (FORWARD, AFTER))
 
     @property
     def returns_weights(self) -> bool:
         """Whether weights of about the size of the gradients are gathered after the backward."""
-        back = self.bytes[AFTER, _codes(*_RETURNS)].sum()
-        summed = self.bytes[BACKWARD:, _codes(*_SUMS)].sum()
-        return self.called(AFTER, *_RETURNS) and bool(back >= _LEAST_WEIGHTS * summed)
+        back = self.bytes[AFTER, _list_codes(*_RETURNS)].sum()
+        summed = self.bytes[BACKWARD:, _list_codes(*_SUMS)].sum()
+        return self.is_called(AFTER, *_RETURNS) and bool(back >= _LEAST_WEIGHTS * summed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,117 +92,135 @@ class DataParallel:
     groups: tuple[Group, ...]
 
 
-def data_strategies(seen: RankEvidence, taken: Collection[Group]) -> DataParallel:
+def detect_data_strategies(evidence: RankEvidence, taken: Collection[Group]) -> DataParallel:
     """Strategies of the rank's data parallel groups; taken are groups used for something else."""
-    uses = [use for use in _uses(seen) if use.group not in taken and _is_data(seen, use)]
+    uses = [
+        use for use in _list_uses(evidence) if use.group not in taken and _is_data(evidence, use)
+    ]
     groups, sharded = tuple(use.group for use in uses), [use for use in uses if use.shards]
     if not sharded:
-        return DataParallel(tuple(s for use in uses for s in _replicated(seen, use)), groups)
-    copies = [use for use in uses if not use.shards and _copies_shards(use)]
-    replicas = max((len(use.group.ranks) for use in copies), default=1)
-    return DataParallel(tuple(_sharded(seen, use, replicas) for use in sharded), groups)
+        return DataParallel(
+            tuple(s for use in uses for s in _classify_replicated(evidence, use)), groups
+        )
+    replica_uses = [use for use in uses if not use.shards and _is_shard_replica(use)]
+    replicas = max((len(use.group.ranks) for use in replica_uses), default=1)
+    return DataParallel(
+        tuple(_classify_sharded(evidence, use, replicas) for use in sharded), groups
+    )
 
 
-def wrapped(seen: RankEvidence, groups: Collection[Group]) -> list[Strategy]:
+def detect_wrapped_ddp(evidence: RankEvidence, groups: Collection[Group]) -> list[Strategy]:
     """DistributedDataParallel around the cp groups, whose ranks have the same weights."""
-    uses = [use for use in _uses(seen) if use.group in groups and use.called(BACKWARD, *_SUMS)]
-    sizes = [len(use.group.ranks) for use in uses] if _says(seen, _DDP) else []
+    uses = [
+        use
+        for use in _list_uses(evidence)
+        if use.group in groups and use.is_called(BACKWARD, *_SUMS)
+    ]
+    sizes = [len(use.group.ranks) for use in uses] if _has_event(evidence, _DDP) else []
     return [Strategy("ddp", "cp", size) for size in sizes]
 
 
-def sums_of(seen: RankEvidence, groups: Collection[Group]) -> int:
+def count_gradient_sums(evidence: RankEvidence, groups: Collection[Group]) -> int:
     """After how many backward passes, over all steps, the rank reduces gradients on the groups."""
-    summing = np.zeros(len(seen.row), dtype=np.bool_)
+    summing = np.zeros(len(evidence.row), dtype=np.bool_)
     for group in groups:
-        summing |= seen.on(group)
-    summing &= seen.of(*_SUMS) & seen.is_tensor & np.isin(seen.part, _LATE)
-    return len(np.unique(seen.passes.latest(seen.when[summing])))
+        summing |= evidence.is_on(group)
+    summing &= evidence.is_op(*_SUMS) & evidence.is_tensor & np.isin(evidence.part, _LATE)
+    return len(np.unique(evidence.passes.find_latest(evidence.when[summing])))
 
 
-def _copies_shards(use: _Use) -> bool:
+def _is_shard_replica(use: _Use) -> bool:
     """Whether the group reduces shards across replicas of the model."""
     return use.marked or "dp_replicate" in use.axes
 
 
-def _uses(seen: RankEvidence) -> list[_Use]:
-    return [_use(seen, group, seen.on(group) & seen.is_tensor) for group in seen.groups()]
+def _list_uses(evidence: RankEvidence) -> list[_Use]:
+    return [
+        _build_use(evidence, group, evidence.is_on(group) & evidence.is_tensor)
+        for group in evidence.list_groups()
+    ]
 
 
-def _use(seen: RankEvidence, group: Group, mask: Bool) -> _Use:
-    marked = bool((mask & seen.shards & seen.of("all_gather", *_SUMS)).any())
-    axes = seen.layout.axes_of(group)
-    return _Use(group, axes, seen.counts(mask), seen.bytes_of(mask), marked)
+def _build_use(evidence: RankEvidence, group: Group, mask: Bool) -> _Use:
+    marked = bool((mask & evidence.shards & evidence.is_op("all_gather", *_SUMS)).any())
+    axes = evidence.layout.find_axes(group)
+    return _Use(group, axes, evidence.count_per_step(mask), evidence.sum_bytes(mask), marked)
 
 
-def _is_data(seen: RankEvidence, use: _Use) -> bool:
+def _is_data(evidence: RankEvidence, use: _Use) -> bool:
     """Whether the group reduces gradients of data parallel ranks.
 
     A group of unknown axis does if it reduces in no forward. Groups across stages do not:
     embeddings of the first and last stage are reduced like gradients. Without ProfilerStep marks it
     is unknown whether weights are gathered after one step or before the next.
     """
-    if not use.sums or len({seen.layout.stage(rank) for rank in use.group.ranks}) > 1:
+    if (
+        not use.sums_gradients
+        or len({evidence.layout.find_stage(rank) for rank in use.group.ranks}) > 1
+    ):
         return False
     if use.marked:
         return True
-    if use.hands_on and not (seen.steps.marked or _says(seen, _ZERO)):
+    if use.may_return_weights and not (evidence.steps.marked or _has_event(evidence, _ZERO)):
         return False
     if use.axes:
         return use.axes == {"ep"} or (use.axes <= DATA_AXES and use.axes != {"cp"})
-    return not use.called(FORWARD, "all_reduce", "reduce_scatter")
+    return not use.is_called(FORWARD, "all_reduce", "reduce_scatter")
 
 
-def _sharded(seen: RankEvidence, use: _Use, copies: int) -> Strategy:
+def _classify_sharded(evidence: RankEvidence, use: _Use, replicas: int) -> Strategy:
     """Sharded weights: gathered for each use (fsdp), or kept from forward to backward (zero-2).
 
     Megatron-LM's distributed optimizer (ZeRO-1) may gather them in the next forward.
     """
-    axis, size = axis_named(use.axes - {"ep"}, "dp_shard"), len(use.group.ranks)
-    again = use.called(BACKWARD, "all_gather")
-    if copies > 1:
-        kept = "" if again else ", weights kept until the backward"
-        return Strategy("hsdp", axis, size, f"{copies} replicas{kept}")
+    axis, size = format_axes(use.axes - {"ep"}, "dp_shard"), len(use.group.ranks)
+    again = use.is_called(BACKWARD, "all_gather")
+    if replicas > 1:
+        detail = "" if again else ", weights kept until the backward"
+        return Strategy("hsdp", axis, size, f"{replicas} replicas{detail}")
     if again:
         return Strategy("fsdp", axis, size)
-    if not use.marked and _is_megatron(seen):
+    if not use.marked and _is_megatron(evidence):
         return Strategy("zero-1", axis, size)
     return Strategy("zero-2", axis, size, "weights kept until the backward")
 
 
-def _replicated(seen: RankEvidence, use: _Use) -> list[Strategy]:
+def _classify_replicated(evidence: RankEvidence, use: _Use) -> list[Strategy]:
     """Replicated weights: ddp, or zero-1 / zero-2 if updated weights are gathered after the
     optimizer."""
-    axis, size = axis_named(use.axes - {"ep"}, "dp_replicate"), len(use.group.ranks)
-    if not use.returns_weights and not _says(seen, _ZERO):
+    axis, size = format_axes(use.axes - {"ep"}, "dp_replicate"), len(use.group.ranks)
+    if not use.returns_weights and not _has_event(evidence, _ZERO):
         return [] if use.scatters else [Strategy("ddp", axis, size)]
-    return [Strategy(*_stage(seen, use, axis, size))]
+    return [Strategy(*_classify_zero_stage(evidence, use, axis, size))]
 
 
-def _stage(seen: RankEvidence, use: _Use, axis: str, size: int) -> tuple[str, str, int, str]:
+def _classify_zero_stage(
+    evidence: RankEvidence, use: _Use, axis: str, size: int
+) -> tuple[str, str, int, str]:
     """Distinguishes ZeRO-1 from ZeRO-2.
 
     ZeRO-2 reduce-scatters gradients during the backward or after each microbatch; ZeRO-1 reduces
     them once. With one microbatch, reduced after the backward, both have the same traffic.
     """
-    if _is_megatron(seen) or _says(seen, _ZERO):
+    if _is_megatron(evidence) or _has_event(evidence, _ZERO):
         return "zero-1", axis, size, ""
-    if use.called(BACKWARD, "reduce_scatter", "reduce"):
+    if use.is_called(BACKWARD, "reduce_scatter", "reduce"):
         return "zero-2", axis, size, "gradients scattered during the backward"
-    if len(seen.passes) <= len(seen.steps):
+    if len(evidence.passes) <= len(evidence.steps):
         return "zero-1", axis, size, "or zero-2: with one microbatch they send the same"
-    each = sums_of(seen, [use.group]) == len(seen.passes)
-    return ("zero-2" if each else "zero-1"), axis, size, ""
+    sums_each_pass = count_gradient_sums(evidence, [use.group]) == len(evidence.passes)
+    return ("zero-2" if sums_each_pass else "zero-1"), axis, size, ""
 
 
-def _is_megatron(seen: RankEvidence) -> bool:
-    return any(_MEGATRON in group.description.upper() for group in seen.trace.groups)
+def _is_megatron(evidence: RankEvidence) -> bool:
+    return any(_MEGATRON in group.description.upper() for group in evidence.trace.groups)
 
 
-def _says(seen: RankEvidence, prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in seen.trace.events.names)
+def _has_event(evidence: RankEvidence, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in evidence.trace.events.names)
 
 
-def _codes(*ops: str) -> list[int]:
+def _list_codes(*ops: str) -> list[int]:
     return [OP_CODE[op] for op in ops]
 
 
@@ -266,15 +284,15 @@ class Strategy:
         return self.name + size + axis + (f" ({self.detail})" if self.detail else "")
 
 
-def accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
+def count_accumulated_microbatches(strategies: Iterable[Strategy]) -> int | None:
     """Microbatches per step with gradient accumulation, from the detected strategies; None if there
     is none, as in a pipeline."""
-    said = [one.detail for one in strategies if one.name == "gradient accumulation"]
-    count = re.match(r"\d+", said[0]) if said else None
+    details = [one.detail for one in strategies if one.name == "gradient accumulation"]
+    count = re.match(r"\d+", details[0]) if details else None
     return int(count.group()) if count else None
 
 
-def axis_named(axes: Collection[str], unknown: str) -> str:
+def format_axes(axes: Collection[str], unknown: str) -> str:
     """The axes of a group joined in mesh order, such as "dp_shard x cp"; unknown if there are
     none."""
     return " x ".join(sorted(axes, key=AXES.index)) or unknown
@@ -327,41 +345,41 @@ class RankEvidence:
         size = self.message_bytes
         return (size < 0) | (size > SCALAR_BYTES)
 
-    def of(self, *ops: str) -> Bool:
+    def is_op(self, *ops: str) -> Bool:
         """Which calls have one of these ops."""
         return np.isin(self.op, [OP_CODE[op] for op in ops])
 
-    def on(self, group: Group) -> Bool:
+    def is_on(self, group: Group) -> Bool:
         """Which calls use this group."""
         ids = [i for i, one in enumerate(self.trace.groups) if one == group]
         return np.isin(self.group, ids)
 
-    def groups(self) -> list[Group]:
+    def list_groups(self) -> list[Group]:
         """The groups of more than one rank that the rank uses."""
         used = sorted(set(self.group[self.group >= 0].tolist()))
-        found = dict.fromkeys(self.trace.groups[i] for i in used)
-        return [group for group in found if len(group.ranks) > 1]
+        used_groups = dict.fromkeys(self.trace.groups[i] for i in used)
+        return [group for group in used_groups if len(group.ranks) > 1]
 
-    def counts(self, mask: Bool) -> Counts:
+    def count_per_step(self, mask: Bool) -> Counts:
         """Number of these calls per step, shape (parts, ops)."""
-        return self._per_step(mask, None)
+        return self._compute_per_step(mask, None)
 
-    def bytes_of(self, mask: Bool) -> Counts:
+    def sum_bytes(self, mask: Bool) -> Counts:
         """Bytes of these calls per step, shape (parts, ops)."""
-        return self._per_step(mask, np.maximum(self.message_bytes, 0))
+        return self._compute_per_step(mask, np.maximum(self.message_bytes, 0))
 
-    def _per_step(self, mask: Bool, weights: Int64 | None) -> Counts:
+    def _compute_per_step(self, mask: Bool, weights: Int64 | None) -> Counts:
         mask = mask & (self.part >= 0)
         place = self.part[mask] * len(OPS) + self.op[mask]
-        each = None if weights is None else weights[mask]
+        call_weights = None if weights is None else weights[mask]
         size = 3 * len(OPS)
-        return np.bincount(place, each, size).reshape(3, len(OPS)) / max(1, len(self.steps))
+        return np.bincount(place, call_weights, size).reshape(3, len(OPS)) / max(1, len(self.steps))
 
-    def story(self, mask: Bool) -> str:
+    def build_sequence(self, mask: Bool) -> str:
         """The forward work of all steps as a string: X for each of these calls issued in a forward,
         the letters of the landmarks, and | at the start of a backward."""
         mask = mask & (self.part == FORWARD)
-        marks = self.marks.outside & (self.steps.at(self.marks.start_ns) >= 0)
+        marks = self.marks.outside & (self.steps.find_step(self.marks.start_ns) >= 0)
         called, begins = self.when[mask], self.passes.start_ns
         when = np.concatenate((self.marks.start_ns[marks], called, begins))
         letter = np.concatenate((
@@ -373,14 +391,16 @@ class RankEvidence:
         return letters.tobytes().decode("ascii")
 
 
-def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -> RankEvidence:
+def collect_evidence(
+    trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout
+) -> RankEvidence:
     """Collects the evidence of a rank; leads marks the first row of each of its calls."""
-    steps, marks = host_steps(trace, windows), landmarks_of(trace.events)
-    steps = whole_trace(trace) if steps.on_device else steps
-    when, passes = issued_ns(trace, steps), passes_of(marks, steps)
-    row = np.flatnonzero(leads & (steps.at(when) >= 0))
+    steps, marks = build_host_steps(trace, windows), find_landmarks(trace.events)
+    steps = take_whole_trace(trace) if steps.on_device else steps
+    when, passes = compute_issued_ns(trace, steps), find_passes(marks, steps)
+    row = np.flatnonzero(leads & (steps.find_step(when) >= 0))
     when = when[row]
-    ends = np.isin(trace.calls.op[row], _REDUCES) | inside(marks.optimizer, when)
+    ends = np.isin(trace.calls.op[row], _REDUCES) | is_inside(marks.optimizer, when)
     return RankEvidence(
         trace=trace,
         layout=layout,
@@ -389,12 +409,12 @@ def seen_of(trace: RankTrace, windows: Steps, leads: Bool, layout: RankLayout) -
         passes=passes,
         row=row,
         when=when,
-        part=passes.part_of(when, steps, ends),
-        shards=inside(spans_of(trace.events, *_SHARDS), when),
+        part=passes.classify_part(when, steps, ends),
+        shards=is_inside(find_spans(trace.events, *_SHARDS), when),
     )
 
 
-def once_each(story: str) -> str:
+def collapse_repeats(story: str) -> str:
     """The string with runs of the same letter collapsed to one."""
     letters = np.frombuffer(story.encode("ascii"), dtype=np.uint8)
     new = np.ones(len(letters), dtype=np.bool_)
@@ -422,14 +442,14 @@ class Passes:
     def __len__(self) -> int:
         return len(self.step)
 
-    def part_of(self, when: Int64, steps: HostSteps, ends: Bool) -> Int64:
+    def classify_part(self, when: Int64, steps: HostSteps, ends: Bool) -> Int64:
         """FORWARD, BACKWARD or AFTER for each instant; -1 outside steps with a backward.
 
         Between a backward and the next forward, ends marks what belongs to the backward.
         """
-        step = steps.at(when)
+        step = steps.find_step(when)
         known = (step >= 0) & np.isin(step, self.step)
-        last = self.latest(when)
+        last = self.find_latest(when)
         if not len(self):
             return np.full(len(when), -1, dtype=np.int64)
         here = known & (last >= 0) & (self.step[last] == step)
@@ -439,17 +459,17 @@ class Passes:
         part = np.where(ended & (ends | ends_step), AFTER, part)
         return np.where(known, part, -1)
 
-    def latest(self, when: Int64) -> Int64:
+    def find_latest(self, when: Int64) -> Int64:
         """The last pass that started before each instant, -1 for none."""
         return np.searchsorted(self.start_ns, when, side="right") - 1
 
 
-def passes_of(marks: Landmarks, steps: HostSteps) -> Passes:
+def find_passes(marks: Landmarks, steps: HostSteps) -> Passes:
     """Finds the backward passes: autograd work without forward work in between."""
     engine = union(marks.engine.start_ns, marks.engine.end_ns)
-    step = steps.at(engine.start_ns)
-    kept = step >= 0
-    engine, step = Intervals(engine.start_ns[kept], engine.end_ns[kept]), step[kept]
+    step = steps.find_step(engine.start_ns)
+    in_step = step >= 0
+    engine, step = Intervals(engine.start_ns[in_step], engine.end_ns[in_step]), step[in_step]
     work = marks.start_ns[marks.outside]
     done = np.searchsorted(work, engine.start_ns)
     new = np.ones(len(step), dtype=np.bool_)
@@ -500,30 +520,30 @@ class Landmarks:
     optimizer: Intervals
 
 
-def landmarks_of(events: Events) -> Landmarks:
-    letters = np.array([ord(_letter(name)) for name in events.names], dtype=np.int64)
-    rows = np.flatnonzero(events.of(Category.OP) & (letters[events.name_id] != ord(" ")))
+def find_landmarks(events: Events) -> Landmarks:
+    letters = np.array([ord(_classify_letter(name)) for name in events.names], dtype=np.int64)
+    rows = np.flatnonzero(events.is_category(Category.OP) & (letters[events.name_id] != ord(" ")))
     start = events.start_ns[rows]
-    engine = spans_of(events, "autograd::engine")
-    optimizer = spans_of(events, "Optimizer.step#")
+    engine = find_spans(events, "autograd::engine")
+    optimizer = find_spans(events, "Optimizer.step#")
     return Landmarks(
         start_ns=start,
         letter=letters[events.name_id[rows]],
-        outside=~(inside(engine, start) | inside(optimizer, start)),
+        outside=~(is_inside(engine, start) | is_inside(optimizer, start)),
         engine=engine,
         optimizer=optimizer,
     )
 
 
-def spans_of(events: Events, *prefixes: str) -> Intervals:
+def find_spans(events: Events, *prefixes: str) -> Intervals:
     """The intervals of host events whose name has one of these prefixes."""
     named = events.name_mask(tuple(name.startswith(prefixes) for name in events.names))
-    mask = named & events.of(Category.OP, Category.ANNOTATION)
+    mask = named & events.is_category(Category.OP, Category.ANNOTATION)
     return union(events.start_ns[mask], events.end_ns[mask])
 
 
 @cache
-def _letter(name: str) -> str:
+def _classify_letter(name: str) -> str:
     if name in _KINDS:
         return _KINDS[name]
     attends = not name.startswith(_WRAPS) and _ATTENTION.search(name) is not None
@@ -552,7 +572,7 @@ class HostSteps:
     def __len__(self) -> int:
         return len(self.number)
 
-    def at(self, when: Int64) -> Int64:
+    def find_step(self, when: Int64) -> Int64:
         """The index of the step at each instant, -1 for none."""
         step = np.searchsorted(self.start_ns, when, side="right") - 1
         within = step >= 0
@@ -560,21 +580,21 @@ class HostSteps:
         return np.where(within, step, -1)
 
 
-def host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
+def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
     """The full steps of the rank (all steps if none is full) in host time."""
-    marks = _marks(trace.events)
+    marks = _read_marked_steps(trace.events)
     counted = [w for w in steps.counted if not marks or w.step in marks]
     spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
-    return _of(spans, marked=bool(marks), on_device=trace.on_device and not marks)
+    return _make_host_steps(spans, marked=bool(marks), on_device=trace.on_device and not marks)
 
 
-def whole_trace(trace: RankTrace) -> HostSteps:
+def take_whole_trace(trace: RankTrace) -> HostSteps:
     """The whole trace as one host step."""
     first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
-    return _of([StepWindow(0, "full", first, last)], marked=False, on_device=False)
+    return _make_host_steps([StepWindow(0, "full", first, last)], marked=False, on_device=False)
 
 
-def _of(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSteps:
+def _make_host_steps(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSteps:
     return HostSteps(
         number=tuple(span.step for span in spans),
         start_ns=np.array([span.start_ns for span in spans], dtype=np.int64),
@@ -584,7 +604,7 @@ def _of(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSt
     )
 
 
-def issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
+def compute_issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
     """The issue time of each call, on the clock of the steps; -1 if unknown."""
     starts = trace.events.start_ns[trace.calls.event]
     if steps.on_device:
@@ -593,21 +613,23 @@ def issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
     return np.where(trace.calls.issued_ns >= 0, trace.calls.issued_ns, unknown)
 
 
-def issued_in(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
+def find_issue_step(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
     """The index of the step in which each call was issued; -1 for none, and for all but the first
     row of a call with several kernels."""
-    return np.where(leads, steps.at(issued_ns(trace, steps)), -1)
+    return np.where(leads, steps.find_step(compute_issued_ns(trace, steps)), -1)
 
 
-def _marks(events: Events) -> dict[int, StepWindow]:
+def _read_marked_steps(events: Events) -> dict[int, StepWindow]:
     """The marked steps by number, each from the end of the previous one, the first from its
     start."""
-    rows = np.flatnonzero(events.named(_MARK) & events.of(Category.ANNOTATION, Category.OP))
-    found: dict[int, StepWindow] = {}
+    rows = np.flatnonzero(
+        events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
+    )
+    by_number: dict[int, StepWindow] = {}
     begin = int(events.start_ns[rows[0]]) if len(rows) else 0
     for row in rows.tolist():
         number, end = events.name_of(row).removeprefix(_MARK), int(events.end_ns[row])
         if number.isdecimal() and end > begin:
-            found[int(number)] = StepWindow(int(number), "full", begin, end)
+            by_number[int(number)] = StepWindow(int(number), "full", begin, end)
             begin = end
-    return found
+    return by_number

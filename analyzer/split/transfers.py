@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, labels_of, least_of, most_of, runs_of
-from stepsplit.analyzer.split.matching import TOGETHER, Alignment, Clock, Matched
+from stepsplit.analyzer.arrays import Intervals, group_ids, group_max, group_min, group_rows
+from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 
@@ -38,24 +38,24 @@ class Pieces:
     owner: Int32
 
 
-def pieces_of(
+def split_calls(
     trace: RankTrace, rows: slice, arrivals: Arrivals, clock: Clock, layout: RankLayout
 ) -> Pieces:
     """Splits each call of one rank (rows) into wait, transfer, and wait after the transfer."""
     start = trace.events.start_ns[trace.calls.event]
     end = trace.events.end_ns[trace.calls.event]
     if not trace.on_device:
-        start = clock.own_ns(arrivals.start_ns[rows])
-    moves = np.clip(clock.own_ns(arrivals.moves_ns[rows]), start, end)
-    moved = np.clip(clock.own_ns(arrivals.moved_ns[rows]), moves, end)
-    last = _last_of_kernel(trace, moves, _waited_for_of_rank(trace, arrivals.last[rows]))
-    waits = _wait_bucket(trace, last, layout)
+        start = clock.map_to_own_ns(arrivals.start_ns[rows])
+    moves = np.clip(clock.map_to_own_ns(arrivals.moves_ns[rows]), start, end)
+    moved = np.clip(clock.map_to_own_ns(arrivals.moved_ns[rows]), moves, end)
+    last = _find_last_of_kernel(trace, moves, _find_awaited_rank(trace, arrivals.last[rows]))
+    waits = _classify_waits(trace, last, layout)
     moving = np.where(trace.calls.is_message, P2P, COLLECTIVE)
     call = np.arange(len(start), dtype=np.int32)
-    nobody = np.full(len(start), -1, dtype=np.int32)
+    no_owner = np.full(len(start), -1, dtype=np.int32)
     parts = [
         (waits, start, moves, last),
-        (moving, moves, moved, nobody),
+        (moving, moves, moved, no_owner),
         (waits, moved, end, last),
     ]
     return Pieces(
@@ -68,19 +68,19 @@ def pieces_of(
     )
 
 
-def _last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
+def _find_last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
     """The rank that each call waits for; all messages of one kernel wait for the last peer."""
-    order, first = runs_of(labels_of(trace.calls.event))
+    order, first = group_rows(group_ids(trace.calls.event))
     if len(first) == len(order):
         return last
-    found = last.copy()
+    owner = last.copy()
     for part in np.split(order, first[1:]):
         if len(part) > 1:
-            found[part] = last[part[int(moves[part].argmax())]]
-    return found
+            owner[part] = last[part[int(moves[part].argmax())]]
+    return owner
 
 
-def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
+def remove_lag(pieces: Pieces, compute: Intervals) -> Pieces:
     """Ends the pieces of a gloo run when the waiting thread resumed.
 
     A worker's range ends up to LAG_NS after the waiting thread has resumed. So a call ends with the
@@ -105,21 +105,23 @@ def without_lag(pieces: Pieces, compute: Intervals) -> Pieces:
     )
 
 
-def _waited_for_of_rank(trace: RankTrace, last: Int32) -> Int32:
+def _find_awaited_rank(trace: RankTrace, last: Int32) -> Int32:
     """The rank each call waits for; the last rank itself can only wait for the peer of a
     message."""
     peer = np.where(trace.calls.is_message, trace.calls.peer, -1)
     return np.where((last == trace.rank) | (last < 0), peer, last).astype(np.int32)
 
 
-def _wait_bucket(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
+def _classify_waits(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
     """Waiting for another pipeline stage is bubble, for the same stage skew.
 
     A message with an unknown peer counts as bubble on a rank in a pipeline.
     """
-    mine = layout.stage(trace.rank)
-    others = np.unique(last)
-    elsewhere = others[[rank >= 0 and layout.stage(rank) != mine for rank in others.tolist()]]
+    own_stage = layout.find_stage(trace.rank)
+    owners = np.unique(last)
+    elsewhere = owners[
+        [rank >= 0 and layout.find_stage(rank) != own_stage for rank in owners.tolist()]
+    ]
     unknown = trace.calls.is_message & (last < 0) & (trace.rank in layout.stage_of)
     return np.where(np.isin(last, elsewhere) | unknown, BUBBLE, SKEW).astype(np.uint8)
 
@@ -128,7 +130,7 @@ def _wait_bucket(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
 
 _FROM_ROOT = [OP_CODE[op] for op in ("broadcast", "scatter")]
 
-_MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*TOGETHER, "recv")]
+_MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*SYMMETRIC_OPS, "recv")]
 """Ops whose members may end before another arrives. A receive only appears to, by clock errors."""
 
 
@@ -148,24 +150,31 @@ class Arrivals:
     estimated: Bool
 
 
-def arrivals_of(traces: Sequence[RankTrace], matched: Matched, alignment: Alignment) -> Arrivals:
+def compute_arrivals(
+    traces: Sequence[RankTrace], matched: MatchedCalls, alignment: Alignment
+) -> Arrivals:
     """Computes the transfer interval of each call, and its last rank."""
     start, end = matched.start_ns.copy(), matched.end_ns.copy()
     for i, clock in enumerate(alignment.clocks):
-        rows = matched.of_trace(i)
-        start[rows], end[rows] = clock.common_ns(start[rows]), clock.common_ns(end[rows])
+        rows = matched.slice_trace(i)
+        start[rows], end[rows] = (
+            clock.map_to_common_ns(start[rows]),
+            clock.map_to_common_ns(end[rows]),
+        )
     ranks = np.array([trace.rank for trace in traces], dtype=np.int32)
-    came = _last_to_come(matched, start, end, ranks)
-    moved = message_transfers(traces, matched, came.at_ns, end, ~came.left_early)
-    guess = guessed_transfers(traces, matched, came.at_ns, end)
+    last_arrival = _find_last_arrivals(matched, start, end, ranks)
+    moved = estimate_message_transfers(
+        traces, matched, last_arrival.at_ns, end, ~last_arrival.left_early
+    )
+    guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end)
     waited = guess >= 0
-    moves = np.where(waited, end - guess, came.at_ns)
-    last = np.where(waited, _absent(matched, ranks), came.rank).astype(np.int32)
+    moves = np.where(waited, end - guess, last_arrival.at_ns)
+    last = np.where(waited, _find_missing_rank(matched, ranks), last_arrival.rank).astype(np.int32)
     return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
+class _LastArrivals:
     """For each row, the last arrival that it had to wait for; -1 without a counterpart.
 
     rank is the rank that arrived last. left_early: some member ended before another arrived, so the
@@ -177,17 +186,19 @@ class _Coming:
     left_early: Bool
 
 
-def _last_to_come(matched: Matched, start: Int64, end: Int64, ranks: Int32) -> _Coming:
-    members = _Members.of(matched, start)
-    last = members.last_of(matched)
+def _find_last_arrivals(
+    matched: MatchedCalls, start: Int64, end: Int64, ranks: Int32
+) -> _LastArrivals:
+    members = _Members.build(matched, start)
+    last = members.find_last(matched)
     may_leave = (matched.shared >= 0) & np.isin(matched.op, _MAY_LEAVE)
     left = np.zeros(len(members.after) + 1, dtype=np.bool_)
     left[matched.shared[may_leave & (end <= start[last])]] = True
     left_early: Bool = left[matched.shared] & (matched.shared >= 0)
     rows = np.flatnonzero(left_early)
-    last[rows] = _waited_for_early_leavers(matched, members, rows, start, end)
+    last[rows] = _find_awaited_before_exit(matched, members, rows, start, end)
     who = np.where(matched.shared >= 0, ranks[matched.trace[last]], -1).astype(np.int32)
-    return _Coming(start[last], who, left_early)
+    return _LastArrivals(start[last], who, left_early)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +209,17 @@ class _Members:
     after: Int64
 
     @classmethod
-    def of(cls, matched: Matched, start: Int64) -> _Members:
+    def build(cls, matched: MatchedCalls, start: Int64) -> _Members:
         known = np.flatnonzero((matched.shared >= 0) & matched.leads)
         order = known[np.lexsort((start[known], matched.shared[known]))]
         calls = np.arange(int(matched.shared.max(initial=-1)) + 1)
         return cls(order, np.searchsorted(matched.shared[order], calls, side="right"))
 
-    def of_call(self, call: int) -> Int64:
+    def slice_call(self, call: int) -> Int64:
         """The rows of one call, by arrival."""
         return self.order[self.after[call - 1] if call else 0 : self.after[call]]
 
-    def last_of(self, matched: Matched) -> Int64:
+    def find_last(self, matched: MatchedCalls) -> Int64:
         """For each row, the row of the last member of its call, or itself without a counterpart."""
         last = np.arange(len(matched))
         rows = np.flatnonzero(matched.shared >= 0)
@@ -216,26 +227,26 @@ class _Members:
         return last
 
 
-def _waited_for_early_leavers(
-    matched: Matched, members: _Members, rows: Int64, start: Int64, end: Int64
+def _find_awaited_before_exit(
+    matched: MatchedCalls, members: _Members, rows: Int64, start: Int64, end: Int64
 ) -> list[int]:
     """For rows of calls that a member left early, the last arrival before that.
 
     With a root (broadcast, scatter) all wait for the root only. A member that arrives after the
     first has left is not the root, and no rank waited for it.
     """
-    first_end = least_of(matched.shared, end, len(members.after))
+    first_end = group_min(matched.shared, end, len(members.after))
     last = []
     for row in rows.tolist():
         call = int(matched.shared[row])
-        fellows = members.of_call(call)
+        member_rows = members.slice_call(call)
         limit = first_end[call] if matched.op[row] in _FROM_ROOT else end[row]
-        place = int(np.searchsorted(start[fellows], limit, side="right")) - 1
-        last.append(int(fellows[max(place, 0)]))
+        place = int(np.searchsorted(start[member_rows], limit, side="right")) - 1
+        last.append(int(member_rows[max(place, 0)]))
     return last
 
 
-def _absent(matched: Matched, present: Int32) -> Int32:
+def _find_missing_rank(matched: MatchedCalls, present: Int32) -> Int32:
     """The missing rank of each incomplete call, -1 if none or several are missing."""
     here = set(present.tolist())
     lacking = [set(group.ranks) - here for group in matched.groups]
@@ -255,8 +266,8 @@ _NOISE_NS, _MORE = 20_000, 0.5
 _NONE = np.iinfo(np.int64).max
 
 
-def message_transfers(
-    traces: Sequence[RankTrace], matched: Matched, moves_ns: Int64, end_ns: Int64, telling: Bool
+def estimate_message_transfers(
+    traces: Sequence[RankTrace], matched: MatchedCalls, moves_ns: Int64, end_ns: Int64, usable: Bool
 ) -> Int64:
     """The end of each transfer: the end of a collective, possibly earlier for a message.
 
@@ -266,52 +277,52 @@ def message_transfers(
     left before the other arrived are neither measured nor shortened.
     """
     moved = end_ns.copy()
-    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & telling)
+    rows = np.flatnonzero(matched.is_message & (matched.key >= 0) & usable)
     count = int(matched.key.max(initial=-1)) + 1
     key = matched.key[rows]
-    earlier = least_of(np.where(matched.is_message, matched.key, -1), end_ns, count)[key]
-    closed = _ends_its_kernel(traces, matched, rows, moves_ns)
-    exact = least_of(np.where(closed, key, -1), end_ns[rows], count)[key]
-    told = exact < _NONE
-    took = np.maximum(np.where(told, exact, earlier) - moves_ns[rows], 0)
-    low = _percentile_of(_links(matched, rows), took)
-    moved[rows] = moves_ns[rows] + np.where(told, took, np.minimum(took, low))
+    earlier = group_min(np.where(matched.is_message, matched.key, -1), end_ns, count)[key]
+    closed = _is_last_of_kernel(traces, matched, rows, moves_ns)
+    exact = group_min(np.where(closed, key, -1), end_ns[rows], count)[key]
+    exact_known = exact < _NONE
+    took = np.maximum(np.where(exact_known, exact, earlier) - moves_ns[rows], 0)
+    low = _compute_percentile(_number_links(matched, rows), took)
+    moved[rows] = moves_ns[rows] + np.where(exact_known, took, np.minimum(took, low))
     return moved
 
 
-def _ends_its_kernel(
-    traces: Sequence[RankTrace], matched: Matched, rows: Int64, moves_ns: Int64
+def _is_last_of_kernel(
+    traces: Sequence[RankTrace], matched: MatchedCalls, rows: Int64, moves_ns: Int64
 ) -> Bool:
     """Whether each message is the last of its kernel to start its transfer."""
     event = np.concatenate([trace.calls.event for trace in traces])[rows]
     on_device = np.array([trace.on_device for trace in traces])[matched.trace[rows]]
-    kernel = labels_of(matched.trace[rows], event)
-    last = most_of(kernel, moves_ns[rows], int(kernel.max(initial=-1)) + 1)
+    kernel = group_ids(matched.trace[rows], event)
+    last = group_max(kernel, moves_ns[rows], int(kernel.max(initial=-1)) + 1)
     ends: Bool = on_device & (moves_ns[rows] >= last[kernel])
     return ends
 
 
-def _links(matched: Matched, rows: Int64) -> Int64:
+def _number_links(matched: MatchedCalls, rows: Int64) -> Int64:
     """A number for each sender, receiver and size; both ends of a message have the same."""
     count = int(matched.key.max(initial=-1)) + 1
     ends = np.zeros((count, 2), dtype=np.int64)
     receives = (matched.op[rows] == OP_CODE["recv"]).astype(np.int64)
     ends[matched.key[rows], receives] = matched.trace[rows]
     pair = ends[matched.key[rows]]
-    return labels_of(pair[:, 0], pair[:, 1], matched.message_bytes[rows])
+    return group_ids(pair[:, 0], pair[:, 1], matched.message_bytes[rows])
 
 
-def _percentile_of(label: Int64, values: Int64, percentile: int = LOW_PERCENTILE) -> Int64:
+def _compute_percentile(label: Int64, values: Int64, percentile: int = LOW_PERCENTILE) -> Int64:
     """For each row, the percentile of the values with its label (an actual value)."""
-    found = np.zeros(len(values), dtype=np.int64)
-    order, first = runs_of(label)
+    result = np.zeros(len(values), dtype=np.int64)
+    order, first = group_rows(label)
     for part in np.split(order, first[1:]) if len(order) else []:
-        found[part] = np.percentile(values[part], percentile, method="lower")
-    return found
+        result[part] = np.percentile(values[part], percentile, method="lower")
+    return result
 
 
-def guessed_transfers(
-    traces: Sequence[RankTrace], matched: Matched, came_ns: Int64, end_ns: Int64
+def estimate_missing_transfers(
+    traces: Sequence[RankTrace], matched: MatchedCalls, came_ns: Int64, end_ns: Int64
 ) -> Int64:
     """The estimated transfer time of calls that waited for a missing member, else -1.
 
@@ -319,38 +330,38 @@ def guessed_transfers(
     call of the rank itself, counted from the last recorded arrival. For calls of unknown size and
     copies between devices it cannot be known whether they waited.
     """
-    incomplete = (matched.key < 0) & _comparable(traces, matched)
+    incomplete = (matched.key < 0) & _is_comparable(traces, matched)
     took = np.maximum(end_ns - came_ns, 0)
-    like = _like_elsewhere(matched, took)
+    typical = _find_typical_ns(matched, took)
     rows = np.flatnonzero(incomplete)
-    known = np.where(like[rows] < _NONE, like[rows], _fastest_here(matched, rows, took))
+    known = np.where(typical[rows] < _NONE, typical[rows], _find_fastest_ns(matched, rows, took))
     alone = matched.shared[rows] < 0
     long = took[rows] > known * (1 + _MORE) + _NOISE_NS
-    found = np.full(len(matched), -1, dtype=np.int64)
-    found[rows] = np.where(alone | long, np.minimum(known, took[rows]), -1)
-    return found
+    transfer_ns = np.full(len(matched), -1, dtype=np.int64)
+    transfer_ns[rows] = np.where(alone | long, np.minimum(known, took[rows]), -1)
+    return transfer_ns
 
 
-def _comparable(traces: Sequence[RankTrace], matched: Matched) -> Bool:
+def _is_comparable(traces: Sequence[RankTrace], matched: MatchedCalls) -> Bool:
     """Calls whose size is known; the messages of a pipeline have one size even if it is unknown."""
     copies = np.concatenate([t.events.category[t.calls.event] == Category.MEMCPY for t in traces])
     comparable: Bool = (matched.is_message | (matched.message_bytes >= 0)) & ~copies
     return comparable
 
 
-def _like_elsewhere(matched: Matched, took: Int64) -> Int64:
+def _find_typical_ns(matched: MatchedCalls, took: Int64) -> Int64:
     """The median time of complete calls of the same op, size and number of members."""
     sizes = np.array([len(group.ranks) for group in matched.groups] + [0], dtype=np.int64)
     members = np.where(matched.is_message, 2, sizes[matched.group])
-    label = labels_of(np.minimum(matched.op, OP_CODE["send"]), matched.message_bytes, members)
+    label = group_ids(np.minimum(matched.op, OP_CODE["send"]), matched.message_bytes, members)
     complete = np.flatnonzero((matched.key >= 0) & (matched.message_bytes >= 0))
     typical = np.full(int(label.max(initial=-1)) + 1, _NONE)
-    typical[label[complete]] = _percentile_of(label[complete], took[complete], 50)
+    typical[label[complete]] = _compute_percentile(label[complete], took[complete], 50)
     return typical[label]
 
 
-def _fastest_here(matched: Matched, rows: Int64, took: Int64) -> Int64:
-    label = labels_of(
+def _find_fastest_ns(matched: MatchedCalls, rows: Int64, took: Int64) -> Int64:
+    label = group_ids(
         matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
     )
-    return least_of(label, took[rows], int(label.max(initial=-1)) + 1)[label]
+    return group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]

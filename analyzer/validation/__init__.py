@@ -9,30 +9,30 @@ from pathlib import Path
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.validation.equalities import (
-    activation_checks,
-    bubble_checks,
-    count_checks,
-    deepspeed_checks,
-    rate_checks,
-    states_checks,
-    wire_checks,
+    check_activations,
+    check_bubbles,
+    check_counts,
+    check_deepspeed,
+    check_rates,
+    check_states,
+    check_volumes,
 )
 from stepsplit.analyzer.validation.predictions import (
-    busbw_checks,
-    calibrated_checks,
-    collective_checks,
-    eager_checks,
-    memory_checks,
-    step_time_checks,
+    check_busbw,
+    check_calibrated_memory,
+    check_collectives,
+    check_eager_activations,
+    check_memory,
+    check_step_times,
 )
 from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, Row
 
 # validate: all checks, on the published rows of the package or on other ones.
 
 GROUPS = (
-    states_checks, deepspeed_checks, activation_checks, count_checks, rate_checks, bubble_checks,
-    wire_checks, memory_checks, calibrated_checks, eager_checks, step_time_checks,
-    collective_checks, busbw_checks,
+    check_states, check_deepspeed, check_activations, check_counts, check_rates, check_bubbles,
+    check_volumes, check_memory, check_calibrated_memory, check_eager_activations, check_step_times,
+    check_collectives, check_busbw,
 )  # fmt: skip
 
 
@@ -72,24 +72,26 @@ SCHEMA = "stepsplit.validation/1"
 
 def to_json(checks: Iterable[Check]) -> str:
     """All checks with all rows; error is predicted / published - 1, null if published is 0."""
-    return json.dumps({"schema": SCHEMA, "checks": [_check(each) for each in checks]}, indent=1)
+    return json.dumps(
+        {"schema": SCHEMA, "checks": [_check_to_row(each) for each in checks]}, indent=1
+    )
 
 
-def _check(each: Check) -> dict[str, object]:
+def _check_to_row(check: Check) -> dict[str, object]:
     return {
-        "name": each.name,
-        "measure": each.measure,
-        "bar": each.bar,
-        "result": each.result,
-        "met": None if each.skipped else each.met,
-        "baseline": each.baseline,
-        "note": each.note,
-        "left_out": each.left_out,
-        "rows": [_row(row) for row in each.rows],
+        "name": check.name,
+        "measure": check.measure,
+        "bar": check.bar,
+        "result": check.result,
+        "met": None if check.skipped else check.met,
+        "baseline": check.baseline,
+        "note": check.note,
+        "left_out": check.left_out,
+        "rows": [_format_row(row) for row in check.rows],
     }
 
 
-def _row(row: Row) -> dict[str, object]:
+def _format_row(row: Row) -> dict[str, object]:
     return {
         "table": row.table,
         "case": row.case,

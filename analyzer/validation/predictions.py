@@ -10,34 +10,38 @@ from typing import get_args
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
 from stepsplit.analyzer.model.config import (
+    GroupPlacement,
     HardwareConfig,
     JobConfig,
     ModelConfig,
     ParallelConfig,
-    Span,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import hardware, transformer
-from stepsplit.analyzer.model.flops import hardware_flops
-from stepsplit.analyzer.model.memory import calibrate_memory, memory_of, reserved_bytes
-from stepsplit.analyzer.model.memory_states import layer_activations
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.flops import count_hardware_flops
+from stepsplit.analyzer.model.memory import (
+    calibrate_memory,
+    compute_memory,
+    estimate_reserved_bytes,
+)
+from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.ops import busbw_factor
+from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.validation.published_runs import (
     SCHEDULES,
     SIMUMAX_TABLE,
     TORCHTITAN_TABLE,
     Case,
     Family,
-    fitted_collectives,
-    fitted_memory,
-    fitted_step_times,
-    nanotron,
-    possible_cases,
-    simumax,
-    step_time_cases,
-    torchtitan_job,
-    zero_bubble,
+    build_nanotron,
+    build_simumax,
+    build_torchtitan_job,
+    build_zero_bubble,
+    list_cases,
+    list_fitted_collectives,
+    list_fitted_memory,
+    list_fitted_step_times,
+    list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     Build,
@@ -46,9 +50,9 @@ from stepsplit.analyzer.validation.tables import (
     PublishedRow,
     Row,
     check,
-    gathered,
-    marked,
-    measured,
+    check_records,
+    compute_measure,
+    mark_fitted,
 )
 
 # Predicted step times against published ones, and against a constant-utilization baseline.
@@ -61,20 +65,25 @@ BARS: dict[Family, tuple[float, float]] = {
 """Mean and 90th percentile of the absolute errors; other families have no bar."""
 
 
-def step_time_checks(published: Published) -> tuple[Check, ...]:
+def check_step_times(published: Published) -> tuple[Check, ...]:
     """One check per family, with a baseline fitted on the same rows as the model."""
-    cases, fitted = possible_cases(published), fitted_step_times()
-    known = [case for case in step_time_cases(Published()) if case.id in fitted]
+    cases, fitted = list_cases(published), list_fitted_step_times()
+    fitted_cases = [case for case in list_step_time_cases(Published()) if case.id in fitted]
     return tuple(
         replace(
-            _check(family, _of(family, cases.found), _of(family, known), fitted),
-            left_out=tuple(each for each in cases.left_out if _whose(each) == family),
+            _check_family(
+                family,
+                _filter_family(family, cases.cases),
+                _filter_family(family, fitted_cases),
+                fitted,
+            ),
+            left_out=tuple(each for each in cases.left_out if _infer_family(each) == family),
         )
         for family in get_args(Family)
     )
 
 
-def _whose(left_out: str) -> Family:
+def _infer_family(left_out: str) -> Family:
     """Guess the family of a skipped row from its id."""
     match left_out.partition("/")[0]:
         case "simumax":
@@ -86,24 +95,26 @@ def _whose(left_out: str) -> Family:
     return "A100 Megatron"
 
 
-def _of(family: Family, cases: Iterable[Case]) -> list[Case]:
+def _filter_family(family: Family, cases: Iterable[Case]) -> list[Case]:
     return [case for case in cases if case.family == family]
 
 
-def _check(
-    family: Family, cases: Sequence[Case], known: Sequence[Case], fitted: Collection[str]
+def _check_family(
+    family: Family, cases: Sequence[Case], fitted_cases: Sequence[Case], fitted: Collection[str]
 ) -> Check:
     name, bar = f"{family}, step time", BARS.get(family, ())
-    rows = [step_time_row(case, fitted) for case in cases]
-    plain = baseline_rows([case for case in cases if case.id not in fitted], known)
-    baseline = measured("mean/p90", plain) if plain else None
-    found = check(name, rows, "mean/p90", bar, baseline)
-    if found.skipped or baseline is None or found.result[0] <= baseline[0]:
-        return found
-    return replace(found, note="a constant utilization is more accurate on these rows")
+    rows = [compare_step_time(case, fitted) for case in cases]
+    baseline_results = build_baseline_rows(
+        [case for case in cases if case.id not in fitted], fitted_cases
+    )
+    baseline = compute_measure("mean/p90", baseline_results) if baseline_results else None
+    result = check(name, rows, "mean/p90", bar, baseline)
+    if result.skipped or baseline is None or result.result[0] <= baseline[0]:
+        return result
+    return replace(result, note="a constant utilization is more accurate on these rows")
 
 
-def step_time_row(case: Case, fitted: Collection[str]) -> Row:
+def compare_step_time(case: Case, fitted: Collection[str]) -> Row:
     """The predicted step time (slowest stage) and the published one."""
     predicted = predict(case.job).split.step_ns
     return Row(
@@ -120,55 +131,61 @@ EXPERTS_BAR = (0.10, 0.10)
 """Mean and maximum of the absolute errors."""
 
 
-def memory_checks(published: Published) -> tuple[Check, ...]:
-    rows, fitted = published.records(SIMUMAX_TABLE), fitted_memory()
-    dense = [row for row in rows if not row.known("experts")]
-    mixtures = [row for row in rows if row.known("experts")]
+def check_memory(published: Published) -> tuple[Check, ...]:
+    rows, fitted = published.read_records(SIMUMAX_TABLE), list_fitted_memory()
+    dense = [row for row in rows if not row.has_value("experts")]
+    mixtures = [row for row in rows if row.has_value("experts")]
     kinds: tuple[tuple[str, list[PublishedRow], Build, tuple[float, float]], ...] = (
-        ("B200 dense, peak memory", dense, _fullest, DENSE_BAR),
-        ("B200 dense, peak memory by stage", dense, _stages, DENSE_BAR),
-        ("B200 experts, peak memory", mixtures, _fullest, EXPERTS_BAR),
+        ("B200 dense, peak memory", dense, _compare_fullest, DENSE_BAR),
+        ("B200 dense, peak memory by stage", dense, _compare_stages, DENSE_BAR),
+        ("B200 experts, peak memory", mixtures, _compare_fullest, EXPERTS_BAR),
     )
     checks = tuple(
-        gathered(name, records, build, "mean/max", bar, fitted)
+        check_records(name, records, build, "mean/max", bar, fitted)
         for name, records, build, bar in kinds
     )
-    return (*checks, _torchtitan(published))
+    return (*checks, _check_torchtitan(published))
 
 
-def _torchtitan(published: Published) -> Check:
-    rows = [row for row in published.records(TORCHTITAN_TABLE) if row.known("peak_memory_GiB")]
-    found = gathered("torchtitan, peak memory", rows, _reserved, "mean/max", (), frozenset())
-    if found.skipped:
-        return found
-    return replace(found, note="reserved memory; no constant is fitted on these rows")
+def _check_torchtitan(published: Published) -> Check:
+    rows = [
+        row for row in published.read_records(TORCHTITAN_TABLE) if row.has_value("peak_memory_GiB")
+    ]
+    result = check_records(
+        "torchtitan, peak memory", rows, _compare_reserved, "mean/max", (), frozenset()
+    )
+    if result.skipped:
+        return result
+    return replace(result, note="reserved memory; no constant is fitted on these rows")
 
 
-def _reserved(row: PublishedRow) -> tuple[Row, ...]:
-    job = torchtitan_job(row)
-    most = max(stage.total_bytes for stage in memory_of(job))
-    found = reserved_bytes(most).bytes / 2**30
-    return (Row(row.table, row.id, "reserved", row.number("peak_memory_GiB"), found, "GiB"),)
+def _compare_reserved(row: PublishedRow) -> tuple[Row, ...]:
+    job = build_torchtitan_job(row)
+    peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
+    predicted = estimate_reserved_bytes(peak_bytes).bytes / 2**30
+    return (
+        Row(row.table, row.id, "reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"),
+    )
 
 
-def _fullest(row: PublishedRow) -> tuple[Row, ...]:
+def _compare_fullest(row: PublishedRow) -> tuple[Row, ...]:
     """The largest stage; the table has the maximum over all ranks."""
-    found = max(stage.total_bytes for stage in memory_of(simumax(row).job))
-    said = row.number("real_max_allocated_GiB")
-    return (Row(row.table, row.id, "allocated", said, found / 2**30, "GiB"),)
+    predicted_bytes = max(stage.total_bytes for stage in compute_memory(build_simumax(row).job))
+    published = row.read_number("real_max_allocated_GiB")
+    return (Row(row.table, row.id, "allocated", published, predicted_bytes / 2**30, "GiB"),)
 
 
-def _stages(row: PublishedRow) -> tuple[Row, ...]:
+def _compare_stages(row: PublishedRow) -> tuple[Row, ...]:
     """The largest rank of every stage; ranks are listed stage by stage."""
-    if not row.known("rank_max_allocated_MiB"):
+    if not row.has_value("rank_max_allocated_MiB"):
         return ()
-    ranks = [float(each) for each in row.text("rank_max_allocated_MiB").split(";")]
-    memory = memory_of(simumax(row).job)
-    each = len(ranks) // len(memory)
+    ranks = [float(each) for each in row.read_text("rank_max_allocated_MiB").split(";")]
+    memory = compute_memory(build_simumax(row).job)
+    ranks_per_stage = len(ranks) // len(memory)
     return tuple(
         Row(
             row.table, row.id, f"stage {stage.stage}",
-            max(ranks[stage.stage * each : (stage.stage + 1) * each]) / 1024,
+            max(ranks[stage.stage * ranks_per_stage : (stage.stage + 1) * ranks_per_stage]) / 1024,
             stage.total_bytes / 2**30, "GiB",
         )
         for stage in memory
@@ -178,40 +195,43 @@ def _stages(row: PublishedRow) -> tuple[Row, ...]:
 # The baseline: all runs of a kind reach the same share of the peak FLOP/s.
 
 
-def baseline_rows(cases: Iterable[Case], known: Collection[Case]) -> tuple[Row, ...]:
+def build_baseline_rows(cases: Iterable[Case], fitted_cases: Collection[Case]) -> tuple[Row, ...]:
     """Step times of the cases from one hardware FLOPs utilization per kind of run.
 
     A kind is a GPU and a dtype. Its utilization is the mean of the known cases, those on which the
     model's constants were fitted. A kind without known cases uses the mean of all of them. Without
     any known case there are no rows.
     """
-    if not known:
+    if not fitted_cases:
         return ()
-    means = {kind: fmean(map(utilization, of_kind(known, kind))) for kind in map(kind_of, known)}
-    everywhere = fmean(map(utilization, known))
+    means = {
+        kind: fmean(map(compute_utilization, filter_kind(fitted_cases, kind)))
+        for kind in map(get_kind, fitted_cases)
+    }
+    everywhere = fmean(map(compute_utilization, fitted_cases))
     return tuple(
         Row(
             case.table, case.id, "step time", case.step_ns,
-            utilization(case) / means.get(kind_of(case), everywhere) * case.step_ns, "ns",
+            compute_utilization(case) / means.get(get_kind(case), everywhere) * case.step_ns, "ns",
         )
         for case in cases
     )  # fmt: skip
 
 
-def of_kind(cases: Iterable[Case], kind: tuple[str, str]) -> list[Case]:
-    return [case for case in cases if kind_of(case) == kind]
+def filter_kind(cases: Iterable[Case], kind: tuple[str, str]) -> list[Case]:
+    return [case for case in cases if get_kind(case) == kind]
 
 
-def kind_of(case: Case) -> tuple[str, str]:
+def get_kind(case: Case) -> tuple[str, str]:
     return case.job.hardware.name, case.job.training.dtype
 
 
-def utilization(case: Case) -> float:
+def compute_utilization(case: Case) -> float:
     """Hardware FLOPs (C1) of the published step over the peak, a ratio."""
     peak = case.job.hardware.peak_flops_per_s(case.job.training.dtype)
     assert peak, f"{case.id}: no peak of {case.job.hardware.name} at {case.job.training.dtype}"
     allowed = peak * case.job.parallel.world_size * case.step_ns * 1e-9
-    return hardware_flops(case.job, "C1") / allowed
+    return count_hardware_flops(case.job, "C1") / allowed
 
 
 # Peak memory of other programs, calibrated on one run of each model.
@@ -222,43 +242,48 @@ BAR = (0.10, 0.10)
 TABLE4, NANOTRON = "zero_bubble_table4_throughput_memory", "nanotron_best_configs_h100"
 
 
-def calibrated_checks(published: Published) -> tuple[Check, ...]:
-    pipelines = [row for row in published.records(TABLE4) if row.text("schedule") in SCHEDULES]
-    plain = sorted(pipelines, key=lambda row: row.text("schedule") != "1F1B")
-    grid = published.records(NANOTRON)
-    first, later = _firsts(plain, "model"), _firsts(grid, "params_B")
+def check_calibrated_memory(published: Published) -> tuple[Check, ...]:
+    pipelines = [
+        row for row in published.read_records(TABLE4) if row.read_text("schedule") in SCHEDULES
+    ]
+    plain = sorted(pipelines, key=lambda row: row.read_text("schedule") != "1F1B")
+    grid = published.read_records(NANOTRON)
+    first, later = _find_first_rows(plain, "model"), _find_first_rows(grid, "params_B")
     return (
-        gathered(
+        check_records(
             "Zero Bubble table 4, peak memory", plain,
-            lambda row: _peak(row, first[row.text("model")], "memory_GB", zero_bubble),
+            lambda row: _compare_peak(row, first[row.read_text("model")], "memory_GB", build_zero_bubble),
             "mean/max", BAR, {row.id for row in first.values()},
             note="calibrated on the first 1F1B run of each model",
         ),
-        gathered(
+        check_records(
             "nanotron, peak memory", grid,
-            lambda row: _peak(row, later[row.text("params_B")], "memory_GB_as_printed", nanotron),
+            lambda row: _compare_peak(row, later[row.read_text("params_B")], "memory_GB_as_printed", build_nanotron),
             "mean/max", (), {row.id for row in later.values()},
             note="calibrated on the first run of each model; allocated or reserved is unknown",
         ),
     )  # fmt: skip
 
 
-def _firsts(records: Iterable[PublishedRow], column: str) -> dict[str, PublishedRow]:
+def _find_first_rows(records: Iterable[PublishedRow], column: str) -> dict[str, PublishedRow]:
     """The first record of each model, used for calibration and therefore not reported."""
-    found: dict[str, PublishedRow] = {}
+    first_rows: dict[str, PublishedRow] = {}
     for row in records:
-        found.setdefault(row.text(column), row)
-    return found
+        first_rows.setdefault(row.read_text(column), row)
+    return first_rows
 
 
-def _peak(
-    row: PublishedRow, first: PublishedRow, column: str, job_of: Callable[[PublishedRow], JobConfig]
+def _compare_peak(
+    row: PublishedRow,
+    first: PublishedRow,
+    column: str,
+    build_job: Callable[[PublishedRow], JobConfig],
 ) -> tuple[Row, ...]:
-    measured = (round(first.number(column) * 2**30),)
-    calibration = calibrate_memory(memory_of(job_of(first)), measured, first.id)
-    stages = memory_of(job_of(row), calibration)
+    measured = (round(first.read_number(column) * 2**30),)
+    calibration = calibrate_memory(compute_memory(build_job(first)), measured, first.id)
+    stages = compute_memory(build_job(row), calibration)
     predicted = max(stage.total_bytes for stage in stages) / 2**30
-    return (Row(row.table, row.id, "peak", row.number(column), predicted, "GiB"),)
+    return (Row(row.table, row.id, "peak", row.read_number(column), predicted, "GiB"),)
 
 
 # Predicted times of collectives against measured sweeps.
@@ -277,73 +302,83 @@ CLUSTERS = {
 LARGE_BYTES = 64 * 2**20
 
 
-def collective_checks(published: Published) -> tuple[Check, ...]:
-    rows = [row for row in (*published.records(SWEEPS), *published.records(ALPS)) if _valid(row)]
-    large = [row for row in rows if row.count("size_bytes") >= LARGE_BYTES]
-    inside = [row for row in large if row.count("nodes") == 1]
-    between = [row for row in large if row.count("nodes") > 1]
-    left_out = [each for sweep in _sweeps(rows) for each in _left_out(sweep)]
+def check_collectives(published: Published) -> tuple[Check, ...]:
+    rows = [
+        row
+        for row in (*published.read_records(SWEEPS), *published.read_records(ALPS))
+        if _is_valid(row)
+    ]
+    large = [row for row in rows if row.read_count("size_bytes") >= LARGE_BYTES]
+    inside = [row for row in large if row.read_count("nodes") == 1]
+    between = [row for row in large if row.read_count("nodes") > 1]
+    left_out = [each for sweep in _group_sweeps(rows) for each in _compare_left_out(sweep)]
     return (
-        check("all_reduce in a node, from 64 MiB", _closed(inside), "mean", (0.05,)),
-        check("all_reduce over nodes, from 64 MiB", _closed(between), "median", (0.10,)),
+        check("all_reduce in a node, from 64 MiB", _compare_closed_form(inside), "mean", (0.05,)),
+        check(
+            "all_reduce over nodes, from 64 MiB", _compare_closed_form(between), "median", (0.10,)
+        ),
         check("all_reduce in a node, interpolated", left_out, "mean", (0.08,)),
     )
 
 
-def _valid(row: PublishedRow) -> bool:
+def _is_valid(row: PublishedRow) -> bool:
     """Whether the row is an all_reduce with correct results on a system that has a preset."""
-    wrong = row.known("wrong_oop") and row.number("wrong_oop") != 0
-    return not wrong and row.text("collective") == "all_reduce" and bool(_word(row))
+    wrong = row.has_value("wrong_oop") and row.read_number("wrong_oop") != 0
+    return not wrong and row.read_text("collective") == "all_reduce" and bool(_find_cluster(row))
 
 
-def _word(row: PublishedRow) -> str:
-    words = [word for word in CLUSTERS if word in row.text("system")]
+def _find_cluster(row: PublishedRow) -> str:
+    words = [word for word in CLUSTERS if word in row.read_text("system")]
     return max(words, key=len, default="")
 
 
-def _closed(rows: Iterable[PublishedRow]) -> tuple[Row, ...]:
+def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[Row, ...]:
     """Times of the closed form; odd powers of two of a sweep were used in the fit."""
-    return marked([_time_row(row) for row in rows], fitted_collectives())
+    return mark_fitted([_compare_time(row) for row in rows], list_fitted_collectives())
 
 
-def _time_row(row: PublishedRow) -> Row:
-    found = time_of("all_reduce", row.count("size_bytes"), _span(row), _cluster(row)).ns
-    return Row(row.table, row.id, "time", _time_ns(row), found, "ns")
+def _compare_time(row: PublishedRow) -> Row:
+    predicted_ns = time_of(
+        "all_reduce", row.read_count("size_bytes"), _build_span(row), _build_cluster(row)
+    ).ns
+    return Row(row.table, row.id, "time", _read_time_ns(row), predicted_ns, "ns")
 
 
-def _cluster(row: PublishedRow) -> HardwareConfig:
-    name, link = CLUSTERS[_word(row)]
-    return hardware(name, link, _span(row).ranks_per_node)
+def _build_cluster(row: PublishedRow) -> HardwareConfig:
+    name, link = CLUSTERS[_find_cluster(row)]
+    return load_hardware(name, link, _build_span(row).ranks_per_node)
 
 
-def _span(row: PublishedRow) -> Span:
-    return Span(row.count("ranks"), row.count("ranks") // row.count("nodes"))
+def _build_span(row: PublishedRow) -> GroupPlacement:
+    return GroupPlacement(
+        row.read_count("ranks"), row.read_count("ranks") // row.read_count("nodes")
+    )
 
 
-def _time_ns(row: PublishedRow) -> float:
-    return row.number("time_us_oop" if row.table == ALPS else "time_us") * 1e3
+def _read_time_ns(row: PublishedRow) -> float:
+    return row.read_number("time_us_oop" if row.table == ALPS else "time_us") * 1e3
 
 
-def _sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
+def _group_sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
     """The rows of each sweep inside a node, sorted by size."""
-    found: dict[tuple[str, str], list[PublishedRow]] = {}
+    sweeps: dict[tuple[str, str], list[PublishedRow]] = {}
     for row in rows:
-        if row.count("nodes") == 1:
-            found.setdefault((row.text("system"), row.text("tool")), []).append(row)
-    return [sorted(each, key=lambda row: row.count("size_bytes")) for each in found.values()]
+        if row.read_count("nodes") == 1:
+            sweeps.setdefault((row.read_text("system"), row.read_text("tool")), []).append(row)
+    return [sorted(each, key=lambda row: row.read_count("size_bytes")) for each in sweeps.values()]
 
 
-def _left_out(rows: list[PublishedRow]) -> list[Row]:
+def _compare_left_out(rows: list[PublishedRow]) -> list[Row]:
     """Predict each inner point of a sweep from the others (leave-one-out)."""
-    points = [(row.count("size_bytes"), _time_ns(row)) for row in rows]
-    found = []
+    points = [(row.read_count("size_bytes"), _read_time_ns(row)) for row in rows]
+    results = []
     for i, row in enumerate(rows[1:-1], start=1):
         sizes, times = zip(*points[:i], *points[i + 1 :], strict=True)
-        span = _span(row)
+        span = _build_span(row)
         sweep = TransferSweep("all_reduce", span.ranks, span.ranks_per_node, sizes, times)
-        predicted = sweep.time_of(points[i][0])
-        found.append(Row(row.table, row.id, "time", points[i][1], predicted, "ns"))
-    return found
+        predicted = sweep.interpolate_ns(points[i][0])
+        results.append(Row(row.table, row.id, "time", points[i][1], predicted, "ns"))
+    return results
 
 
 # Bus bandwidth of large collectives in a node, by ranks and algorithm.
@@ -354,35 +389,35 @@ GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm", "H200": "h200-sxm", "B200":
         "MI300X": "mi300x"}  # fmt: skip
 
 
-def busbw_checks(published: Published) -> tuple[Check, ...]:
-    records = [row for row in published.records(BUSBW_TABLE) if _gpu(row) in GPUS]
-    name, fitted = "busbw in a node, from 4 GiB", fitted_collectives()
-    return (gathered(name, records, _rows, "mean", (0.05,), fitted),)
+def check_busbw(published: Published) -> tuple[Check, ...]:
+    records = [row for row in published.read_records(BUSBW_TABLE) if _find_gpu(row) in GPUS]
+    name, fitted = "busbw in a node, from 4 GiB", list_fitted_collectives()
+    return (check_records(name, records, _compare_busbw, "mean", (0.05,), fitted),)
 
 
-def _rows(row: PublishedRow) -> tuple[Row, ...]:
+def _compare_busbw(row: PublishedRow) -> tuple[Row, ...]:
     """With NCCL's choice of algorithm and, where measured, without NVLS."""
-    cluster = hardware(GPUS[_gpu(row)])
+    cluster = load_hardware(GPUS[_find_gpu(row)])
     rings = replace(cluster, nvls=0.0)
-    chosen = rings if "NVLS=0" in row.text("collective") else cluster
-    found = [_busbw_row(row, row.id, "busbw_default", chosen)]
-    if row.known("busbw_nvls_off"):
-        found.append(_busbw_row(row, f"{row.id}_rings", "busbw_nvls_off", rings))
-    return tuple(found)
+    chosen = rings if "NVLS=0" in row.read_text("collective") else cluster
+    results = [_build_busbw_row(row, row.id, "busbw_default", chosen)]
+    if row.has_value("busbw_nvls_off"):
+        results.append(_build_busbw_row(row, f"{row.id}_rings", "busbw_nvls_off", rings))
+    return tuple(results)
 
 
-def _busbw_row(row: PublishedRow, case: str, column: str, cluster: HardwareConfig) -> Row:
-    op, ranks = row.text("collective").split()[0], row.count("ranks")
-    message_bytes = int(row.text("system").split()[1].removesuffix("GiB")) * 2**30
-    span = Span(ranks, min(ranks, cluster.gpus_per_node))
+def _build_busbw_row(row: PublishedRow, case: str, column: str, cluster: HardwareConfig) -> Row:
+    op, ranks = row.read_text("collective").split()[0], row.read_count("ranks")
+    message_bytes = int(row.read_text("system").split()[1].removesuffix("GiB")) * 2**30
+    span = GroupPlacement(ranks, min(ranks, cluster.gpus_per_node))
     bytes_per_s = message_bytes / (time_of(op, message_bytes, span, cluster).ns * 1e-9)
-    predicted = busbw_factor(op, ranks) * bytes_per_s / 1e9
-    return Row(row.table, case, "busbw", row.number(column), predicted, "GB/s")
+    predicted = compute_busbw_factor(op, ranks) * bytes_per_s / 1e9
+    return Row(row.table, case, "busbw", row.read_number(column), predicted, "GB/s")
 
 
-def _gpu(row: PublishedRow) -> str:
+def _find_gpu(row: PublishedRow) -> str:
     """The GPU of a system such as 8xH200 8GiB."""
-    return row.text("system").split()[0].partition("x")[2]
+    return row.read_text("system").split()[0].partition("x")[2]
 
 
 # Saved activations of a layer in eager transformers, against measured coefficients.
@@ -406,22 +441,28 @@ PRESETS = {
 }
 
 
-def eager_checks(published: Published) -> tuple[Check, ...]:
-    records, name = published.records(EAGER_TABLE), "transformers, activations of a layer"
-    return (gathered(name, records, _coefficient, "mean", COLLECTIVE_BAR, fitted_memory(), NOTE),)
-
-
-def _coefficient(row: PublishedRow) -> tuple[Row, ...]:
-    """Bytes of one decoder layer over 2 b s h."""
-    recipe = TrainingConfig(
-        row.count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
+def check_eager_activations(published: Published) -> tuple[Check, ...]:
+    records, name = published.read_records(EAGER_TABLE), "transformers, activations of a layer"
+    return (
+        check_records(
+            name, records, _compare_coefficient, "mean", COLLECTIVE_BAR, list_fitted_memory(), NOTE
+        ),
     )
-    job = JobConfig(_model(row), ParallelConfig(), recipe, hardware("h100-sxm"))
-    found = layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
-    return (Row(row.table, row.id, "coefficient", row.number("coefficient"), found, "x 2bsh"),)
 
 
-def _model(row: PublishedRow) -> ModelConfig:
-    if row.text("model").startswith("google/gemma-1.1-2b"):
+def _compare_coefficient(row: PublishedRow) -> tuple[Row, ...]:
+    """Bytes of one decoder layer over 2 b s h."""
+    training = TrainingConfig(
+        row.read_count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
+    )
+    job = JobConfig(_find_model(row), ParallelConfig(), training, load_hardware("h100-sxm"))
+    predicted = compute_layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
+    return (
+        Row(row.table, row.id, "coefficient", row.read_number("coefficient"), predicted, "x 2bsh"),
+    )
+
+
+def _find_model(row: PublishedRow) -> ModelConfig:
+    if row.read_text("model").startswith("google/gemma-1.1-2b"):
         return GEMMA
-    return transformer(row.choice("model", PRESETS))
+    return load_model(row.read_choice("model", PRESETS))

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.comm_time import H200, H200_LARGE, MI300X, ROWS, busbw, fitted_rows
+from stepsplit.analyzer.model.comm_time import (
+    H200,
+    H200_LARGE,
+    MI300X,
+    ROWS,
+    list_busbw_rows,
+    list_fitted_rows,
+)
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     Dtype,
@@ -20,48 +27,54 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import check
-from stepsplit.analyzer.model.config_file import hardware, transformer
-from stepsplit.analyzer.model.flops import model_flops, sc21_flops
-from stepsplit.analyzer.model.hardware_config import efficiency, families
-from stepsplit.analyzer.model.memory_states import coefficients
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.flops import compute_sc21_flops, count_model_flops
+from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
+from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
-def sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
+def build_sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
     """Narayanan et al., SC'21, table 1: full recomputation, interleaved if there are chunks.
 
     Pipeline messages are scattered and gathered (section 4.1).
     """
-    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), scatter_gather=True)
-    job = _megatron_job(row, layout, _megatron_recipe(row, row.count("micro_batch")))
-    return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
-
-
-def sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
-    """Table 2, rows of PTD-P. 1F1B, because throughput drops with GPUs as (p-1)/m predicts."""
-    if row.text("scheme") != "PTD-P":
-        return ()
-    dp = row.count("gpus") // (row.count("tp") * row.count("pp"))
-    layout = ParallelConfig(
-        tp=row.count("tp"), pp=row.count("pp"), dp_replicate=dp, scatter_gather=True
+    layout = replace(_build_megatron_layout(row, row.read_count("vpp_chunks")), scatter_gather=True)
+    job = _build_megatron_job(
+        row, layout, _build_megatron_training(row, row.read_count("micro_batch"))
     )
-    job = _megatron_job(row, layout, _megatron_recipe(row, row.count("micro_batch")))
-    return (Case(row.table, row.id, "A100 Megatron", job, _sc21_step_ns(row)),)
+    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row)),)
 
 
-def korthikanti(row: PublishedRow) -> tuple[Case, ...]:
+def build_sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
+    """Table 2, rows of PTD-P. 1F1B, because throughput drops with GPUs as (p-1)/m predicts."""
+    if row.read_text("scheme") != "PTD-P":
+        return ()
+    dp = row.read_count("gpus") // (row.read_count("tp") * row.read_count("pp"))
+    layout = ParallelConfig(
+        tp=row.read_count("tp"), pp=row.read_count("pp"), dp_replicate=dp, scatter_gather=True
+    )
+    job = _build_megatron_job(
+        row, layout, _build_megatron_training(row, row.read_count("micro_batch"))
+    )
+    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row)),)
+
+
+def build_korthikanti(row: PublishedRow) -> tuple[Case, ...]:
     """Korthikanti et al., table 5: full recomputation, and selective with sequence parallelism.
 
     Gradients are fp32: the paper's figure 1 counts 18 bytes a parameter.
     """
-    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), scatter_gather=True)
-    recipe = replace(_megatron_recipe(row, row.count("micro_batch")), gradient_dtype="fp32")
-    full = _megatron_job(row, layout, recipe)
-    selective = _megatron_job(
-        row, replace(layout, sequence_parallel=True), replace(recipe, recompute="selective")
+    layout = replace(_build_megatron_layout(row, row.read_count("vpp_chunks")), scatter_gather=True)
+    training = replace(
+        _build_megatron_training(row, row.read_count("micro_batch")), gradient_dtype="fp32"
+    )
+    full = _build_megatron_job(row, layout, training)
+    selective = _build_megatron_job(
+        row, replace(layout, sequence_parallel=True), replace(training, recompute="selective")
     )
     return tuple(
-        Case(row.table, f"{row.id}_{name}", "A100 Megatron", job, row.number(column) * 1e9)
+        Case(row.table, f"{row.id}_{name}", "A100 Megatron", job, row.read_number(column) * 1e9)
         for name, job, column in (
             ("full", full, "iter_s_full_recompute_noSP"),
             ("selective", selective, "iter_s_selective_SP"),
@@ -69,38 +82,40 @@ def korthikanti(row: PublishedRow) -> tuple[Case, ...]:
     )
 
 
-def mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
+def build_mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
     """Smith et al., section 2.4: bf16, 1F1B of DeepSpeed, microbatches of one sequence.
 
     DeepSpeed accumulates bf16 gradients in fp32.
     """
-    recipe = replace(
-        _megatron_recipe(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+    training = replace(
+        _build_megatron_training(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
         framework="deepspeed",
     )  # fmt: skip
-    job = _megatron_job(row, _megatron_layout(row, 1), recipe)
-    return (Case(row.table, row.id, "A100 Megatron", job, row.number("iter_s") * 1e9),)
+    job = _build_megatron_job(row, _build_megatron_layout(row, 1), training)
+    return (Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_s") * 1e9),)
 
 
-def megascale(row: PublishedRow) -> tuple[Case, ...]:
+def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
     """Jiang et al., table 2 and figure 9, the rows of Megatron-LM.
 
     The paper does not name the recomputation. Full recomputation is implausible at an MFU of 53 %
     (an HFU of 71 %), and flash attention is listed as a gain of MegaScale. Assumed: selective
     recomputation, sequence parallelism and a distributed optimizer.
     """
-    if row.text("system") != "Megatron-LM":
+    if row.read_text("system") != "Megatron-LM":
         return ()
-    layout = replace(_megatron_layout(row, row.count("vpp_chunks")), sequence_parallel=True, zero=1)
-    recipe = replace(
-        _megatron_recipe(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+    layout = replace(
+        _build_megatron_layout(row, row.read_count("vpp_chunks")), sequence_parallel=True, zero=1
+    )
+    training = replace(
+        _build_megatron_training(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
         recompute="selective",
     )  # fmt: skip
-    job = _megatron_job(row, layout, recipe)
-    return (Case(row.table, row.id, "A100 Megatron", job, _megascale_step_ns(row, job)),)
+    job = _build_megatron_job(row, layout, training)
+    return (Case(row.table, row.id, "A100 Megatron", job, _compute_megascale_step_ns(row, job)),)
 
 
-def tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
+def build_tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
     """Megatron-LM's README of 2020: tensor and data parallelism, one microbatch per replica.
 
     Its kernels were not fused yet (Narayanan et al., SC'21, section 4.2). Gradient reduction must
@@ -108,12 +123,12 @@ def tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
     longer than one.
     """
     layout = ParallelConfig(
-        tp=row.count("tp"), dp_replicate=row.count("dp"), overlap=frozenset({"dp"})
+        tp=row.read_count("tp"), dp_replicate=row.read_count("dp"), overlap=frozenset({"dp"})
     )
-    recipe = _megatron_recipe(row, row.count("global_batch") // row.count("dp"))
-    recipe = replace(recipe, framework="ddp")
-    job = _megatron_job(row, layout, recipe, vocab=51200)
-    return (Case(row.table, row.id, "A100 Megatron", job, row.number("iter_ms") * 1e6),)
+    training = _build_megatron_training(row, row.read_count("global_batch") // row.read_count("dp"))
+    training = replace(training, framework="ddp")
+    job = _build_megatron_job(row, layout, training, vocab=51200)
+    return (Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_ms") * 1e6),)
 
 
 SIMUMAX_TABLE = "simumax_b200_measured"
@@ -126,37 +141,37 @@ TORCHTITAN_TABLE = "torchtitan_throughput_memory"
 # All published runs with a step time.
 
 TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
-    ("megatron_sc21_table1", sc21_table1),
-    ("megatron_sc21_table2_zero3_vs_ptd", sc21_table2),
-    ("korthikanti_table5_end_to_end", korthikanti),
-    ("mtnlg_530b", mt_nlg),
-    ("megascale_table2", megascale),
-    ("megatron_2020_tp_weak_scaling", tensor_2020),
-    (SIMUMAX_TABLE, lambda row: (simumax(row),)),
-    (LLM_FOUNDRY_TABLE, lambda row: (llm_foundry(row),)),
-    (TORCHTITAN_TABLE, lambda row: (torchtitan(row),)),
+    ("megatron_sc21_table1", build_sc21_table1),
+    ("megatron_sc21_table2_zero3_vs_ptd", build_sc21_table2),
+    ("korthikanti_table5_end_to_end", build_korthikanti),
+    ("mtnlg_530b", build_mt_nlg),
+    ("megascale_table2", build_megascale),
+    ("megatron_2020_tp_weak_scaling", build_tensor_2020),
+    (SIMUMAX_TABLE, lambda row: (build_simumax(row),)),
+    (LLM_FOUNDRY_TABLE, lambda row: (build_llm_foundry(row),)),
+    (TORCHTITAN_TABLE, lambda row: (build_torchtitan(row),)),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Cases:
+class CaseList:
     """The cases of the tables' rows; left_out lists the skipped rows with their errors."""
 
-    found: tuple[Case, ...]
+    cases: tuple[Case, ...]
     left_out: tuple[str, ...]
 
 
-def step_time_cases(published: Published) -> tuple[Case, ...]:
+def list_step_time_cases(published: Published) -> tuple[Case, ...]:
     """All cases of all families, in the order of the tables."""
-    return possible_cases(published).found
+    return list_cases(published).cases
 
 
-def possible_cases(published: Published) -> Cases:
+def list_cases(published: Published) -> CaseList:
     """All cases, and the rows skipped for an unknown model or an invalid job."""
-    found: list[Case] = []
+    built: list[Case] = []
     left_out: list[str] = []
     for table, build in TABLES:
-        for row in published.records(table):
+        for row in published.read_records(table):
             try:
                 cases = build(row)
                 for case in cases:
@@ -164,8 +179,8 @@ def possible_cases(published: Published) -> Cases:
             except StepsplitError as error:
                 left_out.append(f"{row.id}: {error}")
             else:
-                found.extend(cases)
-    return Cases(tuple(found), tuple(left_out))
+                built.extend(cases)
+    return CaseList(tuple(built), tuple(left_out))
 
 
 # Traces of CCL-Bench -> jobs.
@@ -177,50 +192,50 @@ MODELS = {
 }
 
 
-def ccl_bench(row: PublishedRow) -> JobConfig:
+def build_ccl_bench(row: PublishedRow) -> JobConfig:
     """The job of a trace.
 
     Short runs on four GPUs and mixture-of-experts runs give the batch of a data-parallel rank and
     free all weights after the forward pass. Without FSDP torchtitan's activations stay fp32.
     """
-    megatron = row.text("framework").startswith("megatron")
-    ranks = row.count("dp_shard") * row.count("dp_replicate")
-    batch = row.count("batch") * (ranks if short(row) else 1)
-    rounds = row.count("pp_mb") if row.known("pp_mb") else 1
-    recipe = TrainingConfig(
-        seq_len=row.count("seq"),
+    megatron = row.read_text("framework").startswith("megatron")
+    ranks = row.read_count("dp_shard") * row.read_count("dp_replicate")
+    batch = row.read_count("batch") * (ranks if is_short(row) else 1)
+    rounds = row.read_count("pp_mb") if row.has_value("pp_mb") else 1
+    training = TrainingConfig(
+        seq_len=row.read_count("seq"),
         micro_batch=1 if megatron else batch // ranks // rounds,
         global_batch=batch,
         recompute="full" if megatron else "none",
         framework="megatron" if megatron else "fsdp2",
-        activation_dtype="bf16" if megatron or row.count("dp_shard") > 1 else "fp32",
+        activation_dtype="bf16" if megatron or row.read_count("dp_shard") > 1 else "fp32",
     )
-    model = transformer(row.choice("model", MODELS))
+    model = load_model(row.read_choice("model", MODELS))
     return JobConfig(
         model,
-        _ccl_bench_layout(row, megatron),
-        recipe,
-        hardware("a100-sxm-40gb", "slingshot-11", 4),
+        _build_ccl_bench_layout(row, megatron),
+        training,
+        load_hardware("a100-sxm-40gb", "slingshot-11", 4),
     )
 
 
-def dense(row: PublishedRow) -> bool:
-    return row.text("model").startswith("llama")
+def is_dense(row: PublishedRow) -> bool:
+    return row.read_text("model").startswith("llama")
 
 
-def short(row: PublishedRow) -> bool:
-    return "4gpu" in row.text("trace")
+def is_short(row: PublishedRow) -> bool:
+    return "4gpu" in row.read_text("trace")
 
 
-def _ccl_bench_layout(row: PublishedRow, megatron: bool) -> ParallelConfig:
-    sharded = 3 if row.count("dp_shard") > 1 else 0
-    frees = short(row) or not dense(row)
+def _build_ccl_bench_layout(row: PublishedRow, megatron: bool) -> ParallelConfig:
+    sharded = 3 if row.read_count("dp_shard") > 1 else 0
+    frees = is_short(row) or not is_dense(row)
     return ParallelConfig(
-        tp=row.count("tp"),
-        pp=row.count("pp"),
-        dp_shard=row.count("dp_shard"),
-        dp_replicate=row.count("dp_replicate"),
-        ep=row.count("ep") if row.known("ep") else 1,
+        tp=row.read_count("tp"),
+        pp=row.read_count("pp"),
+        dp_shard=row.read_count("dp_shard"),
+        dp_replicate=row.read_count("dp_replicate"),
+        ep=row.read_count("ep") if row.has_value("ep") else 1,
         zero=1 if megatron else sharded,
         sequence_parallel=not megatron,
         reshard_after_forward="always" if frees else "default",
@@ -239,46 +254,53 @@ GPUS = {
 DTYPES: dict[str, Dtype] = {"bf16": "bf16", "amp_bf16": "bf16", "amp_fp8": "fp8"}
 
 
-def llm_foundry(row: PublishedRow) -> Case:
+def build_llm_foundry(row: PublishedRow) -> Case:
     """MPT with flash attention and a fused loss, no dropout, sharded over all GPUs.
 
     Composer's mixed precision DEFAULT reduces gradients in fp32, PURE in bf16.
     """
-    seconds = row.number("global_batch_tokens") / row.number("tokens_per_s")
-    job = JobConfig(mpt(row), _llm_foundry_layout(row), _llm_foundry_recipe(row), gpu(row))
+    seconds = row.read_number("global_batch_tokens") / row.read_number("tokens_per_s")
+    job = JobConfig(
+        build_mpt(row),
+        _build_llm_foundry_layout(row),
+        _build_llm_foundry_training(row),
+        find_hardware(row),
+    )
     return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9)
 
 
-def mpt(row: PublishedRow) -> ModelConfig:
+def build_mpt(row: PublishedRow) -> ModelConfig:
     """The model has as many learned positions as its sequence has tokens."""
-    return replace(transformer(f"mpt-{row.text('model')}"), positions=row.count("seq"))
+    return replace(load_model(f"mpt-{row.read_text('model')}"), positions=row.read_count("seq"))
 
 
-def gpu(row: PublishedRow) -> HardwareConfig:
-    name, link = row.choice("gpu", GPUS)
-    return hardware(name, link, 8)
+def find_hardware(row: PublishedRow) -> HardwareConfig:
+    name, link = row.read_choice("gpu", GPUS)
+    return load_hardware(name, link, 8)
 
 
-def _llm_foundry_layout(row: PublishedRow) -> ParallelConfig:
-    keeps = row.text("fsdp_strategy") == "SHARD_GRAD_OP"
+def _build_llm_foundry_layout(row: PublishedRow) -> ParallelConfig:
+    keeps = row.read_text("fsdp_strategy") == "SHARD_GRAD_OP"
     return ParallelConfig(
-        dp_shard=row.count("gpus"),
+        dp_shard=row.read_count("gpus"),
         zero=3,
         overlap=frozenset({"dp"}),
         reshard_after_forward="never" if keeps else "default",
     )
 
 
-def _llm_foundry_recipe(row: PublishedRow) -> TrainingConfig:
-    offload = row.text("act_cpu_offload") == "True"
+def _build_llm_foundry_training(row: PublishedRow) -> TrainingConfig:
+    offload = row.read_text("act_cpu_offload") == "True"
     return TrainingConfig(
-        seq_len=row.count("seq"),
-        micro_batch=row.count("micro_batch"),
-        global_batch=row.count("micro_batch") * row.count("grad_accum") * row.count("gpus"),
-        dtype=row.choice("precision", DTYPES),
-        recompute="full" if row.text("activation_ckpt") == "True" else "none",
+        seq_len=row.read_count("seq"),
+        micro_batch=row.read_count("micro_batch"),
+        global_batch=row.read_count("micro_batch")
+        * row.read_count("grad_accum")
+        * row.read_count("gpus"),
+        dtype=row.read_choice("precision", DTYPES),
+        recompute="full" if row.read_text("activation_ckpt") == "True" else "none",
         framework="fsdp2",
-        gradient_dtype="bf16" if row.text("mp_mode") == "PURE" else "fp32",
+        gradient_dtype="bf16" if row.read_text("mp_mode") == "PURE" else "fp32",
         offload=frozenset({"activations"}) if offload else frozenset(),
     )
 
@@ -291,21 +313,21 @@ def _llm_foundry_recipe(row: PublishedRow) -> TrainingConfig:
 PEAK_FLOPS_PER_S = 312e12
 
 
-def _megatron_layout(row: PublishedRow, chunks: int) -> ParallelConfig:
+def _build_megatron_layout(row: PublishedRow, chunks: int) -> ParallelConfig:
     return ParallelConfig(
-        tp=row.count("tp"),
-        pp=row.count("pp"),
-        dp_replicate=row.count("dp"),
+        tp=row.read_count("tp"),
+        pp=row.read_count("pp"),
+        dp_replicate=row.read_count("dp"),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
     )
 
 
-def _megatron_recipe(row: PublishedRow, micro_batch: int) -> TrainingConfig:
+def _build_megatron_training(row: PublishedRow, micro_batch: int) -> TrainingConfig:
     return TrainingConfig(
-        seq_len=row.count("seq"),
+        seq_len=row.read_count("seq"),
         micro_batch=micro_batch,
-        global_batch=row.count("global_batch"),
+        global_batch=row.read_count("global_batch"),
         dtype="fp16",
         gradient_dtype="fp16",
         activation_dtype="fp16",
@@ -316,46 +338,56 @@ def _megatron_recipe(row: PublishedRow, micro_batch: int) -> TrainingConfig:
     )
 
 
-def _megatron_job(
-    row: PublishedRow, layout: ParallelConfig, recipe: TrainingConfig, vocab: int | None = None
+def _build_megatron_job(
+    row: PublishedRow, layout: ParallelConfig, training: TrainingConfig, vocab: int | None = None
 ) -> JobConfig:
-    words = row.count("vocab") if vocab is None else vocab
-    model = gpt(row.count("layers"), row.count("hidden"), row.count("heads"), words, recipe.seq_len)
-    return JobConfig(model, layout, recipe, hardware("a100-sxm-80gb", "ib-hdr-200", 8))
+    vocab_size = row.read_count("vocab") if vocab is None else vocab
+    model = build_gpt(
+        row.read_count("layers"),
+        row.read_count("hidden"),
+        row.read_count("heads"),
+        vocab_size,
+        training.seq_len,
+    )
+    return JobConfig(model, layout, training, load_hardware("a100-sxm-80gb", "ib-hdr-200", 8))
 
 
-def _sc21_step_ns(row: PublishedRow) -> float:
+def _compute_sc21_step_ns(row: PublishedRow) -> float:
     """Eq. 3 over the published FLOP/s, which include recomputation."""
-    sizes = (row.count(name) for name in ("layers", "hidden", "seq", "vocab", "global_batch"))
-    return sc21_flops(*sizes) / (row.count("gpus") * row.number("tflops_per_gpu") * 1e12) * 1e9
+    sizes = (row.read_count(name) for name in ("layers", "hidden", "seq", "vocab", "global_batch"))
+    return (
+        compute_sc21_flops(*sizes)
+        / (row.read_count("gpus") * row.read_number("tflops_per_gpu") * 1e12)
+        * 1e9
+    )
 
 
-def _megascale_step_ns(row: PublishedRow, job: JobConfig) -> float:
+def _compute_megascale_step_ns(row: PublishedRow, job: JobConfig) -> float:
     """The published time, or from the MFU (figure 9), which excludes recomputation."""
-    if row.known("iter_s"):
-        return row.number("iter_s") * 1e9
-    rate = row.number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.count("gpus")
-    return model_flops(job, "C1") / rate * 1e9
+    if row.has_value("iter_s"):
+        return row.read_number("iter_s") * 1e9
+    rate = row.read_number("mfu_pct") / 100 * PEAK_FLOPS_PER_S * row.read_count("gpus")
+    return count_model_flops(job, "C1") / rate * 1e9
 
 
 # Nanotron's benchmark of best configurations -> jobs.
 
 
-def nanotron(row: PublishedRow) -> JobConfig:
+def build_nanotron(row: PublishedRow) -> JobConfig:
     """Llama shapes in bf16 on H100, sequence parallelism, 1F1B, no recomputation."""
     layout = ParallelConfig(
-        tp=row.count("tp"),
-        pp=row.count("pp"),
-        dp_replicate=row.count("dp"),
-        zero=row.count("zero_stage"),
-        sequence_parallel=row.count("tp") > 1,
+        tp=row.read_count("tp"),
+        pp=row.read_count("pp"),
+        dp_replicate=row.read_count("dp"),
+        zero=row.read_count("zero_stage"),
+        sequence_parallel=row.read_count("tp") > 1,
     )
-    recipe = TrainingConfig(
-        row.count("seq"), row.count("micro_batch"), row.count("global_batch"),
+    training = TrainingConfig(
+        row.read_count("seq"), row.read_count("micro_batch"), row.read_count("global_batch"),
         framework="nanotron", fused_loss=False,
     )  # fmt: skip
-    model = llama(row, row.text("tied_embeddings") == "1")
-    return JobConfig(model, layout, recipe, hardware("h100-sxm", "efa-p5", 8))
+    model = build_llama(row, row.read_text("tied_embeddings") == "1")
+    return JobConfig(model, layout, training, load_hardware("h100-sxm", "efa-p5", 8))
 
 
 # Measured steps and peaks of Megatron-LM on one node of B200 -> jobs.
@@ -366,103 +398,111 @@ DENSE_LAYERS = 1
 """The published launcher keeps the first layer dense in every model."""
 
 
-def simumax(row: PublishedRow) -> Case:
+def build_simumax(row: PublishedRow) -> Case:
     """SimuMax docs/b200: bf16, fp32 gradients, distributed optimizer, no recomputation.
 
     Sequence parallelism with tensor parallelism, no dropout, no overlap, fused loss; context
     parallelism by all-to-all, the only kind that SimuMax models.
     """
-    family: Family = "B200 experts" if row.known("experts") else "B200 dense"
+    family: Family = "B200 experts" if row.has_value("experts") else "B200 dense"
     job = JobConfig(
-        _simumax_model(row), _simumax_layout(row), _simumax_recipe(row), hardware("b200-sxm")
+        _build_simumax_model(row),
+        _build_simumax_layout(row),
+        _build_simumax_training(row),
+        load_hardware("b200-sxm"),
     )
-    return Case(row.table, row.id, family, job, row.number("real_iter_ms") * 1e6)
+    return Case(row.table, row.id, family, job, row.read_number("real_iter_ms") * 1e6)
 
 
-def _simumax_layout(row: PublishedRow) -> ParallelConfig:
+def _build_simumax_layout(row: PublishedRow) -> ParallelConfig:
     return ParallelConfig(
-        tp=row.count("tp"),
-        pp=row.count("pp"),
-        dp_replicate=row.count("dp"),
-        cp=row.count("cp"),
-        ep=row.count("ep"),
-        sequence_parallel=row.count("tp") > 1,
+        tp=row.read_count("tp"),
+        pp=row.read_count("pp"),
+        dp_replicate=row.read_count("dp"),
+        cp=row.read_count("cp"),
+        ep=row.read_count("ep"),
+        sequence_parallel=row.read_count("tp") > 1,
         zero=1,
         context_kind="ulysses",
     )
 
 
-def _simumax_recipe(row: PublishedRow) -> TrainingConfig:
-    sequences = row.count("micro_batch") * row.count("num_microbatches") * row.count("dp")
-    return TrainingConfig(row.count("seq"), row.count("micro_batch"), sequences)
+def _build_simumax_training(row: PublishedRow) -> TrainingConfig:
+    sequences = (
+        row.read_count("micro_batch") * row.read_count("num_microbatches") * row.read_count("dp")
+    )
+    return TrainingConfig(row.read_count("seq"), row.read_count("micro_batch"), sequences)
 
 
-def _simumax_model(row: PublishedRow) -> ModelConfig:
-    return _mixture(row) if row.known("experts") else llama(row)
+def _build_simumax_model(row: PublishedRow) -> ModelConfig:
+    return _build_mixture(row) if row.has_value("experts") else build_llama(row)
 
 
-def _mixture(row: PublishedRow) -> ModelConfig:
-    model = transformer(row.choice("model_family", MIXTURES))
+def _build_mixture(row: PublishedRow) -> ModelConfig:
+    model = load_model(row.read_choice("model_family", MIXTURES))
     assert model.experts is not None, f"{model.name} has experts"
     experts = replace(model.experts, dense_layers=DENSE_LAYERS)
-    return replace(model, layers=row.count("layers"), experts=experts)
+    return replace(model, layers=row.read_count("layers"), experts=experts)
 
 
 # Throughput and memory published by torchtitan -> jobs.
 
 
-def torchtitan(row: PublishedRow) -> Case:
+def build_torchtitan(row: PublishedRow) -> Case:
     """FSDP2 with the axis sizes in the row's config; no constant is fitted on these rows.
 
     The GPUs were H100 of 500 W with 94 or 96 GB of HBM2e, slower than the preset, and A100. A local
     batch is one microbatch, or in a pipeline one microbatch per sequence. The loss is not fused.
     """
-    job = torchtitan_job(row)
+    job = build_torchtitan_job(row)
     tokens = job.training.global_batch * job.training.seq_len
-    seconds = tokens / (row.number("tokens_per_s_per_gpu") * row.count("gpus"))
+    seconds = tokens / (row.read_number("tokens_per_s_per_gpu") * row.read_count("gpus"))
     return Case(row.table, row.id, "torchtitan", job, seconds * 1e9)
 
 
-def torchtitan_job(row: PublishedRow) -> JobConfig:
-    name = "a100-sxm-80gb" if row.text("gpu").startswith("A100") else "h100-sxm"
-    layout = _torchtitan_layout(row)
+def build_torchtitan_job(row: PublishedRow) -> JobConfig:
+    name = "a100-sxm-80gb" if row.read_text("gpu").startswith("A100") else "h100-sxm"
+    layout = _build_torchtitan_layout(row)
     return JobConfig(
-        transformer(_preset(row)), layout, _torchtitan_recipe(row, layout), hardware(name)
+        load_model(_find_preset(row)),
+        layout,
+        _build_torchtitan_training(row, layout),
+        load_hardware(name),
     )
 
 
-def _preset(row: PublishedRow) -> str:
+def _find_preset(row: PublishedRow) -> str:
     """llama3.1-8B -> llama-3.1-8b."""
-    return row.text("model").lower().replace("llama3", "llama-3")
+    return row.read_text("model").lower().replace("llama3", "llama-3")
 
 
-def _torchtitan_layout(row: PublishedRow) -> ParallelConfig:
-    tp, pp, cp = (_size(row, axis) for axis in ("TP", "PP", "CP"))
+def _build_torchtitan_layout(row: PublishedRow) -> ParallelConfig:
+    tp, pp, cp = (_parse_axis_size(row, axis) for axis in ("TP", "PP", "CP"))
     return ParallelConfig(
         tp=tp,
         pp=pp,
         cp=cp,
-        dp_shard=row.count("gpus") // (tp * pp * cp),
+        dp_shard=row.read_count("gpus") // (tp * pp * cp),
         zero=3,
         sequence_parallel=tp > 1,
-        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.text("config") else {"dp"}),
+        overlap=frozenset({"dp", "tp"} if "asyncTP" in row.read_text("config") else {"dp"}),
     )
 
 
-def _size(row: PublishedRow, axis: str) -> int:
+def _parse_axis_size(row: PublishedRow, axis: str) -> int:
     """The number after the axis in the config, such as "FSDP32 TP8 compile"; 1 by default."""
-    found = re.search(rf"\b{axis}(\d+)", row.text("config"))
-    return int(found[1]) if found else 1
+    match_ = re.search(rf"\b{axis}(\d+)", row.read_text("config"))
+    return int(match_[1]) if match_ else 1
 
 
-def _torchtitan_recipe(row: PublishedRow, layout: ParallelConfig) -> TrainingConfig:
-    local = row.count("local_batch")
+def _build_torchtitan_training(row: PublishedRow, layout: ParallelConfig) -> TrainingConfig:
+    local = row.read_count("local_batch")
     return TrainingConfig(
-        seq_len=row.count("seq"),
+        seq_len=row.read_count("seq"),
         micro_batch=1 if layout.pp > 1 else local,
         global_batch=local * layout.dp,
-        dtype="fp8" if "float8" in row.text("config") else "bf16",
-        recompute="full" if row.text("activation_ckpt") == "full" else "selective",
+        dtype="fp8" if "float8" in row.read_text("config") else "bf16",
+        recompute="full" if row.read_text("activation_ckpt") == "full" else "selective",
         framework="fsdp2",
         fused_loss=False,
     )
@@ -476,25 +516,27 @@ SCHEDULES: dict[str, Schedule] = {"1F1B": "1f1b", "ZB-1p": "zb-h1", "ZB-2p": "zb
 VOCAB = 50257
 
 
-def zero_bubble(row: PublishedRow) -> JobConfig:
+def build_zero_bubble(row: PublishedRow) -> JobConfig:
     """Qi et al., tables 3 and 4: Megatron-LM of 2023 on A100, one rank per stage, no recomputation.
 
     The first and the last stage have one layer fewer. The vocabulary is not given; assumed: GPT-2.
     """
-    stages, layers = row.count("pp"), row.count("layers")
-    each = (layers + 2) // stages
+    stages, layers = row.read_count("pp"), row.read_count("layers")
+    middle_layers = (layers + 2) // stages
     layout = ParallelConfig(
         pp=stages,
-        schedule=row.choice("schedule", SCHEDULES),
-        layers_per_stage=(each - 1, *[each] * (stages - 2), each - 1),
+        schedule=row.read_choice("schedule", SCHEDULES),
+        layers_per_stage=(middle_layers - 1, *[middle_layers] * (stages - 2), middle_layers - 1),
     )
-    sequences = row.count("micro_batch") * row.count("num_microbatches")
-    recipe = TrainingConfig(
-        row.count("seq"), row.count("micro_batch"), sequences, dtype="fp16",
+    sequences = row.read_count("micro_batch") * row.read_count("num_microbatches")
+    training = TrainingConfig(
+        row.read_count("seq"), row.read_count("micro_batch"), sequences, dtype="fp16",
         activation_dtype="fp16", flash_attention=False, fused_loss=False, dropout=True,
     )  # fmt: skip
-    model = gpt(layers, row.count("hidden"), row.count("heads"), VOCAB, row.count("seq"))
-    return JobConfig(model, layout, recipe, hardware("a100-sxm-80gb", "roce-200", 8))
+    model = build_gpt(
+        layers, row.read_count("hidden"), row.read_count("heads"), VOCAB, row.read_count("seq")
+    )
+    return JobConfig(model, layout, training, load_hardware("a100-sxm-80gb", "roce-200", 8))
 
 
 # Case: a published run and its step time.
@@ -513,7 +555,7 @@ class Case:
     step_ns: float
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelConfig:
+def build_gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelConfig:
     """GPT as Megatron-LM trains it: learned positions, layer norms, biases, tied embeddings."""
     return ModelConfig(
         layers=layers,
@@ -527,16 +569,16 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Model
     )
 
 
-def llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
+def build_llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
     """A Llama model with the sizes in the row."""
     return ModelConfig(
-        layers=row.count("layers"),
-        hidden=row.count("hidden"),
-        heads=row.count("heads"),
-        kv_heads=row.count("kv_heads"),
-        head_size=row.count("hidden") // row.count("heads"),
-        ffn=row.count("ffn"),
-        vocab=row.count("vocab"),
+        layers=row.read_count("layers"),
+        hidden=row.read_count("hidden"),
+        heads=row.read_count("heads"),
+        kv_heads=row.read_count("kv_heads"),
+        head_size=row.read_count("hidden") // row.read_count("heads"),
+        ffn=row.read_count("ffn"),
+        vocab=row.read_count("vocab"),
         gated=True,
         tied=tied,
         norm="rms",
@@ -547,24 +589,24 @@ def llama(row: PublishedRow, tied: bool = False) -> ModelConfig:
 # Ids of the published rows on which the model's constants were fitted.
 
 PRESET_ROWS = (
-    *busbw(H200, "all_reduce_8", "all_reduce_8_rings"),
-    *busbw(H200_LARGE, "all_reduce NVLS=1_8"),
-    *busbw(MI300X, "all_reduce_8"),
+    *list_busbw_rows(H200, "all_reduce_8", "all_reduce_8_rings"),
+    *list_busbw_rows(H200_LARGE, "all_reduce NVLS=1_8"),
+    *list_busbw_rows(MI300X, "all_reduce_8"),
 )
 """Rows behind the NVLS bandwidth (presets/hardware) and the efficiencies of rings on NVLink 4 and
 xGMI (presets/links.toml); the other constants of both are fitted on rows of comm_time.py."""
 
 
-def fitted_step_times() -> frozenset[str]:
+def list_fitted_step_times() -> frozenset[str]:
     """Rows named in presets/efficiency.toml."""
-    return frozenset(row for family in families() for row in efficiency(family).rows)
+    return frozenset(row for family in list_families() for row in load_efficiency(family).rows)
 
 
-def fitted_memory() -> frozenset[str]:
+def list_fitted_memory() -> frozenset[str]:
     """Rows named in presets/frameworks.toml."""
-    return frozenset(row for name in FRAMEWORKS for row in coefficients(name).rows)
+    return frozenset(row for name in FRAMEWORKS for row in load_coefficients(name).rows)
 
 
-def fitted_collectives() -> frozenset[str]:
+def list_fitted_collectives() -> frozenset[str]:
     """Rows behind comm_time.py, presets/links.toml and presets/hardware."""
-    return fitted_rows().union(ROWS, PRESET_ROWS)
+    return list_fitted_rows().union(ROWS, PRESET_ROWS)

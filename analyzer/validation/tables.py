@@ -24,35 +24,35 @@ class PublishedRow:
     id: str
     values: Mapping[str, str]
 
-    def text(self, column: str) -> str:
+    def read_text(self, column: str) -> str:
         try:
             return self.values[column]
         except KeyError:
-            raise DataError(f"{self.table}.csv", f"no column {column!r}", _MEND_COLUMN) from None
+            raise DataError(f"{self.table}.csv", f"no column {column!r}", _COLUMN_HINT) from None
 
-    def number(self, column: str) -> float:
-        text = self.text(column)
+    def read_number(self, column: str) -> float:
+        value = self.read_text(column)
         try:
-            number = float(text)
+            number = float(value)
         except ValueError:
             number = math.nan
         if math.isfinite(number):
             return number
-        problem = f"{column} of {self.id} is {text!r}, not a number"
-        raise DataError(f"{self.table}.csv", problem, _MEND_COLUMN)
+        problem = f"{column} of {self.id} is {value!r}, not a number"
+        raise DataError(f"{self.table}.csv", problem, _COLUMN_HINT)
 
-    def count(self, column: str) -> int:
-        return int(self.number(column))
+    def read_count(self, column: str) -> int:
+        return int(self.read_number(column))
 
-    def choice(self, column: str, choices: Mapping[str, _T]) -> _T:
+    def read_choice(self, column: str, choices: Mapping[str, _T]) -> _T:
         """Map the column's value through choices."""
-        word = self.text(column)
+        word = self.read_text(column)
         if word in choices:
             return choices[word]
-        problem, known = f"{column} of {self.id} is {word!r}", ", ".join(choices)
-        raise DataError(f"{self.table}.csv", problem, f"known values: {known}")
+        problem, allowed = f"{column} of {self.id} is {word!r}", ", ".join(choices)
+        raise DataError(f"{self.table}.csv", problem, f"known values: {allowed}")
 
-    def known(self, column: str) -> bool:
+    def has_value(self, column: str) -> bool:
         """Whether the column exists and is not empty."""
         return bool(self.values.get(column, "").strip())
 
@@ -91,12 +91,12 @@ class Row:
 Build = Callable[[PublishedRow], tuple[Row, ...]]
 
 
-def equality(name: str, records: Iterable[PublishedRow], build: Build) -> Check:
+def check_equality(name: str, records: Iterable[PublishedRow], build: Build) -> Check:
     """Check that all rows are equal to the published values."""
-    return gathered(name, records, build, "equality", (1.0,))
+    return check_records(name, records, build, "equality", (1.0,))
 
 
-def gathered(
+def check_records(
     name: str,
     records: Iterable[PublishedRow],
     build: Build,
@@ -116,8 +116,8 @@ def gathered(
             rows.extend(build(record))
         except StepsplitError as error:
             left_out.append(f"{record.id}: {error}")
-    found = check(name, marked(rows, fitted), measure, bar, note=note)
-    return replace(found, left_out=tuple(left_out))
+    result = check(name, mark_fitted(rows, fitted), measure, bar, note=note)
+    return replace(result, left_out=tuple(left_out))
 
 
 # The checks: rows of published and predicted numbers, and a bar for their errors.
@@ -182,34 +182,36 @@ def check(
     note: str = "",
 ) -> Check:
     """Build the check, with its result over the rows that were not used in a fit."""
-    found = tuple(rows)
-    reported = [row for row in found if not row.fitted]
-    _assert_disjoint(found, reported)
-    result = measured(measure, reported) if reported else ()
-    return Check(name, found, measure, bar, result, baseline, _nothing(found, result) or note)
+    all_rows = tuple(rows)
+    reported = [row for row in all_rows if not row.fitted]
+    _assert_disjoint(all_rows, reported)
+    result = compute_measure(measure, reported) if reported else ()
+    return Check(
+        name, all_rows, measure, bar, result, baseline, _explain_no_rows(all_rows, result) or note
+    )
 
 
-def measured(measure: Measure, rows: Collection[Row]) -> tuple[float, ...]:
+def compute_measure(measure: Measure, rows: Collection[Row]) -> tuple[float, ...]:
     """Compute the measure of one or more rows."""
     if measure == "equality":
         return (sum(row.equal for row in rows) / len(rows),)
-    off = [abs(row.error) for row in rows]
+    errors = [abs(row.error) for row in rows]
     match measure:
         case "mean/max":
-            return fmean(off), max(off)
+            return fmean(errors), max(errors)
         case "mean/p90":
-            return fmean(off), percentile_90(off)
+            return fmean(errors), compute_percentile_90(errors)
         case "mean":
-            return (fmean(off),)
-    return (median(off),)
+            return (fmean(errors),)
+    return (median(errors),)
 
 
-def percentile_90(values: list[float]) -> float:
+def compute_percentile_90(values: list[float]) -> float:
     """Linear interpolation between the two nearest values, as numpy's default."""
     return quantiles(values, n=10, method="inclusive")[8] if len(values) > 1 else values[0]
 
 
-def marked(rows: Iterable[Row], fitted: Collection[str]) -> tuple[Row, ...]:
+def mark_fitted(rows: Iterable[Row], fitted: Collection[str]) -> tuple[Row, ...]:
     """Mark the rows whose case is one of the fitted ones."""
     return tuple(replace(row, fitted=row.case in fitted) for row in rows)
 
@@ -220,7 +222,7 @@ def _assert_disjoint(rows: Iterable[Row], reported: Iterable[Row]) -> None:
     assert not both, f"fitted on and reported: {sorted(both)}"
 
 
-def _nothing(rows: tuple[Row, ...], result: tuple[float, ...]) -> str:
+def _explain_no_rows(rows: tuple[Row, ...], result: tuple[float, ...]) -> str:
     if result:
         return ""
     return "all rows were used in the fit" if rows else "no rows in this folder"
@@ -232,7 +234,7 @@ PUBLISHED = Path(__file__).parent / "published"
 
 _T = TypeVar("_T")
 
-_MEND_COLUMN = "use the columns of stepsplit's published tables"
+_COLUMN_HINT = "use the columns of stepsplit's published tables"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,17 +246,17 @@ class Published:
     def has(self, table: str) -> bool:
         return (self.folder / f"{table}.csv").is_file()
 
-    def records(self, table: str) -> tuple[PublishedRow, ...]:
+    def read_records(self, table: str) -> tuple[PublishedRow, ...]:
         """The table's rows, empty if there is no such file. Raises DataError."""
         if not self.has(table):
             return ()
         rows = _read(self.folder / f"{table}.csv")
         try:
-            names = [row_id(table, row) for row in rows]
+            names = [format_row_id(table, row) for row in rows]
         except KeyError as missing:
-            raise DataError(f"{table}.csv", f"no column {missing}", _MEND_COLUMN) from None
+            raise DataError(f"{table}.csv", f"no column {missing}", _COLUMN_HINT) from None
         return tuple(
-            PublishedRow(table, *each) for each in zip(_distinct(names), rows, strict=True)
+            PublishedRow(table, *each) for each in zip(_number_duplicates(names), rows, strict=True)
         )
 
 
@@ -266,14 +268,14 @@ def _read(path: Path) -> list[dict[str, str]]:
         raise DataError(path, f"cannot be read ({error})", "give a CSV file in UTF-8") from None
 
 
-def _distinct(names: list[str]) -> list[str]:
+def _number_duplicates(names: list[str]) -> list[str]:
     """Append #2, #3 ... to repeated names."""
-    seen: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    distinct = []
     for name in names:
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return found
+        counts[name] += 1
+        distinct.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return distinct
 
 
 # Ids of the rows of published tables (table/case), the same in any copy of a table.
@@ -316,7 +318,7 @@ IDS: dict[str, str] = {
 """File name -> template of a row's id."""
 
 
-def row_id(table: str, values: Mapping[str, str]) -> str:
+def format_row_id(table: str, values: Mapping[str, str]) -> str:
     """The id of one row. Raises KeyError for a missing column."""
     return IDS[table].format_map(values)
 
@@ -330,7 +332,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
 }
 
-_MEND_ARITHMETIC = "use letters, numbers, + - * / and parentheses"
+_ARITHMETIC_HINT = "use letters, numbers, + - * / and parentheses"
 
 
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
@@ -339,14 +341,14 @@ def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
     Only + - * / and max(...) are allowed, so that a table cannot run code.
     """
     try:
-        return _value(ast.parse(formula, mode="eval").body, symbols)
+        return _evaluate_node(ast.parse(formula, mode="eval").body, symbols)
     except (SyntaxError, KeyError, ZeroDivisionError) as error:
         raise DataError(
-            f"formula {formula!r}", f"not arithmetic ({error})", _MEND_ARITHMETIC
+            f"formula {formula!r}", f"not arithmetic ({error})", _ARITHMETIC_HINT
         ) from None
 
 
-def _value(node: ast.expr, symbols: Mapping[str, float]) -> float:
+def _evaluate_node(node: ast.expr, symbols: Mapping[str, float]) -> float:
     match node:
         case ast.Constant(value=int() | float() as number):
             return float(number)
@@ -354,32 +356,32 @@ def _value(node: ast.expr, symbols: Mapping[str, float]) -> float:
             return float(symbols[name])
         case ast.BinOp(left=left, op=op, right=right):
             compute = _OPERATORS[type(op)]
-            return compute(_value(left, symbols), _value(right, symbols))
+            return compute(_evaluate_node(left, symbols), _evaluate_node(right, symbols))
         case ast.Call(func=ast.Name(id="max"), args=arguments):
-            return max(_value(each, symbols) for each in arguments)
+            return max(_evaluate_node(each, symbols) for each in arguments)
     raise KeyError(ast.dump(node)[:40])
 
 
-def as_printed(value: float, printed: str) -> float:
+def round_as_printed(value: float, printed: str) -> float:
     """Round or truncate the value to the printed digits, whichever is closer to the printed one.
 
     Tables do either: ZeRO's prints 4046.875 as 4046 and 0.46875 as 0.47.
     """
-    scale = 10.0 ** decimals(printed)
-    ways = (math.floor(value * scale + 1e-9) / scale, round(value * scale) / scale)
-    return min(ways, key=lambda way: abs(way - float(printed)))
+    scale = 10.0 ** count_decimals(printed)
+    candidates = (math.floor(value * scale + 1e-9) / scale, round(value * scale) / scale)
+    return min(candidates, key=lambda way: abs(way - float(printed)))
 
 
-def decimals(printed: str) -> int:
+def count_decimals(printed: str) -> int:
     """Number of digits after the decimal point."""
     return len(printed.partition(".")[2])
 
 
-def half_digit(printed: str) -> float:
+def compute_half_digit(printed: str) -> float:
     """Half of the last printed digit: the rounding error of a printed number."""
-    return 0.5 * 10.0 ** -decimals(printed)
+    return 0.5 * 10.0 ** -count_decimals(printed)
 
 
-def parameters(printed: str) -> float:
+def parse_count(printed: str) -> float:
     """Parse a count with a suffix: "7.6B" -> 7.6e9, "0.5T" -> 5e11."""
     return float(printed[:-1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[printed[-1]]

@@ -22,19 +22,19 @@ from stepsplit.collectors.attach.protocol import (
     POLL_S,
     AgentAnswer,
     Status,
-    agents,
-    answer_line,
     ask_record,
     ask_status,
-    asked,
-    identity,
-    job_name,
+    build_socket_path,
+    format_answer,
+    list_agents,
+    parse_request,
+    read_identity,
+    read_job_name,
     read_line,
-    socket_path,
 )
-from stepsplit.collectors.guard import guarded
-from stepsplit.collectors.nccl import cut, keep_small, log_path
-from stepsplit.collectors.optimizers import Listener, call, listen
+from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.nccl import build_log_path, limit_log_size, truncate_log
+from stepsplit.collectors.optimizers import Listener, add_listener, call_listener
 from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, parse_plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Agent:
 
     def __init__(self, plan: RecordPlan) -> None:
         self._plan: RecordPlan | None = plan if plan.first is not None else None
-        self._counter = StepCounter(self._ended)
+        self._counter = StepCounter(self._handle_step_end)
         self._times: deque[int] = deque(maxlen=16)
         self._recording: ActiveRecording | None = None
         self._pid = 0
@@ -61,31 +61,31 @@ class Agent:
         """Starts to count steps once torch's optimizers are imported."""
         when_imported("torch.optim.optimizer", self._counter.install)
 
-    def _ended(self, step: int) -> None:
+    def _handle_step_end(self, step: int) -> None:
         """Runs on the training thread at the end of each step."""
         self._times.append(time.perf_counter_ns())
         if not self._pid:
             self._listen()
         if self._recording is not None:
-            self._recording.after(step)
+            self._recording.end_step(step)
             if self._recording.over:
                 self._close()
-        elif self._plan is not None and step + 1 >= self._begins(self._plan):
+        elif self._plan is not None and step + 1 >= self._compute_begin_step(self._plan):
             self._begin(step + 1)
 
     @staticmethod
-    def _begins(plan: RecordPlan) -> int:
+    def _compute_begin_step(plan: RecordPlan) -> int:
         """The step before which the recording begins; some steps are timed before the warmup."""
         return max(1, (plan.first or 0) - plan.warmup - MARGIN_STEPS)
 
     def _begin(self, next_step: int) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
-            with guarded(identity().rank, "the recording"):
+            with warn_on_failure(read_identity().rank, "the recording"):
                 # Import only now: at install, torch itself was only partly imported.
-                from stepsplit.collectors.profiler import ActiveRecording, Stated
+                from stepsplit.collectors.profiler import ActiveRecording, UserSpec
 
-                self._recording = ActiveRecording(plan, Stated())
+                self._recording = ActiveRecording(plan, UserSpec())
                 self._recording.begin(next_step)
 
     def _close(self) -> None:
@@ -94,25 +94,25 @@ class Agent:
             # close() waits for other ranks, which must not block the training.
             threading.Thread(target=recording.close, name="stepsplit-close").start()
 
-    def _at_exit(self) -> None:
+    def _close_at_exit(self) -> None:
         if os.getpid() != self._pid:
             return
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.close()
-        with guarded(identity().rank, "its socket"):
-            socket_path(self._pid).unlink(missing_ok=True)
+        with warn_on_failure(read_identity().rank, "its socket"):
+            build_socket_path(self._pid).unlink(missing_ok=True)
         if self._log is not None:
-            cut(self._log)
+            truncate_log(self._log)
 
     def _listen(self) -> None:
         self._pid = os.getpid()
         # A child process of this rank is not a rank of the job, even if it trains.
         started = os.environ.pop(PLAN_VARIABLE, None) is not None
-        self._log = log_path(os.environ, self._pid) if started else None
-        atexit.register(self._at_exit)
-        with guarded(identity().rank, "its socket, so attach cannot reach it"):
-            path = socket_path(self._pid)
+        self._log = build_log_path(os.environ, self._pid) if started else None
+        atexit.register(self._close_at_exit)
+        with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):
+            path = build_socket_path(self._pid)
             path.unlink(missing_ok=True)
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             server.bind(str(path))
@@ -120,22 +120,22 @@ class Agent:
             threading.Thread(
                 target=self._serve, args=(server,), name="stepsplit-agent", daemon=True
             ).start()
-            relay_plans()
+            forward_plans()
             if self._log is not None:
-                keep_small(self._log)
+                limit_log_size(self._log)
 
     def _serve(self, server: socket.socket) -> None:
         while True:
             connection, _ = server.accept()
-            with connection, guarded(identity().rank, "a request of an attach"):
+            with connection, warn_on_failure(read_identity().rank, "a request of an attach"):
                 connection.settimeout(2.0)
-                connection.sendall(answer_line(self._answer(read_line(connection))))
+                connection.sendall(format_answer(self._answer(read_line(connection))))
 
     def _answer(self, line: bytes) -> Status | AgentAnswer:
-        question = asked(line)
+        question = parse_request(line)
         plan = question.plan
         if plan is None:
-            return self._status()
+            return self._build_status()
         done = self._counter.steps
         if self._recording is not None or self._plan is not None:
             return AgentAnswer(False, done, "it is already being recorded")
@@ -145,19 +145,19 @@ class Agent:
             )
         self._plan = plan
         if not question.relayed:
-            hand_on(plan)
+            publish_plan(plan)
         return AgentAnswer(True, done)
 
-    def _status(self) -> Status:
-        who, times = identity(), list(self._times)
+    def _build_status(self) -> Status:
+        own_identity, times = read_identity(), list(self._times)
         gaps = [later - earlier for earlier, later in pairwise(times)]
         return Status(
             pid=os.getpid(),
-            rank=who.rank,
-            world_size=who.world_size,
-            local_world_size=who.local_world_size,
+            rank=own_identity.rank,
+            world_size=own_identity.world_size,
+            local_world_size=own_identity.local_world_size,
             host=socket.gethostname(),
-            job=job_name(),
+            job=read_job_name(),
             steps=self._counter.steps,
             step_ns=min(gaps, default=0),
             busy=self._recording is not None or self._plan is not None,
@@ -166,7 +166,7 @@ class Agent:
 
 # Counts optimizer steps from the hooks that torch calls around every optimizer's step.
 
-SUCCESSION = 16
+LEADER_CHANGE_STEPS = 16
 """After this many steps without the leading optimizer another one becomes the leader."""
 
 
@@ -177,8 +177,8 @@ class StepCounter:
     if optimizers wrap each other.
     """
 
-    def __init__(self, ended: Callable[[int], None]) -> None:
-        self._ended = ended
+    def __init__(self, on_step_end: Callable[[int], None]) -> None:
+        self._handle_step_end = on_step_end
         self._running: list[Any] = []
         self._leader: int | None = None
         self._others: Counter[int] = Counter()
@@ -187,34 +187,34 @@ class StepCounter:
 
     def install(self) -> None:
         """Hooks into every optimizer of the process."""
-        listener = Listener(self._before, self._after)
-        listen(listener)
-        enclose_engines(listener)
+        listener = Listener(self._enter_step, self._exit_step)
+        add_listener(listener)
+        wrap_engines(listener)
 
-    def _before(self, optimizer: Any) -> None:
-        if self._running and not _steps_now(self._running[0]):
+    def _enter_step(self, optimizer: Any) -> None:
+        if self._running and not _is_stepping(self._running[0]):
             # It began and never ended, so it has raised and may be replaced.
             self._running.clear()
             self._leader = None
         self._running.append(optimizer)
 
-    def _after(self, optimizer: Any) -> None:
+    def _exit_step(self, optimizer: Any) -> None:
         running = self._running
         while running and running.pop() is not optimizer:
             pass
-        if not running and self._leads(id(optimizer)):
+        if not running and self._is_leader(id(optimizer)):
             self._others.clear()
             self.steps += 1
-            self._ended(self.steps - 1)
+            self._handle_step_end(self.steps - 1)
 
-    def _leads(self, optimizer: int) -> bool:
+    def _is_leader(self, optimizer: int) -> bool:
         self._others[optimizer] += 1
-        if self._leader is None or self._others[optimizer] >= SUCCESSION:
+        if self._leader is None or self._others[optimizer] >= LEADER_CHANGE_STEPS:
             self._leader = optimizer
         return optimizer == self._leader
 
 
-def _steps_now(optimizer: Any) -> bool:
+def _is_stepping(optimizer: Any) -> bool:
     """Whether a method of the optimizer is on the call stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -230,25 +230,25 @@ def _steps_now(optimizer: Any) -> bool:
 _ENGINE = "deepspeed.runtime.engine"
 
 
-def enclose_engines(listener: Listener) -> None:
+def wrap_engines(listener: Listener) -> None:
     """Reports each step of a DeepSpeed engine to the listener, as an outer optimizer."""
-    when_imported(_ENGINE, lambda: _enclose(listener))
+    when_imported(_ENGINE, lambda: _wrap_engine(listener))
 
 
-def _enclose(listener: Listener) -> None:
-    kind: Any = getattr(sys.modules[_ENGINE], "DeepSpeedEngine", None)
-    original = getattr(kind, "_take_model_step", None)
+def _wrap_engine(listener: Listener) -> None:
+    engine_type: Any = getattr(sys.modules[_ENGINE], "DeepSpeedEngine", None)
+    original = getattr(engine_type, "_take_model_step", None)
     if original is None:
         return
 
     @functools.wraps(original)
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        call(listener, listener.before, engine)
+        call_listener(listener, listener.before, engine)
         result = original(engine, *args, **kwargs)
-        call(listener, listener.after, engine)
+        call_listener(listener, listener.after, engine)
         return result
 
-    kind._take_model_step = step
+    engine_type._take_model_step = step
 
 
 # Forwards a plan through the job's store to the hosts that an attach cannot reach.
@@ -256,41 +256,47 @@ def _enclose(listener: Listener) -> None:
 _FOREVER_S = 1e9
 
 
-def several_hosts() -> bool:
+def has_several_hosts() -> bool:
     """Whether the job has ranks on other hosts."""
-    who = identity()
-    return who.local_world_size < who.world_size
+    own_identity = read_identity()
+    return own_identity.local_world_size < own_identity.world_size
 
 
-def hand_on(asked: RecordPlan) -> None:
+def publish_plan(plan: RecordPlan) -> None:
     """Publishes the plan for the other hosts, from one rank of this host."""
-    if several_hosts() and identity().local_rank == 0:
-        with guarded(identity().rank, "the other hosts, which do not get the attach request"):
+    if has_several_hosts() and read_identity().local_rank == 0:
+        with warn_on_failure(
+            read_identity().rank, "the other hosts, which do not get the attach request"
+        ):
             from stepsplit.collectors import job_info
 
-            job_info.tell(f"attach/{job_info.next_number('attach')}", asked.text())
+            job_info.set_store_value(
+                f"attach/{job_info.increment_counter('attach')}", plan.format_json()
+            )
 
 
-def relay_plans() -> None:
+def forward_plans() -> None:
     """Waits on one rank per host for published plans, and passes them to the host's ranks."""
-    if several_hosts() and identity().local_rank == 0:
-        threading.Thread(target=_relay, name="stepsplit-relay", daemon=True).start()
+    if has_several_hosts() and read_identity().local_rank == 0:
+        threading.Thread(
+            target=_forward_published_plans, name="stepsplit-relay", daemon=True
+        ).start()
 
 
-def _relay() -> None:
-    with guarded(identity().rank, "the relay; attach to each host separately"):
+def _forward_published_plans() -> None:
+    with warn_on_failure(read_identity().rank, "the relay; attach to each host separately"):
         from stepsplit.collectors import job_info
 
         for number in count(1):
-            word = job_info.heard(f"attach/{number}", _FOREVER_S, POLL_S)
-            if word is None:
+            text = job_info.wait_for_value(f"attach/{number}", _FOREVER_S, POLL_S)
+            if text is None:
                 return
-            _tell_ranks(parse_plan(word))
+            _ask_ranks(parse_plan(text))
 
 
-def _tell_ranks(asked: RecordPlan) -> None:
+def _ask_ranks(plan: RecordPlan) -> None:
     """Asks the ranks of this host to record; ranks that already have the plan refuse as busy."""
-    for pid in agents():
+    for pid in list_agents():
         status = ask_status(pid)
-        if status is not None and status.job == job_name():
-            ask_record(pid, asked, relayed=True)
+        if status is not None and status.job == read_job_name():
+            ask_record(pid, plan, relayed=True)

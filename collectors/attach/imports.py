@@ -32,12 +32,12 @@ class _Finder(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = find(fullname, path, target) if find is not None else None
             if spec is not None:
-                _follow(spec.loader, self._then)
+                _call_after_exec(spec.loader, self._then)
                 return spec  # type: ignore[no-any-return]
         return None
 
 
-def _follow(loader: object, then: Callable[[], None]) -> None:
+def _call_after_exec(loader: object, then: Callable[[], None]) -> None:
     """Makes the loader call `then` after it has executed the module."""
     run = getattr(loader, "exec_module", None)
     if run is None:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.record import _RANK, RecordPlan, is_rank, plan_of
-from stepsplit.collectors.run_spec import named
+from stepsplit.collectors.record import _RANK, RecordPlan, decode_plan, is_rank
+from stepsplit.collectors.run_spec import select_known_fields
 
 MARGIN_STEPS = 3
 """An attach starts at least this many steps ahead, so that every rank gets the request in time."""
@@ -26,7 +26,7 @@ POLL_S = 2.0
 
 # Messages between attach and the agents: one JSON object per line, over a Unix socket.
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +54,49 @@ class AgentAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AgentRequest:
     """A request to an agent: a plan to record, or None to ask for the status."""
 
     plan: RecordPlan | None
     relayed: bool = False
 
 
-def socket_folder() -> Path:
+def make_socket_folder() -> Path:
     """The folder of this user's agent sockets, created if missing; no other user has access.
 
     It does not depend on TMPDIR, which may differ between a job and a shell; STEPSPLIT_SOCKETS
     overrides it. Raises CollectError if other users have access to the folder.
     """
-    named = os.environ.get("STEPSPLIT_SOCKETS")
-    folder = Path(named or f"/tmp/stepsplit-{os.getuid()}")
+    override = os.environ.get("STEPSPLIT_SOCKETS")
+    folder = Path(override or f"/tmp/stepsplit-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    seen = folder.lstat()
-    if not stat.S_ISDIR(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
+    folder_stat = folder.lstat()
+    if (
+        not stat.S_ISDIR(folder_stat.st_mode)
+        or folder_stat.st_uid != os.getuid()
+        or folder_stat.st_mode & 0o077
+    ):
         raise CollectError(
             f"{folder} is accessible to other users; set STEPSPLIT_SOCKETS to a private folder"
         )
     return folder
 
 
-def socket_path(pid: int) -> Path:
+def build_socket_path(pid: int) -> Path:
     """The socket of the agent in the process."""
-    return socket_folder() / f"{pid}.sock"
+    return make_socket_folder() / f"{pid}.sock"
 
 
-def agents() -> list[int]:
+def list_agents() -> list[int]:
     """The process ids of this user on this host that may have an agent."""
-    names = (path.stem for path in socket_folder().glob("*.sock"))
+    names = (path.stem for path in make_socket_folder().glob("*.sock"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def ask_status(pid: int) -> Status | None:
     """Asks the agent of the process for its status; None if no agent answers."""
     body = _ask(pid, {"do": "status"}, 2.0)
-    return None if body is None else Status(**named(Status, body))
+    return None if body is None else Status(**select_known_fields(Status, body))
 
 
 def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer | None:
@@ -101,23 +105,23 @@ def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer
     relayed: the request was already published to the other hosts of the job.
     """
     body = _ask(pid, {"do": "record", "plan": asdict(plan), "relayed": relayed}, 2.0)
-    return None if body is None else AgentAnswer(**named(AgentAnswer, body))
+    return None if body is None else AgentAnswer(**select_known_fields(AgentAnswer, body))
 
 
-def answer_line(status: Status | AgentAnswer) -> bytes:
+def format_answer(status: Status | AgentAnswer) -> bytes:
     """The answer as a line, as read by ask_status or ask_record."""
     return json.dumps(asdict(status)).encode() + b"\n"
 
 
-def asked(line: bytes) -> Asked:
+def parse_request(line: bytes) -> AgentRequest:
     """Parses a request. Raises ValueError if it is invalid."""
     body = json.loads(line)
     if not isinstance(body, dict) or body.get("do") not in ("status", "record"):
         raise ValueError("the request is neither status nor record")
     if body["do"] == "status":
-        return Asked(None)
+        return AgentRequest(None)
     try:
-        return Asked(plan_of(body["plan"]), bool(body.get("relayed")))
+        return AgentRequest(decode_plan(body["plan"]), bool(body.get("relayed")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"invalid plan: {error}") from None
 
@@ -125,7 +129,7 @@ def asked(line: bytes) -> Asked:
 def read_line(connection: socket.socket) -> bytes:
     """Reads a line, or the data received before the connection ended."""
     line = b""
-    while not line.endswith(b"\n") and len(line) < _MOST_BYTES:
+    while not line.endswith(b"\n") and len(line) < _MAX_BYTES:
         part = connection.recv(4096)
         if not part:
             break
@@ -137,7 +141,7 @@ def _ask(pid: int, question: Mapping[str, Any], timeout_s: float) -> dict[str, A
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
-            connection.connect(str(socket_path(pid)))
+            connection.connect(str(build_socket_path(pid)))
             connection.sendall(json.dumps(question).encode() + b"\n")
             body = json.loads(read_line(connection))
         except (OSError, ValueError):
@@ -161,13 +165,13 @@ _HEAD = struct.Struct("=Q32s")
 
 _REQUEST = struct.Struct("=iiq")
 
-_ASK_S = 30.0
+_REQUEST_TIMEOUT_S = 30.0
 
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedTrace:
     """A captured process, its rank and its trace."""
 
     pid: int
@@ -175,30 +179,32 @@ class Captured:
     trace: Path
 
 
-def ranks_with_daemon(target: int) -> dict[int, int]:
+def find_daemon_ranks(target: int) -> dict[int, int]:
     """{pid: rank} of the processes in the target's process tree that use a profiler daemon."""
-    told = {pid: environment(pid) for pid in family(target)}
-    asks = {pid: env for pid, env in told.items() if env.get("KINETO_USE_DAEMON")}
-    return {pid: int(env.get("RANK", "0")) for pid, env in asks.items() if is_rank(env)}
+    environments = {pid: read_environment(pid) for pid in list_process_tree(target)}
+    asking = {pid: env for pid, env in environments.items() if env.get("KINETO_USE_DAEMON")}
+    return {pid: int(env.get("RANK", "0")) for pid, env in asking.items() if is_rank(env)}
 
 
-def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[Captured, ...]:
+def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[CapturedTrace, ...]:
     """Makes every rank in the target's process tree write a trace of the plan to `plan.out`.
 
     Raises CollectError if another daemon uses the socket, or a rank does not ask for a
     configuration or write its trace in time.
     """
-    ranks = ranks_with_daemon(target)
+    ranks = find_daemon_ranks(target)
     folder = Path(plan.out).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    with _daemon(next(iter(ranks))) as server:
-        _configure(server, set(ranks), _configuration(folder, plan))
-    wanted = [Captured(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()]
-    _await([each.trace for each in wanted], time.monotonic() + timeout_s)
+    with _open_daemon_socket(next(iter(ranks))) as server:
+        _configure(server, set(ranks), _format_configuration(folder, plan))
+    wanted = [
+        CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
+    ]
+    _wait_for_traces([each.trace for each in wanted], time.monotonic() + timeout_s)
     return tuple(sorted(wanted, key=lambda each: each.rank))
 
 
-def _configuration(folder: Path, plan: RecordPlan) -> str:
+def _format_configuration(folder: Path, plan: RecordPlan) -> str:
     lines = {
         "ACTIVITIES_LOG_FILE": folder / "kineto.json",
         "ACTIVITIES_ITERATIONS": plan.steps,
@@ -213,9 +219,9 @@ def _configuration(folder: Path, plan: RecordPlan) -> str:
 
 
 @contextmanager
-def _daemon(pid: int) -> Iterator[socket.socket]:
+def _open_daemon_socket(pid: int) -> Iterator[socket.socket]:
     """The daemon's socket as the process expects it."""
-    folder = environment(pid).get("KINETO_IPC_SOCKET_DIR")
+    folder = read_environment(pid).get("KINETO_IPC_SOCKET_DIR")
     # Kineto aborts its process if an answer comes from an unexpected path.
     address = str((Path(folder) / "dynolog").absolute()) if folder else ABSTRACT
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
@@ -235,38 +241,40 @@ def _daemon(pid: int) -> Iterator[socket.socket]:
 
 def _configure(server: socket.socket, waiting: set[int], text: str) -> None:
     """Answers requests until each of the processes has received the configuration once."""
-    deadline = time.monotonic() + _ASK_S
+    deadline = time.monotonic() + _REQUEST_TIMEOUT_S
     while waiting and time.monotonic() < deadline:
         try:
             message, sender = server.recvfrom(65536)
         except TimeoutError:
             continue
-        kind, body = _opened(message)
+        kind, body = _unpack_message(message)
         if kind == "ctxt":
-            _reply(server, sender, kind, struct.pack("=i", 1))
+            _send_reply(server, sender, kind, struct.pack("=i", 1))
         elif kind == "req":
-            pid = _asking(body)
-            _reply(server, sender, kind, text.encode() if pid in waiting else b"")
+            pid = _parse_requesting_pid(body)
+            _send_reply(server, sender, kind, text.encode() if pid in waiting else b"")
             waiting.discard(pid)
     if waiting:
         pids = ", ".join(map(str, sorted(waiting)))
-        raise CollectError(f"processes {pids} did not ask for a configuration in {_ASK_S:.0f} s")
+        raise CollectError(
+            f"processes {pids} did not ask for a configuration in {_REQUEST_TIMEOUT_S:.0f} s"
+        )
 
 
-def _opened(message: bytes) -> tuple[str, bytes]:
+def _unpack_message(message: bytes) -> tuple[str, bytes]:
     if len(message) < _HEAD.size:
         return "", b""
     _, kind = _HEAD.unpack_from(message)
     return kind.rstrip(b"\0").decode(errors="replace"), message[_HEAD.size :]
 
 
-def _asking(body: bytes) -> int:
+def _parse_requesting_pid(body: bytes) -> int:
     """The pid of the requesting process, which is listed before its ancestors."""
     _, count, _ = _REQUEST.unpack_from(body)
     return int(struct.unpack_from("=i", body, _REQUEST.size)[0]) if count else 0
 
 
-def _reply(server: socket.socket, sender: str | bytes, kind: str, body: bytes) -> None:
+def _send_reply(server: socket.socket, sender: str | bytes, kind: str, body: bytes) -> None:
     try:
         server.sendto(_HEAD.pack(len(body), kind.encode()) + body, sender)
     except OSError:
@@ -274,16 +282,16 @@ def _reply(server: socket.socket, sender: str | bytes, kind: str, body: bytes) -
         return
 
 
-def _await(traces: Sequence[Path], deadline: float) -> None:
+def _wait_for_traces(traces: Sequence[Path], deadline: float) -> None:
     """Returns when all the files are complete."""
-    while not all(_whole(trace) for trace in traces):
+    while not all(_is_complete(trace) for trace in traces):
         if time.monotonic() > deadline:
-            missing = next(trace for trace in traces if not _whole(trace))
+            missing = next(trace for trace in traces if not _is_complete(trace))
             raise CollectError(f"{missing}: not written in time; is the job still running steps?")
         time.sleep(_POLL_S)
 
 
-def _whole(trace: Path) -> bool:
+def _is_complete(trace: Path) -> bool:
     try:
         with trace.open("rb") as file:
             file.seek(max(0, trace.stat().st_size - 64))
@@ -311,32 +319,32 @@ class Identity:
     local_world_size: int
 
 
-def identity(environment: Mapping[str, str] = os.environ) -> Identity:
+def read_identity(environment: Mapping[str, str] = os.environ) -> Identity:
     """The identity set by torchrun, Slurm or MPI, in this order; else a job of one rank."""
-    world_size = max(1, _number(environment, _SIZE, 1))
+    world_size = max(1, _read_number(environment, _SIZE, 1))
     return Identity(
-        rank=_number(environment, _RANK, 0),
+        rank=_read_number(environment, _RANK, 0),
         world_size=world_size,
-        local_rank=_number(environment, _LOCAL_RANK, 0),
-        local_world_size=max(1, _number(environment, _LOCAL_SIZE, world_size)),
+        local_rank=_read_number(environment, _LOCAL_RANK, 0),
+        local_world_size=max(1, _read_number(environment, _LOCAL_SIZE, world_size)),
     )
 
 
-def job_name(environment: Mapping[str, str] = os.environ) -> str:
+def read_job_name(environment: Mapping[str, str] = os.environ) -> str:
     """A name that all ranks of the job share and other jobs do not have."""
-    told = [environment[name] for name in _JOB if environment.get(name)]
-    return ":".join(told) or f"pid {os.getpid()}"
+    parts = [environment[name] for name in _JOB if environment.get(name)]
+    return ":".join(parts) or f"pid {os.getpid()}"
 
 
-def _number(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
-    told = (environment.get(name, "") for name in names)
-    return next((int(each) for each in told if each.isdigit()), default)
+def _read_number(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    values = (environment.get(name, "") for name in names)
+    return next((int(each) for each in values if each.isdigit()), default)
 
 
 # Other processes of this user, from /proc.
 
 
-def environment(pid: int) -> dict[str, str]:
+def read_environment(pid: int) -> dict[str, str]:
     """The initial environment of the process; empty if it cannot be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
@@ -346,7 +354,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def command_line(pid: int) -> str:
+def read_command_line(pid: int) -> str:
     """The command line of the process; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
@@ -354,21 +362,21 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def ancestors(pid: int) -> list[int]:
+def list_ancestors(pid: int) -> list[int]:
     """The ancestors of the process, its parent first."""
-    found: list[int] = []
-    while (pid := _parent(pid)) > 1:
-        found.append(pid)
-    return found
+    parents: list[int] = []
+    while (pid := _read_parent(pid)) > 1:
+        parents.append(pid)
+    return parents
 
 
-def family(pid: int) -> list[int]:
+def list_process_tree(pid: int) -> list[int]:
     """The process and all of its descendants, in order."""
-    every = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return sorted(each for each in every if each == pid or pid in ancestors(each))
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return sorted(each for each in pids if each == pid or pid in list_ancestors(each))
 
 
-def _parent(pid: int) -> int:
+def _read_parent(pid: int) -> int:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -17,18 +17,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.calls import after_each
+from stepsplit.collectors.integrations.calls import call_after_each
 from stepsplit.collectors.integrations.common import (
-    Facts,
-    LateRun,
+    FrameworkSpec,
+    LazyRecording,
     Options,
-    data_axis,
-    dtype_word,
-    library,
-    model_spec,
-    optimizer_word,
+    choose_data_axis,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
 )
-from stepsplit.collectors.integrations.deepspeed import engine_facts
+from stepsplit.collectors.integrations.deepspeed import read_engine_spec
 from stepsplit.collectors.run_spec import Training
 
 
@@ -40,26 +40,26 @@ def profile_accelerator(
 
     Enter it after accelerator.prepare(...), so that run.json includes the model.
     """
-    run = LateRun(out, **options)
+    run = LazyRecording(out, **options)
     with ExitStack() as undo:
-        ended = _Steps(run)
-        for kind in _optimizer_types():
-            undo.enter_context(after_each(kind, "step", ended))
-        undo.enter_context(run.around(lambda: _facts(accelerator)))
+        ended = _StepListener(run)
+        for kind in _list_optimizer_types():
+            undo.enter_context(call_after_each(kind, "step", ended))
+        undo.enter_context(run.record_around(lambda: _read_accelerator_spec(accelerator)))
         yield
 
 
-def _optimizer_types() -> list[type]:
+def _list_optimizer_types() -> list[type]:
     """The classes whose step() a loop calls; with DeepSpeed the step happens in backward."""
-    library("accelerate.utils", "accelerate")
-    base = library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
+    import_library("accelerate.utils", "accelerate")
+    base = import_library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
     return [base, *(each for each in base.__subclasses__() if "step" in vars(each))]
 
 
-class _Steps:
+class _StepListener:
     """Calls the recorder at each step of the first optimizer that stepped."""
 
-    def __init__(self, run: LateRun) -> None:
+    def __init__(self, run: LazyRecording) -> None:
         self._run = run
         self._leader: Any = None
 
@@ -72,11 +72,11 @@ class _Steps:
             self._run.step()
 
 
-def _facts(accelerator: Any) -> Facts:
+def _read_accelerator_spec(accelerator: Any) -> FrameworkSpec:
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
-        return engine_facts(wrapped.engine)
-    state, ranks = accelerator.state, replicas(accelerator.state)
+        return read_engine_spec(wrapped.engine)
+    state, ranks = accelerator.state, count_replicas(accelerator.state)
     loader = next(iter(accelerator._dataloaders), None)
     sequences = getattr(loader, "total_batch_size", None)
     optimizer = next(iter(accelerator._optimizers), None)
@@ -84,12 +84,12 @@ def _facts(accelerator: Any) -> Facts:
         micro_batch=sequences and sequences // ranks,
         global_batch=sequences and sequences * accelerator.gradient_accumulation_steps,
         microbatches=accelerator.gradient_accumulation_steps,
-        dtype=dtype_word(accelerator.mixed_precision),
-        optimizer=optimizer and optimizer_word(type(optimizer.optimizer).__name__),
+        dtype=normalize_dtype(accelerator.mixed_precision),
+        optimizer=optimizer and normalize_optimizer(type(optimizer.optimizer).__name__),
         framework="fsdp2" if state.distributed_type.name == "FSDP" else "ddp",
     )
     model = next(iter(accelerator._models), None)
-    return Facts(mesh_of_state(state), model_spec(model), training)
+    return FrameworkSpec(read_mesh(state), read_model_spec(model), training)
 
 
 # Parallelism of an accelerate job (also of transformers' Trainer), from AcceleratorState.
@@ -97,18 +97,18 @@ def _facts(accelerator: Any) -> Facts:
 _NOT_DATA = ("tp", "cp", "sp")
 
 
-def mesh_of_state(state: Any) -> dict[str, int] | None:
+def read_mesh(state: Any) -> dict[str, int] | None:
     """{axis: size}, outermost first; None if the state does not define it."""
     mesh = getattr(state, "device_mesh", None)
     if mesh is not None:
         # accelerate's sp shards sequences, as cp does.
         names = ("cp" if name == "sp" else name for name in mesh.mesh_dim_names)
         return dict(zip(names, mesh.shape, strict=True))
-    axis = _data_axis(state)
+    axis = _find_data_axis(state)
     return None if axis is None else {axis: state.num_processes}
 
 
-def replicas(state: Any) -> int:
+def count_replicas(state: Any) -> int:
     """The number of ranks that read different data."""
     mesh = getattr(state, "device_mesh", None)
     if mesh is None:
@@ -117,25 +117,25 @@ def replicas(state: Any) -> int:
     return math.prod(size for name, size in sizes if name not in _NOT_DATA)
 
 
-def framework_of(state: Any, plain: str) -> str:
+def infer_framework(state: Any, plain: str) -> str:
     """The training framework: deepspeed, or `plain` otherwise."""
     return "deepspeed" if state.distributed_type.name == "DEEPSPEED" else plain
 
 
-def _data_axis(state: Any) -> str | None:
+def _find_data_axis(state: Any) -> str | None:
     kind = state.distributed_type.name
     if kind == "DEEPSPEED":
-        return data_axis(state.deepspeed_plugin.zero_stage)
+        return choose_data_axis(state.deepspeed_plugin.zero_stage)
     if kind == "FSDP":
-        return _fsdp_axis(state.fsdp_plugin)
+        return _find_fsdp_axis(state.fsdp_plugin)
     return "dp_replicate" if kind == "NO" or kind.startswith("MULTI_") else None
 
 
-def _fsdp_axis(plugin: Any) -> str | None:
+def _find_fsdp_axis(plugin: Any) -> str | None:
     """The axis of FSDP; None for hybrid FSDP1, whose number of replicas is not known."""
     if getattr(plugin, "fsdp_version", 1) == 2:
         return "dp_shard"
-    way = plugin.sharding_strategy or plugin.reshard_after_forward
-    name = getattr(way, "name", "")
+    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+    name = getattr(strategy, "name", "")
     known = {"FULL_SHARD": "dp_shard", "SHARD_GRAD_OP": "dp_shard", "NO_SHARD": "dp_replicate"}
     return known.get(name)

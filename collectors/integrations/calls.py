@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Unpack
 
-from stepsplit.collectors.guard import guarded
-from stepsplit.collectors.integrations.common import Facts, LateRun, Options
-from stepsplit.collectors.job_info import job
+from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.integrations.common import FrameworkSpec, LazyRecording, Options
+from stepsplit.collectors.job_info import read_job
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,11 +24,11 @@ def profile_calls(
     The recording begins with the first call, when the process groups exist, and ends with the
     process. The options are those of profile_run.
     """
-    run = LateRun(out, **options)
+    run = LazyRecording(out, **options)
 
     @functools.wraps(function)
     def step(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        run.begin(Facts)
+        run.begin(FrameworkSpec)
         result = function(*args, **kwargs)
         run.step()
         return result
@@ -37,15 +37,15 @@ def profile_calls(
 
 
 @contextmanager
-def after_each(owner: Any, name: str, then: Callable[[Any], None]) -> Iterator[None]:
+def call_after_each(owner: Any, name: str, callback: Callable[[Any], None]) -> Iterator[None]:
     """Within the block, `then` is called with the object after each call of the method."""
     original = vars(owner)[name]
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        with guarded(job()[0], "the count of its steps"):
-            then(self)
+        with warn_on_failure(read_job()[0], "the count of its steps"):
+            callback(self)
         return result
 
     setattr(owner, name, method)

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from stepsplit.collectors.guard import guarded
-from stepsplit.collectors.job_info import job
+from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.job_info import read_job
 from stepsplit.collectors.profiler import MeshLike, ProfiledRun, profile_run
 from stepsplit.collectors.run_spec import ModelSpec, Training
 
@@ -40,7 +40,7 @@ _Spec = TypeVar("_Spec", ModelSpec, Training)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class FrameworkSpec:
     """Mesh, model and training setup as reported by the framework; None means unknown."""
 
     mesh: MeshLike = None
@@ -48,7 +48,7 @@ class Facts:
     training: Training | None = None
 
 
-class LateRun:
+class LazyRecording:
     """A recording that begins in the running job: begin(), step() after each step, end().
 
     The constructor raises ValueError for invalid options; the methods never raise. It records once:
@@ -61,16 +61,16 @@ class LateRun:
         self._run: ProfiledRun | None = profile_run(self._out, **options)
         self._began = False
 
-    def begin(self, facts: Callable[[], Facts]) -> None:
+    def begin(self, read_spec: Callable[[], FrameworkSpec]) -> None:
         """Begins before the first step; `facts` reads the run's metadata from the framework."""
         if self._began:
             return
         self._began = True
-        known = Facts()
-        with guarded(job()[0], "the framework's description of the run"):
-            known = facts()
-        with guarded(job()[0], "the recording"):
-            self._run = profile_run(self._out, **_filled(self._options, known))
+        known = FrameworkSpec()
+        with warn_on_failure(read_job()[0], "the framework's description of the run"):
+            known = read_spec()
+        with warn_on_failure(read_job()[0], "the recording"):
+            self._run = profile_run(self._out, **_fill_options(self._options, known))
             self._run.start()
             atexit.register(self.end, failed=True)
 
@@ -80,9 +80,9 @@ class LateRun:
             self._run.step()
 
     @contextmanager
-    def around(self, facts: Callable[[], Facts]) -> Iterator[None]:
+    def record_around(self, read_spec: Callable[[], FrameworkSpec]) -> Iterator[None]:
         """Records the training within the block: begin() before it, end() after it."""
-        self.begin(facts)
+        self.begin(read_spec)
         try:
             yield
         except BaseException:
@@ -98,27 +98,27 @@ class LateRun:
             run.stop(failed)
 
 
-def _filled(options: Options, facts: Facts) -> Options:
+def _fill_options(options: Options, spec: FrameworkSpec) -> Options:
     """The options, with missing fields filled in from the framework."""
     filled = options.copy()
     if filled.get("mesh") is None:
-        filled["mesh"] = facts.mesh
-    filled["model"] = _merged(options.get("model"), facts.model)
-    filled["training"] = _merged(options.get("training"), facts.training)
+        filled["mesh"] = spec.mesh
+    filled["model"] = _merge_specs(options.get("model"), spec.model)
+    filled["training"] = _merge_specs(options.get("training"), spec.training)
     return filled
 
 
-def _merged(stated: _Spec | None, known: _Spec | None) -> _Spec | None:
+def _merge_specs(given: _Spec | None, known: _Spec | None) -> _Spec | None:
     """The fields given by the user; the others as known to the framework."""
-    if stated is None or known is None:
-        return stated or known
-    return replace(known, **{k: v for k, v in asdict(stated).items() if v is not None})
+    if given is None or known is None:
+        return given or known
+    return replace(known, **{k: v for k, v in asdict(given).items() if v is not None})
 
 
 # Imports of the framework libraries.
 
 
-def library(module: str, install: str) -> Any:
+def import_library(module: str, install: str) -> Any:
     """Imports the module. Raises ImportError with the pip command if it is not installed."""
     try:
         return import_module(module)
@@ -136,44 +136,45 @@ _FFN = ("intermediate_size", "ffn_dim", "n_inner")
 """Names of the MLP width in transformers configs."""
 
 
-def model_spec(model: Any) -> ModelSpec | None:
+def read_model_spec(model: Any) -> ModelSpec | None:
     """The shape of a torch module, also if it is wrapped; uncertain fields are None."""
     if model is None:
         return None
-    inner = _unwrapped(model)
+    inner = _unwrap(model)
     config = getattr(getattr(inner, "config", None), "get_text_config", lambda: None)()
     return ModelSpec(
-        layers=_number(config, "num_hidden_layers"),
-        hidden=_number(config, "hidden_size"),
-        heads=_number(config, "num_attention_heads"),
-        kv_heads=_number(config, "num_key_value_heads") or _number(config, "num_attention_heads"),
-        ffn=next((ffn for name in _FFN if (ffn := _number(config, name))), None),
-        gated=_gated(inner) if config is not None else None,
-        vocab=_number(config, "vocab_size"),
+        layers=_read_number(config, "num_hidden_layers"),
+        hidden=_read_number(config, "hidden_size"),
+        heads=_read_number(config, "num_attention_heads"),
+        kv_heads=_read_number(config, "num_key_value_heads")
+        or _read_number(config, "num_attention_heads"),
+        ffn=next((ffn for name in _FFN if (ffn := _read_number(config, name))), None),
+        gated=_is_gated(inner) if config is not None else None,
+        vocab=_read_number(config, "vocab_size"),
         tied=getattr(config, "tie_word_embeddings", None),
-        parameters=parameters(inner),
+        parameters=count_parameters(inner),
     )
 
 
-def parameters(model: Any) -> int | None:
+def count_parameters(model: Any) -> int | None:
     """The parameter count of the whole model; None if a rank knows only its shard (FSDP1)."""
-    held = list(model.parameters())
-    if any(type(each).__name__ == "FlatParameter" for each in held):
+    tensors = list(model.parameters())
+    if any(type(each).__name__ == "FlatParameter" for each in tensors):
         return None
     # ZeRO-3 keeps the full count on the empty parameter; a DTensor's numel is the full count.
-    return sum(int(getattr(each, "ds_numel", each.numel())) for each in held)
+    return sum(int(getattr(each, "ds_numel", each.numel())) for each in tensors)
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     """The module inside DistributedDataParallel, an engine or torch.compile."""
     while True:
-        below = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if below is None or not hasattr(below, "parameters"):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if inner is None or not hasattr(inner, "parameters"):
             return model
-        model = below
+        model = inner
 
 
-def _gated(model: Any) -> bool | None:
+def _is_gated(model: Any) -> bool | None:
     """Whether the MLPs have a gate projection, by module names; None if unknown."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if names & {"gate_proj", "gate_up_proj"}:
@@ -181,7 +182,7 @@ def _gated(model: Any) -> bool | None:
     return False if names & {"c_fc", "fc1", "dense_h_to_4h"} else None
 
 
-def _number(config: Any, name: str) -> int | None:
+def _read_number(config: Any, name: str) -> int | None:
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
 
@@ -193,13 +194,13 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float": "f
 _OPTIMIZERS = ("adam", "sgd", "lion", "muon", "adafactor")
 
 
-def dtype_word(name: object) -> str:
+def normalize_dtype(name: object) -> str:
     """Converts torch.bfloat16, "bf16-mixed", "no", ... to bf16, fp32, ...; else the name itself."""
     plain = str(name).removeprefix("torch.").partition("-")[0]
     return _DTYPES.get(plain, {"16": "fp16", "32": "fp32"}.get(plain, plain))
 
 
-def optimizer_word(name: object) -> str:
+def normalize_optimizer(name: object) -> str:
     """Converts adamw_torch_fused, AdamW, FusedAdam, ... to adam; else the name in lower case."""
     plain = str(getattr(name, "value", name)).lower()
     if "adam" in plain and "8bit" in plain:
@@ -207,6 +208,6 @@ def optimizer_word(name: object) -> str:
     return next((word for word in _OPTIMIZERS if word in plain), plain)
 
 
-def data_axis(zero_stage: int) -> str:
+def choose_data_axis(zero_stage: int) -> str:
     """The mesh axis of the data-parallel ranks: dp_shard with ZeRO-3, else dp_replicate."""
     return "dp_shard" if zero_stage == 3 else "dp_replicate"

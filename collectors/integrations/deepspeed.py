@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.calls import after_each
+from stepsplit.collectors.integrations.calls import call_after_each
 from stepsplit.collectors.integrations.common import (
-    Facts,
-    LateRun,
+    FrameworkSpec,
+    LazyRecording,
     Options,
-    data_axis,
-    dtype_word,
-    model_spec,
-    optimizer_word,
+    choose_data_axis,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
 )
 from stepsplit.collectors.run_spec import ModelSpec, Training
 
@@ -35,52 +35,52 @@ _AXES = {"pipe": "pp", "model": "tp"}
 @contextmanager
 def profile_engine(engine: Any, out: str | Path, **options: Unpack[Options]) -> Iterator[None]:
     """Records the training steps within the block to `out`; options as for profile_run."""
-    run = LateRun(out, **options)
-    done = engine.global_steps
+    run = LazyRecording(out, **options)
+    steps_done = engine.global_steps
 
     def ended(called: Any) -> None:
-        nonlocal done
-        if called is engine and engine.global_steps != done:
-            done = engine.global_steps
+        nonlocal steps_done
+        if called is engine and engine.global_steps != steps_done:
+            steps_done = engine.global_steps
             run.step()
 
     with ExitStack() as undo:
-        undo.enter_context(after_each(*_step_of(type(engine)), ended))
-        undo.enter_context(run.around(lambda: engine_facts(engine)))
+        undo.enter_context(call_after_each(*_find_step_method(type(engine)), ended))
+        undo.enter_context(run.record_around(lambda: read_engine_spec(engine)))
         yield
 
 
-def _step_of(kind: type) -> tuple[type, str]:
+def _find_step_method(kind: type) -> tuple[type, str]:
     """The class and the name of the method that ends a step."""
-    found = ((base, name) for name in _STEPS for base in kind.__mro__ if name in vars(base))
-    return next(found)
+    methods = ((base, name) for name in _STEPS for base in kind.__mro__ if name in vars(base))
+    return next(methods)
 
 
-def engine_facts(engine: Any) -> Facts:
+def read_engine_spec(engine: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup from the engine."""
     training = Training(
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         global_batch=engine.train_batch_size(),
         microbatches=engine.gradient_accumulation_steps(),
-        dtype=dtype_word(engine.get_data_types()[0]),
-        optimizer=optimizer_word(engine.optimizer_name()),
+        dtype=normalize_dtype(engine.get_data_types()[0]),
+        optimizer=normalize_optimizer(engine.optimizer_name()),
         schedule="1f1b" if hasattr(engine, "grid") else None,
         framework="deepspeed",
         zero=engine.zero_optimization_stage(),
         offload="optimizer" if engine.zero_cpu_offload() else None,
     )
-    return Facts(_mesh(engine), _model(engine), training)
+    return FrameworkSpec(_read_mesh(engine), _read_model(engine), training)
 
 
-def _model(engine: Any) -> ModelSpec | None:
+def _read_model(engine: Any) -> ModelSpec | None:
     """The model's shape, without a parameter count if this rank has only a pipeline stage."""
-    spec = model_spec(engine)
+    spec = read_model_spec(engine)
     return replace(spec, parameters=None) if spec and hasattr(engine, "grid") else spec
 
 
-def _mesh(engine: Any) -> dict[str, int] | None:
+def _read_mesh(engine: Any) -> dict[str, int] | None:
     """{axis: size}, outermost first; None if the user's own groups define the layout."""
-    data = data_axis(engine.zero_optimization_stage())
+    data = choose_data_axis(engine.zero_optimization_stage())
     topology = getattr(getattr(engine, "grid", None), "_topo", None)
     if topology is not None:
         sizes = zip(topology.axes, topology.dims, strict=True)

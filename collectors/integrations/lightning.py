@@ -13,44 +13,44 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from stepsplit.collectors.integrations.common import (
-    Facts,
-    LateRun,
+    FrameworkSpec,
+    LazyRecording,
     Options,
-    data_axis,
-    dtype_word,
-    library,
-    model_spec,
-    optimizer_word,
+    choose_data_axis,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
 )
 from stepsplit.collectors.run_spec import Training
 
 
-def _callback() -> Any:
+def _import_callback() -> Any:
     """The Callback class of the package that the script has imported; by default `lightning`."""
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules:
             return sys.modules[name].Callback
     try:
-        return library("lightning.pytorch", "lightning").Callback
+        return import_library("lightning.pytorch", "lightning").Callback
     except ImportError as missing:
         try:
-            return library("pytorch_lightning", "pytorch-lightning").Callback
+            return import_library("pytorch_lightning", "pytorch-lightning").Callback
         except ImportError:
             raise missing from None
 
 
-class StepsplitCallback(_callback()):  # type: ignore[misc]
+class StepsplitCallback(_import_callback()):  # type: ignore[misc]
     """Records a fit to the folder `out`; the options are those of profile_run."""
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
         super().__init__()
-        self._run = LateRun(out, **options)
+        self._run = LazyRecording(out, **options)
         self._done = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins the recording; process groups exist and the sanity check is over."""
         self._done = trainer.global_step
-        self._run.begin(lambda: facts_of(trainer, pl_module))
+        self._run.begin(lambda: read_trainer_spec(trainer, pl_module))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -77,34 +77,36 @@ _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 """Dim names of ModelParallelStrategy's mesh, as mesh axes."""
 
 
-def facts_of(trainer: Any, module: Any) -> Facts:
+def read_trainer_spec(trainer: Any, module: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup of a running fit."""
-    mesh = _mesh(trainer)
-    return Facts(mesh, model_spec(module), _training(trainer, mesh))
+    mesh = _read_mesh(trainer)
+    return FrameworkSpec(mesh, read_model_spec(module), _read_training(trainer, mesh))
 
 
-def _training(trainer: Any, mesh: dict[str, int] | None) -> Training:
+def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
     micro_batch = getattr(trainer.train_dataloader, "batch_size", None)
     microbatches = trainer.accumulate_grad_batches
     sequences = None
     if micro_batch is not None and mesh is not None:
-        sequences = micro_batch * microbatches * _replicas(mesh)
+        sequences = micro_batch * microbatches * _count_replicas(mesh)
     kind = type(trainer.strategy).__name__
     return Training(
         micro_batch=micro_batch,
         global_batch=sequences,
         microbatches=microbatches,
-        dtype=dtype_word(trainer.precision),
-        optimizer=next((optimizer_word(type(each).__name__) for each in trainer.optimizers), None),
+        dtype=normalize_dtype(trainer.precision),
+        optimizer=next(
+            (normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
+        ),
         framework="deepspeed" if kind == "DeepSpeedStrategy" else _FRAMEWORKS.get(kind, "ddp"),
     )
 
 
-def _replicas(mesh: dict[str, int]) -> int:
+def _count_replicas(mesh: dict[str, int]) -> int:
     return mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
 
 
-def _mesh(trainer: Any) -> dict[str, int] | None:
+def _read_mesh(trainer: Any) -> dict[str, int] | None:
     """{axis: size}, outermost first; None if the strategy does not define it."""
     strategy, ranks = trainer.strategy, trainer.world_size
     kind = type(strategy).__name__
@@ -112,14 +114,14 @@ def _mesh(trainer: Any) -> dict[str, int] | None:
         mesh = strategy.device_mesh
         return {_AXES[dim]: n for dim, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True)}
     if kind == "FSDPStrategy":
-        return _fsdp(strategy, ranks)
+        return _read_fsdp_mesh(strategy, ranks)
     if kind == "DeepSpeedStrategy":
         stage = strategy.config.get("zero_optimization", {}).get("stage", 0)
-        return {data_axis(stage): ranks}
+        return {choose_data_axis(stage): ranks}
     return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None
 
 
-def _fsdp(strategy: Any, ranks: int) -> dict[str, int] | None:
+def _read_fsdp_mesh(strategy: Any, ranks: int) -> dict[str, int] | None:
     name = strategy.sharding_strategy.name
     if "HYBRID" in name:
         return None

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.integrations.common import Facts, LateRun, library
+from stepsplit.collectors.integrations.common import FrameworkSpec, LazyRecording, import_library
 from stepsplit.collectors.run_spec import Training
 
-_Profiler: Any = library("torchtitan.tools.profiler", "torchtitan").Profiler
+_Profiler: Any = import_library("torchtitan.tools.profiler", "torchtitan").Profiler
 
 
 class StepsplitProfiler(_Profiler):  # type: ignore[misc]
@@ -33,21 +33,21 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
         if not config.enable_profiling:
             return None
         unrecorded = config.profile_freq - config.profiler_warmup - config.profiler_active
-        run = LateRun(
+        run = LazyRecording(
             Path(base_folder, config.save_traces_folder, leaf_folder),
             wait=unrecorded + (config.profiler_skip_first or 0),
             warmup=config.profiler_warmup,
             active=config.profiler_active,
             record_shapes=True,
         )
-        run.begin(lambda: Facts(training=Training(framework="fsdp2")))
+        run.begin(lambda: FrameworkSpec(training=Training(framework="fsdp2")))
         return _Handle(run)
 
 
 class _Handle:
     """A running recorder with the interface of torch's profiler that torchtitan uses."""
 
-    def __init__(self, run: LateRun) -> None:
+    def __init__(self, run: LazyRecording) -> None:
         self._run = run
 
     def step(self) -> None:

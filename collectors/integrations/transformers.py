@@ -10,30 +10,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.accelerate import framework_of, mesh_of_state, replicas
+from stepsplit.collectors.integrations.accelerate import count_replicas, infer_framework, read_mesh
 from stepsplit.collectors.integrations.common import (
-    Facts,
-    LateRun,
+    FrameworkSpec,
+    LazyRecording,
     Options,
-    dtype_word,
-    library,
-    model_spec,
-    optimizer_word,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
 )
 from stepsplit.collectors.run_spec import Training
 
-_Callback: Any = library("transformers", "transformers accelerate").TrainerCallback
+_Callback: Any = import_library("transformers", "transformers accelerate").TrainerCallback
 
 
 class StepsplitCallback(_Callback):  # type: ignore[misc]
     """Records a Trainer's run to the folder `out`; the options are those of profile_run."""
 
     def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
-        self._run = LateRun(out, **options)
+        self._run = LazyRecording(out, **options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins the recording; process groups exist and the model is on its device."""
-        self._run.begin(lambda: _facts(args, kwargs.get("model")))
+        self._run.begin(lambda: _read_trainer_spec(args, kwargs.get("model")))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends a step with all its microbatches; Trainer calls this once per global_step."""
@@ -44,22 +44,22 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
         self._run.end()
 
 
-def _facts(args: Any, model: Any) -> Facts:
-    state = library("accelerate.state", "accelerate").AcceleratorState()
+def _read_trainer_spec(args: Any, model: Any) -> FrameworkSpec:
+    state = import_library("accelerate.state", "accelerate").AcceleratorState()
     micro_batch = args.per_device_train_batch_size
     microbatches = args.gradient_accumulation_steps
     training = Training(
         micro_batch=micro_batch,
-        global_batch=micro_batch * microbatches * replicas(state),
+        global_batch=micro_batch * microbatches * count_replicas(state),
         microbatches=microbatches,
-        dtype=_dtype(args, model),
-        optimizer=optimizer_word(args.optim),
-        framework=framework_of(state, "huggingface"),
+        dtype=_read_dtype(args, model),
+        optimizer=normalize_optimizer(args.optim),
+        framework=infer_framework(state, "huggingface"),
     )
-    return Facts(mesh_of_state(state), model_spec(model), training)
+    return FrameworkSpec(read_mesh(state), read_model_spec(model), training)
 
 
-def _dtype(args: Any, model: Any) -> str:
+def _read_dtype(args: Any, model: Any) -> str:
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    return dtype_word(next(model.parameters()).dtype)
+    return normalize_dtype(next(model.parameters()).dtype)

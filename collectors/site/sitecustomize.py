@@ -29,7 +29,7 @@ def _start_agent() -> None:
 
         Agent(parse_plan(text)).install()
 
-    imports = _loaded("_stepsplit_imports", _COLLECTORS / "attach" / "imports.py")
+    imports = _load_module("_stepsplit_imports", _COLLECTORS / "attach" / "imports.py")
     imports.when_imported("torch.optim.optimizer", install)
 
 
@@ -44,10 +44,10 @@ def _make_importable() -> None:
         parent = importlib.import_module("stepsplit")
     sys.modules["stepsplit"] = parent
     places = [str(_COLLECTORS)]
-    parent.collectors = _loaded("stepsplit.collectors", _COLLECTORS / "__init__.py", places)
+    parent.collectors = _load_module("stepsplit.collectors", _COLLECTORS / "__init__.py", places)
 
 
-def _loaded(name: str, file: Path, places: list[str] | None = None) -> Any:
+def _load_module(name: str, file: Path, places: list[str] | None = None) -> Any:
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
     if spec is None or spec.loader is None:
         raise ImportError(f"no loader for {file}")

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import DataError, unwritable, write
-from stepsplit.dashboard.commands.common import cores, load_rules, need, put_json, rules_option
+from stepsplit.analyzer.errors import DataError, make_write_error, write
+from stepsplit.dashboard.commands.common import (
+    count_cores,
+    load_rules,
+    put_json,
+    require_package,
+    rules_option,
+)
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -58,13 +64,13 @@ def analyze_command(
 
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.dashboard.reporters.terminal import reading_bar, report_screen
+    from stepsplit.dashboard.reporters.terminal import build_report_screen, show_reading_bar
 
     if html_file is not None:
-        need("dash", "dashboard")
+        require_package("dash", "dashboard")
     rules = load_rules(rules_file)
-    with reading_bar() as progress:
-        analysis = examine_or_find_hang(places, workers or cores(), progress, rules, job)
+    with show_reading_bar() as progress:
+        analysis = examine_or_find_hang(places, workers or count_cores(), progress, rules, job)
     if not isinstance(analysis, Analysis):
         _show_hang(analysis, json_file, out)
         return
@@ -73,15 +79,15 @@ def analyze_command(
     if html_file is not None:
         _write_page(html_file, analysis)
     if not put_json(analysis.report, to_json, json_file):
-        Console(highlight=False).print(report_screen(analysis.report))
+        Console(highlight=False).print(build_report_screen(analysis.report))
 
 
 def _write_page(file: Path, analysis: Analysis) -> None:
     from stepsplit.dashboard.pages.components import View
-    from stepsplit.dashboard.web.html_export import still_page
+    from stepsplit.dashboard.web.html_export import export_html
 
     view = View(analysis.report.run.name, analysis.report, analysis.tables)
-    write(file, still_page(view).encode())
+    write(file, export_html(view).encode())
 
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
@@ -90,12 +96,12 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
 
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
     from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
-    from stepsplit.dashboard.reporters.terminal import hang_screen
+    from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     if out is not None:
         write(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):
-        Console(highlight=False).print(hang_screen(hang))
+        Console(highlight=False).print(build_hang_screen(hang))
 
 
 # stepsplit export: writes a recording, or a saved analysis of it, for another tool.
@@ -121,13 +127,13 @@ def export_command(
     """
     from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 
-    saved = _saved(places) if rules_file is None else None
-    analysis = saved or _examined(places, workers, load_rules(rules_file))
-    _write(file, perfetto_trace(analysis.report, analysis.tables))
+    saved_analysis = _load_saved(places) if rules_file is None else None
+    analysis = saved_analysis or _examine_recording(places, workers, load_rules(rules_file))
+    _write_chunks(file, perfetto_trace(analysis.report, analysis.tables))
     click.echo(f"{file}: open it at https://ui.perfetto.dev")
 
 
-def _saved(places: Sequence[str]) -> Analysis | None:
+def _load_saved(places: Sequence[str]) -> Analysis | None:
     """Reads the analysis that analyze --out wrote; None if the path is not such a folder."""
     from stepsplit.analyzer.analysis import Analysis
     from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, read_report
@@ -145,15 +151,15 @@ def _saved(places: Sequence[str]) -> Analysis | None:
         raise DataError(tables, problem, "analyze the run again") from None
 
 
-def _examined(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
+def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
     from stepsplit.analyzer.analysis import examine
-    from stepsplit.dashboard.reporters.terminal import reading_bar
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
-    with reading_bar() as progress:
-        return examine(places, workers or cores(), progress, rules)
+    with show_reading_bar() as progress:
+        return examine(places, workers or count_cores(), progress, rules)
 
 
-def _write(file: Path, chunks: Iterable[bytes]) -> None:
+def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
     from stepsplit.collectors.run_spec import whole_file
 
@@ -165,4 +171,4 @@ def _write(file: Path, chunks: Iterable[bytes]) -> None:
             with gzip.GzipFile("", "wb", 6, draft, mtime=0) as packed:
                 packed.writelines(chunks)
     except OSError as error:
-        raise unwritable(file, error) from None
+        raise make_write_error(file, error) from None

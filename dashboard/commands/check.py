@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import UsageError, unwritable, write
+from stepsplit.analyzer.errors import UsageError, make_write_error, write
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
-    cores,
+    count_cores,
     load_rules,
     open_store,
     put_json,
@@ -24,16 +24,16 @@ from stepsplit.dashboard.commands.common import (
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.readers.kernel_rules import Rules
-    from stepsplit.analyzer.regression.checks import Verdict
+    from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
-    from stepsplit.analyzer.regression.metrics import RunFacts
+    from stepsplit.analyzer.regression.metrics import RunMetrics
     from stepsplit.dashboard.store.runs import RunRow
     from stepsplit.dashboard.store.store import Store
 
 
 # stepsplit check: candidate runs against a baseline; the result is the exit status.
 
-EXITS = {"pass": 0, "regressed": 1, "inconclusive": 3}
+EXIT_CODES = {"pass": 0, "regressed": 1, "inconclusive": 3}
 
 _EPILOG = (
     "Budgets: exposed_comm:5% (of the baseline), exposed_comm:2pt (percentage points of the step), "
@@ -42,7 +42,9 @@ _EPILOG = (
 )
 
 
-def _file(flag: str, text: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+def _build_file_option(
+    flag: str, text: str
+) -> Callable[[Callable[..., object]], Callable[..., object]]:
     return click.option(flag, metavar="FILE", type=click.Path(path_type=Path), help=text)
 
 
@@ -63,13 +65,15 @@ def _file(flag: str, text: str) -> Callable[[Callable[..., object]], Callable[..
     "--json", "json_file", metavar="FILE",
     help="Write the result as JSON; - for standard output, without the screen.",
 )  # fmt: skip
-@_file("--junit", "Write a JUnit XML report.")
-@_file("--summary", "Append markdown to this file, such as $GITHUB_STEP_SUMMARY.")
-@_file("--markdown", "Write markdown for a pull request comment.")
-@_file("--codequality", "Write GitLab's code quality JSON.")
-@_file("--openmetrics", "Write OpenMetrics text for GitLab's metrics reports.")
-@_file("--bencher", "Write Bencher's JSON.")
-@_file("--benchmark-action", "Write github-action-benchmark's JSON (customSmallerIsBetter).")
+@_build_file_option("--junit", "Write a JUnit XML report.")
+@_build_file_option("--summary", "Append markdown to this file, such as $GITHUB_STEP_SUMMARY.")
+@_build_file_option("--markdown", "Write markdown for a pull request comment.")
+@_build_file_option("--codequality", "Write GitLab's code quality JSON.")
+@_build_file_option("--openmetrics", "Write OpenMetrics text for GitLab's metrics reports.")
+@_build_file_option("--bencher", "Write Bencher's JSON.")
+@_build_file_option(
+    "--benchmark-action", "Write github-action-benchmark's JSON (customSmallerIsBetter)."
+)
 @click.option("--dashboard", "dashboard_url", metavar="URL",
               help="Address of the dashboard that shows the store's runs, for links.")  # fmt: skip
 @store_option
@@ -98,71 +102,74 @@ def check_command(
 
     store = cache(lambda: open_store(url, artifacts))
     rules = load_rules(rules_file)
-    before = runs_at(baselines, store, None, rules)
-    own = runs_at(candidates, store, job_file, rules)
-    verdict = _judged(own, before, budgets, across_setups, dashboard_url)
-    write_files(verdict, files, _named(budgets, baselines))
-    if any(run.id for run in own):
-        _record(store(), own, verdict)
+    baseline_runs = load_runs(baselines, store, None, rules)
+    candidate_runs = load_runs(candidates, store, job_file, rules)
+    verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, dashboard_url)
+    write_files(verdict, files, _find_issue_file(budgets, baselines))
+    if any(run.id for run in candidate_runs):
+        _record(store(), candidate_runs, verdict)
     if not put_json(verdict, to_json, json_file):
         _show_check(verdict)
-    return EXITS[verdict.answer]
+    return EXIT_CODES[verdict.answer]
 
 
-def _judged(
+def _judge_runs(
     candidate: Sequence[SideRun],
     baseline: Sequence[SideRun],
     budgets: Sequence[str],
     across_setups: bool,
     dashboard_url: str | None,
-) -> Verdict:
+) -> CheckResult:
     from msgspec.structs import replace
 
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import budgets_of
-    from stepsplit.analyzer.regression.judge import judge
+    from stepsplit.analyzer.regression.checks import parse_budgets
+    from stepsplit.analyzer.regression.judge import check_candidate
 
-    own = {run.id for run in candidate if run.id}
-    others = [run for run in baseline if run.id not in own]
-    sides = ([run.facts for run in candidate], [run.facts for run in others])
-    verdict = judge(*sides, budgets_of(budgets or DEFAULT_BUDGETS), across_setups)
-    ids = [next((run.id for run in reversed(side) if run.id), None) for side in (others, candidate)]
+    candidate_ids = {run.id for run in candidate if run.id}
+    baseline_runs = [run for run in baseline if run.id not in candidate_ids]
+    sides = ([run.facts for run in candidate], [run.facts for run in baseline_runs])
+    verdict = check_candidate(*sides, parse_budgets(budgets or DEFAULT_BUDGETS), across_setups)
+    ids = [
+        next((run.id for run in reversed(side) if run.id), None)
+        for side in (baseline_runs, candidate)
+    ]
     if dashboard_url is None or None in ids:
         return verdict
     address = f"{dashboard_url.rstrip('/')}/compare?baseline={ids[0]}&candidate={ids[1]}"
     return replace(verdict, compare_url=address)
 
 
-def _named(budgets: Sequence[str], baselines: Sequence[str]) -> str:
+def _find_issue_file(budgets: Sequence[str], baselines: Sequence[str]) -> str:
     """The file that issues point to: the first budget or baseline file, else "stepsplit"."""
     files = [one for one in (*budgets, *baselines) if Path(one).is_file()]
     return files[0] if files else "stepsplit"
 
 
-def _record(store: Store, candidate: Sequence[SideRun], verdict: Verdict) -> None:
+def _record(store: Store, candidate: Sequence[SideRun], verdict: CheckResult) -> None:
     """Records the result with the candidate runs that are in the store."""
-    from stepsplit.dashboard.reporters.verdict import headline
+    from stepsplit.dashboard.reporters.verdict import format_headline
 
     for run in candidate:
         if run.id is not None:
-            store.verdicts.record(run.id, verdict.answer, headline(verdict))
+            store.verdicts.record(run.id, verdict.answer, format_headline(verdict))
 
 
-def _show_check(verdict: Verdict) -> None:
+def _show_check(verdict: CheckResult) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.ci import workflow_commands
-    from stepsplit.dashboard.reporters.verdict import verdict_screen
+    from stepsplit.dashboard.reporters.ci import format_annotations
+    from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 
-    Console(highlight=False).print(verdict_screen(verdict))
+    Console(highlight=False).print(build_verdict_screen(verdict))
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in workflow_commands(verdict):
+        for line in format_annotations(verdict):
             click.echo(line)
 
 
 # stepsplit baseline: writes the metrics of runs to a small file for check.
 
-ADVISED = 3
+RECOMMENDED_RUNS = 3
 
 
 @click.command()
@@ -186,22 +193,26 @@ def baseline_command(
     from stepsplit.analyzer.regression.metrics import to_json
 
     store, rules = cache(lambda: open_store(url, artifacts)), load_rules(rules_file)
-    runs = [run.facts for run in runs_at(places, store, None, rules)]
+    runs = [run.facts for run in load_runs(places, store, None, rules)]
     for warning in check_setups(runs, (), across_setups=False):
         click.echo(f"warning: {warning}", err=True)
     write(out, to_json(runs))
-    told = "" if len(runs) >= ADVISED else f"; {ADVISED} to 5 runs estimate the noise better"
-    click.echo(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{told}")
+    advice = (
+        ""
+        if len(runs) >= RECOMMENDED_RUNS
+        else f"; {RECOMMENDED_RUNS} to 5 runs estimate the noise better"
+    )
+    click.echo(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
 
 
 # The runs of one side of a check, from files or from a store.
 
-PREFIX = "store:"
+STORE_PREFIX = "store:"
 
-LAST = 10
+DEFAULT_LAST = 10
 """Number of runs that a query returns by default."""
 
-_EXAMPLE = f"write {PREFIX}branch=main,last=10 or {PREFIX}ID"
+_EXAMPLE = f"write {STORE_PREFIX}branch=main,last=10 or {STORE_PREFIX}ID"
 
 OpenStore = Callable[[], "Store"]
 
@@ -210,7 +221,7 @@ OpenStore = Callable[[], "Store"]
 class SideRun:
     """A candidate or baseline run; id is its id in the store, None if it is from a file."""
 
-    facts: RunFacts
+    facts: RunMetrics
     id: str | None = None
 
 
@@ -219,11 +230,11 @@ class Query:
     """Selects runs of a store: the last ones that have all tags, or the one with the id."""
 
     tags: tuple[tuple[str, str], ...] = ()
-    last: int = LAST
+    last: int = DEFAULT_LAST
     id: str | None = None
 
 
-def runs_at(
+def load_runs(
     places: Sequence[str], open_store: OpenStore, job: str | None, rules: Rules
 ) -> list[SideRun]:
     """Reads the runs at the places, each a path or a store query.
@@ -233,55 +244,58 @@ def runs_at(
     """
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 
-    found: list[SideRun] = []
+    runs: list[SideRun] = []
     for place in places:
-        if place.startswith(PREFIX):
+        if place.startswith(STORE_PREFIX):
             if rules != BUILT_IN:
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
-            found += _stored(open_store(), parse_query(place))
+            runs += _load_stored_runs(open_store(), parse_query(place))
         else:
-            found += _read(place, job, rules)
-    return found
+            runs += _read_runs(place, job, rules)
+    return runs
 
 
-def _read(place: str, job: str | None, rules: Rules) -> list[SideRun]:
-    from stepsplit.analyzer.analysis import facts_at
-    from stepsplit.dashboard.reporters.terminal import reading_bar
+def _read_runs(place: str, job: str | None, rules: Rules) -> list[SideRun]:
+    from stepsplit.analyzer.analysis import read_run_metrics
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
-    with reading_bar() as progress:
-        return [SideRun(facts) for facts in facts_at(place, cores(), progress, job, rules)]
+    with show_reading_bar() as progress:
+        return [
+            SideRun(facts) for facts in read_run_metrics(place, count_cores(), progress, job, rules)
+        ]
 
 
 def parse_query(text: str) -> Query:
     """Parses "store:branch=main,last=10" or "store:ID". Raises UsageError."""
-    words = [word.strip() for word in text.removeprefix(PREFIX).split(",")]
+    words = [word.strip() for word in text.removeprefix(STORE_PREFIX).split(",")]
     if len(words) == 1 and words[0] and "=" not in words[0]:
         return Query(id=words[0])
-    split = [word.partition("=") for word in words]
-    tags = {key.strip(): value.strip() for key, _, value in split}
+    pairs = [word.partition("=") for word in words]
+    tags = {key.strip(): value.strip() for key, _, value in pairs}
     if not all(key and value for key, value in tags.items()):
         raise UsageError(f"{text} is not a valid store query; {_EXAMPLE}")
-    last = tags.pop("last", str(LAST))
+    last = tags.pop("last", str(DEFAULT_LAST))
     if not last.isdecimal() or not 0 < int(last) < 10_000:
         raise UsageError(f"{text}: last must be a number of runs; {_EXAMPLE}")
     return Query(tuple(tags.items()), int(last))
 
 
-def _stored(store: Store, query: Query) -> list[SideRun]:
+def _load_stored_runs(store: Store, query: Query) -> list[SideRun]:
     """The finished runs that match the query, oldest first. Raises UsageError if none matches."""
-    from stepsplit.analyzer.regression.metrics import facts_of
+    from stepsplit.analyzer.regression.metrics import extract_metrics
 
-    done = [run for run in store.runs() if run.state == "done" and _meant(run, query)]
+    done = [run for run in store.list_runs() if run.state == "done" and _is_selected(run, query)]
     if not done:
-        asked = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
-        raise UsageError(f"the store has no finished run for {asked}; see the list of runs")
-    kept = reversed(done[: query.last])
+        wanted = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
+        raise UsageError(f"the store has no finished run for {wanted}; see the list of runs")
+    selected = reversed(done[: query.last])
     return [
-        SideRun(facts_of(store.report(run.id), f"{run.name} ({run.id})"), run.id) for run in kept
+        SideRun(extract_metrics(store.load_report(run.id), f"{run.name} ({run.id})"), run.id)
+        for run in selected
     ]
 
 
-def _meant(run: RunRow, query: Query) -> bool:
+def _is_selected(run: RunRow, query: Query) -> bool:
     if query.id is not None:
         return run.id == query.id
     tags = {(tag.key, tag.value) for tag in run.tags}
@@ -291,7 +305,7 @@ def _meant(run: RunRow, query: Query) -> bool:
 # The output files of a check.
 
 
-def write_files(verdict: Verdict, files: Mapping[str, Path | None], named: str) -> None:
+def write_files(verdict: CheckResult, files: Mapping[str, Path | None], issue_path: str) -> None:
     """Writes the output files, by option name. Code quality issues point to the last argument.
 
     The summary is appended to its file. Raises UsageError if a file cannot be written.
@@ -300,45 +314,45 @@ def write_files(verdict: Verdict, files: Mapping[str, Path | None], named: str) 
         if path is None:
             continue
         if option == "summary":
-            _add(path, verdict)
+            _append_summary(path, verdict)
         else:
-            write(path, _content(option, verdict, named))
+            write(path, _format_file(option, verdict, issue_path))
 
 
-def _content(option: str, verdict: Verdict, named: str) -> bytes:
+def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
     from stepsplit.dashboard.reporters.ci import (
-        bencher,
-        benchmark_action,
-        code_quality,
-        junit,
-        open_metrics,
+        format_bencher,
+        format_benchmark_action,
+        format_code_quality,
+        format_junit,
+        format_open_metrics,
     )
-    from stepsplit.dashboard.reporters.verdict import markdown
+    from stepsplit.dashboard.reporters.verdict import format_markdown
 
     if option == "junit":
-        return junit(verdict)
+        return format_junit(verdict)
     if option == "markdown":
-        return markdown(verdict).encode()
+        return format_markdown(verdict).encode()
     if option == "codequality":
-        return code_quality(verdict, named)
+        return format_code_quality(verdict, issue_path)
     if option == "openmetrics":
-        return open_metrics(verdict).encode()
+        return format_open_metrics(verdict).encode()
     if option == "bencher":
-        return bencher(verdict)
+        return format_bencher(verdict)
     assert option == "benchmark_action", option
-    return benchmark_action(verdict)
+    return format_benchmark_action(verdict)
 
 
-def _add(path: Path, verdict: Verdict) -> None:
+def _append_summary(path: Path, verdict: CheckResult) -> None:
     from stepsplit.collectors.run_spec import open_special
-    from stepsplit.dashboard.reporters.ci import summary
+    from stepsplit.dashboard.reporters.ci import format_summary
 
     try:
         with open_special(path) or path.open("ab") as file:
-            held_bytes = file.tell() if file.seekable() else 0
-            file.write(summary(verdict, held_bytes).encode())
+            existing_bytes = file.tell() if file.seekable() else 0
+            file.write(format_summary(verdict, existing_bytes).encode())
     except (OSError, ValueError) as error:
-        raise unwritable(path, error) from None
+        raise make_write_error(path, error) from None
 
 
 # stepsplit compare: the differences between two recordings or reports.
@@ -363,23 +377,23 @@ def compare_command(
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.compare import to_json
 
-    found = _compared(baseline, candidate, rules_file)
-    if not put_json(found, to_json, json_file):
-        _show_compare(found)
+    comparison = _compare_runs(baseline, candidate, rules_file)
+    if not put_json(comparison, to_json, json_file):
+        _show_compare(comparison)
 
 
-def _compared(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
+def _compare_runs(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
     from stepsplit.analyzer.analysis import compare_runs
-    from stepsplit.dashboard.reporters.terminal import reading_bar
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
     rules = load_rules(rules_file)
-    with reading_bar() as progress:
-        return compare_runs(baseline, candidate, cores(), progress, rules)
+    with show_reading_bar() as progress:
+        return compare_runs(baseline, candidate, count_cores(), progress, rules)
 
 
-def _show_compare(found: RunComparison) -> None:
+def _show_compare(comparison: RunComparison) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.compare import comparison_screen
+    from stepsplit.dashboard.reporters.compare import build_comparison_screen
 
-    Console(highlight=False).print(comparison_screen(found))
+    Console(highlight=False).print(build_comparison_screen(comparison))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Default number of worker processes.
 
 
-def cores() -> int:
+def count_cores() -> int:
     """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 def put_json(
-    found: ResultT, to_json: Callable[[ResultT], str | bytes], json_file: str | None
+    result: ResultT, to_json: Callable[[ResultT], str | bytes], json_file: str | None
 ) -> bool:
     """Writes a result as JSON to a file, or to standard output for "-"; None writes nothing.
 
@@ -42,7 +42,7 @@ def put_json(
     """
     if json_file is None:
         return False
-    text = to_json(found)
+    text = to_json(result)
     if json_file == "-":
         click.echo(text, nl=False)
         return True
@@ -106,7 +106,7 @@ log_option = click.option(
 
 def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:
     """Opens the store of runs; creates it if it is missing."""
-    need("sqlalchemy", "dashboard")
+    require_package("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.store import Store
 
     return Store.open(url, artifacts)
@@ -115,7 +115,7 @@ def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store
 # Optional packages.
 
 
-def need(module: str, extra: str) -> None:
+def require_package(module: str, extra: str) -> None:
     """Raises UsageError with the install command if the module is missing."""
     if find_spec(module) is None:
         raise UsageError(f"this needs {module}; install it with: pip install 'stepsplit[{extra}]'")

@@ -51,17 +51,17 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
 def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.prediction import prediction_screen
+    from stepsplit.dashboard.reporters.prediction import build_prediction_screen
 
     console = Console(highlight=False)
-    console.print(prediction_screen(job, prediction))
+    console.print(build_prediction_screen(job, prediction))
     if explain:
         from stepsplit.analyzer.model.explain import explain as explained
-        from stepsplit.analyzer.model.formulas import heard
-        from stepsplit.dashboard.reporters.prediction import listing
+        from stepsplit.analyzer.model.formulas import find_misleading_rules
+        from stepsplit.dashboard.reporters.prediction import build_formula_listing
 
         formulas = explained(job, prediction)
-        console.print(listing(formulas, heard(formulas)))
+        console.print(build_formula_listing(formulas, find_misleading_rules(formulas)))
 
 
 # stepsplit plan: searches the fastest layout for a job.toml and a number of GPUs.
@@ -97,12 +97,12 @@ def plan_command(
     from stepsplit.analyzer.model.predict import read_rates
 
     job = read_job(job_file)
-    found = plan(job, gpus, _kept(keep), top, read_rates(job_file, job.hardware))
-    if not put_json(found, to_json, json_file):
-        _show_plan(job, found)
+    result = plan(job, gpus, _parse_keep(keep), top, read_rates(job_file, job.hardware))
+    if not put_json(result, to_json, json_file):
+        _show_plan(job, result)
 
 
-def _kept(words: tuple[str, ...]) -> frozenset[str]:
+def _parse_keep(words: tuple[str, ...]) -> frozenset[str]:
     """Parses the values of --keep, each a comma-separated list of keys. Raises UsageError."""
     from stepsplit.analyzer.model.plan_space import KEYS
 
@@ -114,12 +114,12 @@ def _kept(words: tuple[str, ...]) -> frozenset[str]:
     return keys
 
 
-def _show_plan(job: JobConfig, found: Plan) -> None:
+def _show_plan(job: JobConfig, plan: Plan) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.plan import plan_screen
+    from stepsplit.dashboard.reporters.plan import build_plan_screen
 
-    Console(highlight=False).print(plan_screen(job, found), soft_wrap=False)
+    Console(highlight=False).print(build_plan_screen(job, plan), soft_wrap=False)
 
 
 # stepsplit calibrate: fits the hardware constants of a machine to recorded runs.
@@ -153,26 +153,26 @@ def calibrate_command(
     constants also apply to other layouts on the same machine.
     """
     # Imported here to keep `stepsplit --help` fast.
-    from stepsplit.analyzer.gap.calibrate import calibrate, hardware_text, to_json
+    from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware, to_json
 
-    found = calibrate(*places, job=job_file, rules=load_rules(rules_file))
+    calibration = calibrate(*places, job=job_file, rules=load_rules(rules_file))
     if out is not None:
-        write(out, hardware_text(found).encode())
-    if not put_json(found, to_json, json_file):
-        _show_calibrate(found, out)
+        write(out, format_hardware(calibration).encode())
+    if not put_json(calibration, to_json, json_file):
+        _show_calibrate(calibration, out)
 
 
-def _show_calibrate(found: Calibration, out: Path | None) -> None:
+def _show_calibrate(calibration: Calibration, out: Path | None) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.plan import calibration_screen
+    from stepsplit.dashboard.reporters.plan import build_calibration_screen
 
-    Console(highlight=False).print(calibration_screen(found, out), soft_wrap=False)
+    Console(highlight=False).print(build_calibration_screen(calibration, out), soft_wrap=False)
 
 
 # stepsplit validate: the analytical model against published measurements.
 
-MISSED = 1
+EXIT_MISSED = 1
 
 
 @click.command()
@@ -203,15 +203,15 @@ def validate_command(
             write(Path(json_file), to_json(checks).encode())
         _show_validate(checks, rows)
     if not all(check.met for check in checks):
-        context.exit(MISSED)
+        context.exit(EXIT_MISSED)
 
 
 def _show_validate(checks: tuple[Check, ...], rows: bool) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.plan import validation_screen
+    from stepsplit.dashboard.reporters.plan import build_validation_screen
 
-    Console(highlight=False).print(validation_screen(checks, rows))
+    Console(highlight=False).print(build_validation_screen(checks, rows))
 
 
 # stepsplit what-if: replays a recording with something changed.
@@ -252,8 +252,8 @@ def what_if_command(
     from rich.console import Console
 
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
-    from stepsplit.dashboard.reporters.compare import what_if_screen
+    from stepsplit.dashboard.reporters.compare import build_what_if_screen
 
-    found = what_if(*places, changes=changes, rules=load_rules(rules_file))
-    if not put_json(found, to_json, json_file):
-        Console(highlight=False).print(what_if_screen(found))
+    result = what_if(*places, changes=changes, rules=load_rules(rules_file))
+    if not put_json(result, to_json, json_file):
+        Console(highlight=False).print(build_what_if_screen(result))

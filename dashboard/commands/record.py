@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
-from stepsplit.dashboard.commands.common import need
+from stepsplit.dashboard.commands.common import require_package
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
     from stepsplit.collectors.run_spec import Mesh
 
 
-def collectors_command(verb: str, summary: str) -> click.Command:
+def build_collectors_command(verb: str, summary: str) -> click.Command:
     """Wraps a command of `python -m stepsplit.collectors`, with its own help and errors."""
     from stepsplit.collectors.__main__ import main
 
@@ -35,13 +35,13 @@ def collectors_command(verb: str, summary: str) -> click.Command:
 
 # stepsplit gather, attach and record, which the collectors implement.
 
-gather_command = collectors_command(
+gather_command = build_collectors_command(
     "gather", "Merge the recordings of several hosts into one folder."
 )
 
-attach_command = collectors_command("attach", "Record some steps of a running job.")
+attach_command = build_collectors_command("attach", "Record some steps of a running job.")
 
-record_command = collectors_command(
+record_command = build_collectors_command(
     "record", "Record some steps of an unmodified training command."
 )
 
@@ -80,57 +80,57 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     """Train and record a small GPT here, then show its report."""
     from rich.console import Console
 
-    from stepsplit.analyzer.analysis import examine_as_told
+    from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
-    from stepsplit.collectors.rank_record import fresh
-    from stepsplit.dashboard.reporters.terminal import report_screen
+    from stepsplit.collectors.rank_record import find_free_folder
+    from stepsplit.dashboard.reporters.terminal import build_report_screen
 
-    need("torch", "collect")
+    require_package("torch", "collect")
     if not no_serve:
-        need("dash", "dashboard")
-    folder = out or fresh(Path("runs/demo"))
-    _train(_mesh(parallel), folder)
-    analysis = examine_as_told([folder])
+        require_package("dash", "dashboard")
+    folder = out or find_free_folder(Path("runs/demo"))
+    _train(_choose_mesh(parallel), folder)
+    analysis = examine_with_inferred_job([folder])
     save(folder, analysis.report, analysis.tables)
     click.echo(f"recorded in {folder}\n")
-    Console(highlight=False).print(report_screen(analysis.report))
+    Console(highlight=False).print(build_report_screen(analysis.report))
     if not no_serve:
         _serve(analysis, port)
 
 
-def _mesh(parallel: str) -> Mesh:
+def _choose_mesh(parallel: str) -> Mesh:
     """The requested layout, reduced if this machine has too little memory for it."""
     from stepsplit.analyzer import units
     from stepsplit.collectors.record import (
         DemoArgs,
-        affordable,
-        check,
-        parallel_text,
+        check_mesh,
+        fit_to_memory,
+        format_parallel,
         parse_parallel,
     )
 
     try:
-        wanted = parse_parallel(parallel)
-        check(DemoArgs(), wanted)
+        requested = parse_parallel(parallel)
+        check_mesh(DemoArgs(), requested)
     except ValueError as error:
         raise UsageError(f"--parallel: {error}") from None
-    available = _available_bytes()
-    mesh = wanted if available is None else affordable(wanted, available)
-    if mesh != wanted:
-        free = units.gibibytes(available or 0)
+    available = _read_available_bytes()
+    mesh = requested if available is None else fit_to_memory(requested, available)
+    if mesh != requested:
+        free = units.format_gibibytes(available or 0)
         click.echo(
-            f"only {free} of memory available: using {parallel_text(mesh)} instead of "
-            f"{parallel_text(wanted)}"
+            f"only {free} of memory available: using {format_parallel(mesh)} instead of "
+            f"{format_parallel(requested)}"
         )
     return mesh
 
 
 def _train(mesh: Mesh, folder: Path) -> None:
-    from stepsplit.collectors.record import LaunchError, launch_workload, parallel_text
+    from stepsplit.collectors.record import LaunchError, format_parallel, launch_workload
 
     ranks = mesh.world_size
     click.echo(
-        f"training a small GPT on {parallel_text(mesh)}: {ranks} processes, about half a minute"
+        f"training a small GPT on {format_parallel(mesh)}: {ranks} processes, about half a minute"
     )
     try:
         result = launch_workload(mesh, folder)
@@ -141,15 +141,19 @@ def _train(mesh: Mesh, folder: Path) -> None:
 
 def _serve(analysis: Analysis, port: int) -> None:
     from stepsplit.dashboard.commands.common import open_store
-    from stepsplit.dashboard.web.serve import free_port, serve
+    from stepsplit.dashboard.web.serve import find_free_port, serve
 
     store = open_store()
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)
     at = f"/run/{run_id}   (Ctrl-C ends it)"
-    serve(store, port=port or free_port(), ready=lambda url: click.echo(f"\ndashboard: {url}{at}"))
+    serve(
+        store,
+        port=port or find_free_port(),
+        ready=lambda url: click.echo(f"\ndashboard: {url}{at}"),
+    )
 
 
-def _available_bytes() -> int | None:
+def _read_available_bytes() -> int | None:
     """Memory available to new processes; None if the system does not report it."""
     try:
         lines = _MEMINFO.read_text().splitlines()

@@ -20,8 +20,8 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
     log_option,
-    need,
     open_store,
+    require_package,
     store_option,
 )
 
@@ -87,30 +87,33 @@ def dashboard_command(
     log_format: LogFormat,
 ) -> None:
     """Serve the dashboard: runs, uploads and the report of each run."""
-    need("dash", "dashboard")
-    from stepsplit.dashboard.web.auth import Serving, access_to, trusted_proxy
-    from stepsplit.dashboard.web.serve import free_port, serve
+    require_package("dash", "dashboard")
+    from stepsplit.dashboard.web.auth import ServeOptions, choose_access, parse_trusted_proxy
+    from stepsplit.dashboard.web.serve import find_free_port, serve
 
-    proxy, password = trusted_proxy(trusted_proxy_header, proxies), _password(password_file)
+    proxy, password = (
+        parse_trusted_proxy(trusted_proxy_header, proxies),
+        _read_password(password_file),
+    )
     store = open_store(url, artifacts)
-    access = access_to(
-        host, password=password, proxy=proxy, has_tokens=store.tokens.any(),
+    access = choose_access(
+        host, password=password, proxy=proxy, has_tokens=store.tokens.has_active(),
         open_to_anyone=open_to_anyone,
     )  # fmt: skip
-    how = Serving(access, workers=workers, log_format=log_format)
-    serve(store, host, port or free_port(host), how=how,
+    serving = ServeOptions(access, workers=workers, log_format=log_format)
+    serve(store, host, port or find_free_port(host), options=serving,
           ready=lambda address: click.echo(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
 
 
-def _password(file: Path | None) -> str | None:
+def _read_password(file: Path | None) -> str | None:
     """Reads the password from the file or the environment; None if neither is given.
 
     Raises UsageError if the file cannot be read or is empty.
     """
     # Removed from the environment, so that the workers do not inherit it.
-    of_environment = os.environ.pop("STEPSPLIT_PASSWORD", None)
+    from_environment = os.environ.pop("STEPSPLIT_PASSWORD", None)
     if file is None:
-        return of_environment or None
+        return from_environment or None
     try:
         password = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -146,15 +149,15 @@ def worker_command(
     store and artifacts.
     """
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.ingest import Terms, set_up_logs, work
+    from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker, set_up_logs
 
     set_up_logs(log_format)
-    signal.signal(signal.SIGTERM, _leave)
-    own = name or f"{socket.gethostname()}-{os.getpid()}"
-    work(store, Terms(own, limit_s=60 * limit, parent=parent))
+    signal.signal(signal.SIGTERM, _stop_worker)
+    worker_name = name or f"{socket.gethostname()}-{os.getpid()}"
+    run_worker(store, WorkerOptions(worker_name, limit_s=60 * limit, parent=parent))
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _stop_worker(number: int, frame: FrameType | None) -> None:
     """Signal handler: exits, which returns the current job to the queue."""
     raise SystemExit(0)
 
@@ -172,17 +175,17 @@ def token_command() -> None:
 @store_option
 def create(name: str, url: str) -> None:
     """Create a token and print it; it cannot be shown again."""
-    click.echo(_tokens(url).create(name))
+    click.echo(_open_tokens(url).create(name))
 
 
 @token_command.command("list")
 @store_option
 def list_tokens(url: str) -> None:
     """Print the id, state, creation, last use and name of each token."""
-    for token in _tokens(url).all():
-        used = _when(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
+    for token in _open_tokens(url).list_tokens():
+        used = _format_date(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
         state = "revoked" if token.revoked else "valid"
-        created = _when(token.created_unix_ns)
+        created = _format_date(token.created_unix_ns)
         click.echo(f"{token.id}  {state:7}  created {created}  {used:16}  {token.name}")
 
 
@@ -191,21 +194,21 @@ def list_tokens(url: str) -> None:
 @store_option
 def revoke(token_id: str, url: str) -> None:
     """Revoke a token."""
-    if not _tokens(url).revoke(token_id):
+    if not _open_tokens(url).revoke(token_id):
         raise UsageError(f"no token has the id {token_id}; list them with stepsplit token list")
     click.echo(f"token {token_id} is revoked")
 
 
-def _tokens(url: str) -> Tokens:
+def _open_tokens(url: str) -> Tokens:
     """Opens the tokens of the store without opening its artifacts."""
-    need("sqlalchemy", "dashboard")
+    require_package("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.database import open_database
     from stepsplit.dashboard.store.store import Tokens
 
     return Tokens(open_database(url))
 
 
-def _when(unix_ns: int) -> str:
+def _format_date(unix_ns: int) -> str:
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
@@ -238,49 +241,51 @@ def upload_command(
 
     PATH is a file or a folder. Interrupted transfers are resumed automatically.
     """
-    from stepsplit.dashboard.reporters.terminal import sending_bar
-    from stepsplit.dashboard.upload import Connection, GaveUp, Sender, chosen
+    from stepsplit.dashboard.reporters.terminal import show_sending_bar
+    from stepsplit.dashboard.upload import Connection, RetriesExhausted, Sender, collect_files
 
-    files, pairs = chosen(places), dict(_pair(tag) for tag in tags)
+    files, pairs = collect_files(places), dict(_parse_tag(tag) for tag in tags)
     connection = Connection(url, token)
-    with closing(connection), sending_bar(sum(one.size_bytes for one in files)) as sent:
+    with closing(connection), show_sending_bar(sum(one.size_bytes for one in files)) as sent:
         sender = Sender(connection, sent)
-        run_id = resume or sender.create(name or _name(files), pairs)
+        run_id = resume or sender.create(name or _name_run(files), pairs)
         try:
             for one in files:
                 sender.send(run_id, one)
             sender.finish(run_id)
-        except (GaveUp, KeyboardInterrupt) as error:
-            raise _broken_off(error, places, url, run_id) from None
+        except (RetriesExhausted, KeyboardInterrupt) as error:
+            raise _build_resume_error(error, places, url, run_id) from None
     click.echo(f"{connection.url}/run/{run_id}")
     if wait:
-        _wait(sender, run_id)
+        _wait_until_analyzed(sender, run_id)
 
 
-def _pair(tag: str) -> tuple[str, str]:
+def _parse_tag(tag: str) -> tuple[str, str]:
     key, equals, value = tag.partition("=")
     if not key or not equals:
         raise UsageError(f"--tag {tag}: write KEY=VALUE, such as branch=main")
     return key, value
 
 
-def _name(files: Sequence[FileToSend]) -> str:
+def _name_run(files: Sequence[FileToSend]) -> str:
     first = files[0].path.partition("/")[0]
     alone = len(files) == 1 or "/" in files[0].path
     return first if alone else f"{first} and {len(files) - 1} more"
 
 
-def _broken_off(
+def _build_resume_error(
     error: BaseException, places: Sequence[Path], url: str, run_id: str
 ) -> StepsplitError:
-    named = shlex.join(str(place) for place in places)
-    why = str(error) or "interrupted"
-    return UsageError(f"{why}; resume with: stepsplit upload {named} --to {url} --resume {run_id}")
+    paths = shlex.join(str(place) for place in places)
+    reason = str(error) or "interrupted"
+    return UsageError(
+        f"{reason}; resume with: stepsplit upload {paths} --to {url} --resume {run_id}"
+    )
 
 
-def _wait(sender: Sender, run_id: str) -> None:
+def _wait_until_analyzed(sender: Sender, run_id: str) -> None:
     while True:
-        run = sender.state(run_id)
+        run = sender.fetch_run(run_id)
         if run["state"] == "done":
             return
         if run["state"] == "failed":

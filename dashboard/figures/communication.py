@@ -13,24 +13,24 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.analyzer.units import gigabytes_per_second, milliseconds, size
+from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
 from stepsplit.dashboard.figures.theme import (
-    AXES,
+    AXIS_COLORS,
     BACKWARD,
-    LOOKS,
+    BUCKET_STYLES,
     MUTED,
     WORSE,
-    blank,
-    in_ms,
-    marker,
-    plain,
+    build_blank_figure,
+    build_marker,
+    convert_to_ms,
+    escape_text,
 )
 
 # Bus bandwidth over message size: measured, modelled, and the peak of the link.
 
 _TICKS = [10**power for power in range(16)]
 
-_BYTES = {"tickvals": _TICKS, "ticktext": [size(tick).replace(".00", "") for tick in _TICKS]}
+_BYTES = {"tickvals": _TICKS, "ticktext": [format_size(tick).replace(".00", "") for tick in _TICKS]}
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
@@ -58,85 +58,85 @@ class Curve:
     link_bytes_per_s: float
 
 
-def bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
+def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
     """GB/s over bytes on log scales: one color per axis, one symbol per op, a line for the
     model."""
-    figure = blank(380, "message size", "busbw, GB/s")
+    figure = build_blank_figure(380, "message size", "busbw, GB/s")
     axes = sorted({one.axis for one in points} | {one.axis for one in curves})
     ops = sorted({one.op for one in points})
     grouped: dict[tuple[str, str], list[BandwidthPoint]] = defaultdict(list)
     for one in points:
         grouped[one.axis, one.op].append(one)
     for (axis, op), own in sorted(grouped.items()):
-        figure.add_trace(_measured(axis, op, own, axes, ops))
+        figure.add_trace(_draw_points(axis, op, own, axes, ops))
     for curve in curves:
-        figure.add_trace(_modelled(curve, axes))
+        figure.add_trace(_draw_curve(curve, axes))
     figure.update_yaxes(type="log", dtick="D2")
     figure.update_xaxes(type="log", **_BYTES)
-    _peaks(figure, curves)
+    _draw_link_peaks(figure, curves)
     figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"})
     return figure
 
 
-def _measured(
+def _draw_points(
     axis: str, op: str, own: list[BandwidthPoint], axes: list[str], ops: list[str]
 ) -> go.Scatter:
     return go.Scatter(
-        name=f"{plain(op)} on {plain(axis)}",
+        name=f"{escape_text(op)} on {escape_text(axis)}",
         mode="markers",
         x=[one.message_bytes for one in own],
         y=[one.busbw_bytes_per_s / 1e9 for one in own],
         marker={
-            "color": _color(axis, axes), "size": 10, "opacity": 0.85,
+            "color": _choose_axis_color(axis, axes), "size": 10, "opacity": 0.85,
             "symbol": SYMBOLS[ops.index(op) % len(SYMBOLS)],
         },
-        customdata=[_told(one) for one in own],
+        customdata=[_format_point(one) for one in own],
         hovertemplate="<b>%{fullData.name}</b><br>%{customdata}<extra></extra>",
     )  # fmt: skip
 
 
-def _modelled(curve: Curve, axes: list[str]) -> go.Scatter:
+def _draw_curve(curve: Curve, axes: list[str]) -> go.Scatter:
     return go.Scatter(
-        name=f"model: {plain(curve.op)} on {plain(curve.axis)}",
+        name=f"model: {escape_text(curve.op)} on {escape_text(curve.axis)}",
         mode="lines",
         x=curve.message_bytes,
         y=[value / 1e9 for value in curve.busbw_bytes_per_s],
-        line={"color": _color(curve.axis, axes), "width": 1.5, "dash": "dot"},
+        line={"color": _choose_axis_color(curve.axis, axes), "width": 1.5, "dash": "dot"},
         hovertemplate="<b>%{fullData.name}</b><br>%{y:.3g} GB/s<extra></extra>",
     )
 
 
-def _peaks(figure: go.Figure, curves: Sequence[Curve]) -> None:
+def _draw_link_peaks(figure: go.Figure, curves: Sequence[Curve]) -> None:
     """One horizontal line per distinct link peak."""
     axes: dict[float, list[str]] = defaultdict(list)
     for curve in curves:
         if curve.axis not in axes[curve.link_bytes_per_s]:
             axes[curve.link_bytes_per_s].append(curve.axis)
     for peak, names in axes.items():
-        text = f"link of {plain(', '.join(names))}: {gigabytes_per_second(peak)}"
+        text = f"link of {escape_text(', '.join(names))}: {format_gigabytes_per_second(peak)}"
         line = {"color": WORSE, "width": 1, "dash": "dash"}
         figure.add_hline(y=peak / 1e9, line=line)
         figure.add_annotation(x=0, xref="paper", y=log10(peak / 1e9), text=text, showarrow=False,
                               xanchor="left", yanchor="bottom", font={"size": 11})  # fmt: skip
 
 
-def _color(axis: str, axes: list[str]) -> str:
-    return AXES[axes.index(axis) % len(AXES)] if axis != "other" else MUTED
+def _choose_axis_color(axis: str, axes: list[str]) -> str:
+    return AXIS_COLORS[axes.index(axis) % len(AXIS_COLORS)] if axis != "other" else MUTED
 
 
-def _told(one: BandwidthPoint) -> str:
-    rate = gigabytes_per_second(one.busbw_bytes_per_s)
-    return f"{size(one.message_bytes)}, {rate}<br>{one.count:,} calls"
+def _format_point(one: BandwidthPoint) -> str:
+    rate = format_gigabytes_per_second(one.busbw_bytes_per_s)
+    return f"{format_size(one.message_bytes)}, {rate}<br>{one.count:,} calls"
 
 
 # Waiting: waits between ranks, and wait against transfer time of calls.
 
-MOST_RANKS = 128
+MAX_MATRIX_RANKS = 128
 
 _SCALE = [[0.0, "rgba(204,121,167,0.06)"], [0.5, "#CC79A7"], [1.0, "#7A2F5B"]]
 
 
-def waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
+def draw_waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
     """Heatmap of the time each rank (row) waits for each other rank (column), in ms per step.
 
     Skew and bubble are included. With more than MOST_RANKS ranks, those with most waiting are
@@ -146,10 +146,12 @@ def waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
     sums = np.zeros((max(ranks) + 1,) * 2)
     inside = known & (waits.owner <= max(ranks)) & (waits.rank <= max(ranks))
     np.add.at(sums, (waits.rank[inside], waits.owner[inside]), waits.dur_ns[inside])
-    shown = _most(sums, ranks)
-    table = in_ms(sums[np.ix_(shown, shown)] / max(steps, 1))
+    shown = _select_busiest_ranks(sums, ranks)
+    table = convert_to_ms(sums[np.ix_(shown, shown)] / max(steps, 1))
     labels = [f"rank {rank}" for rank in shown]
-    figure = blank(max(260, min(90 + 22 * len(shown), 620)), "rank waited for", "waiting rank")
+    figure = build_blank_figure(
+        max(260, min(90 + 22 * len(shown), 620)), "rank waited for", "waiting rank"
+    )
     figure.add_trace(
         go.Heatmap(
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
@@ -163,9 +165,9 @@ def waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
     return figure
 
 
-def _most(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int]:
+def _select_busiest_ranks(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int]:
     total = sums.sum(axis=0) + sums.sum(axis=1)
-    most = sorted(ranks, key=lambda rank: -total[rank])[:MOST_RANKS]
+    most = sorted(ranks, key=lambda rank: -total[rank])[:MAX_MATRIX_RANKS]
     return sorted(most)
 
 
@@ -173,16 +175,18 @@ def _most(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int
 class MedianCall:
     """The median call of a kind: transfer and wait time in ns."""
 
-    words: str
+    label: str
     transfer_ns: int
     wait_ns: int
 
 
-def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
+def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     """One bar per kind of call, in ms: transfer, and wait (hatched)."""
-    figure = blank(110 + 26 * len(calls), "ms of the median call", "")
-    words = [plain(call.words) for call in calls]
-    moving, waiting = (next(k for k in LOOKS if k.bucket == b) for b in ("collective", "skew"))
+    figure = build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
+    words = [escape_text(call.label) for call in calls]
+    moving, waiting = (
+        next(k for k in BUCKET_STYLES if k.bucket == b) for b in ("collective", "skew")
+    )
     for name, look, times in (
         ("transfer", moving, [call.transfer_ns for call in calls]),
         ("wait", waiting, [call.wait_ns for call in calls]),
@@ -192,9 +196,9 @@ def wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
                 name=name,
                 orientation="h",
                 y=words,
-                x=in_ms(times),
-                marker=marker(look),
-                customdata=[milliseconds(ns) for ns in times],
+                x=convert_to_ms(times),
+                marker=build_marker(look),
+                customdata=[format_milliseconds(ns) for ns in times],
                 hovertemplate=f"<b>%{{y}}</b><br>{name} %{{customdata}}<extra></extra>",
             )
         )
@@ -217,21 +221,21 @@ _BAND_SDS = 3
 class HistoryPoint:
     """A run's value, in the displayed unit; words is the name of the run."""
 
-    words: str
+    label: str
     unix_ns: int
     value: float
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class TypicalRange:
     """The typical range around a run: the median plus and minus three robust standard
     deviations."""
 
-    middle: float
+    median: float
     low: float
     high: float
 
-    def holds(self, value: float) -> bool:
+    def is_typical(self, value: float) -> bool:
         """Whether the value is within the range."""
         return self.low <= value <= self.high
 
@@ -243,10 +247,10 @@ class Level:
 
     first: int
     value: float
-    words: str = ""
+    label: str = ""
 
 
-def usual(values: Sequence[float], at: int) -> Usual | None:
+def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | None:
     """The typical range at a run, from its neighbors without itself; None with fewer than FEWEST
     runs."""
     if len(values) < FEWEST:
@@ -255,24 +259,26 @@ def usual(values: Sequence[float], at: int) -> Usual | None:
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
     middle = median(near)
     spread = _BAND_SDS * MAD_TO_SD * median(abs(value - middle) for value in near)
-    return Usual(middle, middle - spread, middle + spread)
+    return TypicalRange(middle, middle - spread, middle + spread)
 
 
-def history(
+def draw_history(
     points: Sequence[HistoryPoint],
     title: str,
     budget: float | None = None,
     levels: Sequence[Level] = (),
 ) -> go.Figure:
     """Points by time of upload, with outliers highlighted."""
-    figure = blank(420, "", title)
+    figure = build_blank_figure(420, "", title)
     when = [datetime.fromtimestamp(one.unix_ns / 1e9, UTC) for one in points]
     values = [one.value for one in points]
-    around = [near for i in range(len(values)) if (near := usual(values, i))]
-    odd = [not around[i].holds(value) if around else False for i, value in enumerate(values)]
-    if around:
-        figure.add_trace(_edge(when, [near.high for near in around], None))
-        figure.add_trace(_edge(when, [near.low for near in around], "tonexty"))
+    bands = [near for i in range(len(values)) if (near := compute_typical_range(values, i))]
+    is_outlier = [
+        not bands[i].is_typical(value) if bands else False for i, value in enumerate(values)
+    ]
+    if bands:
+        figure.add_trace(_draw_band_edge(when, [near.high for near in bands], None))
+        figure.add_trace(_draw_band_edge(when, [near.low for near in bands], "tonexty"))
     figure.add_trace(
         go.Scatter(
             name="runs",
@@ -281,11 +287,11 @@ def history(
             y=values,
             line={"color": BACKWARD, "width": 1},
             marker={
-                "size": [11 if one else 8 for one in odd],
-                "color": [WORSE if one else BACKWARD for one in odd],
-                "symbol": ["diamond" if one else "circle" for one in odd],
+                "size": [11 if one else 8 for one in is_outlier],
+                "color": [WORSE if one else BACKWARD for one in is_outlier],
+                "symbol": ["diamond" if one else "circle" for one in is_outlier],
             },
-            customdata=[plain(one.words) for one in points],
+            customdata=[escape_text(one.label) for one in points],
             hovertemplate="<b>%{customdata}</b><br>%{y:.4g}<br>%{x|%Y-%m-%d %H:%M} UTC"
             "<extra></extra>",
             showlegend=False,
@@ -306,17 +312,21 @@ def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[L
             mode="lines",
             x=[*(when[one.first] for one in levels), when[-1]],
             y=[*(one.value for one in levels), levels[-1].value],
-            line={"color": AXES[1], "width": 2, "shape": "hv"},
+            line={"color": AXIS_COLORS[1], "width": 2, "shape": "hv"},
             hoverinfo="skip",
         )
     )
     look = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "xshift": 6, "yshift": 10}
     for one in levels:
-        if one.words:
-            figure.add_annotation(x=when[one.first], y=one.value, text=plain(one.words), **look)
+        if one.label:
+            figure.add_annotation(
+                x=when[one.first], y=one.value, text=escape_text(one.label), **look
+            )
 
 
-def _edge(when: Sequence[datetime], values: Sequence[float], fill: str | None) -> go.Scatter:
+def _draw_band_edge(
+    when: Sequence[datetime], values: Sequence[float], fill: str | None
+) -> go.Scatter:
     return go.Scatter(
         name="typical range: median of neighboring runs, 3 standard deviations",
         mode="lines",

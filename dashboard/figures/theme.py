@@ -28,7 +28,7 @@ _LEGEND = {
 }
 
 
-def blank(height: int, x_title: str, y_title: str) -> go.Figure:
+def build_blank_figure(height: int, x_title: str, y_title: str) -> go.Figure:
     """An empty figure with a transparent background; axis titles include their unit."""
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     title = {"font": {"size": 12, "color": MUTED}, "standoff": 8}
@@ -49,7 +49,7 @@ def blank(height: int, x_title: str, y_title: str) -> go.Figure:
     return figure
 
 
-def marker(look: Look) -> go.bar.Marker:
+def build_marker(look: BucketStyle) -> go.bar.Marker:
     """The fill of a bucket's bars, hatched for waiting."""
     if not look.hatched:
         return go.bar.Marker(color=look.color, line_width=0)
@@ -57,12 +57,12 @@ def marker(look: Look) -> go.bar.Marker:
     return go.bar.Marker(color=look.color, line_width=0, pattern=pattern)
 
 
-def in_ms(ns: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def convert_to_ms(ns: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Times in ns as numbers in ms, for an axis."""
     return np.asarray(ns, dtype=np.float64) / 1e6
 
 
-def plain(name: object) -> str:
+def escape_text(name: object) -> str:
     """A name from an uploaded file, escaped because plotly interprets HTML tags such as links."""
     return escape(str(name), quote=False)
 
@@ -74,7 +74,7 @@ def plain(name: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BucketStyle:
     """The style of a bucket: color in the light and the dark theme, and whether it is hatched."""
 
     bucket: str
@@ -83,18 +83,18 @@ class Look:
     hatched: bool = False
 
 
-LOOKS = (
-    Look("compute", "#0072B2", "#3B9AD9"),
-    Look("collective", "#E69F00", "#E69F00"),
-    Look("p2p", "#D55E00", "#E8743B"),
-    Look("skew", "#CC79A7", "#CC79A7", hatched=True),
-    Look("bubble", "#8D949E", "#8D949E", hatched=True),
-    Look("copy", "#009E73", "#22B68C"),
-    Look("idle", "#E6E9EE", "#39424E"),
+BUCKET_STYLES = (
+    BucketStyle("compute", "#0072B2", "#3B9AD9"),
+    BucketStyle("collective", "#E69F00", "#E69F00"),
+    BucketStyle("p2p", "#D55E00", "#E8743B"),
+    BucketStyle("skew", "#CC79A7", "#CC79A7", hatched=True),
+    BucketStyle("bubble", "#8D949E", "#8D949E", hatched=True),
+    BucketStyle("copy", "#009E73", "#22B68C"),
+    BucketStyle("idle", "#E6E9EE", "#39424E"),
 )
 
 
-assert tuple(look.bucket for look in LOOKS) == BUCKETS
+assert tuple(look.bucket for look in BUCKET_STYLES) == BUCKETS
 
 # All three are compute, hence shades of blue that differ in lightness.
 FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"
@@ -104,10 +104,10 @@ INK, MUTED, GRID, PAPER = "#1B2430", "#5B6675", "#E3E7EC", "#FFFFFF"
 WORSE, BETTER = "#D55E00", "#009E73"
 """Colors of a longer and of a shorter time than the reference."""
 
-AXES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+AXIS_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 """Colors of mesh axes, by their order."""
 
-MEMORY = {
+MEMORY_COLORS = {
     "weights": "#0072B2",
     "gradients": "#56B4E9",
     "optimizer": "#009E73",

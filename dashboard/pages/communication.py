@@ -8,41 +8,46 @@ import numpy as np
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.diagnose.what_if import ideal_grid
-from stepsplit.analyzer.gap.comm_gap import modelled_busbw
+from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
+from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.tables import Boxes
-from stepsplit.analyzer.split.attribute import Overlap, overlaps_together
+from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.lateness import Lateness
-from stepsplit.analyzer.units import milliseconds, percent, size
+from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
 from stepsplit.dashboard.figures.communication import (
     BandwidthPoint,
     Curve,
     MedianCall,
-    bandwidth,
-    wait_against_transfer,
-    waits_matrix,
+    draw_bandwidth,
+    draw_wait_against_transfer,
+    draw_waits_matrix,
 )
-from stepsplit.dashboard.figures.run import one_pipeline, pipeline, stage_bubbles
+from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
     Cell,
     View,
-    card,
-    choice,
-    count_cell,
-    graph,
-    left_out,
-    nothing,
-    on_demand,
-    section,
-    share_cell,
-    summed_steps,
-    table,
-    time_cell,
+    build_card,
+    build_collapsed,
+    build_count_cell,
+    build_empty_card,
+    build_graph,
+    build_menu,
+    build_section,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    count_summed_steps,
+    format_hidden_rows,
 )
-from stepsplit.dashboard.pages.overview import blame, collectives, exposed, taken_ns
+from stepsplit.dashboard.pages.overview import (
+    build_blame_table,
+    build_collective_table,
+    build_exposed_table,
+    estimate_total_ns,
+)
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
@@ -50,23 +55,26 @@ KINDS, WIDER = 10, 8
 """Kinds of calls to draw; factor by which the model's curve extends the measured sizes."""
 
 
-def collectives_page(view: View) -> list[Component]:
+def build_collectives_page(view: View) -> list[Component]:
     """The collectives page; sections without data in the recording are left out."""
     report = view.report
     if not report.collectives:
         hint = "The recording has no collectives and no messages: was it a single-process job?"
-        return [nothing("No communication", hint)]
+        return [build_empty_card("No communication", hint)]
     return [
-        html.Div([html.Div(_bandwidth(report)), html.Div(_waiting(view))], className="columns"),
-        *exposed(report),
-        *collectives(report),
-        *stragglers(report),
-        *overlap(report),
-        *blame(report),
+        html.Div(
+            [html.Div(_build_bandwidth(report)), html.Div(_build_waiting(view))],
+            className="columns",
+        ),
+        *build_exposed_table(report),
+        *build_collective_table(report),
+        *build_stragglers(report),
+        *build_overlap(report),
+        *build_blame_table(report),
     ]
 
 
-def _bandwidth(report: Report) -> list[html.Section]:
+def _build_bandwidth(report: Report) -> list[html.Section]:
     axes = {group.id: group.axis or "other" for group in report.groups}
     points = [
         BandwidthPoint(
@@ -77,49 +85,53 @@ def _bandwidth(report: Report) -> list[html.Section]:
     ]  # fmt: skip
     if not points:
         return []
-    asked = sorted({(one.axis, one.op) for one in points})
+    kinds = sorted({(one.axis, one.op) for one in points})
     sizes = [one.message_bytes for one in points]
     low, high = min(sizes) // WIDER, max(sizes) * WIDER
-    lines = [modelled_busbw(report, axis, op, low, high) for axis, op in asked]
+    lines = [model_busbw(report, axis, op, low, high) for axis, op in kinds]
     curves = [
         Curve(axis, op, line.message_bytes, line.busbw_bytes_per_s, line.link_bytes_per_s)
-        for (axis, op), line in zip(asked, lines, strict=True) if line is not None
+        for (axis, op), line in zip(kinds, lines, strict=True) if line is not None
     ]  # fmt: skip
     model = "dotted: model" if curves else "no model to compare with"
     note = f"over the transfer part only, without waiting for stragglers; {model}"
-    return [section("Bus bandwidth", note, graph("bandwidth", bandwidth(points, curves)))]
+    return [
+        build_section(
+            "Bus bandwidth", note, build_graph("bandwidth", draw_bandwidth(points, curves))
+        )
+    ]
 
 
-def _waiting(view: View) -> list[html.Section]:
-    return [*_waits(view), *_against_transfer(view.report)]
+def _build_waiting(view: View) -> list[html.Section]:
+    return [*_build_waits_matrix(view), *_build_wait_against_transfer(view.report)]
 
 
-def _against_transfer(report: Report) -> list[html.Section]:
+def _build_wait_against_transfer(report: Report) -> list[html.Section]:
     """The kinds of calls with the largest total time, by the median call of the slowest group."""
     axes = {group.id: group.axis or "other" for group in report.groups}
     kinds: dict[str, CollectiveRow] = {}
-    for row in sorted(report.collectives, key=taken_ns):
-        kinds[_words(row, axes.get(row.group, "other"))] = row
-    largest = sorted(kinds.items(), key=lambda item: -taken_ns(item[1]))[:KINDS]
+    for row in sorted(report.collectives, key=estimate_total_ns):
+        kinds[_format_call_kind(row, axes.get(row.group, "other"))] = row
+    largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
     calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
     note = "median call of the slowest group"
-    figure = graph("wait-transfer", wait_against_transfer(calls))
-    return [section("Wait and transfer time", note, figure)]
+    figure = build_graph("wait-transfer", draw_wait_against_transfer(calls))
+    return [build_section("Wait and transfer time", note, figure)]
 
 
-def _words(row: CollectiveRow, axis: str) -> str:
-    bytes_ = "size unknown" if row.message_bytes is None else size(row.message_bytes)
+def _format_call_kind(row: CollectiveRow, axis: str) -> str:
+    bytes_ = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
     return f"{row.op} on {axis}, {bytes_}"
 
 
-def _waits(view: View) -> list[html.Section]:
+def _build_waits_matrix(view: View) -> list[html.Section]:
     waits = None if view.tables is None else view.tables.waits
     if waits is None or not (waits.owner >= 0).any():
         return []
     steps = len({row.step for row in view.report.steps})
-    figure = waits_matrix(waits, view.report.run.ranks, steps)
+    figure = draw_waits_matrix(waits, view.report.run.ranks, steps)
     note = "a bright column is a rank that others wait for"
-    return [section("Waits between ranks", note, graph("waits", figure))]
+    return [build_section("Waits between ranks", note, build_graph("waits", figure))]
 
 
 # Stragglers (ranks that arrive last), and overlapped communication.
@@ -138,27 +150,31 @@ _HEADS = (
 )
 
 
-def stragglers(report: Report) -> list[html.Section]:
+def build_stragglers(report: Report) -> list[html.Section]:
     """Stragglers, then other late ranks; messages collapsed, as the schedule decides who waits."""
     late = [one for one in report.lateness if one.last]
-    calls, messages = (_latest(late, message=kind) for kind in (False, True))
+    calls, messages = (_select_late_ranks(late, message=kind) for kind in (False, True))
     parts: list[Component] = []
     if calls:
-        parts.append(table(_HEADS, [_late_row(one) for one in calls[:MOST_LATE]]))
+        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls[:MOST_LATE]]))
     if messages:
         label = "messages (the schedule decides which end waits)"
-        rows = [_late_row(one) for one in messages[:MOST_LATE]]
-        parts.append(on_demand(label + left_out(messages, MOST_LATE), table(_HEADS, rows)))
-    note = _found(calls) + left_out(calls, MOST_LATE)
-    return [section("Stragglers", note, *parts)] if parts else []
+        rows = [_build_late_row(one) for one in messages[:MOST_LATE]]
+        parts.append(
+            build_collapsed(
+                label + format_hidden_rows(messages, MOST_LATE), build_table(_HEADS, rows)
+            )
+        )
+    note = _format_straggler_note(calls) + format_hidden_rows(calls, MOST_LATE)
+    return [build_section("Stragglers", note, *parts)] if parts else []
 
 
-def _latest(rows: Sequence[Lateness], *, message: bool) -> list[Lateness]:
+def _select_late_ranks(rows: Sequence[Lateness], *, message: bool) -> list[Lateness]:
     own = [one for one in rows if one.message == message]
     return sorted(own, key=lambda one: (not one.straggler, -one.late_ns_total))
 
 
-def _found(calls: Sequence[Lateness]) -> str:
+def _format_straggler_note(calls: Sequence[Lateness]) -> str:
     if not calls:
         return "no late arrivals at collectives"
     if not any(one.straggler for one in calls):
@@ -166,112 +182,132 @@ def _found(calls: Sequence[Lateness]) -> str:
     return "a straggler arrives last more often than expected by chance, by a significant delay"
 
 
-def _late_row(one: Lateness) -> list[Cell]:
-    pill = html.Span("straggler", className="pill failed") if one.straggler else ""
+def _build_late_row(lateness: Lateness) -> list[Cell]:
+    pill = html.Span("straggler", className="pill failed") if lateness.straggler else ""
     return [
-        Cell(f"rank {one.rank}"),
-        Cell(one.axis or "other"),
+        Cell(f"rank {lateness.rank}"),
+        Cell(lateness.axis or "other"),
         Cell(pill),
-        count_cell(one.calls),
-        share_cell(one.last_fraction),
-        share_cell(1 / one.members),
-        time_cell(one.late_ns_median),
-        time_cell(one.late_ns_total),
+        build_count_cell(lateness.calls),
+        build_share_cell(lateness.last_fraction),
+        build_share_cell(1 / lateness.members),
+        build_time_cell(lateness.late_ns_median),
+        build_time_cell(lateness.late_ns_total),
     ]
 
 
-def overlap(report: Report) -> list[html.Section]:
+def build_overlap(report: Report) -> list[html.Section]:
     """Overlapped and exposed transfer time by axis and op."""
-    steps = summed_steps(report).total()
+    steps = count_summed_steps(report).total()
     own = [one for one in report.overlap if one.rank is not None]
-    kinds = [one for one in overlaps_together(own) if one.moved_ns]
+    kinds = [one for one in sum_overlaps(own) if one.moved_ns]
     if not kinds or not steps:
         return []
-    rows = [_overlap_row(one, steps) for one in kinds[:MOST_KINDS]]
+    rows = [_build_overlap_row(one, steps) for one in kinds[:MOST_KINDS]]
     heads = ("axis", "op", "transfer per step", "overlapped", "exposed", "efficiency")
     note = "mean over ranks and full steps; efficiency is overlapped / transfer time"
-    note += left_out(kinds, MOST_KINDS)
-    return [section("Overlapped communication", note, table(heads, rows))]
+    note += format_hidden_rows(kinds, MOST_KINDS)
+    return [build_section("Overlapped communication", note, build_table(heads, rows))]
 
 
-def _overlap_row(one: Overlap, steps: int) -> list[Cell]:
+def _build_overlap_row(row: Overlap, steps: int) -> list[Cell]:
     return [
-        Cell(one.axis or "other"),
-        Cell(one.op),
-        time_cell(one.moved_ns / steps),
-        time_cell(one.hidden_ns / steps),
-        time_cell(one.exposed_ns / steps),
-        share_cell(one.efficiency),
+        Cell(row.axis or "other"),
+        Cell(row.op),
+        build_time_cell(row.moved_ns / steps),
+        build_time_cell(row.hidden_ns / steps),
+        build_time_cell(row.exposed_ns / steps),
+        build_share_cell(row.efficiency),
     ]
 
 
 # Pipeline: measured and ideal microbatch grid, and the bubble of each stage.
 
 
-def pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
+def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
     """The pipeline page: the grid of one step, or why there is none."""
-    found = view.report.pipeline
-    if found is None:
-        return [nothing(*_why_none(view.report))]
-    return [_cards(found), *_grid(view, found, chosen), _bubbles(found)]
+    pipeline_report = view.report.pipeline
+    if pipeline_report is None:
+        return [build_empty_card(*_explain_missing_grid(view.report))]
+    return [
+        _build_cards(pipeline_report),
+        *_build_grid(view, pipeline_report, chosen),
+        _build_stage_bubbles(pipeline_report),
+    ]
 
 
-def _why_none(report: Report) -> tuple[str, str]:
+def _explain_missing_grid(report: Report) -> tuple[str, str]:
     unmarked = next((one.message for one in report.warnings if one.code == "no_grid"), None)
     if unmarked:
         return "No microbatch grid", unmarked
     return "No pipeline", "One pipeline stage was detected in this recording."
 
 
-def _cards(found: Pipeline) -> html.Div:
-    ideal = found.ideal_bubble_fraction
+def _build_cards(pipeline_report: Pipeline) -> html.Div:
+    ideal = pipeline_report.ideal_bubble_fraction
     shown = [
-        card("schedule", found.schedule or "unknown", f"{found.microbatches} microbatches/step"),
-        card("stages", str(len(found.stages)), "of the model"),
-        card("bubble_fraction", percent(found.bubble_fraction), "idle / window, measured"),
-        card("ideal", "unknown" if ideal is None else percent(ideal), "for equal stages"),
-        card("bubble_overhead", percent(found.bubble_overhead), "idle / useful time, measured"),
+        build_card(
+            "schedule",
+            pipeline_report.schedule or "unknown",
+            f"{pipeline_report.microbatches} microbatches/step",
+        ),
+        build_card("stages", str(len(pipeline_report.stages)), "of the model"),
+        build_card(
+            "bubble_fraction",
+            format_percent(pipeline_report.bubble_fraction),
+            "idle / window, measured",
+        ),
+        build_card(
+            "ideal", "unknown" if ideal is None else format_percent(ideal), "for equal stages"
+        ),
+        build_card(
+            "bubble_overhead",
+            format_percent(pipeline_report.bubble_overhead),
+            "idle / useful time, measured",
+        ),
     ]
     return html.Div(shown, className="cards")
 
 
-def _grid(view: View, found: Pipeline, chosen: AddressQuery) -> list[Component]:
+def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> list[Component]:
     if view.tables is None or not len(view.tables.boxes.step):
         return []
-    steps = steps_with_boxes(view.report, view.tables.boxes)
-    usual = steps[len(steps) // 2]
-    step = chosen.whole("step")
-    step = step if step in steps else usual
-    measured = one_pipeline(view.tables.boxes, step)
-    ideal = ideal_grid(measured, found.schedule, found.microbatches)
+    steps = list_drawn_steps(view.report, view.tables.boxes)
+    default_step = steps[len(steps) // 2]
+    step = chosen.parse_int("step")
+    step = step if step in steps else default_step
+    measured = select_pipeline(view.tables.boxes, step)
+    ideal = build_ideal_grid(measured, pipeline_report.schedule, pipeline_report.microbatches)
     words = {str(n): f"step {n}" for n in steps}
-    menu = [choice("step", words, str(step), str(usual))] if view.run_id else []
-    figure = graph("pipeline", pipeline(measured, ideal))
-    return [section("Microbatches", _note(step, measured, ideal), *menu, figure)]
+    menu = [build_menu("step", words, str(step), str(default_step))] if view.run_id else []
+    figure = build_graph("pipeline", draw_pipeline(measured, ideal))
+    return [build_section("Microbatches", _format_grid_note(step, measured, ideal), *menu, figure)]
 
 
-def _note(step: int, measured: Boxes, ideal: Boxes | None) -> str:
-    took = f"step {step} took {milliseconds(_window_ns(measured))}"
+def _format_grid_note(step: int, measured: Boxes, ideal: Boxes | None) -> str:
+    took = f"step {step} took {format_milliseconds(_compute_window_ns(measured))}"
     if ideal is None:
         return f"{took}; no ideal grid for this schedule"
-    ideal_ms = milliseconds(_window_ns(ideal))
+    ideal_ms = format_milliseconds(_compute_window_ns(ideal))
     return (
         f"{took} from first forward to last backward; "
         f"{ideal_ms} with equal stages and free communication"
     )
 
 
-def _window_ns(boxes: Boxes) -> int:
+def _compute_window_ns(boxes: Boxes) -> int:
     return int((boxes.start_ns + boxes.dur_ns).max() - boxes.start_ns.min())
 
 
-def steps_with_boxes(report: Report, boxes: Boxes) -> list[int]:
+def list_drawn_steps(report: Report, boxes: Boxes) -> list[int]:
     """Full steps that have a grid, or all steps that have one if none is full."""
     drawn = set(np.unique(boxes.step).tolist())
     full = {row.step for row in report.steps if row.kind == "full"} & drawn
     return sorted(full or drawn)
 
 
-def _bubbles(found: Pipeline) -> html.Section:
+def _build_stage_bubbles(pipeline_report: Pipeline) -> html.Section:
     note = "from first forward to last backward; medians over full steps"
-    return section("Bubble by stage", note, graph("stage-bubbles", stage_bubbles(found)))
+    return build_section(
+        "Bubble by stage", note, build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
+    )

@@ -15,9 +15,9 @@ from plotly.graph_objects import Figure
 
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.analyzer.units import milliseconds, percent
-from stepsplit.dashboard.figures.theme import LOOKS, Look
-from stepsplit.dashboard.store.metrics import Headline, Middle
+from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.dashboard.figures.theme import BUCKET_STYLES, BucketStyle
+from stepsplit.dashboard.store.metrics import Headline, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
 
 # A finished run, as input of the pages.
@@ -39,7 +39,7 @@ class View:
 # Number of steps that the report's sums cover.
 
 
-def summed_steps(report: Report) -> Counter[int]:
+def count_summed_steps(report: Report) -> Counter[int]:
     """Number of steps in the sums of each rank: its full steps, or all steps if none is full."""
     full = Counter(row.rank for row in report.steps if row.kind == "full")
     return Counter(row.rank for row in report.steps if row.kind == "full" or not full[row.rank])
@@ -53,46 +53,58 @@ COMPUTE, COLLECTIVE = ("compute",), ("collective", "p2p", "skew")
 BUBBLE, OTHER = ("bubble",), ("copy", "idle")
 
 
-def cards(numbers: Headline, report: Report) -> html.Div:
+def build_cards(headline: Headline, report: Report) -> html.Div:
     """Cards with the step time, its four shares, and the bubble fraction of a pipeline."""
-    if numbers.middle is None:
-        return html.Div([card("median step", "none", "no steps found")], className="cards")
+    if headline.median_step is None:
+        return html.Div([build_card("median step", "none", "no steps found")], className="cards")
     full = any(row.kind == "full" for row in report.steps)
-    note = f"over {_counted(numbers.steps, 'step')}" + ("" if full else ", none full")
-    shown = [card("median step", milliseconds(numbers.middle.step_ns), note)]
-    shown += _shares(numbers.middle)
+    note = f"over {_format_count(headline.steps, 'step')}" + ("" if full else ", none full")
+    shown = [build_card("median step", format_milliseconds(headline.median_step.step_ns), note)]
+    shown += _build_share_cards(headline.median_step)
     if report.pipeline is not None:
         ideal = report.pipeline.ideal_bubble_fraction
-        note = "of the schedule" if ideal is None else f"ideal {percent(ideal)}"
-        shown.append(card("bubble_fraction", percent(report.pipeline.bubble_fraction), note))
+        note = "of the schedule" if ideal is None else f"ideal {format_percent(ideal)}"
+        shown.append(
+            build_card("bubble_fraction", format_percent(report.pipeline.bubble_fraction), note)
+        )
     if report.mfu is not None:
-        shown.append(card("MFU", percent(report.mfu), "of the dense peak"))
+        shown.append(build_card("MFU", format_percent(report.mfu), "of the dense peak"))
     return html.Div(shown, className="cards")
 
 
-def _shares(middle: Middle) -> list[html.Div]:
-    waits, idle = percent(middle.share("skew")), percent(middle.share("idle"))
-    median = f"median {milliseconds(middle.medians.compute_ns)}"
+def _build_share_cards(middle: MedianStep) -> list[html.Div]:
+    waits, idle = format_percent(middle.sum_share("skew")), format_percent(middle.sum_share("idle"))
+    median = f"median {format_milliseconds(middle.medians.compute_ns)}"
     return [
-        card("compute", percent(middle.share(*COMPUTE)), median, COLOR["compute"]),
-        card(
+        build_card("compute", format_percent(middle.sum_share(*COMPUTE)), median, COLOR["compute"]),
+        build_card(
             "collective",
-            percent(middle.share(*COLLECTIVE)),
+            format_percent(middle.sum_share(*COLLECTIVE)),
             f"of which skew {waits}",
             COLOR["collective"],
         ),
-        card("bubble", percent(middle.share(*BUBBLE)), "waiting for other stages", COLOR["bubble"]),
-        card("other", percent(middle.share(*OTHER)), f"of which idle {idle}", COLOR["copy"]),
+        build_card(
+            "bubble",
+            format_percent(middle.sum_share(*BUBBLE)),
+            "waiting for other stages",
+            COLOR["bubble"],
+        ),
+        build_card(
+            "other",
+            format_percent(middle.sum_share(*OTHER)),
+            f"of which idle {idle}",
+            COLOR["copy"],
+        ),
     ]
 
 
-def subtitle(report: Report) -> str:
+def format_subtitle(report: Report) -> str:
     """One line on the run: ranks, hosts, mesh, versions; unknown values are left out."""
     run = report.run
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
         f"{len(run.ranks):,} of {run.world_size:,} ranks",
-        _counted(len(run.hosts), "host"),
+        _format_count(len(run.hosts), "host"),
         run.device,
         mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",
         report.pipeline.schedule if report.pipeline else None,
@@ -104,15 +116,15 @@ def subtitle(report: Report) -> str:
     return "  ·  ".join(part for part in parts if part)
 
 
-def _counted(count: int, noun: str) -> str | None:
-    return None if not count else f"{count:,} {noun}{'' if count == 1 else 's'}"
+def _format_count(count: int, unit_name: str) -> str | None:
+    return None if not count else f"{count:,} {unit_name}{'' if count == 1 else 's'}"
 
 
 # Building blocks of pages: tables, cards, figures, share bars.
 
 Content = str | Component
 
-COLOR = {look.bucket: look.color for look in LOOKS} | {"idle": "var(--idle)"}
+COLOR = {look.bucket: look.color for look in BUCKET_STYLES} | {"idle": "var(--idle)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,44 +136,46 @@ class Cell:
     columns: int = 1
 
 
-def time_cell(ns: float) -> Cell:
+def build_time_cell(ns: float) -> Cell:
     """A cell with a time, given in ns."""
-    return Cell(milliseconds(ns), number=True)
+    return Cell(format_milliseconds(ns), number=True)
 
 
-def share_cell(ratio: float) -> Cell:
+def build_share_cell(ratio: float) -> Cell:
     """A cell with a ratio (0..1) in percent."""
-    return Cell(percent(ratio), number=True)
+    return Cell(format_percent(ratio), number=True)
 
 
-def count_cell(count: int) -> Cell:
+def build_count_cell(count: int) -> Cell:
     """A cell with a count."""
     return Cell(f"{count:,}", number=True)
 
 
-def name_cell(name: str) -> Cell:
+def build_name_cell(name: str) -> Cell:
     """A cell with a possibly long name: truncated on the page, in full in the tooltip."""
     return Cell(html.Span(name, className="name", title=name))
 
 
-def worst_cell(rank: int, ns: float) -> Cell:
+def build_worst_cell(rank: int, ns: float) -> Cell:
     """A cell with the worst rank and its time in ns."""
-    return Cell(html.Span(f"rank {rank}, {milliseconds(ns)}", className="whole"))
+    return Cell(html.Span(f"rank {rank}, {format_milliseconds(ns)}", className="whole"))
 
 
-def table(heads: Sequence[Content], rows: Sequence[Sequence[Cell]]) -> html.Table:
+def build_table(heads: Sequence[Content], rows: Sequence[Sequence[Cell]]) -> html.Table:
     """A table; each header is aligned like the cells below it."""
     full = next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
-    head = [html.Th(h, className=_align(cell)) for h, cell in zip(heads, full, strict=True)]
-    body = [html.Tr([_td(cell) for cell in row]) for row in rows]
+    head = [
+        html.Th(h, className=_choose_cell_class(cell)) for h, cell in zip(heads, full, strict=True)
+    ]
+    body = [html.Tr([_build_td(cell) for cell in row]) for row in rows]
     return html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
 
 
-def _td(cell: Cell) -> html.Td:
-    return html.Td(cell.content, className=_align(cell), colSpan=cell.columns)
+def _build_td(cell: Cell) -> html.Td:
+    return html.Td(cell.content, className=_choose_cell_class(cell), colSpan=cell.columns)
 
 
-def card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
+def build_card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
     """A card with a label, a value and a note; accent is the color of its bucket."""
     mark = {"borderTopColor": accent} if accent else {}
     parts = [
@@ -172,65 +186,67 @@ def card(label: str, value: str, note: str = "", accent: str | None = None) -> h
     return html.Div(parts, className="card number", style=mark)
 
 
-def section(title: str, note: str, *content: Component) -> html.Section:
+def build_section(title: str, note: str, *content: Component) -> html.Section:
     """A titled card."""
     head = [html.H2(title), html.Span(note, className="note")]
     return html.Section([html.Div(head, className="section-head"), *content], className="card")
 
 
-def on_demand(summary: str, *content: Component) -> html.Details:
+def build_collapsed(summary: str, *content: Component) -> html.Details:
     """Content that is collapsed until the user opens it."""
     return html.Details([html.Summary(summary), *content], className="more")
 
 
-def left_out(rows: Sized, shown: int) -> str:
+def format_hidden_rows(rows: Sized, shown: int) -> str:
     """The end of a note on a table of which only the first rows are shown."""
     left = len(rows) - shown
     return f"; {left:,} smaller rows in report.json" if left > 0 else ""
 
 
-def nothing(title: str, message: str) -> html.Section:
+def build_empty_card(title: str, message: str) -> html.Section:
     """A card in place of missing data, with a hint on how to get it."""
     return html.Section([html.H2(title), html.P(message)], className="card empty")
 
 
-def choice(name: str, options: Mapping[str, str], value: str, usual: str) -> html.Label:
+def build_menu(name: str, options: Mapping[str, str], value: str, default: str) -> html.Label:
     """A menu bound to the URL parameter `name`, which is omitted at the default value.
 
     options: texts by value. assets/choose.js handles changes.
     """
-    every = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
-    menu = html.Select(every, **_chosen(name, usual))
+    items = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
+    menu = html.Select(items, **_build_data_attributes(name, default))
     return html.Label([html.Span(name.replace("_", " "), className="menu-label"), menu])
 
 
-def entry(name: str, value: str, words: str, hint: str = "") -> html.Label:
+def build_text_field(name: str, value: str, label: str, hint: str = "") -> html.Label:
     """A text field bound to the URL parameter `name`; the label is visible only with a hint."""
     shown = "menu-label" if hint else "unseen"
-    field = dcc.Input(id=f"choose-{name}", value=value, placeholder=hint or words, type="text")
-    return html.Label([html.Span(words, className=shown), html.Span(field, **_chosen(name, ""))])
+    field = dcc.Input(id=f"choose-{name}", value=value, placeholder=hint or label, type="text")
+    return html.Label(
+        [html.Span(label, className=shown), html.Span(field, **_build_data_attributes(name, ""))]
+    )
 
 
-def _chosen(name: str, usual: str) -> Any:
-    return {"data-choice": name, "data-usual": usual}
+def _build_data_attributes(name: str, default: str) -> Any:
+    return {"data-choice": name, "data-usual": default}
 
 
-def aria(label: str) -> Any:
+def build_aria_label(label: str) -> Any:
     """The element's label for screen readers."""
     return {"aria-label": label}
 
 
-def progress_bar(share: float) -> html.Progress:
+def build_progress_bar(share: float) -> html.Progress:
     """A progress bar, 0..1."""
-    return html.Progress(value=f"{100 * share:.0f}", max="100", **aria("progress"))
+    return html.Progress(value=f"{100 * share:.0f}", max="100", **build_aria_label("progress"))
 
 
-def led(text: str, where: str | None) -> Content:
+def build_link(text: str, url: str | None) -> Content:
     """A link to another dashboard page, or plain text without a URL."""
-    return text if where is None else dcc.Link(text, href=where)
+    return text if url is None else dcc.Link(text, href=url)
 
 
-def graph(name: str, figure: Figure) -> dcc.Graph:
+def build_graph(name: str, figure: Figure) -> dcc.Graph:
     """A figure on the page; `name` is its HTML id."""
     return dcc.Graph(
         id=name,
@@ -239,52 +255,57 @@ def graph(name: str, figure: Figure) -> dcc.Graph:
     )
 
 
-def share_bar(shares: Sequence[float]) -> html.Div:
+def build_share_bar(shares: Sequence[float]) -> html.Div:
     """The shares of the seven buckets as one stacked bar."""
     pieces = [
         html.Span(
-            className=_swatch(look),
+            className=_choose_swatch_class(look),
             style={"width": f"{100 * share:.2f}%", "backgroundColor": COLOR[look.bucket]},
-            title=f"{look.bucket} {percent(share)}",
+            title=f"{look.bucket} {format_percent(share)}",
         )
-        for look, share in zip(LOOKS, shares, strict=True)
+        for look, share in zip(BUCKET_STYLES, shares, strict=True)
         if share > 0
     ]
     return html.Div(pieces, className="share")
 
 
-def legend() -> html.Div:
+def build_legend() -> html.Div:
     """The color of each bucket."""
     keys = [
         html.Span(
-            [html.I(className=_swatch(k), style={"backgroundColor": COLOR[k.bucket]}), k.bucket]
+            [
+                html.I(
+                    className=_choose_swatch_class(k), style={"backgroundColor": COLOR[k.bucket]}
+                ),
+                k.bucket,
+            ]
         )
-        for k in LOOKS
+        for k in BUCKET_STYLES
     ]
     return html.Div(keys, className="legend")
 
 
-def state_pill(run: RunRow) -> html.Span:
+def build_state_pill(run: RunRow) -> html.Span:
     """The state of the run as a pill."""
     return html.Span(run.state, className=f"pill {run.state}")
 
 
-_LOOKS = {"pass": "done", "regressed": "failed", "inconclusive": "running"}
+_PILL_STYLES = {"pass": "done", "regressed": "failed", "inconclusive": "running"}
 
 
-def verdict_pill(run: RunRow) -> Content:
+def build_check_pill(run: RunRow) -> Content:
     """The run's check result as a pill with the headline as tooltip; "" without a result."""
     if run.verdict is None:
         return ""
-    look = _LOOKS.get(run.verdict.answer, "")
+    look = _PILL_STYLES.get(run.verdict.answer, "")
     return html.Span(run.verdict.answer, className=f"pill {look}", title=run.verdict.words)
 
 
-def _swatch(look: Look) -> str:
+def _choose_swatch_class(look: BucketStyle) -> str:
     return "hatched" if look.hatched else ""
 
 
-def _align(cell: Cell) -> str:
+def _choose_cell_class(cell: Cell) -> str:
     return "number" if cell.number else ""
 
 
@@ -294,7 +315,7 @@ RUN_PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memo
 
 _RUN = re.compile(rf"/run/([0-9a-f]{{8,32}})(?:/({'|'.join(RUN_PAGES[1:])}))?/?")
 
-_OTHERS = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"}
+_OTHER_PAGES = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +324,12 @@ class AddressQuery:
 
     values: Mapping[str, str] = field(default_factory=dict)
 
-    def whole(self, name: str) -> int | None:
+    def parse_int(self, name: str) -> int | None:
         """The parameter as a non-negative integer; None if absent or invalid."""
         value = self.values.get(name, "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else None
 
-    def text(self, name: str) -> str | None:
+    def find_text(self, name: str) -> str | None:
         """The parameter as text; None if absent or empty."""
         return self.values.get(name) or None
 
@@ -322,23 +343,23 @@ class Address:
     chosen: AddressQuery
 
 
-def address_of(path: str | None, search: str | None) -> Address | None:
+def parse_address(path: str | None, search: str | None) -> Address | None:
     """The page of a URL path and query; None if there is no such page."""
     chosen = AddressQuery(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
     found = _RUN.fullmatch(path or "")
     if found:
         return Address(found.group(2) or RUN_PAGES[0], found.group(1), chosen)
-    page = _OTHERS.get(path or "")
+    page = _OTHER_PAGES.get(path or "")
     return None if page is None else Address(page, "", chosen)
 
 
-def page_url(run_id: str, page: str = RUN_PAGES[0], **chosen: object) -> str:
+def build_page_url(run_id: str, page: str = RUN_PAGES[0], **chosen: object) -> str:
     """The URL of a run's page with the selected options."""
     path = f"/run/{run_id}" + ("" if page == RUN_PAGES[0] else f"/{page}")
-    return path + search_of(chosen)
+    return path + format_query(chosen)
 
 
-def search_of(chosen: Mapping[str, object]) -> str:
+def format_query(chosen: Mapping[str, object]) -> str:
     """The URL query of the selected options, leaving out empty ones."""
-    kept = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
-    return f"?{urlencode(kept)}" if kept else ""
+    values = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
+    return f"?{urlencode(values)}" if values else ""

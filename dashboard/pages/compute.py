@@ -11,27 +11,27 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.report.build import IDLE_MEANING
-from stepsplit.analyzer.report.io import job_of_report, prediction_of
+from stepsplit.analyzer.report.io import extract_job, extract_prediction
 from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import SlowKernel
-from stepsplit.analyzer.units import memory_size
-from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, memory
+from stepsplit.analyzer.units import format_memory_size
+from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
     Cell,
     View,
-    count_cell,
-    graph,
-    left_out,
-    name_cell,
-    nothing,
-    on_demand,
-    section,
-    share_cell,
-    summed_steps,
-    table,
-    time_cell,
-    worst_cell,
+    build_collapsed,
+    build_count_cell,
+    build_empty_card,
+    build_graph,
+    build_name_cell,
+    build_section,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    build_worst_cell,
+    count_summed_steps,
+    format_hidden_rows,
 )
 
 # Compute by kernel family, contention with communication, and slow kernels.
@@ -39,15 +39,15 @@ from stepsplit.dashboard.pages.components import (
 FAMILIES, SLOW, CONTENDED = 12, 12, 8
 
 
-def compute(report: Report) -> list[html.Section | html.Div]:
+def build_compute(report: Report) -> list[html.Section | html.Div]:
     """Kernel families and contention next to each other, with the slow kernels below."""
-    beside = [*_families(report), *_contention(report)]
-    top = [html.Div(beside, className="columns")] if beside else []
-    return [*top, *_slow_kernels(report)]
+    columns = [*_build_families(report), *_build_contention(report)]
+    top = [html.Div(columns, className="columns")] if columns else []
+    return [*top, *_build_slow_kernels(report)]
 
 
-def _families(report: Report) -> list[html.Section]:
-    steps = summed_steps(report)
+def _build_families(report: Report) -> list[html.Section]:
+    steps = count_summed_steps(report)
     by_family: dict[str, list[KernelFamily]] = defaultdict(list)
     for row in report.kernels:
         if steps[row.rank]:
@@ -55,29 +55,31 @@ def _families(report: Report) -> list[html.Section]:
     total = sum(row.total_ns for own in by_family.values() for row in own)
     if not total:
         return []
-    largest = sorted(by_family.items(), key=lambda item: -_kernel_ns(item[1]))
-    rows = [_family(name, own, steps, total) for name, own in largest[:FAMILIES]]
-    note = "by family, mean over ranks and full steps" + left_out(largest, FAMILIES)
+    largest = sorted(by_family.items(), key=lambda item: -_sum_kernel_ns(item[1]))
+    rows = [_build_family_row(name, own, steps, total) for name, own in largest[:FAMILIES]]
+    note = "by family, mean over ranks and full steps" + format_hidden_rows(largest, FAMILIES)
     heads = ("family", "worst rank", "share of compute", "per step")
-    return [section("Compute", note, table(heads, rows))]
+    return [build_section("Compute", note, build_table(heads, rows))]
 
 
-def _family(name: str, rows: Sequence[KernelFamily], steps: Counter[int], total: int) -> list[Cell]:
+def _build_family_row(
+    name: str, rows: Sequence[KernelFamily], steps: Counter[int], total: int
+) -> list[Cell]:
     most = max(rows, key=lambda row: row.total_ns / steps[row.rank])
     return [
         Cell(name),
-        worst_cell(most.rank, most.total_ns / steps[most.rank]),
-        share_cell(_kernel_ns(rows) / total),
-        time_cell(_kernel_ns(rows) / steps.total()),
+        build_worst_cell(most.rank, most.total_ns / steps[most.rank]),
+        build_share_cell(_sum_kernel_ns(rows) / total),
+        build_time_cell(_sum_kernel_ns(rows) / steps.total()),
     ]
 
 
-def _kernel_ns(rows: Sequence[KernelFamily]) -> int:
+def _sum_kernel_ns(rows: Sequence[KernelFamily]) -> int:
     return sum(row.total_ns for row in rows)
 
 
-def _contention(report: Report) -> list[html.Section]:
-    steps = summed_steps(report)
+def _build_contention(report: Report) -> list[html.Section]:
+    steps = count_summed_steps(report)
     own = [row for row in report.contention if steps[row.rank]]
     if not own:
         return []
@@ -85,39 +87,43 @@ def _contention(report: Report) -> list[html.Section]:
     rows = [
         [
             Cell(f"rank {row.rank}"),
-            count_cell(row.kernels),
-            _times(row.ratio),
-            time_cell(row.lost_ns / steps[row.rank]),
+            build_count_cell(row.kernels),
+            _build_ratio_cell(row.ratio),
+            build_time_cell(row.lost_ns / steps[row.rank]),
         ]
         for row in most[:CONTENDED]
     ]
     note = "kernels that overlap communication, compared with the same kernels without it"
     heads = ("rank", "kernels compared", "slowdown", "lost per step")
-    return [section("Contention", note + left_out(most, CONTENDED), table(heads, rows))]
-
-
-def _slow_kernels(report: Report) -> list[html.Section]:
-    if not report.slow_kernels:
-        return []
-    most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
-    note = "kernels that are slower on a rank than on its peers" + left_out(most, SLOW)
-    heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
-    rows = [_slow_kernel(row) for row in most[:SLOW]]
-    return [section("Slow kernels", note, table(heads, rows))]
-
-
-def _slow_kernel(row: SlowKernel) -> list[Cell]:
     return [
-        Cell(f"rank {row.rank}"),
-        name_cell(row.kernel),
-        Cell(row.family),
-        count_cell(row.count),
-        _times(row.ratio),
-        time_cell(row.lost_ns),
+        build_section(
+            "Contention", note + format_hidden_rows(most, CONTENDED), build_table(heads, rows)
+        )
     ]
 
 
-def _times(ratio: float) -> Cell:
+def _build_slow_kernels(report: Report) -> list[html.Section]:
+    if not report.slow_kernels:
+        return []
+    most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
+    note = "kernels that are slower on a rank than on its peers" + format_hidden_rows(most, SLOW)
+    heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
+    rows = [_build_slow_kernel_row(row) for row in most[:SLOW]]
+    return [build_section("Slow kernels", note, build_table(heads, rows))]
+
+
+def _build_slow_kernel_row(row: SlowKernel) -> list[Cell]:
+    return [
+        Cell(f"rank {row.rank}"),
+        build_name_cell(row.kernel),
+        Cell(row.family),
+        build_count_cell(row.count),
+        _build_ratio_cell(row.ratio),
+        build_time_cell(row.lost_ns),
+    ]
+
+
+def _build_ratio_cell(ratio: float) -> Cell:
     return Cell(f"{ratio:.2f} x", number=True)
 
 
@@ -126,61 +132,63 @@ def _times(ratio: float) -> Cell:
 IDLE_RANKS, OPS = 64, 20
 
 
-def idle(report: Report) -> list[html.Section]:
+def build_idle(report: Report) -> list[html.Section]:
     """Idle time by cause, longest first; by op and by rank in collapsed tables."""
-    steps = summed_steps(report)
+    steps = count_summed_steps(report)
     rows = [row for row in report.idle if steps[row.rank] and row.idle_ns]
     if not rows:
         return []
-    parts = [_by_cause(rows, steps), _by_op(rows, steps)]
+    parts = [_build_idle_by_cause(rows, steps), _build_idle_by_op(rows, steps)]
     if len({row.rank for row in rows}) > 1:
-        parts.append(_idle_by_rank(rows, steps))
-    return [section("Idle time by cause", "mean over ranks and full steps", *parts)]
+        parts.append(_build_idle_by_rank(rows, steps))
+    return [build_section("Idle time by cause", "mean over ranks and full steps", *parts)]
 
 
-def _by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
+def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
     total = sum(row.idle_ns for row in rows)
     by_cause: dict[str, list[IdleRow]] = defaultdict(list)
     for row in rows:
         by_cause[row.cause].append(row)
-    largest = sorted(by_cause.items(), key=lambda item: -_idle_ns(item[1]))
-    body = [_cause(cause, own, steps, total) for cause, own in largest]
+    largest = sorted(by_cause.items(), key=lambda item: -_sum_idle_ns(item[1]))
+    body = [_build_cause_row(cause, own, steps, total) for cause, own in largest]
     heads = ("cause", "top op", "share of cause", "worst rank", "share of idle", "per step")
-    return table(heads, body)
+    return build_table(heads, body)
 
 
-def _cause(cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int) -> list[Cell]:
+def _build_cause_row(
+    cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int
+) -> list[Cell]:
     meaning = html.Span(IDLE_MEANING.get(cause, ""), className="note")
-    op, part = _most_op(rows)
+    op, part = _find_largest_op(rows)
     return [
-        Cell(html.Div([_words(cause), " ", meaning])),
-        name_cell(op),
-        share_cell(part) if op else Cell(number=True),
-        _worst_rank(rows, steps),
-        share_cell(_idle_ns(rows) / total),
-        time_cell(_idle_ns(rows) / steps.total()),
+        Cell(html.Div([_format_cause(cause), " ", meaning])),
+        build_name_cell(op),
+        build_share_cell(part) if op else Cell(number=True),
+        _build_worst_rank_cell(rows, steps),
+        build_share_cell(_sum_idle_ns(rows) / total),
+        build_time_cell(_sum_idle_ns(rows) / steps.total()),
     ]
 
 
-def _most_op(rows: Sequence[IdleRow]) -> tuple[str, float]:
+def _find_largest_op(rows: Sequence[IdleRow]) -> tuple[str, float]:
     """The op with the largest idle time and its share; ("", 0) if no op is known."""
     ops = Counter[str]()
     for row in rows:
         if row.op:
             ops[row.op] += row.idle_ns
     op, ns = max(ops.items(), key=lambda item: item[1], default=("", 0))
-    return op, ns / _idle_ns(rows)
+    return op, ns / _sum_idle_ns(rows)
 
 
-def _worst_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> Cell:
+def _build_worst_rank_cell(rows: Sequence[IdleRow], steps: Counter[int]) -> Cell:
     ranks = Counter[int]()
     for row in rows:
         ranks[row.rank] += row.idle_ns
     worst = max(ranks, key=lambda rank: ranks[rank] / steps[rank])
-    return worst_cell(worst, ranks[worst] / steps[worst])
+    return build_worst_cell(worst, ranks[worst] / steps[worst])
 
 
-def _by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
+def _build_idle_by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
     """Idle time by cause and op over all ranks."""
     sums, gaps = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for row in rows:
@@ -188,14 +196,19 @@ def _by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
         sums[key] += row.idle_ns
         gaps[key] += row.count
     body = [
-        [Cell(_words(cause)), name_cell(op), count_cell(gaps[cause, op]), time_cell(ns)]
+        [
+            Cell(_format_cause(cause)),
+            build_name_cell(op),
+            build_count_cell(gaps[cause, op]),
+            build_time_cell(ns),
+        ]
         for (cause, op), ns in ((key, ns / steps.total()) for key, ns in sums.most_common(OPS))
     ]
     heads = ("cause", "op, call or function", "gaps", "per step")
-    return on_demand(f"by op{left_out(sums, OPS)}", table(heads, body))
+    return build_collapsed(f"by op{format_hidden_rows(sums, OPS)}", build_table(heads, body))
 
 
-def _idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
+def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
     """Idle time with one row per rank and one column per cause."""
     sums: dict[int, Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -203,98 +216,107 @@ def _idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
     causes = [c for c in IDLE_MEANING if any(own[c] for own in sums.values())]
     most = sorted(sums, key=lambda rank: -sums[rank].total() / steps[rank])[:IDLE_RANKS]
     body = [
-        [Cell(f"rank {rank}"), time_cell(sums[rank].total() / steps[rank])]
-        + [time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
+        [Cell(f"rank {rank}"), build_time_cell(sums[rank].total() / steps[rank])]
+        + [build_time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
         for rank in most
     ]
-    heads = ("rank", "idle per step", *map(_words, causes))
-    return on_demand(f"by rank, largest first{left_out(sums, IDLE_RANKS)}", table(heads, body))
+    heads = ("rank", "idle per step", *map(_format_cause, causes))
+    return build_collapsed(
+        f"by rank, largest first{format_hidden_rows(sums, IDLE_RANKS)}", build_table(heads, body)
+    )
 
 
-def _idle_ns(rows: Sequence[IdleRow]) -> int:
+def _sum_idle_ns(rows: Sequence[IdleRow]) -> int:
     return sum(row.idle_ns for row in rows)
 
 
-def _words(cause: str) -> str:
+def _format_cause(cause: str) -> str:
     return cause.replace("_", " ")
 
 
 # Memory of each rank at its peak by category, with the model's prediction and the device limit.
 
-MEMORY_RANKS = 64
+MAX_MEMORY_RANKS = 64
 
 
-def memory_page(view: View) -> list[Component]:
+def build_memory_page(view: View) -> list[Component]:
     """The memory page: measured and predicted bars, or a hint if there are none."""
     report = view.report
-    predicted, limit = _modelled(report)
-    bars = [*_memory_by_rank(report), *predicted]
+    predicted, limit = _build_predicted_memory(report)
+    bars = [*_build_measured_bars(report), *predicted]
     if not bars:
         hint = (
             "Record with profile_run or stepsplit record to measure the memory of each rank, "
             "or add a job.toml to predict it."
         )
-        return [nothing("No memory was recorded", hint)]
+        return [build_empty_card("No memory was recorded", hint)]
     note = "peak of each rank" + (", then predicted peak of each stage" if predicted else "")
-    note += "" if limit is None else f"; device memory: {memory_size(limit)}"
-    figure = graph("memory", memory(bars, limit))
-    note += left_out(report.memory or (), MEMORY_RANKS)
-    return [section("Memory", note, figure), *_stages(report), *_reserved(report)]
+    note += "" if limit is None else f"; device memory: {format_memory_size(limit)}"
+    figure = build_graph("memory", draw_memory(bars, limit))
+    note += format_hidden_rows(report.memory or (), MAX_MEMORY_RANKS)
+    return [
+        build_section("Memory", note, figure),
+        *_build_memory_comparison(report),
+        *_build_allocator(report),
+    ]
 
 
-def _modelled(report: Report) -> tuple[list[MemoryBar], int | None]:
+def _build_predicted_memory(report: Report) -> tuple[list[MemoryBar], int | None]:
     """Predicted bars by stage (empty without a prediction) and the device memory in bytes."""
     try:
-        found, job = prediction_of(report), job_of_report(report)
+        prediction, job = extract_prediction(report), extract_job(report)
     except StepsplitError:
         return [], None
     limit = None if job is None else job.hardware.memory_bytes
-    return ([] if found is None else predicted_bars(found)), limit
+    return ([] if prediction is None else build_predicted_bars(prediction)), limit
 
 
-def predicted_bars(found: Prediction, words: str = "model") -> list[MemoryBar]:
+def build_predicted_bars(prediction: Prediction, label: str = "model") -> list[MemoryBar]:
     """One bar per stage, by category."""
-    return [MemoryBar(f"{words}, stage {one.stage}", _parts(one)) for one in found.memory]
+    return [
+        MemoryBar(f"{label}, stage {one.stage}", _list_memory_parts(one))
+        for one in prediction.memory
+    ]
 
 
-def _memory_by_rank(report: Report) -> list[MemoryBar]:
+def _build_measured_bars(report: Report) -> list[MemoryBar]:
     rows = [row for row in report.memory or () if row.peak_allocated_bytes]
-    return [_measured(row) for row in rows[:MEMORY_RANKS]]
+    return [_build_measured_bar(row) for row in rows[:MAX_MEMORY_RANKS]]
 
 
-def _measured(row: MemoryRow) -> MemoryBar:
-    parts = _parts(row)
+def _build_measured_bar(row: MemoryRow) -> MemoryBar:
+    parts = _list_memory_parts(row)
     rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
     return MemoryBar(f"rank {row.rank}", parts, max(rest, 0))
 
 
-def _parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
+def _list_memory_parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
     sizes = ((category, getattr(row, f"{category}_bytes")) for category in CATEGORIES)
     return tuple((category, count) for category, count in sizes if count)
 
 
-def _stages(report: Report) -> list[html.Section]:
+def _build_memory_comparison(report: Report) -> list[html.Section]:
     """Measured memory of the fullest rank of each stage against the prediction, by category."""
     if report.gap is None or not report.gap.memory:
         return []
     rows = [
         [
             Cell(f"stage {one.stage}"), Cell(f"rank {one.rank}"), Cell(one.category),
-            Cell(memory_size(one.measured_bytes), number=True),
-            Cell(memory_size(one.predicted_bytes), number=True),
-            Cell(_ratio(one.measured_bytes, one.predicted_bytes), number=True),
+            Cell(format_memory_size(one.measured_bytes), number=True),
+            Cell(format_memory_size(one.predicted_bytes), number=True),
+            Cell(_format_ratio(one.measured_bytes, one.predicted_bytes), number=True),
         ]
         for one in report.gap.memory
     ]  # fmt: skip
     heads = ("stage", "fullest rank", "category", "measured", "predicted", "measured / predicted")
-    return [section("Memory against the model", "", table(heads, rows))]
+    return [build_section("Memory against the model", "", build_table(heads, rows))]
 
 
-def _ratio(measured: int, predicted: int) -> str:
+def _format_ratio(measured: int, predicted: int) -> str:
     return f"{measured / predicted:.2f} x" if predicted else "unknown"
 
 
-def _reserved(report: Report) -> list[html.Section]:
+def _build_allocator(report: Report) -> list[html.Section]:
     """Memory that the allocator reserved beyond the allocated tensors."""
     own = [
         (row.rank, row.peak_allocated_bytes, row.peak_reserved_bytes)
@@ -306,10 +328,10 @@ def _reserved(report: Report) -> list[html.Section]:
     rows = [
         [
             Cell(f"rank {rank}"),
-            *(Cell(memory_size(n), number=True) for n in (used, reserved, reserved - used)),
+            *(Cell(format_memory_size(n), number=True) for n in (used, reserved, reserved - used)),
         ]
-        for rank, used, reserved in own[:MEMORY_RANKS]
+        for rank, used, reserved in own[:MAX_MEMORY_RANKS]
     ]
     heads = ("rank", "peak allocated", "peak reserved", "reserved but unused")
     note = "a large unused reserve may be due to fragmentation"
-    return [section("Caching allocator", note, table(heads, rows))]
+    return [build_section("Caching allocator", note, build_table(heads, rows))]

@@ -14,159 +14,171 @@ from stepsplit.analyzer.report.report import (
     Finding,
     GroupRow,
     Report,
-    full_steps,
-    step_median_ns,
+    compute_step_median_ns,
+    select_full_steps,
 )
 from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import (
-    gigabytes_per_second,
-    milliseconds,
-    milliseconds_between,
-    percent,
-    signed_percent,
-    size,
+    format_gigabytes_per_second,
+    format_milliseconds,
+    format_milliseconds_range,
+    format_percent,
+    format_signed_percent,
+    format_size,
 )
 from stepsplit.dashboard.figures.run import (
-    by_rank,
-    by_step,
-    critical_path,
-    path_shares,
-    sides,
-    waterfall,
+    compute_path_shares,
+    draw_critical_path,
+    draw_predicted_and_measured,
+    draw_split_by_rank,
+    draw_split_by_step,
+    draw_waterfall,
 )
 from stepsplit.dashboard.pages.components import (
     COLOR,
     Cell,
     Content,
     View,
-    cards,
-    count_cell,
-    graph,
-    led,
-    left_out,
-    on_demand,
-    page_url,
-    section,
-    share_cell,
-    subtitle,
-    table,
-    time_cell,
+    build_cards,
+    build_collapsed,
+    build_count_cell,
+    build_graph,
+    build_link,
+    build_page_url,
+    build_section,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    format_hidden_rows,
+    format_subtitle,
 )
-from stepsplit.dashboard.store.metrics import headline
+from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
 
 
-def overview(view: View) -> list[Component]:
+def build_overview(view: View) -> list[Component]:
     """The overview page of a run."""
     report = view.report
     return [
-        html.P(subtitle(report), className="subtitle"),
-        cards(headline(report), report),
-        html.Div([_first(view), _second(view)], className="columns"),
-        *path(view),
-        *holds(report),
-        *warnings(report),
+        html.P(format_subtitle(report), className="subtitle"),
+        build_cards(build_headline(report), report),
+        html.Div([_build_left_column(view), _build_right_column(view)], className="columns"),
+        *build_critical_path(view),
+        *build_coverage(report),
+        *build_warnings(report),
     ]
 
 
-def against_the_model(report: Report) -> list[html.Section]:
+def build_model_comparison(report: Report) -> list[html.Section]:
     """Predicted against measured step, with the differences in between; a hint without a model."""
     gap = report.gap
     if gap is None:
-        return _unmodelled(report)
+        return _build_missing_model(report)
     shown = gap.shown
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
-    difference = signed_percent(measured / predicted - 1) if predicted else "?"
+    difference = format_signed_percent(measured / predicted - 1) if predicted else "?"
     note = (
-        f"step{stage}: measured {milliseconds(measured)} ({difference}), "
-        f"predicted {milliseconds(predicted)} "
-        f"(range {milliseconds_between(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
+        f"step{stage}: measured {format_milliseconds(measured)} ({difference}), "
+        f"predicted {format_milliseconds(predicted)} "
+        f"(range {format_milliseconds_range(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
     )
     caveats = [html.P(f"caveat: {one}", className="note") for one in gap.notes]
-    figures = graph("sides", sides(gap)), graph("waterfall", waterfall(gap))
-    return [section("Model comparison", note, *figures, *caveats)]
+    figures = (
+        build_graph("sides", draw_predicted_and_measured(gap)),
+        build_graph("waterfall", draw_waterfall(gap)),
+    )
+    return [build_section("Model comparison", note, *figures, *caveats)]
 
 
-def _unmodelled(report: Report) -> list[html.Section]:
+def _build_missing_model(report: Report) -> list[html.Section]:
     warning = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
     text = "This report has no prediction to compare with."
     hint = "Add a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
     words = [html.P(warning or text), html.P(hint, className="note")]
-    return [section("Model comparison", "not available", *words)]
+    return [build_section("Model comparison", "not available", *words)]
 
 
-def _first(view: View) -> html.Div:
+def _build_left_column(view: View) -> html.Div:
     """Top bottlenecks, and the time split by rank and by step."""
-    ranks = graph("by-rank", by_rank(view.report))
-    steps = graph("by-step", by_step(view.report))
-    led = "; click a bar to open its timeline" if view.run_id else ""
+    ranks = build_graph("by-rank", draw_split_by_rank(view.report))
+    steps = build_graph("by-step", draw_split_by_step(view.report))
+    click_hint = "; click a bar to open its timeline" if view.run_id else ""
     return html.Div(
         [
-            *findings(view),
-            section("By rank", f"median of each bucket over full steps{led}", ranks),
-            section("By step", f"mean over ranks; pale steps are not in medians{led}", steps),
+            *build_findings(view),
+            build_section("By rank", f"median of each bucket over full steps{click_hint}", ranks),
+            build_section(
+                "By step", f"mean over ranks; pale steps are not in medians{click_hint}", steps
+            ),
         ]
     )
 
 
-def _second(view: View) -> html.Div:
+def _build_right_column(view: View) -> html.Div:
     """Model comparison and exposed communication."""
-    return html.Div([*against_the_model(view.report), *exposed(view.report)])
+    return html.Div([*build_model_comparison(view.report), *build_exposed_table(view.report)])
 
 
 # The tables of a run's page; each is an empty list if the report has no rows for it.
 
-ROWS = 100
+MAX_ROWS = 100
 
-FIRST = 5
+MAX_OPEN_FINDINGS = 5
 
-MOST_BLAMED = 10
+MAX_BLAME_ROWS = 10
 
-MOST_COLLECTIVES = 24
+MAX_COLLECTIVES = 24
 
 
-def findings(view: View) -> list[html.Section]:
+def build_findings(view: View) -> list[html.Section]:
     """Bottlenecks by estimated saving, largest first, each with a link to the timeline."""
     report = view.report
     if not report.findings:
-        nothing = html.P("No bottleneck found: no cause accounts for 1 % of the step.")
-        return [section("Top bottlenecks", "", nothing)]
-    step_ns = step_median_ns(report.steps)
-    items = [_finding(found, step_ns, view.run_id) for found in report.findings[:ROWS]]
+        empty = html.P("No bottleneck found: no cause accounts for 1 % of the step.")
+        return [build_section("Top bottlenecks", "", empty)]
+    step_ns = compute_step_median_ns(report.steps)
+    items = [
+        _build_finding(finding, step_ns, view.run_id) for finding in report.findings[:MAX_ROWS]
+    ]
     note = "estimated saving per step (not additive)"
-    shown: list[Component] = [html.Ol(items[:FIRST], className="findings")]
-    if items[FIRST:]:
-        rest = html.Ol(items[FIRST:], className="findings")
-        shown.append(on_demand(f"{len(items) - FIRST:,} smaller", rest))
-    return [section("Top bottlenecks", note, *shown)]
+    shown: list[Component] = [html.Ol(items[:MAX_OPEN_FINDINGS], className="findings")]
+    if items[MAX_OPEN_FINDINGS:]:
+        rest = html.Ol(items[MAX_OPEN_FINDINGS:], className="findings")
+        shown.append(build_collapsed(f"{len(items) - MAX_OPEN_FINDINGS:,} smaller", rest))
+    return [build_section("Top bottlenecks", note, *shown)]
 
 
-def _finding(found: Finding, step_ns: int, run_id: str) -> html.Li:
-    share = f" ({percent(found.gain_ns / step_ns)})" if step_ns else ""
-    gain = html.Span(f"{milliseconds(found.gain_ns)}{share}", className="gain")
-    words: list[Content] = [gain, html.Span(found.message)]
-    if run_id and found.ranks:
-        words += [" ", html.Span(led("open in timeline", _where(found, run_id)), className="note")]
-    mark = {"borderLeftColor": COLOR.get(found.bucket, COLOR["idle"])}
+def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
+    share = f" ({format_percent(finding.gain_ns / step_ns)})" if step_ns else ""
+    gain = html.Span(f"{format_milliseconds(finding.gain_ns)}{share}", className="gain")
+    words: list[Content] = [gain, html.Span(finding.message)]
+    if run_id and finding.ranks:
+        words += [
+            " ",
+            html.Span(
+                build_link("open in timeline", _link_to_finding(finding, run_id)), className="note"
+            ),
+        ]
+    mark = {"borderLeftColor": COLOR.get(finding.bucket, COLOR["idle"])}
     return html.Li(words, style=mark)
 
 
-def _where(found: Finding, run_id: str) -> str:
+def _link_to_finding(finding: Finding, run_id: str) -> str:
     """The URL of the finding's first event with some margin, or of its first rank and step."""
-    if found.events:
-        one = found.events[0]
-        edge = max(one.dur_ns, 1_000)
-        window = {"from": one.start_ns - edge, "to": one.start_ns + one.dur_ns + edge}
-        return page_url(run_id, "timeline", rank=one.rank, **window)
-    step = found.steps[0] if found.steps else None
-    return page_url(run_id, "timeline", rank=found.ranks[0], step=step)
+    if finding.events:
+        event = finding.events[0]
+        edge = max(event.dur_ns, 1_000)
+        window = {"from": event.start_ns - edge, "to": event.start_ns + event.dur_ns + edge}
+        return build_page_url(run_id, "timeline", rank=event.rank, **window)
+    step = finding.steps[0] if finding.steps else None
+    return build_page_url(run_id, "timeline", rank=finding.ranks[0], step=step)
 
 
-def warnings(report: Report) -> list[html.Details]:
+def build_warnings(report: Report) -> list[html.Details]:
     """Warnings about the recording and its analysis."""
     if not report.warnings:
         return []
@@ -174,92 +186,96 @@ def warnings(report: Report) -> list[html.Details]:
     items = [html.Li(f"{who}{w.message}") for who, w in zip(of_rank, report.warnings, strict=True)]
     count = len(items)
     head = html.Summary(f"{count:,} warning{'' if count == 1 else 's'}")
-    shown = html.Details([head, html.Ul(items[:ROWS])], className="card warnings", open=count <= 3)
+    shown = html.Details(
+        [head, html.Ul(items[:MAX_ROWS])], className="card warnings", open=count <= 3
+    )
     return [shown]
 
 
-def exposed(report: Report) -> list[html.Section]:
+def build_exposed_table(report: Report) -> list[html.Section]:
     """Exposed communication and bubble by axis and phase: mean over ranks and full steps."""
-    full = {(row.rank, row.step) for row in full_steps(report.steps)}
+    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
     sums: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in report.exposed:
         if (row.rank, row.step) in full:
-            own = sums[row.axis or "other", row.phase]
-            own["comm"] += row.collective_ns + row.p2p_ns
-            own["skew"] += row.skew_ns
-            own["bubble"] += row.bubble_ns
+            parts = sums[row.axis or "other", row.phase]
+            parts["comm"] += row.collective_ns + row.p2p_ns
+            parts["skew"] += row.skew_ns
+            parts["bubble"] += row.bubble_ns
     if not sums:
         return []
     largest = sorted(sums.items(), key=lambda item: -item[1].total())
     rows = [
-        [Cell(axis), Cell(phase), *(time_cell(own[part] / len(full)) for part in _EXPOSED)]
+        [Cell(axis), Cell(phase), *(build_time_cell(own[part] / len(full)) for part in _EXPOSED)]
         for (axis, phase), own in largest
     ]
     note = "mean over ranks and full steps"
     heads = ("axis", "phase", "transfer", "skew", "bubble")
-    return [section("Exposed communication by axis and phase", note, table(heads, rows))]
+    return [
+        build_section("Exposed communication by axis and phase", note, build_table(heads, rows))
+    ]
 
 
 _EXPOSED = ("comm", "skew", "bubble")
 
 
-def blame(report: Report) -> list[html.Section]:
+def build_blame_table(report: Report) -> list[html.Section]:
     """Waiting time caused by each rank."""
     steps = len({row.step for row in report.steps})
     if not report.blame or not steps:
         return []
-    rows = [_blame_row(row, steps) for row in report.blame[:MOST_BLAMED]]
-    note = "waiting time caused per step, summed over the waiting ranks" + left_out(
-        report.blame, MOST_BLAMED
+    rows = [_build_blame_row(row, steps) for row in report.blame[:MAX_BLAME_ROWS]]
+    note = "waiting time caused per step, summed over the waiting ranks" + format_hidden_rows(
+        report.blame, MAX_BLAME_ROWS
     )
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
-    return [section("Blame", note, table(heads, rows))]
+    return [build_section("Blame", note, build_table(heads, rows))]
 
 
-def _blame_row(row: BlameRow, steps: int) -> list[Cell]:
+def _build_blame_row(row: BlameRow, steps: int) -> list[Cell]:
     return [
         Cell("none" if row.rank is None else str(row.rank)),
         Cell(row.cause),
         Cell(row.axis or ""),
-        time_cell(row.caused_skew_ns / steps),
-        time_cell(row.caused_bubble_ns / steps),
-        time_cell(row.caused_ns / steps),
+        build_time_cell(row.caused_skew_ns / steps),
+        build_time_cell(row.caused_bubble_ns / steps),
+        build_time_cell(row.caused_ns / steps),
     ]
 
 
-def collectives(report: Report) -> list[html.Section]:
+def build_collective_table(report: Report) -> list[html.Section]:
     """One row per op, size and group, by total time, largest first."""
     if not report.collectives:
         return []
     groups = {group.id: group for group in report.groups}
-    largest = sorted(report.collectives, key=taken_ns, reverse=True)[:MOST_COLLECTIVES]
-    rows = [_collective_row(row, groups.get(row.group)) for row in largest]
+    largest = sorted(report.collectives, key=estimate_total_ns, reverse=True)[:MAX_COLLECTIVES]
+    rows = [_build_collective_row(row, groups.get(row.group)) for row in largest]
     note = "medians; busbw over the transfer part only"
-    note += left_out(report.collectives, MOST_COLLECTIVES)
+    note += format_hidden_rows(report.collectives, MAX_COLLECTIVES)
     heads = ("axis", "group", "op", "size", "calls", "transfer", "wait", "busbw")
-    return [section("Collectives and messages", note, table(heads, rows))]
+    return [build_section("Collectives and messages", note, build_table(heads, rows))]
 
 
-def taken_ns(row: CollectiveRow) -> int:
+def estimate_total_ns(row: CollectiveRow) -> int:
     """Estimated total time of the row's calls in ns: count times the median call."""
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
-def _collective_row(row: CollectiveRow, group: GroupRow | None) -> list[Cell]:
+def _build_collective_row(row: CollectiveRow, group: GroupRow | None) -> list[Cell]:
     bytes_, busbw = row.message_bytes, row.busbw_bytes_per_s
     return [
         Cell((group.axis if group else None) or "other"),
-        Cell(_members(row, group)),
+        Cell(_format_members(row, group)),
         Cell(row.op if row.dtype is None else f"{row.op} {row.dtype}"),
-        Cell("unknown" if bytes_ is None else size(bytes_), number=True),
-        count_cell(row.count),
-        time_cell(row.transfer_ns_median),
-        time_cell(row.wait_ns_median),
-        Cell("unknown" if busbw is None else gigabytes_per_second(busbw), number=True),
+        Cell("unknown" if bytes_ is None else format_size(bytes_), number=True),
+        build_count_cell(row.count),
+        build_time_cell(row.transfer_ns_median),
+        build_time_cell(row.wait_ns_median),
+        Cell("unknown" if busbw is None else format_gigabytes_per_second(busbw), number=True),
     ]
 
 
-def _members(row: CollectiveRow, group: GroupRow | None) -> str:
+def _format_members(row: CollectiveRow, group: GroupRow | None) -> str:
     if group is None:
         return "unknown"
     ranks = ", ".join(str(rank) for rank in group.ranks[:8])
@@ -272,28 +288,33 @@ def _members(row: CollectiveRow, group: GroupRow | None) -> str:
 PARTS, STEPS = 6, 8
 
 
-def path(view: View) -> list[html.Section]:
+def build_critical_path(view: View) -> list[html.Section]:
     """The critical path of the average step, and one sentence per slow step."""
     report = view.report
-    shown = [*_path(report), *_slow_steps(view)]
-    return [section("Critical path", _note(report), *shown)] if shown else []
+    shown = [*_build_path(report), *_build_slow_steps(view)]
+    return [build_section("Critical path", _format_last_rank(report), *shown)] if shown else []
 
 
-def _path(report: Report) -> list[Component]:
+def _build_path(report: Report) -> list[Component]:
     """Empty for a single rank: its critical path equals its split."""
-    shares = path_shares(report) if len(report.run.ranks) > 1 else ()
+    shares = compute_path_shares(report) if len(report.run.ranks) > 1 else ()
     if not shares:
         return []
     largest = sorted(shares, key=lambda one: -one.ns)[:PARTS]
     rows = [
-        [Cell(one.label), Cell(one.whose), share_cell(one.share), time_cell(one.ns)]
+        [
+            Cell(one.label),
+            Cell(one.ranks_text),
+            build_share_cell(one.share),
+            build_time_cell(one.ns),
+        ]
         for one in largest
     ]
     heads = ("bucket", "mostly on", "share of path", "per step")
-    return [graph("critical-path", critical_path(report)), table(heads, rows)]
+    return [build_graph("critical-path", draw_critical_path(report)), build_table(heads, rows)]
 
 
-def _note(report: Report) -> str:
+def _format_last_rank(report: Report) -> str:
     """The rank that finishes the step last most often."""
     last = Counter(one.last_rank for one in report.path_steps)
     if not last or len(report.run.ranks) < 2:
@@ -302,76 +323,76 @@ def _note(report: Report) -> str:
     return f"rank {rank} finishes last in {often:,} of {last.total():,} steps"
 
 
-def _slow_steps(view: View) -> list[Component]:
+def _build_slow_steps(view: View) -> list[Component]:
     report = view.report
     if not report.slow_steps:
         return []
     worst = sorted(report.slow_steps, key=lambda one: -one.excess_ns)[:STEPS]
-    left = len(report.slow_steps) - len(worst)
-    items = [_sentence(one, view.run_id) for one in worst]
-    items += [html.Li(f"{left:,} more are in report.json")] if left else []
-    head = [html.H3("Slow steps"), html.Span(_usual(report), className="note")]
+    n_hidden = len(report.slow_steps) - len(worst)
+    items = [_build_slow_step(one, view.run_id) for one in worst]
+    items += [html.Li(f"{n_hidden:,} more are in report.json")] if n_hidden else []
+    head = [html.H3("Slow steps"), html.Span(_format_typical_step(report), className="note")]
     return [html.Div([*head, html.Ul(items)], className="slow-steps")]
 
 
-def _usual(report: Report) -> str:
+def _format_typical_step(report: Report) -> str:
     """The median step time, each step measured on its slowest rank."""
     run = next((one for one in report.step_times if one.rank is None), None)
     if run is None:
         return ""
-    return f"median step on its slowest rank: {milliseconds(run.median_ns)} ({run.steps:,} steps)"
+    return f"median step on its slowest rank: {format_milliseconds(run.median_ns)} ({run.steps:,} steps)"
 
 
-def _sentence(one: SlowStep, run_id: str) -> html.Li:
-    where = page_url(run_id, "timeline", step=one.step, rank=one.rank)
-    link = led(f"step {one.step}", where if run_id else None)
-    cause = f"rank {one.rank} {one.bucket} +{milliseconds(one.excess_in_bucket_ns)}"
-    took = f"{milliseconds(one.step_ns)} (+{milliseconds(one.excess_ns)} over the median)"
+def _build_slow_step(slow: SlowStep, run_id: str) -> html.Li:
+    where = build_page_url(run_id, "timeline", step=slow.step, rank=slow.rank)
+    link = build_link(f"step {slow.step}", where if run_id else None)
+    cause = f"rank {slow.rank} {slow.bucket} +{format_milliseconds(slow.excess_in_bucket_ns)}"
+    took = f"{format_milliseconds(slow.step_ns)} (+{format_milliseconds(slow.excess_ns)} over the median)"
     return html.Li([link, f" took {took}, mainly {cause}"])
 
 
 # Measurement coverage: which waits are measured and which are estimates.
 
-RUNS = 12
+MAX_RANGES = 12
 
 _WAITS = {"measured": "measured", "partly": "partly estimated", "estimated": "estimated"}
 
 
-def holds(report: Report) -> list[html.Section]:
+def build_coverage(report: Report) -> list[html.Section]:
     """How completely waits are measured on each axis; empty if all of them are."""
-    missing = _missing(report)
+    missing = _format_missing_ranks(report)
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
     parts: list[html.P | html.Table] = [html.P(missing)] if missing else []
     if report.coverage:
         heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
-        parts.append(table(heads, [_row(one) for one in report.coverage]))
+        parts.append(build_table(heads, [_build_coverage_row(one) for one in report.coverage]))
     note = "compute, copy, idle and the step time are measured even if ranks are missing"
-    return [section("Coverage", note, *parts)]
+    return [build_section("Coverage", note, *parts)]
 
 
-def _row(one: Coverage) -> list[Cell]:
+def _build_coverage_row(coverage: Coverage) -> list[Cell]:
     return [
-        Cell(one.axis or "other"),
-        Cell(_WAITS[one.holds]),
-        count_cell(one.groups),
-        count_cell(one.whole),
-        count_cell(one.alone),
-        count_cell(one.calls),
-        count_cell(one.unmatched),
+        Cell(coverage.axis or "other"),
+        Cell(_WAITS[coverage.holds]),
+        build_count_cell(coverage.groups),
+        build_count_cell(coverage.whole),
+        build_count_cell(coverage.alone),
+        build_count_cell(coverage.calls),
+        build_count_cell(coverage.unmatched),
     ]
 
 
-def _missing(report: Report) -> str:
+def _format_missing_ranks(report: Report) -> str:
     """A sentence on the ranks that were not recorded; "" if all were."""
     run = report.run
     absent = sorted(set(range(run.world_size)) - set(run.ranks))
     if not absent:
         return ""
-    return f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {_listed(absent)}."
+    return f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {_format_rank_ranges(absent)}."
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _format_rank_ranges(ranks: Sequence[int]) -> str:
     """The ranks as text, with consecutive ones joined to ranges."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -380,11 +401,11 @@ def _listed(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     named = ", ".join(
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else _each(run) for run in runs[:RUNS]
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else _join_ranks(run) for run in runs[:MAX_RANGES]
     )
-    left = sum(len(run) for run in runs[RUNS:])
+    left = sum(len(run) for run in runs[MAX_RANGES:])
     return f"{named} and {left:,} more" if left else named
 
 
-def _each(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)

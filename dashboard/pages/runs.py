@@ -10,8 +10,8 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.units import milliseconds, percent
-from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
+from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
     COLLECTIVE,
@@ -22,39 +22,39 @@ from stepsplit.dashboard.pages.components import (
     Cell,
     Content,
     View,
-    aria,
-    entry,
-    led,
-    legend,
-    nothing,
-    page_url,
-    progress_bar,
-    search_of,
-    share_bar,
-    state_pill,
-    table,
-    verdict_pill,
+    build_aria_label,
+    build_check_pill,
+    build_empty_card,
+    build_legend,
+    build_link,
+    build_page_url,
+    build_progress_bar,
+    build_share_bar,
+    build_state_pill,
+    build_table,
+    build_text_field,
+    format_query,
 )
-from stepsplit.dashboard.pages.compute import compute, idle, memory_page
-from stepsplit.dashboard.pages.model import model_page
-from stepsplit.dashboard.pages.overview import overview
-from stepsplit.dashboard.pages.timeline import timeline_page
+from stepsplit.dashboard.pages.compute import build_compute, build_idle, build_memory_page
+from stepsplit.dashboard.pages.model import build_model_page
+from stepsplit.dashboard.pages.overview import build_overview
+from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.runs import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
 
-LISTED = 100
+MAX_LISTED = 100
 
-_ORDER = (
+_COLUMN_ORDER = (
     "name", "added", "verdict",
     "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
 )  # fmt: skip
 
-_OF_ALL = 3
+_COMMON_COLUMNS = 3
 """Columns that are shown for runs without metrics too."""
 
 
-def upload_zone() -> html.Section:
+def build_upload_zone() -> html.Section:
     """The zone where files are dropped; assets/upload.js handles the upload."""
     return html.Section(
         [
@@ -78,57 +78,62 @@ def upload_zone() -> html.Section:
     )
 
 
-def runs_page(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
+def build_runs_page(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
     """The list of runs that match the URL, newest first by default."""
     if not runs:
         hint = "No runs yet. Drop a recording above, or create one with stepsplit demo."
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
-    found = matching(runs, chosen.text("q"))
-    ordered = in_order(found, chosen.text("sort") or NEWEST)
-    rows = [_row(run) for run in ordered[:LISTED]]
-    left = len(ordered) - len(rows)
-    note = f"{left:,} more runs: search or sort to see them" if left else ""
-    body: Component = html.Div(table(_heads(chosen), rows), className="card scroll")
+    matches = filter_runs(runs, chosen.find_text("q"))
+    ordered = sort_runs(matches, chosen.find_text("sort") or NEWEST)
+    rows = [_build_row(run) for run in ordered[:MAX_LISTED]]
+    n_hidden = len(ordered) - len(rows)
+    note = f"{n_hidden:,} more runs: search or sort to see them" if n_hidden else ""
+    body: Component = html.Div(
+        build_table(_build_table_head(chosen), rows), className="card scroll"
+    )
     if not rows:
         body = html.P("No run matches this search.", className="card empty")
-    return html.Div([_head(chosen), body, html.P(note, className="note")])
+    return html.Div([_build_heading(chosen), body, html.P(note, className="note")])
 
 
-def _head(chosen: AddressQuery) -> html.Div:
-    search = entry("q", chosen.text("q") or "", "search names, tags, meshes")
+def _build_heading(chosen: AddressQuery) -> html.Div:
+    search = build_text_field("q", chosen.find_text("q") or "", "search names, tags, meshes")
     compare = html.A("compare selected", href="/compare", id="compare-link", className="off")
-    return html.Div([html.H1("Runs"), search, compare, legend()], className="heading")
+    return html.Div([html.H1("Runs"), search, compare, build_legend()], className="heading")
 
 
-def _heads(chosen: AddressQuery) -> list[Content]:
+def _build_table_head(chosen: AddressQuery) -> list[Content]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
-    now = chosen.text("sort") or NEWEST
+    current = chosen.find_text("sort") or NEWEST
     return [
         html.Span("compare", className="unseen"),
-        *(_sorter(name, now, chosen) if name else "time split" for name in _ORDER),
+        *(
+            _build_sort_link(name, current, chosen) if name else "time split"
+            for name in _COLUMN_ORDER
+        ),
     ]
 
 
-def _sorter(name: str, now: str, chosen: AddressQuery) -> Content:
-    mark = {name: " ▲", f"-{name}": " ▼"}.get(now, "")
-    then = f"-{name}" if now == name else name
-    if now.removeprefix("-") != name and name not in ("name", "mesh"):
-        then = f"-{name}"
-    where = "/" + search_of({"q": chosen.text("q"), "sort": then})
-    return led(COLUMNS[name].head + mark, where)
+def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> Content:
+    mark = {name: " ▲", f"-{name}": " ▼"}.get(current, "")
+    next_sort = f"-{name}" if current == name else name
+    if current.removeprefix("-") != name and name not in ("name", "mesh"):
+        next_sort = f"-{name}"
+    where = "/" + format_query({"q": chosen.find_text("q"), "sort": next_sort})
+    return build_link(COLUMNS[name].head + mark, where)
 
 
-def _row(run: RunRow) -> list[Cell]:
+def _build_row(run: RunRow) -> list[Cell]:
     tags = [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
-    name = dcc.Link(run.name, href=page_url(run.id), className="run-link")
-    added = html.Span(_when(run), className="when")
-    known = [Cell(html.Div([name, *tags])), Cell(added), Cell(verdict_pill(run))]
-    return [Cell(_pick(run)), *known, *_numbers(run)]
+    name = dcc.Link(run.name, href=build_page_url(run.id), className="run-link")
+    added = html.Span(_format_upload_time(run), className="when")
+    known = [Cell(html.Div([name, *tags])), Cell(added), Cell(build_check_pill(run))]
+    return [Cell(_build_pick_box(run)), *known, *_build_number_cells(run)]
 
 
-def _pick(run: RunRow) -> Content:
+def _build_pick_box(run: RunRow) -> Content:
     """The checkbox that selects a run for comparison; assets/choose.js handles clicks."""
-    if run.headline is None or run.headline.middle is None:
+    if run.headline is None or run.headline.median_step is None:
         return ""
     attributes: Any = {
         "data-pick": run.id,
@@ -136,35 +141,35 @@ def _pick(run: RunRow) -> Content:
         "aria-checked": "false",
     }
     return html.Button("", type="button", className="pick", role="checkbox",
-                       **attributes, **aria(f"compare {run.name}"))  # fmt: skip
+                       **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
 
 
-def _numbers(run: RunRow) -> list[Cell]:
+def _build_number_cells(run: RunRow) -> list[Cell]:
     numbers = run.headline
-    if numbers is None or numbers.middle is None:
-        return [Cell(_standing(run), columns=len(_ORDER) - _OF_ALL)]
-    middle = numbers.middle
-    shares = (middle.share(*COMPUTE), middle.share(*COLLECTIVE), middle.share(*BUBBLE))
+    if numbers is None or numbers.median_step is None:
+        return [Cell(_build_state(run), columns=len(_COLUMN_ORDER) - _COMMON_COLUMNS)]
+    middle = numbers.median_step
+    shares = (middle.sum_share(*COMPUTE), middle.sum_share(*COLLECTIVE), middle.sum_share(*BUBBLE))
     return [
         Cell(f"{numbers.world_size:,}", number=True),
         Cell(numbers.mesh or "unknown"),
-        Cell(milliseconds(middle.step_ns), number=True),
-        Cell(share_bar(middle.shares)),
-        *(Cell(percent(share), number=True) for share in shares),
-        Cell("" if numbers.mfu is None else percent(numbers.mfu), number=True),
+        Cell(format_milliseconds(middle.step_ns), number=True),
+        Cell(build_share_bar(middle.shares)),
+        *(Cell(format_percent(share), number=True) for share in shares),
+        Cell("" if numbers.mfu is None else format_percent(numbers.mfu), number=True),
     ]
 
 
-def _standing(run: RunRow) -> html.Div:
+def _build_state(run: RunRow) -> html.Div:
     """Progress of a run without metrics, or the reason why it has none."""
-    parts: list[Content] = [state_pill(run), " "]
+    parts: list[Content] = [build_state_pill(run), " "]
     if run.state == "running" and run.progress is not None:
-        parts += [progress_bar(run.progress), " ", run.progress_note or ""]
+        parts += [build_progress_bar(run.progress), " ", run.progress_note or ""]
     message = "no steps found" if run.headline is not None else run.error or ""
     return html.Div([*parts, html.Span(message, className="message")])
 
 
-def _when(run: RunRow) -> str:
+def _format_upload_time(run: RunRow) -> str:
     moment = datetime.fromtimestamp(run.created_unix_ns // 10**9, UTC)
     return f"{moment:%Y-%m-%d %H:%M} UTC"
 
@@ -184,13 +189,13 @@ class Column:
     key: Key
 
 
-def _middle(run: RunRow, *buckets: str) -> float | None:
-    middle = run.headline.middle if run.headline else None
-    return None if middle is None else middle.share(*buckets)
+def _compute_share(run: RunRow, *buckets: str) -> float | None:
+    middle = run.headline.median_step if run.headline else None
+    return None if middle is None else middle.sum_share(*buckets)
 
 
-def _step_ns(run: RunRow) -> float | None:
-    middle = run.headline.middle if run.headline else None
+def _read_step_ns(run: RunRow) -> float | None:
+    middle = run.headline.median_step if run.headline else None
     return None if middle is None else middle.step_ns
 
 
@@ -200,22 +205,22 @@ COLUMNS = {
     "verdict": Column("verdict", lambda run: run.verdict.answer if run.verdict else None),
     "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
     "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
-    "step": Column("step", _step_ns),
-    "compute": Column("compute", lambda run: _middle(run, *COMPUTE)),
-    "collective": Column("collective", lambda run: _middle(run, *COLLECTIVE)),
-    "bubble": Column("bubble", lambda run: _middle(run, *BUBBLE)),
+    "step": Column("step", _read_step_ns),
+    "compute": Column("compute", lambda run: _compute_share(run, *COMPUTE)),
+    "collective": Column("collective", lambda run: _compute_share(run, *COLLECTIVE)),
+    "bubble": Column("bubble", lambda run: _compute_share(run, *BUBBLE)),
     "mfu": Column("MFU", lambda run: run.headline.mfu if run.headline else None),
 }
 
 
-def matching(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
+def filter_runs(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
     """Runs that contain all words of the search in name, tags, mesh, backend, state, id or
     check result."""
     words = (asked or "").lower().split()
-    return [run for run in runs if all(word in _text(run) for word in words)]
+    return [run for run in runs if all(word in _collect_search_text(run) for word in words)]
 
 
-def _text(run: RunRow) -> str:
+def _collect_search_text(run: RunRow) -> str:
     numbers = run.headline
     known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
     known += [run.verdict.answer] if run.verdict else []
@@ -223,7 +228,7 @@ def _text(run: RunRow) -> str:
     return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
 
 
-def in_order(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
+def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
     """Runs sorted by a column, descending with a leading minus; runs without a value last."""
     column = COLUMNS.get(sort.removeprefix("-"), COLUMNS["added"])
     keyed = [(column.key(run), run) for run in runs]
@@ -244,63 +249,68 @@ _WAITING = {
 }
 
 
-def run_page(view: View, address: Address) -> html.Div:
+def build_run_page(view: View, address: Address) -> html.Div:
     """The page of a finished run that the URL selects."""
     report = f"/api/v1/runs/{view.run_id}/report.json"
-    more = [html.A("report.json", href=report), html.A("download as HTML", href=_still(view))]
+    more = [
+        html.A("report.json", href=report),
+        html.A("download as HTML", href=_build_export_url(view)),
+    ]
     links = html.Span(more, className="heading-links")
     head = html.Div([html.H1(view.name), links], className="heading")
-    return html.Div([head, _tabs(view.run_id, address.page), *_content(view, address)])
+    return html.Div([head, _build_tabs(view.run_id, address.page), *_build_content(view, address)])
 
 
-def _still(view: View) -> str:
+def _build_export_url(view: View) -> str:
     return f"/api/v1/runs/{view.run_id}/report.html"
 
 
-def _tabs(run_id: str, page: str) -> html.Nav:
+def _build_tabs(run_id: str, page: str) -> html.Nav:
     links = [
         dcc.Link(
-            name.capitalize(), href=page_url(run_id, name), className="on" if name == page else ""
+            name.capitalize(),
+            href=build_page_url(run_id, name),
+            className="on" if name == page else "",
         )
         for name in RUN_PAGES
     ]
-    return html.Nav(links, className="tabs", **aria("pages of this run"))
+    return html.Nav(links, className="tabs", **build_aria_label("pages of this run"))
 
 
-def _content(view: View, address: Address) -> list[Component]:
+def _build_content(view: View, address: Address) -> list[Component]:
     match address.page:
         case "timeline":
-            return timeline_page(view)
+            return build_timeline_page(view)
         case "pipeline":
-            return pipeline_page(view, address.chosen)
+            return build_pipeline_page(view, address.chosen)
         case "collectives":
-            return collectives_page(view)
+            return build_collectives_page(view)
         case "compute":
-            return compute_page(view)
+            return build_compute_page(view)
         case "memory":
-            return memory_page(view)
+            return build_memory_page(view)
         case "model":
-            return model_page(view, address.chosen)
-    return overview(view)
+            return build_model_page(view, address.chosen)
+    return build_overview(view)
 
 
-def compute_page(view: View) -> list[Component]:
+def build_compute_page(view: View) -> list[Component]:
     """The compute page: kernel families, contention, slow kernels and idle time."""
-    shown: list[Component] = [*compute(view.report), *idle(view.report)]
-    return shown or [nothing("No compute", "The recording has no kernels and no ops.")]
+    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
+    return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
 
 
-def waiting_page(run: RunRow) -> html.Div:
+def build_waiting_page(run: RunRow) -> html.Div:
     """The page of a run without a report: not analyzed yet, or failed with an error."""
-    head = html.Div([html.H1(run.name), state_pill(run)], className="heading")
+    head = html.Div([html.H1(run.name), build_state_pill(run)], className="heading")
     message = run.error if run.state == "failed" else _WAITING.get(run.state, "")
     parts: list[str | Component] = [message or ""]
     if run.state == "running" and run.progress is not None:
-        parts += [html.Br(), progress_bar(run.progress), f" {run.progress_note or ''}"]
+        parts += [html.Br(), build_progress_bar(run.progress), f" {run.progress_note or ''}"]
     return html.Div([head, html.P(parts, className=f"card status {run.state}")])
 
 
-def missing_page(message: str = "Page or run not found") -> html.Div:
+def build_missing_page(message: str = "Page or run not found") -> html.Div:
     """The page for an unknown URL."""
     back = dcc.Link("list of runs", href="/")
     return html.Div([html.H1(message), html.P(["See the ", back, "."])])

@@ -17,26 +17,26 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
-from stepsplit.dashboard.figures.theme import LOOKS
-from stepsplit.dashboard.pages.components import View, legend, nothing, section
+from stepsplit.dashboard.figures.theme import BUCKET_STYLES
+from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
 PERFETTO = "https://ui.perfetto.dev"
 
 
-def timeline_page(view: View) -> list[Component]:
+def build_timeline_page(view: View) -> list[Component]:
     """The timeline page; assets/timeline.js draws into its element."""
     if view.tables is None or not len(view.tables.segments.rank):
         return [
-            nothing(
+            build_empty_card(
                 "No timeline", "The tables of this run were deleted: upload the recording again."
             )
         ]
-    own: Any = {"data-run": view.run_id, "data-perfetto": PERFETTO} if view.run_id else {}
-    place = html.Div(id="timeline-view", className="timeline", **own)
+    attributes: Any = {"data-run": view.run_id, "data-perfetto": PERFETTO} if view.run_id else {}
+    place = html.Div(id="timeline-view", className="timeline", **attributes)
     note = "hatched: waiting; click a wait to see the rank it waits for"
-    return [section("Timeline", note, legend(), place)]
+    return [build_section("Timeline", note, build_legend(), place)]
 
 
 # The timeline as JSON for assets/timeline.js.
@@ -47,12 +47,12 @@ SHAPES, MOST_SLOTS = 40_000, 2_500
 """Limits of the timeline in an exported HTML file: shapes in all, and slots per line."""
 
 
-def index_json(scene: TimelineView) -> dict[str, Any]:
+def build_index_json(scene: TimelineView) -> dict[str, Any]:
     """Steps, ranks and bucket colors of the run."""
     return {
         "buckets": [
             {"name": look.bucket, "color": look.color, "dark": look.dark, "hatched": look.hatched}
-            for look in LOOKS
+            for look in BUCKET_STYLES
         ],
         "steps": [
             {"step": one.step, "kind": one.kind, "from": one.start_ns, "to": one.end_ns}
@@ -62,7 +62,7 @@ def index_json(scene: TimelineView) -> dict[str, Any]:
     }
 
 
-def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
+def build_window_json(lines: Sequence[WindowRow]) -> dict[str, Any]:
     """The rows to draw; names are indices into one list, -1 for a shape of many slices."""
     places: dict[str, int] = {}
     rows = [
@@ -74,7 +74,7 @@ def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
             "dur": one.drawn.dur_ns,
             "bucket": one.drawn.bucket,
             "cover": one.drawn.cover,
-            "name": _places(places, one),
+            "name": _index_names(places, one),
             "owner": one.owner,
         }
         for one in lines
@@ -82,36 +82,36 @@ def window_json(lines: Sequence[Shown]) -> dict[str, Any]:
     return {"rows": rows, "names": list(places)}
 
 
-def _places(places: dict[str, int], one: Shown) -> Int64:
+def _index_names(places: dict[str, int], one: WindowRow) -> Int64:
     """Indices of the shapes' names in the list of all names, which grows as needed."""
     used, code = np.unique(one.name, return_inverse=True)
     here = [places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()]
     return np.array(here, dtype=np.int64)[code]
 
 
-def still_json(report: Report, tables: Tables) -> dict[str, Any]:
+def export_json(report: Report, tables: Tables) -> dict[str, Any]:
     """Timeline data of an exported HTML file: bands of the middle full step for up to RANKS ranks,
     with lanes if there are at most FEW_RANKS ranks."""
     scene = TimelineView(report, tables)
     full = [one for one in scene.steps if one.kind == "full"] or list(scene.steps)
     step = full[len(full) // 2]
-    index = index_json(scene)
+    index = build_index_json(scene)
     index["steps"] = [one for one in index["steps"] if one["step"] == step.step]
     index["ranks"] = index["ranks"][:RANKS]
     ranks = [one["rank"] for one in index["ranks"]]
     slots = min(MOST_SLOTS, SHAPES // len(ranks))
     opened = ranks if len(ranks) <= FEW_RANKS else []
-    lines = scene.window(step.start_ns, step.end_ns, slots, ranks, opened)
-    return {"index": index, "window": window_json(lines)}
+    lines = scene.read_window(step.start_ns, step.end_ns, slots, ranks, opened)
+    return {"index": index, "window": build_window_json(lines)}
 
 
 # The timeline of a run: its ranks and steps, and any time window of it.
 
-_RANKS_KEPT = 64
+_CACHED_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class StepSpan:
+class StepWindow:
     """A step from its first start to its last end over all ranks, in the report's ns."""
 
     step: int
@@ -121,7 +121,7 @@ class StepSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class RankLabel:
+class RankLocation:
     """A rank with its host and pipeline stage; None if unknown."""
 
     rank: int
@@ -130,7 +130,7 @@ class RankLabel:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class WindowRow:
     """A row of one rank within a window.
 
     name and owner have one entry per shape: name indexes names, -1 for a shape of many slices;
@@ -140,7 +140,7 @@ class Shown:
     rank: int
     lane: str
     depth: int
-    drawn: Drawn
+    drawn: DrawnShapes
     name: Int64
     owner: Int64
     names: tuple[str, ...]
@@ -151,45 +151,45 @@ class TimelineView:
 
     def __init__(self, report: Report, tables: Tables) -> None:
         self._tables = tables
-        self.steps = steps_of(report)
-        self.ranks = labels_of(report, tables)
-        self._band = lru_cache(_RANKS_KEPT * 4)(
-            lambda rank: band_of(rank, tables.segments, tables.waits)
+        self.steps = list_steps(report)
+        self.ranks = list_rank_locations(report, tables)
+        self._band = lru_cache(_CACHED_RANKS * 4)(
+            lambda rank: build_band(rank, tables.segments, tables.waits)
         )
-        self._lanes = lru_cache(_RANKS_KEPT)(self._read_lanes)
+        self._lanes = lru_cache(_CACHED_RANKS)(self._read_lanes)
 
-    def window(
+    def read_window(
         self, from_ns: int, to_ns: int, slots: int, ranks: Sequence[int], opened: Sequence[int]
-    ) -> tuple[Shown, ...]:
+    ) -> tuple[WindowRow, ...]:
         """The bands of the ranks, and the lanes of the opened ones, within the window."""
         lines = [
             (rank, line)
             for rank in ranks
             for line in (self._band(rank), *(self._lanes(rank) if rank in opened else ()))
         ]
-        return tuple(_shown(rank, line, from_ns, to_ns, slots) for rank, line in lines)
+        return tuple(_cut_to_window(rank, line, from_ns, to_ns, slots) for rank, line in lines)
 
     def _read_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
         slices = self._tables.slices
-        return lanes_of(slices[rank]) if rank in slices else ()
+        return build_lanes(slices[rank]) if rank in slices else ()
 
 
-def steps_of(report: Report) -> tuple[StepSpan, ...]:
+def list_steps(report: Report) -> tuple[StepWindow, ...]:
     """Steps over all ranks, in order."""
-    spans: dict[int, list[StepSpan]] = {}
+    spans: dict[int, list[StepWindow]] = {}
     for row in report.steps:
-        own = StepSpan(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
+        own = StepWindow(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
         spans.setdefault(row.step, []).append(own)
-    return tuple(_together(own) for _, own in sorted(spans.items()))
+    return tuple(_merge_ranks(own) for _, own in sorted(spans.items()))
 
 
-def _together(spans: Sequence[StepSpan]) -> StepSpan:
+def _merge_ranks(spans: Sequence[StepWindow]) -> StepWindow:
     kind = next((one.kind for one in spans if one.kind != "full"), "full")
     start, end = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
-    return StepSpan(spans[0].step, kind, start, end)
+    return StepWindow(spans[0].step, kind, start, end)
 
 
-def labels_of(report: Report, tables: Tables) -> tuple[RankLabel, ...]:
+def list_rank_locations(report: Report, tables: Tables) -> tuple[RankLocation, ...]:
     """The recorded ranks with their host and pipeline stage."""
     hosts = {rank: one.host for one in report.run.hosts for rank in one.ranks}
     boxes = tables.boxes
@@ -197,26 +197,26 @@ def labels_of(report: Report, tables: Tables) -> tuple[RankLabel, ...]:
     for rank, stage in np.unique(np.column_stack((boxes.rank, boxes.stage)), axis=0).tolist():
         stages[rank].append(stage)
     return tuple(
-        RankLabel(rank, _known(hosts.get(rank)), _only(stages.get(rank, [])))
+        RankLocation(rank, _drop_unknown(hosts.get(rank)), _take_single(stages.get(rank, [])))
         for rank in report.run.ranks
     )
 
 
-def _known(host: str | None) -> str | None:
+def _drop_unknown(host: str | None) -> str | None:
     return None if host in (None, "unknown") else host
 
 
-def _only(stages: Sequence[int]) -> int | None:
+def _take_single(stages: Sequence[int]) -> int | None:
     return stages[0] if len(stages) == 1 else None
 
 
-def _shown(rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int) -> Shown:
-    drawn = line.track.drawn(from_ns, to_ns, slots)
-    name, owner = (_of_rows(column, drawn.row) for column in (line.name, line.owner))
-    return Shown(rank, line.lane, line.depth, drawn, name, owner, line.names)
+def _cut_to_window(rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int) -> WindowRow:
+    drawn = line.track.draw(from_ns, to_ns, slots)
+    name, owner = (_select_rows(column, drawn.row) for column in (line.name, line.owner))
+    return WindowRow(rank, line.lane, line.depth, drawn, name, owner, line.names)
 
 
-def _of_rows(column: Int32, rows: Int64) -> Int64:
+def _select_rows(column: Int32, rows: Int64) -> Int64:
     """Values of the column in these rows, -1 for row -1."""
     values = np.full(len(rows), -1, dtype=np.int64)
     known = rows >= 0
@@ -244,29 +244,29 @@ class TimelineRow:
     names: tuple[str, ...]
 
 
-def band_of(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
+def build_band(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
     """The band of a rank's buckets; waits are named by their op and axis."""
     low, high = np.searchsorted(segments.rank, (rank, rank + 1)).tolist()
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
     track = TimelineTrack(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
-    name, owner, names = _waited(rank, track.start_ns, waits)
+    name, owner, names = _match_waits(rank, track.start_ns, waits)
     return TimelineRow(BAND, 0, track, name, owner, names)
 
 
-def lanes_of(slices: Slices) -> tuple[TimelineRow, ...]:
+def build_lanes(slices: Slices) -> tuple[TimelineRow, ...]:
     """One row per lane and depth, the lane with the most compute first."""
     place = slices.lane.astype(np.int64) * 256 + slices.depth
     first = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
     edges = zip(first, [*first[1:], len(place)], strict=True)
-    lines = [_line(slices, slice(low, high)) for low, high in edges]
+    lines = [_build_row(slices, slice(low, high)) for low, high in edges]
     busy: dict[str, int] = defaultdict(int)
     for line in lines:
         busy[line.lane] += int(line.track.dur_ns[line.track.bucket == _COMPUTE].sum())
     return tuple(sorted(lines, key=lambda line: (-busy[line.lane], line.lane, line.depth)))
 
 
-def _line(slices: Slices, rows: slice) -> TimelineRow:
+def _build_row(slices: Slices, rows: slice) -> TimelineRow:
     return TimelineRow(
         lane=slices.lanes[int(slices.lane[rows.start])],
         depth=int(slices.depth[rows.start]),
@@ -277,7 +277,7 @@ def _line(slices: Slices, rows: slice) -> TimelineRow:
     )
 
 
-def _waited(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
+def _match_waits(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
     """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
     low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
     own = slice(low, high)
@@ -304,7 +304,7 @@ _NOISE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnShapes:
     """Shapes to draw for a track, as columns of equal length; shapes of many slices come first.
 
     bucket indexes buckets.BUCKETS; cover is the filled fraction, 0 to 255; row indexes the track,
@@ -326,28 +326,28 @@ class TimelineTrack:
     dur_ns: Int64
     bucket: UInt8
 
-    def drawn(self, from_ns: int, to_ns: int, slots: int) -> Drawn:
+    def draw(self, from_ns: int, to_ns: int, slots: int) -> DrawnShapes:
         """Slices within the window; if there are more than slots, those shorter than a slot are
         merged into slots."""
         low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
         high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
         if high - low <= slots:
-            return self._exactly(np.arange(low, high))
+            return self._draw_exactly(np.arange(low, high))
         edges = np.linspace(from_ns, to_ns, slots + 1).astype(np.int64)
         long = self.dur_ns[low:high] * slots >= to_ns - from_ns
-        exact = self._exactly(low + np.flatnonzero(long))
-        return _joined(self._together(edges, exact), exact)
+        exact = self._draw_exactly(low + np.flatnonzero(long))
+        return _concatenate(self._draw_slots(edges, exact), exact)
 
-    def _exactly(self, rows: Int64) -> Drawn:
+    def _draw_exactly(self, rows: Int64) -> DrawnShapes:
         whole = np.full(len(rows), _FULL, dtype=np.uint8)
         columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
-        return Drawn(*columns, whole, rows)
+        return DrawnShapes(*columns, whole, rows)
 
-    def _together(self, edges: Int64, drawn: Drawn) -> Drawn:
+    def _draw_slots(self, edges: Int64, drawn: DrawnShapes) -> DrawnShapes:
         """The dominant bucket of each slot among slices that are not drawn exactly; neighboring
         slots with equal bucket and cover become one shape."""
         apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
-        busy = self._busy(edges) - apart._busy(edges)
+        busy = self._compute_busy_ns(edges) - apart._compute_busy_ns(edges)
         cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
         winner = busy.argmax(axis=0).astype(np.uint8)
         key = np.where(cover > 0, winner + cover, -1)
@@ -355,7 +355,7 @@ class TimelineTrack:
         last = np.append(first[1:], len(key))
         shown = key[first] >= 0
         first, last = first[shown], last[shown]
-        return Drawn(
+        return DrawnShapes(
             start_ns=edges[first],
             dur_ns=edges[last] - edges[first],
             bucket=winner[first],
@@ -363,7 +363,7 @@ class TimelineTrack:
             row=np.full(len(first), -1, dtype=np.int64),
         )
 
-    def _busy(self, edges: Int64) -> Float64:
+    def _compute_busy_ns(self, edges: Int64) -> Float64:
         """Time in ns per bucket (rows) and slot between the edges (columns)."""
         busy = np.zeros((len(BUCKETS), len(edges) - 1))
         for bucket, (times, so_far) in self._sums:
@@ -386,6 +386,6 @@ class TimelineTrack:
         return times.ravel(), np.column_stack((so_far[:-1], so_far[1:])).ravel()
 
 
-def _joined(one: Drawn, other: Drawn) -> Drawn:
-    both = ((getattr(one, each.name), getattr(other, each.name)) for each in fields(Drawn))
-    return Drawn(*(np.concatenate(pair) for pair in both))
+def _concatenate(first: DrawnShapes, second: DrawnShapes) -> DrawnShapes:
+    both = ((getattr(first, each.name), getattr(second, each.name)) for each in fields(DrawnShapes))
+    return DrawnShapes(*(np.concatenate(pair) for pair in both))

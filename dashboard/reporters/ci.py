@@ -9,54 +9,57 @@ from xml.etree import ElementTree as xml
 
 import msgspec
 
-from stepsplit.analyzer.regression.checks import Judged, Verdict
-from stepsplit.analyzer.regression.metrics import Unit, meaning_of
-from stepsplit.dashboard.reporters.verdict import markdown, one_line
+from stepsplit.analyzer.regression.checks import CheckedMetric, CheckResult
+from stepsplit.analyzer.regression.metrics import Unit, require_metric
+from stepsplit.dashboard.reporters.verdict import format_line, format_markdown
 
 # GitHub Actions: annotations and the job summary, within the limits of GitHub.
 
 SUMMARY_BYTES = 1 << 20
 """GitHub rejects a larger summary of a step."""
 
-MOST = 10
+MAX_ANNOTATIONS = 10
 """Maximum number of errors, and of warnings, per step; GitHub silently drops the rest."""
 
 
-def workflow_commands(verdict: Verdict) -> list[str]:
+def format_annotations(verdict: CheckResult) -> list[str]:
     """Annotation lines to print.
 
     One error per regressed metric, one per cause, one warning per inconclusive metric.
     """
-    errors = [_command("error", title, text) for title, text in _errors(verdict)]
-    unsure = [one for one in verdict.gated if one.answer == "inconclusive"]
-    warnings = [_command("warning", "stepsplit: inconclusive", one_line(one)) for one in unsure]
-    warnings += [_command("warning", "stepsplit", text) for text in verdict.warnings]
-    return [*errors[:MOST], *warnings[:MOST]]
+    errors = [_format_command("error", title, text) for title, text in _list_errors(verdict)]
+    inconclusive = [one for one in verdict.gated if one.answer == "inconclusive"]
+    warnings = [
+        _format_command("warning", "stepsplit: inconclusive", format_line(one))
+        for one in inconclusive
+    ]
+    warnings += [_format_command("warning", "stepsplit", text) for text in verdict.warnings]
+    return [*errors[:MAX_ANNOTATIONS], *warnings[:MAX_ANNOTATIONS]]
 
 
-def summary(verdict: Verdict, held_bytes: int = 0) -> str:
+def format_summary(verdict: CheckResult, existing_bytes: int = 0) -> str:
     """The markdown to append to a step summary, whose present size is given."""
-    return markdown(verdict, SUMMARY_BYTES - held_bytes)
+    return format_markdown(verdict, SUMMARY_BYTES - existing_bytes)
 
 
-def _errors(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    for one in verdict.gated:
-        if one.answer == "regressed":
-            yield "stepsplit: regressed", one_line(one)
+def _list_errors(verdict: CheckResult) -> Iterator[tuple[str, str]]:
+    for result in verdict.gated:
+        if result.answer == "regressed":
+            yield "stepsplit: regressed", format_line(result)
     for cause in verdict.causes:
         yield "stepsplit: cause", cause.message
 
 
-def _command(kind: str, title: str, text: str) -> str:
-    return f"::{kind} title={_property(title)}::{_data(text)}"
+def _format_command(kind: str, title: str, text: str) -> str:
+    return f"::{kind} title={_escape_property(title)}::{_escape_data(text)}"
 
 
-def _data(text: str) -> str:
+def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 # GitLab: the code quality widget, and metrics as OpenMetrics text.
@@ -89,37 +92,43 @@ class _Issue(msgspec.Struct):
     location: _Location
 
 
-def code_quality(verdict: Verdict, path: str) -> bytes:
+def format_code_quality(verdict: CheckResult, path: str) -> bytes:
     """One issue per metric that did not pass.
 
     Issues point to the file at path, which contains the budgets or the baseline. Fingerprints are
     stable between runs, so that GitLab recognizes an issue.
     """
-    issues = [_issue(one, path) for one in verdict.gated if one.answer != "pass"]
+    issues = [_build_issue(one, path) for one in verdict.gated if one.answer != "pass"]
     return msgspec.json.format(msgspec.json.encode(issues), indent=1) + b"\n"
 
 
-def _issue(one: Judged, path: str) -> _Issue:
-    same = hashlib.sha256(f"stepsplit {path} {one.metric}".encode()).hexdigest()
+def _build_issue(result: CheckedMetric, path: str) -> _Issue:
+    fingerprint = hashlib.sha256(f"stepsplit {path} {result.metric}".encode()).hexdigest()
     where = _Location(path, _Lines(1))
-    return _Issue(one_line(one), f"stepsplit.{one.metric}", same, _SEVERITY[one.answer], where)
+    return _Issue(
+        format_line(result),
+        f"stepsplit.{result.metric}",
+        fingerprint,
+        _SEVERITY[result.answer],
+        where,
+    )
 
 
-def open_metrics(verdict: Verdict) -> str:
+def format_open_metrics(verdict: CheckResult) -> str:
     """The gated metrics of both sides as OpenMetrics text, in seconds, bytes and ratios."""
-    lines = [line for one in verdict.gated for line in _metric(one)]
+    lines = [line for one in verdict.gated for line in _format_metric(one)]
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def _metric(one: Judged) -> Iterator[str]:
-    meaning = meaning_of(one.metric)
+def _format_metric(result: CheckedMetric) -> Iterator[str]:
+    meaning = require_metric(result.metric)
     unit = _UNITS[meaning.unit]
-    stem = one.metric.replace(".", "_")
+    stem = result.metric.replace(".", "_")
     name = f"stepsplit_{stem}" + ("" if stem == unit else f"_{unit}")
     scale = 1e-9 if meaning.unit == "ns" else 1.0
     yield f"# TYPE {name} gauge"
     yield f"# UNIT {name} {unit}"
-    for side, value in (("baseline", one.baseline), ("candidate", one.candidate)):
+    for side, value in (("baseline", result.baseline), ("candidate", result.candidate)):
         if value is not None:
             yield f'{name}{{side="{side}"}} {value * scale!r}'
 
@@ -132,7 +141,7 @@ _SUITE = "stepsplit"
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(verdict: Verdict) -> bytes:
+def format_junit(verdict: CheckResult) -> bytes:
     """The XML document; a regressed metric is a failure, an inconclusive one is skipped."""
     answers = [one.answer for one in verdict.gated]
     counts = {
@@ -145,25 +154,27 @@ def junit(verdict: Verdict) -> bytes:
     suites = xml.Element("testsuites")
     suite = xml.SubElement(suites, "testsuite", counts)
     for one in verdict.gated:
-        _case(suite, one, verdict)
+        _add_case(suite, one, verdict)
     xml.indent(suites)
     body: bytes = xml.tostring(suites, "utf-8")
     return b'<?xml version="1.0" encoding="utf-8"?>\n' + body + b"\n"
 
 
-def _case(suite: xml.Element, one: Judged, verdict: Verdict) -> None:
-    case = xml.SubElement(suite, "testcase", name=one.metric, classname=_SUITE, time="0")
-    told = _xml_text(one_line(one))
-    if one.answer == "regressed":
-        failure = xml.SubElement(case, "failure", message=told, type="regressed")
-        failure.text = "\n".join([told, *(_xml_text(cause.message) for cause in verdict.causes)])
-    elif one.answer == "inconclusive":
-        xml.SubElement(case, "skipped", message=told)
+def _add_case(suite: xml.Element, result: CheckedMetric, verdict: CheckResult) -> None:
+    case = xml.SubElement(suite, "testcase", name=result.metric, classname=_SUITE, time="0")
+    text = _strip_invalid_xml(format_line(result))
+    if result.answer == "regressed":
+        failure = xml.SubElement(case, "failure", message=text, type="regressed")
+        failure.text = "\n".join(
+            [text, *(_strip_invalid_xml(cause.message) for cause in verdict.causes)]
+        )
+    elif result.answer == "inconclusive":
+        xml.SubElement(case, "skipped", message=text)
     out = xml.SubElement(case, "system-out")
-    out.text = told
+    out.text = text
 
 
-def _xml_text(text: str) -> str:
+def _strip_invalid_xml(text: str) -> str:
     """Replaces the characters that XML does not allow."""
     return _NOT_XML.sub("?", text)
 
@@ -182,7 +193,7 @@ class _Benchmark(msgspec.Struct):
     extra: str
 
 
-def bencher(verdict: Verdict) -> bytes:
+def format_bencher(verdict: CheckResult) -> bytes:
     """The candidate's gated metrics in Bencher Metric Format.
 
     They are measures of one benchmark, named by world size, device and mesh.
@@ -192,29 +203,31 @@ def bencher(verdict: Verdict) -> bytes:
         for one in verdict.gated
         if one.candidate is not None
     }
-    return _json_bytes({_name(verdict): measures})
+    return _encode_json({_name_setup(verdict): measures})
 
 
-def benchmark_action(verdict: Verdict) -> bytes:
+def format_benchmark_action(verdict: CheckResult) -> bytes:
     """The candidate's gated metrics as customSmallerIsBetter; skips those where more is better."""
-    rows = [_row(one, verdict) for one in verdict.gated if _smaller_is_better(one)]
-    return _json_bytes(rows)
+    rows = [_build_benchmark(one, verdict) for one in verdict.gated if _is_smaller_better(one)]
+    return _encode_json(rows)
 
 
-def _row(one: Judged, verdict: Verdict) -> _Benchmark:
-    assert one.candidate is not None
-    name = f"{_name(verdict)}: {one.metric}"
-    return _Benchmark(name, meaning_of(one.metric).unit, one.candidate, one_line(one))
+def _build_benchmark(result: CheckedMetric, verdict: CheckResult) -> _Benchmark:
+    assert result.candidate is not None
+    name = f"{_name_setup(verdict)}: {result.metric}"
+    return _Benchmark(
+        name, require_metric(result.metric).unit, result.candidate, format_line(result)
+    )
 
 
-def _smaller_is_better(one: Judged) -> bool:
-    return meaning_of(one.metric).worse > 0 and one.candidate is not None
+def _is_smaller_better(result: CheckedMetric) -> bool:
+    return require_metric(result.metric).worse > 0 and result.candidate is not None
 
 
-def _name(verdict: Verdict) -> str:
+def _name_setup(verdict: CheckResult) -> str:
     setup = verdict.candidate.setup
     return f"stepsplit {setup.world_size} x {setup.device} {setup.mesh or ''}".strip()
 
 
-def _json_bytes(body: object) -> bytes:
+def _encode_json(body: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n"

@@ -15,14 +15,14 @@ from stepsplit.analyzer.regression.compare import (
     RunComparison,
     Side,
 )
-from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
 
 # The screen of compare.
 
-LEAST = 0.005
+MIN_SHARE = 0.005
 """Share of the baseline's step; the headline omits buckets that changed less."""
 
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 _NOTES = (
     (
@@ -32,98 +32,110 @@ _NOTES = (
     ("microbatches", "different microbatch count: a step may do more or less work"),
 )
 
-_UNSURE = " (noise unknown: a single step)"
+_NO_NOISE = " (noise unknown: a single step)"
 
 
-def comparison_screen(found: RunComparison) -> RenderableType:
+def build_comparison_screen(comparison: RunComparison) -> RenderableType:
     """Builds the screen of a comparison for a rich console of any width."""
-    parts: list[RenderableType] = [headline(found), Text(), _runs(found)]
-    if found.same:
+    parts: list[RenderableType] = [
+        format_headline(comparison),
+        Text(),
+        _build_runs_table(comparison),
+    ]
+    if comparison.same:
         return Group(*parts)
-    if found.settings:
-        parts += [Text(), _settings(found), *_notes(found)]
-    parts += [Text(), bucket_table(found)]
-    parts += [*exposed_section(found), *calls_section(found), *kernels_section(found)]
+    if comparison.settings:
+        parts += [Text(), _build_settings_table(comparison), *_list_notes(comparison)]
+    parts += [Text(), build_bucket_table(comparison)]
+    parts += [
+        *build_exposed_section(comparison),
+        *build_calls_section(comparison),
+        *build_kernels_section(comparison),
+    ]
     return Group(*parts)
 
 
-def headline(found: RunComparison) -> Text:
+def format_headline(comparison: RunComparison) -> Text:
     """The change of the median step, and the buckets that changed most."""
-    if found.same:
+    if comparison.same:
         return Text("no differences: same settings, steps, buckets, calls and kernels", "bold")
-    named = ", ".join(_bucket(row) for row in _named(found))
-    text = Text(f"candidate is {_how_much(found)}", style="bold").append(_noise(found), "yellow")
+    named = ", ".join(_format_bucket(row) for row in _find_largest_changes(comparison))
+    text = Text(f"candidate is {_format_difference(comparison)}", style="bold").append(
+        _format_noise(comparison), "yellow"
+    )
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
 
 
-def _how_much(found: RunComparison) -> str:
-    ns, ratio = found.difference_ns, found.ratio
+def _format_difference(comparison: RunComparison) -> str:
+    ns, ratio = comparison.difference_ns, comparison.ratio
     if not ns:
         return "equally fast"
-    share = "" if ratio is None else f" ({units.percent(abs(ratio - 1))})"
-    return f"{units.milliseconds(abs(ns))}{share} {'slower' if ns > 0 else 'faster'}"
+    share = "" if ratio is None else f" ({units.format_percent(abs(ratio - 1))})"
+    return f"{units.format_milliseconds(abs(ns))}{share} {'slower' if ns > 0 else 'faster'}"
 
 
-def _noise(found: RunComparison) -> str:
-    if found.within_noise is None:
-        return _UNSURE
-    return ", within noise" if found.within_noise else ""
+def _format_noise(comparison: RunComparison) -> str:
+    if comparison.within_noise is None:
+        return _NO_NOISE
+    return ", within noise" if comparison.within_noise else ""
 
 
-def _named(found: RunComparison) -> tuple[BucketChange, ...]:
-    least = LEAST * found.baseline.mean.step_ns
-    return tuple(row for row in found.buckets if row.changed_ns > least)[:_MOST_NAMED]
+def _find_largest_changes(comparison: RunComparison) -> tuple[BucketChange, ...]:
+    least = MIN_SHARE * comparison.baseline.mean.step_ns
+    return tuple(row for row in comparison.buckets if row.changed_ns > least)[:_MAX_NAMED]
 
 
-def _bucket(row: BucketChange) -> str:
-    return f"{row.bucket} {units.signed_milliseconds(row.difference_ns)}"
+def _format_bucket(row: BucketChange) -> str:
+    return f"{row.bucket} {units.format_signed_milliseconds(row.difference_ns)}"
 
 
-def _runs(found: RunComparison) -> Table:
+def _build_runs_table(comparison: RunComparison) -> Table:
     """The two runs side by side; rows that are unknown for both are omitted."""
-    table = _beside("")
-    one, other = found.baseline, found.candidate
-    rows = zip(_about(one), _about(other), strict=True)
+    table = _build_sides_table("")
+    baseline, candidate = comparison.baseline, comparison.candidate
+    rows = zip(_describe_side(baseline), _describe_side(candidate), strict=True)
     for (name, of_one), (_, of_other) in rows:
         if of_one or of_other:
             table.add_row(name, of_one or units.UNKNOWN, of_other or units.UNKNOWN)
     return table
 
 
-def _about(side: Side) -> tuple[tuple[str, str], ...]:
+def _describe_side(side: Side) -> tuple[tuple[str, str], ...]:
     """(name, value) rows about a run; "" is unknown."""
     fraction, peak, mfu = side.bubble_fraction, side.peak_allocated_bytes, side.mfu
     return (
         ("run", side.name),
-        ("median step", units.milliseconds(side.median_ns)),
-        ("fastest, slowest", units.milliseconds_between(side.low_ns, side.high_ns)),
+        ("median step", units.format_milliseconds(side.median_ns)),
+        ("fastest, slowest", units.format_milliseconds_range(side.low_ns, side.high_ns)),
         ("full steps", f"{side.steps:,}"),
-        ("bubble fraction", "" if fraction is None else units.percent(fraction)),
-        ("peak memory", "" if peak is None else units.gibibytes(peak)),
-        ("MFU", "" if mfu is None else units.percent(mfu)),
+        ("bubble fraction", "" if fraction is None else units.format_percent(fraction)),
+        ("peak memory", "" if peak is None else units.format_gibibytes(peak)),
+        ("MFU", "" if mfu is None else units.format_percent(mfu)),
     )
 
 
-def _settings(found: RunComparison) -> Table:
-    table = _beside("configuration differences")
-    for row in found.settings:
-        table.add_row(row.name, _told(row.baseline), _told(row.candidate), style="yellow")
+def _build_settings_table(comparison: RunComparison) -> Table:
+    table = _build_sides_table("configuration differences")
+    for row in comparison.settings:
+        table.add_row(
+            row.name, _format_setting(row.baseline), _format_setting(row.candidate), style="yellow"
+        )
     return table
 
 
-def _told(setting: str | None) -> str:
+def _format_setting(setting: str | None) -> str:
     return units.UNKNOWN if setting is None else setting
 
 
-def _notes(found: RunComparison) -> list[Text]:
+def _list_notes(comparison: RunComparison) -> list[Text]:
     """Caveats for settings that are known on both sides and differ."""
-    known = {row.name for row in found.settings if None not in (row.baseline, row.candidate)}
+    known = {row.name for row in comparison.settings if None not in (row.baseline, row.candidate)}
     return [Text(note, style="yellow") for name, note in _NOTES if name in known]
 
 
-def _beside(first: str) -> Table:
+def _build_sides_table(first: str) -> Table:
     """A table with a text column per side; long text wraps."""
-    table = bare_table(first)
+    table = build_table(first)
     for side in ("baseline", "candidate"):
         table.add_column(side, overflow="fold")
     return table
@@ -131,7 +143,7 @@ def _beside(first: str) -> Table:
 
 # The tables of compare: buckets, axes, and the calls and kernels that changed most.
 
-MOST = 4
+MAX_ROWS = 4
 """Maximum number of rows of a table; the rest is counted."""
 
 _DIM = "bright_black"
@@ -139,104 +151,112 @@ _DIM = "bright_black"
 _MEAN = "mean step of a rank"
 
 
-def bucket_table(found: RunComparison) -> Table:
+def build_bucket_table(comparison: RunComparison) -> Table:
     """The seven buckets; their differences add up to the difference of the mean step."""
-    table = bare_table(_MEAN, "baseline", "candidate", "difference", "of step")
-    whole_ns = found.baseline.mean.step_ns
-    for row in found.buckets:
-        numbers = _numbers(row.baseline_ns, row.candidate_ns)
+    table = build_table(_MEAN, "baseline", "candidate", "difference", "of step")
+    whole_ns = comparison.baseline.mean.step_ns
+    for row in comparison.buckets:
+        numbers = _format_times(row.baseline_ns, row.candidate_ns)
         table.add_row(
             Text(row.bucket, style=BUCKET_STYLE[row.bucket]), *numbers,
-            _share(row.difference_ns, whole_ns),
+            _format_share(row.difference_ns, whole_ns),
         )  # fmt: skip
-    after_ns = found.candidate.mean.step_ns
-    share = _share(after_ns - whole_ns, whole_ns)
-    table.add_row("step", *_numbers(whole_ns, after_ns), share, style="bold")
+    after_ns = comparison.candidate.mean.step_ns
+    share = _format_share(after_ns - whole_ns, whole_ns)
+    table.add_row("step", *_format_times(whole_ns, after_ns), share, style="bold")
     return table
 
 
-def exposed_section(found: RunComparison) -> list[RenderableType]:
+def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
     """The communication buckets by axis; empty if there is only one axis."""
-    if len({row.axis for row in found.exposed}) < 2:
+    if len({row.axis for row in comparison.exposed}) < 2:
         return []
-    table = bare_table("by axis", "baseline", "candidate", "difference")
-    for row in found.exposed[:MOST]:
-        name = Text(f"{_axis(row.axis or 'other')} ").append(row.bucket, BUCKET_STYLE[row.bucket])
-        table.add_row(name, *_numbers(row.baseline_ns, row.candidate_ns))
-    return [Text(), table, *_more(len(found.exposed), "axis and bucket", "axes and buckets")]
+    table = build_table("by axis", "baseline", "candidate", "difference")
+    for row in comparison.exposed[:MAX_ROWS]:
+        name = Text(f"{_format_axis(row.axis or 'other')} ").append(
+            row.bucket, BUCKET_STYLE[row.bucket]
+        )
+        table.add_row(name, *_format_times(row.baseline_ns, row.candidate_ns))
+    return [
+        Text(),
+        table,
+        *_format_rest(len(comparison.exposed), "axis and bucket", "axes and buckets"),
+    ]
 
 
-def calls_section(found: RunComparison) -> list[RenderableType]:
+def build_calls_section(comparison: RunComparison) -> list[RenderableType]:
     """The kinds of calls that changed most, one line per side."""
-    rows = [row for row in found.collectives if row.baseline != row.candidate]
+    rows = [row for row in comparison.collectives if row.baseline != row.candidate]
     if not rows:
         return []
-    table = bare_table("calls per rank", "run", "per step", "transfer", "wait", "busbw")
-    for row in rows[:MOST]:
-        table.add_row(f"{_axis(row.axis)} {row.op}", "baseline", *_calls_cells(row.baseline))
-        table.add_row(_size(row), "candidate", *_calls_cells(row.candidate))
+    table = build_table("calls per rank", "run", "per step", "transfer", "wait", "busbw")
+    for row in rows[:MAX_ROWS]:
+        table.add_row(
+            f"{_format_axis(row.axis)} {row.op}", "baseline", *_format_calls(row.baseline)
+        )
+        table.add_row(_format_size(row), "candidate", *_format_calls(row.candidate))
     note = Text("counts: mean over ranks; transfer and wait: median call", _DIM)
-    return [Text(), table, *_more(len(rows), "kind of call", "kinds of calls"), note]
+    return [Text(), table, *_format_rest(len(rows), "kind of call", "kinds of calls"), note]
 
 
-def kernels_section(found: RunComparison) -> list[RenderableType]:
+def build_kernels_section(comparison: RunComparison) -> list[RenderableType]:
     """The kernel families whose time changed most."""
-    rows = [row for row in found.kernels if row.baseline_ns != row.candidate_ns]
+    rows = [row for row in comparison.kernels if row.baseline_ns != row.candidate_ns]
     if not rows:
         return []
-    table = bare_table("kernels per rank", "baseline", "candidate", "difference", "per step")
-    for row in rows[:MOST]:
-        number = f"{_count(row.baseline_count)} -> {_count(row.candidate_count)}"
-        table.add_row(row.family, *_numbers(row.baseline_ns, row.candidate_ns), number)
-    return [Text(), table, *_more(len(rows), "family", "families")]
+    table = build_table("kernels per rank", "baseline", "candidate", "difference", "per step")
+    for row in rows[:MAX_ROWS]:
+        number = f"{_format_count(row.baseline_count)} -> {_format_count(row.candidate_count)}"
+        table.add_row(row.family, *_format_times(row.baseline_ns, row.candidate_ns), number)
+    return [Text(), table, *_format_rest(len(rows), "family", "families")]
 
 
-def _numbers(baseline_ns: int, candidate_ns: int) -> tuple[str, str, str]:
+def _format_times(baseline_ns: int, candidate_ns: int) -> tuple[str, str, str]:
     change_ns = candidate_ns - baseline_ns
     return (
-        units.milliseconds(baseline_ns),
-        units.milliseconds(candidate_ns),
-        units.signed_milliseconds(change_ns) if change_ns else "",
+        units.format_milliseconds(baseline_ns),
+        units.format_milliseconds(candidate_ns),
+        units.format_signed_milliseconds(change_ns) if change_ns else "",
     )
 
 
-def _share(part_ns: int, whole_ns: int) -> str:
-    return units.signed_percent(part_ns / whole_ns) if part_ns and whole_ns else ""
+def _format_share(part_ns: int, whole_ns: int) -> str:
+    return units.format_signed_percent(part_ns / whole_ns) if part_ns and whole_ns else ""
 
 
-def _axis(name: str) -> str:
+def _format_axis(name: str) -> str:
     return AXIS_SHORT.get(name, name)
 
 
-def _size(row: CallsChange) -> str:
-    size = "size unknown" if row.message_bytes is None else units.size(row.message_bytes)
+def _format_size(row: CallsChange) -> str:
+    size = "size unknown" if row.message_bytes is None else units.format_size(row.message_bytes)
     return f"  {size} {row.dtype or ''}".rstrip()
 
 
-def _calls_cells(calls: CallStats | None) -> tuple[str, ...]:
+def _format_calls(calls: CallStats | None) -> tuple[str, ...]:
     if calls is None:
         return ("none",)
     rate = calls.busbw_bytes_per_s
     return (
-        _count(calls.count),
-        units.milliseconds(calls.transfer_ns),
-        units.milliseconds(calls.wait_ns),
-        units.UNKNOWN if rate is None else units.gigabytes_per_second(rate),
+        _format_count(calls.count),
+        units.format_milliseconds(calls.transfer_ns),
+        units.format_milliseconds(calls.wait_ns),
+        units.UNKNOWN if rate is None else units.format_gigabytes_per_second(rate),
     )
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
 
 
-def _more(rows: int, one: str, several: str) -> list[Text]:
-    left = rows - MOST
-    return [Text(f"and {left} more {one if left == 1 else several}", _DIM)] if left > 0 else []
+def _format_rest(rows: int, singular: str, plural: str) -> list[Text]:
+    left = rows - MAX_ROWS
+    return [Text(f"and {left} more {singular if left == 1 else plural}", _DIM)] if left > 0 else []
 
 
 # The screen of what-if.
 
-_WORDS = {
+_DESCRIPTIONS = {
     "even": "equal compute on all ranks, no slow calls",
     "even-ranks": "equal compute on all ranks of a stage",
     "even-stages": "equal compute on all ranks and stages",
@@ -246,27 +266,29 @@ _WORDS = {
 }
 
 
-def what_if_screen(found: WhatIfs) -> RenderableType:
+def build_what_if_screen(result: WhatIfs) -> RenderableType:
     """Builds the screen of what-if: the measured step, and its estimate with each change."""
-    heading = f"mean step {units.milliseconds(found.step_ns)}; estimates with one change each:"
-    table = bare_table("change", "step", "difference")
+    heading = (
+        f"mean step {units.format_milliseconds(result.step_ns)}; estimates with one change each:"
+    )
+    table = build_table("change", "step", "difference")
     table.add_column("", overflow="fold")
-    for row in found.changes:
-        table.add_row(*_change_cells(row, found.step_ns))
-    slowdown = f"slowdown by stragglers and load imbalance: {found.slowdown:.3f}x"
+    for row in result.changes:
+        table.add_row(*_format_change_row(row, result.step_ns))
+    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
     return Group(Text(heading, style="bold"), table, Text(slowdown))
 
 
-def _change_cells(row: WhatIf, step_ns: int) -> tuple[str, ...]:
+def _format_change_row(row: WhatIf, step_ns: int) -> tuple[str, ...]:
     return (
         str(row.change),
-        units.milliseconds(row.step_ns),
-        units.signed_percent(-row.gain_ns / step_ns if step_ns else 0.0),
-        _meaning(row.change),
+        units.format_milliseconds(row.step_ns),
+        units.format_signed_percent(-row.gain_ns / step_ns if step_ns else 0.0),
+        _describe_change(row.change),
     )
 
 
-def _meaning(change: WhatIfChange) -> str:
+def _describe_change(change: WhatIfChange) -> str:
     match change.kind:
         case "link":
             links = "all links" if change.axis == "all" else f"{change.axis} links"
@@ -277,4 +299,4 @@ def _meaning(change: WhatIfChange) -> str:
             return f"pipeline schedule {change.name}"
         case "replicas":
             return f"{change.count}x the data-parallel ranks, on equally fast links"
-    return _WORDS[change.kind]
+    return _DESCRIPTIONS[change.kind]

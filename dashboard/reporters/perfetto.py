@@ -29,16 +29,27 @@ def perfetto_trace(report: Report, tables: Tables) -> Iterator[bytes]:
     at the end of the wait. Chrome JSON is not used, because Perfetto reads its durations as
     floating point microseconds: adjacent slices would overlap.
     """
-    tables = Tables(_lasting(tables.segments), _lasting(tables.boxes), _lasting(tables.waits))
-    lanes = lanes_of(tables.boxes)
-    band = _band(tables.segments, lanes)
-    waits = _waits(tables.waits, lanes)
-    parts = (band, waits, _steps(report.steps, tables.segments, lanes), _boxes(tables.boxes, lanes))
-    source = _sources(tables)
+    tables = Tables(
+        _drop_empty_rows(tables.segments),
+        _drop_empty_rows(tables.boxes),
+        _drop_empty_rows(tables.waits),
+    )
+    lanes = build_lanes(tables.boxes)
+    band = _build_bucket_slices(tables.segments, lanes)
+    waits = _build_wait_slices(tables.waits, lanes)
+    parts = (
+        band,
+        waits,
+        _build_step_slices(report.steps, tables.segments, lanes),
+        _build_box_slices(tables.boxes, lanes),
+    )
+    source = _find_sources(tables)
     known = np.flatnonzero(source >= 0)
-    yield head(tracks_of(report.run, lanes), [name for part in parts for name in part.names])
-    slices = _together(parts, len(band.track) + known)
-    yield from events(slices, Origins(np.arange(len(known)) + 1, source[known]))
+    yield encode_header(
+        build_tracks(report.run, lanes), [name for part in parts for name in part.names]
+    )
+    slices = _merge_parts(parts, len(band.track) + known)
+    yield from encode_slices(slices, Origins(np.arange(len(known)) + 1, source[known]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +63,32 @@ class _Part:
     end_ns: Int64
 
 
-def _lasting(table: _Table) -> _Table:
+def _drop_empty_rows(table: _Table) -> _Table:
     """The rows with a positive duration; clock conversion can round a duration to zero."""
-    kept = table.dur_ns > 0
-    return type(table)(*(getattr(table, column.name)[kept] for column in fields(table)))
+    mask = table.dur_ns > 0
+    return type(table)(*(getattr(table, column.name)[mask] for column in fields(table)))
 
 
-def _band(segments: Segments, lanes: Lanes) -> _Part:
+def _build_bucket_slices(segments: Segments, lanes: Lanes) -> _Part:
     end = segments.start_ns + segments.dur_ns
-    track = lanes.tracks(segments.rank, BAND)
+    track = lanes.compute_tracks(segments.rank, BAND)
     return _Part(track, segments.bucket.astype(np.int64), BUCKETS, segments.start_ns, end)
 
 
-def _waits(waits: Waits, lanes: Lanes) -> _Part:
+def _build_wait_slices(waits: Waits, lanes: Lanes) -> _Part:
     columns = (waits.bucket, waits.owner, waits.axis, waits.op)
-    name, keys = _coded(zip(*(column.tolist() for column in columns), strict=True))
-    names = tuple(_wait_name(*key) for key in keys)
+    name, keys = _encode_keys(zip(*(column.tolist() for column in columns), strict=True))
+    names = tuple(_name_wait(*key) for key in keys)
     end = waits.start_ns + waits.dur_ns
-    return _Part(lanes.tracks(waits.rank, WAITS), name, names, waits.start_ns, end)
+    return _Part(lanes.compute_tracks(waits.rank, WAITS), name, names, waits.start_ns, end)
 
 
-def _wait_name(bucket: int, owner: int, axis: str, op: str) -> str:
+def _name_wait(bucket: int, owner: int, axis: str, op: str) -> str:
     whom = f"waits for rank {owner}" if owner >= 0 else "waits"
     return f"{BUCKETS[bucket]}: {whom} ({f'{axis} {op}'.strip()})"
 
 
-def _steps(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
+def _build_step_slices(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
     """One slice per step, from its first segment to its last."""
     kinds = {(row.rank, row.step): row.kind for row in rows}
     new = (np.diff(segments.rank) != 0) | (np.diff(segments.step) != 0)
@@ -85,29 +96,29 @@ def _steps(rows: Iterable[StepRow], segments: Segments, lanes: Lanes) -> _Part:
     first, last = np.flatnonzero(edge[:-1]), np.flatnonzero(edge[1:])
     rank, step = segments.rank[first], segments.step[first]
     owners = zip(rank.tolist(), step.tolist(), strict=True)
-    name, keys = _coded((number, kinds.get((of, number), "full")) for of, number in owners)
+    name, keys = _encode_keys((number, kinds.get((of, number), "full")) for of, number in owners)
     names = tuple(f"step {n}" if kind == "full" else f"step {n} ({kind})" for n, kind in keys)
     end = segments.start_ns[last] + segments.dur_ns[last]
-    return _Part(lanes.tracks(rank, STEPS), name, names, segments.start_ns[first], end)
+    return _Part(lanes.compute_tracks(rank, STEPS), name, names, segments.start_ns[first], end)
 
 
-def _boxes(boxes: Boxes, lanes: Lanes) -> _Part:
-    name, keys = _coded(zip(boxes.phase.tolist(), boxes.microbatch.tolist(), strict=True))
+def _build_box_slices(boxes: Boxes, lanes: Lanes) -> _Part:
+    name, keys = _encode_keys(zip(boxes.phase.tolist(), boxes.microbatch.tolist(), strict=True))
     names = tuple(f"{_LETTERS[phase]}{microbatch}" for phase, microbatch in keys)
-    return _Part(lanes.of_boxes, name, names, boxes.start_ns, boxes.start_ns + boxes.dur_ns)
+    return _Part(lanes.box_track, name, names, boxes.start_ns, boxes.start_ns + boxes.dur_ns)
 
 
-def _coded(keys: Iterable[_Key]) -> tuple[Int64, list[_Key]]:
+def _encode_keys(keys: Iterable[_Key]) -> tuple[Int64, list[_Key]]:
     """The keys as indices into the list of distinct keys, and that list."""
     places: dict[_Key, int] = {}
     code = [places.setdefault(key, len(places)) for key in keys]
     return np.array(code, dtype=np.int64), list(places)
 
 
-def _sources(tables: Tables) -> Int64:
+def _find_sources(tables: Tables) -> Int64:
     """For each wait the segment row of its owner at the end of the wait; -1 for none."""
     segments, waits = tables.segments, tables.waits
-    found = np.full(len(waits.rank), -1, dtype=np.int64)
+    source = np.full(len(waits.rank), -1, dtype=np.int64)
     last = waits.start_ns + waits.dur_ns - 1
     for owner in np.unique(waits.owner[waits.owner >= 0]).tolist():
         low, high = np.searchsorted(segments.rank, (owner, owner + 1)).tolist()
@@ -115,11 +126,11 @@ def _sources(tables: Tables) -> Int64:
         at = low + np.searchsorted(segments.start_ns[low:high], last[rows], side="right") - 1
         rows, at = rows[at >= low], at[at >= low]
         inside = last[rows] < segments.start_ns[at] + segments.dur_ns[at]
-        found[rows[inside]] = at[inside]
-    return found
+        source[rows[inside]] = at[inside]
+    return source
 
 
-def _together(parts: tuple[_Part, ...], reached: Int64) -> PerfettoSlices:
+def _merge_parts(parts: tuple[_Part, ...], flow_rows: Int64) -> PerfettoSlices:
     """Concatenates the slices and shifts negative times to 0.
 
     The n-th row in `reached` ends flow n + 1.
@@ -131,7 +142,7 @@ def _together(parts: tuple[_Part, ...], reached: Int64) -> PerfettoSlices:
     offset = np.cumsum([0, *(len(part.names) for part in parts[:-1])])
     name = [part.name + before for part, before in zip(parts, offset, strict=True)]
     flow = np.zeros(len(track), dtype=np.int64)
-    flow[reached] = np.arange(len(reached)) + 1
+    flow[flow_rows] = np.arange(len(flow_rows)) + 1
     return PerfettoSlices(track, np.concatenate(name), start - zero, end - zero, flow)
 
 
@@ -154,25 +165,25 @@ class Lanes:
     """
 
     count: int
-    of_boxes: Int64
+    box_track: Int64
     stage_of: dict[int, int]
 
-    def tracks(self, rank: Int32, place: int) -> Int64:
+    def compute_tracks(self, rank: Int32, place: int) -> Int64:
         """The track ids of the ranks at that index."""
         return (rank.astype(np.int64) + 1) * self.count + place
 
 
-def lanes_of(boxes: Boxes) -> Lanes:
+def build_lanes(boxes: Boxes) -> Lanes:
     """Assigns a track to each stage of a rank, and more tracks to overlapping boxes."""
-    lane = _lane_of_boxes(boxes)
+    lane = _assign_lanes(boxes)
     stages = np.unique(np.column_stack((boxes.stage, lane)), axis=0)
-    place = STAGES + _row_of(stages, boxes.stage, lane)
+    place = STAGES + _find_rows(stages, boxes.stage, lane)
     count = STAGES + len(stages)
     track = (boxes.rank.astype(np.int64) + 1) * count + place
     return Lanes(count, track, dict(zip(track.tolist(), boxes.stage.tolist(), strict=True)))
 
 
-def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
+def build_tracks(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
     """The tracks of all ranks: a process track per rank and its child tracks."""
     tracks = []
     stages: dict[int, set[int]] = {rank: set() for rank in run.ranks}
@@ -180,7 +191,7 @@ def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
         stages.setdefault(track // lanes.count - 1, set()).add(stage)
     for rank, own in stages.items():
         base = (rank + 1) * lanes.count
-        tracks.append(PerfettoTrack(base, _process_name(run, rank, sorted(own)), pid=PID + rank))
+        tracks.append(PerfettoTrack(base, _name_process(run, rank, sorted(own)), pid=PID + rank))
         tracks += [PerfettoTrack(base + place, name, base, place) for place, name in _NAMES.items()]
     for track, stage in sorted(lanes.stage_of.items()):
         base = track // lanes.count * lanes.count
@@ -188,7 +199,7 @@ def tracks_of(run: Run, lanes: Lanes) -> list[PerfettoTrack]:
     return tracks
 
 
-def _lane_of_boxes(boxes: Boxes) -> Int64:
+def _assign_lanes(boxes: Boxes) -> Int64:
     """For each box the first lane of its stage that is free when the box begins."""
     lane = np.zeros(len(boxes.rank), dtype=np.int64)
     free_at: dict[tuple[int, int], list[int]] = {}
@@ -204,23 +215,27 @@ def _lane_of_boxes(boxes: Boxes) -> Int64:
     return lane
 
 
-def _row_of(stages: Int64, stage: Int32, lane: Int64) -> Int64:
+def _find_rows(stages: Int64, stage: Int32, lane: Int64) -> Int64:
     """The row of each (stage, lane) in the sorted table of stages and lanes."""
     keys = {pair: row for row, pair in enumerate(map(tuple, stages.tolist()))}
     pairs = zip(stage.tolist(), lane.tolist(), strict=True)
     return np.array([keys[pair] for pair in pairs], dtype=np.int64)
 
 
-def _process_name(run: Run, rank: int, stages: list[int]) -> str:
+def _name_process(run: Run, rank: int, stages: list[int]) -> str:
     """A process name such as "rank 3 (host0, stage 1)"; omits unknown parts."""
     hosts = [host.host for host in run.hosts if rank in host.ranks and host.host != "unknown"]
-    seen = stages or _stage_by_mesh(run, rank)
-    which = [f"stage {seen[0]}" if len(seen) == 1 else f"stages {', '.join(map(str, seen))}"]
-    where = ", ".join(hosts + (which if seen else []))
+    known_stages = stages or _infer_stage(run, rank)
+    which = [
+        f"stage {known_stages[0]}"
+        if len(known_stages) == 1
+        else f"stages {', '.join(map(str, known_stages))}"
+    ]
+    where = ", ".join(hosts + (which if known_stages else []))
     return f"rank {rank} ({where})" if where else f"rank {rank}"
 
 
-def _stage_by_mesh(run: Run, rank: int) -> list[int]:
+def _infer_stage(run: Run, rank: int) -> list[int]:
     if run.mesh is None:
         return []
     mesh = Mesh(tuple(axis.axis for axis in run.mesh), tuple(axis.size for axis in run.mesh))
@@ -288,102 +303,111 @@ class Origins:
     row: Int64
 
 
-def head(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
+def encode_header(tracks: Sequence[PerfettoTrack], names: Sequence[str]) -> bytes:
     """Encodes the packets of the track descriptors and the interned slice names."""
-    texts = [(2, _message((1, i + 1), (2, name))) for i, name in enumerate(names)]
-    interned = _packet((_INTERNED, _message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
-    return b"".join([interned, *(_packet((_DESCRIPTOR, _described(t))) for t in tracks)])
+    texts = [(2, _encode_message((1, i + 1), (2, name))) for i, name in enumerate(names)]
+    interned = _encode_packet((_INTERNED, _encode_message(*texts)), (_SEQUENCE_FLAGS, _CLEARED))
+    return b"".join([interned, *(_encode_packet((_DESCRIPTOR, _encode_track(t))) for t in tracks)])
 
 
-def events(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
+def encode_slices(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
     """Encodes the begin and end packets of all slices.
 
     Readers sort packets by time and keep the order of packets with equal times. Ends come first, so
     that a slice ends before the next one begins at the same time.
     """
-    for block in _blocks(np.flatnonzero(slices.flow == 0)):
-        yield _rows(_END, slices.end_ns[block], [_varint_field(11, slices.track[block])])
-    for block in _blocks(np.flatnonzero(slices.flow)):
-        ending = _fixed_field(48, slices.flow[block])
-        yield _rows(_END, slices.end_ns[block], [_varint_field(11, slices.track[block]), ending])
-    yield from _begins(slices, origins)
+    for block in _split_blocks(np.flatnonzero(slices.flow == 0)):
+        yield _encode_packets(
+            _END, slices.end_ns[block], [_encode_varint_column(11, slices.track[block])]
+        )
+    for block in _split_blocks(np.flatnonzero(slices.flow)):
+        ending = _encode_fixed_column(48, slices.flow[block])
+        yield _encode_packets(
+            _END, slices.end_ns[block], [_encode_varint_column(11, slices.track[block]), ending]
+        )
+    yield from _encode_begins(slices, origins)
 
 
-def _begins(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
+def _encode_begins(slices: PerfettoSlices, origins: Origins) -> Iterator[bytes]:
     """The begin packets, grouped by their number of flows."""
     count = np.bincount(origins.row, minlength=len(slices.track))
     first = np.cumsum(count) - count
     flow = origins.flow[np.argsort(origins.row, kind="stable")]
     for many in np.unique(count).tolist():
-        for block in _blocks(np.flatnonzero(count == many)):
-            flows = [_fixed_field(47, flow[first[block] + i]) for i in range(many)]
-            named = [_varint_field(10, slices.name[block] + 1)]
-            on = [_varint_field(11, slices.track[block])]
-            yield _rows(_BEGIN, slices.start_ns[block], named + on + flows)
+        for block in _split_blocks(np.flatnonzero(count == many)):
+            flows = [_encode_fixed_column(47, flow[first[block] + i]) for i in range(many)]
+            named = [_encode_varint_column(10, slices.name[block] + 1)]
+            on = [_encode_varint_column(11, slices.track[block])]
+            yield _encode_packets(_BEGIN, slices.start_ns[block], named + on + flows)
 
 
-def _blocks(rows: Int64) -> Iterator[Int64]:
+def _split_blocks(rows: Int64) -> Iterator[Int64]:
     return (rows[at : at + _BLOCK] for at in range(0, len(rows), _BLOCK))
 
 
-def _rows(kind: int, at_ns: Int64, columns: Sequence[UInt8]) -> bytes:
+def _encode_packets(kind: int, at_ns: Int64, columns: Sequence[UInt8]) -> bytes:
     """Encodes one packet per row: an event of that kind at that time, with the columns."""
-    event = [_alike(_message((9, kind)), len(at_ns)), *columns]
+    event = [_repeat_bytes(_encode_message((9, kind)), len(at_ns)), *columns]
     size = sum(column.shape[1] for column in event)
-    before = _tag(_SEQUENCE, 0) + _varint(_ONE_SEQUENCE) + _tag(_EVENT, 2) + _varint(size)
-    after = _message((_SEQUENCE_FLAGS, _NEEDED))
+    before = (
+        _encode_tag(_SEQUENCE, 0)
+        + _encode_varint(_ONE_SEQUENCE)
+        + _encode_tag(_EVENT, 2)
+        + _encode_varint(size)
+    )
+    after = _encode_message((_SEQUENCE_FLAGS, _NEEDED))
     body = [
-        _varint_field(_TIMESTAMP, at_ns, _TIME_WIDTH), _alike(before, len(at_ns)),
-        *event, _alike(after, len(at_ns)),
+        _encode_varint_column(_TIMESTAMP, at_ns, _TIME_WIDTH), _repeat_bytes(before, len(at_ns)),
+        *event, _repeat_bytes(after, len(at_ns)),
     ]  # fmt: skip
     size = sum(column.shape[1] for column in body)
-    opening = _alike(_tag(_PACKET, 2) + _varint(size), len(at_ns))
+    opening = _repeat_bytes(_encode_tag(_PACKET, 2) + _encode_varint(size), len(at_ns))
     return np.hstack([opening, *body]).tobytes()
 
 
-def _alike(content: bytes, count: int) -> UInt8:
+def _repeat_bytes(content: bytes, count: int) -> UInt8:
     return np.broadcast_to(np.frombuffer(content, dtype=np.uint8), (count, len(content)))
 
 
-def _varint_field(number: int, values: Int64, width: int = _ID_WIDTH) -> UInt8:
+def _encode_varint_column(number: int, values: Int64, width: int = _ID_WIDTH) -> UInt8:
     digits = (values[:, None] >> (7 * np.arange(width)) & 0x7F).astype(np.uint8)
     digits[:, :-1] |= 0x80
-    return np.hstack([_alike(_tag(number, 0), len(values)), digits])
+    return np.hstack([_repeat_bytes(_encode_tag(number, 0), len(values)), digits])
 
 
-def _fixed_field(number: int, values: Int64) -> UInt8:
+def _encode_fixed_column(number: int, values: Int64) -> UInt8:
     eight = np.ascontiguousarray(values, dtype="<u8").view(np.uint8).reshape(-1, 8)
-    return np.hstack([_alike(_tag(number, 1), len(values)), eight])
+    return np.hstack([_repeat_bytes(_encode_tag(number, 1), len(values)), eight])
 
 
-def _described(track: PerfettoTrack) -> bytes:
+def _encode_track(track: PerfettoTrack) -> bytes:
     """Encodes the descriptor of a track; a process orders its tracks by their place."""
     if track.pid is None:
-        return _message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))
-    process = _message((1, track.pid), (6, track.name))
-    return _message((1, track.id), (3, process), (11, _EXPLICIT))
+        return _encode_message((1, track.id), (2, track.name), (5, track.parent), (12, track.place))
+    process = _encode_message((1, track.pid), (6, track.name))
+    return _encode_message((1, track.id), (3, process), (11, _EXPLICIT))
 
 
-def _packet(*content: tuple[int, int | str | bytes]) -> bytes:
-    return _message((_PACKET, _message((_SEQUENCE, _ONE_SEQUENCE), *content)))
+def _encode_packet(*content: tuple[int, int | str | bytes]) -> bytes:
+    return _encode_message((_PACKET, _encode_message((_SEQUENCE, _ONE_SEQUENCE), *content)))
 
 
-def _message(*content: tuple[int, int | str | bytes]) -> bytes:
+def _encode_message(*content: tuple[int, int | str | bytes]) -> bytes:
     """Encodes the fields (number, value) of a message."""
-    return b"".join(_field(number, value) for number, value in content)
+    return b"".join(_encode_field(number, value) for number, value in content)
 
 
-def _field(number: int, value: int | str | bytes) -> bytes:
+def _encode_field(number: int, value: int | str | bytes) -> bytes:
     if isinstance(value, int):
-        return _tag(number, 0) + _varint(value)
+        return _encode_tag(number, 0) + _encode_varint(value)
     content = value.encode() if isinstance(value, str) else value
-    return _tag(number, 2) + _varint(len(content)) + content
+    return _encode_tag(number, 2) + _encode_varint(len(content)) + content
 
 
-def _tag(number: int, wire_type: int) -> bytes:
-    return _varint(number << 3 | wire_type)
+def _encode_tag(number: int, wire_type: int) -> bytes:
+    return _encode_varint(number << 3 | wire_type)
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     low, rest = value & 0x7F, value >> 7
-    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
+    return bytes([low | 0x80]) + _encode_varint(rest) if rest else bytes([low])

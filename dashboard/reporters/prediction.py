@@ -15,10 +15,17 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
-from stepsplit.analyzer.model.formulas import Explained, Folk, RuleOfThumb, Symbol, Unit, Verdict
-from stepsplit.analyzer.model.memory import allocated_band
+from stepsplit.analyzer.model.formulas import (
+    CheckedRule,
+    Explanation,
+    RuleOfThumb,
+    Symbol,
+    Unit,
+    Verdict,
+)
+from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
-from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, bare_table
+from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
 
 # The screen of model: step time, split, memory, pipeline and communication.
 
@@ -27,36 +34,36 @@ _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
 _CONFIDENCE = {"calibrated": "bold", "high": "bold", "low": "bold yellow"}
 
 
-def prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
+def build_prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:
     """Builds the screen of a prediction for a rich console of any width."""
-    parts: list[RenderableType] = [_prediction_heading(job, prediction), _training(job)]
-    parts += [_step(prediction), _peak_memory(job, prediction)]
-    parts += [Text(), split_table(prediction), _memo(prediction)]
-    parts += [Text(), _pipeline(job, prediction), stages_table(prediction)]
+    parts: list[RenderableType] = [_build_heading(job, prediction), _build_training_line(job)]
+    parts += [_build_step_line(prediction), _build_memory_line(job, prediction)]
+    parts += [Text(), build_split_table(prediction), _build_memo(prediction)]
+    parts += [Text(), _build_pipeline_line(job, prediction), build_stages_table(prediction)]
     if prediction.communication:
-        parts += [Text(), communication_table(prediction)]
+        parts += [Text(), build_communication_table(prediction)]
     if prediction.notes:
         parts += [Text(), *(Text(f"note: {note}", style="yellow") for note in prediction.notes)]
     return Group(*parts)
 
 
-def _prediction_heading(job: JobConfig, prediction: Prediction) -> Text:
+def _build_heading(job: JobConfig, prediction: Prediction) -> Text:
     hardware, ranks = job.hardware, job.parallel.world_size
     nodes = -(-ranks // hardware.gpus_per_node)
     known = (
-        f"model {job.model.name or _sizes(job)}",
-        f"{units.count(prediction.parameters)} parameters",
+        f"model {job.model.name or _format_sizes(job)}",
+        f"{units.format_count(prediction.parameters)} parameters",
         f"{ranks} x {hardware.name} ({nodes} node{'s' if nodes > 1 else ''})",
-        _axes(job.parallel),
+        _format_axes(job.parallel),
     )
     return Text("   ".join(part for part in known if part), style="bold")
 
 
-def _sizes(job: JobConfig) -> str:
+def _format_sizes(job: JobConfig) -> str:
     return f"of {job.model.layers} layers, hidden size {job.model.hidden:,}"
 
 
-def _axes(layout: ParallelConfig) -> str:
+def _format_axes(layout: ParallelConfig) -> str:
     """The axes with more than one rank, and the ZeRO stage: "tp 2 pp 2, ZeRO-1"."""
     sizes = [(axis, getattr(layout, axis)) for axis in _AXES]
     axes = " ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
@@ -64,71 +71,73 @@ def _axes(layout: ParallelConfig) -> str:
     return f"{axes}{sequence}{f', ZeRO-{layout.zero}' if layout.zero else ''}"
 
 
-def _training(job: JobConfig) -> Text:
-    recipe = job.training
+def _build_training_line(job: JobConfig) -> Text:
+    training = job.training
     known = (
-        f"{recipe.global_batch:,} sequence{'s' if recipe.global_batch > 1 else ''} "
-        f"of {recipe.seq_len:,} tokens per step",
+        f"{training.global_batch:,} sequence{'s' if training.global_batch > 1 else ''} "
+        f"of {training.seq_len:,} tokens per step",
         f"{job.microbatches:,} microbatch{'es' if job.microbatches > 1 else ''} "
-        f"of {recipe.micro_batch:,} per rank",
-        f"{recipe.dtype} {recipe.optimizer}, {recipe.framework}",
-        "" if recipe.recompute == "none" else f"recompute {recipe.recompute}",
-        f"offload {', '.join(sorted(recipe.offload))}" if recipe.offload else "",
+        f"of {training.micro_batch:,} per rank",
+        f"{training.dtype} {training.optimizer}, {training.framework}",
+        "" if training.recompute == "none" else f"recompute {training.recompute}",
+        f"offload {', '.join(sorted(training.offload))}" if training.offload else "",
     )
     return Text("   ".join(part for part in known if part))
 
 
-def _step(prediction: Prediction) -> Text:
-    text = Text(f"step {units.milliseconds(prediction.split.step_ns)}", style="bold")
-    band = units.milliseconds_between(prediction.low_ns, prediction.high_ns)
-    rate = units.tokens_per_second(prediction.tokens_per_s_per_gpu)
+def _build_step_line(prediction: Prediction) -> Text:
+    text = Text(f"step {units.format_milliseconds(prediction.split.step_ns)}", style="bold")
+    band = units.format_milliseconds_range(prediction.low_ns, prediction.high_ns)
+    rate = units.format_tokens_per_second(prediction.tokens_per_s_per_gpu)
     text.append(f" ({band})", style="not bold")
     text.append(f"   confidence {prediction.confidence}", style=_CONFIDENCE[prediction.confidence])
-    text.append(f"   {rate}/GPU   {_use_of_peak(prediction)}", style="not bold")
+    text.append(f"   {rate}/GPU   {_format_utilization(prediction)}", style="not bold")
     return text
 
 
-def _use_of_peak(prediction: Prediction) -> str:
+def _format_utilization(prediction: Prediction) -> str:
     if prediction.mfu is None or prediction.hfu is None:
         return "MFU unknown: no peak at this dtype"
-    mfu, hfu = units.percent(prediction.mfu), units.percent(prediction.hfu)
+    mfu, hfu = units.format_percent(prediction.mfu), units.format_percent(prediction.hfu)
     return f"MFU {mfu}, HFU {hfu} ({prediction.convention})"
 
 
-def _peak_memory(job: JobConfig, prediction: Prediction) -> Text:
+def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     """The peak memory of the stage that needs most, and whether it fits."""
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
-    there = job.hardware.memory_bytes
-    band = allocated_band(job, most)
-    peak = f"peak memory {units.gibibytes(most.total_bytes)} "
-    peak += f"({units.gibibytes_between(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
-    peak += f"{units.gibibytes(there)} ({units.percent(most.total_bytes / there)})"
+    available = job.hardware.memory_bytes
+    band = estimate_allocated_band(job, most)
+    peak = f"peak memory {units.format_gibibytes(most.total_bytes)} "
+    peak += (
+        f"({units.format_gibibytes_range(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
+    )
+    peak += f"{units.format_gibibytes(available)} ({units.format_percent(most.total_bytes / available)})"
     if prediction.fits:
         return Text(f"{peak}: fits")
     return Text(f"{peak}: DOES NOT FIT", style="bold red")
 
 
-def _memo(prediction: Prediction) -> Text:
+def _build_memo(prediction: Prediction) -> Text:
     split = prediction.split
-    memo = f"overlapped communication: {units.milliseconds(split.overlapped_ns)}"
+    memo = f"overlapped communication: {units.format_milliseconds(split.overlapped_ns)}"
     if split.bubble_covered_ns:
-        covered = units.milliseconds(split.bubble_covered_ns)
+        covered = units.format_milliseconds(split.bubble_covered_ns)
         memo += f", communication inside the pipeline bubble: {covered}"
-    memo += f"; model FLOPs: {units.flops(prediction.model_flops)}"
+    memo += f"; model FLOPs: {units.format_flops(prediction.model_flops)}"
     if prediction.hardware_flops != prediction.model_flops:
-        memo += f", with recomputation: {units.flops(prediction.hardware_flops)}"
+        memo += f", with recomputation: {units.format_flops(prediction.hardware_flops)}"
     return Text(memo, style="bright_black")
 
 
-def _pipeline(job: JobConfig, prediction: Prediction) -> Text:
+def _build_pipeline_line(job: JobConfig, prediction: Prediction) -> Text:
     if job.parallel.pp == 1:
         return Text("no pipeline: one stage")
     chunks = job.parallel.stages_per_rank
     of_chunks = f", {chunks} stages per rank" if chunks > 1 else ""
     return Text(
         f"pipeline {job.parallel.schedule}{of_chunks}, {job.microbatches:,} microbatches: "
-        f"bubble fraction {units.percent(prediction.bubble_fraction)}, "
-        f"bubble overhead {units.percent(prediction.bubble_overhead)}"
+        f"bubble fraction {units.format_percent(prediction.bubble_fraction)}, "
+        f"bubble overhead {units.format_percent(prediction.bubble_overhead)}"
     )
 
 
@@ -139,27 +148,34 @@ MOST_STAGES, MOST_KINDS = 6, 10
 _CATEGORIES = ("weights", "gradients", "optimizer", "activations", "transient", "other")
 
 
-def split_table(prediction: Prediction) -> Table:
+def build_split_table(prediction: Prediction) -> Table:
     """The time and share of the seven buckets in the slowest stage."""
-    table = bare_table("", "predicted", "share", "")
+    table = build_table("", "predicted", "share", "")
     split = prediction.split
     for bucket, ns in zip(BUCKETS, split.buckets_ns, strict=True):
         share = ns / split.step_ns if split.step_ns else 0.0
         style = BUCKET_STYLE[bucket]
         bar = Bar(1.0, 0.0, share, color=style)
-        table.add_row(Text(bucket, style=style), units.milliseconds(ns), units.percent(share), bar)
+        table.add_row(
+            Text(bucket, style=style),
+            units.format_milliseconds(ns),
+            units.format_percent(share),
+            bar,
+        )
     return table
 
 
-def stages_table(prediction: Prediction) -> Group | Table:
+def build_stages_table(prediction: Prediction) -> Group | Table:
     """Parameters, compute, bubble and memory by category of each stage."""
-    shown = _shown_stages(prediction)
-    table = bare_table("stage", *(str(i) for i in shown))
+    shown = _select_stages(prediction)
+    table = build_table("stage", *(str(i) for i in shown))
     splits = [prediction.splits[i] for i in shown]
     memory = [prediction.memory[i] for i in shown]
-    table.add_row("parameters", *(units.count(prediction.parameters_per_stage[i]) for i in shown))
-    table.add_row("compute", *(units.milliseconds(split.compute_ns) for split in splits))
-    table.add_row("bubble", *(units.milliseconds(split.bubble_ns) for split in splits))
+    table.add_row(
+        "parameters", *(units.format_count(prediction.parameters_per_stage[i]) for i in shown)
+    )
+    table.add_row("compute", *(units.format_milliseconds(split.compute_ns) for split in splits))
+    table.add_row("bubble", *(units.format_milliseconds(split.bubble_ns) for split in splits))
     for category in _CATEGORIES:
         _add_memory(table, category, memory, attrgetter(f"{category}_bytes"))
     _add_memory(table, "peak memory", memory, attrgetter("total_bytes"))
@@ -173,35 +189,35 @@ def _add_memory(
     table: Table,
     name: str,
     memory: Sequence[StageMemory],
-    bytes_of: Callable[[StageMemory], int],
+    get_bytes: Callable[[StageMemory], int],
 ) -> None:
     """Adds a row to the table unless it is zero for all stages."""
-    if any(bytes_of(row) for row in memory):
-        table.add_row(name, *(units.gibibytes(bytes_of(row)) for row in memory))
+    if any(get_bytes(row) for row in memory):
+        table.add_row(name, *(units.format_gibibytes(get_bytes(row)) for row in memory))
 
 
-def _shown_stages(prediction: Prediction) -> list[int]:
+def _select_stages(prediction: Prediction) -> list[int]:
     """The first, last, slowest and fullest stage, then the others in order."""
     count = len(prediction.splits)
     fullest = max(range(count), key=lambda i: prediction.memory[i].total_bytes)
-    first = dict.fromkeys((0, count - 1, _slowest(prediction), fullest, *range(count)))
+    first = dict.fromkeys((0, count - 1, _find_slowest_stage(prediction), fullest, *range(count)))
     return sorted(list(first)[:MOST_STAGES])
 
 
-def _slowest(prediction: Prediction) -> int:
+def _find_slowest_stage(prediction: Prediction) -> int:
     return prediction.splits.index(prediction.split)
 
 
-def communication_table(prediction: Prediction) -> Group:
+def build_communication_table(prediction: Prediction) -> Group:
     """The communication of a rank of the slowest stage in a step, most exposed first."""
-    stage = _slowest(prediction)
-    rows = _merged([row for row in prediction.communication if row.message.stage == stage])
+    stage = _find_slowest_stage(prediction)
+    rows = _merge_calls([row for row in prediction.communication if row.message.stage == stage])
     rows.sort(key=lambda kind: (-kind.exposed_ns, -kind.high_ns))
-    table = bare_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
+    table = build_table("axis", "op phase", "calls", "size", "sent", "time", "exposed")
     words = table.columns[1]
     words.justify, words.no_wrap, words.overflow = "left", False, "fold"
     for row in rows[:MOST_KINDS]:
-        table.add_row(*_cells(row))
+        table.add_row(*_format_cells(row))
     more = len(rows) - MOST_KINDS
     kinds = f"{more} more kind{'s' if more > 1 else ''}"
     left_out = [Text(f"and {kinds} (see --json)", style="bright_black")]
@@ -211,7 +227,7 @@ def communication_table(prediction: Prediction) -> Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _CallKind:
     """Calls with the same axis, op, phase and size."""
 
     axis: str
@@ -225,13 +241,13 @@ class _Kind:
     exposed_ns: int
 
 
-def _merged(rows: Sequence[Communication]) -> list[_Kind]:
-    same: dict[tuple[str, str, str, int], list[Communication]] = {}
+def _merge_calls(rows: Sequence[Communication]) -> list[_CallKind]:
+    groups: dict[tuple[str, str, str, int], list[Communication]] = {}
     for row in rows:
         one = row.message
-        same.setdefault((one.axis, one.op, one.phase, one.message_bytes), []).append(row)
+        groups.setdefault((one.axis, one.op, one.phase, one.message_bytes), []).append(row)
     return [
-        _Kind(
+        _CallKind(
             *alike,
             count=sum(row.message.count for row in group),
             sent_bytes=sum(row.message.count * row.message.wire_bytes for row in group),
@@ -239,15 +255,15 @@ def _merged(rows: Sequence[Communication]) -> list[_Kind]:
             high_ns=sum(row.time.high_ns for row in group),
             exposed_ns=sum(row.exposed_ns for row in group),
         )
-        for alike, group in same.items()
+        for alike, group in groups.items()
     ]
 
 
-def _cells(kind: _Kind) -> tuple[str, ...]:
+def _format_cells(kind: _CallKind) -> tuple[str, ...]:
     return (
         AXIS_SHORT.get(kind.axis, kind.axis), f"{kind.op} {kind.phase}", f"{kind.count:,}",
-        units.size(kind.message_bytes), units.size(kind.sent_bytes),
-        units.milliseconds_between(kind.low_ns, kind.high_ns), units.milliseconds(kind.exposed_ns),
+        units.format_size(kind.message_bytes), units.format_size(kind.sent_bytes),
+        units.format_milliseconds_range(kind.low_ns, kind.high_ns), units.format_milliseconds(kind.exposed_ns),
     )  # fmt: skip
 
 
@@ -263,66 +279,73 @@ _VERDICTS: dict[Verdict, str] = {
 }
 
 
-def listing(explained: Sequence[Explained], heard: Sequence[Folk] = ()) -> RenderableType:
+def build_formula_listing(
+    explained: Sequence[Explanation], rules: Sequence[CheckedRule] = ()
+) -> RenderableType:
     """Lists the formulas, then the rules of thumb about them, for any width."""
     heading = Text("FORMULAS with the numbers of this job", style="bold")
     parts: list[RenderableType] = [Text(), heading]
-    for one in explained:
-        parts += [Text(), *_entry(one)]
-    if heard:
+    for entry in explained:
+        parts += [Text(), *_build_entry(entry)]
+    if rules:
         parts += [Text(), Text("COMMON RULES OF THUMB about these formulas", style="bold")]
-        parts += [_heard(rule) for rule in heard]
+        parts += [_format_claim(rule) for rule in rules]
     return Group(*parts)
 
 
-def _entry(one: Explained) -> list[RenderableType]:
-    heading = Text(f"{one.what} = {_shown(one.value, one.unit)}", style="bold")
-    lines: list[RenderableType] = [Text(f"{one.formula.id}: {one.formula.text}")]
-    lines += [Text(one.note)] if one.note else []
-    lines += [_symbols(one.symbols), Text(one.formula.citation, style="bright_black")]
-    lines += [_rule(each, one.unit) for each in one.folk]
+def _build_entry(explained: Explanation) -> list[RenderableType]:
+    heading = Text(
+        f"{explained.what} = {_format_value(explained.value, explained.unit)}", style="bold"
+    )
+    lines: list[RenderableType] = [Text(f"{explained.formula.id}: {explained.formula.text}")]
+    lines += [Text(explained.note)] if explained.note else []
+    lines += [
+        _build_symbol_table(explained.symbols),
+        Text(explained.formula.citation, style="bright_black"),
+    ]
+    lines += [_format_rule_of_thumb(each, explained.unit) for each in explained.rules]
     return [heading, *(Padding(line, _INDENT, expand=False) for line in lines)]
 
 
-def _symbols(symbols: Sequence[Symbol]) -> Table:
+def _build_symbol_table(symbols: Sequence[Symbol]) -> Table:
     """Name, value and meaning of each symbol, one per line."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for symbol in symbols:
-        value = _shown(symbol.value, symbol.unit)
+        value = _format_value(symbol.value, symbol.unit)
         table.add_row(Text(f"{symbol.name} = {value}"), Text(symbol.meaning))
     return table
 
 
-def _rule(rule: RuleOfThumb, unit: Unit) -> Text:
-    value = _shown(rule.value, unit)
+def _format_rule_of_thumb(rule: RuleOfThumb, unit: Unit) -> Text:
+    value = _format_value(rule.value, unit)
     return Text(f'rule of thumb "{rule.rule}" gives {value}: {rule.why}', style="yellow")
 
 
-def _heard(folk: Folk) -> Text:
-    text = Text(f'"{folk.rule}" {_VERDICTS[folk.verdict]}: {folk.reference}')
-    return text.append(f" ({folk.citation})", style="bright_black")
+def _format_claim(rule: CheckedRule) -> Text:
+    text = Text(f'"{rule.rule}" {_VERDICTS[rule.verdict]}: {rule.reference}')
+    return text.append(f" ({rule.citation})", style="bright_black")
 
 
-def _shown(value: float, unit: Unit) -> str:
+def _format_value(value: float, unit: Unit) -> str:
     return _IN_UNITS[unit](value)
 
 
-def _plain(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.3g}"
 
 
-def _time(ns: float) -> str:
-    return units.milliseconds(ns) if ns >= 1e6 else units.microseconds(ns)
+def _format_time(ns: float) -> str:
+    return units.format_milliseconds(ns) if ns >= 1e6 else units.format_microseconds(ns)
 
 
 _IN_UNITS: dict[Unit, Callable[[float], str]] = {
-    "": _plain,
-    "bytes": units.size,
-    "bytes_per_s": units.gigabytes_per_second,
-    "flops": units.flops,
-    "flops_per_s": lambda rate: f"{units.flops(rate)}/s",
-    "memory_bytes": units.gibibytes,
-    "ns": _time,
-    "parameters": units.count,
-    "ratio": units.percent,
+    "": _format_number,
+    "bytes": units.format_size,
+    "bytes_per_s": units.format_gigabytes_per_second,
+    "flops": units.format_flops,
+    "flops_per_s": lambda rate: f"{units.format_flops(rate)}/s",
+    "memory_bytes": units.format_gibibytes,
+    "ns": _format_time,
+    "parameters": units.format_count,
+    "ratio": units.format_percent,
 }

@@ -22,20 +22,20 @@ _MOST_PARTS, _MOST_STEPS = 4, 3
 _COMMUNICATION = ("collective", "p2p", "skew", "bubble")
 
 
-def clocks(report: Report) -> str:
+def format_clock_error(report: Report) -> str:
     """The error of the clock alignment between hosts, "" if unknown or a single host."""
-    doubts = [row.sigma_ns for row in report.clocks if row.sigma_ns]
-    return f"clock error ±{units.microseconds(max(doubts))}" if doubts else ""
+    sigmas_ns = [row.sigma_ns for row in report.clocks if row.sigma_ns]
+    return f"clock error ±{units.format_microseconds(max(sigmas_ns))}" if sigmas_ns else ""
 
 
-def overlap(report: Report) -> str:
+def format_overlap(report: Report) -> str:
     """The share of the transfer time that is overlapped by compute, over all ranks."""
     moved = sum(row.moved_ns for row in report.overlap)
     hidden = sum(row.hidden_ns for row in report.overlap)
-    return f" ({units.percent(hidden / moved)} of transfer)" if moved else ""
+    return f" ({units.format_percent(hidden / moved)} of transfer)" if moved else ""
 
 
-def critical_path(report: Report) -> list[Text]:
+def format_critical_path(report: Report) -> list[Text]:
     """The largest parts of the critical path of the mean step, and their ranks."""
     sums: dict[tuple[str, str | None], Counter[int]] = defaultdict(Counter)
     for part in report.critical_path:
@@ -44,36 +44,36 @@ def critical_path(report: Report) -> list[Text]:
     if not total or len(report.run.ranks) < 2:
         return []
     largest = sorted(sums, key=lambda kind: -sums[kind].total())[:_MOST_PARTS]
-    shown = [_part(*kind, sums[kind], total) for kind in largest]
+    shown = [_format_part(*kind, sums[kind], total) for kind in largest]
     return [Text(f"critical path: {', '.join(shown)}")]
 
 
-def _part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
+def _format_part(bucket: str, axis: str | None, ranks: Counter[int], total: int) -> str:
     on = f" on {axis}" if axis and bucket in _COMMUNICATION else ""
     (most, _), *others = ranks.most_common()
     whose = f"mostly r{most}" if others else f"r{most}"
-    return f"{bucket}{on} {units.percent(ranks.total() / total)} ({whose})"
+    return f"{bucket}{on} {units.format_percent(ranks.total() / total)} ({whose})"
 
 
-def slow_steps(report: Report) -> list[Text]:
+def format_slow_steps(report: Report) -> list[Text]:
     """The steps that took clearly longer than the others, and where the delay began."""
     worst = sorted(report.slow_steps, key=lambda row: -row.excess_ns)[:_MOST_STEPS]
     return [
         Text(
-            f"step {row.step} took {units.milliseconds(row.excess_ns)} longer: rank {row.rank} "
-            f"{row.bucket} +{units.milliseconds(row.excess_in_bucket_ns)}",
+            f"step {row.step} took {units.format_milliseconds(row.excess_ns)} longer: rank {row.rank} "
+            f"{row.bucket} +{units.format_milliseconds(row.excess_in_bucket_ns)}",
             style="yellow",
         )
         for row in worst
     ]
 
 
-def coverage(report: Report) -> list[Text]:
+def format_coverage(report: Report) -> list[Text]:
     """The axes whose waits are estimates because ranks or calls are missing."""
-    from stepsplit.analyzer.report.report import full_steps
+    from stepsplit.analyzer.report.report import select_full_steps
 
     partial = [row for row in report.coverage if row.holds != "measured"]
-    if not partial or not full_steps(report.steps):
+    if not partial or not select_full_steps(report.steps):
         return []
     parts = [
         f"{row.axis or 'other'} {'estimated' if row.holds == 'estimated' else 'partly estimated'} "
@@ -84,30 +84,32 @@ def coverage(report: Report) -> list[Text]:
     return [Text(text, style="bright_black")]
 
 
-def profiling(run: Run) -> str:
+def format_profiling(run: Run) -> str:
     """The profiler overhead, "" if too few steps were timed without the profiler."""
     if run.profiling_slowdown is None:
         return ""
-    return f"profiler overhead {units.signed_percent(run.profiling_slowdown)}"
+    return f"profiler overhead {units.format_signed_percent(run.profiling_slowdown)}"
 
 
-_HELD = ("weights", "gradients", "optimizer", "activations")
+_MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
-def memory(rows: Sequence[MemoryRow]) -> str:
+def format_memory(rows: Sequence[MemoryRow]) -> str:
     """The memory of the rank that uses most, "" if unknown."""
-    most = max(rows, key=_held_bytes, default=None)
-    if most is None or not _held_bytes(most):
+    largest = max(rows, key=_sum_bytes, default=None)
+    if largest is None or not _sum_bytes(largest):
         return ""
-    kinds = [(name, getattr(most, f"{name}_bytes")) for name in _HELD]
-    parts = [f"{name} {units.size(size)}" for name, size in kinds if size is not None]
-    if most.peak_allocated_bytes is not None:
-        parts.append(f"peak {units.gibibytes(most.peak_allocated_bytes)}")
-    return f"memory (largest on r{most.rank}): {', '.join(parts)}"
+    kinds = [(name, getattr(largest, f"{name}_bytes")) for name in _MEMORY_KINDS]
+    parts = [f"{name} {units.format_size(size)}" for name, size in kinds if size is not None]
+    if largest.peak_allocated_bytes is not None:
+        parts.append(f"peak {units.format_gibibytes(largest.peak_allocated_bytes)}")
+    return f"memory (largest on r{largest.rank}): {', '.join(parts)}"
 
 
-def _held_bytes(row: MemoryRow) -> int:
-    return row.peak_allocated_bytes or sum(getattr(row, f"{name}_bytes") or 0 for name in _HELD)
+def _sum_bytes(row: MemoryRow) -> int:
+    return row.peak_allocated_bytes or sum(
+        getattr(row, f"{name}_bytes") or 0 for name in _MEMORY_KINDS
+    )
 
 
 # Tables without lines, and the color of each bucket.
@@ -127,7 +129,7 @@ AXIS_SHORT = {"dp_replicate": "dp repl", "dp_shard": "dp shard"}
 _WORDS = ("op", "phase")
 
 
-def bare_table(first: str, *others: str) -> Table:
+def build_table(first: str, *others: str) -> Table:
     """A table without lines. Numbers are right-aligned and never wrapped; text may wrap.
 
     A last column without a name takes the remaining width.

@@ -34,22 +34,22 @@ from stepsplit.analyzer.report.report import (
     Report,
     Run,
     WarningRow,
-    bucket_medians,
-    full_steps,
-    step_median_ns,
+    compute_bucket_medians,
+    compute_step_median_ns,
+    select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     BUCKET_STYLE,
-    bare_table,
-    clocks,
-    coverage,
-    critical_path,
-    memory,
-    overlap,
-    profiling,
-    slow_steps,
+    build_table,
+    format_clock_error,
+    format_coverage,
+    format_critical_path,
+    format_memory,
+    format_overlap,
+    format_profiling,
+    format_slow_steps,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 # The screen of a report: what ran, where the step went, which ranks and causes matter.
 
 
-def report_screen(report: Report) -> RenderableType:
+def build_report_screen(report: Report) -> RenderableType:
     """The whole screen of a report, for a rich console of any width from 80 columns."""
     parts: list[RenderableType] = [
         _describe_run(report.run),
@@ -68,8 +68,8 @@ def report_screen(report: Report) -> RenderableType:
     ]
     parts += _describe_memory(report)
     parts += _format_warnings(report.warnings)
-    parts += [Text(), BucketTable(report), _format_memo(report), *coverage(report)]
-    parts += critical_path(report)
+    parts += [Text(), BucketTable(report), _format_memo(report), *format_coverage(report)]
+    parts += format_critical_path(report)
     if report.pipeline is not None:
         parts += [Text(), build_stages_table(report, report.pipeline)]
     if report.collectives:
@@ -78,7 +78,7 @@ def report_screen(report: Report) -> RenderableType:
         parts += [Text(), *build_gap_section(report.gap)]
     if report.findings:
         parts += [Text(), *_list_bottlenecks(report.findings)]
-    parts += slow_steps(report)
+    parts += format_slow_steps(report)
     return Group(*parts)
 
 
@@ -109,7 +109,7 @@ def _describe_steps(report: Report) -> list[Text]:
         f" ({left_out} left out)" if left_out else ""
     )
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
-    first = (steps, ranks, clocks(report))
+    first = (steps, ranks, format_clock_error(report))
     second = (_format_step_time(report), *_format_throughput(report))
     return [
         Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
@@ -117,29 +117,29 @@ def _describe_steps(report: Report) -> list[Text]:
 
 
 def _format_step_time(report: Report) -> str:
-    rows = full_steps(report.steps)
+    rows = select_full_steps(report.steps)
     if not rows:
         return ""
     slowest = max(median(r.step_ns for r in rows if r.step == n) for n in {r.step for r in rows})
-    notes = [f"slowest {units.milliseconds(slowest)}", profiling(report.run)]
+    notes = [f"slowest {units.format_milliseconds(slowest)}", format_profiling(report.run)]
     known = "; ".join(note for note in notes if note)
-    return f"step {units.milliseconds(step_median_ns(rows))} ({known})"
+    return f"step {units.format_milliseconds(compute_step_median_ns(rows))} ({known})"
 
 
 def _format_throughput(report: Report) -> list[str]:
     """Tokens a second and MFU, which only the job's model gives."""
-    step_ns, prediction = step_median_ns(report.steps), report.prediction
+    step_ns, prediction = compute_step_median_ns(report.steps), report.prediction
     if prediction is None or not step_ns:
         return []
     per_s = prediction.tokens_per_s_per_gpu * prediction.split.step_ns / step_ns
     device = "rank" if report.run.device == "cpu" else "GPU"
-    mfu = [f"MFU {units.percent(report.mfu)}"] if report.mfu is not None else []
-    return [f"{units.tokens_per_second(per_s)}/{device}", *mfu]
+    mfu = [f"MFU {units.format_percent(report.mfu)}"] if report.mfu is not None else []
+    return [f"{units.format_tokens_per_second(per_s)}/{device}", *mfu]
 
 
 def _describe_memory(report: Report) -> list[Text]:
     """The rank with the highest usage, in one line; no line if no rank measured memory."""
-    line = memory(report.memory or ())
+    line = format_memory(report.memory or ())
     return [Text(line)] if line else []
 
 
@@ -158,16 +158,16 @@ def _format_warning(row: WarningRow, more: int) -> Text:
 
 
 def _format_memo(report: Report) -> Text:
-    rows = full_steps(report.steps)
+    rows = select_full_steps(report.steps)
     if not rows:
         return Text("no step in the recording")
     overlapped = median(row.overlapped_ns for row in rows)
     covered = median(row.bubble_covered_ns for row in rows)
     estimated = sum(row.estimated for row in rows)
     axes = "medians (by axis: means). " if list_axes(report) else "medians. "
-    memo = f"{axes}overlapped communication: {units.milliseconds(overlapped)}{overlap(report)}"
+    memo = f"{axes}overlapped communication: {units.format_milliseconds(overlapped)}{format_overlap(report)}"
     if covered:
-        memo += f"; inside the pipeline bubble: {units.milliseconds(covered)}"
+        memo += f"; inside the pipeline bubble: {units.format_milliseconds(covered)}"
     if estimated:
         memo += f"; {estimated} of {len(rows)} steps are estimates (peer ranks missing)"
     return Text(memo, style="bright_black")
@@ -180,13 +180,13 @@ def _list_bottlenecks(findings: Sequence[Finding]) -> list[RenderableType]:
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
     for place, finding in enumerate(findings, 1):
-        table.add_row(str(place), units.milliseconds(finding.gain_ns), finding.message)
+        table.add_row(str(place), units.format_milliseconds(finding.gain_ns), finding.message)
     return [Text(f"TOP BOTTLENECKS (estimated saving per step{more})", style="bold"), table]
 
 
 # The tables of the report: buckets, pipeline stages, collectives.
 
-MOST_COLLECTIVES = 6
+MAX_COLLECTIVES = 6
 
 _FEW_AXES = 2
 
@@ -233,13 +233,13 @@ class BucketTable:
         report, model = self._report, predict_buckets(self._report)
         compared = ("model", "diff") if model else ()
         names = (*(_name_axis(axis) for axis in axes), "worst rank")
-        table = bare_table("", "measured", "share", *compared, *names, *([""] if bars else []))
-        for row in bucket_medians(report.steps):
+        table = build_table("", "measured", "share", *compared, *names, *([""] if bars else []))
+        for row in compute_bucket_medians(report.steps):
             style = BUCKET_STYLE[row.bucket]
             table.add_row(
                 Text(row.bucket, style=style),
-                units.milliseconds(row.median_ns),
-                units.percent(row.share),
+                units.format_milliseconds(row.median_ns),
+                units.format_percent(row.share),
                 *_compare_bucket(row, model),
                 *(_format_on_axis(report, row.bucket, axis) for axis in axes),
                 _format_worst_rank(report, row, causes),
@@ -264,8 +264,8 @@ def _compare_bucket(row: BucketMedian, model: dict[str, float]) -> tuple[str, ..
     predicted_ns = model[row.bucket]
     if not predicted_ns and not row.median_ns:
         return "", ""
-    difference = units.signed_milliseconds(row.median_ns - predicted_ns)
-    return units.milliseconds(predicted_ns), difference
+    difference = units.format_signed_milliseconds(row.median_ns - predicted_ns)
+    return units.format_milliseconds(predicted_ns), difference
 
 
 def _format_worst_rank(report: Report, row: BucketMedian, causes: bool) -> str:
@@ -278,7 +278,7 @@ def _format_worst_rank(report: Report, row: BucketMedian, causes: bool) -> str:
         if row.bucket == "idle" and known and causes
         else ""
     )
-    return f"r{row.worst_rank}{why} {units.milliseconds(row.worst_ns)}"
+    return f"r{row.worst_rank}{why} {units.format_milliseconds(row.worst_ns)}"
 
 
 def list_axes(report: Report) -> list[str | None]:
@@ -295,14 +295,14 @@ def _format_on_axis(report: Report, bucket: str, axis: str | None) -> str:
     """The mean time a step of the average rank in a communication bucket on one axis."""
     if bucket not in ("collective", "p2p", "skew", "bubble"):
         return ""
-    full = {(row.rank, row.step) for row in full_steps(report.steps)}
+    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
     parts = (
         int(getattr(row, f"{bucket}_ns"))
         for row in report.exposed
         if row.axis == axis and (row.rank, row.step) in full
     )
     total = sum(parts)
-    return units.milliseconds(total / len(full)) if total else ""
+    return units.format_milliseconds(total / len(full)) if total else ""
 
 
 def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
@@ -310,15 +310,18 @@ def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     ideal = pipeline.ideal_bubble_fraction
     schedule = SCHEDULE_NAME.get(pipeline.schedule or "", pipeline.schedule or "unknown schedule")
     line = f"pipeline {schedule}, {pipeline.microbatches} microbatches: bubble fraction "
-    line += units.percent(pipeline.bubble_fraction)
-    line += f", ideal {units.percent(ideal)}" if ideal is not None else ""
-    table = bare_table("stage", *(str(stage.stage) for stage in pipeline.stages))
+    line += units.format_percent(pipeline.bubble_fraction)
+    line += f", ideal {units.format_percent(ideal)}" if ideal is not None else ""
+    table = build_table("stage", *(str(stage.stage) for stage in pipeline.stages))
     ranks = _list_ranks_by_stage(report, len(pipeline.stages))
     if ranks:
         table.add_row("compute", *(_format_compute(report, each) for each in ranks))
-    table.add_row("bubble", *(units.milliseconds(stage.bubble_ns) for stage in pipeline.stages))
     table.add_row(
-        "bubble fraction", *(units.percent(stage.bubble_fraction) for stage in pipeline.stages)
+        "bubble", *(units.format_milliseconds(stage.bubble_ns) for stage in pipeline.stages)
+    )
+    table.add_row(
+        "bubble fraction",
+        *(units.format_percent(stage.bubble_fraction) for stage in pipeline.stages),
     )
     peaks = [_format_peak(report, each) for each in ranks]
     if any(peaks):
@@ -338,24 +341,24 @@ def _list_ranks_by_stage(report: Report, stages: int) -> list[set[int]]:
 
 
 def _format_compute(report: Report, ranks: set[int]) -> str:
-    times_ns = [row.compute_ns for row in full_steps(report.steps) if row.rank in ranks]
-    return units.milliseconds(median(times_ns)) if times_ns else ""
+    times_ns = [row.compute_ns for row in select_full_steps(report.steps) if row.rank in ranks]
+    return units.format_milliseconds(median(times_ns)) if times_ns else ""
 
 
 def _format_peak(report: Report, ranks: set[int]) -> str:
     peaks = [row.peak_allocated_bytes or 0 for row in report.memory or () if row.rank in ranks]
-    return units.gibibytes(max(peaks)) if any(peaks) else ""
+    return units.format_gibibytes(max(peaks)) if any(peaks) else ""
 
 
 def build_collectives_table(report: Report) -> Table:
     """The kinds of calls that transferred data for the longest time."""
     axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
-    table = bare_table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
+    table = build_table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
     rows = _merge_groups(report.collectives, axis)
-    for row in rows[:MOST_COLLECTIVES]:
+    for row in rows[:MAX_COLLECTIVES]:
         table.add_row(*row)
-    if len(rows) > MOST_COLLECTIVES:
-        table.caption = f"{len(rows) - MOST_COLLECTIVES} more in report.json"
+    if len(rows) > MAX_COLLECTIVES:
+        table.caption = f"{len(rows) - MAX_COLLECTIVES} more in report.json"
     return table
 
 
@@ -366,10 +369,10 @@ def _merge_groups(rows: Sequence[CollectiveRow], axis: dict[int, str]) -> list[t
         same.setdefault((axis.get(row.group, "unknown"), row.op, row.message_bytes), []).append(row)
     return [
         (
-            name, op, units.size(size) if size is not None else units.UNKNOWN,
+            name, op, units.format_size(size) if size is not None else units.UNKNOWN,
             f"{sum(r.count for r in group):,}",
-            units.milliseconds(median(r.transfer_ns_median for r in group)),
-            units.milliseconds(median(r.wait_ns_median for r in group)),
+            units.format_milliseconds(median(r.transfer_ns_median for r in group)),
+            units.format_milliseconds(median(r.wait_ns_median for r in group)),
             _format_rate([r.busbw_bytes_per_s for r in group if r.busbw_bytes_per_s is not None]),
         )
         for (name, op, size), group in same.items()
@@ -377,7 +380,7 @@ def _merge_groups(rows: Sequence[CollectiveRow], axis: dict[int, str]) -> list[t
 
 
 def _format_rate(rates: Sequence[float]) -> str:
-    return units.gigabytes_per_second(median(rates)) if rates else units.UNKNOWN
+    return units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN
 
 
 # Progress bars of long reads and uploads, on standard error if it is a terminal.
@@ -387,7 +390,7 @@ LONG_BYTES = 200 << 20
 
 
 @contextmanager
-def reading_bar() -> Iterator[OnProgress]:
+def show_reading_bar() -> Iterator[OnProgress]:
     """A callback for a reader: (bytes done, total bytes). Draws only on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -403,7 +406,7 @@ def reading_bar() -> Iterator[OnProgress]:
 
 
 @contextmanager
-def sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
+def show_sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
     """A callback for an upload: the bytes of each part that arrived. Draws only on a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("sending"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -416,7 +419,7 @@ def sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
 
 # The comparison with the model: what a step should take, and why it takes longer or less.
 
-_LEAST = 0.005
+_MIN_SHARE = 0.005
 """Parts of the difference below this share of the step are summed up."""
 
 
@@ -433,33 +436,33 @@ def build_gap_section(gap: Gap) -> list[RenderableType]:
 def _build_gap_heading(gap: Gap) -> Text:
     shown = gap.shown
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
-    band = units.milliseconds_between(gap.low_ns, gap.high_ns)
+    band = units.format_milliseconds_range(gap.low_ns, gap.high_ns)
     stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
     return Text(
-        f"MODEL COMPARISON{stage}   measured {units.milliseconds(measured)}, "
-        f"predicted {units.milliseconds(predicted)} ({band}), "
-        f"difference {units.signed_percent(measured / predicted - 1)}   "
+        f"MODEL COMPARISON{stage}   measured {units.format_milliseconds(measured)}, "
+        f"predicted {units.format_milliseconds(predicted)} ({band}), "
+        f"difference {units.format_signed_percent(measured / predicted - 1)}   "
         f"confidence {gap.confidence}",
         style="bold",
     )
 
 
 def _build_gap_table(gap: Gap) -> Table:
-    table = bare_table("", "measured", "model", "diff")
+    table = build_table("", "measured", "model", "diff")
     shown = gap.shown
     for bucket, expected, took in zip(
         BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True
     ):
         if expected or took:
             name = Text(bucket, style=BUCKET_STYLE[bucket])
-            sides = units.milliseconds(took), units.milliseconds(expected)
-            table.add_row(name, *sides, units.signed_milliseconds(took - expected))
+            sides = units.format_milliseconds(took), units.format_milliseconds(expected)
+            table.add_row(name, *sides, units.format_signed_milliseconds(took - expected))
     return table
 
 
 def _list_differences(gap: Gap) -> list[RenderableType]:
     """The parts of the difference, largest first; the small ones in one line."""
-    least = _LEAST * gap.shown.measured.step_ns
+    least = _MIN_SHARE * gap.shown.measured.step_ns
     large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
     small = sum(row.ns for row in gap.rows if abs(row.ns) < least)
     parts = [(row.ns, row.message) for row in large]
@@ -468,7 +471,7 @@ def _list_differences(gap: Gap) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
     for ns, message in parts:
-        table.add_row(units.signed_milliseconds(ns), message)
+        table.add_row(units.format_signed_milliseconds(ns), message)
     return [Text("difference by cause", style="bold"), table] if parts else []
 
 
@@ -481,7 +484,7 @@ def _compare_calls(gap: Gap) -> list[Text]:
 
 def _compare_call(calls: ComparedCalls) -> str:
     size = "" if calls.bytes is None or calls.predicted_bytes is None else (
-        f" ({units.size(calls.bytes)}, predicted {units.size(calls.predicted_bytes)})"
+        f" ({units.format_size(calls.bytes)}, predicted {units.format_size(calls.predicted_bytes)})"
     )  # fmt: skip
     where = f"stage {calls.stage} {calls.op} on {calls.axis}"
     return f"{where} {calls.count}, predicted {calls.predicted_count}{size}"
@@ -492,11 +495,11 @@ def _compare_speeds(gap: Gap) -> list[RenderableType]:
     rows = [calls for calls in gap.calls if calls.stage == gap.stage and calls.busbw_bytes_per_s]
     if not rows:
         return []
-    table = bare_table("axis", "op", "per step", "model", "busbw", "model", "of link peak")
+    table = build_table("axis", "op", "per step", "model", "busbw", "model", "of link peak")
     for calls in rows:
         table.add_row(
-            calls.axis, calls.op, units.milliseconds(calls.time_ns),
-            units.milliseconds(calls.predicted_time_ns),
+            calls.axis, calls.op, units.format_milliseconds(calls.time_ns),
+            units.format_milliseconds(calls.predicted_time_ns),
             _format_bandwidth(calls.busbw_bytes_per_s),
             _format_bandwidth(calls.predicted_busbw_bytes_per_s), _format_link_share(calls),
         )  # fmt: skip
@@ -504,13 +507,13 @@ def _compare_speeds(gap: Gap) -> list[RenderableType]:
 
 
 def _format_bandwidth(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else units.gigabytes_per_second(bytes_per_s)
+    return "" if bytes_per_s is None else units.format_gigabytes_per_second(bytes_per_s)
 
 
 def _format_link_share(calls: ComparedCalls) -> str:
     if calls.busbw_bytes_per_s is None or not calls.link_bytes_per_s:
         return ""
-    return units.percent(calls.busbw_bytes_per_s / calls.link_bytes_per_s)
+    return units.format_percent(calls.busbw_bytes_per_s / calls.link_bytes_per_s)
 
 
 def _compare_memory(gap: Gap) -> list[Text]:
@@ -520,7 +523,7 @@ def _compare_memory(gap: Gap) -> list[Text]:
 
 
 def _compare_category(gap: Gap, category: str) -> str:
-    size = units.gibibytes if category == "peak" else units.size
+    size = units.format_gibibytes if category == "peak" else units.format_size
     parts = [
         f"stage {row.stage} {size(row.measured_bytes)} (model {size(row.predicted_bytes)})"
         for row in gap.memory
@@ -533,11 +536,11 @@ def _compare_category(gap: Gap, category: str) -> str:
 
 MOST_BLOCKED, MOST_UNFINISHED = 8, 3
 
-MOST_RANKS_AT = 8
+MAX_RANKS = 8
 
-MOST_FRAMES = 6
+MAX_FRAMES = 6
 
-MOST_LETTERS = 28
+MAX_LETTERS = 28
 
 _COLUMNS = ("group", "description", "call", "size", "waiting", "missing", "completed")
 
@@ -546,7 +549,7 @@ _WHOLE = ("group", "call", "size")
 _STYLE = {"missing": "red"}
 
 
-def hang_screen(hang: Hang) -> RenderableType:
+def build_hang_screen(hang: Hang) -> RenderableType:
     """The whole screen for one hang, to be printed by a rich console of any width."""
     parts: list[RenderableType] = [_list_culprits(hang), _build_hang_heading(hang)]
     parts += [_format_hang_warning(one.message, one.rank) for one in hang.warnings]
@@ -557,9 +560,9 @@ def hang_screen(hang: Hang) -> RenderableType:
 
 
 def _list_culprits(hang: Hang) -> Group:
-    from stepsplit.analyzer.diagnose.hang import whole
+    from stepsplit.analyzer.diagnose.hang import format_verdict
 
-    lines = whole([one.message for one in hang.culprits])
+    lines = format_verdict([one.message for one in hang.culprits])
     return Group(*(Text(line, style="bold") for line in lines))
 
 
@@ -614,7 +617,7 @@ def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
 
 
 def _format_call(call: Stuck) -> tuple[str, ...]:
-    size = units.UNKNOWN if call.message_bytes is None else units.size(call.message_bytes)
+    size = units.UNKNOWN if call.message_bytes is None else units.format_size(call.message_bytes)
     lost = f"{_format_ranks(call.no_dump)} (no dump)" if call.no_dump else ""
     away = _format_ranks([one.rank for one in call.missing])
     return (
@@ -630,10 +633,10 @@ def _format_call(call: Stuck) -> tuple[str, ...]:
 
 def _shorten(description: str) -> str:
     """A long description without its middle: groups differ at the ends."""
-    if len(description) <= MOST_LETTERS:
+    if len(description) <= MAX_LETTERS:
         return description
-    end = (MOST_LETTERS - 3) // 2
-    return f"{description[: MOST_LETTERS - 3 - end]}...{description[-end:]}"
+    end = (MAX_LETTERS - 3) // 2
+    return f"{description[: MAX_LETTERS - 3 - end]}...{description[-end:]}"
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
@@ -649,8 +652,8 @@ def _format_ranks(ranks: Sequence[int]) -> str:
         for run in runs
         for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
     ]
-    more = f" +{len(parts) - MOST_RANKS_AT}" if len(parts) > MOST_RANKS_AT else ""
-    return ",".join(parts[:MOST_RANKS_AT]) + more
+    more = f" +{len(parts) - MAX_RANKS}" if len(parts) > MAX_RANKS else ""
+    return ",".join(parts[:MAX_RANKS]) + more
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -663,7 +666,7 @@ def _list_stacks(hang: Hang) -> list[Text]:
     last = {one.rank: one for one in hang.last_calls}
     lines = [Text("LAST CALLS OF THESE RANKS", style="bold")] if ranks else []
     shown: dict[tuple[str, ...], int] = {}
-    for rank in ranks[:MOST_RANKS_AT]:
+    for rank in ranks[:MAX_RANKS]:
         lines.append(_describe_last_call(rank, last.get(rank), hang))
         stack = _format_stack(last.get(rank))
         if stack and stack in shown:
@@ -671,8 +674,8 @@ def _list_stacks(hang: Hang) -> list[Text]:
             continue
         shown[stack] = rank
         lines += [Text(f"    {frame}", style="bright_black") for frame in stack]
-    if len(ranks) > MOST_RANKS_AT:
-        lines.append(Text(f"and {len(ranks) - MOST_RANKS_AT} more ranks"))
+    if len(ranks) > MAX_RANKS:
+        lines.append(Text(f"and {len(ranks) - MAX_RANKS} more ranks"))
     return lines
 
 
@@ -700,7 +703,5 @@ def _format_stack(last: LastCall | None) -> tuple[str, ...]:
     """The innermost frames of the stack, without torch's own if there are others."""
     frames = () if last is None else last.stack
     own = [one for one in frames if "/torch/" not in one.file] or list(frames)
-    shown = tuple(f"{one.file}:{one.line} {one.function}" for one in own[:MOST_FRAMES])
-    return (
-        (*shown, f"and {len(own) - MOST_FRAMES} more frames") if len(own) > MOST_FRAMES else shown
-    )
+    shown = tuple(f"{one.file}:{one.line} {one.function}" for one in own[:MAX_FRAMES])
+    return (*shown, f"and {len(own) - MAX_FRAMES} more frames") if len(own) > MAX_FRAMES else shown

@@ -9,9 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.regression.checks import Answer, Judged, Shifted, SideFacts, Verdict
-from stepsplit.analyzer.regression.metrics import meaning_of
-from stepsplit.dashboard.reporters.tables import bare_table
+from stepsplit.analyzer.regression.checks import (
+    Answer,
+    CheckedMetric,
+    CheckedSide,
+    CheckResult,
+    ShiftedMetric,
+)
+from stepsplit.analyzer.regression.metrics import require_metric
+from stepsplit.dashboard.reporters.tables import build_table
 
 # The screen of check.
 
@@ -22,47 +28,47 @@ _DIM = "bright_black"
 _LOW = "low confidence: a side has only one run; record 3 to 5 runs per side"
 
 
-def verdict_screen(verdict: Verdict) -> RenderableType:
+def build_verdict_screen(verdict: CheckResult) -> RenderableType:
     """Builds the screen of a check result for a rich console of any width."""
     parts: list[RenderableType] = [
-        Text(headline(verdict), style=f"bold {STYLE[verdict.answer]}"),
-        Text(sides(verdict), _DIM),
+        Text(format_headline(verdict), style=f"bold {STYLE[verdict.answer]}"),
+        Text(format_sides(verdict), _DIM),
         *(Text(one, "yellow") for one in verdict.warnings),
         *([Text(_LOW, "yellow")] if verdict.low_confidence else []),
         Text(),
-        _gated_table(verdict),
-        *_notes(verdict),
-        *_causes(verdict),
-        *_others(verdict),
+        _build_gated_table(verdict),
+        *_list_notes(verdict),
+        *_list_causes(verdict),
+        *_build_other_changes(verdict),
     ]
     return Group(*parts)
 
 
-def _gated_table(verdict: Verdict) -> Table:
-    table = bare_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
-    for one in verdict.gated:
+def _build_gated_table(verdict: CheckResult) -> Table:
+    table = build_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
+    for result in verdict.gated:
         table.add_row(
-            Text(f"{MARKS[one.answer]} {one.metric}", STYLE[one.answer]), one.budget,
-            value(one.metric, one.baseline), value(one.metric, one.candidate), change(one),
-            interval(one),
+            Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer]), result.budget,
+            format_value(result.metric, result.baseline), format_value(result.metric, result.candidate), format_change(result),
+            format_interval(result),
         )  # fmt: skip
     return table
 
 
-def _notes(verdict: Verdict) -> list[Text]:
+def _list_notes(verdict: CheckResult) -> list[Text]:
     noted = (one for one in verdict.gated if one.note or one.answer != "pass")
-    notes = [Text(_note(one), STYLE[one.answer]) for one in noted]
-    shown = [f"{one.metric} {text}" for one in verdict.gated if (text := detectable(one))]
-    told = f"minimum detectable change (80 % power): {', '.join(shown)}"
-    return [*notes, *([Text(told, _DIM)] if shown else [])]
+    notes = [Text(_format_note(one), STYLE[one.answer]) for one in noted]
+    shown = [f"{one.metric} {text}" for one in verdict.gated if (text := format_detectable(one))]
+    minimum = f"minimum detectable change (80 % power): {', '.join(shown)}"
+    return [*notes, *([Text(minimum, _DIM)] if shown else [])]
 
 
-def _note(one: Judged) -> str:
-    told = f"{MARKS[one.answer]} {one.metric} {one.answer}"
-    return f"{told}: {one.note}" if one.note else told
+def _format_note(result: CheckedMetric) -> str:
+    text = f"{MARKS[result.answer]} {result.metric} {result.answer}"
+    return f"{text}: {result.note}" if result.note else text
 
 
-def _causes(verdict: Verdict) -> list[RenderableType]:
+def _list_causes(verdict: CheckResult) -> list[RenderableType]:
     if not verdict.causes:
         return []
     lines = [Text(f"{i}  {one.message}") for i, one in enumerate(verdict.causes, 1)]
@@ -70,15 +76,15 @@ def _causes(verdict: Verdict) -> list[RenderableType]:
     return [Text(), Text("CAUSES", "bold"), *lines, *link]
 
 
-def _others(verdict: Verdict) -> list[RenderableType]:
+def _build_other_changes(verdict: CheckResult) -> list[RenderableType]:
     if not verdict.others:
         return []
     heading = "other significant changes (no budget)"
-    table = bare_table(heading, "baseline", "candidate", "change", "96 % interval")
-    for one in verdict.others:
+    table = build_table(heading, "baseline", "candidate", "change", "96 % interval")
+    for result in verdict.others:
         table.add_row(
-            one.metric, value(one.metric, one.baseline), value(one.metric, one.candidate),
-            change(one), interval(one),
+            result.metric, format_value(result.metric, result.baseline), format_value(result.metric, result.candidate),
+            format_change(result), format_interval(result),
         )  # fmt: skip
     return [Text(), table]
 
@@ -90,64 +96,77 @@ COMMENT_BYTES = 64 << 10
 
 _CUT = "\n\n(truncated: the complete result is in the JSON file)\n"
 
-_GATED = ("metric", "budget", "baseline", "candidate", "change", "96 % interval", "detectable", "")
+_GATED_COLUMNS = (
+    "metric",
+    "budget",
+    "baseline",
+    "candidate",
+    "change",
+    "96 % interval",
+    "detectable",
+    "",
+)
 
-_CALLS = ("calls per step", "size", "baseline", "candidate")
+_CALLS_COLUMNS = ("calls per step", "size", "baseline", "candidate")
 
 _MOST_CALLS = 20
 
 
-def markdown(verdict: Verdict, most_bytes: int = COMMENT_BYTES) -> str:
+def format_markdown(verdict: CheckResult, most_bytes: int = COMMENT_BYTES) -> str:
     """The check result as markdown, truncated to most_bytes."""
     blocks = [
-        f"### stepsplit {MARKS[verdict.answer]} {_plain(headline(verdict))}",
-        _plain(sides(verdict)),
-        *(f"> {_plain(one)}" for one in verdict.warnings),
-        _table(_GATED, [_gated_row(one) for one in verdict.gated]),
-        *(f"{_code(one.metric)}: {_plain(one.note)}" for one in verdict.gated if one.note),
-        *_causes_markdown(verdict),
-        *_calls(verdict),
+        f"### stepsplit {MARKS[verdict.answer]} {_escape_text(format_headline(verdict))}",
+        _escape_text(format_sides(verdict)),
+        *(f"> {_escape_text(one)}" for one in verdict.warnings),
+        _format_table(_GATED_COLUMNS, [_format_gated_row(one) for one in verdict.gated]),
+        *(
+            f"{_escape_code(one.metric)}: {_escape_text(one.note)}"
+            for one in verdict.gated
+            if one.note
+        ),
+        *_format_causes(verdict),
+        *_format_calls(verdict),
     ]
-    return _cut("\n\n".join(blocks) + "\n", most_bytes)
+    return _truncate("\n\n".join(blocks) + "\n", most_bytes)
 
 
-def _gated_row(one: Judged) -> list[str]:
+def _format_gated_row(result: CheckedMetric) -> list[str]:
     return [
-        _code(one.metric), _code(one.budget), value(one.metric, one.baseline),
-        value(one.metric, one.candidate), change(one), interval(one), detectable(one),
-        f"{MARKS[one.answer]} {one.answer}",
+        _escape_code(result.metric), _escape_code(result.budget), format_value(result.metric, result.baseline),
+        format_value(result.metric, result.candidate), format_change(result), format_interval(result), format_detectable(result),
+        f"{MARKS[result.answer]} {result.answer}",
     ]  # fmt: skip
 
 
-def _causes_markdown(verdict: Verdict) -> list[str]:
+def _format_causes(verdict: CheckResult) -> list[str]:
     if not verdict.causes:
         return []
-    told = [f"{i}. {_plain(cause.message)}" for i, cause in enumerate(verdict.causes, 1)]
+    lines = [f"{i}. {_escape_text(cause.message)}" for i, cause in enumerate(verdict.causes, 1)]
     url = verdict.compare_url
     link = [] if url is None else [f"[Comparison in the dashboard]({url})"]
-    return ["**Causes**", "\n".join(told), *link]
+    return ["**Causes**", "\n".join(lines), *link]
 
 
-def _calls(verdict: Verdict) -> list[str]:
+def _format_calls(verdict: CheckResult) -> list[str]:
     rows = [
-        [_code(f"{row.axis} {row.op}"), value("bytes", row.message_bytes), f"{row.baseline:,}",
+        [_escape_code(f"{row.axis} {row.op}"), format_value("bytes", row.message_bytes), f"{row.baseline:,}",
          f"{row.candidate:,}"]
         for row in verdict.calls[:_MOST_CALLS]
     ]  # fmt: skip
-    return [_table(_CALLS, rows)] if rows else []
+    return [_format_table(_CALLS_COLUMNS, rows)] if rows else []
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _code(text: str) -> str:
-    kept = (letter for letter in text if letter.isprintable() and letter not in "`|")
-    return f"`{''.join(kept)}`"
+def _escape_code(text: str) -> str:
+    letters = (letter for letter in text if letter.isprintable() and letter not in "`|")
+    return f"`{''.join(letters)}`"
 
 
-def _plain(text: str) -> str:
+def _escape_text(text: str) -> str:
     """Escapes text of a recording, so that it cannot become markup, links or mentions."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     for mark in "\\`*_[]<>|#@":
@@ -155,7 +174,7 @@ def _plain(text: str) -> str:
     return " ".join(text.split())
 
 
-def _cut(text: str, most_bytes: int) -> str:
+def _truncate(text: str, most_bytes: int) -> str:
     body = text.encode()
     if len(body) <= most_bytes:
         return text
@@ -169,94 +188,98 @@ def _cut(text: str, most_bytes: int) -> str:
 
 MARKS: dict[Answer, str] = {"pass": "✓", "regressed": "✗", "inconclusive": "?"}
 
-_HEADS: dict[Answer, str] = {
+_HEADLINES: dict[Answer, str] = {
     "pass": "PASS: within all budgets",
     "regressed": "REGRESSED",
     "inconclusive": "INCONCLUSIVE: these runs neither confirm nor rule out a regression",
 }
 
 
-def headline(verdict: Verdict) -> str:
+def format_headline(verdict: CheckResult) -> str:
     """The result, with the metrics that regressed."""
-    over = [one.metric for one in verdict.gated if one.answer == "regressed"]
-    return _HEADS[verdict.answer] + (f": {', '.join(over)}" if over else "")
+    regressed = [one.metric for one in verdict.gated if one.answer == "regressed"]
+    return _HEADLINES[verdict.answer] + (f": {', '.join(regressed)}" if regressed else "")
 
 
-def sides(verdict: Verdict) -> str:
+def format_sides(verdict: CheckResult) -> str:
     """The number of runs and steps of both sides, and the setup."""
     setup = verdict.candidate.setup
     mesh = "" if setup.mesh is None else f", {setup.mesh}"
-    told = f"candidate: {_side(verdict.candidate)}"
+    text = f"candidate: {_format_side(verdict.candidate)}"
     if verdict.baseline is not None:
-        told += f", baseline: {_side(verdict.baseline)}"
-    return f"{told}; {setup.world_size:,} x {setup.device}{mesh}"
+        text += f", baseline: {_format_side(verdict.baseline)}"
+    return f"{text}; {setup.world_size:,} x {setup.device}{mesh}"
 
 
-def _side(side: SideFacts) -> str:
+def _format_side(side: CheckedSide) -> str:
     runs, steps = len(side.runs), sum(side.steps)
     return f"{runs:,} run{'s' if runs > 1 else ''} ({steps:,} steps)"
 
 
-def value(metric: str, of: float | None) -> str:
+def format_value(metric: str, number: float | None) -> str:
     """The value of a metric with its unit, "" if unknown."""
-    if of is None:
+    if number is None:
         return ""
-    unit = meaning_of(metric).unit
+    unit = require_metric(metric).unit
     if unit == "share":
-        return units.percent(of)
+        return units.format_percent(number)
     if unit == "ns":
-        return units.milliseconds(of)
+        return units.format_milliseconds(number)
     if unit == "bytes_per_s":
-        return units.gigabytes_per_second(of)
-    return units.size(of) if unit == "bytes" else f"{of:,.0f}"
+        return units.format_gigabytes_per_second(number)
+    return units.format_size(number) if unit == "bytes" else f"{number:,.0f}"
 
 
-def change(judged: Judged | Shifted) -> str:
+def format_change(judged: CheckedMetric | ShiftedMetric) -> str:
     """Candidate minus baseline: in points for shares, as a number for counts, else in percent."""
     if judged.harm is None:
         return ""
-    return difference(judged.metric, meaning_of(judged.metric).worse * judged.harm, judged.baseline)
+    return format_difference(
+        judged.metric, require_metric(judged.metric).worse * judged.harm, judged.baseline
+    )
 
 
-def interval(judged: Judged | Shifted) -> str:
+def format_interval(judged: CheckedMetric | ShiftedMetric) -> str:
     """The 96 % interval of the change, "" if there is none."""
     if judged.low is None or judged.high is None:
         return ""
-    worse = meaning_of(judged.metric).worse
+    worse = require_metric(judged.metric).worse
     low, high = sorted((worse * judged.low, worse * judged.high))
-    if meaning_of(judged.metric).unit == "share":
-        return units.signed_between(low, high, "pt")
+    if require_metric(judged.metric).unit == "share":
+        return units.format_signed_range(low, high, "pt")
     if judged.baseline:
-        return units.signed_between(low / judged.baseline, high / judged.baseline, "%")
-    return " to ".join(difference(judged.metric, end, None) for end in (low, high))
+        return units.format_signed_range(low / judged.baseline, high / judged.baseline, "%")
+    return " to ".join(format_difference(judged.metric, end, None) for end in (low, high))
 
 
-def detectable(judged: Judged) -> str:
+def format_detectable(judged: CheckedMetric) -> str:
     """The minimum detectable change at 80 % power, "" if the metric is not tested."""
     if judged.detectable is None:
         return ""
-    worse = meaning_of(judged.metric).worse
-    return difference(judged.metric, worse * judged.detectable, judged.baseline)
+    worse = require_metric(judged.metric).worse
+    return format_difference(judged.metric, worse * judged.detectable, judged.baseline)
 
 
-def difference(metric: str, of: float, baseline: float | None) -> str:
+def format_difference(metric: str, delta: float, baseline: float | None) -> str:
     """A signed difference: in percent of the baseline if there is one, else in the unit."""
-    unit = meaning_of(metric).unit
+    unit = require_metric(metric).unit
     if unit == "share":
-        return units.signed_points(of)
+        return units.format_signed_points(delta)
     if unit == "count":
-        return f"{of:+,.0f}"
+        return f"{delta:+,.0f}"
     if baseline:
-        return units.signed_percent(of / baseline)
-    sign = "-" if of < 0 else "+"
-    return f"{sign}{value(metric, abs(of))}"
+        return units.format_signed_percent(delta / baseline)
+    sign = "-" if delta < 0 else "+"
+    return f"{sign}{format_value(metric, abs(delta))}"
 
 
-def one_line(judged: Judged) -> str:
+def format_line(judged: CheckedMetric) -> str:
     """The result of a metric in one line."""
-    parts = [f"{value(judged.metric, judged.baseline)} -> " if judged.baseline is not None else ""]
-    parts += [value(judged.metric, judged.candidate), f" ({change(judged)})"]
-    told = f"{judged.metric} {judged.answer}: {''.join(parts)}, budget {judged.budget}"
-    span = interval(judged)
-    told += f", 96 % interval {span}" if span else ""
-    return told + (f"; {judged.note}" if judged.note else "")
+    parts = [
+        f"{format_value(judged.metric, judged.baseline)} -> " if judged.baseline is not None else ""
+    ]
+    parts += [format_value(judged.metric, judged.candidate), f" ({format_change(judged)})"]
+    line = f"{judged.metric} {judged.answer}: {''.join(parts)}, budget {judged.budget}"
+    span = format_interval(judged)
+    line += f", 96 % interval {span}" if span else ""
+    return line + (f"; {judged.note}" if judged.note else "")

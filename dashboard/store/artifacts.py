@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.readers.sources import fsspec
+from stepsplit.analyzer.readers.sources import import_fsspec
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
@@ -26,22 +26,22 @@ class Artifacts(Protocol):
     def url(self) -> str:
         """The URL with which another process opens the same artifacts."""
 
-    def folder(self, run_id: str) -> Path:
+    def find_folder(self, run_id: str) -> Path:
         """The run's local folder; uploads are written to its input/."""
 
     def keep_upload(self, run_id: str, path: str) -> None:
         """Stores a completely uploaded file, given by its path below input/."""
 
-    def uploads(self, run_id: str) -> Path:
+    def fetch_uploads(self, run_id: str) -> Path:
         """The local folder with all uploads of the run; downloads them if missing."""
 
-    def analyzed(self, run_id: str) -> None:
+    def drop_uploads(self, run_id: str) -> None:
         """Drops the local copy of the uploads after the analysis."""
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
         """Stores the results durably. Raises UsageError."""
 
-    def results(self, run_id: str) -> Path:
+    def fetch_results(self, run_id: str) -> Path:
         """The local folder with report.json and tables/; downloads them if missing. Empty if there
         are no results."""
 
@@ -59,30 +59,30 @@ class FolderArtifacts:
     def url(self) -> str:
         return str(self.root)
 
-    def folder(self, run_id: str) -> Path:
+    def find_folder(self, run_id: str) -> Path:
         return self.root / run_id
 
     def keep_upload(self, run_id: str, path: str) -> None:
-        target = self.folder(run_id) / INPUT_NAME / path
+        target = self.find_folder(run_id) / INPUT_NAME / path
         for folder in (target.parent, *target.parent.parents):
             sync(folder)
             if folder == self.root:
                 break
 
-    def uploads(self, run_id: str) -> Path:
-        return self.folder(run_id) / INPUT_NAME
+    def fetch_uploads(self, run_id: str) -> Path:
+        return self.find_folder(run_id) / INPUT_NAME
 
-    def analyzed(self, run_id: str) -> None:
+    def drop_uploads(self, run_id: str) -> None:
         pass
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
-        save_synced(self.folder(run_id), report, tables)
+        save_synced(self.find_folder(run_id), report, tables)
 
-    def results(self, run_id: str) -> Path:
-        return self.folder(run_id)
+    def fetch_results(self, run_id: str) -> Path:
+        return self.find_folder(run_id)
 
     def remove(self, run_id: str) -> None:
-        shutil.rmtree(self.folder(run_id), ignore_errors=True)
+        shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
 
 
 def open_artifacts(where: str | Path, local: Path) -> Artifacts:
@@ -137,22 +137,22 @@ class RemoteArtifacts:
     _files: Any
     _root: str
 
-    def folder(self, run_id: str) -> Path:
+    def find_folder(self, run_id: str) -> Path:
         return self.local / run_id
 
     def keep_upload(self, run_id: str, path: str) -> None:
         self._put(f"{run_id}/{INPUT_NAME}/{path}")
 
-    def uploads(self, run_id: str) -> Path:
-        for name in self._names(f"{run_id}/{INPUT_NAME}"):
+    def fetch_uploads(self, run_id: str) -> Path:
+        for name in self._list_files(f"{run_id}/{INPUT_NAME}"):
             self._fetch(name)
-        return self.folder(run_id) / INPUT_NAME
+        return self.find_folder(run_id) / INPUT_NAME
 
-    def analyzed(self, run_id: str) -> None:
-        shutil.rmtree(self.folder(run_id) / INPUT_NAME, ignore_errors=True)
+    def drop_uploads(self, run_id: str) -> None:
+        shutil.rmtree(self.find_folder(run_id) / INPUT_NAME, ignore_errors=True)
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
-        folder = self.folder(run_id)
+        folder = self.find_folder(run_id)
         save_synced(folder, report, tables)
         for path in (folder / TABLES_NAME).rglob("*"):
             if path.is_file():
@@ -160,10 +160,10 @@ class RemoteArtifacts:
         # The report last: if it exists, the results are complete.
         self._put(f"{run_id}/{REPORT_NAME}")
 
-    def results(self, run_id: str) -> Path:
-        folder = self.folder(run_id)
+    def fetch_results(self, run_id: str) -> Path:
+        folder = self.find_folder(run_id)
         if not (folder / REPORT_NAME).exists():
-            for name in self._names(f"{run_id}/{TABLES_NAME}"):
+            for name in self._list_files(f"{run_id}/{TABLES_NAME}"):
                 self._fetch(name)
             with suppress(FileNotFoundError):
                 self._fetch(f"{run_id}/{REPORT_NAME}")
@@ -172,14 +172,14 @@ class RemoteArtifacts:
     def remove(self, run_id: str) -> None:
         with suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{run_id}", recursive=True)
-        shutil.rmtree(self.folder(run_id), ignore_errors=True)
+        shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
 
-    def _names(self, below: str) -> list[str]:
+    def _list_files(self, below: str) -> list[str]:
         """Paths under the URL of all files below the given path."""
         prefix = f"{self._root}/"
         with suppress(FileNotFoundError):
-            found = self._files.find(f"{prefix}{below}")
-            return [name.removeprefix(prefix) for name in found]
+            paths = self._files.find(f"{prefix}{below}")
+            return [name.removeprefix(prefix) for name in paths]
         return []
 
     def _put(self, name: str) -> None:
@@ -198,7 +198,7 @@ class RemoteArtifacts:
 def open_remote(url: str, local: Path) -> RemoteArtifacts:
     """Opens the artifacts at the URL. Raises UsageError if its protocol is not supported."""
     try:
-        files, root = fsspec().core.url_to_fs(url)
+        files, root = import_fsspec().core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url}: {error}; choose another --artifacts") from None
     make_folder(local)

@@ -36,11 +36,11 @@ from stepsplit.analyzer.errors import UsageError
 # Cleaning of untrusted text before it is stored.
 
 
-def plain(text: str, most: int) -> str:
+def clean_text(text: str, max_length: int) -> str:
     """The text on one line of at most `most` characters, without NUL and invalid characters."""
     whole = text.encode("utf-8", "replace").decode().replace("\0", "")
     line = " ".join(whole.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
 # An open database with the current schema.
@@ -55,18 +55,18 @@ class Database:
         self._engine, self._writer = engine, engine.execution_options(writes=True)
 
     @contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def begin_read(self) -> Iterator[Connection]:
         """A read transaction."""
         with self._engine.begin() as connection:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
+    def begin_write(self) -> Iterator[Connection]:
         """A write transaction: committed at the end, rolled back on an exception."""
         with self._writer.begin() as connection:
             yield connection
 
-    def reopen(self) -> None:
+    def reconnect(self) -> None:
         """Drops connections that belong to the parent process."""
         self._engine.dispose(close=False)
 
@@ -81,15 +81,15 @@ def open_database(url: str) -> Database:
     Raises UsageError; the message does not contain the URL's password.
     """
     try:
-        return _migrated(Database(_engine(make_url(url))))
+        return _migrate_database(Database(_create_engine(make_url(url))))
     except (ArgumentError, SQLAlchemyError, ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"cannot open the store: {reason}; choose another --store") from None
 
 
-def _migrated(database: Database) -> Database:
+def _migrate_database(database: Database) -> Database:
     try:
-        with database.writing() as connection:
+        with database.begin_write() as connection:
             migrate(connection)
     except BaseException:
         database.close()
@@ -97,9 +97,9 @@ def _migrated(database: Database) -> Database:
     return database
 
 
-def _engine(url: URL) -> Engine:
+def _create_engine(url: URL) -> Engine:
     if url.get_backend_name() == "postgresql":
-        return create_engine(_with_psycopg(url), pool_pre_ping=True)
+        return create_engine(_select_psycopg(url), pool_pre_ping=True)
     _make_parent(url)
     engine = create_engine(url)
     if url.get_backend_name() == "sqlite":
@@ -108,7 +108,7 @@ def _engine(url: URL) -> Engine:
     return engine
 
 
-def _with_psycopg(url: URL) -> URL:
+def _select_psycopg(url: URL) -> URL:
     """Selects the psycopg driver for postgresql:// URLs."""
     if url.drivername != "postgresql":
         return url
@@ -157,9 +157,9 @@ def _begin_sqlite(connection: Connection) -> None:
 
 # Migration to the newest schema, by the process that opens the database first.
 
-_FIRST = "0001"
+_FIRST_REVISION = "0001"
 
-_LOCK = 0x57E9_5B17
+_MIGRATION_LOCK = 0x57E9_5B17
 """Advisory lock that serializes migrations of a PostgreSQL database."""
 
 
@@ -169,23 +169,23 @@ def migrate(connection: Connection) -> None:
     Raises UsageError for a database of a newer stepsplit.
     """
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    found = _version(connection)
-    if found != VERSION:
-        _upgrade(connection, found)
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+    version = _read_version(connection)
+    if version != VERSION:
+        _upgrade(connection, version)
 
 
-def _version(connection: Connection) -> str | None:
+def _read_version(connection: Connection) -> str | None:
     """The database's revision; None if it has none of stepsplit's tables."""
     tables = inspect(connection)
     if tables.has_table("alembic_version"):
-        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
-        return None if found is None else str(found)
+        revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+        return None if revision is None else str(revision)
     # Databases created before migrations existed have no version table.
-    return _FIRST if tables.has_table("runs") else None
+    return _FIRST_REVISION if tables.has_table("runs") else None
 
 
-def _upgrade(connection: Connection, found: str | None) -> None:
+def _upgrade(connection: Connection, version: str | None) -> None:
     # Imported only here: alembic is slow to load and most stores are up to date.
     from alembic import command
     from alembic.config import Config
@@ -194,11 +194,11 @@ def _upgrade(connection: Connection, found: str | None) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
-    if found is not None and found not in known:
+    if version is not None and version not in known:
         hint = "upgrade stepsplit, or choose another --store"
-        raise UsageError(f"the store is from a newer stepsplit (schema {found}); {hint}")
-    if found == _FIRST:
-        command.stamp(config, _FIRST)
+        raise UsageError(f"the store is from a newer stepsplit (schema {version}); {hint}")
+    if version == _FIRST_REVISION:
+        command.stamp(config, _FIRST_REVISION)
     command.upgrade(config, VERSION)
 
 
@@ -210,7 +210,7 @@ VERSION = "0003"
 METADATA = MetaData()
 
 
-def _of_run(**kind: bool) -> Column[str]:
+def _build_run_column(**kind: bool) -> Column[str]:
     """The run of a row; deleting the run deletes the row."""
     run = ForeignKey("runs.id", ondelete="CASCADE")
     return Column("run_id", String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ RUNS = Table(
 TAGS = Table(
     "tags",
     METADATA,
-    _of_run(primary_key=True),
+    _build_run_column(primary_key=True),
     Column("key", String(64), primary_key=True),
     Column("value", String(200), nullable=False),
 )
@@ -247,7 +247,7 @@ TAGS = Table(
 RANKS = Table(
     "ranks",
     METADATA,
-    _of_run(primary_key=True),
+    _build_run_column(primary_key=True),
     Column("rank", Integer, primary_key=True, autoincrement=False),
     Column("host", String(200)),
     Column("step_ns", BigInteger, nullable=False),
@@ -257,7 +257,7 @@ RANKS = Table(
 METRICS = Table(
     "metrics",
     METADATA,
-    _of_run(primary_key=True),
+    _build_run_column(primary_key=True),
     Column("name", String(64), primary_key=True, index=True),
     Column("value", Float, nullable=False),
 )
@@ -265,7 +265,7 @@ METRICS = Table(
 FILES = Table(
     "files",
     METADATA,
-    _of_run(primary_key=True),
+    _build_run_column(primary_key=True),
     Column("path", Text, primary_key=True),
     Column("received_bytes", BigInteger, nullable=False),
     Column("complete", Boolean, nullable=False),
@@ -275,7 +275,7 @@ JOBS = Table(
     "jobs",
     METADATA,
     Column("id", Integer, primary_key=True),
-    _of_run(unique=True),
+    _build_run_column(unique=True),
     Column("state", String(16), nullable=False, index=True),
     Column("queued_unix_ns", BigInteger, nullable=False),
     Column("attempts", Integer, nullable=False),
@@ -300,7 +300,7 @@ TOKENS = Table(
 VERDICTS = Table(
     "verdicts",
     METADATA,
-    _of_run(primary_key=True),
+    _build_run_column(primary_key=True),
     Column("answer", String(16), nullable=False),
     Column("words", String(500), nullable=False),
     Column("judged_unix_ns", BigInteger, nullable=False),

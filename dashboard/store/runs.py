@@ -13,17 +13,31 @@ from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.report import Report
-from stepsplit.dashboard.store.database import DELETED, JOBS, RUNS, TAGS, VERDICTS, Database, plain
-from stepsplit.dashboard.store.metrics import Headline, Middle, VerdictRow, headline, record_numbers
+from stepsplit.dashboard.store.database import (
+    DELETED,
+    JOBS,
+    RUNS,
+    TAGS,
+    VERDICTS,
+    Database,
+    clean_text,
+)
+from stepsplit.dashboard.store.metrics import (
+    CheckRow,
+    Headline,
+    MedianStep,
+    build_headline,
+    record_metrics,
+)
 
 # The queue of analyses: jobs, their workers and leases, and their results.
 
 LEASE_S = 60.0
 
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 
-_SPENT = (
-    f"the analysis crashed {MOST_ATTEMPTS} times without an error message, perhaps out of memory; "
+_ATTEMPTS_ERROR = (
+    f"the analysis crashed {MAX_ATTEMPTS} times without an error message, perhaps out of memory; "
     "upload fewer ranks or steps"
 )
 
@@ -47,70 +61,71 @@ class AnalysisQueue:
     def claim(self, worker: str, lease_s: float = LEASE_S) -> AnalysisJob | None:
         """Claims the oldest job that is queued or whose lease has expired; None without one."""
         now = time.time_ns()
-        if not self._any(now):
+        if not self._has_job(now):
             return None
-        with self._database.writing() as connection:
-            _give_up_job(connection, _silent(now))
-            row = connection.execute(_claim(worker, now, lease_s)).one_or_none()
+        with self._database.begin_write() as connection:
+            _give_up_job(connection, _match_expired(now))
+            row = connection.execute(_build_claim(worker, now, lease_s)).one_or_none()
             if row is None:
                 return None
             running = update(RUNS).where(RUNS.c.id == row.run_id).values(state="running")
             connection.execute(running)
         return AnalysisJob(row.id, row.run_id, worker, row.attempts)
 
-    def beat(self, job: AnalysisJob, lease_s: float = LEASE_S) -> bool:
+    def extend_lease(self, job: AnalysisJob, lease_s: float = LEASE_S) -> bool:
         """Renews the lease. False if the job no longer belongs to this worker."""
         return self._set(job, lease_until_unix_ns=time.time_ns() + int(lease_s * 1e9))
 
-    def tell(self, job: AnalysisJob, progress: float, note: str) -> bool:
+    def record_progress(self, job: AnalysisJob, progress: float, note: str) -> bool:
         """Records the progress (0..1) of the analysis and a note on what it does."""
         share = min(max(progress, 0.0), 1.0)
-        return self._set(job, progress=share, progress_note=plain(note, 200))
+        return self._set(job, progress=share, progress_note=clean_text(note, 200))
 
-    def done(self, job: AnalysisJob, report: Report) -> bool:
+    def complete(self, job: AnalysisJob, report: Report) -> bool:
         """Ends the job with its saved report. False if it no longer belongs to this worker."""
-        with self._database.writing() as connection:
-            ended = _end(connection, job, state="done", progress=1.0)
-            if ended:
-                run_done(connection, job.run_id, report)
-        return ended
+        with self._database.begin_write() as connection:
+            is_owner = _end_job(connection, job, state="done", progress=1.0)
+            if is_owner:
+                record_done(connection, job.run_id, report)
+        return is_owner
 
-    def failed(self, job: AnalysisJob, message: str) -> bool:
+    def fail(self, job: AnalysisJob, message: str) -> bool:
         """Ends the job with an error. False if it no longer belongs to this worker."""
-        with self._database.writing() as connection:
-            ended = _end(connection, job, state="failed", error=plain(message, 2_000))
-            if ended:
-                run_failed(connection, job.run_id, message)
-        return ended
+        with self._database.begin_write() as connection:
+            is_owner = _end_job(connection, job, state="failed", error=clean_text(message, 2_000))
+            if is_owner:
+                record_failure(connection, job.run_id, message)
+        return is_owner
 
     def put_back(self, job: AnalysisJob) -> bool:
         """Returns the job to the queue; the attempt does not count."""
-        with self._database.writing() as connection:
+        with self._database.begin_write() as connection:
             back = {"state": "queued", "worker": None, "attempts": job.attempt - 1}
-            ended = _end(connection, job, **back)
-            if ended:
-                move_run(connection, job.run_id, "running", "queued")
-        return ended
+            is_owner = _end_job(connection, job, **back)
+            if is_owner:
+                set_run_state(connection, job.run_id, "running", "queued")
+        return is_owner
 
-    def free(self, worker: str) -> None:
+    def release_worker(self, worker: str) -> None:
         """Releases the jobs of a dead worker: queued again, or failed after the last attempt."""
-        with self._database.writing() as connection:
-            its = and_(JOBS.c.state == "running", JOBS.c.worker == worker)
-            _give_up_job(connection, its)
-            freed = update(JOBS).where(its).values(state="queued", worker=None)
+        with self._database.begin_write() as connection:
+            of_worker = and_(JOBS.c.state == "running", JOBS.c.worker == worker)
+            _give_up_job(connection, of_worker)
+            freed = update(JOBS).where(of_worker).values(state="queued", worker=None)
             for run_id in connection.execute(freed.returning(JOBS.c.run_id)).scalars().all():
-                move_run(connection, run_id, "running", "queued")
+                set_run_state(connection, run_id, "running", "queued")
 
-    def _any(self, now: int) -> bool:
+    def _has_job(self, now: int) -> bool:
         # Idle workers poll often; a read is cheaper than a lock.
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             return (
-                connection.execute(select(JOBS.c.id).where(_free(now)).limit(1)).first() is not None
+                connection.execute(select(JOBS.c.id).where(_match_available(now)).limit(1)).first()
+                is not None
             )
 
     def _set(self, job: AnalysisJob, **values: Any) -> bool:
-        with self._database.writing() as connection:
-            return connection.execute(_held(job).values(values)).rowcount == 1
+        with self._database.begin_write() as connection:
+            return connection.execute(_update_own_job(job).values(values)).rowcount == 1
 
 
 def add_job(connection: Connection, run_id: str) -> None:
@@ -119,8 +134,13 @@ def add_job(connection: Connection, run_id: str) -> None:
     connection.execute(insert(JOBS).values(row))
 
 
-def _claim(worker: str, now: int, lease_s: float) -> Any:
-    oldest = select(JOBS.c.id).where(_free(now)).order_by(JOBS.c.queued_unix_ns, JOBS.c.id).limit(1)
+def _build_claim(worker: str, now: int, lease_s: float) -> Any:
+    oldest = (
+        select(JOBS.c.id)
+        .where(_match_available(now))
+        .order_by(JOBS.c.queued_unix_ns, JOBS.c.id)
+        .limit(1)
+    )
     # PostgreSQL checks the row again if another worker had locked it; SQLite has one writer.
     locked = oldest.with_for_update(skip_locked=True).scalar_subquery()
     claimed = {
@@ -131,27 +151,27 @@ def _claim(worker: str, now: int, lease_s: float) -> Any:
         "progress": None,
         "progress_note": None,
     }
-    changed = update(JOBS).where(JOBS.c.id == locked, _free(now)).values(claimed)
+    changed = update(JOBS).where(JOBS.c.id == locked, _match_available(now)).values(claimed)
     return changed.returning(JOBS.c.id, JOBS.c.run_id, JOBS.c.attempts)
 
 
-def _free(now: int) -> ColumnElement[bool]:
-    return or_(JOBS.c.state == "queued", _silent(now))
+def _match_available(now: int) -> ColumnElement[bool]:
+    return or_(JOBS.c.state == "queued", _match_expired(now))
 
 
-def _silent(now: int) -> ColumnElement[bool]:
+def _match_expired(now: int) -> ColumnElement[bool]:
     return and_(JOBS.c.state == "running", JOBS.c.lease_until_unix_ns < now)
 
 
 def _give_up_job(connection: Connection, which: ColumnElement[bool]) -> None:
     """Fails the jobs that have used up their attempts."""
-    spent = update(JOBS).where(which, JOBS.c.attempts >= MOST_ATTEMPTS)
-    failed = spent.values(state="failed", error=_SPENT).returning(JOBS.c.run_id)
+    spent = update(JOBS).where(which, JOBS.c.attempts >= MAX_ATTEMPTS)
+    failed = spent.values(state="failed", error=_ATTEMPTS_ERROR).returning(JOBS.c.run_id)
     for run_id in connection.execute(failed).scalars().all():
-        run_failed(connection, run_id, _SPENT)
+        record_failure(connection, run_id, _ATTEMPTS_ERROR)
 
 
-def _held(job: AnalysisJob) -> Any:
+def _update_own_job(job: AnalysisJob) -> Any:
     return update(JOBS).where(
         JOBS.c.id == job.id,
         JOBS.c.state == "running",
@@ -160,8 +180,8 @@ def _held(job: AnalysisJob) -> Any:
     )
 
 
-def _end(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
-    return connection.execute(_held(job).values(values)).rowcount == 1
+def _end_job(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
+    return connection.execute(_update_own_job(job).values(values)).rowcount == 1
 
 
 # The rows of runs.
@@ -172,9 +192,9 @@ NAME_LENGTH, ERROR_LENGTH = 200, 2_000
 def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State) -> str:
     """Adds a run and returns its id. The last of several tags with the same key counts."""
     run_id = uuid.uuid4().hex[:12]
-    row = {"id": run_id, "name": plain(name, NAME_LENGTH), "state": state}
+    row = {"id": run_id, "name": clean_text(name, NAME_LENGTH), "state": state}
     connection.execute(insert(RUNS), {**row, "created_unix_ns": time.time_ns()})
-    values = {plain(tag.key, 64): plain(tag.value, 200) for tag in tags}
+    values = {clean_text(tag.key, 64): clean_text(tag.value, 200) for tag in tags}
     if values:
         rows = [{"run_id": run_id, "key": k, "value": v} for k, v in values.items()]
         connection.execute(insert(TAGS), rows)
@@ -183,40 +203,40 @@ def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State
 
 def list_runs(connection: Connection) -> tuple[RunRow, ...]:
     """All runs, newest first."""
-    query = _whole().order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
-    return _run_rows(connection, query, select(TAGS))
+    query = _select_runs().order_by(RUNS.c.created_unix_ns.desc(), RUNS.c.id)
+    return _read_run_rows(connection, query, select(TAGS))
 
 
 def find_run(connection: Connection, run_id: str) -> RunRow | None:
     """The run of this id; None if there is none."""
-    of_run = _whole().where(RUNS.c.id == run_id)
-    found = _run_rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
-    return found[0] if found else None
+    of_run = _select_runs().where(RUNS.c.id == run_id)
+    rows = _read_run_rows(connection, of_run, select(TAGS).where(TAGS.c.run_id == run_id))
+    return rows[0] if rows else None
 
 
-def move_run(connection: Connection, run_id: str, before: State, after: State) -> bool:
+def set_run_state(connection: Connection, run_id: str, before: State, after: State) -> bool:
     """Changes the state; False if the run was not in the state `before`."""
     changed = update(RUNS).where(RUNS.c.id == run_id, RUNS.c.state == before).values(state=after)
     return connection.execute(changed).rowcount == 1
 
 
-def waits_for_files(connection: Connection, run_id: str) -> bool:
+def can_add_files(connection: Connection, run_id: str) -> bool:
     """Whether the run accepts files; locks its state until the transaction ends."""
     state = select(RUNS.c.state).where(RUNS.c.id == run_id).with_for_update()
     return connection.execute(state).scalar() == "uploading"
 
 
-def run_done(connection: Connection, run_id: str, report: Report) -> None:
+def record_done(connection: Connection, run_id: str, report: Report) -> None:
     """Marks the run as done and records the metrics of its report."""
-    numbers = headline(report)
-    values = {"state": "done", "error": None, **columns(numbers)}
+    numbers = build_headline(report)
+    values = {"state": "done", "error": None, **build_columns(numbers)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
-    record_numbers(connection, run_id, report, numbers)
+    record_metrics(connection, run_id, report, numbers)
 
 
-def run_failed(connection: Connection, run_id: str, message: str) -> None:
+def record_failure(connection: Connection, run_id: str, message: str) -> None:
     """Marks the run as failed with a one-line message."""
-    values = {"state": "failed", "error": plain(message, ERROR_LENGTH)}
+    values = {"state": "failed", "error": clean_text(message, ERROR_LENGTH)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
 
 
@@ -228,28 +248,30 @@ def remove_run(connection: Connection, run_id: str) -> bool:
     return gone
 
 
-def removed_runs(connection: Connection) -> Sequence[str]:
+def list_removed_runs(connection: Connection) -> Sequence[str]:
     """Deleted runs whose files may still exist."""
     return connection.execute(select(DELETED.c.run_id)).scalars().all()
 
 
-def files_are_gone(connection: Connection, run_id: str) -> None:
+def forget_removed_run(connection: Connection, run_id: str) -> None:
     """Records that the files of a deleted run are deleted."""
     connection.execute(delete(DELETED).where(DELETED.c.run_id == run_id))
 
 
-def _whole() -> Select[Any]:
+def _select_runs() -> Select[Any]:
     columns = (*RUNS.c, JOBS.c.progress, JOBS.c.progress_note, VERDICTS.c.answer, VERDICTS.c.words)
     with_jobs = select(*columns).outerjoin(JOBS, JOBS.c.run_id == RUNS.c.id)
     return with_jobs.outerjoin(VERDICTS, VERDICTS.c.run_id == RUNS.c.id)
 
 
-def _run_rows(connection: Connection, runs: Select[Any], tags: Select[Any]) -> tuple[RunRow, ...]:
+def _read_run_rows(
+    connection: Connection, runs: Select[Any], tags: Select[Any]
+) -> tuple[RunRow, ...]:
     by_run: dict[str, list[Tag]] = {}
     for tag in connection.execute(tags):
         by_run.setdefault(tag.run_id, []).append(Tag(tag.key, tag.value))
     rows = connection.execute(runs)
-    return tuple(run_row(row, sorted(by_run.get(row.id, ()))) for row in rows)
+    return tuple(build_run_row(row, sorted(by_run.get(row.id, ()))) for row in rows)
 
 
 # A run in the list of runs, and its conversion to and from a row.
@@ -285,7 +307,7 @@ class RunRow:
     tags: tuple[Tag, ...] = ()
     progress: float | None = None
     progress_note: str | None = None
-    verdict: VerdictRow | None = None
+    verdict: CheckRow | None = None
 
     @property
     def pending(self) -> bool:
@@ -293,11 +315,11 @@ class RunRow:
         return self.state in ("queued", "running")
 
 
-def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
+def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     """The run of a row, with the progress of its job and its check result."""
     state = cast(State, row.state)
-    numbers = _headline(row) if state == "done" else None
-    verdict = None if row.answer is None else VerdictRow(row.answer, row.words)
+    numbers = _read_headline(row) if state == "done" else None
+    verdict = None if row.answer is None else CheckRow(row.answer, row.words)
     progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
     return RunRow(
         row.id, row.name, row.created_unix_ns, state, row.error, numbers, tuple(tags),
@@ -305,21 +327,21 @@ def run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     )  # fmt: skip
 
 
-def columns(numbers: Headline) -> dict[str, Any]:
+def build_columns(headline: Headline) -> dict[str, Any]:
     """The columns of a headline."""
     return {
-        "world_size": numbers.world_size,
-        "mesh": None if numbers.mesh is None else plain(numbers.mesh, 200),
-        "backend": None if numbers.backend is None else plain(numbers.backend, 100),
-        "steps": numbers.steps,
-        "warnings": numbers.warnings,
-        "bubble_fraction": numbers.bubble_fraction,
-        "mfu": numbers.mfu,
-        **_middle_columns(numbers.middle),
+        "world_size": headline.world_size,
+        "mesh": None if headline.mesh is None else clean_text(headline.mesh, 200),
+        "backend": None if headline.backend is None else clean_text(headline.backend, 100),
+        "steps": headline.steps,
+        "warnings": headline.warnings,
+        "bubble_fraction": headline.bubble_fraction,
+        "mfu": headline.mfu,
+        **_build_median_columns(headline.median_step),
     }
 
 
-def _middle_columns(middle: Middle | None) -> dict[str, int | float]:
+def _build_median_columns(middle: MedianStep | None) -> dict[str, int | float]:
     if middle is None:
         return {}
     medians = zip(_MEDIANS, middle.medians.buckets_ns, strict=True)
@@ -327,11 +349,11 @@ def _middle_columns(middle: Middle | None) -> dict[str, int | float]:
     return {"step_ns": middle.step_ns, **dict(medians), **dict(shares)}
 
 
-def _headline(row: Row[Any]) -> Headline:
+def _read_headline(row: Row[Any]) -> Headline:
     middle = None
     if row.step_ns is not None:
         medians = Split(*(row._mapping[name] for name in _MEDIANS))
-        middle = Middle(row.step_ns, medians, tuple(row._mapping[name] for name in _SHARES))
+        middle = MedianStep(row.step_ns, medians, tuple(row._mapping[name] for name in _SHARES))
     return Headline(
         row.world_size, row.mesh, row.backend, middle, row.steps, row.warnings,
         row.bubble_fraction, row.mfu,

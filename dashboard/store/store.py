@@ -29,11 +29,11 @@ from stepsplit.dashboard.store.database import (
     RUNS,
     TOKENS,
     Database,
+    clean_text,
     open_database,
-    plain,
 )
-from stepsplit.dashboard.store.metrics import Numbers, Verdicts
-from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, waits_for_files
+from stepsplit.dashboard.store.metrics import CheckResults, MetricStore
+from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, can_add_files
 
 # Runs in SQL and their files.
 
@@ -48,8 +48,8 @@ class Store:
     def __init__(self, url: str, database: Database, artifacts: Artifacts) -> None:
         self.url, self.artifacts, self._database = url, artifacts, database
         self.jobs, self.files = AnalysisQueue(database), RunFiles(database)
-        self.tokens, self.numbers = Tokens(database), Numbers(database)
-        self.verdicts = Verdicts(database)
+        self.tokens, self.numbers = Tokens(database), MetricStore(database)
+        self.verdicts = CheckResults(database)
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:
@@ -61,41 +61,43 @@ class Store:
         opened = open_artifacts(artifacts, local)
         return cls(url, open_database(url), opened)
 
-    def reopen(self) -> None:
+    def reconnect(self) -> None:
         """Drops connections that belong to the parent process."""
-        self._database.reopen()
+        self._database.reconnect()
 
     def close(self) -> None:
         """Closes the connections."""
         self._database.close()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the database responds."""
-        with suppress(SQLAlchemyError), self._database.reading() as connection:
+        with suppress(SQLAlchemyError), self._database.begin_read() as connection:
             connection.exec_driver_sql("SELECT 1")
             return True
         return False
 
-    def folder(self, run_id: str) -> Path:
+    def find_folder(self, run_id: str) -> Path:
         """The local folder of the run's files. Raises UsageError for an invalid id."""
         if not _ID.fullmatch(run_id):
             raise UsageError(f"invalid run id {run_id!r}; use an id from the list of runs")
-        return self.artifacts.folder(run_id)
+        return self.artifacts.find_folder(run_id)
 
     def add(self, name: str, tags: Iterable[Tag] = ()) -> str:
         """Adds a run that accepts files, and returns its id."""
-        with self._database.writing() as connection:
+        with self._database.begin_write() as connection:
             return runs.add_run(connection, name, tags, "uploading")
 
     def queue(self, run_id: str) -> bool:
         """Queues the analysis after the upload. False if the run is not being uploaded, or has no
         files or an incomplete one."""
-        with self._database.writing() as connection:
-            ready = runs.waits_for_files(connection, run_id) and all_complete(connection, run_id)
-            if ready:
-                runs.move_run(connection, run_id, "uploading", "queued")
+        with self._database.begin_write() as connection:
+            is_complete = runs.can_add_files(connection, run_id) and has_all_files(
+                connection, run_id
+            )
+            if is_complete:
+                runs.set_run_state(connection, run_id, "uploading", "queued")
                 add_job(connection, run_id)
-        return ready
+        return is_complete
 
     def import_report(
         self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()
@@ -107,36 +109,36 @@ class Store:
         except BaseException:
             self.delete(run_id)
             raise
-        with self._database.writing() as connection:
-            runs.run_done(connection, run_id, report)
+        with self._database.begin_write() as connection:
+            runs.record_done(connection, run_id, report)
         return run_id
 
-    def runs(self) -> tuple[RunRow, ...]:
+    def list_runs(self) -> tuple[RunRow, ...]:
         """All runs, newest first."""
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             return runs.list_runs(connection)
 
-    def run(self, run_id: str) -> RunRow | None:
+    def find_run(self, run_id: str) -> RunRow | None:
         """The run of this id; None if there is none."""
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             return runs.find_run(connection, run_id)
 
-    def report(self, run_id: str) -> Report:
+    def load_report(self, run_id: str) -> Report:
         """The report of a finished run. Raises DataError."""
-        self.folder(run_id)
-        return read_report(self.artifacts.results(run_id))
+        self.find_folder(run_id)
+        return read_report(self.artifacts.fetch_results(run_id))
 
-    def tables(self, run_id: str) -> Tables | None:
+    def load_tables(self, run_id: str) -> Tables | None:
         """The tables of a finished run; None if they were deleted to save space."""
-        self.folder(run_id)
+        self.find_folder(run_id)
         try:
-            return read_tables(self.artifacts.results(run_id) / TABLES_NAME)
+            return read_tables(self.artifacts.fetch_results(run_id) / TABLES_NAME)
         except FileNotFoundError:
             return None
 
     def delete(self, run_id: str) -> bool:
         """Deletes the run with its files. False if it does not exist."""
-        with self._database.writing() as connection:
+        with self._database.begin_write() as connection:
             removed = runs.remove_run(connection, run_id)
         if removed:
             self._remove_files(run_id)
@@ -144,20 +146,20 @@ class Store:
 
     def sweep(self) -> None:
         """Deletes left-over files of deleted runs."""
-        with self._database.reading() as connection:
-            left = runs.removed_runs(connection)
-        for run_id in left:
+        with self._database.begin_read() as connection:
+            run_ids = runs.list_removed_runs(connection)
+        for run_id in run_ids:
             self._remove_files(run_id)
 
-    def counts(self) -> StoreCounts:
+    def count_contents(self) -> StoreCounts:
         """The counts for monitoring."""
-        with self._database.reading() as connection:
-            return count(connection)
+        with self._database.begin_read() as connection:
+            return count_store(connection)
 
     def _remove_files(self, run_id: str) -> None:
         self.artifacts.remove(run_id)
-        with self._database.writing() as connection:
-            runs.files_are_gone(connection, run_id)
+        with self._database.begin_write() as connection:
+            runs.forget_removed_run(connection, run_id)
 
 
 # State of each uploaded file, from which an upload resumes.
@@ -186,63 +188,65 @@ class RunFiles:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def of(self, run_id: str) -> tuple[FileRow, ...]:
+    def list_files(self, run_id: str) -> tuple[FileRow, ...]:
         """The files of the run, sorted by path."""
-        query = _file_rows(run_id).order_by(FILES.c.path)
-        with self._database.reading() as connection:
-            return tuple(_file(row) for row in connection.execute(query))
+        query = _select_files(run_id).order_by(FILES.c.path)
+        with self._database.begin_read() as connection:
+            return tuple(_read_file_row(row) for row in connection.execute(query))
 
-    def one(self, run_id: str, path: str) -> FileRow | None:
+    def find_file(self, run_id: str, path: str) -> FileRow | None:
         """The file; None if it is unknown."""
-        with self._database.reading() as connection:
-            row = connection.execute(_file_rows(run_id).where(FILES.c.path == path)).one_or_none()
-        return None if row is None else _file(row)
+        with self._database.begin_read() as connection:
+            row = connection.execute(
+                _select_files(run_id).where(FILES.c.path == path)
+            ).one_or_none()
+        return None if row is None else _read_file_row(row)
 
-    def held(self, run_id: str) -> StoredSize:
+    def sum_size(self, run_id: str) -> StoredSize:
         """Total size of the run's upload."""
         counted = select(func.count(), func.coalesce(func.sum(FILES.c.received_bytes), 0))
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             files, size = connection.execute(counted.where(FILES.c.run_id == run_id)).one()
         return StoredSize(int(files), int(size))
 
-    def begin(self, run_id: str, row: FileRow) -> bool:
+    def begin_upload(self, run_id: str, row: FileRow) -> bool:
         """Records that an upload to the file starts. False if the run accepts no more files."""
-        with self._database.writing() as connection:
-            if not waits_for_files(connection, run_id):
+        with self._database.begin_write() as connection:
+            if not can_add_files(connection, run_id):
                 return False
-            _write(connection, run_id, row)
+            _write_file_row(connection, run_id, row)
         return True
 
     def write(self, run_id: str, row: FileRow) -> None:
         """Records the number of bytes on disk."""
-        with self._database.writing() as connection:
-            _write(connection, run_id, row)
+        with self._database.begin_write() as connection:
+            _write_file_row(connection, run_id, row)
 
     def forget(self, run_id: str, path: str) -> None:
         """Deletes the file's record."""
         of_file = (FILES.c.run_id == run_id, FILES.c.path == path)
-        with self._database.writing() as connection:
+        with self._database.begin_write() as connection:
             connection.execute(delete(FILES).where(*of_file))
 
 
-def all_complete(connection: Connection, run_id: str) -> bool:
+def has_all_files(connection: Connection, run_id: str) -> bool:
     """Whether the run has files and all of them are complete."""
     of_run = select(FILES.c.complete).where(FILES.c.run_id == run_id).distinct()
     return list(connection.execute(of_run).scalars()) == [True]
 
 
-def _write(connection: Connection, run_id: str, row: FileRow) -> None:
+def _write_file_row(connection: Connection, run_id: str, row: FileRow) -> None:
     values = {"received_bytes": row.received_bytes, "complete": row.complete}
     of_file = update(FILES).where(FILES.c.run_id == run_id, FILES.c.path == row.path)
     if not connection.execute(of_file.values(values)).rowcount:
         connection.execute(insert(FILES).values(run_id=run_id, path=row.path, **values))
 
 
-def _file(row: Row[tuple[str, int, bool]]) -> FileRow:
+def _read_file_row(row: Row[tuple[str, int, bool]]) -> FileRow:
     return FileRow(row.path, row.received_bytes, row.complete)
 
 
-def _file_rows(run_id: str) -> Select[tuple[str, int, bool]]:
+def _select_files(run_id: str) -> Select[tuple[str, int, bool]]:
     columns = (FILES.c.path, FILES.c.received_bytes, FILES.c.complete)
     return select(*columns).where(FILES.c.run_id == run_id)
 
@@ -261,20 +265,22 @@ class StoreCounts:
     upload_bytes: int
 
 
-def count(connection: Connection) -> StoreCounts:
+def count_store(connection: Connection) -> StoreCounts:
     """Current counts of the store."""
     oldest = select(func.min(JOBS.c.queued_unix_ns)).where(JOBS.c.state == "queued")
     queued = connection.execute(oldest).scalar()
     size = select(func.coalesce(func.sum(FILES.c.received_bytes), 0))
     return StoreCounts(
-        _by_state(connection, RUNS, RUNS.c.state),
-        _by_state(connection, JOBS, JOBS.c.state),
+        _count_by_state(connection, RUNS, RUNS.c.state),
+        _count_by_state(connection, JOBS, JOBS.c.state),
         0.0 if queued is None else max(0, time.time_ns() - queued) / 1e9,
         int(connection.execute(size).scalar_one()),
     )
 
 
-def _by_state(connection: Connection, table: Table, state: ColumnElement[str]) -> dict[str, int]:
+def _count_by_state(
+    connection: Connection, table: Table, state: ColumnElement[str]
+) -> dict[str, int]:
     query = select(state, func.count()).select_from(table).group_by(state)
     return {name: int(number) for name, number in connection.execute(query)}
 
@@ -306,51 +312,51 @@ class Tokens:
     def create(self, name: str) -> str:
         """Creates a token and returns it, to be shown once: only its hash is stored."""
         secret = PREFIX + secrets.token_urlsafe(32)
-        row = {"id": uuid.uuid4().hex[:8], "name": plain(name, 200), "sha256": _hash(secret)}
-        with self._database.writing() as connection:
+        row = {"id": uuid.uuid4().hex[:8], "name": clean_text(name, 200), "sha256": _hash(secret)}
+        with self._database.begin_write() as connection:
             new = insert(TOKENS).values(row | {"created_unix_ns": time.time_ns(), "revoked": False})
             connection.execute(new)
         return secret
 
-    def all(self) -> tuple[Token, ...]:
+    def list_tokens(self) -> tuple[Token, ...]:
         """All tokens including revoked ones, oldest first."""
         columns = [TOKENS.c[name] for name in Token.__dataclass_fields__]
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             rows = connection.execute(select(*columns).order_by(TOKENS.c.created_unix_ns))
             return tuple(Token(*row) for row in rows)
 
-    def any(self) -> bool:
+    def has_active(self) -> bool:
         """Whether there is a token that is not revoked."""
         counted = select(func.count()).select_from(TOKENS).where(TOKENS.c.revoked.is_(False))
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             return bool(connection.execute(counted).scalar())
 
     def revoke(self, token_id: str) -> bool:
         """Revokes the token. False if there is none of this id."""
-        with self._database.writing() as connection:
-            return _set(connection, TOKENS.c.id == token_id, revoked=True)
+        with self._database.begin_write() as connection:
+            return _update_token(connection, TOKENS.c.id == token_id, revoked=True)
 
-    def accepts(self, secret: str) -> bool:
+    def verify(self, secret: str) -> bool:
         """Whether the secret is a valid token; records its use."""
         if not secret.startswith(PREFIX):
             return False
         of_secret = TOKENS.c.sha256 == _hash(secret)
         known = select(TOKENS.c.last_used_unix_ns).where(of_secret, TOKENS.c.revoked.is_(False))
-        with self._database.reading() as connection:
+        with self._database.begin_read() as connection:
             row = connection.execute(known).one_or_none()
         if row is None:
             return False
-        self._used(of_secret, row.last_used_unix_ns)
+        self._record_use(of_secret, row.last_used_unix_ns)
         return True
 
-    def _used(self, of_secret: ColumnElement[bool], before: int | None) -> None:
+    def _record_use(self, of_secret: ColumnElement[bool], last_used_ns: int | None) -> None:
         now = time.time_ns()
-        if before is None or before < now - _USED_EVERY_NS:
-            with self._database.writing() as connection:
-                _set(connection, of_secret, last_used_unix_ns=now)
+        if last_used_ns is None or last_used_ns < now - _USED_EVERY_NS:
+            with self._database.begin_write() as connection:
+                _update_token(connection, of_secret, last_used_unix_ns=now)
 
 
-def _set(connection: Connection, which: ColumnElement[bool], **values: Any) -> bool:
+def _update_token(connection: Connection, which: ColumnElement[bool], **values: Any) -> bool:
     return bool(connection.execute(update(TOKENS).where(which).values(values)).rowcount)
 
 

@@ -18,15 +18,15 @@ from stepsplit.dashboard.store.runs import RunRow, Tag
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
 from stepsplit.dashboard.web.uploads import (
     JSON_BYTES,
+    HttpError,
     Limits,
-    Refused,
     UploadPart,
-    forget,
-    next_part,
-    offset_headers,
-    receive,
-    relative,
-    whole_file,
+    build_offset_headers,
+    build_whole_file_part,
+    delete_file,
+    parse_next_part,
+    parse_relative_path,
+    receive_part,
 )
 
 # The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
@@ -44,72 +44,78 @@ class Api:
     def create(self) -> tuple[Response, int]:
         """POST {name, tags}: creates a run that accepts files."""
         request.max_content_length = JSON_BYTES
-        asked = new_run(request.get_json(silent=True))
-        return jsonify(id=self.store.add(asked.name, asked.tags)), 201
+        new = parse_new_run(request.get_json(silent=True))
+        return jsonify(id=self.store.add(new.name, new.tags)), 201
 
     def put(self, run_id: str, path: str) -> Response:
         """PUT: stores the body as one file of the run."""
-        part = whole_file(self._body(), request.content_length, request.headers)
-        return self._taken(run_id, path, part, 201)
+        part = build_whole_file_part(self._open_body(), request.content_length, request.headers)
+        return self._receive_part(run_id, path, part, 201)
 
     def patch(self, run_id: str, path: str) -> Response:
         """PATCH: appends the body as the next part of a file."""
-        part = next_part(self._body(), request.content_length, request.headers)
-        return self._taken(run_id, path, part, 200)
+        part = parse_next_part(self._open_body(), request.content_length, request.headers)
+        return self._receive_part(run_id, path, part, 200)
 
-    def head(self, run_id: str, path: str) -> Response:
+    def head_file(self, run_id: str, path: str) -> Response:
         """HEAD: the number of bytes stored of a file."""
-        self._run(run_id)
-        row = self.store.files.one(run_id, str(relative(path)))
+        self._find_run(run_id)
+        row = self.store.files.find_file(run_id, str(parse_relative_path(path)))
         if row is None:
-            raise Refused(404, "file not found")
-        return Response(status=204, headers=offset_headers(row) | {"Cache-Control": "no-store"})
+            raise HttpError(404, "file not found")
+        return Response(
+            status=204, headers=build_offset_headers(row) | {"Cache-Control": "no-store"}
+        )
 
     def remove(self, run_id: str, path: str) -> Response:
         """DELETE: removes a file from the upload."""
-        self._run(run_id)
-        forget(self.store, run_id, relative(path))
+        self._find_run(run_id)
+        delete_file(self.store, run_id, parse_relative_path(path))
         return Response(status=204)
 
     def finish(self, run_id: str) -> tuple[Response, int]:
         """POST: ends the upload and queues the analysis."""
-        self._run(run_id)
+        self._find_run(run_id)
         if not self.store.queue(run_id):
-            raise self._why_not(run_id)
-        return self._status(run_id), 202
+            raise self._explain_refusal(run_id)
+        return self._build_status(run_id), 202
 
-    def status(self, run_id: str) -> Response:
+    def read_status(self, run_id: str) -> Response:
         """GET: the state of the run."""
-        return self._status(run_id)
+        return self._build_status(run_id)
 
     def report(self, run_id: str) -> Response:
         """GET: report.json of the run."""
-        run = self._run(run_id)
-        path = (self.store.artifacts.results(run_id) / REPORT_NAME).absolute()
+        run = self._find_run(run_id)
+        path = (self.store.artifacts.fetch_results(run_id) / REPORT_NAME).absolute()
         if run.state != "done" or not path.exists():
-            raise Refused(404, f"no report: the run is {run.state}")
+            raise HttpError(404, f"no report: the run is {run.state}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
 
-    def _body(self) -> BinaryIO:
+    def _open_body(self) -> BinaryIO:
         request.max_content_length = self.limits.file_bytes
         return cast(BinaryIO, request.stream)
 
-    def _taken(self, run_id: str, path: str, part: UploadPart, status: int) -> Response:
-        self._run(run_id)
-        row = receive(self.store, run_id, relative(path), part, self.limits)
+    def _receive_part(self, run_id: str, path: str, part: UploadPart, status: int) -> Response:
+        self._find_run(run_id)
+        row = receive_part(self.store, run_id, parse_relative_path(path), part, self.limits)
         answer = jsonify(path=row.path, bytes=row.received_bytes, complete=row.complete)
         answer.status_code = status
-        answer.headers.update(offset_headers(row))
+        answer.headers.update(build_offset_headers(row))
         return answer
 
-    def _why_not(self, run_id: str) -> Refused:
-        if self._run(run_id).state != "uploading":
-            return Refused(409, "this upload is already finished")
-        rest = [row for row in self.store.files.of(run_id) if not row.complete]
-        return _incomplete(rest[0]) if rest else Refused(400, "the run has no files yet")
+    def _explain_refusal(self, run_id: str) -> HttpError:
+        if self._find_run(run_id).state != "uploading":
+            return HttpError(409, "this upload is already finished")
+        incomplete = [row for row in self.store.files.list_files(run_id) if not row.complete]
+        return (
+            _refuse_incomplete(incomplete[0])
+            if incomplete
+            else HttpError(400, "the run has no files yet")
+        )
 
-    def _status(self, run_id: str) -> Response:
-        run, held = self._run(run_id), self.store.files.held(run_id)
+    def _build_status(self, run_id: str) -> Response:
+        run, stored = self._find_run(run_id), self.store.files.sum_size(run_id)
         return jsonify(
             id=run.id,
             name=run.name,
@@ -118,23 +124,23 @@ class Api:
             tags={tag.key: tag.value for tag in run.tags},
             progress=run.progress,
             progress_note=run.progress_note,
-            files=held.files,
-            received_bytes=held.bytes,
+            files=stored.files,
+            received_bytes=stored.bytes,
         )
 
-    def _run(self, run_id: str) -> RunRow:
-        run = self.store.run(run_id)
+    def _find_run(self, run_id: str) -> RunRow:
+        run = self.store.find_run(run_id)
         if run is None:
-            raise Refused(404, "run not found")
+            raise HttpError(404, "run not found")
         return run
 
 
-def _incomplete(row: FileRow) -> Refused:
+def _refuse_incomplete(row: FileRow) -> HttpError:
     stored = f"{row.received_bytes} bytes received"
-    return Refused(409, f"{row.path} is incomplete: {stored}; send the rest, or DELETE it")
+    return HttpError(409, f"{row.path} is incomplete: {stored}; send the rest, or DELETE it")
 
 
-def blueprint(api: Api) -> Blueprint:
+def build_api_routes(api: Api) -> Blueprint:
     """The routes of the API."""
     routes = Blueprint("api", __name__)
     run = f"{RUNS}/<run_id>"
@@ -142,10 +148,10 @@ def blueprint(api: Api) -> Blueprint:
     routes.add_url_rule(RUNS, "create", api.create, methods=["POST"])
     routes.add_url_rule(file, "put", api.put, methods=["PUT"])
     routes.add_url_rule(file, "patch", api.patch, methods=["PATCH"])
-    routes.add_url_rule(file, "head", api.head, methods=["HEAD"])
+    routes.add_url_rule(file, "head", api.head_file, methods=["HEAD"])
     routes.add_url_rule(file, "remove", api.remove, methods=["DELETE"])
     routes.add_url_rule(f"{run}/finish", "finish", api.finish, methods=["POST"])
-    routes.add_url_rule(run, "status", api.status)
+    routes.add_url_rule(run, "status", api.read_status)
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
     return routes
 
@@ -163,14 +169,14 @@ class NewRun:
     tags: tuple[Tag, ...]
 
 
-def new_run(body: object) -> NewRun:
+def parse_new_run(body: object) -> NewRun:
     """Name and tags from the JSON body. Raises Refused if they are invalid."""
-    asked = body if isinstance(body, Mapping) else {}
-    name, tags = asked.get("name"), asked.get("tags") or {}
+    fields = body if isinstance(body, Mapping) else {}
+    name, tags = fields.get("name"), fields.get("tags") or {}
     if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
-        raise Refused(400, 'send JSON with a name: {"name": "my run"}')
+        raise HttpError(400, 'send JSON with a name: {"name": "my run"}')
     if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
-        raise Refused(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
+        raise HttpError(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
     return NewRun(name.strip(), tuple(_tag(key, value) for key, value in tags.items()))
 
 
@@ -178,7 +184,7 @@ def _tag(key: object, value: object) -> Tag:
     if _is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH):
         return Tag(str(key), str(value))
     lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
-    raise Refused(400, f"a tag's key and value must be strings of at most {lengths} characters")
+    raise HttpError(400, f"a tag's key and value must be strings of at most {lengths} characters")
 
 
 def _is_text(value: object, least: int, most: int) -> bool:
@@ -188,7 +194,7 @@ def _is_text(value: object, least: int, most: int) -> bool:
 # Health of the server and its database, and metrics.
 
 
-def health(store: Store) -> Blueprint:
+def build_health_routes(store: Store) -> Blueprint:
     """The routes /healthz, /readyz and /metrics."""
     routes = Blueprint("health", __name__)
 
@@ -198,13 +204,15 @@ def health(store: Store) -> Blueprint:
 
     @routes.get("/readyz")
     def readyz() -> Response:
-        if not store.ready():
-            raise Refused(503, "the database does not answer")
+        if not store.is_ready():
+            raise HttpError(503, "the database does not answer")
         return jsonify(status="ok")
 
     @routes.get("/metrics")
     def metrics() -> Response:
-        return Response(exposition(store.counts()), content_type="text/plain; version=0.0.4")
+        return Response(
+            export_metrics(store.count_contents()), content_type="text/plain; version=0.0.4"
+        )
 
     return routes
 
@@ -219,13 +227,13 @@ Set it before this module is imported.
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
-_OF_PROCESS = CollectorRegistry()
+_PROCESS_REGISTRY = CollectorRegistry()
 
 _REQUESTS = Counter(
     "stepsplit_requests",
     "Requests by route, method and status.",
     ("route", "method", "status"),
-    registry=_OF_PROCESS,
+    registry=_PROCESS_REGISTRY,
 )
 
 _SECONDS = Histogram(
@@ -233,18 +241,18 @@ _SECONDS = Histogram(
     "Time to answer by route.",
     ("route",),
     buckets=(0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0),
-    registry=_OF_PROCESS,
+    registry=_PROCESS_REGISTRY,
 )
 
 _RECEIVED = Counter(
     "stepsplit_received_bytes",
     "Bytes of request bodies, by announced length.",
-    registry=_OF_PROCESS,
+    registry=_PROCESS_REGISTRY,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RequestRecord:
     """An answered request. route is the URL rule, None if no rule matched."""
 
     route: str | None
@@ -254,7 +262,7 @@ class Answered:
     body_bytes: int
 
 
-def count_request(done: Answered) -> None:
+def count_request(done: RequestRecord) -> None:
     """Counts one request."""
     route = done.route or "none"
     method = done.method if done.method in _METHODS else "other"
@@ -263,32 +271,32 @@ def count_request(done: Answered) -> None:
     _RECEIVED.inc(done.body_bytes)
 
 
-def exposition(counts: StoreCounts) -> bytes:
+def export_metrics(counts: StoreCounts) -> bytes:
     """All metrics in Prometheus' text format."""
     registry = CollectorRegistry()
-    registry.register(_OfStore(counts))
+    registry.register(_StoreCollector(counts))
     if FOLDER_VARIABLE in os.environ:
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
-    return generate_latest(registry) + generate_latest(_OF_PROCESS)
+    return generate_latest(registry) + generate_latest(_PROCESS_REGISTRY)
 
 
-class _OfStore:
+class _StoreCollector:
     def __init__(self, counts: StoreCounts) -> None:
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
         """The current metrics of the store."""
         counts = self._counts
-        yield _by_state("stepsplit_runs", "Runs by state.", counts.runs)
-        yield _by_state("stepsplit_jobs", "Analyses by state.", counts.jobs)
+        yield _build_state_gauge("stepsplit_runs", "Runs by state.", counts.runs)
+        yield _build_state_gauge("stepsplit_jobs", "Analyses by state.", counts.jobs)
         waited = "Waiting time of the oldest queued analysis."
         yield GaugeMetricFamily("stepsplit_oldest_queued_seconds", waited, counts.oldest_queued_s)
         stored = "Total size of stored uploads."
         yield GaugeMetricFamily("stepsplit_upload_bytes", stored, counts.upload_bytes)
 
 
-def _by_state(name: str, text: str, values: Mapping[str, int]) -> Metric:
+def _build_state_gauge(name: str, text: str, values: Mapping[str, int]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=["state"])
     for state, number in sorted(values.items()):
         family.add_metric([state], number)

@@ -20,29 +20,29 @@ from plotly.io.json import to_json_plotly
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report, Run, StepRow
-from stepsplit.dashboard.figures.communication import BandwidthPoint, bandwidth
-from stepsplit.dashboard.figures.run import by_rank
-from stepsplit.dashboard.pages.compare import compare_page, history_page, metric_of
+from stepsplit.dashboard.figures.communication import BandwidthPoint, draw_bandwidth
+from stepsplit.dashboard.figures.run import draw_split_by_rank
+from stepsplit.dashboard.pages.compare import build_history_page, choose_metric, compare_page
 from stepsplit.dashboard.pages.components import (
     Address,
     AddressQuery,
-    address_of,
-    nothing,
-    page_url,
+    build_empty_card,
+    build_page_url,
+    parse_address,
 )
 from stepsplit.dashboard.pages.runs import (
-    missing_page,
-    run_page,
-    runs_page,
-    upload_zone,
-    waiting_page,
+    build_missing_page,
+    build_run_page,
+    build_runs_page,
+    build_upload_zone,
+    build_waiting_page,
 )
-from stepsplit.dashboard.pages.timeline import TimelineView, index_json, window_json
+from stepsplit.dashboard.pages.timeline import TimelineView, build_index_json, build_window_json
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.html_export import still_routes
-from stepsplit.dashboard.web.report_cache import Kept, Loaded, tables_of
+from stepsplit.dashboard.web.html_export import build_export_routes
+from stepsplit.dashboard.web.report_cache import LruCache, ReportCache, require_tables
 
 # The Dash application: one layout, and a callback that renders the page of a URL.
 
@@ -72,9 +72,9 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
 
     Returns the hashes of the page's inline scripts for the content security policy.
     """
-    loaded = Loaded(store)
-    server.register_blueprint(timeline_routes(loaded))
-    server.register_blueprint(still_routes(loaded))
+    cache = ReportCache(store)
+    server.register_blueprint(build_timeline_routes(cache))
+    server.register_blueprint(build_export_routes(cache))
     app = Dash(
         __name__,
         server=server,  # type: ignore[arg-type]  # dash's type hint omits Flask
@@ -88,9 +88,9 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
         suppress_callback_exceptions=True,
         add_log_handler=False,
     )
-    app.layout = _layout
-    _route(app, Contents(store, loaded))
-    _lead_to_timeline(app)
+    app.layout = _build_layout
+    _add_page_callback(app, PageBuilder(store, cache))
+    _add_timeline_link(app)
     _warm()
     return tuple(app.csp_hashes())
 
@@ -102,34 +102,34 @@ def _warm() -> None:
     run = Run("", 1, (0,), (), None, "", None, None, None, None, "0")
     step = StepRow(0, 1, "full", 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
     figures = [
-        by_rank(Report(run=run, steps=(step,))),
-        bandwidth([BandwidthPoint("tp", "send", 1, 1.0, 1)]),
+        draw_split_by_rank(Report(run=run, steps=(step,))),
+        draw_bandwidth([BandwidthPoint("tp", "send", 1, 1.0, 1)]),
     ]
     figures.append(go.Figure([go.Heatmap(), go.Waterfall()]).add_hline(y=1))
     for figure in figures:
         to_json_plotly(figure)
 
 
-def _layout() -> html.Div:
+def _build_layout() -> html.Div:
     links = [("Runs", "/"), ("Compare", "/compare"), ("History", "/history")]
     nav = html.Nav([dcc.Link(text, href=href) for text, href in links], className="pages")
     brand = dcc.Link("stepsplit", href="/", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
     theme = html.Button("light / dark", id="theme", type="button", className="theme")
-    head = html.Div([brand, tagline, nav, theme], className="inner")
-    zone = html.Div(upload_zone(), id="zone", hidden=True)
+    header = html.Div([brand, tagline, nav, theme], className="inner")
+    zone = html.Div(build_upload_zone(), id="zone", hidden=True)
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=POLL_MS, disabled=True),
             dcc.Store(id="mark"),
-            html.Header(head, className="top"),
+            html.Header(header, className="top"),
             html.Main([zone, html.Div(id="page")]),
         ]
     )
 
 
-def _route(app: Dash, contents: Contents) -> None:
+def _add_page_callback(app: Dash, contents: PageBuilder) -> None:
     @app.callback(
         Output("page", "children"),
         Output("zone", "hidden"),
@@ -143,15 +143,15 @@ def _route(app: Dash, contents: Contents) -> None:
     def show(
         path: str | None, search: str | None, _: int | None, mark: str | None
     ) -> tuple[Any, bool, bool, str]:
-        address = address_of(path, search)
-        content = contents.of(address)
-        if callback_context.triggered_id == "tick" and content.mark == mark:
+        address = parse_address(path, search)
+        content = contents.build_content(address)
+        if callback_context.triggered_id == "tick" and content.fingerprint == mark:
             raise PreventUpdate
         at_home = address is not None and address.page == "runs"
-        return content.children, not at_home, not content.pending, content.mark
+        return content.children, not at_home, not content.pending, content.fingerprint
 
 
-def _lead_to_timeline(app: Dash) -> None:
+def _add_timeline_link(app: Dash) -> None:
     """Opens the timeline on a click on the bar of a rank or step."""
 
     @app.callback(
@@ -160,102 +160,116 @@ def _lead_to_timeline(app: Dash) -> None:
         State("url", "pathname"),
         prevent_initial_call=True,
     )
-    def lead(rank: Any, step: Any, path: str | None) -> str:
-        address = address_of(path, "")
+    def open_timeline(rank: Any, step: Any, path: str | None) -> str:
+        address = parse_address(path, "")
         of_rank = callback_context.triggered_id == _BARS[0]
         which, clicked = ("rank", rank) if of_rank else ("step", step)
         if address is None or not clicked:
             raise PreventUpdate
         number = str(clicked["points"][0]["x"]).split()[0]
-        return page_url(address.run_id, "timeline", **{which: number})
+        return build_page_url(address.run_id, "timeline", **{which: number})
 
 
 # Page contents by URL, with a cache for finished runs.
 
-_PAGES = 64
+_CACHED_PAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class PageContent:
     """A page's components in Dash's format. Pending pages are polled, and redrawn when their mark
     changes."""
 
     children: Any
     pending: bool = False
-    mark: str = ""
+    fingerprint: str = ""
 
 
-class Contents:
+class PageBuilder:
     """The pages of a store. Pages of finished runs are cached in serialized form."""
 
-    def __init__(self, store: Store, loaded: Loaded) -> None:
+    def __init__(self, store: Store, loaded: ReportCache) -> None:
         self._store, self._loaded = store, loaded
-        self._kept: Kept[dict[str, Any]] = Kept(_PAGES)
+        self._kept: LruCache[dict[str, Any]] = LruCache(_CACHED_PAGES)
 
-    def of(self, address: Address | None) -> Content:
+    def build_content(self, address: Address | None) -> PageContent:
         """The content of the page at this address."""
         if address is None:
-            return Content(missing_page())
+            return PageContent(build_missing_page())
         match address.page:
             case "runs":
-                rows = self._store.runs()
+                rows = self._store.list_runs()
                 pending = any(row.pending for row in rows)
-                return Content(runs_page(rows, address.chosen), pending, _mark(rows))
+                return PageContent(
+                    build_runs_page(rows, address.chosen), pending, _compute_fingerprint(rows)
+                )
             case "compare":
-                return Content(self._compared(address.chosen))
+                return PageContent(self._build_comparison(address.chosen))
             case "history":
-                return Content(self._history(address.chosen))
-        return self._run(address)
+                return PageContent(self._build_history(address.chosen))
+        return self._build_run(address)
 
-    def _run(self, address: Address) -> Content:
-        run = self._store.run(address.run_id)
+    def _build_run(self, address: Address) -> PageContent:
+        run = self._store.find_run(address.run_id)
         if run is None:
-            return Content(missing_page())
+            return PageContent(build_missing_page())
         if run.state != "done":
-            return Content(waiting_page(run), run.state != "failed", _mark(run))
+            return PageContent(
+                build_waiting_page(run), run.state != "failed", _compute_fingerprint(run)
+            )
         try:
-            return Content(self._kept.get(_key(address, run), lambda: self._made(run, address)))
+            return PageContent(
+                self._kept.get(
+                    _build_cache_key(address, run), lambda: self._render_run(run, address)
+                )
+            )
         except DataError as error:
-            return Content(
-                html.Div([html.H1(run.name), nothing("This run cannot be read", str(error))])
+            return PageContent(
+                html.Div(
+                    [html.H1(run.name), build_empty_card("This run cannot be read", str(error))]
+                )
             )
 
-    def _made(self, run: RunRow, address: Address) -> dict[str, Any]:
+    def _render_run(self, run: RunRow, address: Address) -> dict[str, Any]:
         """The page as plain JSON values, cheap to send again."""
-        page = run_page(self._loaded.view(run), address)
-        made: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
-        return made
+        page = build_run_page(self._loaded.load_view(run), address)
+        rendered: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
+        return rendered
 
-    def _compared(self, chosen: AddressQuery) -> html.Div:
-        runs = [self._store.run(chosen.text(side) or "") for side in ("baseline", "candidate")]
+    def _build_comparison(self, chosen: AddressQuery) -> html.Div:
+        runs = [
+            self._store.find_run(chosen.find_text(side) or "") for side in ("baseline", "candidate")
+        ]
         done = [run for run in runs if run is not None and run.state == "done"]
         if len(done) < len(runs):
             hint = "Select two finished runs in the list with the checkboxes next to their names."
-            return html.Div([html.H1("Compare"), nothing("Select two runs", hint)])
+            return html.Div([html.H1("Compare"), build_empty_card("Select two runs", hint)])
         try:
-            baseline, candidate = (self._loaded.view(run) for run in done)
+            baseline, candidate = (self._loaded.load_view(run) for run in done)
         except DataError as error:
-            return html.Div([html.H1("Compare"), nothing("A run cannot be read", str(error))])
+            return html.Div(
+                [html.H1("Compare"), build_empty_card("A run cannot be read", str(error))]
+            )
         return html.Div([html.H1("Compare"), *compare_page(baseline, candidate)])
 
-    def _history(self, chosen: AddressQuery) -> html.Div:
-        rows = {row.id: row for row in self._store.runs()}
+    def _build_history(self, chosen: AddressQuery) -> html.Div:
+        rows = {row.id: row for row in self._store.list_runs()}
         tags = sorted({f"{tag.key}={tag.value}" for row in rows.values() for tag in row.tags})
-        points = self._store.numbers.history(metric_of(chosen))
-        wanted = chosen.text("tag")
-        own = [one for one in points if not wanted or wanted in _tags(rows.get(one.run_id))]
-        return html.Div([html.H1("History"), *history_page(own, tags, chosen)])
+        points = self._store.numbers.read_history(choose_metric(chosen))
+        wanted = chosen.find_text("tag")
+        own = [one for one in points if not wanted or wanted in _list_tags(rows.get(one.run_id))]
+        return html.Div([html.H1("History"), *build_history_page(own, tags, chosen)])
 
 
-def _mark(shown: object) -> str:
+def _compute_fingerprint(shown: object) -> str:
     return sha256(repr(shown).encode()).hexdigest()[:16]
 
 
-def _key(address: Address, run: RunRow) -> tuple[object, ...]:
+def _build_cache_key(address: Address, run: RunRow) -> tuple[object, ...]:
     return address.page, run.id, run.name, tuple(sorted(address.chosen.values.items()))
 
 
-def _tags(run: RunRow | None) -> set[str]:
+def _list_tags(run: RunRow | None) -> set[str]:
     return set() if run is None else {f"{tag.key}={tag.value}" for tag in run.tags}
 
 
@@ -266,58 +280,70 @@ SLOTS, RANKS = 2_000, 256
 _RUN = "/api/v1/runs/<run_id>"
 
 
-def timeline_routes(loaded: Loaded) -> Blueprint:
+def build_timeline_routes(cache: ReportCache) -> Blueprint:
     """The routes; all of them require a finished run."""
     routes = Blueprint("timeline", __name__)
     routes.add_url_rule(
-        f"{_RUN}/timeline", "index", lambda run_id: _json(index_json(loaded.scene(run_id)))
+        f"{_RUN}/timeline",
+        "index",
+        lambda run_id: _build_json_response(build_index_json(cache.load_timeline(run_id))),
     )
     routes.add_url_rule(
-        f"{_RUN}/timeline/window", "window", lambda run_id: _json(_window(loaded.scene(run_id)))
+        f"{_RUN}/timeline/window",
+        "window",
+        lambda run_id: _build_json_response(_read_window(cache.load_timeline(run_id))),
     )
-    routes.add_url_rule(f"{_RUN}/perfetto", "perfetto", lambda run_id: _perfetto(loaded, run_id))
-    routes.register_error_handler(DataError, lambda error: (_json({"error": str(error)}), 404))
-    routes.register_error_handler(ValueError, lambda error: (_json({"error": str(error)}), 400))
+    routes.add_url_rule(
+        f"{_RUN}/perfetto", "perfetto", lambda run_id: _send_perfetto(cache, run_id)
+    )
+    routes.register_error_handler(
+        DataError, lambda error: (_build_json_response({"error": str(error)}), 404)
+    )
+    routes.register_error_handler(
+        ValueError, lambda error: (_build_json_response({"error": str(error)}), 400)
+    )
     return routes
 
 
-def _json(body: dict[str, Any]) -> Response:
+def _build_json_response(body: dict[str, Any]) -> Response:
     packed = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     return Response(packed, mimetype="application/json")
 
 
-def _window(scene: TimelineView) -> dict[str, Any]:
+def _read_window(scene: TimelineView) -> dict[str, Any]:
     """The window of the query: from and to in ns, slots per line, ranks and open as lists."""
-    from_ns, to_ns = _number("from"), _number("to")
+    from_ns, to_ns = _parse_number("from"), _parse_number("to")
     if to_ns <= from_ns:
         raise ValueError("the window is empty: to must be later than from")
-    slots = min(max(_number("slots"), 1), SLOTS)
+    slots = min(max(_parse_number("slots"), 1), SLOTS)
     known = {one.rank for one in scene.ranks}
-    ranks = [rank for rank in _numbers("ranks")[:RANKS] if rank in known]
-    return window_json(scene.window(from_ns, to_ns, slots, ranks, _numbers("open")))
+    ranks = [rank for rank in _parse_numbers("ranks")[:RANKS] if rank in known]
+    return build_window_json(
+        scene.read_window(from_ns, to_ns, slots, ranks, _parse_numbers("open"))
+    )
 
 
-def _number(name: str) -> int:
+def _parse_number(name: str) -> int:
     try:
         return int(float(request.args.get(name, "")))
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be a number") from None
 
 
-def _numbers(name: str) -> list[int]:
+def _parse_numbers(name: str) -> list[int]:
     parts = request.args.get(name, "").split(",")
     return [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 9]
 
 
-def _perfetto(loaded: Loaded, run_id: str) -> Response:
+def _send_perfetto(cache: ReportCache, run_id: str) -> Response:
     """A gzip-compressed trace of all ranks for ui.perfetto.dev."""
-    view = loaded.finished(run_id)
-    body = _packed(perfetto_trace(view.report, tables_of(view)))
+    view = cache.load_finished_run(run_id)
+    body = _compress_chunks(perfetto_trace(view.report, require_tables(view)))
     name = f"attachment; filename={run_id}.pftrace.gz"
     return Response(body, mimetype="application/gzip", headers={"Content-Disposition": name})
 
 
-def _packed(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _compress_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     packer = zlib.compressobj(3, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     for chunk in chunks:
         yield packer.compress(chunk)

@@ -15,7 +15,7 @@ from flask import Flask, Request, Response, request
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.store import Tokens
-from stepsplit.dashboard.web.uploads import Limits, Refused
+from stepsplit.dashboard.web.uploads import HttpError, Limits
 
 # Options of the production server.
 
@@ -23,7 +23,7 @@ Ready = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServeOptions:
     """Access control, upload limits, number of analysis workers and log format of the server."""
 
     access: Access
@@ -36,7 +36,7 @@ class Serving:
 
 MOST_FAILURES, WINDOW_S = 10, 60.0
 
-_MOST_ADDRESSES = 10_000
+_MAX_ADDRESSES = 10_000
 
 
 class Throttle:
@@ -46,25 +46,25 @@ class Throttle:
         self._now, self._lock = now, threading.Lock()
         self._failures: dict[str, list[float]] = {}
 
-    def failed(self, address: str) -> None:
+    def record_failure(self, address: str) -> None:
         """Records a failed login from the address."""
         with self._lock:
-            recent = self._recent(address)
+            recent = self._list_recent(address)
             # Bounded: with too many addresses the oldest one is dropped.
             self._failures.pop(address, None)
             self._failures[address] = [*recent, self._now()][-MOST_FAILURES:]
-            if len(self._failures) > _MOST_ADDRESSES:
+            if len(self._failures) > _MAX_ADDRESSES:
                 del self._failures[next(iter(self._failures))]
 
-    def wait_s(self, address: str) -> float:
+    def compute_wait_s(self, address: str) -> float:
         """Seconds until the address may try again; 0 if it is not throttled."""
         with self._lock:
-            recent = self._recent(address)
+            recent = self._list_recent(address)
             if len(recent) < MOST_FAILURES:
                 return 0.0
             return recent[0] + WINDOW_S - self._now()
 
-    def _recent(self, address: str) -> list[float]:
+    def _list_recent(self, address: str) -> list[float]:
         since = self._now() - WINDOW_S
         return [at for at in self._failures.get(address, ()) if at > since]
 
@@ -73,23 +73,23 @@ class Throttle:
 
 HEALTH = ("health.healthz", "health.readyz")
 
-_READING = ("GET", "HEAD")
+_SAFE_METHODS = ("GET", "HEAD")
 
 
-def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
+def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence[str]) -> None:
     """Checks every request, and adds security headers to every response."""
-    policy = content_policy(script_hashes)
+    policy = build_content_policy(script_hashes)
 
     @server.before_request
-    def guard() -> None:
-        if gate.access.local:
+    def check_request() -> None:
+        if authenticator.access.local:
             _refuse_other_names(request)
         _refuse_other_sites(request)
         if request.endpoint not in HEALTH:
-            gate.check(request)
+            authenticator.check(request)
 
     @server.after_request
-    def harden(response: Response) -> Response:
+    def add_headers(response: Response) -> Response:
         response.headers["Content-Security-Policy"] = policy
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Referrer-Policy"] = "same-origin"
@@ -97,7 +97,7 @@ def protect(server: Flask, gate: Gate, script_hashes: Sequence[str]) -> None:
         return response
 
 
-def content_policy(script_hashes: Sequence[str]) -> str:
+def build_content_policy(script_hashes: Sequence[str]) -> str:
     """The Content-Security-Policy: this server only, plus Dash's inline script by its hash."""
     scripts = " ".join(["'self'", *(f"{digest}" for digest in script_hashes)])
     return (
@@ -107,25 +107,25 @@ def content_policy(script_hashes: Sequence[str]) -> str:
     )
 
 
-def _refuse_other_names(asked: Request) -> None:
+def _refuse_other_names(incoming: Request) -> None:
     # DNS rebinding: a site whose name resolves to 127.0.0.1 still sends its own name as Host.
-    if _host(f"//{asked.host}") not in LOOPBACK:
-        raise Refused(403, "this server only accepts requests to localhost")
+    if _parse_host(f"//{incoming.host}") not in LOOPBACK:
+        raise HttpError(403, "this server only accepts requests to localhost")
 
 
-def _refuse_other_sites(asked: Request) -> None:
-    if asked.method in _READING:
+def _refuse_other_sites(incoming: Request) -> None:
+    if incoming.method in _SAFE_METHODS:
         return
     # Behind a proxy the page may have been served by https, which the request does not show.
-    own = (f"{asked.scheme}://{asked.host}", f"https://{asked.host}")
-    origin = asked.headers.get("Origin")
+    own = (f"{incoming.scheme}://{incoming.host}", f"https://{incoming.host}")
+    origin = incoming.headers.get("Origin")
     if origin is not None and origin not in own:
-        raise Refused(403, "writes from another site are refused")
-    if asked.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        raise Refused(403, "writes from another site are refused")
+        raise HttpError(403, "writes from another site are refused")
+    if incoming.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
+        raise HttpError(403, "writes from another site are refused")
 
 
-def _host(url: str) -> str | None:
+def _parse_host(url: str) -> str | None:
     try:
         return urlsplit(url).hostname
     except ValueError:
@@ -134,11 +134,11 @@ def _host(url: str) -> str | None:
 
 # Authentication by password, token or trusted proxy.
 
-_ASK = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
+_CHALLENGE = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Authenticator:
     """Authentication of all requests except health checks."""
 
     access: Access
@@ -147,32 +147,32 @@ class Gate:
 
     def check(self, request: Request) -> None:
         """Raises Refused if the request is not authorized."""
-        if not self.access.guarded or self._comes_from_proxy(request):
+        if not self.access.guarded or self._is_from_proxy(request):
             return
-        address = self._address(request)
-        wait_s = self.throttle.wait_s(address)
+        address = self._find_client_address(request)
+        wait_s = self.throttle.compute_wait_s(address)
         if wait_s > 0:
             headers = {"Retry-After": str(int(wait_s) + 1)}
-            raise Refused(429, "too many wrong passwords; wait a minute", headers)
-        secret = _secret(request)
+            raise HttpError(429, "too many wrong passwords; wait a minute", headers)
+        secret = _read_secret(request)
         if secret is None:
-            raise Refused(401, "this server requires a password or a token", _ASK)
-        if not self._opens(secret):
-            self.throttle.failed(address)
-            raise Refused(401, "wrong password or token", _ASK)
+            raise HttpError(401, "this server requires a password or a token", _CHALLENGE)
+        if not self._is_valid_secret(secret):
+            self.throttle.record_failure(address)
+            raise HttpError(401, "wrong password or token", _CHALLENGE)
 
-    def _opens(self, secret: str) -> bool:
+    def _is_valid_secret(self, secret: str) -> bool:
         password = self.access.password
         if password is not None and hmac.compare_digest(secret.encode(), password.encode()):
             return True
-        return self.tokens.accepts(secret)
+        return self.tokens.verify(secret)
 
-    def _comes_from_proxy(self, request: Request) -> bool:
+    def _is_from_proxy(self, request: Request) -> bool:
         proxy = self.access.proxy
         named = proxy is not None and bool(request.headers.get(proxy.header, "").strip())
         return named and proxy is not None and proxy.is_at(request.remote_addr or "")
 
-    def _address(self, request: Request) -> str:
+    def _find_client_address(self, request: Request) -> str:
         """The client address for throttling; behind the proxy, from X-Forwarded-For."""
         remote, proxy = request.remote_addr or "", self.access.proxy
         if proxy is None or not proxy.is_at(remote):
@@ -180,12 +180,12 @@ class Gate:
         return request.headers.get("X-Forwarded-For", remote).rpartition(",")[2].strip()
 
 
-def _secret(request: Request) -> str | None:
+def _read_secret(request: Request) -> str | None:
     """The Bearer token, or the password of Basic authentication (any user name)."""
-    given = request.authorization
-    if given is None:
+    credentials = request.authorization
+    if credentials is None:
         return None
-    return given.token if given.type == "bearer" else given.password
+    return credentials.token if credentials.type == "bearer" else credentials.password
 
 
 # Access modes: local requests only, with a secret, through a trusted proxy, or open.
@@ -204,12 +204,12 @@ class TrustedProxy:
     def is_at(self, address: str) -> bool:
         """Whether the address is in the proxy's networks."""
         try:
-            found = ip_address(address)
+            parsed = ip_address(address)
         except ValueError:
             return False
-        if isinstance(found, IPv6Address) and found.ipv4_mapped:
-            found = found.ipv4_mapped
-        return any(found in network for network in self.networks)
+        if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped:
+            parsed = parsed.ipv4_mapped
+        return any(parsed in network for network in self.networks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class Access:
     proxy: TrustedProxy | None = None
 
 
-def access_to(
+def choose_access(
     host: str,
     *,
     password: str | None = None,
@@ -249,7 +249,7 @@ def access_to(
     raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
 
 
-def trusted_proxy(header: str | None, addresses: Sequence[str]) -> TrustedProxy | None:
+def parse_trusted_proxy(header: str | None, addresses: Sequence[str]) -> TrustedProxy | None:
     """The trusted proxy from the options; None without them. Raises UsageError."""
     if header is None and not addresses:
         return None

@@ -18,7 +18,7 @@ from types import FrameType
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.ingest import Workers, set_up_logs
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import Ready, Serving, access_to
+from stepsplit.dashboard.web.auth import Ready, ServeOptions, choose_access
 
 
 def serve(
@@ -27,7 +27,7 @@ def serve(
     port: int = 8050,
     *,
     ready: Ready | None = None,
-    how: Serving | None = None,
+    options: ServeOptions | None = None,
 ) -> None:
     """Runs the dashboard until SIGINT or SIGTERM, then raises SystemExit. Main thread only.
 
@@ -35,30 +35,30 @@ def serve(
     Raises UsageError if the port is in use, or if the server is reachable from other machines and
     no access control is set.
     """
-    how = how or Serving(access_to(host))
-    _claim(host, port)
+    options = options or ServeOptions(choose_access(host))
+    _check_port(host, port)
     shown = f"[{host}]" if ":" in host else host
-    set_up_logs(how.log_format)
+    set_up_logs(options.log_format)
     store.sweep()
-    workers = Workers(store, how.workers, ("--log-format", how.log_format))
+    workers = Workers(store, options.workers, ("--log-format", options.log_format))
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         # Server processes share their request counters in this folder.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        server = _Process(store, f"{shown}:{port}", ready, how)
+        server = _ServerProcess(store, f"{shown}:{port}", ready, options)
         status = run_until_stopped(server.run, workers)
     raise SystemExit(status)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = "127.0.0.1") -> int:
     """A port that is free at this moment."""
-    with socket.socket(_family(host)) as probe:
+    with socket.socket(_choose_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def _claim(host: str, port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     # Checked first, because gunicorn would retry for seconds and then print a traceback.
-    with socket.socket(_family(host)) as probe:
+    with socket.socket(_choose_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -67,18 +67,18 @@ def _claim(host: str, port: int) -> None:
             raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); {hint}") from None
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _choose_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _ServerProcess:
     """The function that runs in the server process."""
 
     store: Store
     bind: str
     ready: Ready | None
-    how: Serving
+    options: ServeOptions
 
     def run(self) -> None:
         """Serves until terminated."""
@@ -86,10 +86,10 @@ class _Process:
 
         # Imported in this process, after the metrics folder is set.
 
-        GunicornServer(self.store, self.bind, self.ready, self.how).run()
+        GunicornServer(self.store, self.bind, self.ready, self.options).run()
 
 
-class _Stopped(Exception):
+class _StopRequested(Exception):
     """Raised by SIGINT or SIGTERM."""
 
 
@@ -98,49 +98,49 @@ def run_until_stopped(server: Callable[[], None], workers: Workers) -> int:
 
     Returns the exit status: 0 after a signal, else the server's.
     """
-    from stepsplit.dashboard.web.server import _LOOK_EVERY_S
+    from stepsplit.dashboard.web.server import _POLL_S
 
     # fork, because the server callable need not be picklable.
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_as_child, args=(server, os.getpid()), name="server")
+    process = context.Process(target=_run_as_child, args=(server, os.getpid()), name="server")
     process.start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
         while process.is_alive():
             workers.watch()
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
         return process.exitcode or 1
-    except _Stopped:
+    except _StopRequested:
         return 0
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        _end(process)
+        _terminate(process)
         workers.stop()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Stopped
+    raise _StopRequested
 
 
-def _end(process: BaseProcess) -> None:
-    from stepsplit.dashboard.web.server import _PATIENCE_S
+def _terminate(process: BaseProcess) -> None:
+    from stepsplit.dashboard.web.server import _STOP_TIMEOUT_S
 
     if process.is_alive():
         process.terminate()
-    process.join(_PATIENCE_S)
+    process.join(_STOP_TIMEOUT_S)
     if process.is_alive():
         process.kill()
         process.join()
 
 
-def _as_child(server: Callable[[], None], parent: int) -> None:
+def _run_as_child(server: Callable[[], None], parent: int) -> None:
     """Runs the server and ends it with its parent; otherwise it would keep the port."""
-    from stepsplit.dashboard.web.server import _SIGNAL_AT_PARENTS_DEATH
+    from stepsplit.dashboard.web.server import _PR_SET_PDEATHSIG
 
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             return
     server()

@@ -12,12 +12,23 @@ from gunicorn.glogging import Logger
 from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.exceptions import HTTPException
 
-from stepsplit.dashboard.store.ingest import JsonLines
+from stepsplit.dashboard.store.ingest import JsonFormatter
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.api import Answered, Api, blueprint, count_request, health
+from stepsplit.dashboard.web.api import (
+    Api,
+    RequestRecord,
+    build_api_routes,
+    build_health_routes,
+    count_request,
+)
 from stepsplit.dashboard.web.app import add_pages
-from stepsplit.dashboard.web.auth import Access, Gate, Ready, Serving, protect
-from stepsplit.dashboard.web.uploads import Limits, Refused, as_json, away
+from stepsplit.dashboard.web.auth import Access, Authenticator, Ready, ServeOptions, protect
+from stepsplit.dashboard.web.uploads import (
+    HttpError,
+    Limits,
+    build_error_response,
+    handle_database_error,
+)
 
 # gunicorn with this server's settings: few processes, threads that stream uploads.
 
@@ -27,8 +38,8 @@ PROCESSES, THREADS = 2, 8
 class GunicornServer(BaseApplication):  # type: ignore[misc]
     """The gunicorn application that serves the dashboard."""
 
-    def __init__(self, store: Store, bind: str, ready: Ready | None, how: Serving) -> None:
-        self._store, self._bind, self._ready, self._how = store, bind, ready, how
+    def __init__(self, store: Store, bind: str, ready: Ready | None, options: ServeOptions) -> None:
+        self._store, self._bind, self._ready, self._how = store, bind, ready, options
         super().__init__()
 
     def load_config(self) -> None:
@@ -42,7 +53,7 @@ class GunicornServer(BaseApplication):  # type: ignore[misc]
             "loglevel": "warning",
             "logger_class": _JsonLogger if self._how.log_format == "json" else Logger,
             "control_socket_disable": True,
-            "post_worker_init": self._tell,
+            "post_worker_init": self._notify_ready,
         }
         for name, value in settings.items():
             # Older releases have no control socket to switch off.
@@ -51,10 +62,10 @@ class GunicornServer(BaseApplication):  # type: ignore[misc]
 
     def load(self) -> Flask:
         """The app, built in each process: threads and connections do not survive a fork."""
-        self._store.reopen()
+        self._store.reconnect()
         return create_server(self._store, self._how.access, self._how.limits)
 
-    def _tell(self, worker: object) -> None:
+    def _notify_ready(self, worker: object) -> None:
         # Only for the first process, not for replacements of dead ones.
         if self._ready is not None and getattr(worker, "age", 1) == 1:
             self._ready(f"http://{self._bind}")
@@ -66,7 +77,7 @@ class _JsonLogger(Logger):  # type: ignore[misc]
     def setup(self, cfg: Any) -> None:
         super().setup(cfg)
         for handler in self.error_log.handlers:
-            handler.setFormatter(JsonLines())
+            handler.setFormatter(JsonFormatter())
 
 
 # The Flask server: the API, health, access control and the pages.
@@ -82,73 +93,73 @@ def create_server(
     server = Flask(__name__, static_folder=None)
     server.url_map.merge_slashes = False
     server.config["MAX_CONTENT_LENGTH"] = _BODY_BYTES
-    watch(server)
-    server.register_blueprint(blueprint(Api(store, limits or Limits())))
-    server.register_blueprint(health(store))
-    server.register_error_handler(Refused, as_json)
-    server.register_error_handler(SQLAlchemyError, away)
-    server.register_error_handler(HTTPException, _plain)
+    log_requests(server)
+    server.register_blueprint(build_api_routes(Api(store, limits or Limits())))
+    server.register_blueprint(build_health_routes(store))
+    server.register_error_handler(HttpError, build_error_response)
+    server.register_error_handler(SQLAlchemyError, handle_database_error)
+    server.register_error_handler(HTTPException, _convert_error)
     # The pages come last, because they catch all remaining routes.
     script_hashes = add_pages(server, store)
-    _draw_once(server)
-    protect(server, Gate(access or Access(), store.tokens), script_hashes)
+    _render_once(server)
+    protect(server, Authenticator(access or Access(), store.tokens), script_hashes)
     return server
 
 
-def _draw_once(server: Flask) -> None:
+def _render_once(server: Flask) -> None:
     """Renders the page once in this process: Dash serves only scripts of a page it has rendered,
     and requests may go to different processes."""
     with server.test_request_context():
         server.view_functions["/"]()
 
 
-def _plain(error: HTTPException) -> Response | HTTPException:
+def _convert_error(error: HTTPException) -> Response | HTTPException:
     """Errors of the API as JSON, other errors unchanged."""
     if not request.path.startswith("/api/"):
         return error
-    return as_json(Refused(error.code or 500, error.description or error.name))
+    return build_error_response(HttpError(error.code or 500, error.description or error.name))
 
 
 # Constants of the parent process that starts the server and its workers.
 
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 
-_PATIENCE_S = 15.0
+_STOP_TIMEOUT_S = 15.0
 
-_SIGNAL_AT_PARENTS_DEATH = 1
+_PR_SET_PDEATHSIG = 1
 
 # Counting and logging of requests.
 
 _LOG = logging.getLogger("stepsplit.requests")
 
 
-def watch(server: Flask) -> None:
+def log_requests(server: Flask) -> None:
     """Counts and logs all requests. Call it first, so that refused requests are included."""
 
     @server.before_request
-    def begin() -> None:
+    def start_timer() -> None:
         g.begun = time.monotonic()
 
     @server.after_request
-    def end(response: Response) -> Response:
+    def record_request(response: Response) -> Response:
         seconds = time.monotonic() - g.get("begun", time.monotonic())
         rule = request.url_rule
         route = None if rule is None else rule.rule
         size = request.content_length or 0
-        done = Answered(route, request.method, response.status_code, seconds, size)
+        done = RequestRecord(route, request.method, response.status_code, seconds, size)
         count_request(done)
-        _log(done)
+        _log_request(done)
         return response
 
 
-def _log(done: Answered) -> None:
+def _log_request(record: RequestRecord) -> None:
     # Only the path: queries and headers may contain secrets.
     fields = {
-        "method": done.method,
+        "method": record.method,
         "path": request.path,
-        "status": done.status,
-        "ms": round(done.seconds * 1e3, 1),
-        "bytes": done.body_bytes,
+        "status": record.status,
+        "ms": round(record.seconds * 1e3, 1),
+        "bytes": record.body_bytes,
         "address": request.remote_addr,
     }
     _LOG.info("request", extra={"fields": fields})

@@ -23,7 +23,7 @@ from simulator.truth import TrueSplit, truth_of
 from benchmarks.peers import PeerSplit, hta_split, tracelens_split
 from benchmarks.table import in_markdown
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.report.report import StepRow, full_steps
+from stepsplit.analyzer.report.report import StepRow, select_full_steps
 
 NAMES = (
     "tp", "tp_slow_rank", "ddp_two_hosts", "ddp_host_stall", "fsdp_four_hosts", "cp_ring",
@@ -89,7 +89,7 @@ def _true(found: Trial) -> Shares:
 
 
 def _ours(found: Trial) -> Shares:
-    rows = full_steps(found.report.steps)
+    rows = select_full_steps(found.report.steps)
     return _shares(rows, sum(row.step_ns for row in rows))
 
 

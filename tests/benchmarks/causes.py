@@ -14,7 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from planted_causes import NOTHING, Told, told
+from planted_causes import NOTHING, PlantedResult, examine_planted
 from simulator.planted import PLANTED
 
 from benchmarks.table import in_markdown
@@ -22,16 +22,16 @@ from benchmarks.table import in_markdown
 _HEAD = ("planted", "layout", "costs", "first", "size off by: median", "worst", "within 10 %")
 
 
-def trials(name: str, seeds: Sequence[int]) -> list[Told]:
+def trials(name: str, seeds: Sequence[int]) -> list[PlantedResult]:
     """What is found in the job of that name, seed by seed."""
     found = []
     for seed in seeds:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(told(name, seed, Path(folder)))
+            found.append(examine_planted(name, seed, Path(folder)))
     return found
 
 
-def row_of(name: str, found: Sequence[Told]) -> tuple[str, ...]:
+def row_of(name: str, found: Sequence[PlantedResult]) -> tuple[str, ...]:
     """One line of the table."""
     cause, layout = name.split()
     right = [one for one in found if one.first]

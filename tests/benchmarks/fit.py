@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.validation.published_runs import Case, step_time_cases
-from stepsplit.analyzer.validation.tables import Published, percentile_90
+from stepsplit.analyzer.validation.published_runs import Case, list_step_time_cases
+from stepsplit.analyzer.validation.tables import Published, compute_percentile_90
 
 BOUNDS = {
     "gemm": (0.3, 0.9),
@@ -43,7 +43,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--family", action="append")
     wanted = options.parse_args().family or ["ampere", "hopper", "blackwell"]
-    cases = [case for case in step_time_cases(Published()) if case.family != HELD_OUT]
+    cases = [case for case in list_step_time_cases(Published()) if case.family != HELD_OUT]
     for family in wanted:
         _family(family, [case for case in cases if case.job.hardware.family == family])
 
@@ -52,7 +52,7 @@ def _family(family: str, cases: list[Case]) -> None:
     ordered = sorted(cases, key=likeness)
     fitted, rest = ordered[::2], ordered[1::2]
     best = fit(replace(ordered[0].job.hardware.efficiency, **START), fitted)
-    off = percentile_90([abs(math.expm1(error(best, case))) for case in rest])
+    off = compute_percentile_90([abs(math.expm1(error(best, case))) for case in rest])
     lines = [f"[{family}]", *(f"{name} = {getattr(best, name):.4g}" for name in BOUNDS)]
     lines += [f"error = {off:.2g}", *_seen(fitted)]
     lines += _told("fitted", best, fitted) + _told("rest", best, rest)

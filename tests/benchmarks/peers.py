@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.arrays import Intervals, union
-from stepsplit.analyzer.hta import in_hta
+from stepsplit.analyzer.hta import convert_to_hta
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     OP_CODE,
@@ -22,7 +22,7 @@ from stepsplit.analyzer.trace import (
     Events,
     Int64,
     RankTrace,
-    wall_lead_ns,
+    compute_start_offsets_ns,
 )
 
 _NAMED_COMMUNICATION = re.compile("nccl|rccl|cross_device_reduce", re.IGNORECASE)
@@ -47,7 +47,7 @@ def hta_split(traces: Sequence[RankTrace]) -> tuple[PeerSplit, ...]:
     names that run under no compute, waiting or not. Raises as HTA does, IndexError for a rank
     without a device and UsageError where it is not installed.
     """
-    analysis = in_hta(traces)
+    analysis = convert_to_hta(traces)
     whole = analysis.get_temporal_breakdown(visualize=False).set_index("rank")
     ids = analysis.t.symbol_table.get_sym_id_map()
     copies = [ids["gpu_memcpy"], ids["gpu_memset"]]
@@ -87,11 +87,11 @@ def _ns(us: float) -> int:
 
 def _timeline(trace: RankTrace, communication_ns: int, wait_ns: int | None) -> PeerSplit:
     events = trace.events
-    rows = np.flatnonzero(events.of(*DEVICE_CATEGORIES))
+    rows = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
     linked = np.zeros(len(events), dtype=np.bool_)
-    linked[rows[events.launches_of(rows) >= 0]] = True
+    linked[rows[events.find_launches(rows) >= 0]] = True
     named = tuple(_NAMED_COMMUNICATION.search(name) is not None for name in events.names)
-    computes = linked & ~events.name_mask(named) & ~events.of(Category.MEMCPY)
+    computes = linked & ~events.name_mask(named) & ~events.is_category(Category.MEMCPY)
     busy = _covered(events, linked)
     span_ns = int(busy.end_ns[-1] - busy.start_ns[0]) if len(busy) else 0
     compute_ns = _covered(events, computes).total_ns
@@ -136,7 +136,9 @@ def _called(traces: Sequence[RankTrace]) -> _Called:
     numbers: dict[tuple[str, tuple[int, ...]], int] = {}
     grouped = any((trace.calls.group_id >= 0).any() for trace in traces)
     columns = []
-    for i, (trace, lead_ns) in enumerate(zip(traces, wall_lead_ns(traces).tolist(), strict=True)):
+    for i, (trace, lead_ns) in enumerate(
+        zip(traces, compute_start_offsets_ns(traces).tolist(), strict=True)
+    ):
         own = [numbers.setdefault((g.name, g.ranks), len(numbers)) for g in trace.groups]
         group = np.array([*own, -1], dtype=np.int64)[trace.calls.group_id]
         known = (group >= 0) & np.isin(trace.calls.op, _KNOWN_OPS)

@@ -99,7 +99,7 @@ def _new_run(dashboard: Dashboard) -> str:
 
 def _check(folder: Path, run_id: str, trace: Path) -> None:
     with open_store(folder) as store:
-        kept = store.folder(run_id) / "input" / trace.name
+        kept = store.find_folder(run_id) / "input" / trace.name
         assert _sha256(kept) == _sha256(trace)
         kept.unlink()
 

@@ -21,18 +21,18 @@ from stepsplit.collectors.attach.protocol import (
     AgentAnswer,
     Identity,
     Status,
-    ancestors,
-    answer_line,
     ask_record,
     ask_status,
-    asked,
+    build_socket_path,
     capture,
-    environment,
-    family,
-    identity,
+    format_answer,
+    list_ancestors,
+    list_process_tree,
+    make_socket_folder,
+    parse_request,
+    read_environment,
+    read_identity,
     read_line,
-    socket_folder,
-    socket_path,
 )
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.record import RecordPlan
@@ -55,7 +55,7 @@ class Rank:
         self.status, self.takes = status, takes
         self.plans: list[RecordPlan] = []
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.bind(str(socket_path(status.pid)))
+        self._server.bind(str(build_socket_path(status.pid)))
         self._server.listen()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -63,11 +63,11 @@ class Rank:
         while True:
             connection, _ = self._server.accept()
             with connection:
-                plan = asked(read_line(connection)).plan
+                plan = parse_request(read_line(connection)).plan
                 if plan is not None:
                     self.plans.append(plan)
                 answer = AgentAnswer(self.takes, self.status.steps, "" if self.takes else "busy")
-                connection.sendall(answer_line(self.status if plan is None else answer))
+                connection.sendall(format_answer(self.status if plan is None else answer))
 
 
 def status(rank: int, steps: int, pid: int = 0, job: str = "host:29500") -> Status:
@@ -130,31 +130,31 @@ def test_a_request_without_an_agent_returns_none() -> None:
 
 
 def test_a_socket_folder_accessible_to_others_is_refused() -> None:
-    socket_folder().chmod(0o755)
+    make_socket_folder().chmod(0o755)
 
     with pytest.raises(CollectError, match="accessible to other users"):
-        socket_path(1)
+        build_socket_path(1)
 
 
 @for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
 def test_an_invalid_request_raises_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
-        asked(line)
+        parse_request(line)
 
 
 def test_a_relayed_plan_is_not_published_again() -> None:
-    assert asked(b'{"do": "status"}') == protocol.Asked(None)
+    assert parse_request(b'{"do": "status"}') == protocol.AgentRequest(None)
     line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
-    assert asked(line) == protocol.Asked(RecordPlan("o", "n", 4), relayed=True)
+    assert parse_request(line) == protocol.AgentRequest(RecordPlan("o", "n", 4), relayed=True)
 
 
 def test_torchrun_variables_take_precedence_over_slurm_and_mpi() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     torchrun = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
-    assert identity(slurm) == Identity(3, 8, 1, 8)
-    assert identity(slurm | torchrun) == Identity(5, 16, 1, 4)
-    assert identity({}) == Identity(0, 1, 0, 1)
+    assert read_identity(slurm) == Identity(3, 8, 1, 8)
+    assert read_identity(slurm | torchrun) == Identity(5, 16, 1, 4)
+    assert read_identity({}) == Identity(0, 1, 0, 1)
 
 
 def test_the_import_callback_runs_once_after_the_module(
@@ -176,13 +176,13 @@ def test_the_import_callback_runs_once_after_the_module(
 def test_processes_are_found_by_their_ancestors() -> None:
     child = subprocess.Popen(["sleep", "30"], env={"RANK": "1"})
     try:
-        assert os.getpid() in ancestors(child.pid)
-        assert child.pid in family(os.getpid())
+        assert os.getpid() in list_ancestors(child.pid)
+        assert child.pid in list_process_tree(os.getpid())
         # The environment of the new program is readable shortly after its start.
         deadline = time.monotonic() + 10
-        while not environment(child.pid) and time.monotonic() < deadline:
+        while not read_environment(child.pid) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert environment(child.pid).get("RANK") == "1"
+        assert read_environment(child.pid).get("RANK") == "1"
     finally:
         child.kill()
         child.wait()

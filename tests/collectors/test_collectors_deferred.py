@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from stepsplit.collectors.guard import deferred_sigterm
+from stepsplit.collectors.guard import delay_sigterm
 
 SCRIPT = """
 import os, signal, time
@@ -28,7 +28,7 @@ def test_the_users_handler_gets_the_signal_afterwards() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     try:
-        with deferred_sigterm():
+        with delay_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
             assert got == []
         assert got == [signal.SIGTERM]

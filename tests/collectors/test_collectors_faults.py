@@ -37,7 +37,7 @@ from collector_jobs.starting import (
     steps,
 )
 
-from stepsplit.collectors.attach.protocol import Status, agents, ask_status
+from stepsplit.collectors.attach.protocol import Status, ask_status, list_agents
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
@@ -411,7 +411,7 @@ def when(seen: Callable[[list[Status]], Any], patience_s: float = 60.0) -> list[
     """The ranks on standby, once the condition is true."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        ranks = [status for status in map(ask_status, agents()) if status is not None]
+        ranks = [status for status in map(ask_status, list_agents()) if status is not None]
         if seen(ranks):
             return ranks
         time.sleep(0.05)

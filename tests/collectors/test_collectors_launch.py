@@ -14,8 +14,8 @@ from stepsplit.collectors.record import (
     Command,
     DemoArgs,
     LaunchError,
-    affordable,
-    parallel_text,
+    fit_to_memory,
+    format_parallel,
     parse_command,
     parse_parallel,
 )
@@ -48,16 +48,16 @@ def test_an_axis_given_twice_is_refused() -> None:
 def test_low_memory_halves_dp_first_then_pp_then_tp() -> None:
     mesh = parse_parallel("tp=2,pp=2,dp=2")
 
-    assert affordable(mesh, 8 * RANK_BYTES) == mesh
-    assert affordable(mesh, 8 * RANK_BYTES - 1) == parse_parallel("tp=2,pp=2")
-    assert affordable(mesh, 3 * RANK_BYTES) == parse_parallel("tp=2")
-    assert affordable(mesh, 0) == parse_parallel("dp=1")
+    assert fit_to_memory(mesh, 8 * RANK_BYTES) == mesh
+    assert fit_to_memory(mesh, 8 * RANK_BYTES - 1) == parse_parallel("tp=2,pp=2")
+    assert fit_to_memory(mesh, 3 * RANK_BYTES) == parse_parallel("tp=2")
+    assert fit_to_memory(mesh, 0) == parse_parallel("dp=1")
 
 
 def test_demo_arguments_round_trip_through_the_command_line() -> None:
     recipe = DemoArgs(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
     mesh = parse_parallel("tp=2,pp=2")
-    line = ["--out", "runs/a", "--parallel", parallel_text(mesh), *recipe.arguments()]
+    line = ["--out", "runs/a", "--parallel", format_parallel(mesh), *recipe.format_arguments()]
 
     assert parse_command(line) == Command(Path("runs/a"), mesh, recipe)
 
@@ -74,7 +74,7 @@ def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float 
     begin = time.monotonic()
     with ExitStack() as stack:
         ranks = record._start([sys.executable, "-c", code], world_size, tmp_path, stack)
-        record._wait(ranks, begin + patience_s)
+        record._wait_for_ranks(ranks, begin + patience_s)
     return time.monotonic() - begin
 
 

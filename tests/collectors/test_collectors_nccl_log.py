@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stepsplit.collectors.nccl import cut, log_path
+from stepsplit.collectors.nccl import build_log_path, truncate_log
 
 LINE = b"host:1:1 [0] NCCL INFO AllReduce: opCount 0\n"
 
@@ -11,13 +11,13 @@ def test_a_log_above_the_limit_keeps_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "host.1.log"
     with path.open("wb", buffering=0) as nccl:
         nccl.write(LINE * 100_000)
-        assert cut(path, most_bytes=1 << 20)
+        assert truncate_log(path, max_bytes=1 << 20)
         nccl.write(LINE)
         taken = path.stat().st_blocks * 512
 
     assert taken < 1.1 * (1 << 20)
     assert path.read_bytes().startswith(LINE * 20_000)
-    assert cut(path, most_bytes=1 << 20)
+    assert truncate_log(path, max_bytes=1 << 20)
     assert path.stat().st_size == 1 << 20
 
 
@@ -25,13 +25,13 @@ def test_small_and_missing_logs_are_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(LINE)
 
-    assert not cut(path)
-    assert not cut(tmp_path / "none")
+    assert not truncate_log(path)
+    assert not truncate_log(tmp_path / "none")
     assert path.read_bytes() == LINE
 
 
 def test_only_a_log_per_process_is_truncated() -> None:
-    assert log_path({}, 7) is None
-    assert log_path({"NCCL_DEBUG_FILE": "/shared.log"}, 7) is None
-    found = log_path({"NCCL_DEBUG_FILE": "/nccl/%h.%p.log"}, 7)
+    assert build_log_path({}, 7) is None
+    assert build_log_path({"NCCL_DEBUG_FILE": "/shared.log"}, 7) is None
+    found = build_log_path({"NCCL_DEBUG_FILE": "/nccl/%h.%p.log"}, 7)
     assert found is not None and found.name.endswith(".7.log")

@@ -14,18 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors.job_info import (  # noqa: E402
-    answer,
-    gpu_state,
-    machine,
-    probe,
+    probe_clock,
+    read_gpu_state,
+    read_host_info,
+    serve_clock,
 )
-from stepsplit.collectors.memory import activations_bytes, held_bytes  # noqa: E402
-from stepsplit.collectors.rank_files import Packed, Packer  # noqa: E402
-from stepsplit.collectors.rank_record import KEPT, StepClock  # noqa: E402
+from stepsplit.collectors.memory import compute_activations_bytes, sum_storage_bytes  # noqa: E402
+from stepsplit.collectors.rank_files import Packer, PackTask  # noqa: E402
+from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, StepClock  # noqa: E402
 
 
 def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
-    found = probe("127.0.0.1", answer())
+    found = probe_clock("127.0.0.1", serve_clock())
 
     assert found is not None
     assert abs(found.offset_ns) <= found.round_trip_ns < 100_000_000
@@ -34,11 +34,11 @@ def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
 def test_a_probe_without_an_answer_is_none() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
-        assert probe("127.0.0.1", silent.getsockname()[1]) is None
+        assert probe_clock("127.0.0.1", silent.getsockname()[1]) is None
 
 
 def test_without_a_gpu_the_state_is_none() -> None:
-    assert gpu_state() is None
+    assert read_gpu_state() is None
 
 
 class Nvml(SimpleNamespace):
@@ -73,14 +73,14 @@ def test_unsupported_gpu_readings_are_none_and_link_errors_are_summed(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7")
     )
 
-    state = gpu_state()
+    state = read_gpu_state()
 
     assert state is not None
     assert (state.sm_clock_mhz, state.throttle_reasons, state.link_errors) == (1980, None, 7)
 
 
 def test_the_host_has_a_name_cores_and_memory() -> None:
-    here = machine()
+    here = read_host_info()
 
     assert (here.host, here.gpus) == (socket.gethostname(), 0)
     assert here.cores > 0 and here.memory_bytes > 1 << 30 and here.cpu
@@ -91,19 +91,19 @@ def test_step_times_are_separated_by_profiler_state() -> None:
     for kind in ("", "before", "before", "", "profiled", "", "after"):
         clock.step(kind)
 
-    times = clock.times()
+    times = clock.collect_times()
     kinds = (times.before_ns, times.profiled_ns, times.after_ns)
     assert [len(kind) for kind in kinds] == [2, 1, 1]
     assert all(step > 0 for kind in kinds for step in kind)
-    for _ in range(KEPT):
+    for _ in range(MAX_KEPT_STEPS):
         clock.step("after")
-    assert clock.full and len(clock.times().after_ns) == KEPT
+    assert clock.full and len(clock.collect_times().after_ns) == MAX_KEPT_STEPS
 
 
 def test_a_storage_shared_by_tensors_counts_once() -> None:
     whole = torch.zeros(100)
 
-    assert held_bytes([whole, whole[:10], whole.view(10, 10), torch.zeros(5), None]) == 420
+    assert sum_storage_bytes([whole, whole[:10], whole.view(10, 10), torch.zeros(5), None]) == 420
 
 
 def profiled(step: Callable[[], Any], memory: bool) -> Any:
@@ -124,11 +124,11 @@ def test_activations_are_the_peak_above_the_memory_left_by_the_step() -> None:
         kept.append(torch.zeros(1 << 20))
         torch.zeros(1 << 22)
 
-    assert activations_bytes(profiled(step, memory=True)) == 4 << 22
+    assert compute_activations_bytes(profiled(step, memory=True)) == 4 << 22
 
 
 def test_without_memory_events_activations_are_none() -> None:
-    assert activations_bytes(profiled(lambda: torch.zeros(8), memory=False)) is None
+    assert compute_activations_bytes(profiled(lambda: torch.zeros(8), memory=False)) is None
 
 
 def test_the_rank_packs_itself_if_no_process_can_be_started(
@@ -144,7 +144,7 @@ def test_the_rank_packs_itself_if_no_process_can_be_started(
     raw.write_text('{"entries": []}')
 
     packer = Packer()
-    packer.pack([Packed(raw, out)])
+    packer.pack([PackTask(raw, out)])
 
     assert packer.wait(0.0)
     assert gzip.decompress(out.read_bytes()) == b'{"entries": []}'

@@ -3,14 +3,14 @@
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.record import RecordPlan, detail, listed, parse_plan
+from stepsplit.collectors.record import RecordPlan, choose_detail, parse_plan, parse_ranks
 from stepsplit.collectors.run_spec import GroupInfo
 
 
 def test_a_plan_round_trips() -> None:
     asked = RecordPlan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
 
-    assert parse_plan(asked.text()) == asked
+    assert parse_plan(asked.format_json()) == asked
 
 
 def test_unknown_fields_of_a_newer_plan_are_ignored() -> None:
@@ -26,9 +26,9 @@ def test_an_invalid_plan_raises_value_error(text: str) -> None:
 
 
 def test_ranks_are_parsed_from_lists_and_ranges() -> None:
-    assert listed("0-2, 7") == {0, 1, 2, 7}
+    assert parse_ranks("0-2, 7") == {0, 1, 2, 7}
     with pytest.raises(ValueError, match="use all, auto or 0-7,16"):
-        listed("one")
+        parse_ranks("one")
 
 
 PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp", (1, 5, 9, 13))]
@@ -49,8 +49,8 @@ PIPELINES = [GroupInfo("3", "mesh_pp", (0, 4, 8, 12)), GroupInfo("4", "mesh_pp",
 def test_auto_records_the_pipeline_of_rank_0_in_full_and_the_others_thin(
     ranks: str, rank: int, groups: list[GroupInfo], kept: str
 ) -> None:
-    assert detail(ranks, rank, 16, tuple(groups)) == kept
+    assert choose_detail(ranks, rank, 16, tuple(groups)) == kept
 
 
 def test_auto_records_all_ranks_of_a_small_job_in_full() -> None:
-    assert {detail("auto", rank, 8, ()) for rank in range(8)} == {"full"}
+    assert {choose_detail("auto", rank, 8, ()) for rank in range(8)} == {"full"}

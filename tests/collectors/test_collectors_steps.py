@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import optimizers  # noqa: E402
-from stepsplit.collectors.attach.agent import SUCCESSION, StepCounter  # noqa: E402
+from stepsplit.collectors.attach.agent import LEADER_CHANGE_STEPS, StepCounter  # noqa: E402
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def ended() -> Iterator[list[int]]:
     StepCounter(seen.append).install()
     yield seen
     for listener in optimizers._listeners:
-        optimizers.leave(listener)
+        optimizers.remove_listener(listener)
 
 
 def adam() -> Any:
@@ -72,7 +72,7 @@ def test_another_optimizer_becomes_the_leader_if_the_first_stops(ended: list[int
     old, new = adam(), adam()
     old.step()
 
-    for _ in range(SUCCESSION + 3):
+    for _ in range(LEADER_CHANGE_STEPS + 3):
         new.step()
 
     assert ended == [0, 1, 2, 3, 4]
@@ -127,7 +127,7 @@ def test_a_listener_that_raises_is_removed_and_the_training_continues(ended: lis
     def broken(optimizer: Any) -> None:
         raise RuntimeError("ours")
 
-    optimizers.listen(optimizers.Listener(broken, broken))
+    optimizers.add_listener(optimizers.Listener(broken, broken))
     optimizer = adam()
 
     with pytest.warns(RuntimeWarning, match="ours"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.rank_record import KEPT, read_record
+from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, read_record
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
@@ -151,9 +151,9 @@ def test_a_job_with_kineto_use_daemon_is_attached_to_unchanged(tmp_path: Path) -
 
 
 def descendants(pid: int) -> list[int]:
-    from stepsplit.collectors.attach.protocol import environment, family
+    from stepsplit.collectors.attach.protocol import list_process_tree, read_environment
 
-    return [each for each in family(pid) if "RANK" in environment(each)]
+    return [each for each in list_process_tree(pid) if "RANK" in read_environment(each)]
 
 
 def await_ranks(runtime: Path, count: int) -> None:
@@ -165,7 +165,9 @@ def await_after(folder: Path, job: "subprocess.Popen[str]") -> None:
     records = [folder / f"rank{rank}_record.json" for rank in (0, 1)]
 
     def timed() -> bool:
-        return all(len(read_record(path.read_bytes()).steps.after_ns) >= KEPT for path in records)
+        return all(
+            len(read_record(path.read_bytes()).steps.after_ns) >= MAX_KEPT_STEPS for path in records
+        )
 
     until(lambda: job.poll() is not None or timed())
 

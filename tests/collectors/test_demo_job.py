@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from stepsplit.collectors.demo_job import model_spec, training
+from stepsplit.collectors.demo_job import build_model_spec, build_training
 from stepsplit.collectors.record import DemoArgs, parse_parallel
 from stepsplit.collectors.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
 
@@ -14,7 +14,7 @@ RECIPE = DemoArgs(layers=2, hidden=64, heads=4, seq_len=32)
 
 
 def test_the_model_has_learned_positions_and_no_biases() -> None:
-    spec = model_spec(RECIPE)
+    spec = build_model_spec(RECIPE)
     assert (spec.learned_positions, spec.norm, spec.biases) == (32, "rms", False)
 
 
@@ -30,7 +30,7 @@ def test_the_model_has_learned_positions_and_no_biases() -> None:
 def test_training_fields_follow_the_layout(
     parallel: str, split_vocab: bool | None, root_unit: bool | None, bucket_bytes: int | None
 ) -> None:
-    training_spec = training(RECIPE, parse_parallel(parallel))
+    training_spec = build_training(RECIPE, parse_parallel(parallel))
     assert (training_spec.split_vocab, training_spec.root_unit, training_spec.bucket_bytes) == (
         split_vocab, root_unit, bucket_bytes,
     )  # fmt: skip

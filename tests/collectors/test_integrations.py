@@ -12,15 +12,15 @@ from cases import for_each
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import ModelSpec, Training, profile_run  # noqa: E402
-from stepsplit.collectors.integrations.calls import after_each, profile_calls  # noqa: E402
+from stepsplit.collectors.integrations.calls import call_after_each, profile_calls  # noqa: E402
 from stepsplit.collectors.integrations.common import (  # noqa: E402  # noqa: E402
-    Facts,
-    LateRun,
+    FrameworkSpec,
+    LazyRecording,
     Options,
-    dtype_word,
-    library,
-    model_spec,
-    optimizer_word,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
 )
 
 LIBRARIES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
@@ -39,7 +39,7 @@ def test_collectors_import_no_framework() -> None:
 
 def test_a_missing_framework_is_a_one_line_error_with_a_hint() -> None:
     with pytest.raises(ImportError) as refused:
-        library("no_such_framework.trainer", "no-such-framework")
+        import_library("no_such_framework.trainer", "no-such-framework")
 
     assert str(refused.value) == (
         "no_such_framework.trainer is not installed; run: pip install no-such-framework"
@@ -54,7 +54,7 @@ def test_the_options_are_those_of_profile_run() -> None:
 
 def test_invalid_options_are_refused_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no step to record"):
-        LateRun(tmp_path, active=0)
+        LazyRecording(tmp_path, active=0)
 
 
 @for_each(
@@ -69,7 +69,7 @@ def test_invalid_options_are_refused_before_the_training(tmp_path: Path) -> None
     ],
 )
 def test_dtypes_are_normalized(said: object, word: str) -> None:
-    assert dtype_word(said) == word
+    assert normalize_dtype(said) == word
 
 
 @for_each(
@@ -83,11 +83,11 @@ def test_dtypes_are_normalized(said: object, word: str) -> None:
     ],
 )
 def test_optimizers_are_normalized(said: object, word: str) -> None:
-    assert optimizer_word(said) == word
+    assert normalize_optimizer(said) == word
 
 
 def test_a_model_without_a_config_has_only_a_parameter_count() -> None:
-    assert model_spec(torch.nn.Linear(3, 2)) == ModelSpec(parameters=8)
+    assert read_model_spec(torch.nn.Linear(3, 2)) == ModelSpec(parameters=8)
 
 
 class Counted:
@@ -104,17 +104,17 @@ def test_a_failing_callback_does_not_fail_the_call() -> None:
     counted = Counted()
 
     lost = pytest.warns(RuntimeWarning, match="lost the count of its steps")
-    with after_each(Counted, "step", lambda each: [][each.calls]), lost:
+    with call_after_each(Counted, "step", lambda each: [][each.calls]), lost:
         assert counted.step() == 1
 
     assert "__wrapped__" not in vars(Counted.step)
 
 
 def test_failing_framework_metadata_is_a_warning(tmp_path: Path) -> None:
-    run = LateRun(tmp_path / "run", wait=0, warmup=0, active=1)
+    run = LazyRecording(tmp_path / "run", wait=0, warmup=0, active=1)
 
     with pytest.warns(RuntimeWarning, match="description of the run: no mesh"):
-        run.begin(lambda: Facts(mesh=exec("raise RuntimeError('no mesh')")))
+        run.begin(lambda: FrameworkSpec(mesh=exec("raise RuntimeError('no mesh')")))
     run.step()
     run.end()
 
@@ -122,9 +122,11 @@ def test_failing_framework_metadata_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_values_given_by_the_user_override_the_framework(tmp_path: Path) -> None:
-    run = LateRun(tmp_path, wait=0, warmup=0, active=1, training=Training(seq_len=8, dtype="fp8"))
+    run = LazyRecording(
+        tmp_path, wait=0, warmup=0, active=1, training=Training(seq_len=8, dtype="fp8")
+    )
 
-    with run.around(lambda: Facts(training=Training(dtype="bf16", micro_batch=2))):
+    with run.record_around(lambda: FrameworkSpec(training=Training(dtype="bf16", micro_batch=2))):
         run.step()
 
     said = json.loads((tmp_path / "run.json").read_text())["training"]
@@ -132,9 +134,9 @@ def test_values_given_by_the_user_override_the_framework(tmp_path: Path) -> None
 
 
 def test_a_training_that_fails_keeps_the_recorded_steps(tmp_path: Path) -> None:
-    run = LateRun(tmp_path, wait=0, warmup=0, active=5)
+    run = LazyRecording(tmp_path, wait=0, warmup=0, active=5)
 
-    with pytest.raises(KeyError, match="theirs"), run.around(Facts):
+    with pytest.raises(KeyError, match="theirs"), run.record_around(FrameworkSpec):
         run.step()
         raise KeyError("theirs")
 
@@ -142,12 +144,12 @@ def test_a_training_that_fails_keeps_the_recorded_steps(tmp_path: Path) -> None:
 
 
 def test_only_the_first_training_of_a_process_is_recorded(tmp_path: Path) -> None:
-    run = LateRun(tmp_path, wait=0, warmup=0, active=1)
-    with run.around(Facts):
+    run = LazyRecording(tmp_path, wait=0, warmup=0, active=1)
+    with run.record_around(FrameworkSpec):
         run.step()
     written = (tmp_path / "rank0_trace.json.gz").stat().st_mtime_ns
 
-    with run.around(Facts):
+    with run.record_around(FrameworkSpec):
         run.step()
 
     assert (tmp_path / "rank0_trace.json.gz").stat().st_mtime_ns == written

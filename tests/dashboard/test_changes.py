@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from cases import for_each
 
-from stepsplit.dashboard.pages.compare import LOOKED_AT, LevelChange, changes
+from stepsplit.dashboard.pages.compare import MAX_RUNS, LevelChange, find_level_changes
 
 QUIET = (100.0, 101, 99, 100, 102, 98, 100, 101)
 SEED, SDS = 20, (0.02, 0.05, 0.10)
@@ -24,7 +24,7 @@ def histories(runs: int, sd: float, count: int, step: float = 0.0) -> Iterator[t
 def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
     high = tuple(value + 20 for value in QUIET)
 
-    assert changes(QUIET + high + QUIET) == (
+    assert find_level_changes(QUIET + high + QUIET) == (
         LevelChange(8, 100.125, 120.125),
         LevelChange(16, 120.125, 100.125),
     )
@@ -35,19 +35,24 @@ def test_a_level_that_rises_and_falls_again_changed_twice() -> None:
 def test_a_single_outlier_is_not_a_change(odd: float, at: int) -> None:
     runs = (*QUIET, *QUIET)
 
-    assert changes((*runs[:at], odd, *runs[at:])) == ()
+    assert find_level_changes((*runs[:at], odd, *runs[at:])) == ()
 
 
 def test_a_level_needs_three_runs() -> None:
-    assert changes((*QUIET, 130.0, 131.0)) == ()
-    assert changes((*QUIET, 130.0, 131.0, 129.0)) == (LevelChange(8, 100.125, 130.0),)
+    assert find_level_changes((*QUIET, 130.0, 131.0)) == ()
+    assert find_level_changes((*QUIET, 130.0, 131.0, 129.0)) == (LevelChange(8, 100.125, 130.0),)
 
 
 def test_a_constant_metric_changes_by_at_least_one_percent() -> None:
-    assert changes([8.0] * 6 + [10.0] * 6) == (LevelChange(6, 8.0, 10.0),)
-    assert changes([8.0] * 6 + [8.07] * 6) == ()
-    assert changes([0.0] * 6 + [2.0] * 6) == (LevelChange(6, 0.0, 2.0),)
-    assert changes([5.0] * 40) == changes([0.0] * 40) == changes([0.1] * 5) == ()
+    assert find_level_changes([8.0] * 6 + [10.0] * 6) == (LevelChange(6, 8.0, 10.0),)
+    assert find_level_changes([8.0] * 6 + [8.07] * 6) == ()
+    assert find_level_changes([0.0] * 6 + [2.0] * 6) == (LevelChange(6, 0.0, 2.0),)
+    assert (
+        find_level_changes([5.0] * 40)
+        == find_level_changes([0.0] * 40)
+        == find_level_changes([0.1] * 5)
+        == ()
+    )
 
 
 def test_a_change_is_relative_to_the_previous_level() -> None:
@@ -57,20 +62,20 @@ def test_a_change_is_relative_to_the_previous_level() -> None:
 
 def test_only_the_newest_runs_of_a_long_history_are_searched() -> None:
     old = [50.0] * 30
-    newest = [100.0] * (LOOKED_AT - 10) + [110.0] * 10
+    newest = [100.0] * (MAX_RUNS - 10) + [110.0] * 10
 
-    assert changes(old + newest) == (LevelChange(30 + LOOKED_AT - 10, 100.0, 110.0),)
+    assert find_level_changes(old + newest) == (LevelChange(30 + MAX_RUNS - 10, 100.0, 110.0),)
 
 
 @for_each(("runs", "count"), [(10, 100), (30, 60), (100, 20)])
 @for_each("sd", SDS)
 def test_noise_alone_seldom_changes_a_level(runs: int, count: int, sd: float) -> None:
-    alarms = sum(bool(changes(one)) for one in histories(runs, sd, count))
+    alarms = sum(bool(find_level_changes(one)) for one in histories(runs, sd, count))
 
     assert alarms <= 0.05 * count
 
 
 def test_a_step_of_three_sds_is_found_in_its_place() -> None:
-    made = [changes(one) for sd in SDS for one in histories(30, sd, 8, step=3.0)]
+    made = [find_level_changes(one) for sd in SDS for one in histories(30, sd, 8, step=3.0)]
 
     assert sum(any(abs(one.at - 15) <= 1 for one in found) for found in made) >= 0.8 * len(made)

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from stepsplit.analyzer.analysis import check_runs
 from stepsplit.analyzer.regression.checks import from_json
-from stepsplit.analyzer.regression.metrics import CallsFact, to_json
+from stepsplit.analyzer.regression.metrics import CallMetrics, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.verdict import verdict_screen
+from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
@@ -35,7 +35,7 @@ def worse(tmp_path: Path) -> str:
     return side(tmp_path / "worse.json", (0.120, 0.121, 0.119, 0.1205, 0.1195))
 
 
-def side(file: Path, exposed: tuple[float, ...], calls: tuple[CallsFact, ...] = CALLS) -> str:
+def side(file: Path, exposed: tuple[float, ...], calls: tuple[CallMetrics, ...] = CALLS) -> str:
     runs = [run(f"{file.stem}{i}", {"exposed_comm": v, "bubble": 0.0}, calls=calls)
             for i, v in enumerate(exposed)]  # fmt: skip
     file.write_bytes(to_json(runs))
@@ -98,7 +98,7 @@ def test_by_default_calls_bytes_exposed_communication_and_bubble_are_gated(base:
 
 
 def test_an_added_call_fails_whatever_the_noise(base: str, tmp_path: Path) -> None:
-    added = (*CALLS, CallsFact("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
+    added = (*CALLS, CallMetrics("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
     own = side(tmp_path / "own.json", (0.1, 0.2, 0.05), added)
     assert check(own, "--baseline", base) == 1
 
@@ -187,10 +187,10 @@ def test_runs_of_a_store_record_their_result_and_link_to_the_comparison(
     assert found.baseline is not None and len(found.baseline.runs) == 2
     assert status == {"pass": 0, "inconclusive": 3}[found.answer]
     assert found.compare_url == f"https://dash/compare?baseline={ids[1]}&candidate={ids[3]}"
-    judged = store.run(ids[3])
+    judged = store.find_run(ids[3])
     assert judged is not None and judged.verdict is not None
     assert judged.verdict.answer == found.answer
-    assert store.run(ids[0]).verdict is None  # type: ignore[union-attr]
+    assert store.find_run(ids[0]).verdict is None  # type: ignore[union-attr]
     assert check(f"store:{ids[3]}", "--baseline", f"store:{ids[0]}", *words) == 3
     store.close()
     capsys.readouterr()
@@ -209,7 +209,7 @@ def add(store: Store, name: str, report: Report, branch: str) -> str:
 def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as captured:
-        console.print(verdict_screen(check_runs([worse], [base])))
+        console.print(build_verdict_screen(check_runs([worse], [base])))
     lines = captured.get().splitlines()
     assert "✗ exposed_comm  10%,1pt    10.0 %     12.0 %  +2.0 pt  +1.9 to +2.1 pt" in [
         line.rstrip() for line in lines

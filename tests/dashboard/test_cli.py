@@ -117,7 +117,7 @@ def test_an_unwritable_report_leaves_no_partial_files(
 
 
 HELP = {
-    (): [*cli.VERBS, "--version", "--help"],
+    (): [*cli.COMMANDS, "--version", "--help"],
     ("analyze",): [
         "--json FILE", "--out DIR", "--html FILE", "--workers N", "--job FILE", "--rules FILE",
         "--help",
@@ -172,7 +172,9 @@ def test_the_options_of_each_command_are_frozen(
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     named = [line for line in lines if line.startswith("--")]
     options = [" ".join(line.split("  ")[0].split()) for line in named]
-    verbs = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in cli.VERBS]
+    verbs = [
+        line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in cli.COMMANDS
+    ]
     assert verbs + options == HELP[verb]
 
 
@@ -198,6 +200,6 @@ def test_imports_stay_light(module: str, absent: list[str]) -> None:
 
 def test_the_list_of_commands_shows_the_first_line_of_each_help() -> None:
     context = click.Context(cli.stepsplit)
-    for verb, (_, line) in cli.VERBS.items():
+    for verb, (_, line) in cli.COMMANDS.items():
         command = cli.stepsplit.get_command(context, verb)
         assert command is not None and command.get_short_help_str(200) == line, verb

@@ -19,7 +19,7 @@ from stepsplit.analyzer.regression.compare import RunComparison, from_json, to_j
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.report.io import to_json as report_to_json
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.compare import comparison_screen, headline
+from stepsplit.dashboard.reporters.compare import build_comparison_screen, format_headline
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TWO, EIGHT = SAMPLES / "pp2_m2", SAMPLES / "pp2_m8"
@@ -33,7 +33,7 @@ def found() -> RunComparison:
 def lines(found: RunComparison, width: int) -> list[str]:
     console = Console(width=width, highlight=False, no_color=True)
     with console.capture() as capture:
-        console.print(comparison_screen(found))
+        console.print(build_comparison_screen(found))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -88,11 +88,11 @@ def test_the_headline_mentions_noise_and_its_absence(found: RunComparison) -> No
     one = found.baseline
     later = replace(one, median_ns=one.median_ns + 1_500_000)
     quiet = replace(found, candidate=later)
-    assert headline(quiet).plain == (
+    assert format_headline(quiet).plain == (
         "candidate is 1.50 ms (1.2 %) slower, within noise: no large change in any bucket"
     )
     alone = replace(found, baseline=later, candidate=replace(one, steps=1))
-    assert headline(alone).plain == (
+    assert format_headline(alone).plain == (
         "candidate is 1.50 ms (1.2 %) faster (noise unknown: a single step): "
         "no large change in any bucket"
     )

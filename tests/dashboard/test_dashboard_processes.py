@@ -62,9 +62,9 @@ def test_a_killed_server_has_lost_nothing_of_an_upload(tmp_path: Path) -> None:
         dashboard.kill_all()
         uploading.join()
     with open_store(tmp_path) as store:
-        (row,) = store.files.of(ids[0])
+        (row,) = store.files.list_files(ids[0])
         assert 16 << 20 <= row.received_bytes < len(content) and not row.complete
-        kept = (store.folder(ids[0]) / "input" / trace.name).read_bytes()
+        kept = (store.find_folder(ids[0]) / "input" / trace.name).read_bytes()
         assert kept[: row.received_bytes] == content[: row.received_bytes]
 
     with running_dashboard(tmp_path, "--workers", "0") as dashboard:
@@ -80,7 +80,7 @@ def test_a_killed_server_has_lost_nothing_of_an_upload(tmp_path: Path) -> None:
 
     assert sizes[0] == row.received_bytes
     with open_store(tmp_path) as store:
-        assert (store.folder(ids[0]) / "input" / trace.name).read_bytes() == content
+        assert (store.find_folder(ids[0]) / "input" / trace.name).read_bytes() == content
         assert state(store, ids[0]) == ("queued", None)
 
 
@@ -94,7 +94,7 @@ def test_a_killed_worker_is_replaced_and_its_job_done(tmp_path: Path) -> None:
             os.kill(first, signal.SIGKILL)
 
             assert settled(store, run_id) == ("done", None)
-            assert store.report(run_id).steps and store.tables(run_id) is not None
+            assert store.load_report(run_id).steps and store.load_tables(run_id) is not None
         assert first not in dashboard.workers()
         until(lambda: "job" in _events(dashboard.log))
     (job,) = [line for line in _lines(dashboard.log) if line["event"] == "job"]

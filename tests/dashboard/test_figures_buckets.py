@@ -11,22 +11,22 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.what_if import ideal_grid
-from stepsplit.analyzer.gap.comm_gap import modelled_busbw
+from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
+from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.regression.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.dashboard.figures.communication import usual, waits_matrix
+from stepsplit.dashboard.figures.communication import compute_typical_range, draw_waits_matrix
 from stepsplit.dashboard.figures.run import (
     MemoryBar,
-    by_rank,
-    by_step,
-    difference_figure,
-    memory,
-    one_pipeline,
-    pipeline,
-    stage_bubbles,
-    waterfall,
+    draw_difference,
+    draw_memory,
+    draw_pipeline,
+    draw_split_by_rank,
+    draw_split_by_step,
+    draw_stage_bubbles,
+    draw_waterfall,
+    select_pipeline,
 )
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -37,7 +37,7 @@ EVIL = '<a href="javascript:alert(1)">node</a>'
 def test_the_bars_of_a_rank_add_up_to_its_steps() -> None:
     report = analysis().report
 
-    figure = by_step(report, rank=2)
+    figure = draw_split_by_step(report, rank=2)
 
     stacked = sum(np.array(trace.y) for trace in figure.data)
     assert stacked == pytest.approx([r.step_ns / MS for r in report.steps if r.rank == 2])
@@ -45,7 +45,7 @@ def test_the_bars_of_a_rank_add_up_to_its_steps() -> None:
 
 
 def test_steps_outside_of_the_median_are_pale_and_labeled() -> None:
-    trace = by_step(analysis().report).data[0]
+    trace = draw_split_by_step(analysis().report).data[0]
 
     assert list(trace.x) == ["3 partial", "4", "5", "6", "7"]
     assert list(trace.marker.opacity) == [0.45, 1, 1, 1, 1]
@@ -54,7 +54,7 @@ def test_steps_outside_of_the_median_are_pale_and_labeled() -> None:
 def test_a_ranks_bar_is_the_median_of_its_full_steps() -> None:
     report = analysis().report
 
-    compute = by_rank(report).data[0]
+    compute = draw_split_by_rank(report).data[0]
 
     full = [r.compute_ns for r in report.steps if r.rank == 3 and r.kind == "full"]
     assert compute.y[3] == pytest.approx(np.median(full) / MS)
@@ -65,16 +65,16 @@ def test_a_host_name_is_text_in_the_hover() -> None:
     report = analysis().report
     run = msgspec.structs.replace(report.run, hosts=(Host(EVIL, (0, 1, 2, 3)),))
 
-    text = str(by_rank(msgspec.structs.replace(report, run=run)).to_json())
+    text = str(draw_split_by_rank(msgspec.structs.replace(report, run=run)).to_json())
 
     assert "<a" not in text and "\\u003ca" not in text
     assert "&lt;a" in text or "\\u0026lt;a" in text
 
 
 def test_the_pipeline_has_a_row_a_stage_and_a_box_a_microbatch() -> None:
-    measured = one_pipeline(analysis().tables.boxes, 4)
+    measured = select_pipeline(analysis().tables.boxes, 4)
 
-    forward, backward = pipeline(measured, None).data
+    forward, backward = draw_pipeline(measured, None).data
 
     assert (forward.name, backward.name) == ("forward", "backward")
     assert set(forward.y) == {"stage 0 (rank 0)", "stage 1 (rank 2)"}
@@ -82,10 +82,10 @@ def test_the_pipeline_has_a_row_a_stage_and_a_box_a_microbatch() -> None:
 
 
 def test_the_ideal_grid_is_below_the_measured_one_on_the_same_clock() -> None:
-    measured = one_pipeline(analysis().tables.boxes, 4)
-    ideal = ideal_grid(measured, "1f1b", 4)
+    measured = select_pipeline(analysis().tables.boxes, 4)
+    ideal = build_ideal_grid(measured, "1f1b", 4)
 
-    figure = pipeline(measured, ideal)
+    figure = draw_pipeline(measured, ideal)
 
     assert [trace.yaxis for trace in figure.data] == ["y", "y", "y2", "y2"]
     assert min(min(trace.base) for trace in figure.data) == 0
@@ -99,7 +99,7 @@ def test_each_stage_has_its_bubble_and_the_ideal_is_a_line() -> None:
     found = analysis().report.pipeline
     assert found is not None
 
-    figure = stage_bubbles(found)
+    figure = draw_stage_bubbles(found)
 
     assert list(figure.data[0].y) == pytest.approx([23.1, 19.8])
     assert (figure.layout.shapes[0].y0, figure.layout.annotations[0].text) == (20, "ideal 20.0 %")
@@ -109,7 +109,7 @@ def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
     gap = analyze(SAMPLES / "tp2_pp2", job="auto").gap
     assert gap is not None
 
-    (fall,) = waterfall(gap).data
+    (fall,) = draw_waterfall(gap).data
 
     assert [fall.y[0], fall.y[-1]] == ["predicted", "measured"]
     assert len(set(fall.y)) == len(fall.y)
@@ -120,7 +120,7 @@ def test_the_waterfall_leads_from_the_predicted_to_the_measured_step() -> None:
 def test_the_difference_of_two_runs_adds_up_too() -> None:
     one, other = (analyze(SAMPLES / name) for name in ("pp2_m2", "pp2_m8"))
 
-    (fall,) = difference_figure(compare_reports(one, other)).data
+    (fall,) = draw_difference(compare_reports(one, other)).data
 
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
 
@@ -131,7 +131,7 @@ def test_the_waits_matrix_has_waiting_ranks_as_rows() -> None:
     text = np.array(["tp", "tp", "pp"])
     waits = Waits(rank, step, bucket, owner, text, text, np.arange(3), np.array([MS, 3 * MS, MS]))
 
-    (heat,) = waits_matrix(waits, (0, 1, 2, 3), steps=2).data
+    (heat,) = draw_waits_matrix(waits, (0, 1, 2, 3), steps=2).data
 
     assert heat.z[2][3] == 2
     assert heat.z[0][2] == 0.5
@@ -141,28 +141,28 @@ def test_the_waits_matrix_has_waiting_ranks_as_rows() -> None:
 def test_a_limit_far_above_all_bars_is_not_drawn() -> None:
     bars = [MemoryBar("rank 0", (("weights", 2**30),), rest_bytes=2**30)]
 
-    assert memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
-    assert not memory(bars, 300 * 2**30).layout.shapes
-    assert [trace.name for trace in memory(bars).data] == ["weights", "uncategorized"]
+    assert draw_memory(bars, 3 * 2**30).layout.shapes[0].x0 == 3
+    assert not draw_memory(bars, 300 * 2**30).layout.shapes
+    assert [trace.name for trace in draw_memory(bars).data] == ["weights", "uncategorized"]
 
 
 def test_the_typical_range_comes_from_neighboring_runs() -> None:
     values = [10.0, 10.2, 9.9, 10.1, 10.0, 15.0, 10.1]
 
-    near = usual(values, 5)
+    near = compute_typical_range(values, 5)
 
     assert near is not None
-    assert (near.middle, near.holds(15.0), near.holds(10.2)) == (10.05, False, True)
-    assert usual(values[:5], 2) is None
+    assert (near.median, near.is_typical(15.0), near.is_typical(10.2)) == (10.05, False, True)
+    assert compute_typical_range(values[:5], 2) is None
 
 
 def test_the_models_busbw_approaches_the_link_peak() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
 
-    found = modelled_busbw(report, "tp", "all_reduce", 1_000, 10**9)
+    found = model_busbw(report, "tp", "all_reduce", 1_000, 10**9)
 
     assert found is not None
     assert list(found.busbw_bytes_per_s) == sorted(found.busbw_bytes_per_s)
     assert found.busbw_bytes_per_s[-1] <= found.link_bytes_per_s
-    assert modelled_busbw(report, "tp", "send_recv", 1_000, 10**9) is None
-    assert modelled_busbw(analysis().report, "tp", "all_reduce", 1, 2) is None
+    assert model_busbw(report, "tp", "send_recv", 1_000, 10**9) is None
+    assert model_busbw(analysis().report, "tp", "all_reduce", 1, 2) is None

@@ -8,7 +8,7 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.split.critical_path import PathPart
-from stepsplit.dashboard.figures.run import PathShare, critical_path, path_shares
+from stepsplit.dashboard.figures.run import PathShare, compute_path_shares, draw_critical_path
 
 EVIL = '<a href="javascript:alert(1)">tp</a>'
 
@@ -25,7 +25,7 @@ def test_a_share_is_the_mean_over_the_steps_of_a_bucket_and_axis() -> None:
         PathPart(5, 1, "collective", "dp_shard", 10 * MS),
     )
 
-    assert path_shares(report) == (
+    assert compute_path_shares(report) == (
         PathShare("compute", None, 40 * MS, 0.8, ((0, 0.625), (1, 0.375)), 0),
         PathShare("collective", "tp", 5 * MS, 0.1, ((1, 1.0),), 0),
         PathShare("collective", "dp_shard", 5 * MS, 0.1, ((1, 1.0),), 0),
@@ -36,15 +36,15 @@ def test_the_three_ranks_with_most_are_named_and_the_others_counted() -> None:
     ranks = (40, 5, 30, 15, 10)
     report = along(*(PathPart(4, rank, "idle", None, ns) for rank, ns in enumerate(ranks)))
 
-    (share,) = path_shares(report)
+    (share,) = compute_path_shares(report)
 
-    assert share.whose == "rank 0 40.0 %, rank 2 30.0 %, rank 3 15.0 %, 2 more"
+    assert share.ranks_text == "rank 0 40.0 %, rank 2 30.0 %, rank 3 15.0 %, 2 more"
 
 
 def test_the_bar_is_as_long_as_the_average_path() -> None:
     report = analysis().report
 
-    figure = critical_path(report)
+    figure = draw_critical_path(report)
 
     paths = [one.end_ns - one.start_ns for one in report.path_steps]
     drawn = sum(sum(trace.x) for trace in figure.data)
@@ -54,7 +54,7 @@ def test_the_bar_is_as_long_as_the_average_path() -> None:
 
 
 def test_parts_with_room_are_labeled_with_their_axis() -> None:
-    compute, collective, p2p, *_ = critical_path(analysis().report).data
+    compute, collective, p2p, *_ = draw_critical_path(analysis().report).data
 
     assert list(compute.text) == ["82.9 %"]
     assert list(collective.text) == ["tp 12.0 %"]
@@ -63,11 +63,11 @@ def test_parts_with_room_are_labeled_with_their_axis() -> None:
 
 
 def test_an_axis_with_markup_in_its_name_is_text() -> None:
-    text = str(critical_path(along(PathPart(4, 0, "collective", EVIL, MS))).to_json())
+    text = str(draw_critical_path(along(PathPart(4, 0, "collective", EVIL, MS))).to_json())
 
     assert "<a" not in text and "\\u003ca" not in text
     assert "&lt;a" in text or "\\u0026lt;a" in text
 
 
 def test_no_path_is_a_blank_figure() -> None:
-    assert not critical_path(along()).data
+    assert not draw_critical_path(along()).data

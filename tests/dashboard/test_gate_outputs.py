@@ -14,20 +14,26 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from required import absent
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.regression.checks import Judged, Verdict, from_json, parse_budget, to_json
-from stepsplit.analyzer.regression.judge import judge
-from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
+from stepsplit.analyzer.regression.checks import (
+    CheckedMetric,
+    CheckResult,
+    from_json,
+    parse_budget,
+    to_json,
+)
+from stepsplit.analyzer.regression.judge import check_candidate
+from stepsplit.analyzer.regression.metrics import BucketTime, CallMetrics, CausedWait
 from stepsplit.dashboard.reporters.ci import (
     SUMMARY_BYTES,
-    bencher,
-    benchmark_action,
-    code_quality,
-    junit,
-    open_metrics,
-    summary,
-    workflow_commands,
+    format_annotations,
+    format_bencher,
+    format_benchmark_action,
+    format_code_quality,
+    format_junit,
+    format_open_metrics,
+    format_summary,
 )
-from stepsplit.dashboard.reporters.verdict import COMMENT_BYTES, markdown
+from stepsplit.dashboard.reporters.verdict import COMMENT_BYTES, format_markdown
 
 XSD = Path(sys.prefix) / "junit-10.xsd"
 """Of Jenkins' xunit plugin; .ci/run takes it out of pytest's source release."""
@@ -42,21 +48,21 @@ def values(exposed: float, step: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def verdict(name: str = "own") -> Verdict:
+def verdict(name: str = "own") -> CheckResult:
     """Regressed in exposed_comm and calls, inconclusive in step, fine in the others."""
     steps = (1.0e8, 1.4e8, 0.9e8)
     base = [run(f"base{i}", values(0.10 + i / 1e3, s)) for i, s in enumerate(steps)]
-    calls = (*CALLS, CallsFact(name, "all_gather", "float32", 8, 4, False, 30_000, 0))
-    times = (*TIMES, TimeFact("skew", None, 34 * MS), TimeFact("skew", "tp", 33 * MS))
-    blame = (BlameFact(3, "compute", "tp", 62 * MS),)
+    calls = (*CALLS, CallMetrics(name, "all_gather", "float32", 8, 4, False, 30_000, 0))
+    times = (*TIMES, BucketTime("skew", None, 34 * MS), BucketTime("skew", "tp", 33 * MS))
+    blame = (CausedWait(3, "compute", "tp", 62 * MS),)
     own = [
         run(f"{name}{i}", values(0.20 + i / 1e3, s + 7), calls=calls, times=times, blame=blame)
         for i, s in enumerate(steps)
     ]
-    return judge(own, base, [parse_budget(rule) for rule in RULES])
+    return check_candidate(own, base, [parse_budget(rule) for rule in RULES])
 
 
-def crowd() -> Verdict:
+def crowd() -> CheckResult:
     """Far more metrics and causes than any page has room for."""
     one = verdict()
     many = [replace(one.gated[0], metric="exposed_comm." + f"axis{i}" * 40) for i in range(3_000)]
@@ -85,7 +91,7 @@ def test_junit_is_valid_by_jenkins_schema(name: str) -> None:
     etree = pytest.importorskip("lxml.etree")
     if not XSD.exists():
         absent("junit", f"no {XSD.name} in {sys.prefix}: .ci/run fetches it")
-    document = etree.fromstring(junit(verdict(name)))
+    document = etree.fromstring(format_junit(verdict(name)))
     schema = etree.XMLSchema(etree.parse(str(XSD)))
     schema.assertValid(document)
     (suite,) = document
@@ -97,7 +103,7 @@ def test_junit_is_valid_by_jenkins_schema(name: str) -> None:
 
 
 def test_open_metrics_are_read_by_the_reference_parser() -> None:
-    families = {f.name: f for f in text_string_to_metric_families(open_metrics(verdict()))}
+    families = {f.name: f for f in text_string_to_metric_families(format_open_metrics(verdict()))}
     assert set(families) == {
         "stepsplit_exposed_comm_ratio", "stepsplit_step_seconds",
         "stepsplit_busbw_tp_all_reduce_bytes_per_second", "stepsplit_calls_count",
@@ -110,8 +116,8 @@ def test_open_metrics_are_read_by_the_reference_parser() -> None:
 
 
 def test_gitlab_code_quality_has_every_field_and_a_fingerprint_that_stays() -> None:
-    issues = json.loads(code_quality(verdict(), "ci/budgets.toml"))
-    again = json.loads(code_quality(verdict("other"), "ci/budgets.toml"))
+    issues = json.loads(format_code_quality(verdict(), "ci/budgets.toml"))
+    again = json.loads(format_code_quality(verdict("other"), "ci/budgets.toml"))
     assert [issue["check_name"] for issue in issues] == [
         "stepsplit.exposed_comm", "stepsplit.step", "stepsplit.busbw.tp.all_reduce",
         "stepsplit.calls",
@@ -127,27 +133,27 @@ def test_gitlab_code_quality_has_every_field_and_a_fingerprint_that_stays() -> N
 
 
 def test_annotations_keep_to_githubs_limits_and_escapes() -> None:
-    lines = workflow_commands(verdict(ODD))
+    lines = format_annotations(verdict(ODD))
     assert all("\n" not in line and "\r" not in line for line in lines)
     start = "::error title=stepsplit%3A regressed::exposed_comm regressed: 10.1 %25"
     assert lines[0].startswith(start)
     assert any("%0A::error::" in line for line in lines)
-    many = workflow_commands(crowd())
+    many = format_annotations(crowd())
     kinds = [line.split(" ")[0] for line in many]
     assert kinds.count("::error") == 10 and kinds.count("::warning") <= 10
 
 
 def test_a_summary_is_truncated_to_the_remaining_size() -> None:
-    whole = summary(crowd(), held_bytes=SUMMARY_BYTES - 5_000)
+    whole = format_summary(crowd(), existing_bytes=SUMMARY_BYTES - 5_000)
     assert len(whole.encode()) <= 5_000
     assert whole.endswith("(truncated: the complete result is in the JSON file)\n")
-    assert len(summary(crowd()).encode()) <= SUMMARY_BYTES
-    assert summary(crowd(), held_bytes=SUMMARY_BYTES) == ""
+    assert len(format_summary(crowd()).encode()) <= SUMMARY_BYTES
+    assert format_summary(crowd(), existing_bytes=SUMMARY_BYTES) == ""
 
 
 def test_a_comment_fits_and_contains_no_markup_of_a_recording() -> None:
-    assert len(markdown(crowd()).encode()) <= COMMENT_BYTES
-    text = markdown(verdict(ODD))
+    assert len(format_markdown(crowd()).encode()) <= COMMENT_BYTES
+    text = format_markdown(verdict(ODD))
     prose = re.sub("`[^`\n]*`", "", text)
     assert not {"@", "<"} & {*prose} and text.replace("\n", "").isprintable()
     assert "| `exposed_comm` | `5%` | 10.1 % | 20.1 % | +10.0 pt |" in text
@@ -155,11 +161,11 @@ def test_a_comment_fits_and_contains_no_markup_of_a_recording() -> None:
 
 
 def test_benchmark_services() -> None:
-    measures = json.loads(bencher(verdict()))
+    measures = json.loads(format_bencher(verdict()))
     (name,) = measures
     assert name == "stepsplit 4 x NVIDIA H100 dp_replicate 2 tp 2"
     assert measures[name]["calls"] == {"value": 84.0}
-    rows = json.loads(benchmark_action(verdict()))
+    rows = json.loads(format_benchmark_action(verdict()))
     assert [row["name"].rpartition(": ")[2] for row in rows] == [
         "exposed_comm", "step", "calls", "skew",
     ]  # fmt: skip
@@ -168,7 +174,16 @@ def test_benchmark_services() -> None:
 
 
 def test_no_output_needs_a_baseline() -> None:
-    alone = judge(runs("own", "exposed_comm", (0.1, 0.2)), [], [parse_budget("exposed_comm:<=9%")])
-    assert isinstance(alone.gated[0], Judged) and alone.baseline is None
-    for made in (junit, bencher, benchmark_action, open_metrics, markdown, workflow_commands):
+    alone = check_candidate(
+        runs("own", "exposed_comm", (0.1, 0.2)), [], [parse_budget("exposed_comm:<=9%")]
+    )
+    assert isinstance(alone.gated[0], CheckedMetric) and alone.baseline is None
+    for made in (
+        format_junit,
+        format_bencher,
+        format_benchmark_action,
+        format_open_metrics,
+        format_markdown,
+        format_annotations,
+    ):
         assert made(alone)

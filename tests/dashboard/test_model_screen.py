@@ -14,9 +14,9 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.formulas import Explained, Folk, Formula, RuleOfThumb, Symbol
+from stepsplit.analyzer.model.formulas import CheckedRule, Explanation, Formula, RuleOfThumb, Symbol
 from stepsplit.analyzer.model.prediction import Band, Communication, Prediction
-from stepsplit.dashboard.reporters.prediction import listing, prediction_screen
+from stepsplit.dashboard.reporters.prediction import build_formula_listing, build_prediction_screen
 
 SCREEN = """\
 model gpt-1.3b   1.31B parameters   8 x h100-sxm (1 node)   tp 2 pp 2 dp_replicate 2
@@ -84,13 +84,13 @@ def shown(what: RenderableType, width: int = 100) -> str:
 
 
 def test_the_screen_shows_time_split_and_memory() -> None:
-    assert shown(prediction_screen(job(), prediction())) == SCREEN
+    assert shown(build_prediction_screen(job(), prediction())) == SCREEN
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
-    lines = shown(prediction_screen(job(), many_stages()), width).splitlines()
-    lines += shown(listing(explain(job(), prediction())), width).splitlines()
+    lines = shown(build_prediction_screen(job(), many_stages()), width).splitlines()
+    lines += shown(build_formula_listing(explain(job(), prediction())), width).splitlines()
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
 
@@ -113,7 +113,7 @@ def many_stages() -> Prediction:
 
 
 def test_of_many_stages_the_ends_the_slowest_and_the_fullest_are_shown() -> None:
-    lines = shown(prediction_screen(job(), many_stages())).splitlines()
+    lines = shown(build_prediction_screen(job(), many_stages())).splitlines()
     assert [line.split() for line in lines if line.startswith("stage")] == [
         ["stage", "0", "1", "2", "3", "8", "15"]
     ]
@@ -124,12 +124,12 @@ def test_a_stage_that_does_not_fit_is_marked() -> None:
     full = replace(prediction(), fits=False, memory=(
         replace(prediction().memory[0], activations_bytes=81 * GIB), prediction().memory[1],
     ))  # fmt: skip
-    text = shown(prediction_screen(job(), full))
+    text = shown(build_prediction_screen(job(), full))
     assert " of 80.0 GiB (111.9 %): DOES NOT FIT\n" in text
 
 
 def test_mfu_is_unknown_without_a_peak() -> None:
-    text = shown(prediction_screen(job(), replace(prediction(), mfu=None, hfu=None)))
+    text = shown(build_prediction_screen(job(), replace(prediction(), mfu=None, hfu=None)))
     assert "8,904 tokens/s/GPU   MFU unknown: no peak at this dtype\n" in text
 
 
@@ -142,7 +142,7 @@ def test_a_single_rank_omits_pipeline_and_communication() -> None:
         prediction(), splits=prediction().splits[1:], memory=prediction().memory[1:],
         communication=(), notes=(), confidence="low",
     )  # fmt: skip
-    text = shown(prediction_screen(job(replace(GPT, name=""), alone, recipe), one))
+    text = shown(build_prediction_screen(job(replace(GPT, name=""), alone, recipe), one))
     assert text.startswith(
         "model of 24 layers, hidden size 2,048   1.31B parameters   1 x h100-sxm (1 node)"
         "   one rank\n"
@@ -158,13 +158,13 @@ def test_zero_stage_and_stages_per_rank_are_shown() -> None:
     layout = ParallelConfig(
         tp=2, pp=2, dp_shard=2, zero=3, sequence_parallel=True, schedule="interleaved", chunks=2
     )
-    text = shown(prediction_screen(job(layout=layout), prediction()), 120)
+    text = shown(build_prediction_screen(job(layout=layout), prediction()), 120)
     assert "tp 2 pp 2 dp_shard 2, sequence parallel, ZeRO-3\n" in text
     assert "pipeline interleaved, 2 stages per rank, 8 microbatches:" in text
 
 
 def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
-    one = Explained(
+    one = Explanation(
         Formula("comm.ddp", "2 (N-1)/N g P", "A. Author, 2020"),
         "bytes of a rank",
         (
@@ -177,21 +177,21 @@ def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
         (RuleOfThumb("2 P", 707_215_360, "P counts elements"),),
         "calls: 1 all_reduce grad_sync",
     )
-    two = Folk(
+    two = CheckedRule(
         "two-phi", "all-reduce moves 2P", "unit", "2P elements", "B. Author, 2021", ("comm.ddp",)
     )
-    assert shown(listing([one], [two])) == LISTING
+    assert shown(build_formula_listing([one], [two])) == LISTING
 
 
 @for_each(
     ("text", "expected"),
     [
-        (units.count(8_030_261_248), "8.03B"),
-        (units.count(1_008_000_000_000), "1.01T"),
-        (units.count(512), "512"),
-        (units.flops(3.2e18), "3.20 EFLOP"),
-        (units.tokens_per_second(3.444), "3.44 tokens/s"),
-        (units.milliseconds_between(0.9e6, 1_234e6), "1-1,234 ms"),
+        (units.format_count(8_030_261_248), "8.03B"),
+        (units.format_count(1_008_000_000_000), "1.01T"),
+        (units.format_count(512), "512"),
+        (units.format_flops(3.2e18), "3.20 EFLOP"),
+        (units.format_tokens_per_second(3.444), "3.44 tokens/s"),
+        (units.format_milliseconds_range(0.9e6, 1_234e6), "1-1,234 ms"),
     ],
 )
 def test_counts_work_rates_and_bands_are_formatted(text: str, expected: str) -> None:
@@ -203,7 +203,7 @@ def test_op_and_phase_wrap_in_a_narrow_table() -> None:
     message = CommOp("zero-1", "reduce_scatter", "expert_dp", 1, "grad_sync", 1000, GIB, GIB, GIB)
     row = Communication(message, Band(9e9, 8e9, 9e9), 9_000 * MS)
     lines = shown(
-        prediction_screen(job(), replace(prediction(), communication=(row,))), 80
+        build_prediction_screen(job(), replace(prediction(), communication=(row,))), 80
     ).splitlines()
     (first,) = [i for i, line in enumerate(lines) if line.startswith("expert_dp")]
     assert lines[first].split()[1:3] == ["reduce_scatter", "1,000"]

@@ -114,7 +114,7 @@ def run(words: list[str], target: Path) -> None:
 
 def test_every_option_that_names_a_file_is_tried_here(capsys: pytest.CaptureFixture[str]) -> None:
     found = set()
-    for verb in cli.VERBS:
+    for verb in cli.COMMANDS:
         cli.run([verb, "--help"])
         for line in capsys.readouterr().out.splitlines():
             words = line.split()

@@ -14,21 +14,27 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
-from stepsplit.dashboard.pages.communication import collectives_page, pipeline_page
-from stepsplit.dashboard.pages.compare import compare_page, history_page
+from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
+from stepsplit.dashboard.pages.compare import build_history_page, compare_page
 from stepsplit.dashboard.pages.components import (
     Address,
     AddressQuery,
     View,
-    address_of,
-    page_url,
-    search_of,
+    build_page_url,
+    format_query,
+    parse_address,
 )
-from stepsplit.dashboard.pages.compute import memory_page
-from stepsplit.dashboard.pages.model import model_page
-from stepsplit.dashboard.pages.overview import overview
-from stepsplit.dashboard.pages.runs import in_order, matching, run_page, runs_page, waiting_page
-from stepsplit.dashboard.store.metrics import MetricPoint, VerdictRow, headline
+from stepsplit.dashboard.pages.compute import build_memory_page
+from stepsplit.dashboard.pages.model import build_model_page
+from stepsplit.dashboard.pages.overview import build_overview
+from stepsplit.dashboard.pages.runs import (
+    build_run_page,
+    build_runs_page,
+    build_waiting_page,
+    filter_runs,
+    sort_runs,
+)
+from stepsplit.dashboard.store.metrics import CheckRow, MetricPoint, build_headline
 from stepsplit.dashboard.store.runs import RunRow, State, Tag
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -63,7 +69,7 @@ def view(report: Report | None = None) -> View:
 
 
 def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRow:
-    done = headline(analysis().report) if state == "done" else None
+    done = build_headline(analysis().report) if state == "done" else None
     return RunRow(f"{created:012x}", name, created, state, more.pop("error", None), done, **more)
 
 
@@ -73,27 +79,31 @@ def listed(name: str, created: int, state: State = "done", **more: Any) -> RunRo
      ("/compare", "compare"), ("/history", "history"), (f"/run/{RUN}/", "overview")],
 )  # fmt: skip
 def test_every_page_has_a_url(path: str, page: str) -> None:
-    address = address_of(path, "?step=4&tp=x&tp=8")
+    address = parse_address(path, "?step=4&tp=x&tp=8")
     assert address is not None
-    assert (address.page, address.chosen.whole("step"), address.chosen.whole("tp")) == (page, 4, 8)
+    assert (address.page, address.chosen.parse_int("step"), address.chosen.parse_int("tp")) == (
+        page,
+        4,
+        8,
+    )
 
 
 @for_each("path", ["/run/..", f"/run/{RUN}/secrets", "/etc", "/run/ABC", None])
 def test_unknown_urls_are_none(path: str | None) -> None:
-    assert address_of(path, "") is None or path is None
+    assert parse_address(path, "") is None or path is None
 
 
 def test_a_url_omits_default_options() -> None:
-    assert page_url(RUN, "timeline", step=None, rank=3) == f"/run/{RUN}/timeline?rank=3"
-    assert search_of({"q": "", "sort": None}) == ""
-    assert address_of("/", "?step=-1&rank=1e9") == Address(
+    assert build_page_url(RUN, "timeline", step=None, rank=3) == f"/run/{RUN}/timeline?rank=3"
+    assert format_query({"q": "", "sort": None}) == ""
+    assert parse_address("/", "?step=-1&rank=1e9") == Address(
         "runs", "", AddressQuery({"step": "-1", "rank": "1e9"})
     )
-    assert AddressQuery({"step": "-1", "rank": "1e9"}).whole("rank") is None
+    assert AddressQuery({"step": "-1", "rank": "1e9"}).parse_int("rank") is None
 
 
 def test_findings_link_to_the_timeline() -> None:
-    page = overview(view())
+    page = build_overview(view())
     links = [link.href for link in found(page, dcc.Link) if link.children == "open in timeline"]
     assert links == [f"/run/{RUN}/timeline?rank=3&step=4"]
     assert "15.0 ms (10.4 %)" in text(page)
@@ -102,37 +112,37 @@ def test_findings_link_to_the_timeline() -> None:
 def test_without_a_model_the_overview_shows_what_is_missing() -> None:
     warning = WarningRow(NO_MODEL, "cannot infer [training] seq_len from the recording")
     report = msgspec.structs.replace(analysis().report, warnings=(warning,))
-    page = overview(view(report))
+    page = build_overview(view(report))
     assert "cannot infer [training] seq_len" in text(page)
     assert "job.toml" in text(page)
     assert "waterfall" not in graphs(page)
 
 
 def test_with_a_model_the_overview_shows_the_waterfall_and_its_caveats() -> None:
-    page = overview(view(analyze(SAMPLES / "tp2_pp2", job="auto")))
+    page = build_overview(view(analyze(SAMPLES / "tp2_pp2", job="auto")))
     assert {"sides", "waterfall"} <= set(graphs(page))
     assert "caveat: cpu" in text(page)
 
 
 def test_a_pages_tabs_name_the_page() -> None:
     for name in ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model"):
-        page = run_page(view(), Address(name, RUN, AddressQuery()))
+        page = build_run_page(view(), Address(name, RUN, AddressQuery()))
         (on,) = [link for link in found(page, dcc.Link) if getattr(link, "className", "") == "on"]
         assert on.children == name.capitalize()
 
 
 def test_a_job_without_a_pipeline_says_so() -> None:
     report = msgspec.structs.replace(analysis().report, pipeline=None)
-    assert "One pipeline stage" in text(pipeline_page(view(report), AddressQuery()))
+    assert "One pipeline stage" in text(build_pipeline_page(view(report), AddressQuery()))
 
 
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
     for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
-        assert shown in text(pipeline_page(view(), AddressQuery({"step": asked})))
+        assert shown in text(build_pipeline_page(view(), AddressQuery({"step": asked})))
 
 
 def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
-    page = collectives_page(view())
+    page = build_collectives_page(view())
     (figure,) = [one.figure for one in found(page, dcc.Graph) if one.id == "wait-transfer"]
     assert list(figure.data[0].y) == [
         "all_reduce on tp, 33.6 MB", "send on pp, 16.8 MB", "broadcast on pp, size unknown",
@@ -142,18 +152,18 @@ def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:
 
 def test_memory_is_shown_by_rank_and_by_allocator_reserve() -> None:
     row = MemoryRow(0, 6 << 30, 8 << 30, 2 << 30, None, None, 3 << 30, None, None)
-    page = memory_page(view(msgspec.structs.replace(analysis().report, memory=(row,))))
+    page = build_memory_page(view(msgspec.structs.replace(analysis().report, memory=(row,))))
     (figure,) = [one.figure for one in found(page, dcc.Graph)]
     assert {trace.name: list(trace.x) for trace in figure.data} == {
         "weights": [2], "activations": [3], "uncategorized": [1],
     }  # fmt: skip
     assert "2.0 GiB" in text(page)
-    assert "No memory was recorded" in text(memory_page(view()))
+    assert "No memory was recorded" in text(build_memory_page(view()))
 
 
 def test_a_changed_job_is_compared_with_the_measured_one() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
-    page = model_page(
+    page = build_model_page(
         view(report), AddressQuery({"tp": "1", "dp_replicate": "2", "global_batch": "48"})
     )
     assert graphs(page) == ["splits", "memory"]
@@ -164,15 +174,15 @@ def test_a_changed_job_is_compared_with_the_measured_one() -> None:
 
 def test_an_invalid_job_shows_its_error() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
-    page = model_page(view(report), AddressQuery({"tp": "64"}))
+    page = build_model_page(view(report), AddressQuery({"tp": "64"}))
     assert "Invalid job" in text(page)
     assert graphs(page) == []
 
 
 def test_the_plan_ranks_layouts_when_asked() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
-    assert "Rank the layouts of 4 GPUs" in text(model_page(view(report), AddressQuery()))
-    (table,) = found(model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
+    assert "Rank the layouts of 4 GPUs" in text(build_model_page(view(report), AddressQuery()))
+    (table,) = found(build_model_page(view(report), AddressQuery({"plan": "1"})), html.Table)
     steps = [float(text(row.children[8]).split()[0]) for row in table.children[1].children]
     assert steps == sorted(steps)
     assert len(steps) > 2
@@ -204,11 +214,11 @@ def test_runs_match_all_words_and_sort_unknown_values_last() -> None:
         listed("beta", 2, "failed", error="no trace in it"),
         listed("gamma", 3),
     ]
-    assert [run.name for run in matching(rows, "branch=main ALPHA")] == ["alpha"]
-    assert [run.name for run in matching(rows, "failed")] == ["beta"]
-    assert [run.name for run in in_order(rows, "-added")] == ["gamma", "beta", "alpha"]
-    assert [run.name for run in in_order(rows, "step")][-1] == "beta"
-    assert [run.name for run in in_order(rows, "nonsense")] == ["alpha", "beta", "gamma"]
+    assert [run.name for run in filter_runs(rows, "branch=main ALPHA")] == ["alpha"]
+    assert [run.name for run in filter_runs(rows, "failed")] == ["beta"]
+    assert [run.name for run in sort_runs(rows, "-added")] == ["gamma", "beta", "alpha"]
+    assert [run.name for run in sort_runs(rows, "step")][-1] == "beta"
+    assert [run.name for run in sort_runs(rows, "nonsense")] == ["alpha", "beta", "gamma"]
 
 
 def pills(part: Any) -> list[Any]:
@@ -217,13 +227,13 @@ def pills(part: Any) -> list[Any]:
 
 def test_the_list_shows_sorts_and_searches_check_results() -> None:
     rows = [
-        listed("alpha", 1, verdict=VerdictRow("pass", "nothing got worse")),
+        listed("alpha", 1, verdict=CheckRow("pass", "nothing got worse")),
         listed("beta", 2),
-        listed("gamma", 3, verdict=VerdictRow("inconclusive", "too few runs")),
-        listed("delta", 4, "failed", verdict=VerdictRow("regressed", "step +12.3 %")),
+        listed("gamma", 3, verdict=CheckRow("inconclusive", "too few runs")),
+        listed("delta", 4, "failed", verdict=CheckRow("regressed", "step +12.3 %")),
     ]
 
-    page = runs_page(rows, AddressQuery({"sort": "verdict"}))
+    page = build_runs_page(rows, AddressQuery({"sort": "verdict"}))
 
     assert [
         (text(one), one.className, one.title) for one in pills(page) if hasattr(one, "title")
@@ -236,7 +246,7 @@ def test_the_list_shows_sorts_and_searches_check_results() -> None:
     widths = {sum(cell.colSpan for cell in row.children) for row in table.children[1].children}
     assert widths == {len(table.children[0].children.children)}
     assert [text(row.children[3]) for row in table.children[1].children][-1] == ""
-    assert [run.name for run in matching(rows, "regressed")] == ["delta"]
+    assert [run.name for run in filter_runs(rows, "regressed")] == ["delta"]
 
 
 def test_the_list_shows_progress_and_errors() -> None:
@@ -244,12 +254,12 @@ def test_the_list_shows_progress_and_errors() -> None:
         listed("going", 3, "running", progress=0.4, progress_note="2 of 5 files"),
         listed("failed", 2, "failed", error="rank0.json: no trace in it"),
     ]
-    page = runs_page(rows, AddressQuery())
+    page = build_runs_page(rows, AddressQuery())
     assert [bar.value for bar in found(page, html.Progress)] == ["40"]
     assert "2 of 5 files" in text(page)
     assert "no trace in it" in text(page)
-    assert "No run matches this search" in text(runs_page(rows, AddressQuery({"q": "zzz"})))
-    assert "stepsplit demo" in text(runs_page([], AddressQuery()))
+    assert "No run matches this search" in text(build_runs_page(rows, AddressQuery({"q": "zzz"})))
+    assert "stepsplit demo" in text(build_runs_page([], AddressQuery()))
 
 
 @pytest.mark.parametrize(
@@ -257,16 +267,16 @@ def test_the_list_shows_progress_and_errors() -> None:
     [("uploading", "not finished"), ("queued", "Queued for"), ("failed", "disk full")],
 )
 def test_a_run_without_a_report_shows_its_state(state: State, words: str) -> None:
-    assert words in text(waiting_page(listed("x", 1, state, error="disk full")))
+    assert words in text(build_waiting_page(listed("x", 1, state, error="disk full")))
 
 
 def test_history_marks_outliers_and_budget_violations() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 150, 101]
     points = [MetricPoint(RUN, f"run {i}", i, value * MS) for i, value in enumerate(values)]
-    page = history_page(points, ["branch=main"], AddressQuery({"budget": "101.5"}))
+    page = build_history_page(points, ["branch=main"], AddressQuery({"budget": "101.5"}))
     assert [text(one) for one in pills(page)] == ["outlier, over budget", "over budget"]
-    assert "Too few runs" in text(history_page(points[:1], [], AddressQuery()))
-    few = history_page(points[:4], [], AddressQuery({"metric": "nonsense", "budget": "x"}))
+    assert "Too few runs" in text(build_history_page(points[:1], [], AddressQuery()))
+    few = build_history_page(points[:4], [], AddressQuery({"metric": "nonsense", "budget": "x"}))
     assert not pills(few)
     assert "No lasting change in 8 runs." in text(page)
 
@@ -275,14 +285,14 @@ def test_history_lists_and_draws_level_changes() -> None:
     values = [100.0, 101, 99, 100, 102, 100, 120, 121, 119, 122, 120, 121]
     points = [MetricPoint(f"{i:012x}", f"run {i}", i, value * MS) for i, value in enumerate(values)]
 
-    page = history_page(points, [], AddressQuery())
+    page = build_history_page(points, [], AddressQuery())
 
     (section,) = [one for one in found(page, html.Section) if text(one).startswith("Changes")]
     (table,) = found(section, html.Table)
     assert [text(cell) for cell in table.children[1].children[0].children] == [
         "run 6", "100.3 ms", "120.5 ms", "+20.1 %",
     ]  # fmt: skip
-    assert [link.href for link in found(table, dcc.Link)] == [page_url(f"{6:012x}")]
+    assert [link.href for link in found(table, dcc.Link)] == [build_page_url(f"{6:012x}")]
     assert "not used by check" in text(section)
     (figure,) = [one.figure for one in found(page, dcc.Graph)]
     (level,) = [trace for trace in figure.data if trace.name == "level"]

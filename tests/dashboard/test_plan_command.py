@@ -12,11 +12,11 @@ from rich.console import Console
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.config_file import job_of
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.plan import from_json, plan, to_json
 from stepsplit.analyzer.model.plan_space import Plan
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.plan import plan_screen
+from stepsplit.dashboard.reporters.plan import build_plan_screen
 
 RUN = """\
 [model]
@@ -35,7 +35,7 @@ HEAVY = ("pandas", "numpy", "pyarrow", "msgspec", "torch", "dash", "plotly", "sq
 
 @pytest.fixture(scope="module")
 def job() -> JobConfig:
-    return job_of(RUN)
+    return parse_job(RUN)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def run_file(tmp_path: Path) -> Path:
 def printed(job: JobConfig, found: Plan, width: int) -> list[str]:
     console = Console(width=width, highlight=False, no_color=True)
     with console.capture() as capture:
-        console.print(plan_screen(job, found))
+        console.print(build_plan_screen(job, found))
     return capture.get().splitlines()
 
 

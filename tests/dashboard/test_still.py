@@ -11,10 +11,10 @@ import pytest
 from report_builders import analysis
 
 from stepsplit.analyzer.report.report import Host, Report
-from stepsplit.analyzer.units import milliseconds
+from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.components import View
-from stepsplit.dashboard.web.html_export import still_page
+from stepsplit.dashboard.web.html_export import export_html
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 EVIL = "</script><script>alert(1)</script><a href='javascript:alert(1)'>x</a>"
@@ -27,7 +27,7 @@ def data(page: str, name: str) -> object:
 
 
 def page_of(report: Report) -> str:
-    return still_page(View(report.run.name, report, analysis().tables, "abcdef012345"))
+    return export_html(View(report.run.name, report, analysis().tables, "abcdef012345"))
 
 
 def outside_of_scripts(page: str) -> str:
@@ -40,7 +40,7 @@ def test_it_holds_the_reports_numbers_figures_and_timeline() -> None:
     text = outside_of_scripts(page)
     for words in (
         "gpt-pp2-tp2",
-        milliseconds(15_000_000),
+        format_milliseconds(15_000_000),
         "GEMMs 13 % slower",
         "Pipeline",
         "41.2 %",
@@ -78,7 +78,7 @@ def test_names_from_files_are_text() -> None:
 
 def test_without_tables_there_is_no_timeline() -> None:
     report = analysis().report
-    page = still_page(View("gone", report, None))
+    page = export_html(View("gone", report, None))
     assert data(page, "timeline-data") is None
     assert "upload the recording again" in outside_of_scripts(page)
 

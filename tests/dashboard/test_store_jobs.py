@@ -13,7 +13,7 @@ from store_builders import claimed, found, known_analysis, queued, state
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.dashboard.store.ingest import ingest, reporting
+from stepsplit.dashboard.store.ingest import process_job, throttle_progress
 from stepsplit.dashboard.store.store import Store
 
 SPENT = (
@@ -61,9 +61,11 @@ def test_an_expired_job_is_claimed_again_and_its_late_result_refused(store: Stor
     taken = claimed(store, "other")
 
     assert (taken.run_id, taken.attempt) == (run_id, 2)
-    assert not store.jobs.beat(silent) and not store.jobs.done(silent, analysis().report)
+    assert not store.jobs.extend_lease(silent) and not store.jobs.complete(
+        silent, analysis().report
+    )
     assert state(store, run_id) == ("running", None)
-    assert store.jobs.beat(taken) and store.jobs.done(taken, analysis().report)
+    assert store.jobs.extend_lease(taken) and store.jobs.complete(taken, analysis().report)
     assert state(store, run_id) == ("done", None)
 
 
@@ -81,11 +83,11 @@ def test_a_dead_workers_jobs_are_free_at_once(store: Store) -> None:
     run_id = queued(store)
     for _ in range(2):
         claimed(store, "dead")
-        store.jobs.free("dead")
+        store.jobs.release_worker("dead")
         assert state(store, run_id) == ("queued", None)
     claimed(store, "dead")
 
-    store.jobs.free("dead")
+    store.jobs.release_worker("dead")
 
     assert state(store, run_id) == ("failed", SPENT)
 
@@ -103,18 +105,20 @@ def test_progress_is_shown_while_it_runs(store: Store) -> None:
     run_id = queued(store)
     job = claimed(store)
 
-    assert store.jobs.tell(job, 1.5, "reading\nfiles")
+    assert store.jobs.record_progress(job, 1.5, "reading\nfiles")
 
     run = found(store, run_id)
     assert (run.progress, run.progress_note, run.pending) == (1.0, "reading files", True)
-    store.jobs.done(job, analysis().report)
+    store.jobs.complete(job, analysis().report)
     assert found(store, run_id).progress is None
 
 
 def test_progress_is_reported_at_most_once_per_second() -> None:
     notes: list[tuple[float, str]] = []
     clock = iter([0.0, 0.5, 1.0, 1.1])
-    progress = reporting(lambda share, note: notes.append((share, note)), lambda: next(clock))
+    progress = throttle_progress(
+        lambda share, note: notes.append((share, note)), lambda: next(clock)
+    )
 
     for done in (10, 20, 30, 100):
         progress(done, 100)
@@ -136,9 +140,9 @@ def test_ingest_analyzes_what_was_uploaded(store: Store) -> None:
 
     run_id = queued(store)
 
-    assert ingest(store, claimed(store), analyze) == "done"
-    assert seen == [store.folder(run_id) / "input"]
-    assert store.report(run_id) == analysis().report
+    assert process_job(store, claimed(store), analyze) == "done"
+    assert seen == [store.find_folder(run_id) / "input"]
+    assert store.load_report(run_id) == analysis().report
 
 
 def test_bad_data_fails_the_run_with_the_uploaded_file_name(store: Store) -> None:
@@ -147,7 +151,7 @@ def test_bad_data_fails_the_run_with_the_uploaded_file_name(store: Store) -> Non
 
     run_id = queued(store)
 
-    assert ingest(store, claimed(store), analyze) == "failed"
+    assert process_job(store, claimed(store), analyze) == "failed"
     assert state(store, run_id) == (
         "failed",
         "rank0.json (rank 0): the file is torn; copy it again",
@@ -161,7 +165,7 @@ def test_a_bug_fails_the_run_and_is_logged(store: Store, caplog: pytest.LogCaptu
 
     run_id = queued(store)
 
-    assert ingest(store, claimed(store), analyze) == "failed"
+    assert process_job(store, claimed(store), analyze) == "failed"
     message = "internal error: ZeroDivisionError; see the worker's log"
     assert state(store, run_id) == ("failed", message)
     assert "ZeroDivisionError" in caplog.text
@@ -172,5 +176,5 @@ def test_a_run_removed_meanwhile_leaves_no_files(store: Store) -> None:
     job = claimed(store)
     store.delete(run_id)
 
-    assert ingest(store, job, known_analysis) == "lost"
-    assert not store.folder(run_id).exists()
+    assert process_job(store, job, known_analysis) == "lost"
+    assert not store.find_folder(run_id).exists()

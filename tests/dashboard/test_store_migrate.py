@@ -17,7 +17,7 @@ from store_builders import claimed, known_analysis, state
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store import database
 from stepsplit.dashboard.store.database import METADATA, VERSION
-from stepsplit.dashboard.store.ingest import ingest
+from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
 
 _ADD = """
@@ -59,7 +59,7 @@ def test_a_store_from_before_migrations_keeps_its_runs(database_url: str, tmp_pa
 
     assert _differences(database_url) == []
     torn = "the server stopped during the upload; upload it again"
-    assert {run.name: (run.state, run.error) for run in store.runs()} == {
+    assert {run.name: (run.state, run.error) for run in store.list_runs()} == {
         "done": ("done", None),
         "failed": ("failed", None),
         "queued": ("queued", None),
@@ -67,7 +67,7 @@ def test_a_store_from_before_migrations_keeps_its_runs(database_url: str, tmp_pa
         "uploading": ("failed", torn),
     }
     job = claimed(store)
-    assert ingest(store, job, known_analysis) == "done"
+    assert process_job(store, job, known_analysis) == "done"
     assert state(store, job.run_id) == ("done", None)
     store.close()
 
@@ -89,7 +89,7 @@ def test_processes_that_open_one_store_at_once_agree(database_url: str, tmp_path
     made = [other.communicate(timeout=60)[0].strip() for other in others]
 
     store = Store.open(database_url, tmp_path / "artifacts")
-    assert sorted(run.id for run in store.runs()) == sorted(made)
+    assert sorted(run.id for run in store.list_runs()) == sorted(made)
     store.close()
 
 

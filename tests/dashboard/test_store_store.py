@@ -15,7 +15,7 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.report.report import MemoryRow
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.database import VERDICTS
-from stepsplit.dashboard.store.metrics import METRIC_NAMES, RankRow, VerdictRow
+from stepsplit.dashboard.store.metrics import METRIC_NAMES, CheckRow, RankRow
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import FileRow, Store, StoredSize
 
@@ -34,8 +34,8 @@ def test_an_imported_report_comes_back_whole(store: Store) -> None:
 
     run_id = store.import_report("demo", made.report, made.tables, [Tag("branch", "main")])
 
-    assert store.report(run_id) == made.report
-    tables = store.tables(run_id)
+    assert store.load_report(run_id) == made.report
+    tables = store.load_tables(run_id)
     assert tables is not None and (tables.segments.dur_ns == made.tables.segments.dur_ns).all()
     run = found(store, run_id)
     assert (run.name, run.state, run.error) == ("demo", "done", None)
@@ -52,14 +52,14 @@ def test_the_headline_is_the_median_of_full_steps(store: Store) -> None:
     assert (numbers.steps, numbers.warnings) == (4, 1)
     assert (numbers.bubble_fraction, numbers.mfu) == (0.214, 0.412)
     full = [row for row in made.report.steps if row.kind == "full"]
-    assert numbers.middle is not None
+    assert numbers.median_step is not None
     # Every rank's step is equally long, and four steps have two middles.
     steps = sorted(row.step_ns for row in full if row.rank == 0)
-    assert numbers.middle.step_ns == (steps[1] + steps[2]) // 2
-    assert sum(numbers.middle.shares) == pytest.approx(1)
+    assert numbers.median_step.step_ns == (steps[1] + steps[2]) // 2
+    assert sum(numbers.median_step.shares) == pytest.approx(1)
     total = sum(row.step_ns for row in full)
     waits = sum(row.skew_ns + row.bubble_ns for row in full) / total
-    assert numbers.middle.share("skew", "bubble") == pytest.approx(waits)
+    assert numbers.median_step.sum_share("skew", "bubble") == pytest.approx(waits)
 
 
 def test_a_report_without_steps_has_no_medians(store: Store) -> None:
@@ -70,8 +70,8 @@ def test_a_report_without_steps_has_no_medians(store: Store) -> None:
 
     numbers = found(store, run_id).headline
     assert numbers is not None
-    assert (numbers.middle, numbers.steps) == (None, 0)
-    assert (store.numbers.ranks(run_id), store.numbers.history("step_ns")) == ((), ())
+    assert (numbers.median_step, numbers.steps) == (None, 0)
+    assert (store.numbers.read_ranks(run_id), store.numbers.read_history("step_ns")) == ((), ())
 
 
 def test_metrics_make_a_history_over_runs(store: Store) -> None:
@@ -82,21 +82,21 @@ def test_metrics_make_a_history_over_runs(store: Store) -> None:
     first = store.import_report("first", made.report, made.tables)
     second = store.import_report("second", full, made.tables)
 
-    assert [(p.run_id, p.value) for p in store.numbers.history("mfu")] == [
+    assert [(p.run_id, p.value) for p in store.numbers.read_history("mfu")] == [
         (first, 0.412),
         (second, 0.412),
     ]
-    assert [(p.name, p.value) for p in store.numbers.history("peak_memory_bytes")] == [
+    assert [(p.name, p.value) for p in store.numbers.read_history("peak_memory_bytes")] == [
         ("second", 9.0)
     ]
-    kept = {name for name in METRIC_NAMES if store.numbers.history(name)}
+    kept = {name for name in METRIC_NAMES if store.numbers.read_history(name)}
     assert kept == set(METRIC_NAMES)
 
 
 def test_every_rank_has_its_row(store: Store) -> None:
     made = analysis()
 
-    ranks = store.numbers.ranks(store.import_report("demo", made.report, made.tables))
+    ranks = store.numbers.read_ranks(store.import_report("demo", made.report, made.tables))
 
     assert [(row.rank, row.host) for row in ranks] == [
         (0, "node01"), (1, "node01"), (2, "node02"), (3, "node02"),
@@ -112,8 +112,8 @@ def test_every_rank_has_its_row(store: Store) -> None:
 def test_runs_are_listed_newest_first(store: Store) -> None:
     first, second = store.add("first"), store.add("second")
 
-    assert [run.id for run in store.runs()] == [second, first]
-    assert store.run("0" * 12) is None
+    assert [run.id for run in store.list_runs()] == [second, first]
+    assert store.find_run("0" * 12) is None
 
 
 def test_untrusted_text_fits_every_database(store: Store) -> None:
@@ -132,8 +132,8 @@ def test_a_removed_run_leaves_nothing(store: Store, tmp_path: Path) -> None:
 
     assert store.delete(gone) and store.delete(running) and not store.delete(gone)
 
-    assert [run.id for run in store.runs()] == [kept]
-    assert store.numbers.history("mfu") == ()
+    assert [run.id for run in store.list_runs()] == [kept]
+    assert store.numbers.read_history("mfu") == ()
     assert store.jobs.claim("w") is None
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == [kept]
 
@@ -144,69 +144,69 @@ def test_the_last_check_result_is_kept_until_the_run_is_deleted(store: Store) ->
 
     store.verdicts.record(judged, "regressed", "step +12.3 %\0\n" + "x" * 600)
 
-    kept = VerdictRow("regressed", "step +12.3 % " + "x" * 486 + "…")
+    kept = CheckRow("regressed", "step +12.3 % " + "x" * 486 + "…")
     assert found(store, judged).verdict == kept
-    assert {run.id: run.verdict for run in store.runs()} == {judged: kept, other: None}
+    assert {run.id: run.verdict for run in store.list_runs()} == {judged: kept, other: None}
     assert store.delete(judged)
-    with store._database.reading() as connection:
+    with store._database.begin_read() as connection:
         assert connection.execute(select(VERDICTS)).all() == []
 
 
 def test_leftover_files_of_deleted_runs_are_swept(store: Store) -> None:
     gone, kept = uploaded(store), uploaded(store)
-    with store._database.writing() as connection:
+    with store._database.begin_write() as connection:
         runs.remove_run(connection, gone)
-    assert store.folder(gone).exists()
+    assert store.find_folder(gone).exists()
 
     store.sweep()
 
-    assert (store.folder(gone).exists(), store.folder(kept).exists()) == (False, True)
-    with store._database.reading() as connection:
-        assert runs.removed_runs(connection) == []
+    assert (store.find_folder(gone).exists(), store.find_folder(kept).exists()) == (False, True)
+    with store._database.begin_read() as connection:
+        assert runs.list_removed_runs(connection) == []
 
 
 def test_a_run_waits_until_its_files_are_complete(store: Store) -> None:
     run_id = store.add("run")
     assert not store.queue(run_id)
 
-    assert store.files.begin(run_id, FileRow("rank0", 0, False))
+    assert store.files.begin_upload(run_id, FileRow("rank0", 0, False))
     assert not store.queue(run_id)
     store.files.write(run_id, FileRow("rank0", 7, True))
 
-    assert store.files.held(run_id) == StoredSize(1, 7)
+    assert store.files.sum_size(run_id) == StoredSize(1, 7)
     assert store.queue(run_id) and not store.queue(run_id)
     assert state(store, run_id) == ("queued", None)
-    assert not store.files.begin(run_id, FileRow("late", 0, False))
+    assert not store.files.begin_upload(run_id, FileRow("late", 0, False))
 
 
 def test_tokens_are_valid_until_revoked(store: Store) -> None:
-    assert not store.tokens.any()
+    assert not store.tokens.has_active()
     secret = store.tokens.create("ci")
-    (token,) = store.tokens.all()
+    (token,) = store.tokens.list_tokens()
     assert (token.name, token.last_used_unix_ns, token.revoked) == ("ci", None, False)
 
-    assert store.tokens.accepts(secret) and not store.tokens.accepts(secret + "x")
-    assert secret.startswith("sst_") and store.tokens.any()
-    assert store.tokens.all()[0].last_used_unix_ns is not None
+    assert store.tokens.verify(secret) and not store.tokens.verify(secret + "x")
+    assert secret.startswith("sst_") and store.tokens.has_active()
+    assert store.tokens.list_tokens()[0].last_used_unix_ns is not None
 
     assert store.tokens.revoke(token.id) and not store.tokens.revoke("unknown")
-    assert not store.tokens.accepts(secret) and not store.tokens.any()
+    assert not store.tokens.verify(secret) and not store.tokens.has_active()
 
 
 def test_the_store_counts_runs_jobs_and_bytes(store: Store) -> None:
     store.add("uploading")
     queued(store, rank0=b"12345")
 
-    counts = store.counts()
+    counts = store.count_contents()
 
     assert (counts.runs, counts.jobs) == ({"uploading": 1, "queued": 1}, {"queued": 1})
     assert counts.upload_bytes == 5 and 0 < counts.oldest_queued_s < 60
-    assert store.ready()
+    assert store.is_ready()
 
 
 def test_an_id_cannot_escape_the_folder(store: Store) -> None:
     with pytest.raises(UsageError):
-        store.folder("../../etc")
+        store.find_folder("../../etc")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from rich.console import Console
 
 from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.split.strategy_evidence import Strategy
-from stepsplit.dashboard.reporters.terminal import report_screen
+from stepsplit.dashboard.reporters.terminal import build_report_screen
 
 
 def shown(width: int, report: Report | None = None) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(report_screen(report or analysis().report))
+        console.print(build_report_screen(report or analysis().report))
     return capture.get().splitlines()
 
 

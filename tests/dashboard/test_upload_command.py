@@ -14,7 +14,7 @@ from store_builders import claimed, known_analysis, settled, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload
-from stepsplit.dashboard.store.ingest import ingest
+from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload import Connection, FileToSend
@@ -76,13 +76,13 @@ def test_a_folder_arrives_whole(
         asked = ["upload", str(recording), "--to", url, "--tag", "branch=main"]
         assert cli.run(asked) == 0
 
-    (run,) = store.runs()
+    (run,) = store.list_runs()
     assert capsys.readouterr().out == f"{url}/run/{run.id}\n"
     assert (run.name, run.tags, run.state) == ("exp1", (Tag("branch", "main"),), "queued")
-    kept = store.folder(run.id) / "input" / "exp1"
+    kept = store.find_folder(run.id) / "input" / "exp1"
     assert (kept / "rank0.json").read_bytes() == b"0" * 2500
     assert (kept / "nccl" / "debug é#1.log").read_bytes() == b""
-    assert store.files.held(run.id).files == 2
+    assert store.files.sum_size(run.id).files == 2
 
 
 def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: P
         sender.send(run_id, FileToSend(recording / "rank0.json", "rank0.json", size))
         sender.finish(run_id)
 
-    assert (store.folder(run_id) / "input" / "rank0.json").read_bytes() == b"0" * 2500
+    assert (store.find_folder(run_id) / "input" / "rank0.json").read_bytes() == b"0" * 2500
     assert state(store, run_id) == ("queued", None)
 
 
@@ -123,17 +123,17 @@ def test_giving_up_prints_how_to_resume(
 
     with _Serving(dying) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
-    (run,) = store.runs()
+    (run,) = store.list_runs()
     error = capsys.readouterr().err
     again = f"stepsplit upload {recording} --to {url} --resume {run.id}"
     assert error.endswith(f"the server answered 503; resume with: {again}\n")
-    assert store.files.held(run.id).bytes == 1000
+    assert store.files.sum_size(run.id).bytes == 1000
 
     with _Serving(inner) as url:
         assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
         assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
     assert state(store, run.id) == ("queued", None)
-    assert store.files.held(run.id).bytes == 2500
+    assert store.files.sum_size(run.id).bytes == 2500
 
 
 def test_a_missing_token_is_an_error(
@@ -155,7 +155,7 @@ def test_waiting_ends_with_the_analysis(
     def work() -> None:
         while (job := store.jobs.claim("w")) is None:
             pass
-        store.jobs.failed(job, "the trace is torn; record it again")
+        store.jobs.fail(job, "the trace is torn; record it again")
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -208,7 +208,7 @@ def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -
         path = recording / "rank0.json"
         part = {"Upload-Offset": "0"}
         asked = f"/api/v1/runs/{run_id}/files/rank0.json"
-        Connection(url, None).ask("PATCH", asked, b"0" * 100, part)
+        Connection(url, None).request("PATCH", asked, b"0" * 100, part)
 
         with pytest.raises(UsageError, match="is shorter than the part already uploaded"):
             sender.send(run_id, FileToSend(path, "rank0.json", 50))
@@ -217,9 +217,9 @@ def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -
 def test_the_answer_is_there_once_a_worker_has_it(store: Store, recording: Path) -> None:
     with _Serving(_server(store)) as url:
         assert cli.run(["upload", str(recording / "rank0.json"), "--to", url]) == 0
-    (run,) = store.runs()
+    (run,) = store.list_runs()
 
-    ingest(store, claimed(store), known_analysis)
+    process_job(store, claimed(store), known_analysis)
 
     assert (run.name, settled(store, run.id)) == ("rank0.json", ("done", None))
 

@@ -16,12 +16,12 @@ from stepsplit.dashboard.web.auth import (
     MOST_FAILURES,
     WINDOW_S,
     Access,
-    Gate,
+    Authenticator,
     Throttle,
-    access_to,
-    trusted_proxy,
+    choose_access,
+    parse_trusted_proxy,
 )
-from stepsplit.dashboard.web.serve import free_port, serve
+from stepsplit.dashboard.web.serve import find_free_port, serve
 from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}
@@ -44,25 +44,25 @@ def _basic(password: str, user: str = "anybody") -> dict[str, str]:
 
 
 def test_this_machine_needs_no_login() -> None:
-    assert access_to("127.0.0.1") == access_to("::1") == Access(local=True, guarded=False)
+    assert choose_access("127.0.0.1") == choose_access("::1") == Access(local=True, guarded=False)
     # Tokens are for others: who sits here would be locked out by making one.
-    assert access_to("localhost", has_tokens=True) == Access(local=True, guarded=False)
+    assert choose_access("localhost", has_tokens=True) == Access(local=True, guarded=False)
 
 
 def test_a_public_address_needs_access_control(store: Store) -> None:
     message = "0.0.0.0 is reachable by others: restrict it"
     with pytest.raises(UsageError, match=message):
-        access_to("0.0.0.0")
+        choose_access("0.0.0.0")
     with pytest.raises(UsageError, match=message):
-        serve(store, "0.0.0.0", free_port())
+        serve(store, "0.0.0.0", find_free_port())
 
     guarded = Access(local=False, guarded=True)
-    assert access_to("0.0.0.0", has_tokens=True) == guarded
-    assert access_to("0.0.0.0", open_to_anyone=True) == Access(local=False, guarded=False)
+    assert choose_access("0.0.0.0", has_tokens=True) == guarded
+    assert choose_access("0.0.0.0", open_to_anyone=True) == Access(local=False, guarded=False)
 
 
 def test_only_the_password_is_accepted(store: Store) -> None:
-    client = _client(store, access_to("0.0.0.0", password=PASSWORD))
+    client = _client(store, choose_access("0.0.0.0", password=PASSWORD))
 
     asked = client.get("/", headers=HOST)
     wrong = client.get("/", headers=HOST | _basic("wrong"))
@@ -82,7 +82,7 @@ def test_only_the_password_is_accepted(store: Store) -> None:
     ["Basic", "Basic !!!", "Basic eA==", "Bearer", "Bearer  ", "Digest x", "sst_x", "Bearer \xff"],
 )
 def test_invalid_credentials_are_challenged_again(authorization: str, store: Store) -> None:
-    client = _client(store, access_to("0.0.0.0", password=PASSWORD))
+    client = _client(store, choose_access("0.0.0.0", password=PASSWORD))
 
     answer = client.get("/", headers=HOST | {"Authorization": authorization})
 
@@ -90,20 +90,20 @@ def test_invalid_credentials_are_challenged_again(authorization: str, store: Sto
 
 
 def test_a_token_is_accepted_until_revoked(store: Store) -> None:
-    client = _client(store, access_to("0.0.0.0", has_tokens=True))
+    client = _client(store, choose_access("0.0.0.0", has_tokens=True))
     secret = store.tokens.create("ci")
     bearer, basic = {"Authorization": f"Bearer {secret}"}, _basic(secret)
 
     assert client.get("/", headers=HOST | bearer).status_code == 200
     assert client.get("/", headers=HOST | basic).status_code == 200
-    store.tokens.revoke(store.tokens.all()[0].id)
+    store.tokens.revoke(store.tokens.list_tokens()[0].id)
 
     assert client.get("/", headers=HOST | bearer).status_code == 401
 
 
 def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
-    proxy = trusted_proxy("X-Forwarded-User", ["10.0.0.0/24", "::1"])
-    client = _client(store, access_to("127.0.0.1", proxy=proxy))
+    proxy = parse_trusted_proxy("X-Forwarded-User", ["10.0.0.0/24", "::1"])
+    client = _client(store, choose_access("127.0.0.1", proxy=proxy))
     named = HOST | {"X-Forwarded-User": "ada"}
 
     codes = {
@@ -124,11 +124,11 @@ def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
 )
 def test_a_proxy_is_a_header_and_addresses(header: str | None, addresses: list[str]) -> None:
     with pytest.raises(UsageError, match="--trusted-proxy"):
-        trusted_proxy(header, addresses)
+        parse_trusted_proxy(header, addresses)
 
 
 def test_guessing_is_throttled(store: Store) -> None:
-    client = _client(store, access_to("0.0.0.0", password=PASSWORD))
+    client = _client(store, choose_access("0.0.0.0", password=PASSWORD))
     for _ in range(MOST_FAILURES):
         assert client.get("/", headers=HOST | _basic("guess")).status_code == 401
 
@@ -143,8 +143,8 @@ def test_guessing_is_throttled(store: Store) -> None:
 
 
 def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:
-    proxy = trusted_proxy("X-User", ["127.0.0.1"])
-    client = _client(store, access_to("127.0.0.1", password=PASSWORD, proxy=proxy))
+    proxy = parse_trusted_proxy("X-User", ["127.0.0.1"])
+    client = _client(store, choose_access("127.0.0.1", password=PASSWORD, proxy=proxy))
     guesser = HOST | {"X-Forwarded-For": "1.2.3.4, 6.6.6.6"}
     for _ in range(MOST_FAILURES):
         client.get("/", headers=guesser | _basic("guess"))
@@ -158,23 +158,23 @@ def test_failures_are_forgotten_after_a_while() -> None:
     now = 0.0
     throttle = Throttle(lambda: now)
     for _ in range(MOST_FAILURES):
-        throttle.failed("a")
-    assert (throttle.wait_s("a"), throttle.wait_s("b")) == (WINDOW_S, 0.0)
+        throttle.record_failure("a")
+    assert (throttle.compute_wait_s("a"), throttle.compute_wait_s("b")) == (WINDOW_S, 0.0)
 
     now = WINDOW_S + 1
 
-    assert throttle.wait_s("a") == 0.0
+    assert throttle.compute_wait_s("a") == 0.0
 
 
 def test_many_addresses_do_not_fill_the_memory() -> None:
     throttle = Throttle()
     for number in range(12_000):
-        throttle.failed(str(number))
+        throttle.record_failure(str(number))
     assert len(throttle._failures) == 10_000
 
 
 def test_writes_from_another_site_are_refused_with_the_right_password_too(store: Store) -> None:
-    client = _client(store, access_to("0.0.0.0", password=PASSWORD))
+    client = _client(store, choose_access("0.0.0.0", password=PASSWORD))
     known = HOST | _basic(PASSWORD)
 
     def post(origin: str) -> int:
@@ -187,9 +187,11 @@ def test_writes_from_another_site_are_refused_with_the_right_password_too(store:
 
 
 def test_no_secret_is_shown_or_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    access = access_to("0.0.0.0", password=PASSWORD)
+    access = choose_access("0.0.0.0", password=PASSWORD)
     secret = store.tokens.create("ci")
-    assert PASSWORD not in repr(access) and PASSWORD not in repr(Gate(access, store.tokens))
+    assert PASSWORD not in repr(access) and PASSWORD not in repr(
+        Authenticator(access, store.tokens)
+    )
 
     with caplog.at_level(logging.DEBUG):
         client = _client(store, access)

@@ -12,10 +12,10 @@ from report_builders import analysis
 from store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.report.io import from_json, read_report
-from stepsplit.dashboard.store.ingest import analysis_of, ingest
+from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import content_policy
+from stepsplit.dashboard.web.auth import build_content_policy
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 
@@ -42,8 +42,8 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
     finish = client.post(f"{RUNS}/{run_id}/finish")
 
     assert (put.status_code, finish.status_code) == (201, 202)
-    assert ingest(store, claimed(store), known_analysis) == "done"
-    uploaded = store.folder(run_id) / "input" / "exp1" / "rank0_trace.json.gz"
+    assert process_job(store, claimed(store), known_analysis) == "done"
+    uploaded = store.find_folder(run_id) / "input" / "exp1" / "rank0_trace.json.gz"
     assert uploaded.read_bytes() == b"trace"
     answer = client.get(f"{RUNS}/{run_id}/report.json")
     assert from_json(answer.data) == analysis().report
@@ -59,13 +59,13 @@ def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
         assert client.put(url, data=file.read_bytes()).status_code == 201
     client.post(f"{RUNS}/{run_id}/finish")
 
-    ingest(store, claimed(store), analysis_of)
+    process_job(store, claimed(store), analyze_upload)
 
     assert state(store, run_id) == ("done", None)
     golden = read_report(SAMPLE)
-    assert store.report(run_id).steps == golden.steps
-    assert store.report(run_id).exposed == golden.exposed
-    assert store.tables(run_id) is not None
+    assert store.load_report(run_id).steps == golden.steps
+    assert store.load_report(run_id).exposed == golden.exposed
+    assert store.load_tables(run_id) is not None
 
 
 def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
@@ -75,7 +75,7 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
     client.put(f"{RUNS}/{run_id}/files/a", data=b"12345")
     client.post(f"{RUNS}/{run_id}/finish")
     job = claimed(store)
-    store.jobs.tell(job, 0.25, "reading")
+    store.jobs.record_progress(job, 0.25, "reading")
 
     assert client.get(f"{RUNS}/{run_id}").json == {
         "id": run_id,
@@ -88,7 +88,7 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
         "files": 1,
         "received_bytes": 5,
     }
-    run = store.run(run_id)
+    run = store.find_run(run_id)
     assert run is not None and run.tags == (Tag("branch", "main"), Tag("gpus", "8"))
 
 
@@ -147,7 +147,7 @@ def test_writes_from_another_site_are_refused(
     dash = client.post("/_dash-update-component", json={}, headers=headers)
 
     assert (answer.status_code, dash.status_code) == (403, 403)
-    assert store.runs() == ()
+    assert store.list_runs() == ()
 
 
 def test_a_file_over_the_limit_leaves_nothing(client: FlaskClient, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_every_answer_has_a_strict_policy(client: FlaskClient) -> None:
             assert "default-src 'self'; script-src 'self'" in policy
             assert "unsafe-eval" not in policy
             assert answer.headers["X-Content-Type-Options"] == "nosniff"
-    assert "'unsafe-inline'" not in content_policy([]).split("script-src")[1].split(";")[0]
+    assert "'unsafe-inline'" not in build_content_policy([]).split("script-src")[1].split(";")[0]
 
 
 def test_every_process_serves_the_scripts_of_a_page(store: Store) -> None:

@@ -16,11 +16,11 @@ from report_builders import analysis
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.io import from_json
-from stepsplit.analyzer.report.report import step_median_ns
-from stepsplit.analyzer.units import milliseconds, percent
+from stepsplit.analyzer.report.report import compute_step_median_ns
+from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.html_export import still_page
+from stepsplit.dashboard.web.html_export import export_html
 
 pytestmark = pytest.mark.slow
 BARS = ".bars .point"
@@ -160,13 +160,13 @@ def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:
     total = sum(row.step_ns for row in full)
     waits = sum(row.collective_ns + row.p2p_ns + row.skew_ns for row in full)
     assert shown == {
-        "median step": milliseconds(median(row.step_ns for row in full)),
-        "compute": percent(sum(row.compute_ns for row in full) / total),
-        "collective": percent(waits / total),
-        "bubble": percent(sum(row.bubble_ns for row in full) / total),
-        "other": percent(sum(row.copy_ns + row.idle_ns for row in full) / total),
-        "bubble_fraction": percent(report.pipeline.bubble_fraction),
-        "MFU": percent(report.mfu),
+        "median step": format_milliseconds(median(row.step_ns for row in full)),
+        "compute": format_percent(sum(row.compute_ns for row in full) / total),
+        "collective": format_percent(waits / total),
+        "bubble": format_percent(sum(row.bubble_ns for row in full) / total),
+        "other": format_percent(sum(row.copy_ns + row.idle_ns for row in full) / total),
+        "bubble_fraction": format_percent(report.pipeline.bubble_fraction),
+        "MFU": format_percent(report.mfu),
     }
 
 
@@ -336,7 +336,7 @@ def _serious(response) -> list[str]:  # type: ignore[no-untyped-def]
 def test_the_exported_page_works_without_a_server(browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run = examine([SAMPLES / "tp2_pp2"])
     file = tmp_path / "kept.html"
-    file.write_text(still_page(View("kept", run.report, run.tables)))
+    file.write_text(export_html(View("kept", run.report, run.tables)))
     watch = Watch()
     page = watch.on(browser.new_page())
 
@@ -386,7 +386,7 @@ def test_a_recording_by_hand_ends_as_its_golden_report(browser, tmp_path: Path) 
         run_id = page.url.rpartition("/")[2]
         made = page.request.get(f"{dashboard.url}/api/v1/runs/{run_id}/report.json").body()
 
-    assert shown == milliseconds(step_median_ns(golden.steps))
+    assert shown == format_milliseconds(compute_step_median_ns(golden.steps))
     assert from_json(made, "made").steps == golden.steps
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
 
@@ -419,7 +419,7 @@ def test_an_upload_ends_on_the_runs_page(server: str, browser, tmp_path: Path) -
     page.wait_for_url("**/run/*")
     page.wait_for_selector(f"#by-rank {BARS}")
 
-    (run,) = _store(tmp_path).runs()
+    (run,) = _store(tmp_path).list_runs()
     assert (run.name, run.state) == ("rank0_trace.json", "done")
     uploaded = tmp_path / "artifacts" / run.id / "input" / "rank0_trace.json"
     assert uploaded.stat().st_size == 3_000_000
@@ -438,7 +438,7 @@ def test_a_folder_keeps_its_paths(server: str, browser, tmp_path: Path) -> None:
     page.wait_for_url("**/run/*")
     page.wait_for_selector(".cards")
 
-    (run,) = _store(tmp_path).runs()
+    (run,) = _store(tmp_path).list_runs()
     assert run.name == "exp1"
     uploaded = tmp_path / "artifacts" / run.id / "input" / "exp1" / "nccl" / "debug é#1.log"
     assert uploaded.read_text() == "log"
@@ -453,7 +453,7 @@ def test_a_dropped_file_is_uploaded(server: str, browser, tmp_path: Path) -> Non
     page.wait_for_url("**/run/*")
     page.wait_for_selector(".cards")
 
-    (run,) = _store(tmp_path).runs()
+    (run,) = _store(tmp_path).list_runs()
     assert run.name == "rank0.json"
     assert (tmp_path / "artifacts" / run.id / "input" / "rank0.json").read_text() == "dropped"
 

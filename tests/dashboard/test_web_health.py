@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import OperationalError
 from store_builders import queued
 
-from stepsplit.dashboard.store.ingest import JsonLines
+from stepsplit.dashboard.store.ingest import JsonFormatter
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 
@@ -68,7 +68,7 @@ def test_a_request_is_one_line_of_json(store: Store, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "stepsplit.requests"):
         client.get("/healthz?secret=x")
     (record,) = caplog.records
-    line = JsonLines().format(record)
+    line = JsonFormatter().format(record)
 
     record = json.loads(line)
     assert "\n" not in line and "secret" not in line

@@ -16,7 +16,7 @@ from flask.testing import FlaskClient
 from store_builders import claimed, state
 
 from stepsplit.analyzer.readers import compression
-from stepsplit.dashboard.store.ingest import analysis_of, ingest
+from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
@@ -96,7 +96,7 @@ def test_an_invalid_trace_fails_with_a_one_line_error(
 
     assert ended == "failed" and error is not None
     assert "internal error" not in error and "\n" not in error
-    assert str(store.folder("0" * 12).parent) not in error
+    assert str(store.find_folder("0" * 12).parent) not in error
 
 
 def test_names_with_script_in_them_are_text(client: FlaskClient, store: Store) -> None:
@@ -111,7 +111,7 @@ def test_names_with_script_in_them_are_text(client: FlaskClient, store: Store) -
     assert answer.json is not None and answer.json["tags"] == {SCRIPT: SCRIPT}
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     client.post(f"{RUNS}/{run_id}/finish")
-    assert ingest(store, claimed(store), analysis_of) == "failed"
+    assert process_job(store, claimed(store), analyze_upload) == "failed"
 
 
 def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
@@ -123,7 +123,7 @@ def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
     ]
 
     assert codes == [201] * 60 + [413] * 20
-    assert store.files.held(run_id).files == 60
+    assert store.files.sum_size(run_id).files == 60
 
 
 def test_a_wrong_run_toml_fails_with_a_one_line_error(client: FlaskClient, store: Store) -> None:
@@ -165,7 +165,7 @@ def _ingested(client: FlaskClient, store: Store, files: dict[str, bytes]) -> tup
     for name, content in files.items():
         assert client.put(f"{RUNS}/{run_id}/files/{name}", data=content).status_code == 201
     assert client.post(f"{RUNS}/{run_id}/finish").status_code == 202
-    ingest(store, claimed(store), analysis_of)
+    process_job(store, claimed(store), analyze_upload)
     return state(store, run_id)
 
 

@@ -217,4 +217,4 @@ def _held(answer: TestResponse, status: int | None = None) -> tuple[int, str | N
 
 def _on_disk(store: Store, file: str) -> Path:
     run, _, path = file.removeprefix("/api/v1/runs/").partition("/files/")
-    return store.folder(run) / "input" / path
+    return store.find_folder(run) / "input" / path

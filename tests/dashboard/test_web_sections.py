@@ -17,10 +17,10 @@ from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepDurations
-from stepsplit.dashboard.pages.communication import overlap, stragglers
+from stepsplit.dashboard.pages.communication import build_overlap, build_stragglers
 from stepsplit.dashboard.pages.components import View
-from stepsplit.dashboard.pages.compute import compute, idle
-from stepsplit.dashboard.pages.overview import holds, path
+from stepsplit.dashboard.pages.compute import build_compute, build_idle
+from stepsplit.dashboard.pages.overview import build_coverage, build_critical_path
 
 
 def with_rows(**rows: Any) -> Report:
@@ -75,7 +75,7 @@ def test_idle_is_shown_by_cause_as_the_mean_per_step() -> None:
         )
     )
 
-    (section,) = idle(report)
+    (section,) = build_idle(report)
 
     by_cause, _, _ = found(section, html.Table)
     late = "synchronize late launches after a synchronization"
@@ -95,7 +95,7 @@ def test_idle_by_op_and_by_rank_is_collapsed() -> None:
         )
     )
 
-    by_op, by_rank = found(idle(report), html.Details)
+    by_op, by_rank = found(build_idle(report), html.Details)
 
     assert [body(one) for one in found(by_op, html.Table)] == [
         [
@@ -116,13 +116,15 @@ def test_a_rank_without_a_full_step_counts_all_its_steps() -> None:
     )
     report = with_rows(steps=partial, idle=(IdleRow(1, "python", "", 5 * MS, 1),))
 
-    (by_cause, *_) = found(idle(report), html.Table)
+    (by_cause, *_) = found(build_idle(report), html.Table)
 
     assert body(by_cause)[0][3] == "rank 1, 1.00 ms"
 
 
 def test_a_cause_without_an_op_shows_no_op() -> None:
-    (by_cause, *_) = found(idle(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),))), html.Table)
+    (by_cause, *_) = found(
+        build_idle(with_rows(idle=(IdleRow(0, "unknown", "", MS, 1),))), html.Table
+    )
 
     assert body(by_cause)[0][1:3] == ["", ""]
 
@@ -137,7 +139,7 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
         )
     )
 
-    (section,) = stragglers(report)
+    (section,) = build_stragglers(report)
 
     calls, messages = found(section, html.Table)
     assert body(calls) == [
@@ -151,7 +153,7 @@ def test_stragglers_come_before_ranks_late_by_chance() -> None:
 def test_without_a_straggler_the_section_says_so() -> None:
     late = Lateness(0, "tp", False, 2, 40, 21, 3 * MS, 63 * MS, 0.4, False)
 
-    (section,) = stragglers(with_rows(lateness=(late,)))
+    (section,) = build_stragglers(with_rows(lateness=(late,)))
 
     assert "no straggler: no rank is significantly later than its peers" in text(section)
 
@@ -165,7 +167,7 @@ def test_overlap_is_summed_over_ranks_and_shown_per_step() -> None:
         )
     )
 
-    (table,) = found(overlap(report), html.Table)
+    (table,) = found(build_overlap(report), html.Table)
 
     assert body(table) == [
         ["tp", "all_reduce", "4.00 ms", "2.00 ms", "2.00 ms", "50.0 %"],
@@ -182,7 +184,7 @@ def test_families_share_the_compute_of_all_ranks() -> None:
         )
     )
 
-    (table,) = found(compute(report), html.Table)
+    (table,) = found(build_compute(report), html.Table)
 
     assert body(table) == [
         ["gemm", "rank 1, 20.0 ms", "75.0 %", "7.50 ms"],
@@ -199,7 +201,7 @@ def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
         contention=(ContentionRow(0, 0.99, 12, -4 * MS), ContentionRow(1, 1.25, 14, 8 * MS)),
     )
 
-    contended, slow = found(compute(report), html.Table)
+    contended, slow = found(build_compute(report), html.Table)
 
     assert body(contended) == [
         ["rank 1", "14", "1.25 x", "2.00 ms"],
@@ -212,7 +214,7 @@ def test_slow_kernels_and_contention_are_sorted_by_cost() -> None:
 
 
 def test_the_path_names_the_ranks_that_have_most_of_it() -> None:
-    (section,) = path(seen(analysis().report))
+    (section,) = build_critical_path(seen(analysis().report))
 
     (table,) = found(section, html.Table)
     assert body(table) == [
@@ -234,7 +236,7 @@ def test_a_slow_step_is_a_sentence_with_a_link() -> None:
         step_times=(StepDurations(None, 12, 145 * MS, 170 * MS, 170 * MS, (5, 7)),),
     )
 
-    (section,) = path(seen(report))
+    (section,) = build_critical_path(seen(report))
 
     assert [text(item) for item in found(section, html.Li)] == [
         "step 5 took 170 ms (+25.0 ms over the median), mainly rank 3 idle +24.0 ms",
@@ -251,7 +253,7 @@ def test_the_path_of_one_rank_alone_is_not_shown() -> None:
     report = analysis().report
     alone = msgspec.structs.replace(report.run, world_size=1, ranks=(0,))
 
-    assert path(seen(msgspec.structs.replace(report, run=alone))) == []
+    assert build_critical_path(seen(msgspec.structs.replace(report, run=alone))) == []
 
 
 def test_estimated_waits_are_shown_by_axis() -> None:
@@ -263,7 +265,7 @@ def test_estimated_waits_are_shown_by_axis() -> None:
         )
     )
 
-    (table,) = found(holds(report), html.Table)
+    (table,) = found(build_coverage(report), html.Table)
 
     assert body(table) == [
         ["tp", "measured", "2", "2", "0", "40", "0"],
@@ -275,21 +277,21 @@ def test_estimated_waits_are_shown_by_axis() -> None:
 def test_missing_ranks_are_listed() -> None:
     run = msgspec.structs.replace(analysis().report.run, world_size=8, ranks=(0, 2, 3))
 
-    (section,) = holds(with_rows(run=run))
+    (section,) = build_coverage(with_rows(run=run))
 
     assert text(section).endswith("5 of 8 ranks were not recorded: 1, 4 to 7.")
 
 
 def test_a_complete_recording_has_no_coverage_section() -> None:
-    assert holds(analysis().report) == []
+    assert build_coverage(analysis().report) == []
 
 
-@for_each("section", [idle, stragglers, compute, overlap, holds])
+@for_each("section", [build_idle, build_stragglers, build_compute, build_overlap, build_coverage])
 def test_a_section_without_rows_is_absent(section: Any) -> None:
     assert section(with_rows()) == []
 
 
-@pytest.mark.parametrize("section", [idle, stragglers, compute, overlap])
+@pytest.mark.parametrize("section", [build_idle, build_stragglers, build_compute, build_overlap])
 def test_a_recording_without_steps_has_no_averages(section: Any) -> None:
     report = msgspec.structs.replace(analysis().report, steps=(), lateness=(), slow_kernels=())
 
@@ -300,6 +302,8 @@ def test_a_long_name_is_in_full_in_the_tooltip() -> None:
     name = "void at::native::vectorized_elementwise_kernel<4, " + "x" * 200 + ">"
     report = with_rows(slow_kernels=(SlowKernel(0, name, "elementwise", 1.1, MS, 20),))
 
-    titles = [span.title for span in found(compute(report), html.Span) if hasattr(span, "title")]
+    titles = [
+        span.title for span in found(build_compute(report), html.Span) if hasattr(span, "title")
+    ]
 
     assert titles == [name]

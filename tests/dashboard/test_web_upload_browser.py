@@ -45,6 +45,6 @@ def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
     part = 8 << 20
     assert sent == [str(at) for at in (0, part, part, 2 * part)]
     with open_store(tmp_path) as store:
-        (run,) = store.runs()
-        kept = store.folder(run.id) / "input" / trace.name
+        (run,) = store.list_runs()
+        kept = store.find_folder(run.id) / "input" / trace.name
         assert kept.read_bytes() == trace.read_bytes()

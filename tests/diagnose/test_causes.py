@@ -8,12 +8,12 @@ import pytest
 from builders import GpuTrace
 from cases import for_each
 from ground_truth import SEED
-from planted_causes import told
+from planted_causes import examine_planted
 from replay_builders import scene
 from simulator.planted import PLANTED
 
 from stepsplit.analyzer import Finding, analyze
-from stepsplit.analyzer.diagnose.comm_causes import Backwards
+from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
 from stepsplit.collectors.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.run_spec import RankInfo
 
@@ -41,7 +41,7 @@ SLOW = [
 @pytest.mark.seeded
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_path: Path) -> None:
-    found = told(name, SEED, tmp_path)
+    found = examine_planted(name, SEED, tmp_path)
     assert found.first, (SEED, found.ranks, [(f.code, f.ranks, f.gain_ns) for f in found.findings])
     if found.findings:
         assert abs(found.off) <= 0.1, (SEED, found.off)
@@ -169,5 +169,5 @@ def test_gradients_are_whole_with_the_last_backward_of_a_step(
     trace = GpuTrace().step(1, 0, 100).kernel("forward", 0, 30)
     trace.op("autograd::engine::evaluate_function: MmBackward0", 29, 90)
     trace.kernel("backward", 30, 60).kernel("backward", 60, 90).kernel("adam", 90, 100)
-    rank = scene(tmp_path, trace).found.ranks[0]
-    assert Backwards.of(rank, passes).before(0, 90_000) == (begin, 90_000)
+    rank = scene(tmp_path, trace).split.ranks[0]
+    assert BackwardPasses.find(rank, passes).find_before(0, 90_000) == (begin, 90_000)

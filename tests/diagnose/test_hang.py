@@ -26,9 +26,9 @@ from stepsplit.analyzer import (
     find_hang,
 )
 from stepsplit.analyzer.analysis import examine_or_find_hang
-from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, chain_ends
+from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, find_chain_ends
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.terminal import hang_screen
+from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
 T0 = 1_790_000_000_000_000_000
@@ -290,7 +290,7 @@ def test_chains_end_at_ranks_that_wait_only_for_each_other() -> None:
         stuck(WORLD, 1, enqueued=(2,), waits_for=(0,)),
         stuck(TP, 2, enqueued=(0, 1), waits_for=(0, 1)),
     )
-    assert chain_ends(calls) == (ChainEnd((0, 1), (1,), (2,)),)
+    assert find_chain_ends(calls) == (ChainEnd((0, 1), (1,), (2,)),)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_the_ranks_with_injected_faults_are_the_culprits(
 def shown(hang: Hang, width: int) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(hang_screen(hang))
+        console.print(build_hang_screen(hang))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 

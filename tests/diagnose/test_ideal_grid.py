@@ -7,9 +7,9 @@ import pytest
 from report_builders import analysis
 
 from stepsplit.analyzer import Boxes
-from stepsplit.analyzer.diagnose.what_if import ideal_grid
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.dashboard.figures.run import one_pipeline
+from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.dashboard.figures.run import select_pipeline
 
 
 def grid(stages: int, microbatches: int, forward: int, backward: int, ranks: int = 0) -> Boxes:
@@ -25,7 +25,7 @@ def grid(stages: int, microbatches: int, forward: int, backward: int, ranks: int
 
 
 def test_1f1b_on_two_stages_with_three_microbatches() -> None:
-    found = ideal_grid(grid(2, 3, 10, 20), "1f1b", 3)
+    found = build_ideal_grid(grid(2, 3, 10, 20), "1f1b", 3)
     assert found is not None
     own = found.stage == 0
     order = list(zip(found.phase[own].tolist(), found.microbatch[own].tolist(),
@@ -40,22 +40,24 @@ def test_1f1b_on_two_stages_with_three_microbatches() -> None:
 def test_its_holes_are_the_ideal_bubble(
     schedule: str, stages: int, ranks: int, chunks: int
 ) -> None:
-    found = ideal_grid(grid(stages, 8, 10, 20, ranks), schedule, 8)
+    found = build_ideal_grid(grid(stages, 8, 10, 20, ranks), schedule, 8)
     assert found is not None
     window = int((found.start_ns + found.dur_ns).max())
     holes = 1 - found.dur_ns.sum() / (window * ranks)
-    assert holes == pytest.approx(ideal_bubble_fraction(schedule, ranks, 8, chunks), abs=1e-3)
+    assert holes == pytest.approx(
+        compute_ideal_bubble_fraction(schedule, ranks, 8, chunks), abs=1e-3
+    )
 
 
 def test_a_schedule_that_is_not_modelled_has_no_ideal() -> None:
     measured = grid(2, 3, 10, 20)
-    assert ideal_grid(measured, None, 3) is None
-    assert ideal_grid(measured, "of my own", 3) is None
-    assert ideal_grid(measured, "dualpipe", 3) is None
+    assert build_ideal_grid(measured, None, 3) is None
+    assert build_ideal_grid(measured, "of my own", 3) is None
+    assert build_ideal_grid(measured, "dualpipe", 3) is None
 
 
 def test_one_pipeline_is_the_lowest_rank_of_each_stage() -> None:
-    boxes = one_pipeline(analysis().tables.boxes, 5)
+    boxes = select_pipeline(analysis().tables.boxes, 5)
     assert sorted(set(zip(boxes.stage.tolist(), boxes.rank.tolist(), strict=True))) == [
         (0, 0),
         (1, 2),

@@ -18,15 +18,15 @@ from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 from splitting import recording_of, split_of
 
-from stepsplit.analyzer.diagnose.dependency_graph import graph_of, in_order
+from stepsplit.analyzer.diagnose.dependency_graph import build_graph, sort_topologically
 from stepsplit.analyzer.diagnose.replay import (
-    Earlier,
-    capped,
-    earlier,
-    left_out,
-    moved_faster,
-    paced,
-    play,
+    HoistedCalls,
+    hoist_collectives,
+    limit_work,
+    remove_calls,
+    replay,
+    scale_transfers,
+    scale_work,
 )
 
 PAIR = [("0", "mesh_dp", [0, 1])]
@@ -52,23 +52,23 @@ def test_with_nothing_changed_a_replay_is_what_was_measured(tmp_path: Path) -> N
 def test_a_rank_that_computes_faster_lets_the_other_go_on_earlier(tmp_path: Path) -> None:
     """Rank 0 at two thirds arrives at 40, as rank 1 does: both end 20 earlier, rank 0 30."""
     graph = scene(tmp_path, *slow_and_fast()).graph
-    assert steps_us(paced(graph, "compute", np.array([2 / 3, 1.0]))) == [70, 80]
+    assert steps_us(scale_work(graph, "compute", np.array([2 / 3, 1.0]))) == [70, 80]
 
 
 def test_speeding_up_a_rank_that_no_rank_waits_for_gains_nothing(tmp_path: Path) -> None:
     """Except for its compute after the all_reduce."""
     graph = scene(tmp_path, *slow_and_fast()).graph
-    assert steps_us(paced(graph, "compute", np.array([1.0, 0.5]))) == [100, 85]
+    assert steps_us(scale_work(graph, "compute", np.array([1.0, 0.5]))) == [100, 85]
 
 
 def test_a_link_twice_as_fast_halves_the_moving_and_not_the_waiting(tmp_path: Path) -> None:
     graph = scene(tmp_path, *slow_and_fast()).graph
-    assert steps_us(moved_faster(graph, np.array([0, 1]), np.array([0.5, 0.5]))) == [95, 95]
+    assert steps_us(scale_transfers(graph, np.array([0, 1]), np.array([0.5, 0.5]))) == [95, 95]
 
 
 def test_without_the_call_no_rank_waits(tmp_path: Path) -> None:
     graph = scene(tmp_path, *slow_and_fast()).graph
-    assert steps_us(left_out(graph, np.array([0, 1]))) == [90, 70]
+    assert steps_us(remove_calls(graph, np.array([0, 1]))) == [90, 70]
 
 
 def test_idling_is_cut_where_it_is_longest(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_idling_is_cut_where_it_is_longest(tmp_path: Path) -> None:
     graph = scene(tmp_path, trace).graph
     idle = graph.work_ns[:, 2]
     assert idle.sum() == 20_000
-    assert steps_us(capped(graph, "idle", np.array([5_000.0]))) == [85]
+    assert steps_us(limit_work(graph, "idle", np.array([5_000.0]))) == [85]
 
 
 def test_what_ends_by_chance_while_a_rank_waits_is_not_what_it_waits_for(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_sums_that_begin_during_the_backward_are_waited_for_together(tmp_path: P
         traces.append(trace)
     graph = scene(tmp_path, *traces).graph
     ready = np.array([30_000, 60_000])
-    moves = [Earlier(np.array([2 * rank, 2 * rank + 1]), ready) for rank in (0, 1)]
-    assert steps_us(earlier(graph, moves)) == [90, 90]
+    moves = [HoistedCalls(np.array([2 * rank, 2 * rank + 1]), ready) for rank in (0, 1)]
+    assert steps_us(hoist_collectives(graph, moves)) == [90, 90]
 
 
 @pytest.mark.seeded
@@ -120,7 +120,7 @@ def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
     write_recording(scenario, simulate(scenario.job, Noise.of(SEED)), tmp_path, Style())
     found = split_of(recording_of(tmp_path))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
-    off = np.abs(play(graph_of(found)).step_ns - measured)
+    off = np.abs(replay(build_graph(found)).step_ns - measured)
     assert off.max() <= NEAR_NS, SEED
     # On several hosts the alignment of their clocks leaves microseconds.
     if len({rank.trace.host for rank in found.ranks}) == 1:
@@ -138,7 +138,7 @@ def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
 def test_recorded_runs_replay_to_the_nanosecond(name: str) -> None:
     found = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
-    assert np.abs(play(graph_of(found)).step_ns - measured).max() == 0
+    assert np.abs(replay(build_graph(found)).step_ns - measured).max() == 0
 
 
 @given(st.data())
@@ -148,12 +148,12 @@ def test_an_order_names_each_node_after_all_that_it_needs(data: st.DataObject) -
         tuple(data.draw(st.sets(st.integers(0, node - 1), max_size=3))) if node else ()
         for node in range(count)
     )
-    order = in_order(np.full(count, -1), needs, np.arange(count))
+    order = sort_topologically(np.full(count, -1), needs, np.arange(count))
     place = {node: i for i, node in enumerate(order)}
     assert sorted(order) == list(range(count))
     assert all(place[needed] < place[node] for node in place for needed in needs[node])
 
 
 def test_two_that_wait_for_each_other_go_in_the_order_in_which_they_were_measured() -> None:
-    order = in_order(np.full(3, -1), ((1,), (0,), (0, 1)), np.array([5, 3, 9]))
+    order = sort_topologically(np.full(3, -1), ((1,), (0,), (0, 1)), np.array([5, 3, 9]))
     assert order == [1, 0, 2]

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
-from stepsplit.analyzer.report.io import from_json, job_of_report, prediction_of, to_json
-from stepsplit.analyzer.report.report import step_median_ns
+from stepsplit.analyzer.report.io import extract_job, extract_prediction, from_json, to_json
+from stepsplit.analyzer.report.report import compute_step_median_ns
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import build_gap_section
 
@@ -28,7 +28,7 @@ def run_file(tmp_path: Path) -> Path:
 
 def conserved(report: Report) -> None:
     """Every row is counted once, and a CPU with uncalibrated peak has no MFU."""
-    predicted = prediction_of(report)
+    predicted = extract_prediction(report)
     assert report.gap is not None
     assert predicted is not None
     difference = report.gap.shown.measured - report.gap.shown.predicted
@@ -36,7 +36,7 @@ def conserved(report: Report) -> None:
         assert sum(row.ns for row in report.gap.rows if row.bucket == bucket) == whole
     assert report.gap.shown.predicted == predicted.splits[report.gap.stage]
     assert (report.mfu, report.hfu) == (None, None)
-    job = job_of_report(report)
+    job = extract_job(report)
     assert job is not None
     assert predict(job).split == predicted.split
 
@@ -44,10 +44,10 @@ def conserved(report: Report) -> None:
 def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
     run_file.write_text('[hardware]\npreset = "a100-sxm-80gb"\n')
     report = analyze(SAMPLES / "dp4", job=run_file)
-    predicted = prediction_of(report)
+    predicted = extract_prediction(report)
     assert predicted is not None
     assert predicted.mfu is not None
-    mfu = predicted.mfu * predicted.split.step_ns / step_median_ns(report.steps)
+    mfu = predicted.mfu * predicted.split.step_ns / compute_step_median_ns(report.steps)
     assert report.mfu == pytest.approx(mfu)
 
 

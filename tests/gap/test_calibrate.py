@@ -24,20 +24,20 @@ from stepsplit.analyzer import (
     read_rates,
 )
 from stepsplit.analyzer.gap.calibrate import (
-    RunSeen,
-    StageSeen,
+    CalibrationSample,
+    StageSample,
     Transfer,
-    calibration_of,
-    efficiency_seen,
-    hardware_text,
-    parts_of,
+    compute_parts,
+    fit_calibration,
+    fit_efficiency,
+    format_hardware,
     to_json,
 )
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import Learned, Span
-from stepsplit.analyzer.model.config_file import hardware, job_of
-from stepsplit.analyzer.model.memory import memory_of
+from stepsplit.analyzer.model.config import GroupPlacement, MemoryCorrection
+from stepsplit.analyzer.model.config_file import load_hardware, parse_job
+from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -63,21 +63,23 @@ preset = "cpu"
 
 
 def job(parallel: str = "tp = 2", framework: str = "fsdp2", micro_batch: int = 4) -> JobConfig:
-    return job_of(JOB.format(parallel=parallel, framework=framework, micro_batch=micro_batch))
+    return parse_job(JOB.format(parallel=parallel, framework=framework, micro_batch=micro_batch))
 
 
-def run(of: JobConfig, true: Efficiency, name: str = "one", *transfers: Transfer) -> RunSeen:
+def run(
+    of: JobConfig, true: Efficiency, name: str = "one", *transfers: Transfer
+) -> CalibrationSample:
     """What a run of the job would show on a machine of these constants."""
     there = replace(of, hardware=replace(of.hardware, efficiency=true))
-    splits, parts = predict(there).splits, parts_of(of)
+    splits, parts = predict(there).splits, compute_parts(of)
     stages = []
     for i, (split, part) in enumerate(zip(splits, parts, strict=True)):
         products = part.products / true.gemm + part.product_moves / true.memory
         products += part.product_launches * true.launch_ns
         core = part.core / true.attention
         other = split.compute_ns - products - core
-        stages.append(StageSeen(i, split.step_ns, split, products, core, other))
-    return RunSeen(name, of, tuple(stages), transfers)
+        stages.append(StageSample(i, split.step_ns, split, products, core, other))
+    return CalibrationSample(name, of, tuple(stages), transfers)
 
 
 def close(found: Efficiency, true: Efficiency, *but: str) -> bool:
@@ -86,13 +88,13 @@ def close(found: Efficiency, true: Efficiency, *but: str) -> bool:
 
 
 def known() -> Efficiency:
-    return hardware("cpu").efficiency
+    return load_hardware("cpu").efficiency
 
 
 def test_the_parts_make_up_the_predicted_compute() -> None:
     for one in (job(), job("pp = 2"), job("dp_shard = 2"), job("dp = 2", "ddp")):
         split = run(one, TRUE).stages[0]
-        part = parts_of(one)[0]
+        part = compute_parts(one)[0]
         other = part.other_moves / TRUE.memory + part.other_launches * TRUE.launch_ns
         # Attention's own launches are among the others.
         assert math.isclose(split.other_ns, other, rel_tol=1e-3)
@@ -100,18 +102,18 @@ def test_the_parts_make_up_the_predicted_compute() -> None:
 
 def test_one_run_determines_all_constants_except_launches() -> None:
     true = replace(TRUE, launch_ns=known().launch_ns)
-    found = efficiency_seen([run(job(), true)], known())
+    found = fit_efficiency([run(job(), true)], known())
     assert close(found, true)
 
 
 def test_stages_that_differ_tell_launches_from_bytes() -> None:
     runs = [run(job(micro_batch=1), TRUE), run(job(micro_batch=16), TRUE)]
-    assert close(efficiency_seen(runs, known()), TRUE)
+    assert close(fit_efficiency(runs, known()), TRUE)
 
 
 def test_like_runs_leave_launches_as_they_were() -> None:
     runs = [run(job(), TRUE), run(job(), TRUE)]
-    assert efficiency_seen(runs, known()).launch_ns == known().launch_ns
+    assert fit_efficiency(runs, known()).launch_ns == known().launch_ns
 
 
 def test_without_names_of_kernels_one_number_scales_all() -> None:
@@ -119,7 +121,7 @@ def test_without_names_of_kernels_one_number_scales_all() -> None:
                    launch_ns=10_000.0)  # fmt: skip
     blind = run(job(), true)
     stages = tuple(replace(one, products_ns=0.0, attention_ns=0.0) for one in blind.stages)
-    found = efficiency_seen([replace(blind, stages=stages)], known())
+    found = fit_efficiency([replace(blind, stages=stages)], known())
     assert close(found, true, "host_ns")
 
 
@@ -128,23 +130,24 @@ def test_runs_that_disagree_meet_in_the_geometric_mean() -> None:
         replace(TRUE, gemm=0.8, launch_ns=5000.0),
         replace(TRUE, gemm=0.2, launch_ns=5000.0),
     )
-    found = efficiency_seen([run(job(), fast), run(job(), slow)], known())
+    found = fit_efficiency([run(job(), fast), run(job(), slow)], known())
     assert math.isclose(found.gemm, 0.4, rel_tol=0.01)
 
 
 def test_a_device_that_is_never_idle_leaves_the_host_constant_unknown() -> None:
-    gpu = replace(job(), hardware=hardware("h100-sxm"))
+    gpu = replace(job(), hardware=load_hardware("h100-sxm"))
     busy = run(
-        replace(gpu, training=replace(gpu.training, dtype="bf16")), hardware("h100-sxm").efficiency
+        replace(gpu, training=replace(gpu.training, dtype="bf16")),
+        load_hardware("h100-sxm").efficiency,
     )
     quiet = tuple(replace(one, split=replace(one.split, idle_ns=0)) for one in busy.stages)
-    assert efficiency_seen([replace(busy, stages=quiet)], known()).host_ns == 0.0
+    assert fit_efficiency([replace(busy, stages=quiet)], known()).host_ns == 0.0
 
 
 def transfers(
     true: HardwareConfig, *sizes: int, ranks: int = 2, per_node: int = 2
 ) -> list[Transfer]:
-    span = Span(ranks, per_node)
+    span = GroupPlacement(ranks, per_node)
     return [
         Transfer(
             "all_reduce",
@@ -160,30 +163,30 @@ def transfers(
 
 def links(**numbers: float) -> HardwareConfig:
     """A CPU whose link differs in these."""
-    known = hardware("cpu")
+    known = load_hardware("cpu")
     return replace(known, intra=replace(known.intra, **numbers))
 
 
 def test_links_are_found_again() -> None:
     true = links(bytes_per_s=5e9, latency_ns=120_000.0)
-    found = calibration_of([run(job(), TRUE, "one", *transfers(true, 1024, 1 << 20, 8 << 20))])
+    found = fit_calibration([run(job(), TRUE, "one", *transfers(true, 1024, 1 << 20, 8 << 20))])
     assert math.isclose(found.hardware.intra.bytes_per_s, 5e9, rel_tol=0.02)
     assert math.isclose(found.hardware.intra.latency_ns, 120_000.0, rel_tol=0.02)
-    assert found.hardware.inter == hardware("cpu").inter
+    assert found.hardware.inter == load_hardware("cpu").inter
 
 
 def test_a_single_size_determines_only_the_bandwidth() -> None:
     true = links(bytes_per_s=5e9)
-    found = calibration_of([run(job(), TRUE, "one", *transfers(true, 8 << 20))]).hardware.intra
-    assert found.latency_ns == hardware("cpu").intra.latency_ns
+    found = fit_calibration([run(job(), TRUE, "one", *transfers(true, 8 << 20))]).hardware.intra
+    assert found.latency_ns == load_hardware("cpu").intra.latency_ns
     assert math.isclose(found.bytes_per_s, 5e9, rel_tol=0.02)
 
 
 def test_groups_over_nodes_tell_of_the_link_between_them() -> None:
-    known = hardware("cpu")
+    known = load_hardware("cpu")
     true = replace(known, inter=replace(known.inter, bytes_per_s=3e9))
     seen = transfers(true, 64 << 20, per_node=1)
-    found = calibration_of([run(job(), TRUE, "one", *seen)]).hardware
+    found = fit_calibration([run(job(), TRUE, "one", *seen)]).hardware
     assert math.isclose(found.inter.bytes_per_s, 3e9, rel_tol=0.02)
     assert found.intra == known.intra
 
@@ -194,67 +197,69 @@ def test_transfers_of_several_runs_become_one_sweep() -> None:
         run(job(), TRUE, "a", one, replace(one, message_bytes=9000, ns=900)),
         run(job(), TRUE, "b", replace(one, ns=200), replace(one, op="all_gather")),
     ]
-    assert calibration_of(runs).transfers == (
+    assert fit_calibration(runs).transfers == (
         TransferSweep("all_gather", 2, 2, (1000,), (100,), swept=False),
         TransferSweep("all_reduce", 2, 2, (1000, 9000), (150.0, 900), swept=False),
     )
 
 
 def test_beyond_recorded_sizes_the_closed_form_goes_on() -> None:
-    on, span = hardware("cpu"), Span(2, 2)
+    on, span = load_hardware("cpu"), GroupPlacement(2, 2)
     slow = 3 * time_of("all_reduce", 1 << 20, span, on).ns
     rates = Rates((TransferSweep("all_reduce", 2, 2, (1 << 20,), (slow,), swept=False),))
     for size in (8, 1 << 20, 1 << 24):
         closed = time_of("all_reduce", size, span, on).ns
-        assert math.isclose(rates.time_of("all_reduce", size, span, on).ns, 3 * closed)
+        assert math.isclose(rates.estimate_call_time("all_reduce", size, span, on).ns, 3 * closed)
 
 
 def test_the_fullest_rank_corrects_the_memory() -> None:
     one = run(job(), TRUE)
-    fuller = memory_of(one.job)[0]
+    fuller = compute_memory(one.job)[0]
     peak = fuller.total_bytes + fuller.activations_bytes // 2
     stages = tuple(replace(stage, peak_bytes=peak) for stage in one.stages)
-    found = calibration_of([replace(one, stages=stages)]).hardware
+    found = fit_calibration([replace(one, stages=stages)]).hardware
     assert math.isclose(found.learned.activations, 1.5, rel_tol=1e-6)
-    assert memory_of(replace(one.job, hardware=found))[0].total_bytes == pytest.approx(peak, abs=2)
+    assert compute_memory(replace(one.job, hardware=found))[0].total_bytes == pytest.approx(
+        peak, abs=2
+    )
 
 
 def test_a_peak_that_was_exceeded_is_raised() -> None:
-    found = calibration_of([run(job(), replace(TRUE, gemm=1.5))]).hardware
+    found = fit_calibration([run(job(), replace(TRUE, gemm=1.5))]).hardware
     assert found.efficiency.gemm == 1.0
     assert math.isclose(found.peak_flops_per_s("fp32") or 0, 1.5 * 80e9, rel_tol=0.01)
 
 
 def test_one_run_is_explained_by_its_own_calibration() -> None:
-    (one,) = calibration_of([run(job(), replace(TRUE, launch_ns=5000.0))]).stages
+    (one,) = fit_calibration([run(job(), replace(TRUE, launch_ns=5000.0))]).stages
     assert one.predicted.step_ns == pytest.approx(one.step_ns, rel=0.01)
 
 
 def test_each_of_several_runs_is_predicted_by_the_others() -> None:
     true = replace(TRUE, launch_ns=5000.0)
-    alike = calibration_of([run(job(), true, "a"), run(job("pp = 2"), true, "b")])
+    alike = fit_calibration([run(job(), true, "a"), run(job("pp = 2"), true, "b")])
     assert alike.hardware.efficiency.error == 0.05
     twice = replace(true, gemm=0.3, attention=0.15, memory=0.25)
-    apart = calibration_of([run(job(), true, "a"), run(job(), twice, "b")])
+    apart = fit_calibration([run(job(), true, "a"), run(job(), twice, "b")])
     assert apart.hardware.efficiency.error > 0.5
-    assert calibration_of([run(job(), true)]).hardware.efficiency.error == 0.2
+    assert fit_calibration([run(job(), true)]).hardware.efficiency.error == 0.2
 
 
 def test_runs_on_different_hardware_are_refused() -> None:
-    other = replace(job(), hardware=replace(hardware("cpu"), name="other"))
+    other = replace(job(), hardware=replace(load_hardware("cpu"), name="other"))
     with pytest.raises(UsageError, match="one ran on cpu, two on other"):
-        calibration_of([run(job(), TRUE), run(other, TRUE, "two")])
+        fit_calibration([run(job(), TRUE), run(other, TRUE, "two")])
 
 
 @pytest.fixture
 def found() -> Calibration:
     seen = transfers(links(bytes_per_s=5e9), 1024, 1 << 20)
-    found = calibration_of([run(job(), TRUE, 'a "b"', *seen)])
-    return replace(found, hardware=replace(found.hardware, learned=Learned(1.25, 1000)))
+    found = fit_calibration([run(job(), TRUE, 'a "b"', *seen)])
+    return replace(found, hardware=replace(found.hardware, learned=MemoryCorrection(1.25, 1000)))
 
 
 def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    (tmp_path / "mine.toml").write_text(format_hardware(found))
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     run_file = tmp_path / "job.toml"
     run_file.write_text(text.replace('preset = "cpu"', 'file = "mine.toml"'))
@@ -262,7 +267,7 @@ def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
     read = made.hardware
     assert read.efficiency.rows == ('run:a "b"',)
     assert close(read.efficiency, found.hardware.efficiency)
-    assert read.learned == Learned(1.25, 1000)
+    assert read.learned == MemoryCorrection(1.25, 1000)
     assert read.intra.bytes_per_s == pytest.approx(found.hardware.intra.bytes_per_s, rel=1e-5)
     rates = read_rates(run_file, read)
     assert rates.sweeps == tuple(
@@ -272,7 +277,7 @@ def test_the_file_holds_all_of_it(found: Calibration, tmp_path: Path) -> None:
 
 
 def test_keys_next_to_the_file_override_its_values(found: Calibration, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    (tmp_path / "mine.toml").write_text(format_hardware(found))
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     beside = 'file = "mine.toml"\nname = "ours"\nefficiency.gemm = 0.11'
     (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', beside))
@@ -292,9 +297,9 @@ def test_keys_next_to_the_file_override_its_values(found: Calibration, tmp_path:
 def test_a_wrong_file_is_named(
     found: Calibration, tmp_path: Path, wrong: str, words: list[str]
 ) -> None:
-    (tmp_path / "mine.toml").write_text(hardware_text(found))
+    (tmp_path / "mine.toml").write_text(format_hardware(found))
     sizes = f"sizes_bytes = {list(found.transfers[0].sizes_bytes)}"
-    odd = hardware_text(found).replace(sizes, "sizes_bytes = [9, 8]")
+    odd = format_hardware(found).replace(sizes, "sizes_bytes = [9, 8]")
     (tmp_path / "odd.toml").write_text(odd)
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', wrong))

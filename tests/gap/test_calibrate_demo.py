@@ -12,7 +12,7 @@ from benchmarks import busy
 pytest.importorskip("torch")
 
 from stepsplit.analyzer import BUCKETS, Calibration, predict
-from stepsplit.analyzer.gap.calibrate import RunSeen, calibration_of, run_seen
+from stepsplit.analyzer.gap.calibrate import CalibrationSample, fit_calibration, read_sample
 from stepsplit.collectors.record import DemoArgs, launch_workload
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Measured:
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[RunSeen]]:
+) -> dict[str, list[CalibrationSample]]:
     """At least three undisturbed runs of each layout, in turns; skips where other programs, or
     other machines on the same processor, leave no such.
 
@@ -59,20 +59,20 @@ def runs(
     folder = tmp_path_factory.mktemp("runs")
     asked = [item.name for item in request.session.items if item.path == request.path]
     others = [layout for layout in OTHERS if any(f"[{layout}]" in name for name in asked)]
-    found: dict[str, list[RunSeen]] = {layout: [] for layout in (KNOWN, *others)}
+    found: dict[str, list[CalibrationSample]] = {layout: [] for layout in (KNOWN, *others)}
     for turn in range(MOST_TURNS):
         for layout, seen in found.items():
             out, begin = folder / f"{layout}-{turn}", busy.now()
             launch_workload(layout, out, RECIPE, timeout_s=300)
             if busy.now().others_cores(begin) <= QUIET_CORES:
-                seen.append(run_seen(str(out), None))
+                seen.append(read_sample(str(out), None))
         kept = {layout: undisturbed(seen) for layout, seen in found.items()}
         if all(len(seen) >= TIMES for seen in kept.values()):
             return kept
     pytest.skip("other programs disturb the training: runs of one layout differ too much")
 
 
-def undisturbed(runs: Sequence[RunSeen]) -> list[RunSeen]:
+def undisturbed(runs: Sequence[CalibrationSample]) -> list[CalibrationSample]:
     """The runs that took about as long as the shortest, the shortest first."""
     by_length = sorted(runs, key=length_ns)
     if not by_length:
@@ -82,18 +82,18 @@ def undisturbed(runs: Sequence[RunSeen]) -> list[RunSeen]:
     ]
 
 
-def length_ns(run: RunSeen) -> int:
+def length_ns(run: CalibrationSample) -> int:
     """The median step of the slowest stage."""
     return max(stage.step_ns for stage in run.stages)
 
 
 @pytest.fixture(scope="module")
-def learned(runs: dict[str, list[RunSeen]]) -> Calibration:
+def learned(runs: dict[str, list[CalibrationSample]]) -> Calibration:
     """The calibration from the least disturbed run alone."""
-    return calibration_of([runs[KNOWN][0]])
+    return fit_calibration([runs[KNOWN][0]])
 
 
-def measured(runs: Sequence[RunSeen], stage: int) -> Measured:
+def measured(runs: Sequence[CalibrationSample], stage: int) -> Measured:
     seen = [run.stages[stage] for run in runs]
     buckets = zip(*(one.split.buckets_ns for one in seen), strict=True)
     return Measured(median(one.step_ns for one in seen), tuple(map(median, buckets)))
@@ -101,7 +101,7 @@ def measured(runs: Sequence[RunSeen], stage: int) -> Measured:
 
 @pytest.mark.parametrize("layout", OTHERS)
 def test_a_run_of_one_layout_predicts_another(
-    layout: str, runs: dict[str, list[RunSeen]], learned: Calibration
+    layout: str, runs: dict[str, list[CalibrationSample]], learned: Calibration
 ) -> None:
     job = replace(runs[layout][0].job, hardware=learned.hardware)
     made = predict(job, learned.rates)

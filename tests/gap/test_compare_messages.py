@@ -17,17 +17,17 @@ from stepsplit.analyzer.gap.comm_gap import (
     MeasuredMessages,
     MessageComparison,
     MessageRow,
+    collect_messages,
     compare_messages,
-    measured_messages,
 )
-from stepsplit.analyzer.model.config_file import job_of
+from stepsplit.analyzer.model.config_file import parse_job
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NONE = Amount(0, 0)
 
 
 def measured(folder: Path) -> tuple[MeasuredMessages, ...]:
-    return measured_messages(split_of(recording_of(folder)))
+    return collect_messages(split_of(recording_of(folder)))
 
 
 def predicted(*messages: tuple[str, str, int, int, int]) -> Prediction:
@@ -164,7 +164,7 @@ def of_sample(name: str, parallel: str, batch: int, framework: str) -> MessageCo
     text = RUN.format(
         model=recording.spec.model, parallel=parallel, batch=batch, framework=framework
     )
-    return compare_messages(measured(SAMPLES / name), predict(job_of(text)))
+    return compare_messages(measured(SAMPLES / name), predict(parse_job(text)))
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("pp2_m2", 2), ("pp2_m8", 8)])

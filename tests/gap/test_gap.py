@@ -49,8 +49,14 @@ from stepsplit.analyzer import (
     UsageError,
     predict,
 )
-from stepsplit.analyzer.gap.comm_gap import Wire
-from stepsplit.analyzer.gap.gap import Price, disagreements, gap_findings, gap_of, price_of
+from stepsplit.analyzer.gap.comm_gap import AxisLink
+from stepsplit.analyzer.gap.gap import (
+    CommCost,
+    build_comm_cost,
+    build_gap_findings,
+    check_layout,
+    compute_gap,
+)
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard.reporters.terminal import build_gap_section
 
@@ -333,7 +339,7 @@ def test_a_recording_without_steps_cannot_be_compared_with_a_model(tmp_path: Pat
     found = ranks(tmp_path, TWICE)
     empty = replace(found, ranks=tuple(replace(one, steps=()) for one in found.ranks))
     with pytest.raises(UsageError, match="no step"):
-        gap_of(empty, model(USUAL, SUMS), price, report_of(tmp_path, found))
+        compute_gap(empty, model(USUAL, SUMS), price, report_of(tmp_path, found))
 
 
 def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
@@ -368,7 +374,7 @@ CALLS = st.tuples(
 )  # fmt: skip
 def test_the_parts_add_up_to_the_nanosecond(
     recorded: tuple[RunSplit, Report], compute: int, skew: int, bubble: int, idle: int,
-    odd_ns: int, calls: list[Expected], of: Price,
+    odd_ns: int, calls: list[Expected], of: CommCost,
 ) -> None:  # fmt: skip
     """Whatever is predicted, and whatever its rounding leaves beyond its calls."""
     found, report = recorded
@@ -377,9 +383,9 @@ def test_the_parts_add_up_to_the_nanosecond(
     whole = split(compute=compute + 1, collective=collective, p2p=p2p, skew=skew, bubble=bubble,
                   idle=idle)  # fmt: skip
     whole = replace(whole, collective_ns=whole.collective_ns + odd_ns)
-    compared = gap_of(found, model(whole, *calls), of, report)
+    compared = compute_gap(found, model(whole, *calls), of, report)
     adds_up(compared)
-    assert all(one.gain_ns > 0 for one in gap_findings(compared, ()))
+    assert all(one.gain_ns > 0 for one in build_gap_findings(compared, ()))
 
 
 def slow(high: float, *causes: Finding, **gaps_us: int) -> list[tuple[str, int]]:
@@ -390,7 +396,7 @@ def slow(high: float, *causes: Finding, **gaps_us: int) -> list[tuple[str, int]]
     parts = (GapRow(cause, "collective", "tp", us * US, "") for cause, us in gaps_us.items())
     high_ns = round(expected.step_ns * high)
     gap = Gap((stage,), 0, tuple(parts), (), (), expected.step_ns, high_ns, "high", ())
-    return [(one.code, one.gain_ns // US) for one in gap_findings(gap, causes)]
+    return [(one.code, one.gain_ns // US) for one in build_gap_findings(gap, causes)]
 
 
 def test_findings_of_the_model_are_listed_largest_first() -> None:
@@ -415,7 +421,7 @@ def test_a_problem_found_by_the_replay_is_not_reported_again() -> None:
 
 def disagreed(found: RunSplit, stated: ParallelConfig, world_size: int = 2) -> tuple[str, ...]:
     spec = RunSpec("run", world_size, "nccl", found.layout.mesh)
-    return disagreements(stated, spec, found, "my.toml")
+    return check_layout(stated, spec, found, "my.toml")
 
 
 def test_a_run_file_of_other_ranks_is_refused(tmp_path: Path) -> None:
@@ -446,7 +452,7 @@ def test_a_run_file_of_another_mesh_is_a_caveat(tmp_path: Path) -> None:
 def test_a_single_trace_may_belong_to_more_ranks_than_it_names(tmp_path: Path) -> None:
     found = ranks(tmp_path, TWICE, count=1, mesh=Mesh.of({"tp": 1}))
     unknown = replace(found, layout=replace(found.layout, mesh=None))
-    assert disagreements(ParallelConfig(tp=8), None, unknown, "my.toml") == ()
+    assert check_layout(ParallelConfig(tp=8), None, unknown, "my.toml") == ()
 
 
 @pytest.mark.parametrize(
@@ -454,7 +460,7 @@ def test_a_single_trace_may_belong_to_more_ranks_than_it_names(tmp_path: Path) -
 )
 def test_a_call_of_a_predicted_size_costs_what_is_predicted(layout: ParallelConfig) -> None:
     """One of twice the bytes costs more, and none less than its latency."""
-    of = price_of(job(layout=layout), Rates())
+    of = build_comm_cost(job(layout=layout), Rates())
     for one in predict(job(layout=layout)).communication:
         if one.time.ns:
             size, each_ns = one.message.message_bytes, one.time.ns / one.message.count
@@ -504,9 +510,9 @@ def test_the_screen_names_calls_that_differ_and_memory(tmp_path: Path) -> None:
 
 def test_bandwidths_are_compared_with_the_link_peak(tmp_path: Path) -> None:
     """Two calls of 4,000 bytes over two ranks in 20 us: all_reduce sends each byte once."""
-    found = gap_of(
+    found = compute_gap(
         ranks(tmp_path, TWICE), model(USUAL, SUMS), price,
-        report_of(tmp_path, ranks(tmp_path, TWICE)), wires=lambda axis: Wire(2, 1e9),
+        report_of(tmp_path, ranks(tmp_path, TWICE)), links=lambda axis: AxisLink(2, 1e9),
     )  # fmt: skip
     (row,) = found.calls
     assert (row.bytes, row.time_ns) == (8_000, 20_000)

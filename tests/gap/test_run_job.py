@@ -11,9 +11,9 @@ from cases import for_each
 from splitting import Recording, RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import JobConfig, UsageError, predict
-from stepsplit.analyzer.gap.comm_gap import compare_messages, measured_messages
-from stepsplit.analyzer.gap.config_from_trace import job_of_run, preset_of
-from stepsplit.analyzer.model.config_decode import TomlTable, table_of
+from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages
+from stepsplit.analyzer.gap.config_from_trace import find_preset, infer_job
+from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
 from stepsplit.collectors.run_spec import HostInfo
 
@@ -35,7 +35,7 @@ biases = false
 
 
 def stated(text: str) -> TomlTable:
-    return table_of("job.toml", text.encode())
+    return parse_table("job.toml", text.encode())
 
 
 def found_in(folder: Path) -> tuple[Recording, RunSplit]:
@@ -58,7 +58,7 @@ def on(found: RunSplit, mesh: Mesh) -> RunSplit:
 
 def job(found: RunSplit, spec: RunSpec, text: str | None = None) -> JobConfig:
     split = found if spec.mesh is None else on(found, spec.mesh)
-    return job_of_run(spec, split, None if text is None else stated(text))
+    return infer_job(spec, split, None if text is None else stated(text))
 
 
 def test_run_json_alone_makes_a_job(found: RunSplit) -> None:
@@ -158,7 +158,7 @@ def test_a_trace_alone_needs_a_run_file(found: RunSplit) -> None:
     """Two ranks with an unknown mesh may have any layout."""
     words = r"\[model\] layers, hidden, heads, vocab, \[parallel\] tp, pp, dp, \[training\]"
     with pytest.raises(UsageError, match=words):
-        job_of_run(None, found)
+        infer_job(None, found)
 
 
 def test_two_ranks_without_run_json_take_the_layout_of_the_job_file(found: RunSplit) -> None:
@@ -174,7 +174,7 @@ microbatches = 3
 [hardware]
 preset = "h100-sxm"
 """
-    made = job_of_run(None, found, stated(text))
+    made = infer_job(None, found, stated(text))
     assert (made.parallel.world_size, made.microbatches) == (2, 3)
 
 
@@ -203,7 +203,7 @@ preset = "h100-sxm"
     ],
 )
 def test_what_a_driver_calls_a_device(device: str, preset: str | None) -> None:
-    assert preset_of(device) == preset
+    assert find_preset(device) == preset
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_what_a_driver_calls_a_device(device: str, preset: str | None) -> None:
 def test_recorded_runs_send_what_their_job_predicts(sample: str, further: str) -> None:
     recording, found = found_in(SAMPLES / sample)
     run = stated(f"{SAMPLED}[parallel]\n{further}\n")
-    made = predict(job_of_run(recording.spec, found, run))
+    made = predict(infer_job(recording.spec, found, run))
     assert recording.spec is not None and recording.spec.model is not None
     assert made.parameters == recording.spec.model.parameters
-    assert compare_messages(measured_messages(found), made).equal
+    assert compare_messages(collect_messages(found), made).equal

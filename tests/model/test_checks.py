@@ -16,8 +16,8 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_checks import check, first_fault
-from stepsplit.analyzer.model.hardware_config import efficiency, link
+from stepsplit.analyzer.model.config_checks import check, find_violation
+from stepsplit.analyzer.model.hardware_config import load_efficiency, load_link
 
 GPT = ModelConfig(
     layers=8, hidden=512, heads=8, kv_heads=4, head_size=64, ffn=2048, vocab=1000, positions=1024
@@ -32,10 +32,10 @@ DEVICE = HardwareConfig(
     memory_bytes=1 << 30,
     memory_bytes_per_s=1e9,
     gpus_per_node=8,
-    intra=link("nvlink-3"),
-    inter=link("ib-hdr-200"),
-    host=link("host-pcie-4"),
-    efficiency=efficiency("ampere"),
+    intra=load_link("nvlink-3"),
+    inter=load_link("ib-hdr-200"),
+    host=load_link("host-pcie-4"),
+    efficiency=load_efficiency("ampere"),
 )
 ZEROS: dict[str, Any] = {"dp_shard": 2, "zero": 3}
 
@@ -74,7 +74,7 @@ def message(impossible: JobConfig) -> str:
 )
 def test_valid_jobs_pass(possible: JobConfig) -> None:
     check(possible)
-    assert first_fault(possible) is None
+    assert find_violation(possible) is None
 
 
 @for_each(
@@ -220,5 +220,5 @@ def test_a_violated_constraint_is_reported_with_its_numbers(
 def test_latent_attention_has_no_key_value_heads_to_split() -> None:
     latent = LatentAttention(query_rank=0, kv_rank=64, nope=32, rope=16, value=32)
     model = replace(GPT, heads=12, kv_heads=6)
-    assert first_fault(job(model, tp=4)) is not None
-    assert first_fault(job(replace(model, latent=latent), tp=4)) is None
+    assert find_violation(job(model, tp=4)) is not None
+    assert find_violation(job(replace(model, latent=latent), tp=4)) is None

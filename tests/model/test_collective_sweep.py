@@ -12,33 +12,33 @@ from required import shared_trace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_measured import (
-    Cost,
     Rates,
     TransferSweep,
+    TunerCost,
     TunerTable,
-    sweeps_of,
-    tuner_table,
-    tuner_tables,
+    build_sweeps,
+    build_tuner_table,
+    build_tuner_tables,
 )
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import Span
+from stepsplit.analyzer.model.config import GroupPlacement
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.readers.nccl import nccl_tests as read
 from stepsplit.analyzer.readers.nccl.log import read_nccl_log
 from stepsplit.analyzer.readers.sources import DiskFile
 
-EIGHT = Span(8, 8)
+EIGHT = GroupPlacement(8, 8)
 SWEEP = TransferSweep("all_gather", 8, 8, (1_000, 4_000, 16_000), (10_000.0, 20_000.0, 80_000.0))
 
 
 def test_between_two_sizes_the_logarithm_of_time_is_linear() -> None:
-    assert [SWEEP.time_of(size) for size in (1_000, 2_000, 4_000, 8_000)] == pytest.approx(
+    assert [SWEEP.interpolate_ns(size) for size in (1_000, 2_000, 4_000, 8_000)] == pytest.approx(
         [10_000, 10_000 * 2**0.5, 20_000, 40_000]
     )
 
 
 def test_below_the_sweep_time_is_constant_and_beyond_it_bandwidth_is() -> None:
-    assert [SWEEP.time_of(size) for size in (1, 16_000, 32_000)] == [10_000, 80_000, 160_000]
+    assert [SWEEP.interpolate_ns(size) for size in (1, 16_000, 32_000)] == [10_000, 80_000, 160_000]
 
 
 @pytest.mark.parametrize(
@@ -76,58 +76,74 @@ def test_tables_of_nccl_tests_become_sweeps_without_their_wrong_rows() -> None:
         table("", 8, row(8, 100)),
         table("reduce", -1, row(8, 100)),
     ]
-    assert sweeps_of(tables, ranks_per_node=4) == (
+    assert build_sweeps(tables, ranks_per_node=4) == (
         TransferSweep("send", 8, 4, (8, 16), (100.0, 200.0)),
         TransferSweep("all_gather", 2, 2, (8,), (7.0,)),
     )
-    assert sweeps_of(tables)[0].ranks_per_node == 8
+    assert build_sweeps(tables)[0].ranks_per_node == 8
 
 
 def test_a_sweep_of_the_same_ranks_is_preferred() -> None:
-    rates = Rates((SWEEP,), (TunerTable(8, 8, (Cost("all_gather", 1.0, 1e9),)),))
-    assert rates.time_of("all_gather", 4_000, EIGHT, A100) == Band(20_000, 16_000, 25_000)
+    rates = Rates((SWEEP,), (TunerTable(8, 8, (TunerCost("all_gather", 1.0, 1e9),)),))
+    assert rates.estimate_call_time("all_gather", 4_000, EIGHT, A100) == Band(
+        20_000, 16_000, 25_000
+    )
 
 
 def test_a_sweep_of_other_ranks_is_scaled_by_the_closed_form() -> None:
-    four = Span(4, 4)
+    four = GroupPlacement(4, 4)
     ratio = (
         time_of("all_gather", 4_000, four, A100).ns / time_of("all_gather", 4_000, EIGHT, A100).ns
     )
     assert 0.4 < ratio < 0.9
-    found = Rates((SWEEP,)).time_of("all_gather", 4_000, four, A100)
+    found = Rates((SWEEP,)).estimate_call_time("all_gather", 4_000, four, A100)
     assert astuple(found)[:3] == pytest.approx((20_000 * ratio, 12_000 * ratio, 34_000 * ratio))
 
 
 def test_the_sweep_with_the_closest_number_of_ranks_is_used() -> None:
     near = TransferSweep("all_gather", 4, 4, (1_000,), (1.0,))
     rates = Rates((SWEEP, near))
-    assert rates.time_of("all_gather", 1_000, Span(4, 4), A100).ns == 1.0
+    assert rates.estimate_call_time("all_gather", 1_000, GroupPlacement(4, 4), A100).ns == 1.0
 
 
 @pytest.mark.parametrize(
     ("op", "span"),
-    [("all_reduce", EIGHT), ("all_gather", Span(16, 8)), ("all_gather", Span(64, 64))],
+    [
+        ("all_reduce", EIGHT),
+        ("all_gather", GroupPlacement(16, 8)),
+        ("all_gather", GroupPlacement(64, 64)),
+    ],
 )
-def test_other_ops_and_much_larger_or_inter_node_groups_use_no_sweep(op: str, span: Span) -> None:
-    assert Rates((SWEEP,)).time_of(op, 4_000, span, A100) == time_of(op, 4_000, span, A100)
+def test_other_ops_and_much_larger_or_inter_node_groups_use_no_sweep(
+    op: str, span: GroupPlacement
+) -> None:
+    assert Rates((SWEEP,)).estimate_call_time(op, 4_000, span, A100) == time_of(
+        op, 4_000, span, A100
+    )
 
 
 def test_without_a_sweep_the_fastest_cell_of_nccls_table_is_used() -> None:
-    costs = (Cost("all_reduce", 5_000.0, 1e9), Cost("all_reduce", 30_000.0, 100e9))
+    costs = (TunerCost("all_reduce", 5_000.0, 1e9), TunerCost("all_reduce", 30_000.0, 100e9))
     rates = Rates(tables=(TunerTable(8, 8, costs),))
-    assert rates.time_of("all_reduce", 1_000, EIGHT, A100).ns == 6_000
-    assert rates.time_of("all_reduce", 1_000_000, EIGHT, A100) == Band(40_000, 24_000, 80_000)
-    other = Span(16, 8)
-    assert rates.time_of("all_reduce", 8, other, A100) == time_of("all_reduce", 8, other, A100)
+    assert rates.estimate_call_time("all_reduce", 1_000, EIGHT, A100).ns == 6_000
+    assert rates.estimate_call_time("all_reduce", 1_000_000, EIGHT, A100) == Band(
+        40_000, 24_000, 80_000
+    )
+    other = GroupPlacement(16, 8)
+    assert rates.estimate_call_time("all_reduce", 8, other, A100) == time_of(
+        "all_reduce", 8, other, A100
+    )
 
 
 def test_recv_is_measured_as_send() -> None:
     rates = Rates((TransferSweep("send", 2, 1, (1_000,), (5.0,)),))
-    assert rates.time_of("recv", 1_000, Span(2, 1), A100).ns == 5.0
+    assert rates.estimate_call_time("recv", 1_000, GroupPlacement(2, 1), A100).ns == 5.0
 
 
 def test_a_single_rank_takes_no_time() -> None:
-    assert Rates((SWEEP,)).time_of("all_gather", 4_000, Span(1, 1), A100) == Band(0, 0, 0)
+    assert Rates((SWEEP,)).estimate_call_time(
+        "all_gather", 4_000, GroupPlacement(1, 1), A100
+    ) == Band(0, 0, 0)
 
 
 LOG = """\
@@ -145,10 +161,15 @@ busId 1b000 commId 0xc0 - Init COMPLETE
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        (("a", "a"), TunerTable(2, 2, (Cost("all_reduce", 1e4, 9e9), Cost("broadcast", 1e4, 9e9)))),
+        (
+            ("a", "a"),
+            TunerTable(2, 2, (TunerCost("all_reduce", 1e4, 9e9), TunerCost("broadcast", 1e4, 9e9))),
+        ),
         (
             ("a", "b"),
-            TunerTable(2, 1, (Cost("all_reduce", 1.4e4, 9e9), Cost("broadcast", 1e4, 9e9))),
+            TunerTable(
+                2, 1, (TunerCost("all_reduce", 1.4e4, 9e9), TunerCost("broadcast", 1e4, 9e9))
+            ),
         ),
     ],
 )
@@ -157,16 +178,16 @@ def test_the_table_of_a_log_knows_its_ranks_and_nodes(
 ) -> None:
     file = tmp_path / "nccl.log"
     file.write_text(LOG.format(*hosts))
-    assert tuner_tables(read_nccl_log(DiskFile(file))) == (expected,)
+    assert build_tuner_tables(read_nccl_log(DiskFile(file))) == (expected,)
 
 
 def test_a_real_table_without_a_communicator_is_used_for_given_ranks() -> None:
     folder = shared_trace("nccl_logs")
     log = read_nccl_log(DiskFile(folder / "issue_nccltests_89_2.8.3_tuning_table.log"))
-    assert tuner_tables(log) == ()
-    table = tuner_table(log.costs[0], EIGHT)
-    assert table.time_of("broadcast", 9_000_000) == 18_000 + 1_000_000
-    assert table.time_of("all_reduce", 9_000_000) is None
+    assert build_tuner_tables(log) == ()
+    table = build_tuner_table(log.costs[0], EIGHT)
+    assert table.estimate_ns("broadcast", 9_000_000) == 18_000 + 1_000_000
+    assert table.estimate_ns("all_reduce", 9_000_000) is None
 
 
 def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
@@ -178,7 +199,7 @@ def test_one_size_left_out_of_a_sweep_of_one_node_is_within_8_percent() -> None:
             sizes, times = zip(*points[:i], *points[i + 1 :], strict=True)
             size, ns = points[i]
             errors.append(
-                abs(TransferSweep("all_reduce", 8, 8, sizes, times).time_of(size) / ns - 1)
+                abs(TransferSweep("all_reduce", 8, 8, sizes, times).interpolate_ns(size) / ns - 1)
             )
         assert len(errors) >= 18
         assert mean(errors) <= 0.08
@@ -196,7 +217,8 @@ def test_a_sweep_of_16_nodes_is_more_accurate_than_the_closed_form() -> None:
 
     def error(of: Rates) -> float:
         each = (
-            of.time_of("all_reduce", one.message_bytes, one.span, ALPS).ns / one.ns for one in asked
+            of.estimate_call_time("all_reduce", one.message_bytes, one.span, ALPS).ns / one.ns
+            for one in asked
         )
         return mean(abs(ratio - 1) for ratio in each)
 

@@ -23,22 +23,24 @@ from published_sweeps import (
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import (
     TIMED_OPS,
-    ring_ns,
+    compute_ring_ns,
+    compute_tree_limit_bytes,
+    compute_tree_ns,
     time_of,
-    tree_ns,
-    tree_until_bytes,
 )
-from stepsplit.analyzer.model.config import HardwareConfig, Link, Span
+from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, Link
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.ops import busbw_factor
+from stepsplit.analyzer.ops import compute_busbw_factor
 
 US, MS = 1_000, 1_000_000
 PLAIN = cluster(Link("nvlink", 400e9, 0.5, 1_000), Link("net", 25e9, 0.8, 10_000), 4)
 """200 GB/s of ring inside a node, 20 GB/s a NIC."""
-ONE, TWO, FOUR = Span(4, 4), Span(8, 4), Span(16, 4)
+ONE, TWO, FOUR = GroupPlacement(4, 4), GroupPlacement(8, 4), GroupPlacement(16, 4)
 
 
-def ns(op: str, message_bytes: float, span: Span, hardware: HardwareConfig = PLAIN) -> float:
+def ns(
+    op: str, message_bytes: float, span: GroupPlacement, hardware: HardwareConfig = PLAIN
+) -> float:
     return time_of(op, message_bytes, span, hardware).ns
 
 
@@ -63,43 +65,47 @@ def test_rings_over_nodes_reach_the_rate_of_all_nics_of_a_node() -> None:
 
 def test_between_two_nodes_a_tree_moves_the_buffer_once_a_ring_nearly_twice() -> None:
     assert ns("all_reduce", 0.8e9, TWO) == pytest.approx(8_400 + 6 * 1_000 + 2 * 10_000 + 10 * MS)
-    assert ring_ns("all_reduce", 0.8e9, TWO, PLAIN) > 17.5 * MS
+    assert compute_ring_ns("all_reduce", 0.8e9, TWO, PLAIN) > 17.5 * MS
 
 
 def test_a_doubling_of_nodes_adds_two_levels_to_a_small_all_reduce() -> None:
-    times = [ns("all_reduce", 8, Span(4 * nodes, 4)) for nodes in (4, 8, 16)]
+    times = [ns("all_reduce", 8, GroupPlacement(4 * nodes, 4)) for nodes in (4, 8, 16)]
     assert times[1] - times[0] == pytest.approx(2 * 3_600)
     assert times[2] - times[1] == pytest.approx(2 * 3_600)
 
 
 def test_large_messages_over_many_nodes_use_the_ring() -> None:
-    until = tree_until_bytes(FOUR, PLAIN)
-    assert ns("all_reduce", until / 4, FOUR) == tree_ns(until / 4, FOUR, PLAIN)
-    assert ns("all_reduce", until * 4, FOUR) == ring_ns("all_reduce", until * 4, FOUR, PLAIN)
+    until = compute_tree_limit_bytes(FOUR, PLAIN)
+    assert ns("all_reduce", until / 4, FOUR) == compute_tree_ns(until / 4, FOUR, PLAIN)
+    assert ns("all_reduce", until * 4, FOUR) == compute_ring_ns(
+        "all_reduce", until * 4, FOUR, PLAIN
+    )
 
 
 def test_near_the_switch_the_band_covers_both_algorithms() -> None:
-    near = tree_until_bytes(FOUR, PLAIN) * 0.9
+    near = compute_tree_limit_bytes(FOUR, PLAIN) * 0.9
     band = time_of("all_reduce", near, FOUR, PLAIN)
-    ring = ring_ns("all_reduce", near, FOUR, PLAIN)
+    ring = compute_ring_ns("all_reduce", near, FOUR, PLAIN)
     assert band.low_ns == ring < 0.85 * band.ns
     assert band.high_ns == pytest.approx(1.9 * band.ns)
 
 
 def test_more_than_64_nodes_make_the_band_wider() -> None:
-    few = time_of("all_gather", GIB, Span(256, 4), PLAIN)
-    many = time_of("all_gather", GIB, Span(260, 4), PLAIN)
+    few = time_of("all_gather", GIB, GroupPlacement(256, 4), PLAIN)
+    many = time_of("all_gather", GIB, GroupPlacement(260, 4), PLAIN)
     assert (few.low_ns / few.ns, few.high_ns / few.ns) == pytest.approx((0.85, 1.15))
     assert (many.low_ns / many.ns, many.high_ns / many.ns) == pytest.approx((0.8, 1.9))
 
 
 def test_nvls_needs_five_ranks_and_an_all_reduce() -> None:
     summing = cluster(PLAIN.intra, PLAIN.inter, 8, nvls=1.0)
-    of_five = ns("all_reduce", 40e9, Span(5, 5), summing)
+    of_five = ns("all_reduce", 40e9, GroupPlacement(5, 5), summing)
     assert of_five == pytest.approx(90 * US + 175 * MS)  # 400 GB/s over 2 (8-1)/8
-    assert of_five < ns("all_reduce", 40e9, Span(5, 5), PLAIN)
+    assert of_five < ns("all_reduce", 40e9, GroupPlacement(5, 5), PLAIN)
     assert ns("all_reduce", 40e9, ONE, summing) == ns("all_reduce", 40e9, ONE)
-    assert ns("all_gather", 40e9, Span(5, 5), summing) == ns("all_gather", 40e9, Span(5, 5))
+    assert ns("all_gather", 40e9, GroupPlacement(5, 5), summing) == ns(
+        "all_gather", 40e9, GroupPlacement(5, 5)
+    )
 
 
 def test_an_all_to_all_waits_for_the_slower_of_node_and_network() -> None:
@@ -108,20 +114,20 @@ def test_an_all_to_all_waits_for_the_slower_of_node_and_network() -> None:
 
 
 def test_a_message_takes_the_latency_and_bytes_of_the_link_between_its_ranks() -> None:
-    assert ns("send", 200_000_000, Span(2, 2)) == pytest.approx(8_400 + 1_000 + MS)
-    assert ns("recv", 200_000_000, Span(2, 1)) == pytest.approx(8_400 + 10_000 + 10 * MS)
-    assert ns("send", 8, Span(2, 2)) == pytest.approx(6_600 + 180, abs=1)
+    assert ns("send", 200_000_000, GroupPlacement(2, 2)) == pytest.approx(8_400 + 1_000 + MS)
+    assert ns("recv", 200_000_000, GroupPlacement(2, 1)) == pytest.approx(8_400 + 10_000 + 10 * MS)
+    assert ns("send", 8, GroupPlacement(2, 2)) == pytest.approx(6_600 + 180, abs=1)
 
 
 def test_two_gpus_of_a_mesh_share_one_of_its_links() -> None:
     """Published for 2 of 8 MI300X: 47.7 GB/s; the share of 8 is the one that was fitted."""
-    took = ns("all_reduce", 4 * GIB, Span(2, 2), MI300X)
+    took = ns("all_reduce", 4 * GIB, GroupPlacement(2, 2), MI300X)
     assert 4 * GIB / took == pytest.approx(47.671, rel=0.07)
 
 
 @for_each("op", TIMED_OPS)
 def test_a_single_rank_and_an_empty_message_take_no_time(op: str) -> None:
-    assert time_of(op, GIB, Span(1, 1), PLAIN) == Band(0, 0, 0)
+    assert time_of(op, GIB, GroupPlacement(1, 1), PLAIN) == Band(0, 0, 0)
     assert time_of(op, 0, TWO, PLAIN) == Band(0, 0, 0)
 
 
@@ -129,17 +135,20 @@ def test_a_single_rank_and_an_empty_message_take_no_time(op: str) -> None:
 @for_each("hardware", [A100, H200, B200, ALPS, MI300X])
 def test_a_larger_message_never_takes_less(op: str, hardware: HardwareConfig) -> None:
     for nodes in (1, 2, 3, 16, 256):
-        span = Span(4 * nodes, 4)
+        span = GroupPlacement(4 * nodes, 4)
         times = [ns(op, 2 ** (k / 4), span, hardware) for k in range(140)]
         assert times == sorted(times)
 
 
-@pytest.mark.parametrize("span", [Span(2, 2), Span(8, 8), Span(16, 8), Span(2, 1)])
-def test_within_two_nodes_all_reduce_takes_the_best_algorithm(span: Span) -> None:
+@pytest.mark.parametrize(
+    "span",
+    [GroupPlacement(2, 2), GroupPlacement(8, 8), GroupPlacement(16, 8), GroupPlacement(2, 1)],
+)
+def test_within_two_nodes_all_reduce_takes_the_best_algorithm(span: GroupPlacement) -> None:
     for message_bytes in (8, MIB, GIB):
         took = ns("all_reduce", message_bytes, span, H200)
-        assert took <= ring_ns("all_reduce", message_bytes, span, H200)
-        assert took <= tree_ns(message_bytes, span, H200)
+        assert took <= compute_ring_ns("all_reduce", message_bytes, span, H200)
+        assert took <= compute_tree_ns(message_bytes, span, H200)
 
 
 def test_gloo_over_loopback_takes_milliseconds_where_gpus_take_microseconds() -> None:
@@ -152,10 +161,12 @@ def test_gloo_over_loopback_takes_milliseconds_where_gpus_take_microseconds() ->
     [
         ("allreduce", 8, ONE, "op 'allreduce' has no time model; use one of all_reduce, "),
         ("send", -8, ONE, "message_bytes (-8) must be >= 0"),
-        ("send", 8, Span(4, 8), "ranks_per_node (8) must be between 1 and ranks (4)"),
+        ("send", 8, GroupPlacement(4, 8), "ranks_per_node (8) must be between 1 and ranks (4)"),
     ],
 )
-def test_invalid_calls_are_refused(op: str, message_bytes: int, span: Span, expected: str) -> None:
+def test_invalid_calls_are_refused(
+    op: str, message_bytes: int, span: GroupPlacement, expected: str
+) -> None:
     with pytest.raises(UsageError) as refused:
         time_of(op, message_bytes, span, PLAIN)
     assert str(refused.value).startswith(expected)
@@ -172,7 +183,12 @@ def test_ranks_and_ops_of_an_h200_node_that_were_not_fitted(
     op: str, ranks: int, gigabytes_per_s: float
 ) -> None:
     """ml-engineering network/README.md at 744d01e, 8 and 16 GiB."""
-    busbw = 8 * GIB * busbw_factor(op, ranks) / ns(op, 8 * GIB, Span(ranks, ranks), H200)
+    busbw = (
+        8
+        * GIB
+        * compute_busbw_factor(op, ranks)
+        / ns(op, 8 * GIB, GroupPlacement(ranks, ranks), H200)
+    )
     assert busbw == pytest.approx(gigabytes_per_s, rel=0.05)
 
 

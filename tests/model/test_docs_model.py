@@ -20,19 +20,19 @@ from stepsplit.analyzer.model.config_file import (
     STATES,
     TARGETS,
     TRAINING_KEYS,
-    hardware_names,
-    job_of,
-    model_names,
+    list_hardware_names,
+    list_model_names,
+    parse_job,
 )
 from stepsplit.analyzer.model.flops import CONVENTIONS
 from stepsplit.analyzer.model.hardware_config import (
-    CONSTANTS,
     HARDWARE_KEYS,
     PEAKS,
-    families,
-    link_names,
+    REQUIRED_EFFICIENCY_KEYS,
+    list_families,
+    list_link_names,
 )
-from stepsplit.analyzer.model.memory_states import coefficients
+from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check
 
@@ -81,7 +81,7 @@ WRITTEN = [(section, key) for section in KEYS for key in keys_of(section)]
 def refusal(text: str) -> str:
     """The error of a job file; empty if it is accepted."""
     try:
-        job_of(text)
+        parse_job(text)
     except DataError as error:
         return str(error)
     return ""
@@ -140,7 +140,9 @@ def test_every_key_of_a_job_file_is_on_the_page(section: str) -> None:
 
 def test_every_constant_of_the_hardware_is_on_the_page() -> None:
     written = {key.split(" = ")[0] for key in keys_of("hardware")}
-    known = {f"peaks.{dtype}" for dtype in PEAKS} | {f"efficiency.{name}" for name in CONSTANTS}
+    known = {f"peaks.{dtype}" for dtype in PEAKS} | {
+        f"efficiency.{name}" for name in REQUIRED_EFFICIENCY_KEYS
+    }
     assert known - written == set()
 
 
@@ -149,7 +151,7 @@ def test_every_constant_of_the_hardware_is_on_the_page() -> None:
     [
         ("parallel", SCHEDULES),
         ("training", (*DTYPES, *OPTIMIZERS, *FRAMEWORKS, *RECOMPUTES, *STATES, *TARGETS)),
-        ("hardware", families()),
+        ("hardware", list_families()),
     ],
 )
 def test_every_value_of_a_key_is_on_the_page(section: str, known: tuple[str, ...]) -> None:
@@ -157,7 +159,8 @@ def test_every_value_of_a_key_is_on_the_page(section: str, known: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("place", "names"), [(0, model_names()), (1, hardware_names()), (2, link_names())]
+    ("place", "names"),
+    [(0, list_model_names()), (1, list_hardware_names()), (2, list_link_names())],
 )
 def test_the_presets_of_the_page_are_all_presets(place: int, names: tuple[str, ...]) -> None:
     assert sorted(blocks(part("Presets"))[place].split()) == sorted(names)
@@ -168,7 +171,9 @@ def test_every_convention_is_on_the_page() -> None:
 
 
 def test_the_bands_of_the_page_are_those_of_the_frameworks() -> None:
-    spread = {name: (coefficients(name).low, coefficients(name).high) for name in FRAMEWORKS}
+    spread = {
+        name: (load_coefficients(name).low, load_coefficients(name).high) for name in FRAMEWORKS
+    }
     assert "megatron -3.5 to +3.5 %, others -20 to\n+45 %" in part("Memory")
     assert spread.pop("megatron") == (0.965, 1.035)
     assert set(spread.values()) == {(0.8, 1.45)}

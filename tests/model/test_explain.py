@@ -15,23 +15,29 @@ from stepsplit.analyzer.model.comm_ops import EXPERT_ROUTING, SEQUENCE, CommOp
 from stepsplit.analyzer.model.comm_time import (
     ALL_TO_ALL,
     CHOICE,
-    nvls_ns,
-    ring_ns,
+    compute_nvls_ns,
+    compute_ring_ns,
+    compute_tree_ns,
     time_of,
-    tree_ns,
 )
 from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, ZERO
 from stepsplit.analyzer.model.config import (
     Experts,
+    GroupPlacement,
     HardwareConfig,
     JobConfig,
     Link,
     ParallelConfig,
-    Span,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.formulas import Explained, Formula, RuleOfThumb, Symbol, heard
+from stepsplit.analyzer.model.formulas import (
+    Explanation,
+    Formula,
+    RuleOfThumb,
+    Symbol,
+    find_misleading_rules,
+)
 from stepsplit.analyzer.model.parameters import TOTAL
 from stepsplit.analyzer.model.prediction import (
     Band,
@@ -50,15 +56,15 @@ FIRST = 12 * LAYER + 25_088 * 2048 + 2048 * 2048
 LAST = 12 * LAYER + 25_088 * 2048 + 2 * 2048
 
 
-def of(formula: str, a_job: JobConfig, a_prediction: Prediction) -> Explained:
+def of(formula: str, a_job: JobConfig, a_prediction: Prediction) -> Explanation:
     return next(one for one in explain(a_job, a_prediction) if one.formula.id == formula)
 
 
-def rules(one: Explained) -> dict[str, float]:
-    return {rule.rule: rule.value for rule in one.folk}
+def rules(one: Explanation) -> dict[str, float]:
+    return {rule.rule: rule.value for rule in one.rules}
 
 
-def values(explained: tuple[Explained, ...]) -> dict[str, tuple[float, dict[str, float]]]:
+def values(explained: tuple[Explanation, ...]) -> dict[str, tuple[float, dict[str, float]]]:
     return {one.formula.id: (one.value, rules(one)) for one in explained}
 
 
@@ -126,7 +132,7 @@ def test_each_formula_has_the_value_of_the_job_and_the_rules_that_differ() -> No
 
 
 def test_symbols_carry_name_meaning_value_and_unit() -> None:
-    assert of("parameters.total", job(), prediction()) == Explained(
+    assert of("parameters.total", job(), prediction()) == Explanation(
         TOTAL,
         "parameters of the whole model",
         (
@@ -202,7 +208,7 @@ def test_sequence_parallelism_replaces_each_call_with_two() -> None:
     )
     one = of("comm.sequence", split, with_messages(SEQUENCE, *calls))
     assert (one.value, rules(one)) == (392, {"two all_reduces per layer": 192})
-    assert one.folk[0].why.endswith("sequence parallelism replaces each with two calls")
+    assert one.rules[0].why.endswith("sequence parallelism replaces each with two calls")
 
 
 def test_zero_1_needs_no_all_reduce() -> None:
@@ -234,7 +240,7 @@ def test_fsdp_gathers_for_every_microbatch() -> None:
     assert (one.value, rules(one)) == (32 * LAST, {rule: 6 * LAST})
 
 
-def of_large_sum() -> Explained:
+def of_large_sum() -> Explanation:
     """The explanation of a tree for an all_reduce of 8 MiB on 16 ranks of two nodes."""
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16))
     call = CommOp("ddp", "all_reduce", "dp", 1, "grad_sync", 2, 8 * MIB, 8 * MIB, 15 * MIB)
@@ -261,7 +267,7 @@ def test_between_nodes_the_network_is_the_link_of_the_ring() -> None:
         Symbol("e", "fraction of it that large rings reach", 0.5, "ratio"),
         Symbol("a", "latency of a step between nodes", 5_000, "ns"),
     )
-    assert ring.folk[0].why == (
+    assert ring.rules[0].why == (
         "that rate is the sum of both directions, no ring reaches all of it, all_reduce sends"
         " 1.88 times its buffer, and between nodes the network is the bottleneck"
     )
@@ -273,24 +279,24 @@ def test_between_nodes_with_slow_links_inside_the_ring_waits_for_those() -> None
     wide = job(layout=ParallelConfig(pp=2, dp_replicate=16), hardware=inside)
     ring = of("comm.choice", wide, with_messages(DDP, call))
     assert ring.symbols[4] == Symbol("B", "nvlink4, one direction of one GPU", 100e9, "bytes_per_s")
-    assert not ring.folk[0].why.endswith("the network is the bottleneck")
+    assert not ring.rules[0].why.endswith("the network is the bottleneck")
 
 
 @pytest.mark.parametrize(
     ("formula", "message_bytes", "hardware", "closed_form"),
     [
-        ("comm.ring", 8 * MIB, replace(H100, nvls=0.0), partial(ring_ns, "all_reduce")),
-        ("comm.nvls", GIB, H100, nvls_ns),
-        ("comm.tree", 8 * MIB, SLOW_HOPS, tree_ns),
+        ("comm.ring", 8 * MIB, replace(H100, nvls=0.0), partial(compute_ring_ns, "all_reduce")),
+        ("comm.nvls", GIB, H100, compute_nvls_ns),
+        ("comm.tree", 8 * MIB, SLOW_HOPS, compute_tree_ns),
     ],
 )
 def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
     formula: str,
     message_bytes: int,
     hardware: HardwareConfig,
-    closed_form: Callable[[float, Span, HardwareConfig], float],
+    closed_form: Callable[[float, GroupPlacement, HardwareConfig], float],
 ) -> None:
-    span = Span(8, 8) if hardware is not SLOW_HOPS else Span(8, 2)
+    span = GroupPlacement(8, 8) if hardware is not SLOW_HOPS else GroupPlacement(8, 2)
     time = time_of("all_reduce", message_bytes, span, hardware)
     assert time.ns == closed_form(message_bytes, span, hardware)
     message = CommOp(
@@ -305,7 +311,7 @@ def test_the_algorithm_whose_closed_form_gives_the_time_is_named(
 def test_a_mixture_has_inactive_parameters() -> None:
     mixture = replace(GPT, gated=True, experts=Experts(count=8, top_k=2, ffn=4096))
     one = of("flops.C1", job(model=mixture), prediction())
-    assert one.folk[0].why.endswith(", and inactive experts")
+    assert one.rules[0].why.endswith(", and inactive experts")
     assert one.symbols[-1] == Symbol(
         "W", "weights of all layers that one token is multiplied with",
         24 * (4 * 2048**2 + 2048 * 8 + 2 * 3 * 2048 * 4096), "parameters",
@@ -330,17 +336,17 @@ def test_offloaded_states_are_left_to_the_memory_table() -> None:
 
 
 def test_rules_of_thumb_about_the_jobs_formulas_that_do_not_hold_are_found() -> None:
-    about = {rule.id for rule in heard([of("comm.ddp", job(), prediction())])}
+    about = {rule.id for rule in find_misleading_rules([of("comm.ddp", job(), prediction())])}
     assert about == {"dp-bytes", "dp-time"}
-    everything = heard(explain(job(), prediction()))
+    everything = find_misleading_rules(explain(job(), prediction()))
     assert {rule.verdict for rule in everything} == {"half", "wrong"}
     assert not {"comm.zero", "comm.fsdp"} & {name for rule in everything for name in rule.formulas}
 
 
 def test_a_rule_that_an_explanation_answers_is_not_repeated() -> None:
     tree = of_large_sum()
-    assert "tree-volume" not in {rule.id for rule in heard([tree])}
-    assert "tree-volume" in {rule.id for rule in heard([replace(tree, folk=())])}
+    assert "tree-volume" not in {rule.id for rule in find_misleading_rules([tree])}
+    assert "tree-volume" in {rule.id for rule in find_misleading_rules([replace(tree, folk=())])}
 
 
 def test_tokens_are_sent_to_each_of_their_experts() -> None:

@@ -13,7 +13,7 @@ from cases import for_each
 from prediction_builders import GPT, H100, job
 
 from stepsplit.analyzer import model
-from stepsplit.analyzer.model.comm_measured import Cost, Rates, TransferSweep, TunerTable
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep, TunerCost, TunerTable
 from stepsplit.analyzer.model.config import (
     Experts,
     Framework,
@@ -26,17 +26,17 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.explain import explain
 from stepsplit.analyzer.model.flops import CONVENTIONS, count_step_flops
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory import memory_of
-from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.memory import compute_memory
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import (
     ORDER,
     collect_formulas,
+    compute_stage_times,
     predict,
-    stage_times,
-    timed_messages,
+    time_messages,
 )
 from stepsplit.analyzer.model.schedule import SCHEDULES
-from stepsplit.analyzer.model.step_time import pipelined, straggling
+from stepsplit.analyzer.model.step_time import compute_pipeline, compute_skew
 
 ALONE = (
     "parameters.total", "parameters.stage", "parameters.layer", "flops.C1", "flops.mfu",
@@ -150,7 +150,7 @@ def test_many_nodes_add_stragglers_and_groups_over_nodes_have_no_switch() -> Non
 
 def test_measured_links_are_named() -> None:
     sweep = TransferSweep("all_reduce", 8, 8, (1024.0, 2048.0), (1e4, 2e4))
-    table = TunerTable(8, 8, (Cost("all_reduce", 1e4, 1e11),))
+    table = TunerTable(8, 8, (TunerCost("all_reduce", 1e4, 1e11),))
     a_job = job(layout=ParallelConfig(dp_replicate=8))
     measured = ids(a_job, Rates((sweep,), (table,)))
     assert measured - ids(a_job) == {"comm.sweep", "comm.tuner"}
@@ -185,10 +185,17 @@ def test_every_formula_of_a_computation_has_its_place_in_the_order() -> None:
 @pytest.mark.alone
 def test_collecting_formulas_is_fast() -> None:
     a_job = job()
-    held, timed = stage_parameters(a_job), timed_messages(a_job, Rates())
-    stages = stage_times(a_job, held, timed)
-    pipeline = pipelined(a_job, stages, timed)
-    parts = count_step_flops(a_job), memory_of(a_job), timed, stages, pipeline, straggling(a_job)
+    held, timed = count_stage_parameters(a_job), time_messages(a_job, Rates())
+    stages = compute_stage_times(a_job, held, timed)
+    pipeline = compute_pipeline(a_job, stages, timed)
+    parts = (
+        count_step_flops(a_job),
+        compute_memory(a_job),
+        timed,
+        stages,
+        pipeline,
+        compute_skew(a_job),
+    )
     started = time.perf_counter()
     for _ in range(1000):
         collect_formulas(held, *parts)

@@ -9,7 +9,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig, stages_of
+from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig, list_stages
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     EVERY,
@@ -17,10 +17,10 @@ from stepsplit.analyzer.model.memory_states import (
     LAYER_ACTIVATIONS,
     LayerActivations,
     StageActivations,
-    chunks_in_flight,
-    coefficients,
-    layer_activations,
-    stage_activations,
+    compute_layer_activations,
+    compute_stage_activations,
+    count_chunks_in_flight,
+    load_coefficients,
 )
 
 GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
@@ -29,7 +29,7 @@ GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
 def test_a_layer_with_flash_attention_item_by_item() -> None:
     """16 tokens of 8: norms 8 x 128, q k v 2 x 16 x 24, output 2 x 128 and 4 heads of log-sum-exp,
     MLP 2 x 16 x 64."""
-    assert layer_activations(job()) == LayerActivations(
+    assert compute_layer_activations(job()) == LayerActivations(
         norms=1024, heads=768, attention=256 + 256, masks=0, mlp=2048, routed=0
     )
 
@@ -49,43 +49,49 @@ def test_gpt_with_dropout_is_table_2_of_korthikanti(
 ) -> None:
     """sbh = 128 and 5as/h = 40."""
     layout = ParallelConfig(tp=tp, sequence_parallel=sequence_parallel)
-    assert layer_activations(job(layout=layout, recompute=recompute, **GPT)).total_bytes == total
+    assert (
+        compute_layer_activations(job(layout=layout, recompute=recompute, **GPT)).total_bytes
+        == total
+    )
 
 
 def test_gated_mlp_and_grouped_queries() -> None:
     """hidden 8, keys for two of four heads, three GEMMs of width 16."""
     model = llama(2, 8, 4, 2, 16, 512)
-    found = layer_activations(job(model))
+    found = compute_layer_activations(job(model))
     assert (found.heads, found.mlp) == (2 * 16 * (8 + 4 + 4), 2 * 16 * 3 * 16)
 
 
 def test_context_parallelism_divides_the_tokens_and_ulysses_keeps_its_output_twice() -> None:
-    ring = layer_activations(job(layout=ParallelConfig(cp=2)))
-    ulysses = layer_activations(job(layout=ParallelConfig(cp=2, context_kind="ulysses")))
+    ring = compute_layer_activations(job(layout=ParallelConfig(cp=2)))
+    ulysses = compute_layer_activations(job(layout=ParallelConfig(cp=2, context_kind="ulysses")))
     assert ring == LayerActivations(512, 384, 256, 0, 1024, 0)
     assert ulysses == replace(ring, attention=256 + 128)
 
 
 def test_fp8_products_keep_half_of_their_inputs_in_transformer_engine() -> None:
     """Norm outputs and the last product's input shrink; attention's output gains an fp8 copy."""
-    found = layer_activations(job(dtype="fp8"))
+    found = compute_layer_activations(job(dtype="fp8"))
     assert found == LayerActivations(
         norms=768, heads=768, attention=512 + 128, masks=0, mlp=2 * 512 + 512, routed=0
     )
-    assert layer_activations(job(dtype="fp8", framework="fsdp2")) == layer_activations(
-        job(framework="fsdp2")
-    )
+    assert compute_layer_activations(
+        job(dtype="fp8", framework="fsdp2")
+    ) == compute_layer_activations(job(framework="fsdp2"))
 
 
 def test_fp32_activations_take_twice_the_bytes_but_for_the_log_sum_exp() -> None:
-    half, full = layer_activations(job()), layer_activations(job(activation_dtype="fp32"))
+    half, full = (
+        compute_layer_activations(job()),
+        compute_layer_activations(job(activation_dtype="fp32")),
+    )
     assert full == LayerActivations(2 * half.norms, 2 * half.heads, 768, 0, 2 * half.mlp, 0)
 
 
 def test_an_expert_layer_saves_its_routed_tokens_and_latents() -> None:
     """A token of DeepSeek-V2-Lite: 6 experts of 1408 (gated), shared 2816, 64 router logits; keys
     and queries 192 wide, values 128, latent 512 before and after its norm, rotary key 64."""
-    found = layer_activations(job(LITE), expert=True)
+    found = compute_layer_activations(job(LITE), expert=True)
     assert found == LayerActivations(
         norms=16 * 8 * 2048,
         heads=16 * 2 * (16 * (192 + 192 + 128) + 2 * 512 + 64),
@@ -111,15 +117,15 @@ def test_recomputation_trades_layers_for_inputs(
 ) -> None:
     """Four layers of 4352 bytes, inputs of 256. sqrt(4 x 4352 / 256) is 8: all four inputs."""
     small = job(recompute=recompute, recompute_every=every)
-    (stage,) = stages_of(small)
-    assert stage_activations(small, stage) == StageActivations(held, rerun, formula)
+    (stage,) = list_stages(small)
+    assert compute_stage_activations(small, stage) == StageActivations(held, rerun, formula)
 
 
 def test_the_best_number_of_inputs_is_the_root_of_the_ratio() -> None:
     """100 layers of 17 inputs each: sqrt(100 x 17) = 41, groups of 3."""
     deep = job(replace(TINY, layers=100), recompute="sqrt")
-    (stage,) = stages_of(deep)
-    assert stage_activations(deep, stage) == StageActivations(41 * 256, 3 * 4352, EVERY)
+    (stage,) = list_stages(deep)
+    assert compute_stage_activations(deep, stage) == StageActivations(41 * 256, 3 * 4352, EVERY)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_microbatches_in_flight_on_each_of_four_ranks(
     schedule: Any, chunks: int, in_flight: list[int]
 ) -> None:
     piped = job(layout=ParallelConfig(pp=4, schedule=schedule, chunks=chunks), global_batch=8)
-    assert [chunks_in_flight(piped, rank) for rank in range(4)] == in_flight
+    assert [count_chunks_in_flight(piped, rank) for rank in range(4)] == in_flight
 
 
 def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
@@ -155,14 +161,14 @@ def test_the_formulas_behind_figure_1_of_korthikanti() -> None:
             model = gpt(layers, hidden, heads, 51200, 2048)
             recipe = {"seq_len": 2048, "micro_batch": batch, "global_batch": 64 * batch}
             big = job(model, layout, recompute=recompute, **recipe, **GPT)
-            each = stage_activations(big, stages_of(big)[0]).held_bytes
-            found = chunks_in_flight(big, 0) * each / 2**30
+            each = compute_stage_activations(big, list_stages(big)[0]).saved_bytes
+            found = count_chunks_in_flight(big, 0) * each / 2**30
             assert found == pytest.approx(float(row[name]), rel=1e-4)
 
 
 @for_each("framework", FRAMEWORKS)
 def test_every_framework_has_a_source_of_its_coefficients(framework: Framework) -> None:
-    found = coefficients(framework)
+    found = load_coefficients(framework)
     assert found.framework == framework
     assert found.source
     assert found.low <= 1.0 <= found.high
@@ -176,9 +182,9 @@ def test_eager_transformers_match_the_measured_coefficients() -> None:
         "google/gemma-1.1-2b-it": gemma,
     }
     for row in published("activation_coefficient_measured"):
-        fitted = f"activation-coefficient/{row['model']}" in coefficients("huggingface").rows
+        fitted = f"activation-coefficient/{row['model']}" in load_coefficients("huggingface").rows
         if row["model"] in models and not fitted:
             eager = job(models[row["model"]], framework="huggingface")
             hidden = 2 * eager.tokens * eager.model.hidden
-            found = layer_activations(eager).total_bytes / hidden
+            found = compute_layer_activations(eager).total_bytes / hidden
             assert found == pytest.approx(float(row["coefficient"]), rel=0.05)

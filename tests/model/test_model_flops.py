@@ -8,21 +8,21 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.config import Chunk, Experts, ParallelConfig, stages_of
+from stepsplit.analyzer.model.config import Chunk, Experts, ParallelConfig, list_stages
 from stepsplit.analyzer.model.flops import (
     CONVENTIONS,
     ChunkFlops,
-    chunk_flops,
-    hardware_flops,
-    korthikanti_flops,
-    korthikanti_selective_flops,
-    mfu,
-    model_flops,
-    sc21_days,
-    sc21_flops,
-    training_days,
+    compute_korthikanti_flops,
+    compute_korthikanti_selective_flops,
+    compute_mfu,
+    compute_sc21_days,
+    compute_sc21_flops,
+    compute_training_days,
+    count_chunk_flops,
+    count_hardware_flops,
+    count_model_flops,
 )
-from stepsplit.analyzer.model.parameters import active_parameters, total_parameters
+from stepsplit.analyzer.model.parameters import count_active_parameters, count_parameters
 
 SMALL = gpt(layers=2, hidden=4, heads=2, vocab=128, seq=8)
 STEP = {"seq_len": 8, "global_batch": 4}
@@ -32,9 +32,9 @@ MIXED = replace(TINY, layers=2, experts=Experts(4, 2, ffn=16, shared_ffn=8, dens
 
 
 def test_the_conventions_of_a_small_gpt_worked_out_by_hand() -> None:
-    layers, core, head, every = 2 * 384, 2 * 128, 1024, total_parameters(SMALL)
+    layers, core, head, every = 2 * 384, 2 * 128, 1024, count_parameters(SMALL)
     small = job(SMALL, **STEP)
-    assert {name: model_flops(small, name) for name in CONVENTIONS} == {
+    assert {name: count_model_flops(small, name) for name in CONVENTIONS} == {
         "C1": 32 * 3 * (layers + core + head),
         "C2": 32 * (3 * layers + 6 * core + 3 * head),
         "C3": 32 * (4 * layers + 4 * core + 3 * head),
@@ -53,26 +53,30 @@ def test_recomputation_adds_forward_passes_of_layers_and_not_of_the_head(
 ) -> None:
     """Selective is counted as Korthikanti et al. print it: the core's three passes once more."""
     small = job(SMALL, **STEP, recompute=recompute, flash_attention=False)
-    assert hardware_flops(small) == 32 * (layers * 768 + core * 256 + 3 * 1024)
-    assert model_flops(small) == 32 * 3 * (768 + 256 + 1024)
+    assert count_hardware_flops(small) == 32 * (layers * 768 + core * 256 + 3 * 1024)
+    assert count_model_flops(small) == 32 * 3 * (768 + 256 + 1024)
 
 
 def test_selective_repeats_no_fused_attention_and_every_second_gemm_in_torchtitan() -> None:
     fused = job(SMALL, **STEP, recompute="selective")
-    assert hardware_flops(fused) == model_flops(fused)
+    assert count_hardware_flops(fused) == count_model_flops(fused)
     titan = job(SMALL, **STEP, recompute="selective", framework="fsdp2")
-    assert hardware_flops(titan) - model_flops(titan) == 32 * 768 // 2
+    assert count_hardware_flops(titan) - count_model_flops(titan) == 32 * 768 // 2
 
 
 def test_other_conventions_count_one_more_pass_of_what_is_recomputed() -> None:
-    every = total_parameters(SMALL)
+    every = count_parameters(SMALL)
     selective, full = (
         job(SMALL, **STEP, recompute=how, flash_attention=False) for how in ("selective", "full")
     )
-    assert hardware_flops(selective, "C5") == 32 * (3 * 768 + 4 * 128 + 3 * 1024)
-    assert hardware_flops(selective, "C4") == 32 * (6 * every + 4 * 256)
-    assert hardware_flops(full, "C4") * 3 == 4 * model_flops(full, "C4")
-    assert hardware_flops(full, "C3") == model_flops(full, "C3") == hardware_flops(full)
+    assert count_hardware_flops(selective, "C5") == 32 * (3 * 768 + 4 * 128 + 3 * 1024)
+    assert count_hardware_flops(selective, "C4") == 32 * (6 * every + 4 * 256)
+    assert count_hardware_flops(full, "C4") * 3 == 4 * count_model_flops(full, "C4")
+    assert (
+        count_hardware_flops(full, "C3")
+        == count_model_flops(full, "C3")
+        == count_hardware_flops(full)
+    )
 
 
 def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms() -> None:
@@ -90,28 +94,34 @@ def test_for_gpt_the_count_product_by_product_equals_the_published_closed_forms(
             )
             for how in ("none", "selective", "full")
         )
-        assert model_flops(plain) == hardware_flops(plain) == korthikanti_flops(*sizes)
-        assert hardware_flops(selective) == korthikanti_selective_flops(*sizes)
-        assert hardware_flops(full) == sc21_flops(*sizes)
+        assert (
+            count_model_flops(plain)
+            == count_hardware_flops(plain)
+            == compute_korthikanti_flops(*sizes)
+        )
+        assert count_hardware_flops(selective) == compute_korthikanti_selective_flops(*sizes)
+        assert count_hardware_flops(full) == compute_sc21_flops(*sizes)
 
 
 def test_grouped_heads_and_gates_change_the_products_and_not_the_core() -> None:
     """h 16, queries and output 2 · 16², keys and values 2 · 16 · 8, gated MLP 3 · 16 · 64."""
     model = llama(1, 16, 4, 2, 64, 128)
     products, core, head = 2 * (512 + 256 + 3072), 4 * 16 * 16, 2 * 16 * 128
-    assert model_flops(job(model)) == 16 * 3 * (products + core + head)
+    assert count_model_flops(job(model)) == 16 * 3 * (products + core + head)
 
 
 def test_a_token_pays_for_top_k_experts_the_shared_one_and_the_router() -> None:
     dense, mixed = 256 + 512, 256 + 2 * 256 + 128 + 32
     linear, core, head = 2 * (dense + mixed), 2 * 4 * 16 * 8, 2 * 8 * 512
-    assert model_flops(job(MIXED)) == 16 * 3 * (linear + core + head)
-    assert model_flops(job(MIXED), "C6") == 16 * (6 * active_parameters(MIXED) + 3 * core)
-    assert model_flops(job(MIXED), "C4") == 16 * (6 * total_parameters(MIXED) + 3 * core)
+    assert count_model_flops(job(MIXED)) == 16 * 3 * (linear + core + head)
+    assert count_model_flops(job(MIXED), "C6") == 16 * (
+        6 * count_active_parameters(MIXED) + 3 * core
+    )
+    assert count_model_flops(job(MIXED), "C4") == 16 * (6 * count_parameters(MIXED) + 3 * core)
 
 
 def test_latent_attention_compares_wide_keys_and_adds_narrow_values() -> None:
-    short, long = (model_flops(job(LITE, seq_len=seq)) for seq in (1, 2))
+    short, long = (count_model_flops(job(LITE, seq_len=seq)) for seq in (1, 2))
     per_layer = 2 * 16 * (128 + 64 + 128)
     assert long - 2 * short == 2 * 3 * 27 * per_layer
 
@@ -119,8 +129,8 @@ def test_latent_attention_compares_wide_keys_and_adds_narrow_values() -> None:
 def test_one_rank_does_its_share_of_a_chunk() -> None:
     """A layer has 2 · (256 + 512) FLOPs of products a token, core 4 s h = 512, head 8192."""
     layout = ParallelConfig(tp=2, pp=2, cp=2)
-    chunks = [stage.chunks[0] for stage in stages_of(job(layout=layout))]
-    assert [chunk_flops(job(layout=layout), chunk) for chunk in chunks] == [
+    chunks = [stage.chunks[0] for stage in list_stages(job(layout=layout))]
+    assert [count_chunk_flops(job(layout=layout), chunk) for chunk in chunks] == [
         ChunkFlops(8 * 2 * 1536 // 2, 8 * 2 * 512 // 2, 0),
         ChunkFlops(8 * 2 * 1536 // 2, 8 * 2 * 512 // 2, 8 * 8192 // 2),
     ]
@@ -134,22 +144,22 @@ def test_ranks_of_a_mixture_share_routed_tokens_whatever_their_experts() -> None
     )
     whole = job(MIXED, ParallelConfig(tp=2), global_batch=2)
     divided = 16 * 2 * (256 + 2 * 256 + 128) // 2
-    assert chunk_flops(spread, chunk).linear == divided + 8 * 2 * 32
-    assert chunk_flops(whole, chunk).linear == divided + 16 * 2 * 32
+    assert count_chunk_flops(spread, chunk).linear == divided + 8 * 2 * 32
+    assert count_chunk_flops(whole, chunk).linear == divided + 16 * 2 * 32
 
 
 def test_ranks_together_do_what_the_model_needs() -> None:
     layout = ParallelConfig(tp=2, pp=2, dp_replicate=2, cp=2)
     split = job(layout=layout, global_batch=8)
-    passes = [chunk_flops(split, stage.chunks[0]) for stage in stages_of(split)]
+    passes = [count_chunk_flops(split, stage.chunks[0]) for stage in list_stages(split)]
     forward = sum(each.linear + each.attention + each.head for each in passes)
-    assert 3 * forward * split.microbatches * 2 * 2 * 2 == model_flops(split)
+    assert 3 * forward * split.microbatches * 2 * 2 * 2 == count_model_flops(split)
 
 
 def test_utilization_is_flops_over_those_of_the_peak() -> None:
-    assert mfu(6e15, 2e9, 10, 1e15) == pytest.approx(0.3)
-    assert mfu(6e15, 2e9, 10, None) is None
-    assert mfu(6e15, 0, 10, 1e15) is None
+    assert compute_mfu(6e15, 2e9, 10, 1e15) == pytest.approx(0.3)
+    assert compute_mfu(6e15, 2e9, 10, None) is None
+    assert compute_mfu(6e15, 0, 10, 1e15) is None
 
 
 def test_korthikanti_table_5_within_a_third_of_a_point() -> None:
@@ -160,8 +170,12 @@ def test_korthikanti_table_5_within_a_third_of_a_point() -> None:
         step["flash_attention"] = False
         trained, took_ns = job(gpt_of(row), layout, **step), float(row["iter_s_selective_SP"]) * 1e9
         found = [
-            mfu(flops, took_ns, gpus, A100)
-            for flops in (model_flops(trained), hardware_flops(trained), model_flops(trained, "C2"))
+            compute_mfu(flops, took_ns, gpus, A100)
+            for flops in (
+                count_model_flops(trained),
+                count_hardware_flops(trained),
+                count_model_flops(trained, "C2"),
+            )
         ]
         used, busy = float(row["mfu_pct_present"]) / 100, float(row["hfu_pct_present"]) / 100
         assert found == pytest.approx([used, busy, busy], abs=0.003)
@@ -170,7 +184,7 @@ def test_korthikanti_table_5_within_a_third_of_a_point() -> None:
 def test_megatron_table_1_prints_the_share_and_the_sum_of_its_rates() -> None:
     for row in published("megatron_sc21_table1"):
         rate, gpus = float(row["tflops_per_gpu"]), int(row["gpus"])
-        used = mfu(rate * 1e12, 1e9, 1, A100)
+        used = compute_mfu(rate * 1e12, 1e9, 1, A100)
         assert used == pytest.approx(float(row["pct_peak"]) / 100, abs=0.005)
         assert rate * gpus / 1e3 == pytest.approx(float(row["aggregate_pflops"]), rel=0.005)
 
@@ -179,16 +193,16 @@ def test_megatron_table_2_takes_the_days_of_equation_3() -> None:
     for row in published("megatron_sc21_table2_zero3_vs_ptd"):
         trained = job(gpt_of(row), ParallelConfig(tp=8), seq_len=2048, recompute="full")
         rate, gpus = float(row["tflops_per_gpu"]) * 1e12, int(row["gpus"])
-        days = training_days(300e9, hardware_flops(trained) / 2048, gpus, rate)
+        days = compute_training_days(300e9, count_hardware_flops(trained) / 2048, gpus, rate)
         assert days == pytest.approx(float(row["days_for_300B_tokens"]), abs=1)
-        short = sc21_days(300e9, total_parameters(trained.model), gpus, rate)
+        short = compute_sc21_days(300e9, count_parameters(trained.model), gpus, rate)
         assert 0.97 * days < short < 0.98 * days
 
 
 def test_mt_nlg_rates_count_full_recomputation() -> None:
     for row in published("mtnlg_530b"):
         step = {"seq_len": 2048, "global_batch": 1920, "recompute": "full"}
-        flops = hardware_flops(job(gpt_of(row), ParallelConfig(tp=8), **step))
+        flops = count_hardware_flops(job(gpt_of(row), ParallelConfig(tp=8), **step))
         rate = flops / float(row["iter_s"]) / int(row["gpus"]) / 1e12
         assert round(rate) == float(row["tflops_per_gpu"])
 
@@ -203,8 +217,8 @@ def test_llm_foundry_utilizations_are_convention_c4() -> None:
         peak = H100 if row["gpu"].startswith("h100") else A100
         peak *= 2 if "fp8" in row["precision"] else 1
         step_ns = model.positions / float(row["tokens_per_s_per_gpu"]) * 1e9
-        used = mfu(model_flops(one, "C4"), step_ns, 1, peak)
-        busy = mfu(hardware_flops(one, "C4"), step_ns, 1, peak)
+        used = compute_mfu(count_model_flops(one, "C4"), step_ns, 1, peak)
+        busy = compute_mfu(count_hardware_flops(one, "C4"), step_ns, 1, peak)
         assert used == pytest.approx(float(row["mfu_pct"]) / 100, rel=3e-3)
         assert busy == pytest.approx(float(row["hfu_pct"]) / 100, rel=3e-3)
 
@@ -212,13 +226,13 @@ def test_llm_foundry_utilizations_are_convention_c4() -> None:
 def test_megatron_on_h100_prints_shares_of_989_tflops() -> None:
     for row in published("megatron_h100_weak_scaling"):
         rate = float(row["tflops_per_gpu"])
-        used = mfu(rate * 1e12, 1e9, 1, 989.4e12)
+        used = compute_mfu(rate * 1e12, 1e9, 1, 989.4e12)
         assert used == pytest.approx(float(row["mfu_pct"]) / 100, abs=0.005)
 
 
 def test_llama_3_405b_at_430_tflops_uses_43_percent() -> None:
-    assert mfu(430e12, 1e9, 1, H100) == pytest.approx(0.43, abs=0.005)
+    assert compute_mfu(430e12, 1e9, 1, H100) == pytest.approx(0.43, abs=0.005)
     trained = job(llama(126, 16384, 128, 8, 53248, 128256), seq_len=8192, global_batch=2048)
-    in_products = total_parameters(trained.model) - 128256 * 16384 - 253 * 16384
+    in_products = count_parameters(trained.model) - 128256 * 16384 - 253 * 16384
     per_token = 6 * in_products + 12 * 126 * 16384 * 8192
-    assert model_flops(trained) == 2048 * 8192 * per_token
+    assert count_model_flops(trained) == 2048 * 8192 * per_token

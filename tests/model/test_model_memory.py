@@ -17,21 +17,21 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
-    stages_of,
+    list_stages,
 )
 from stepsplit.analyzer.model.memory import (
     BytesBand,
     MemoryCalibration,
     Moment,
-    allocated_band,
     calibrate_memory,
-    fits,
-    memory_of,
-    moments_of,
-    reserved_bytes,
+    compute_memory,
+    estimate_allocated_band,
+    estimate_reserved_bytes,
+    is_within_memory,
+    list_stage_moments,
 )
-from stepsplit.analyzer.model.memory_states import layers_of
-from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
 
 WORKSPACE = 64 * 2**20
@@ -41,7 +41,7 @@ def test_one_rank_of_megatron_peaks_at_the_loss() -> None:
     """11336 parameters at 2 + 4 + 12. Held: 4 layers of 4352, logits 2 x 16 x 512, the last norm's
     input and output. For a moment: a layer's dummy gradient 2 x 768, the head's 2 x 4096, its
     input's 256."""
-    assert memory_of(job()) == (
+    assert compute_memory(job()) == (
         StageMemory(
             stage=0,
             weights_bytes=2 * 11336,
@@ -57,7 +57,7 @@ def test_one_rank_of_megatron_peaks_at_the_loss() -> None:
 def test_the_first_stage_has_two_microbatches_in_flight_and_the_last_the_logits() -> None:
     """Two layers a stage. Stage 0: 5664 parameters; gradient of a layer's output and of its first
     product. Stage 1: 5672; beside the loss the input gradient that is still being sent."""
-    assert memory_of(job(layout=ParallelConfig(pp=2), global_batch=2)) == (
+    assert compute_memory(job(layout=ParallelConfig(pp=2), global_batch=2)) == (
         StageMemory(0, 11328, 22656, 67968, 2 * 8704, 1536 + 256 + 1024, WORKSPACE),
         StageMemory(1, 11344, 22688, 68064, 8704 + 16384 + 512, 1536 + 8448 + 256, WORKSPACE),
     )
@@ -65,8 +65,8 @@ def test_the_first_stage_has_two_microbatches_in_flight_and_the_last_the_logits(
 
 def test_every_moment_that_can_be_the_peak() -> None:
     small = job()
-    (stage,), (parameters,) = stages_of(small), stage_parameters(small)
-    assert moments_of(small, stage, parameters, layers_of(small)) == (
+    (stage,), (parameters,) = list_stages(small), count_stage_parameters(small)
+    assert list_stage_moments(small, stage, parameters, compute_layers_by_kind(small)) == (
         Moment("loss", 4 * 4352 + 16896, 1536 + 8448),
         Moment("backward", 4 * 4352, 1536 + 256 + 1024),
         Moment("embedding", 0, 1536 + 8192),
@@ -75,34 +75,34 @@ def test_every_moment_that_can_be_the_peak() -> None:
 
 
 def test_an_unfused_loss_keeps_fp32_logits() -> None:
-    (fused,), (unfused,) = memory_of(job()), memory_of(job(fused_loss=False))
+    (fused,), (unfused,) = compute_memory(job()), compute_memory(job(fused_loss=False))
     assert unfused.activations_bytes - fused.activations_bytes == 2 * 16 * 512
     assert unfused.transient_bytes - fused.transient_bytes == 2 * 16 * 512
 
 
 def test_fsdp_gathers_two_layers_and_reduces_one_in_fp32() -> None:
     """784 parameters a layer, two gathered in bf16, gradients in bf16 and fp32; the head alike."""
-    (found,) = memory_of(job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2"))
+    (found,) = compute_memory(job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2"))
     assert found.weights_bytes == 11336
     assert found.transient_bytes == (4 + 6) * 784 + 8 * 4096 + 256
 
 
 def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() -> None:
     layout = ParallelConfig(pp=2, dp_shard=4, zero=3)
-    first, _ = memory_of(job(layout=layout, framework="fsdp2", global_batch=8))
+    first, _ = compute_memory(job(layout=layout, framework="fsdp2", global_batch=8))
     assert first.transient_bytes == (2 + 4) * 5664 + 256 + 1024
 
 
 def test_autocast_keeps_copies_of_all_weights_and_ddp_its_buckets() -> None:
-    (alone,) = memory_of(job(framework="ddp"))
-    (one_of_two,) = memory_of(
+    (alone,) = compute_memory(job(framework="ddp"))
+    (one_of_two,) = compute_memory(
         job(layout=ParallelConfig(dp_replicate=2), framework="ddp", global_batch=2)
     )
     assert one_of_two.transient_bytes - alone.transient_bytes == 4 * 11336
 
 
 def test_full_recomputation_runs_one_layer_again() -> None:
-    (found,) = memory_of(job(recompute="full", fused_loss=True))
+    (found,) = compute_memory(job(recompute="full", fused_loss=True))
     assert found.activations_bytes == 4 * 256 + 16384 + 512
 
 
@@ -110,7 +110,7 @@ def test_a_loss_over_a_split_vocabulary_has_a_larger_peak() -> None:
     """torchtitan's loss_parallel: 12 bytes per logit on top of the 4 saved, 8 if not split."""
     layout = ParallelConfig(tp=2, dp_shard=4, zero=3)
     found, fused = (
-        memory_of(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
+        compute_memory(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
         for loss in (False, True)
     )
     assert found.transient_bytes - fused.transient_bytes == 12 * 16 * 256
@@ -120,27 +120,27 @@ def test_sequence_parallelism_gathers_the_input_of_a_layers_first_product() -> N
     """Stage 0 of two at tp 4: the gathered input and its gradient, 256 each, without the 256 of
     the last product's input; beside a gradient of 64 and a dummy of 2 x (64 + 128)."""
     layout = ParallelConfig(tp=4, pp=2, sequence_parallel=True)
-    first, _ = memory_of(job(layout=layout, global_batch=2))
+    first, _ = compute_memory(job(layout=layout, global_batch=2))
     assert first.transient_bytes == 384 + 64 + 2 * 256 - 256
 
 
 def test_offloaded_activations_leave_two_layers() -> None:
-    (found,) = memory_of(job(offload=frozenset({"activations"})))
+    (found,) = compute_memory(job(offload=frozenset({"activations"})))
     assert found.activations_bytes == 2 * 4352 + 16384 + 512
 
 
 def test_reserved_bytes_are_a_little_more_than_allocated() -> None:
-    assert reserved_bytes(1000) == BytesBand(1050, 1030, 1090)
+    assert estimate_reserved_bytes(1000) == BytesBand(1050, 1030, 1090)
 
 
 def test_a_job_fits_up_to_reserved_memory_plus_the_context() -> None:
     """1000 MB allocated reserve 1050 MB; the context takes 1 GiB."""
     memory = (StageMemory(0, 1_000_000_000, 0, 0, 0, 0, 0),)
     need = 1_050_000_000 + 2**30
-    assert fits(
+    assert is_within_memory(
         JobConfig(TINY, ParallelConfig(), RECIPE, replace(DEVICE, memory_bytes=need)), memory
     )
-    assert not fits(
+    assert not is_within_memory(
         JobConfig(TINY, ParallelConfig(), RECIPE, replace(DEVICE, memory_bytes=need - 1)), memory
     )
 
@@ -148,9 +148,9 @@ def test_a_job_fits_up_to_reserved_memory_plus_the_context() -> None:
 def test_a_band_is_narrow_for_megatron_wide_for_others_and_closes_with_a_calibration() -> None:
     stage = StageMemory(0, 1000, 0, 0, 0, 0, 0)
     run = MemoryCalibration("run", 1.0, 0)
-    assert allocated_band(job(), stage) == BytesBand(1000, 965, 1035)
-    assert allocated_band(job(framework="fsdp2"), stage) == BytesBand(1000, 800, 1450)
-    assert allocated_band(job(framework="fsdp2"), stage, run) == BytesBand(1000, 900, 1100)
+    assert estimate_allocated_band(job(), stage) == BytesBand(1000, 965, 1035)
+    assert estimate_allocated_band(job(framework="fsdp2"), stage) == BytesBand(1000, 800, 1450)
+    assert estimate_allocated_band(job(framework="fsdp2"), stage, run) == BytesBand(1000, 900, 1100)
 
 
 def test_one_measured_peak_gives_a_factor_on_the_activations_of_the_fullest_stage() -> None:
@@ -177,7 +177,10 @@ def test_a_wrong_number_of_measured_peaks_is_rejected() -> None:
 
 
 def test_a_calibration_changes_activations_and_other_alone() -> None:
-    (plain,), (used,) = memory_of(job()), memory_of(job(), MemoryCalibration("run", 2.0, 7))
+    (plain,), (used,) = (
+        compute_memory(job()),
+        compute_memory(job(), MemoryCalibration("run", 2.0, 7)),
+    )
     assert used == replace(
         plain,
         activations_bytes=2 * plain.activations_bytes,
@@ -191,7 +194,7 @@ def test_megatron_on_b200_matches_the_measured_peaks() -> None:
     dense, routed = [], []
     for row in published("simumax_b200_measured"):
         case, peaks = of_simumax(row), row["rank_max_allocated_MiB"].split(";")
-        for found in memory_of(case):
+        for found in compute_memory(case):
             measured = float(peaks[found.stage * len(peaks) // case.parallel.pp]) * 2**20
             errors = routed if case.model.experts else dense
             errors.append(abs(found.total_bytes / measured - 1))
@@ -245,10 +248,10 @@ def test_one_run_calibrates_the_other_schedules_of_a_model() -> None:
         case, measured = of_zero_bubble(row), float(row["memory_GB"]) * 1e9
         if row["model"] not in learned:
             learned[row["model"]] = calibrate_memory(
-                memory_of(case), (round(measured),), row["model"]
+                compute_memory(case), (round(measured),), row["model"]
             )
             continue
-        found = max(each.total_bytes for each in memory_of(case, learned[row["model"]]))
+        found = max(each.total_bytes for each in compute_memory(case, learned[row["model"]]))
         errors.append(abs(found / measured - 1))
     assert fmean(errors) <= 0.025
     assert max(errors) <= 0.07
@@ -291,12 +294,15 @@ SHARED = (
 
 @pytest.mark.parametrize("one", SHARED, ids=lambda one: one.parallel.schedule)
 def test_equal_stages_share_the_memory_that_each_has_alone(one: JobConfig) -> None:
-    layers, both = layers_of(one), zip(stages_of(one), stage_parameters(one), strict=True)
+    layers, both = (
+        compute_layers_by_kind(one),
+        zip(list_stages(one), count_stage_parameters(one), strict=True),
+    )
     worst = [
-        max(moments_of(one, stage, held, layers), key=lambda moment: moment.total_bytes)
+        max(list_stage_moments(one, stage, held, layers), key=lambda moment: moment.total_bytes)
         for stage, held in both
     ]
-    found = memory_of(one)
+    found = compute_memory(one)
     assert [each.stage for each in found] == list(range(one.parallel.pp))
     assert [(each.activations_bytes, each.transient_bytes) for each in found] == [
         (moment.activations_bytes, moment.transient_bytes) for moment in worst

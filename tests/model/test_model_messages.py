@@ -10,7 +10,7 @@ from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_volume import Bucket, buckets, messages_of
+from stepsplit.analyzer.model.comm_volume import Bucket, list_comm_ops, split_buckets
 from stepsplit.analyzer.model.config import Experts, JobConfig, ModelConfig, ParallelConfig
 
 M = CommOp
@@ -21,7 +21,7 @@ TWO_KV = replace(TINY, layers=1, kv_heads=2)
 
 def of(found: JobConfig, *strategies: str) -> tuple[CommOp, ...]:
     """The job's messages for those strategies."""
-    return tuple(each for each in messages_of(found) if each.strategy in strategies)
+    return tuple(each for each in list_comm_ops(found) if each.strategy in strategies)
 
 
 def sums(messages: tuple[CommOp, ...]) -> Counter[tuple[int, str]]:
@@ -33,13 +33,13 @@ def sums(messages: tuple[CommOp, ...]) -> Counter[tuple[int, str]]:
 
 
 def test_one_gpu_sends_nothing() -> None:
-    assert messages_of(job()) == ()
+    assert list_comm_ops(job()) == ()
 
 
 def test_ddp_sums_every_gradient_once_whatever_the_number_of_microbatches() -> None:
     """4 · 784 + 2 · 4096 + 8 = 11336 gradients of 4 bytes fit the first bucket."""
     ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp", global_batch=8)
-    assert messages_of(ddp) == (
+    assert list_comm_ops(ddp) == (
         M("ddp", "all_reduce", "dp", 0, "grad_sync", 1, 45344, 45344, 68016),
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_ddp_sums_every_gradient_once_whatever_the_number_of_microbatches() -> N
 def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
     """1 MiB, then 25 MiB each, then the rest of 80 million bytes."""
     ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp")
-    assert buckets(ddp, 20_000_000, 4) == (
+    assert split_buckets(ddp, 20_000_000, 4) == (
         Bucket(1, 262_144),
         Bucket(3, 6_553_600),
         Bucket(1, 77_056),
@@ -57,14 +57,14 @@ def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
 def test_megatron_cuts_buckets_only_where_gradients_overlap() -> None:
     alone = job(layout=ParallelConfig(dp_replicate=4))
     hidden = job(layout=ParallelConfig(dp_replicate=4, overlap=frozenset({"dp"})))
-    assert buckets(alone, 100_000_000, 4) == (Bucket(1, 100_000_000),)
-    assert buckets(hidden, 100_000_000, 4) == (Bucket(2, 40_000_000), Bucket(1, 20_000_000))
-    assert buckets(hidden, 100_000_000, 64) == (Bucket(1, 64_000_000), Bucket(1, 36_000_000))
+    assert split_buckets(alone, 100_000_000, 4) == (Bucket(1, 100_000_000),)
+    assert split_buckets(hidden, 100_000_000, 4) == (Bucket(2, 40_000_000), Bucket(1, 20_000_000))
+    assert split_buckets(hidden, 100_000_000, 64) == (Bucket(1, 64_000_000), Bucket(1, 36_000_000))
 
 
 def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
     """11336 gradients of 4 bytes; a quarter of as many weights of 2 bytes."""
-    assert messages_of(job(layout=ParallelConfig(dp_replicate=4, zero=1), global_batch=8)) == (
+    assert list_comm_ops(job(layout=ParallelConfig(dp_replicate=4, zero=1), global_batch=8)) == (
         M("zero-1", "reduce_scatter", "dp", 0, "grad_sync", 1, 45344, 45344, 34008),
         M("zero-1", "all_gather", "dp", 0, "optimizer", 1, 22672, 5668, 17004),
         M("norm", "all_reduce", "dp", 0, "optimizer", 1, 4, 4, 6),
@@ -111,7 +111,7 @@ def test_deepspeeds_zero_3_gathers_layers_and_ends_and_sums_in_buckets() -> None
 def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
     """Four ranks hold 196 of a layer, 1024 of the embedding, 1026 of norm and head; m = 2."""
     fsdp = job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2", global_batch=8)
-    assert messages_of(fsdp) == (
+    assert list_comm_ops(fsdp) == (
         M("fsdp", "all_gather", "dp_shard", 0, "forward", 8, 1568, 392, 1176),
         M("fsdp", "all_gather", "dp_shard", 0, "backward", 8, 1568, 392, 1176),
         M("fsdp", "reduce_scatter", "dp_shard", 0, "grad_sync", 8, 3136, 3136, 2352),
@@ -162,7 +162,7 @@ def test_hsdp_sums_each_share_over_the_replicas() -> None:
 
 def test_tensor_parallel_layers_sum_twice_forward_and_twice_backward() -> None:
     """4 · 2 pairs; the embedding sums forward, the head backward, the loss 16 tokens in fp32."""
-    assert messages_of(job(layout=ParallelConfig(tp=2), global_batch=3)) == (
+    assert list_comm_ops(job(layout=ParallelConfig(tp=2), global_batch=3)) == (
         M("tp", "all_reduce", "tp", 0, "forward", 27, 256, 256, 256),
         M("tp", "all_reduce", "tp", 0, "backward", 27, 256, 256, 256),
         M("loss", "all_reduce", "tp", 0, "forward", 9, 64, 64, 64),
@@ -318,7 +318,7 @@ def test_ulysses_exchanges_sequence_for_heads() -> None:
 
 
 def test_context_ranks_sum_gradients_with_the_data_parallel_ranks() -> None:
-    found = messages_of(
+    found = list_comm_ops(
         job(layout=ParallelConfig(cp=2, dp_replicate=2), global_batch=2, framework="ddp")
     )
     assert [(each.op, each.axis, each.wire_bytes) for each in found if each.axis == "dp"] == [
@@ -331,7 +331,7 @@ def test_tokens_go_to_two_experts_each_and_back() -> None:
     none an expert's."""
     expert = job(MIXED, ParallelConfig(dp_replicate=2, ep=2), global_batch=2)
     dense = 2 * 4096 + 8 + 784 + 256 + 128 + 16 + 32
-    assert messages_of(expert) == (
+    assert list_comm_ops(expert) == (
         M("ep", "all_to_all", "ep", 0, "forward", 2, 512, 512, 256),
         M("ep", "all_to_all", "ep", 0, "backward", 2, 512, 512, 256),
         M("ddp", "all_reduce", "dp", 0, "grad_sync", 1, 4 * dense, 4 * dense, 4 * dense),
@@ -417,7 +417,7 @@ def test_volumes_of_real_dense_runs_agree_within_a_thousandth() -> None:
     norms (under 4 MB a step) differ from version to version."""
     rows = [row for row in published("ccl_bench_training_traces") if not mixture(row)]
     for row in rows:
-        found = sums(messages_of(recorded(row)))
+        found = sums(list_comm_ops(recorded(row)))
         for op, column in (
             ("all_reduce", "vol_allreduce_GB"),
             ("all_gather", "vol_allgather_GB"),
@@ -430,7 +430,7 @@ def test_volumes_of_real_dense_runs_agree_within_a_thousandth() -> None:
 def test_volumes_of_real_mixtures_agree_but_for_unbalanced_routing() -> None:
     """What FSDP gathers is exact; tokens routed are within 16 %, a rank's luck."""
     for row in filter(mixture, published("ccl_bench_training_traces")):
-        found = sums(messages_of(recorded(row)))
+        found = sums(list_comm_ops(recorded(row)))
         gathered, routed = float(row["vol_allgather_GB"]), float(row["vol_alltoall_GB"])
         assert found[0, "all_gather"] / 1e9 == pytest.approx(gathered, rel=1e-5)
         assert found[0, "all_to_all"] / 1e9 == pytest.approx(routed, rel=0.16)

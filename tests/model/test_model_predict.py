@@ -25,12 +25,12 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     Schedule,
     TrainingConfig,
-    stages_of,
+    list_stages,
 )
-from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.layer_time import LayerPass, speed_of
-from stepsplit.analyzer.model.parameters import stage_parameters
-from stepsplit.analyzer.model.predict import predict, stage_times, timed_messages
+from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.layer_time import LayerPass, compute_device_speed
+from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.predict import compute_stage_times, predict, time_messages
 from stepsplit.analyzer.model.prediction import (
     Band,
     Communication,
@@ -38,8 +38,8 @@ from stepsplit.analyzer.model.prediction import (
     prediction_from_json,
     prediction_to_json,
 )
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
-from stepsplit.analyzer.model.step_time import StageTime, pipelined, stage_time
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
 
 FAST = replace(DEVICE, peaks_flops_per_s=(("bf16", 1e9),), memory_bytes_per_s=1e9)
 """A FLOP and a byte each take a ns."""
@@ -129,7 +129,7 @@ def equal_stages(one: JobConfig) -> tuple[StageTime, ...]:
     """All stages compute the same, and only compute takes time."""
     return tuple(
         StageTime(stage, (EQUAL,) * len(nothing), nothing, nothing, (), 0.0, 0.0)
-        for stage in stages_of(one)
+        for stage in list_stages(one)
         for nothing in [tuple(NOTHING for _ in stage.chunks)]
     )
 
@@ -139,14 +139,14 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(schedule: Schedul
     chunks = 2 if schedule == "interleaved" else 1
     layout = ParallelConfig(pp=4, schedule=schedule, chunks=chunks)
     one = job(replace(TINY, layers=8), layout, global_batch=16)
-    found = pipelined(one, equal_stages(one), dict.fromkeys(range(4), ()))
-    ideal = ideal_bubble_fraction(schedule, 4, 16, chunks, (30.0, 30.0, 20.0))
+    found = compute_pipeline(one, equal_stages(one), dict.fromkeys(range(4), ()))
+    ideal = compute_ideal_bubble_fraction(schedule, 4, 16, chunks, (30.0, 30.0, 20.0))
     assert ideal is not None
     assert found.time.bubble_fraction == pytest.approx(ideal)
     assert found.time.bubble_overhead == pytest.approx(ideal / (1 - ideal))
 
 
-LLAMA, A100 = config_file.transformer("llama-7b"), config_file.hardware("a100-sxm-80gb")
+LLAMA, A100 = config_file.load_model("llama-7b"), config_file.load_hardware("a100-sxm-80gb")
 RECIPE = TrainingConfig(seq_len=2048, micro_batch=1, global_batch=32)
 
 
@@ -202,7 +202,7 @@ def doubts(one: JobConfig) -> list[str]:
 
 def test_a_tiny_model_is_host_bound() -> None:
     tiny = JobConfig(
-        config_file.transformer("gpt2-124m"), ParallelConfig(), replace(RECIPE, seq_len=256), A100
+        config_file.load_model("gpt2-124m"), ParallelConfig(), replace(RECIPE, seq_len=256), A100
     )
     assert doubts(tiny) == ["host-bound"]
 
@@ -223,7 +223,7 @@ def test_a_framework_that_was_not_fitted_is_a_caveat() -> None:
 
 
 def test_hardware_without_published_runs_is_a_caveat() -> None:
-    assert doubts(llama(ParallelConfig(), config_file.hardware("mi300x"))) == ["mi300x"]
+    assert doubts(llama(ParallelConfig(), config_file.load_hardware("mi300x"))) == ["mi300x"]
 
 
 def test_an_invalid_job_is_rejected() -> None:
@@ -233,22 +233,20 @@ def test_an_invalid_job_is_rejected() -> None:
 
 def test_experts_split_over_replicas_are_predicted_or_rejected() -> None:
     layout = ParallelConfig(tp=2, dp_replicate=2, cp=2, ep=8, zero=3)
-    one = JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100)
-    if first_fault(one) is None:
+    one = JobConfig(config_file.load_model("mixtral-8x7b"), layout, RECIPE, A100)
+    if find_violation(one) is None:
         assert predict(one).split.step_ns > 0
 
 
 def test_a_slower_device_does_not_help_a_host_bound_run() -> None:
     layout = ParallelConfig(dp_replicate=8, zero=1, overlap=frozenset({"dp"}))
-    one = JobConfig(
-        config_file.transformer("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100
-    )
+    one = JobConfig(config_file.load_model("gpt2-1.5b"), layout, replace(RECIPE, seq_len=128), A100)
     assert predict(replace(one, hardware=slower(A100))).split.step_ns >= predict(one).split.step_ns
 
 
 def test_expert_tp_messages_take_time_without_tensor_parallelism() -> None:
     layout = ParallelConfig(dp_replicate=8, ep=4, expert_tp=2)
-    found = predict(JobConfig(config_file.transformer("mixtral-8x7b"), layout, RECIPE, A100))
+    found = predict(JobConfig(config_file.load_model("mixtral-8x7b"), layout, RECIPE, A100))
     times = [c.time.ns for c in found.communication if c.message.strategy == "expert-tp"]
     assert times and min(times) > 0
 
@@ -296,7 +294,7 @@ def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:
 
 
 FAR = JobConfig(
-    config_file.transformer("gpt3-175b"),
+    config_file.load_model("gpt3-175b"),
     ParallelConfig(tp=2, pp=8),
     replace(RECIPE, global_batch=8),
     A100,
@@ -380,9 +378,11 @@ def jobs(draw: st.DrawFn) -> JobConfig:
         flash_attention=draw(st.booleans()),
         offload=draw(st.sampled_from((frozenset(), frozenset({"optimizer"})))),
     )
-    model = config_file.transformer(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
-    one = JobConfig(model, layout, recipe, config_file.hardware(draw(st.sampled_from(HARDWARE))))
-    assume(first_fault(one) is None)
+    model = config_file.load_model(draw(st.sampled_from(MIXTURES if mixture else DENSE)))
+    one = JobConfig(
+        model, layout, recipe, config_file.load_hardware(draw(st.sampled_from(HARDWARE)))
+    )
+    assume(find_violation(one) is None)
     return one
 
 
@@ -472,9 +472,11 @@ def test_equal_stages_share_the_time_that_each_has_alone(schedule: Schedule) -> 
     chunks = 2 if schedule == "interleaved" else 1
     layout = ParallelConfig(tp=2, pp=4, dp_replicate=2, schedule=schedule, chunks=chunks)
     one = llama(layout, global_batch=32)
-    held, timed = stage_parameters(one), timed_messages(one, Rates())
+    held, timed = count_stage_parameters(one), time_messages(one, Rates())
     alone = tuple(
-        stage_time(one, speed_of(one), stage, held[stage.index], timed[stage.index])
-        for stage in stages_of(one)
+        compute_stage_time(
+            one, compute_device_speed(one), stage, held[stage.index], timed[stage.index]
+        )
+        for stage in list_stages(one)
     )
-    assert stage_times(one, held, timed) == alone
+    assert compute_stage_times(one, held, timed) == alone

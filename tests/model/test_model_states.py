@@ -7,15 +7,15 @@ from cases import for_each
 from work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.memory import deepspeed_host_bytes, offload
+from stepsplit.analyzer.model.memory import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.memory_states import (
     ParameterBytes,
     States,
-    parameter_bytes,
-    share,
-    states_of,
+    compute_parameter_bytes,
+    compute_states,
+    shard_states,
 )
-from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 
 PAPER = TrainingConfig(16, 1, 1, framework="zero-paper")
 DEEPSPEED = TrainingConfig(16, 1, 1, dtype="fp16", framework="deepspeed")
@@ -40,7 +40,7 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
     framework: str, dtype: Dtype, gradients: Dtype, each: ParameterBytes
 ) -> None:
     recipe = job(framework=framework, dtype=dtype, gradient_dtype=gradients).training
-    assert parameter_bytes(recipe) == each
+    assert compute_parameter_bytes(recipe) == each
 
 
 @for_each(
@@ -53,15 +53,15 @@ def test_each_framework_keeps_its_own_bytes_of_a_parameter(
 def test_an_optimizer_has_moments_and_fp32_weights(
     optimizer: Optimizer, bytes_each: int, beside: int
 ) -> None:
-    each = parameter_bytes(TrainingConfig(16, 1, 1, optimizer=optimizer))
-    assert (each.optimizer, each.adam_beside) == (bytes_each, beside)
+    each = compute_parameter_bytes(TrainingConfig(16, 1, 1, optimizer=optimizer))
+    assert (each.optimizer, each.extra_adam) == (bytes_each, beside)
 
 
 def test_muon_leaves_embedding_head_and_norm_to_adam() -> None:
     """8 bytes of 11336 parameters, 4 more of 4096 + 4096 + 8 outside the layers."""
     muon = job(optimizer="muon")
-    (stage,) = stage_parameters(muon)
-    assert states_of(muon, stage).optimizer_bytes == 8 * 11336 + 4 * 8200
+    (stage,) = count_stage_parameters(muon)
+    assert compute_states(muon, stage).optimizer_bytes == 8 * 11336 + 4 * 8200
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_muon_leaves_embedding_head_and_norm_to_adam() -> None:
     ],
 )
 def test_each_zero_stage_shards_one_more_state(zero: int, states: States) -> None:
-    assert share(100, 4, parameter_bytes(PAPER), PAPER, zero) == states
+    assert shard_states(100, 4, compute_parameter_bytes(PAPER), PAPER, zero) == states
 
 
 def test_a_share_that_does_not_divide_is_rounded_up() -> None:
-    assert share(3, 4, parameter_bytes(PAPER), PAPER, 3) == States(2, 2, 9)
+    assert shard_states(3, 4, compute_parameter_bytes(PAPER), PAPER, 3) == States(2, 2, 9)
 
 
 def test_experts_are_sharded_over_the_ranks_with_the_same_experts() -> None:
@@ -86,9 +86,9 @@ def test_experts_are_sharded_over_the_ranks_with_the_same_experts() -> None:
     layout = ParallelConfig(dp_replicate=8, ep=4, zero=1)
     assert (layout.shard_size, layout.expert_shards) == (8, 2)
     moe = job(LITE, layout)
-    (stage,) = stage_parameters(moe)
+    (stage,) = count_stage_parameters(moe)
     expected = -(-12 * stage.dense // 8) + 6 * stage.experts
-    assert states_of(moe, stage).optimizer_bytes == expected
+    assert compute_states(moe, stage).optimizer_bytes == expected
 
 
 def test_hybrid_sharding_shards_experts_only_within_a_shard_group() -> None:
@@ -97,25 +97,29 @@ def test_hybrid_sharding_shards_experts_only_within_a_shard_group() -> None:
 
 def test_fsdp_shards_its_states_at_zero_2_too() -> None:
     two = job(layout=ParallelConfig(dp_shard=4, zero=2), framework="fsdp2")
-    (stage,) = stage_parameters(two)
-    assert states_of(two, stage) == States(11336, 11336, 2 * 11336)
+    (stage,) = count_stage_parameters(two)
+    assert compute_states(two, stage) == States(11336, 11336, 2 * 11336)
 
 
 def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
-    moved = offload(States(2, 4, 12), TrainingConfig(16, 1, 1, offload=frozenset({"optimizer"})))
-    assert (moved.states, moved.moved_bytes) == (States(2, 4, 0), 12)
+    moved = apply_offload(
+        States(2, 4, 12), TrainingConfig(16, 1, 1, offload=frozenset({"optimizer"}))
+    )
+    assert (moved.states, moved.offloaded_bytes) == (States(2, 4, 0), 12)
 
 
 def test_deepspeed_offloads_gradients_with_the_optimizer() -> None:
     both = frozenset({"optimizer", "parameters"})
     recipe = TrainingConfig(16, 1, 1, framework="deepspeed", offload=both)
-    assert offload(States(2, 2, 16), recipe).states == States(0, 0, 0)
+    assert apply_offload(States(2, 2, 16), recipe).states == States(0, 0, 0)
 
 
 def test_zero_table_1_comes_out_as_printed() -> None:
     for row in published("zero_table1_model_states"):
         zero, shards = int(row["stage"][-1]), int(row["dp"])
-        found = share(round(float(row["params"])), shards, parameter_bytes(PAPER), PAPER, zero)
+        found = shard_states(
+            round(float(row["params"])), shards, compute_parameter_bytes(PAPER), PAPER, zero
+        )
         _, _, decimals = row["GB_decimal"].partition(".")
         unit = 10.0 ** -len(decimals)
         assert found.total_bytes / 1e9 == pytest.approx(float(row["GB_decimal"]), abs=unit)
@@ -128,7 +132,9 @@ def test_zero_table_2_largest_models_fill_the_memory() -> None:
         for zero, name in enumerate(("baseline", "zero1", "zero2", "zero3")):
             largest = row[f"max_theory_{name}"]
             parameters = round(float(largest[:-1]) * size[largest[-1]] / mp)
-            found = share(parameters, gpus // mp, parameter_bytes(PAPER), PAPER, zero)
+            found = shard_states(
+                parameters, gpus // mp, compute_parameter_bytes(PAPER), PAPER, zero
+            )
             assert found.total_bytes / 1e9 == pytest.approx(memory, rel=0.025)
 
 
@@ -138,9 +144,11 @@ def test_megatron_distributed_optimizer_bytes() -> None:
         recipe = job(dtype=dtype, gradient_dtype=gradients).training
         whole, _, spread = row["distributed"].removesuffix("/d").partition("+")
         expected = int(whole) * 800 + int(spread) * 800 // 8
-        each = parameter_bytes(recipe)
-        assert share(800, 8, each, recipe, 1).total_bytes == expected
-        assert share(800, 1, each, recipe, 0).total_bytes == int(row["non_distributed"]) * 800
+        each = compute_parameter_bytes(recipe)
+        assert shard_states(800, 8, each, recipe, 1).total_bytes == expected
+        assert (
+            shard_states(800, 1, each, recipe, 0).total_bytes == int(row["non_distributed"]) * 800
+        )
 
 
 def test_deepspeed_estimators_come_out_as_printed() -> None:
@@ -155,9 +163,11 @@ def test_deepspeed_estimators_come_out_as_printed() -> None:
             if word in row["options"]
         )
         recipe = job(framework="deepspeed", dtype="fp16", offload=moved).training
-        states = share(parameters, nodes * per_node, parameter_bytes(recipe), recipe, zero)
-        gpu = offload(states, recipe).states.total_bytes + (4 * largest if zero == 3 else 0)
+        states = shard_states(
+            parameters, nodes * per_node, compute_parameter_bytes(recipe), recipe, zero
+        )
+        gpu = apply_offload(states, recipe).states.total_bytes + (4 * largest if zero == 3 else 0)
         assert round(gpu / 2**30, 2) == float(row["per_gpu_GB_as_printed"])
         init = largest if row["zero_init"] == "1" else None
-        host = deepspeed_host_bytes(parameters, per_node, nodes, zero, moved, init)
+        host = estimate_deepspeed_host_bytes(parameters, per_node, nodes, zero, moved, init)
         assert round(host / 2**30, 2) == float(row["per_cpu_GB_as_printed"])

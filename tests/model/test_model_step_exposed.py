@@ -9,17 +9,23 @@ import pytest
 from work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, stages_of
-from stepsplit.analyzer.model.layer_time import LayerPass, Speed, dense_layer
-from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, list_stages
+from stepsplit.analyzer.model.layer_time import DeviceSpeed, LayerPass, time_dense_layer
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.model.step_time import Beside, StageTime, Timed, exposed, stage_time
+from stepsplit.analyzer.model.step_time import (
+    OverlapCompute,
+    StageTime,
+    TimedMessage,
+    compute_exposed_time,
+    compute_stage_time,
+)
 
-UNIT = Speed(
+UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
     bytes_per_ns=1.0, launch_ns=0.0,
 )  # fmt: skip
-BESIDE = Beside(
+BESIDE = OverlapCompute(
     forward_ns=4_000.0, backward_ns=8_000.0, core_ns=400.0, core_backward_ns=1_250.0, microbatches=4
 )
 """1000 ns of forward and 2000 ns of backward in each of four microbatches."""
@@ -28,15 +34,15 @@ OVERLAP = frozenset({"tp", "cp", "ep", "dp"})
 
 def timed(
     strategy: str, axis: str, phase: str, count: int, each_ns: float, op: str = "all_reduce"
-) -> Timed:
+) -> TimedMessage:
     """count calls of each_ns."""
     message = CommOp(strategy, op, axis, 0, phase, count, 1, 1, 1)
-    return Timed(message, Band(each_ns, each_ns / 2, each_ns * 2))
+    return TimedMessage(message, Band(each_ns, each_ns / 2, each_ns * 2))
 
 
-def left(one: JobConfig, *calls: Timed, beside: Beside = BESIDE) -> list[int]:
+def left(one: JobConfig, *calls: TimedMessage, beside: OverlapCompute = BESIDE) -> list[int]:
     """The exposed time of each kind of call."""
-    return [each.exposed_ns for each in exposed(one, calls, beside)]
+    return [each.exposed_ns for each in compute_exposed_time(one, calls, beside)]
 
 
 def overlapping(**layout: Any) -> JobConfig:
@@ -51,7 +57,7 @@ def test_without_overlap_all_of_it_is_exposed() -> None:
 
 
 def test_all_calls_of_a_step_take_their_count_times_one() -> None:
-    (found,) = exposed(job(), [timed("ddp", "dp", "grad_sync", 10, 50.0)], BESIDE)
+    (found,) = compute_exposed_time(job(), [timed("ddp", "dp", "grad_sync", 10, 50.0)], BESIDE)
     assert found.time == Band(500.0, 250.0, 1000.0)
 
 
@@ -149,14 +155,14 @@ MIDDLE = ParallelConfig(pp=4, layers_per_stage=(0, 2, 2, 0))
 """Two layers on the second stage, and neither embedding nor head."""
 
 
-def middle(one: JobConfig, *calls: Timed) -> StageTime:
+def middle(one: JobConfig, *calls: TimedMessage) -> StageTime:
     """That stage with these messages."""
-    return stage_time(one, UNIT, stages_of(one)[1], stage_parameters(one)[1], calls)
+    return compute_stage_time(one, UNIT, list_stages(one)[1], count_stage_parameters(one)[1], calls)
 
 
 def test_a_stage_computes_its_layers() -> None:
     one = job(layout=MIDDLE)
-    layer = dense_layer(one, UNIT)
+    layer = time_dense_layer(one, UNIT)
     found = middle(one)
     assert found.passes == (layer * 2,)
     assert found.compute_ns == 2 * (layer.forward_ns + layer.input_ns + layer.weight_ns)
@@ -185,7 +191,7 @@ def test_a_pass_takes_the_longest_of_what_runs_at_once() -> None:
     found = middle(one, sends)
     host_ns, computes_ns = 2 * 250e3, found.passes[0].forward_ns
     assert computes_ns < host_ns
-    assert found.cost(0).forward_ns == pytest.approx(sends.time.ns, rel=0.01)
+    assert found.compute_chunk_cost(0).forward_ns == pytest.approx(sends.time.ns, rel=0.01)
 
 
 def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:
@@ -193,9 +199,11 @@ def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:
     one = job(replace(TINY, layers=6), layout, global_batch=2)
     forward = timed("tp", "tp", "forward", 16, 10.0)
     backward = timed("tp", "tp", "backward", 16, 20.0)
-    found = stage_time(one, UNIT, stages_of(one)[0], stage_parameters(one)[0], (forward, backward))
+    found = compute_stage_time(
+        one, UNIT, list_stages(one)[0], count_stage_parameters(one)[0], (forward, backward)
+    )
     assert found.comm == (LayerPass(20.0, 40.0, 0.0), LayerPass(60.0, 120.0, 0.0))
-    assert [found.cost(chunk) for chunk in (0, 1)] == [
+    assert [found.compute_chunk_cost(chunk) for chunk in (0, 1)] == [
         found.passes[chunk] + found.comm[chunk] + found.idle[chunk] for chunk in (0, 1)
     ]
 
@@ -204,13 +212,13 @@ def test_sharded_parameters_are_copied_a_quarter_of_it_forward() -> None:
     layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
     one = job(layout=layout, framework="fsdp2", global_batch=2)
     (found,), copied = middle(one).passes, 16 * 2 * 784
-    assert found == dense_layer(one, UNIT) * 2 + LayerPass(copied / 4, 0.0, copied * 3 / 4)
+    assert found == time_dense_layer(one, UNIT) * 2 + LayerPass(copied / 4, 0.0, copied * 3 / 4)
 
 
 def test_what_a_pipeline_gathers_once_a_step_is_copied_once() -> None:
     layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
     one = job(layout=layout, framework="fsdp2", global_batch=8)
     step = middle(one).passes[0] * one.microbatches
-    plain = dense_layer(one, UNIT) * 2 * one.microbatches
+    plain = time_dense_layer(one, UNIT) * 2 * one.microbatches
     copied_ns = step.forward_ns + step.weight_ns - plain.forward_ns - plain.weight_ns
     assert copied_ns == pytest.approx(16 * 2 * 784)

@@ -21,35 +21,35 @@ from stepsplit.analyzer.model.config import (
     Link,
     ModelConfig,
     ParallelConfig,
-    stages_of,
+    list_stages,
 )
-from stepsplit.analyzer.model.flops import chunk_flops
+from stepsplit.analyzer.model.flops import count_chunk_flops
 from stepsplit.analyzer.model.layer_time import (
+    DeviceSpeed,
+    FrameworkCosts,
+    Gemm,
     LayerPass,
-    Product,
-    Speed,
-    Traffic,
-    attention_products,
-    chunk_passes,
-    comes_in_pieces,
-    dense_layer,
-    expert_layer,
-    expert_products,
-    head_product,
-    host_bound,
-    launches,
-    mlp_products,
-    offload_ns,
-    optimizer_ns,
-    speed_of,
+    build_head_gemm,
+    compute_chunk_passes,
+    compute_device_speed,
+    compute_host_wait,
+    compute_launch_time,
+    compute_offload_ns,
+    compute_optimizer_ns,
+    count_updated_parameters,
+    is_fused_ring,
+    is_host_bound,
+    list_attention_gemms,
+    list_expert_gemms,
+    list_mlp_gemms,
+    select_framework_costs,
+    time_dense_layer,
+    time_expert_layer,
     time_pieces,
-    traffic_of,
-    updated_parameters,
-    waits,
 )
-from stepsplit.analyzer.model.parameters import stage_parameters
+from stepsplit.analyzer.model.parameters import count_stage_parameters
 
-UNIT = Speed(
+UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
     bytes_per_ns=1.0, launch_ns=0.0,
 )  # fmt: skip
@@ -71,23 +71,25 @@ def test_rates_are_shares_of_the_peaks_and_head_and_attention_stay_in_bf16() -> 
     peaks = (("bf16", 1e15), ("fp8", 2e15))
     device = replace(DEVICE, peaks_flops_per_s=peaks, efficiency=efficiency, multiprocessors=100)
     eight = replace(job(dtype="fp8"), hardware=device)
-    assert speed_of(eight) == Speed(1e6, 0.5e6, 0.25e6, 500.0, 1000.0, 128, 100)
+    assert compute_device_speed(eight) == DeviceSpeed(1e6, 0.5e6, 0.25e6, 500.0, 1000.0, 128, 100)
     unfused = replace(eight, training=replace(eight.training, flash_attention=False))
-    assert speed_of(unfused) == Speed(1e6, 0.5e6, 0.125e6, 500.0, 1000.0, 128, 100)
+    assert compute_device_speed(unfused) == DeviceSpeed(
+        1e6, 0.5e6, 0.125e6, 500.0, 1000.0, 128, 100
+    )
 
 
 def test_a_device_without_a_peak_at_the_dtype_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^device has no peak FLOP/s at fp16; known: bf16$"):
-        speed_of(job(dtype="fp16"))
+        compute_device_speed(job(dtype="fp16"))
 
 
 def test_a_product_takes_its_flops_its_bytes_and_its_launch() -> None:
     flops, moved = 2 * 2 * 3 * 5, 2 * (2 * 5 + 5 * 3 + 2 * 3)
-    assert replace(UNIT, launch_ns=1000.0).product_ns(2, 3, 5) == flops + moved + 1000
+    assert replace(UNIT, launch_ns=1000.0).compute_gemm_ns(2, 3, 5) == flops + moved + 1000
 
 
 def test_kernels_that_move_data_take_its_bytes_and_their_launches() -> None:
-    assert replace(UNIT, bytes_per_ns=2.0, launch_ns=1000.0).moved_ns(500, 3) == 250 + 3000
+    assert replace(UNIT, bytes_per_ns=2.0, launch_ns=1000.0).compute_memory_ns(500, 3) == 250 + 3000
 
 
 @pytest.mark.parametrize(
@@ -100,55 +102,55 @@ def test_the_last_wave_of_tiles_takes_as_long_as_a_full_one(
 ) -> None:
     tiled = replace(UNIT, tile=2, multiprocessors=4)
     moved = 2 * (rows + columns + rows * columns)
-    assert tiled.product_ns(rows, columns, 1) == pytest.approx(2 * computed + moved, rel=1e-12)
+    assert tiled.compute_gemm_ns(rows, columns, 1) == pytest.approx(2 * computed + moved, rel=1e-12)
 
 
 def test_the_backward_of_a_product_is_two_more_of_it() -> None:
-    product, each = Product(2, 3, 5, count=2), 2 * (60 + 62)
+    product, each = Gemm(2, 3, 5, count=2), 2 * (60 + 62)
     assert product.parameters == 30
-    assert (product.forward_ns(UNIT), product.input_ns(UNIT), product.weight_ns(UNIT)) == (
+    assert (product.compute_forward_ns(UNIT), product.compute_input_ns(UNIT), product.compute_weight_ns(UNIT)) == (
         each, each, each,
     )  # fmt: skip
 
 
 def test_a_plain_layer_has_four_products() -> None:
-    assert (*attention_products(job()), *mlp_products(job(), 32)) == (
-        Product(16, 24, 8), Product(16, 8, 8), Product(16, 32, 8), Product(16, 8, 32),
+    assert (*list_attention_gemms(job()), *list_mlp_gemms(job(), 32)) == (
+        Gemm(16, 24, 8), Gemm(16, 8, 8), Gemm(16, 32, 8), Gemm(16, 8, 32),
     )  # fmt: skip
 
 
 def test_tensor_parallelism_divides_what_is_not_the_hidden_size() -> None:
     halved = job(layout=ParallelConfig(tp=2))
-    assert (*attention_products(halved), *mlp_products(halved, 32), head_product(halved)) == (
-        Product(16, 12, 8), Product(16, 8, 4), Product(16, 16, 8), Product(16, 8, 16),
-        Product(16, 256, 8),
+    assert (*list_attention_gemms(halved), *list_mlp_gemms(halved, 32), build_head_gemm(halved)) == (
+        Gemm(16, 12, 8), Gemm(16, 8, 4), Gemm(16, 16, 8), Gemm(16, 8, 16),
+        Gemm(16, 256, 8),
     )  # fmt: skip
 
 
 def test_grouped_queries_have_fewer_keys_and_each_rank_at_least_one() -> None:
     grouped = replace(TINY, kv_heads=1)
-    assert attention_products(job(grouped))[0] == Product(16, 8 + 2 * 2, 8)
-    assert attention_products(job(grouped, ParallelConfig(tp=4)))[0] == Product(16, 2 + 2 * 2, 8)
+    assert list_attention_gemms(job(grouped))[0] == Gemm(16, 8 + 2 * 2, 8)
+    assert list_attention_gemms(job(grouped, ParallelConfig(tp=4)))[0] == Gemm(16, 2 + 2 * 2, 8)
 
 
 def test_a_gated_mlp_has_two_first_products_in_one() -> None:
-    assert mlp_products(job(replace(TINY, gated=True)), 32) == (
-        Product(16, 64, 8), Product(16, 8, 32),
+    assert list_mlp_gemms(job(replace(TINY, gated=True)), 32) == (
+        Gemm(16, 64, 8), Gemm(16, 8, 32),
     )  # fmt: skip
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
-    assert attention_products(job(layout=ParallelConfig(cp=4)))[1] == Product(4, 8, 8)
+    assert list_attention_gemms(job(layout=ParallelConfig(cp=4)))[1] == Gemm(4, 8, 8)
 
 
 def test_latent_attention_goes_down_and_up_again() -> None:
     both = replace(TINY, latent=LATENT)
-    assert attention_products(job(both)) == (
-        Product(16, 6, 8), Product(16, 16, 6), Product(16, 5, 8), Product(16, 20, 4),
-        Product(16, 8, 8),
+    assert list_attention_gemms(job(both)) == (
+        Gemm(16, 6, 8), Gemm(16, 16, 6), Gemm(16, 5, 8), Gemm(16, 20, 4),
+        Gemm(16, 8, 8),
     )  # fmt: skip
     queries_whole = replace(both, latent=replace(LATENT, query_rank=0))
-    assert attention_products(job(queries_whole))[:2] == (Product(16, 16, 8), Product(16, 5, 8))
+    assert list_attention_gemms(job(queries_whole))[:2] == (Gemm(16, 16, 8), Gemm(16, 5, 8))
 
 
 def test_experts_get_an_equal_share_of_all_tokens() -> None:
@@ -156,18 +158,18 @@ def test_experts_get_an_equal_share_of_all_tokens() -> None:
     spread = job(
         replace(TINY, experts=experts), ParallelConfig(dp_replicate=2, ep=2), global_batch=2
     )
-    assert expert_products(spread, experts) == (
-        Product(16, 4, 8),
-        Product(16, 16, 8, count=2), Product(16, 8, 16, count=2),
-        Product(16, 8, 8), Product(16, 8, 8),
+    assert list_expert_gemms(spread, experts) == (
+        Gemm(16, 4, 8),
+        Gemm(16, 16, 8, count=2), Gemm(16, 8, 16, count=2),
+        Gemm(16, 8, 8), Gemm(16, 8, 8),
     )  # fmt: skip
 
 
 def test_expert_tp_narrows_experts_and_gathers_tokens_of_the_group() -> None:
     experts = Experts(4, 2, ffn=16)
     layout = ParallelConfig(tp=2, expert_tp=2, sequence_parallel=True)
-    assert expert_products(job(replace(TINY, experts=experts), layout), experts) == (
-        Product(8, 4, 8), Product(8, 8, 8, count=4), Product(8, 8, 8, count=4),
+    assert list_expert_gemms(job(replace(TINY, experts=experts), layout), experts) == (
+        Gemm(8, 4, 8), Gemm(8, 8, 8, count=4), Gemm(8, 8, 8, count=4),
     )  # fmt: skip
 
 
@@ -189,28 +191,28 @@ def test_expert_tp_narrows_experts_and_gathers_tokens_of_the_group() -> None:
 def test_products_are_the_flops_of_the_layers(model: ModelConfig, layout: ParallelConfig) -> None:
     one = job(model, layout, global_batch=layout.dp)
     dense, routed = model.layers - model.expert_layers, model.expert_layers
-    products = [*attention_products(one), *mlp_products(one, model.ffn)] * dense
+    products = [*list_attention_gemms(one), *list_mlp_gemms(one, model.ffn)] * dense
     if model.experts is not None:
-        products += [*attention_products(one), *expert_products(one, model.experts)] * routed
+        products += [*list_attention_gemms(one), *list_expert_gemms(one, model.experts)] * routed
     flops = sum(2 * each.rows * each.parameters for each in products)
-    assert flops == chunk_flops(one, stages_of(one)[0].chunks[0]).linear
+    assert flops == count_chunk_flops(one, list_stages(one)[0].chunks[0]).linear
 
 
 def test_a_layer_with_fused_attention() -> None:
-    assert dense_layer(job(), UNIT) == LayerPass(FORWARD, BACKWARD, LINEAR, CORE, 3.125 * CORE)
+    assert time_dense_layer(job(), UNIT) == LayerPass(FORWARD, BACKWARD, LINEAR, CORE, 3.125 * CORE)
 
 
 def test_unfused_attention_computes_all_scores_and_moves_them() -> None:
     forward = 2 * CORE + 1024 * 4 * 2
     backward = 2 * 2 * CORE + 1024 * (4 + 2) * 2
-    assert dense_layer(job(flash_attention=False), UNIT) == LayerPass(
+    assert time_dense_layer(job(flash_attention=False), UNIT) == LayerPass(
         LINEAR + forward + MOVED, LINEAR + backward + MOVED_BACK, LINEAR, forward, backward
     )
 
 
 def test_dropout_writes_masks_after_attention_and_both_residuals() -> None:
-    plain = dense_layer(job(flash_attention=False), UNIT)
-    dropped = dense_layer(job(flash_attention=False, dropout=True), UNIT)
+    plain = time_dense_layer(job(flash_attention=False), UNIT)
+    dropped = time_dense_layer(job(flash_attention=False, dropout=True), UNIT)
     scores, masks = 1024 * (2 + 1), 2 * 128
     assert dropped.forward_ns - plain.forward_ns == scores + masks
     assert dropped.input_ns - plain.input_ns == scores + masks
@@ -220,7 +222,7 @@ def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
     products = 12_288 + 2 * ((128 + 96 + 192) + (64 + 32 + 128) + 2 * (128 + 128 + 256))
     norms, norms_back = 2 * 10 * 128, 2 * 12 * 128
     rest, rest_back = 1_024 + 512, 1_536 + 512
-    assert dense_layer(job(layout=ParallelConfig(tp=2)), UNIT) == LayerPass(
+    assert time_dense_layer(job(layout=ParallelConfig(tp=2)), UNIT) == LayerPass(
         products + CORE / 2 + norms + rest,
         products + 3.125 * CORE / 2 + norms_back + rest_back,
         products,
@@ -230,27 +232,27 @@ def test_tensor_parallelism_halves_a_layer_but_not_its_norms() -> None:
 
 
 def test_sequence_parallelism_halves_the_norms_too() -> None:
-    whole = dense_layer(job(layout=ParallelConfig(tp=2)), UNIT)
-    split = dense_layer(job(layout=ParallelConfig(tp=2, sequence_parallel=True)), UNIT)
+    whole = time_dense_layer(job(layout=ParallelConfig(tp=2)), UNIT)
+    split = time_dense_layer(job(layout=ParallelConfig(tp=2, sequence_parallel=True)), UNIT)
     assert (whole.forward_ns - split.forward_ns, whole.input_ns - split.input_ns) == (1280, 1536)
 
 
 def test_frameworks_without_fusion_move_more_between_gemms() -> None:
-    fused, eager = dense_layer(job(), UNIT), dense_layer(job(framework="ddp"), UNIT)
+    fused, eager = time_dense_layer(job(), UNIT), time_dense_layer(job(framework="ddp"), UNIT)
     assert eager.forward_ns - fused.forward_ns == pytest.approx(0.6 * MOVED)
     assert eager.input_ns - fused.input_ns == pytest.approx(0.6 * MOVED_BACK)
 
 
 def test_gradients_of_later_microbatches_are_added_to_those_before() -> None:
     one, four = (
-        dense_layer(job(framework="ddp", gradient_dtype="bf16", global_batch=m), UNIT)
+        time_dense_layer(job(framework="ddp", gradient_dtype="bf16", global_batch=m), UNIT)
         for m in (1, 4)
     )
     assert four == one + LayerPass(0.0, 0.0, 3 * 2 * 768 * 3 / 4)
 
 
 def test_every_kernel_of_a_layer_is_launched() -> None:
-    far = dense_layer(job(), replace(UNIT, launch_ns=1e6))
+    far = time_dense_layer(job(), replace(UNIT, launch_ns=1e6))
     assert far.forward_ns - FORWARD == (4 + 1 + 6) * 1e6
     assert far.weight_ns - LINEAR == 4 * 1e6
 
@@ -258,11 +260,11 @@ def test_every_kernel_of_a_layer_is_launched() -> None:
 def test_a_mixture_moves_its_tokens_to_the_experts_and_back() -> None:
     experts = Experts(4, 2, ffn=16)
     mixed = job(replace(TINY, experts=experts))
-    products = (*attention_products(mixed), *expert_products(mixed, experts))
-    linear, routed = sum(each.forward_ns(UNIT) for each in products), 32
+    products = (*list_attention_gemms(mixed), *list_expert_gemms(mixed, experts))
+    linear, routed = sum(each.compute_forward_ns(UNIT) for each in products), 32
     moved = 2 * (10 * 128 + 2 * routed * 16 + 2 * 256)
     permuted = 2 * 4 * routed * 8
-    found = expert_layer(mixed, UNIT, experts)
+    found = time_expert_layer(mixed, UNIT, experts)
     assert found.forward_ns == linear + CORE + moved + permuted
     assert found.weight_ns == linear
 
@@ -271,7 +273,7 @@ def chunk(
     model: ModelConfig = TINY, layout: ParallelConfig | None = None, **recipe: Any
 ) -> LayerPass:
     """Two dense layers, neither first nor last."""
-    return chunk_passes(job(model, layout, **recipe), UNIT, (Chunk(2, 0, False, False),))[0]
+    return compute_chunk_passes(job(model, layout, **recipe), UNIT, (Chunk(2, 0, False, False),))[0]
 
 
 def test_a_chunk_is_its_layers() -> None:
@@ -289,7 +291,7 @@ def test_a_ring_adds_attention_up_piece_by_piece() -> None:
     assert time_pieces(two, slow) == once
     assert time_pieces(four, slow) == once * 3
     gathered = ParallelConfig(cp=2, context_kind="all-gather")
-    assert comes_in_pieces(two) and not comes_in_pieces(job(layout=gathered))
+    assert is_fused_ring(two) and not is_fused_ring(job(layout=gathered))
 
 
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])
@@ -312,7 +314,7 @@ def test_torchtitan_recomputes_every_second_product_instead() -> None:
 
 
 def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> None:
-    first, last = chunk_passes(
+    first, last = compute_chunk_passes(
         job(), UNIT, (Chunk(0, 0, True, False), Chunk(0, 0, False, True))
     )  # fmt: skip
     product, logits = 2 * 16 * 512 * 8 + 2 * (16 * 8 + 8 * 512 + 16 * 512), 16 * 512
@@ -324,7 +326,7 @@ def test_the_head_runs_at_its_own_rate_and_layers_at_that_of_linear_products() -
     slow_head, flops = replace(UNIT, head_flops_per_ns=0.5), 2 * 16 * 512 * 8
     layer, head = (Chunk(0, 1, False, False), Chunk(0, 0, False, True))
     (layer_slow, head_slow), (layer_pass, head_pass) = (
-        chunk_passes(job(), speed, (layer, head)) for speed in (slow_head, UNIT)
+        compute_chunk_passes(job(), speed, (layer, head)) for speed in (slow_head, UNIT)
     )
     assert layer_slow == layer_pass
     assert head_slow == head_pass + LayerPass(flops, flops, flops)
@@ -332,12 +334,16 @@ def test_the_head_runs_at_its_own_rate_and_layers_at_that_of_linear_products() -
 
 def test_the_head_is_not_recomputed() -> None:
     head = (Chunk(0, 0, False, True),)
-    assert chunk_passes(job(recompute="full"), UNIT, head) == chunk_passes(job(), UNIT, head)
+    assert compute_chunk_passes(job(recompute="full"), UNIT, head) == compute_chunk_passes(
+        job(), UNIT, head
+    )
 
 
 def test_the_gradient_of_the_head_is_added_up_like_that_of_layers() -> None:
     (one,), (four,) = (
-        chunk_passes(job(framework="ddp", global_batch=m), UNIT, (Chunk(0, 0, False, True),))
+        compute_chunk_passes(
+            job(framework="ddp", global_batch=m), UNIT, (Chunk(0, 0, False, True),)
+        )
         for m in (1, 4)
     )
     assert four == one + LayerPass(0.0, 0.0, 3 * 4 * 8 * 512 * 3 / 4)
@@ -346,21 +352,21 @@ def test_the_gradient_of_the_head_is_added_up_like_that_of_layers() -> None:
 def test_a_chunk_of_both_kinds_of_layers() -> None:
     mixed = job(MIXED)
     assert MIXED.experts is not None
-    dense, routed = dense_layer(mixed, UNIT), expert_layer(mixed, UNIT, MIXED.experts)
-    assert chunk_passes(mixed, UNIT, (Chunk(1, 3, False, False),)) == (dense + routed * 3,)
+    dense, routed = time_dense_layer(mixed, UNIT), time_expert_layer(mixed, UNIT, MIXED.experts)
+    assert compute_chunk_passes(mixed, UNIT, (Chunk(1, 3, False, False),)) == (dense + routed * 3,)
 
 
 def test_each_framework_has_its_constants() -> None:
     found = {
-        name: traffic_of(job(framework=name, gradient_dtype="bf16", global_batch=2))
+        name: select_framework_costs(job(framework=name, gradient_dtype="bf16", global_batch=2))
         for name in ("megatron", "nanotron", "deepspeed", "fsdp2", "huggingface")
     }
     assert found == {
-        "megatron": Traffic(1.0, 0.0, 0.0, 250e3),
-        "nanotron": Traffic(1.0, 0.0, 0.0, 250e3),
-        "deepspeed": Traffic(1.0, 7.0, 0.0, 400e3),
-        "fsdp2": Traffic(1.6, 0.0, 16.0, 400e3),
-        "huggingface": Traffic(1.6, 3.0, 0.0, 400e3),
+        "megatron": FrameworkCosts(1.0, 0.0, 0.0, 250e3),
+        "nanotron": FrameworkCosts(1.0, 0.0, 0.0, 250e3),
+        "deepspeed": FrameworkCosts(1.0, 7.0, 0.0, 400e3),
+        "fsdp2": FrameworkCosts(1.6, 0.0, 16.0, 400e3),
+        "huggingface": FrameworkCosts(1.6, 3.0, 0.0, 400e3),
     }
 
 
@@ -368,10 +374,12 @@ TOTAL = 4 * 784 + 2 * 4096 + 8
 
 
 def test_adam_moves_thirty_bytes_a_parameter() -> None:
-    (held,) = stage_parameters(job())
-    assert optimizer_ns(job(), UNIT, held) == 30 * TOTAL
-    assert optimizer_ns(job(optimizer="sgd", gradient_dtype="bf16"), UNIT, held) == 12 * TOTAL
-    assert optimizer_ns(job(optimizer="adam-8bit"), UNIT, held) == 18 * TOTAL
+    (held,) = count_stage_parameters(job())
+    assert compute_optimizer_ns(job(), UNIT, held) == 30 * TOTAL
+    assert (
+        compute_optimizer_ns(job(optimizer="sgd", gradient_dtype="bf16"), UNIT, held) == 12 * TOTAL
+    )
+    assert compute_optimizer_ns(job(optimizer="adam-8bit"), UNIT, held) == 18 * TOTAL
 
 
 @pytest.mark.parametrize(
@@ -386,19 +394,19 @@ def test_adam_moves_thirty_bytes_a_parameter() -> None:
 )
 def test_zero_leaves_each_rank_its_share_of_the_update(layout: ParallelConfig, ranks: int) -> None:
     one = job(layout=layout, global_batch=8)
-    assert updated_parameters(one, stage_parameters(one)[0]) == TOTAL / ranks
+    assert count_updated_parameters(one, count_stage_parameters(one)[0]) == TOTAL / ranks
 
 
 def test_experts_are_updated_by_their_ranks() -> None:
     one = job(MIXED, ParallelConfig(dp_replicate=4, ep=2, zero=1), global_batch=4)
-    (held,) = stage_parameters(one)
-    assert updated_parameters(one, held) == held.dense / 4 + held.experts / 2
+    (held,) = count_stage_parameters(one)
+    assert count_updated_parameters(one, held) == held.dense / 4 + held.experts / 2
 
 
 def test_replicas_of_sharded_experts_each_update_all_of_them() -> None:
     one = job(MIXED, ParallelConfig(dp_replicate=2, dp_shard=2, zero=3), global_batch=4)
-    (held,) = stage_parameters(one)
-    assert updated_parameters(one, held) == held.dense / 2 + held.experts / 2
+    (held,) = count_stage_parameters(one)
+    assert count_updated_parameters(one, held) == held.dense / 2 + held.experts / 2
 
 
 def test_an_offloaded_optimizer_copies_gradients_and_weights() -> None:
@@ -406,28 +414,28 @@ def test_an_offloaded_optimizer_copies_gradients_and_weights() -> None:
         job(offload=frozenset({"optimizer"})),
         hardware=replace(DEVICE, host=Link("pcie", 2e9, 0.5, 0.0)),
     )
-    (held,) = stage_parameters(one)
-    assert offload_ns(one, held) == 4 * TOTAL
-    assert offload_ns(job(), held) == 0.0
+    (held,) = count_stage_parameters(one)
+    assert compute_offload_ns(one, held) == 4 * TOTAL
+    assert compute_offload_ns(job(), held) == 0.0
 
 
 def test_the_host_launches_forward_backward_and_what_is_recomputed() -> None:
     layers = 4 * 250e3
-    assert launches(job(), 4) == LayerPass(layers, layers, 0.0)
-    assert launches(job(recompute="full"), 4) == LayerPass(layers, 2 * layers, 0.0)
+    assert compute_launch_time(job(), 4) == LayerPass(layers, layers, 0.0)
+    assert compute_launch_time(job(recompute="full"), 4) == LayerPass(layers, 2 * layers, 0.0)
 
 
 def test_a_device_idles_if_it_is_faster_than_its_host() -> None:
     device, host = LayerPass(300.0, 400.0, 500.0, 100.0), LayerPass(1000.0, 1000.0, 0.0)
-    assert waits(device, host) == LayerPass(700.0, 100.0, 0.0)
+    assert compute_host_wait(device, host) == LayerPass(700.0, 100.0, 0.0)
 
 
 def test_a_device_that_is_slower_than_its_host_never_waits() -> None:
     device = LayerPass(300.0, 400.0, 500.0)
-    assert waits(device, LayerPass(200.0, 900.0, 0.0)) == LayerPass(0.0, 0.0, 0.0)
+    assert compute_host_wait(device, LayerPass(200.0, 900.0, 0.0)) == LayerPass(0.0, 0.0, 0.0)
 
 
 def test_a_host_that_is_nearly_too_slow_counts_as_host_bound() -> None:
     device = LayerPass(200.0, 300.0, 500.0)
     near, far = LayerPass(350.0, 351.0, 0.0), LayerPass(350.0, 349.0, 0.0)
-    assert (host_bound(device, near), host_bound(device, far)) == (True, False)
+    assert (is_host_bound(device, near), is_host_bound(device, far)) == (True, False)

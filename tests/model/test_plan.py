@@ -19,11 +19,16 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_checks import first_fault
-from stepsplit.analyzer.model.config_file import job_of
-from stepsplit.analyzer.model.memory import fits, memory_of
-from stepsplit.analyzer.model.plan import Floor, candidate_of, plan
-from stepsplit.analyzer.model.plan_space import Plan, even_layers, families, toml_lines
+from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.config_file import parse_job
+from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
+from stepsplit.analyzer.model.plan import LowerBound, build_candidate, plan
+from stepsplit.analyzer.model.plan_space import (
+    Plan,
+    format_toml_lines,
+    list_families,
+    split_layers_evenly,
+)
 from stepsplit.analyzer.model.predict import predict
 
 MOST_S = 30.0
@@ -34,7 +39,7 @@ def job(model: str, seq_len: int, global_batch: int, device: str = "h100-sxm") -
     """A preset's model on a preset's device, with Megatron-LM; one rank, which a plan ignores."""
     recipe = TrainingConfig(seq_len, micro_batch=1, global_batch=global_batch)
     return JobConfig(
-        config_file.transformer(model), ParallelConfig(), recipe, config_file.hardware(device)
+        config_file.load_model(model), ParallelConfig(), recipe, config_file.load_hardware(device)
     )
 
 
@@ -46,9 +51,9 @@ EXPERTS = job("mixtral-8x7b", 4096, 16)
 
 def jobs_that_fit(one: JobConfig, gpus: int) -> list[JobConfig]:
     """Every valid layout that fits, checked one by one."""
-    every = [each for family in families(one, gpus) for each in family]
-    possible = [each for each in every if first_fault(each) is None]
-    return [each for each in possible if fits(each, memory_of(each))]
+    every = [each for family in list_families(one, gpus) for each in family]
+    possible = [each for each in every if find_violation(each) is None]
+    return [each for each in possible if is_within_memory(each, compute_memory(each))]
 
 
 def slow_network(one: JobConfig) -> JobConfig:
@@ -100,7 +105,7 @@ def sixteen() -> Plan:
 def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
     searched = sixteen.searched
     refused = sum(count for _, count in searched.refused)
-    every = sum(len(family) for family in families(MIDDLE, 16))
+    every = sum(len(family) for family in list_families(MIDDLE, 16))
     assert searched.considered == every == refused + searched.too_big + searched.fit
     assert searched.timed <= searched.fit
 
@@ -113,14 +118,14 @@ def test_the_fitting_layouts_are_all_that_fit(framework: Framework) -> None:
 
 def test_tp_crosses_nodes_only_if_it_is_kept() -> None:
     far = replace(MIDDLE, parallel=ParallelConfig(tp=4, rank_order=("dp", "cp", "ep", "tp", "pp")))
-    free = [each.parallel for family in families(far, 16) for each in family]
+    free = [each.parallel for family in list_families(far, 16) for each in family]
     assert {layout.tp for layout in free if layout.dp == 8} == {1}
-    kept = families(far, 16, frozenset({"tp"}))
+    kept = list_families(far, 16, frozenset({"tp"}))
     assert {each.parallel.tp for family in kept for each in family} == {4}
 
 
 def test_no_untimed_layout_is_faster(sixteen: Plan) -> None:
-    steps = sorted(candidate_of(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
+    steps = sorted(build_candidate(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
     assert sixteen.best.step_ns == steps[0]
 
 
@@ -135,7 +140,7 @@ def test_the_result_equals_that_of_timing_every_layout(
     one: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = plan(one, 16, top=6)
-    monkeypatch.setattr(Floor, "step_ns", lambda _floor, _job: 0.0)
+    monkeypatch.setattr(LowerBound, "step_ns", lambda _floor, _job: 0.0)
     every = plan(one, 16, top=6)
     assert every.searched.timed == every.searched.fit > found.searched.timed
     assert replace(found, searched=every.searched) == every
@@ -157,11 +162,11 @@ def test_the_result_equals_that_of_timing_every_layout(
 )
 def test_no_step_is_below_its_lower_bound(one: JobConfig, gpus: int) -> None:
     """The lower bound that allows skipping a layout is correct."""
-    floor = Floor(Rates())
+    floor = LowerBound(Rates())
     fitting = jobs_that_fit(one, gpus)
     assert fitting
     for each in islice(fitting, 0, None, 1 + len(fitting) // 200):
-        assert floor.step_ns(each) <= predict(each).split.step_ns
+        assert floor.compute_step_ns(each) <= predict(each).split.step_ns
 
 
 def test_runners_up_are_other_splits_of_the_gpus_in_order(sixteen: Plan) -> None:
@@ -191,10 +196,12 @@ def test_kept_settings_are_those_of_the_job() -> None:
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
 def test_a_layout_written_to_a_job_toml_predicts_the_same(one: JobConfig, framework: str) -> None:
     text = RUN.format(model=one.model.name, framework=framework)
-    found = plan(job_of(text), 16, top=1)
+    found = plan(parse_job(text), 16, top=1)
     head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
     assert parallel
-    again = job_of("\n".join(toml_lines(found.best.choice, True)) + "\n" + training + head)
+    again = parse_job(
+        "\n".join(format_toml_lines(found.best.choice, True)) + "\n" + training + head
+    )
     assert again.parallel.world_size == 16
     assert predict(again).split.step_ns == found.best.step_ns
 
@@ -222,18 +229,18 @@ def test_experts_are_split_over_ranks() -> None:
 
 
 def test_uneven_stages_leave_the_ends_lighter() -> None:
-    assert even_layers(126, 16) == (7, *(8,) * 14, 7)
-    assert even_layers(9, 4) == (2, 3, 2, 2)
-    assert even_layers(8, 4) is None
+    assert split_layers_evenly(126, 16) == (7, *(8,) * 14, 7)
+    assert split_layers_evenly(9, 4) == (2, 3, 2, 2)
+    assert split_layers_evenly(8, 4) is None
 
 
 def test_the_ends_of_a_pipeline_may_have_only_embedding_and_head() -> None:
     """Llama 3's 126 layers in 16 stages of 8 chunks (arXiv:2407.21783, section 3.3.2)."""
-    assert even_layers(126, 128) == (0, *(1,) * 126, 0)
-    assert even_layers(125, 128) is None
+    assert split_layers_evenly(126, 128) == (0, *(1,) * 126, 0)
+    assert split_layers_evenly(125, 128) is None
     llama = job("llama-3.1-405b", 8192, 2048)
     kept = replace(llama, parallel=ParallelConfig(tp=8, pp=16))
-    found = families(kept, 8192, frozenset({"tp", "pp", "cp"}))
+    found = list_families(kept, 8192, frozenset({"tp", "pp", "cp"}))
     assert 8 in {each.parallel.chunks for family in found for each in family}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.config_file import hardware, transformer
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.plan import plan
-from stepsplit.analyzer.validation.published_runs import megascale
+from stepsplit.analyzer.validation.published_runs import build_megascale
 from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 NEAR = 1.10
@@ -16,7 +16,7 @@ AXES = frozenset({"tp", "pp", "cp"})
 
 def rows(table: str, gpus: int) -> list[PublishedRow]:
     """The rows with this number of GPUs."""
-    return [row for row in Published().records(table) if row.count("gpus") == gpus]
+    return [row for row in Published().read_records(table) if row.read_count("gpus") == gpus]
 
 
 def behind(
@@ -36,7 +36,7 @@ def test_gpt3_on_1024_a100_with_megatron() -> None:
     With the best settings of the same split of the GPUs it is 5.8 % behind; with its own 6 chunks
     and microbatches of 1 6.7 %, what is recomputed left free: the paper does not say.
     """
-    (case,) = (case for row in rows("megascale_table2", 1024) for case in megascale(row))
+    (case,) = (case for row in rows("megascale_table2", 1024) for case in build_megascale(row))
     assert (case.job.parallel.tp, case.job.parallel.pp, case.job.parallel.dp) == (8, 8, 16)
     assert behind(case.job, 1024, frozenset()) < NEAR
     assert behind(case.job, 1024, frozenset(), AXES | {"chunks", "micro_batch"}) < NEAR
@@ -53,13 +53,13 @@ def test_llama_3_405b_on_8192_h100(keep: frozenset[str]) -> None:
     """
     (row,) = rows("llama3_405b_table4", 8192)
     layout = ParallelConfig(
-        tp=row.count("tp"), pp=row.count("pp"), cp=row.count("cp"), zero=3,
-        dp_shard=row.count("dp"), context_kind="all-gather", overlap=frozenset({"dp"}),
+        tp=row.read_count("tp"), pp=row.read_count("pp"), cp=row.read_count("cp"), zero=3,
+        dp_shard=row.read_count("dp"), context_kind="all-gather", overlap=frozenset({"dp"}),
     )  # fmt: skip
     recipe = TrainingConfig(
-        seq_len=row.count("seq"), micro_batch=1, framework="fsdp2", fused_loss=False,
-        global_batch=row.count("dp") * row.count("batch_per_dp"),
+        seq_len=row.read_count("seq"), micro_batch=1, framework="fsdp2", fused_loss=False,
+        global_batch=row.read_count("dp") * row.read_count("batch_per_dp"),
     )  # fmt: skip
-    job = JobConfig(transformer("llama-3.1-405b"), layout, recipe, hardware("h100-sxm"))
+    job = JobConfig(load_model("llama-3.1-405b"), layout, recipe, load_hardware("h100-sxm"))
     assert (layout.tp, layout.pp, layout.world_size) == (8, 16, 8192)
     assert behind(job, 8192, keep) < NEAR

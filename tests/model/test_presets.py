@@ -18,21 +18,27 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_decode import read_table
 from stepsplit.analyzer.model.config_file import (
-    hardware,
-    hardware_names,
-    model_names,
-    published_parameters,
-    transformer,
+    list_hardware_names,
+    list_model_names,
+    load_hardware,
+    load_model,
+    read_published_parameters,
 )
-from stepsplit.analyzer.model.hardware_config import PRESETS, efficiency, families, link, link_names
-from stepsplit.analyzer.model.parameters import total_parameters
+from stepsplit.analyzer.model.hardware_config import (
+    PRESETS,
+    list_families,
+    list_link_names,
+    load_efficiency,
+    load_link,
+)
+from stepsplit.analyzer.model.parameters import count_parameters
 
-COUNTED = [name for name in model_names() if published_parameters(name) is not None]
+COUNTED = [name for name in list_model_names() if read_published_parameters(name) is not None]
 LISTED = sorted(PRESETS.rglob("*.toml"))
 
 
 def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
-    assert transformer("llama-3.1-8b") == ModelConfig(
+    assert load_model("llama-3.1-8b") == ModelConfig(
         layers=32,
         hidden=4096,
         heads=32,
@@ -49,7 +55,7 @@ def test_a_llama_has_groups_of_heads_and_a_gated_mlp() -> None:
 
 
 def test_a_gpt_has_learned_positions_biases_and_a_tied_head() -> None:
-    assert transformer("gpt3-175b") == ModelConfig(
+    assert load_model("gpt3-175b") == ModelConfig(
         layers=96,
         hidden=12288,
         heads=96,
@@ -63,7 +69,7 @@ def test_a_gpt_has_learned_positions_biases_and_a_tied_head() -> None:
 
 
 def test_deepseek_has_latent_attention_and_experts_after_three_dense_layers() -> None:
-    model = transformer("deepseek-v3")
+    model = load_model("deepseek-v3")
     assert (model.layers, model.hidden, model.heads, model.ffn) == (61, 7168, 128, 18432)
     assert model.experts == Experts(count=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3)
     assert model.latent == LatentAttention(
@@ -71,16 +77,16 @@ def test_deepseek_has_latent_attention_and_experts_after_three_dense_layers() ->
     )
 
 
-@for_each("name", model_names())
+@for_each("name", list_model_names())
 def test_every_model_preset_loads_under_its_own_name(name: str) -> None:
-    assert transformer(name).name == name
+    assert load_model(name).name == name
 
 
 @for_each("name", COUNTED)
 def test_a_preset_has_as_many_parameters_as_its_publishers_say(name: str) -> None:
-    published = published_parameters(name)
+    published = read_published_parameters(name)
     assert published is not None
-    assert total_parameters(transformer(name)) == pytest.approx(
+    assert count_parameters(load_model(name)) == pytest.approx(
         published, abs=max(0.001 * published, _half_of_the_last_digit(published))
     )
 
@@ -92,11 +98,11 @@ def _half_of_the_last_digit(count: int) -> float:
 
 
 def test_most_models_have_a_published_count() -> None:
-    assert len(COUNTED) > 0.9 * len(model_names())
+    assert len(COUNTED) > 0.9 * len(list_model_names())
 
 
 def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> None:
-    assert hardware("a100-sxm-80gb") == HardwareConfig(
+    assert load_hardware("a100-sxm-80gb") == HardwareConfig(
         name="a100-sxm-80gb",
         family="ampere",
         peaks_flops_per_s=(
@@ -108,49 +114,54 @@ def test_a_gpu_has_dense_peaks_the_memory_that_its_driver_shows_and_links() -> N
         memory_bytes=80 * 2**30,
         memory_bytes_per_s=2.039e12,
         gpus_per_node=8,
-        intra=link("nvlink-3"),
-        inter=link("ib-hdr-200"),
-        host=link("host-pcie-4"),
-        efficiency=efficiency("ampere"),
+        intra=load_link("nvlink-3"),
+        inter=load_link("ib-hdr-200"),
+        host=load_link("host-pcie-4"),
+        efficiency=load_efficiency("ampere"),
         multiprocessors=108,
     )
 
 
 def test_the_link_between_nodes_and_the_size_of_a_node_can_be_set() -> None:
-    usual = hardware("h100-sxm")
-    device = hardware("h100-sxm", nodes_link="roce-400", gpus_per_node=4)
-    assert (usual.inter, usual.gpus_per_node) == (link("ib-ndr-400"), 8)
-    assert (device.inter, device.gpus_per_node) == (link("roce-400"), 4)
+    usual = load_hardware("h100-sxm")
+    device = load_hardware("h100-sxm", nodes_link="roce-400", gpus_per_node=4)
+    assert (usual.inter, usual.gpus_per_node) == (load_link("ib-ndr-400"), 8)
+    assert (device.inter, device.gpus_per_node) == (load_link("roce-400"), 4)
 
 
-@for_each("name", hardware_names())
+@for_each("name", list_hardware_names())
 def test_every_hardware_preset_loads_under_its_own_name(name: str) -> None:
-    device = hardware(name)
+    device = load_hardware(name)
     assert device.name == name
     assert min(device.memory_bytes, device.memory_bytes_per_s, device.gpus_per_node) >= 1
 
 
-@for_each("name", hardware_names())
+@for_each("name", list_hardware_names())
 def test_lower_precision_is_never_slower(name: str) -> None:
-    peaks = dict(hardware(name).peaks_flops_per_s)
+    peaks = dict(load_hardware(name).peaks_flops_per_s)
     order = [peaks[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in peaks]
     assert order == sorted(order)
 
 
-@for_each("name", link_names())
+@for_each("name", list_link_names())
 def test_a_ring_reaches_at_most_the_rate_of_the_link(name: str) -> None:
-    found = link(name)
+    found = load_link(name)
     assert isinstance(found, Link) and found.name == name
     assert 0 < found.ring <= 1 and found.latency_ns > 0 and found.bytes_per_s > 0
 
 
 def test_nvlink_rates_are_per_direction() -> None:
-    assert [link(f"nvlink-{n}").bytes_per_s for n in (2, 3, 4, 5)] == [150e9, 300e9, 450e9, 900e9]
+    assert [load_link(f"nvlink-{n}").bytes_per_s for n in (2, 3, 4, 5)] == [
+        150e9,
+        300e9,
+        450e9,
+        900e9,
+    ]
 
 
-@for_each("family", families())
+@for_each("family", list_families())
 def test_no_family_reaches_more_than_its_peaks(family: str) -> None:
-    found = efficiency(family)
+    found = load_efficiency(family)
     assert isinstance(found, Efficiency) and found.launch_ns >= 0
     assert 0 < max(found.gemm, found.attention, found.memory) <= 1
 
@@ -159,14 +170,14 @@ def test_an_unknown_model_suggests_similar_names() -> None:
     message = "unknown model preset 'llama-3-9b'; "
     message += "write llama-3-8b, llama-3-70b, llama-30b or llama-13b"
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        transformer("llama-3-9b")
+        load_model("llama-3-9b")
 
 
 def test_an_unknown_gpu_or_link_suggests_similar_names() -> None:
     with pytest.raises(UsageError, match=r"^unknown hardware preset 'h100'; write h100-sxm, "):
-        hardware("h100")
+        load_hardware("h100")
     with pytest.raises(UsageError, match=r"^unknown link 'ndr-400'; write ib-ndr-400, "):
-        hardware("h100-sxm", nodes_link="ndr-400")
+        load_hardware("h100-sxm", nodes_link="ndr-400")
 
 
 @for_each("file", LISTED, ids=lambda file: file.stem)

@@ -7,12 +7,12 @@ import pkgutil
 from collections import Counter
 
 from stepsplit.analyzer import model
-from stepsplit.analyzer.model.formulas import Folk, Formula, folk_rules
+from stepsplit.analyzer.model.formulas import CheckedRule, Formula, read_checked_rules
 
 
 def test_a_rule_has_its_verdict_reference_and_formulas() -> None:
-    found = {rule.id: rule for rule in folk_rules()}
-    assert found["hdr-400"] == Folk(
+    found = {rule.id: rule for rule in read_checked_rules()}
+    assert found["hdr-400"] == CheckedRule(
         id="hdr-400",
         rule="HDR InfiniBand has 400 Gb/s",
         verdict="wrong",
@@ -23,18 +23,18 @@ def test_a_rule_has_its_verdict_reference_and_formulas() -> None:
 
 
 def test_there_are_59_rules_and_each_has_a_verdict() -> None:
-    verdicts = Counter(rule.verdict for rule in folk_rules())
+    verdicts = Counter(rule.verdict for rule in read_checked_rules())
     assert verdicts == {"right": 13, "wrong": 18, "half": 22, "unit": 6}
 
 
 def test_every_rule_is_cited() -> None:
-    for rule in folk_rules():
+    for rule in read_checked_rules():
         assert rule.rule and rule.reference and rule.citation
 
 
 def test_the_formulas_of_every_rule_exist() -> None:
     ids = {formula.id for formula in formulas().values()}
-    assert [rule.id for rule in folk_rules() if not ids.issuperset(rule.formulas)] == []
+    assert [rule.id for rule in read_checked_rules() if not ids.issuperset(rule.formulas)] == []
 
 
 def test_no_two_formulas_share_an_id() -> None:

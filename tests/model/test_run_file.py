@@ -20,18 +20,18 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_decode import TomlTable, decoded_kinds
+from stepsplit.analyzer.model.config_decode import TomlTable, collect_kinds
 from stepsplit.analyzer.model.config_file import (
     MODEL_KEYS,
     PARALLEL_KEYS,
     TRAINING_KEYS,
-    hardware,
-    job_in,
-    job_of,
+    decode_job,
+    load_hardware,
+    load_model,
+    parse_job,
     read_job,
-    transformer,
 )
-from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, efficiency, link
+from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
 
 LLAMA = {"preset": "llama-3.1-8b"}
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}
@@ -52,7 +52,7 @@ def run(
         "training": TRAINING | (training or {}),
         "hardware": device,
     }
-    return job_in(TomlTable("job.toml", "", tables))
+    return decode_job(TomlTable("job.toml", "", tables))
 
 
 def refusal(**tables: Any) -> str:
@@ -93,7 +93,7 @@ preset = "h100-sxm"
 nodes_link = "roce-400"
 """)
     assert read_job(path) == JobConfig(
-        transformer("llama-3.1-70b"),
+        load_model("llama-3.1-70b"),
         ParallelConfig(
             tp=8,
             pp=4,
@@ -105,7 +105,7 @@ nodes_link = "roce-400"
             overlap=frozenset({"dp", "pp"}),
         ),
         TrainingConfig(seq_len=8192, micro_batch=1, global_batch=128, recompute="selective"),
-        hardware("h100-sxm", nodes_link="roce-400"),
+        load_hardware("h100-sxm", nodes_link="roce-400"),
     )
 
 
@@ -115,8 +115,8 @@ model.preset = "gpt2-124m"
 training = { seq_len = 1024, micro_batch = 4, microbatches = 3 }
 hardware.preset = "a100-sxm-40gb"
 """
-    assert job_of(text) == JobConfig(
-        transformer("gpt2-124m"),
+    assert parse_job(text) == JobConfig(
+        load_model("gpt2-124m"),
         ParallelConfig(),
         TrainingConfig(
             seq_len=1024,
@@ -126,7 +126,7 @@ hardware.preset = "a100-sxm-40gb"
             dropout=True,
             fused_loss=False,
         ),
-        hardware("a100-sxm-40gb"),
+        load_hardware("a100-sxm-40gb"),
     )
 
 
@@ -303,23 +303,23 @@ def test_hardware_can_be_given_by_numbers() -> None:
         memory_bytes_per_s=2e12,
         gpus_per_node=4,
         intra=Link("intra", 1e11, 0.9, 2000.0),
-        inter=link("ib-hdr-200"),
-        host=link("host-pcie-5"),
-        efficiency=replace(efficiency("hopper"), gemm=0.5),
+        inter=load_link("ib-hdr-200"),
+        host=load_link("host-pcie-5"),
+        efficiency=replace(load_efficiency("hopper"), gemm=0.5),
     )
 
 
 def test_numbers_override_those_of_a_preset() -> None:
     device = run(device=H100 | {"gpus_per_node": 4, "memory_bytes": 10**11}).hardware
     assert (device.gpus_per_node, device.memory_bytes) == (4, 10**11)
-    assert device.intra == hardware("h100-sxm").intra
+    assert device.intra == load_hardware("h100-sxm").intra
 
 
 def test_a_job_without_hardware_is_refused() -> None:
     with pytest.raises(
         UsageError, match=r"^job.toml: \[hardware\] is missing; write \[hardware\] preset"
     ):
-        job_of('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
+        parse_job('model.preset = "gpt2-124m"\ntraining.seq_len = 1024')
 
 
 @for_each(
@@ -450,7 +450,7 @@ def test_every_key_of_a_file_is_a_field_or_an_alias_of_one() -> None:
     experts = {"top_k", "expert_ffn", "shared_ffn", "dense_layers"}
     stated = {*MODEL_KEYS, *PARALLEL_KEYS, *TRAINING_KEYS, *HARDWARE_KEYS} - spellings - experts
     kinds = (ModelConfig, ParallelConfig, TrainingConfig, HardwareConfig)
-    assert stated == {key for kind in kinds for key in decoded_kinds(kind)}
+    assert stated == {key for kind in kinds for key in collect_kinds(kind)}
 
 
 def test_every_error_is_one_line() -> None:

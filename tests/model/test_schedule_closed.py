@@ -10,9 +10,9 @@ from cases import for_each
 from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule_time import (
     ScheduleTimeline,
-    bubble_ns,
-    bubble_rate,
-    graph,
+    build_graph,
+    compute_bubble_ns,
+    compute_bubble_rate,
     simulate,
 )
 from stepsplit.analyzer.validation.tables import PUBLISHED
@@ -36,7 +36,7 @@ def played(
 ) -> ScheduleTimeline:
     forward, inputs, weights = times
     costs = ((forward / chunks, inputs / chunks, weights / chunks),) * (p * chunks)
-    return simulate(graph(schedule, p, m, chunks), costs, transfer_ns)
+    return simulate(build_graph(schedule, p, m, chunks), costs, transfer_ns)
 
 
 def own_idle_ns(timeline: ScheduleTimeline) -> float:
@@ -64,7 +64,7 @@ def test_the_bubble_rates_that_the_zero_bubble_paper_prints(schedule: str, colum
     for row in published():
         forward, inputs, weights = (float(row[f"{kind}_ms"]) for kind in ("TF", "TB", "TW"))
         p, m, chunks = (int(row[key]) for key in ("pp", "num_microbatches", "vpp_max_chunks"))
-        rate = bubble_rate(
+        rate = compute_bubble_rate(
             schedule, p, m, (forward, inputs, weights), chunks, float(row["Tcomm_ms"])
         )
         assert rate == pytest.approx(float(row[column]), abs=1e-4)
@@ -90,7 +90,7 @@ def test_the_bubble_of_equal_stages_matches_the_closed_form(
 ) -> None:
     for p in (2, 4, 5, 8):
         for m in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 21, 24):
-            closed = bubble_ns(schedule, p, m, TIMES, 1, transfer_ns)
+            closed = compute_bubble_ns(schedule, p, m, TIMES, 1, transfer_ns)
             timeline = played(schedule, p, m, TIMES, 1, transfer_ns)
             assert own_idle_ns(timeline) == pytest.approx(closed), (p, m)
 
@@ -99,9 +99,9 @@ def test_the_bubble_of_equal_stages_matches_the_closed_form(
 def test_interleaved_idles_p_messages_longer_than_the_paper_counts(
     p: int, m: int, chunks: int
 ) -> None:
-    closed = bubble_ns("interleaved", p, m, TIMES, chunks)
+    closed = compute_bubble_ns("interleaved", p, m, TIMES, chunks)
     assert own_idle_ns(played("interleaved", p, m, TIMES, chunks)) == pytest.approx(closed)
-    with_messages = bubble_ns("interleaved", p, m, TIMES, chunks, transfer_ns=0.01)
+    with_messages = compute_bubble_ns("interleaved", p, m, TIMES, chunks, transfer_ns=0.01)
     assert with_messages is not None
     timeline = played("interleaved", p, m, TIMES, chunks, transfer_ns=0.01)
     assert own_idle_ns(timeline) == pytest.approx(with_messages + p * 0.01)
@@ -112,21 +112,21 @@ def test_with_no_more_microbatches_than_ranks_only_one_weight_gradient_is_not_hi
     p, m, (forward, inputs, weights) = 8, 5, TIMES
     split = (m + p - 1) * (forward + inputs) + weights
     assert played("zb-h1", p, m).makespan_ns == split
-    assert bubble_ns("zb-h1", p, m, TIMES) == split - m * sum(TIMES)
+    assert compute_bubble_ns("zb-h1", p, m, TIMES) == split - m * sum(TIMES)
     assert played("1f1b", p, m).makespan_ns == (m + p - 1) * sum(TIMES)
 
 
 def test_the_window_of_zb_h2_has_at_least_the_forwards_that_the_last_rank_waits_for() -> None:
     timeline = played("zb-h2", 4, 16)
-    assert own_idle_ns(timeline) == bubble_ns("zb-h2", 4, 16, TIMES) == 3 * (10 + 9 - 2 * 5)
-    assert timeline.holes_ns == (3 * 10,) * 4
+    assert own_idle_ns(timeline) == compute_bubble_ns("zb-h2", 4, 16, TIMES) == 3 * (10 + 9 - 2 * 5)
+    assert timeline.bubbles_ns == (3 * 10,) * 4
 
 
 def test_schedules_without_a_closed_form_have_none() -> None:
-    assert bubble_ns("zb-v", 4, 8, TIMES) is None
-    assert bubble_ns("interleaved", 4, 6, TIMES, 2) is None
-    assert bubble_rate("dualpipe", 4, 8, TIMES) is None
+    assert compute_bubble_ns("zb-v", 4, 8, TIMES) is None
+    assert compute_bubble_ns("interleaved", 4, 6, TIMES, 2) is None
+    assert compute_bubble_rate("dualpipe", 4, 8, TIMES) is None
 
 
 def test_the_rate_is_of_the_whole() -> None:
-    assert bubble_rate("1f1b", 4, 9, (1.0, 1.0, 1.0)) == 3 / 12
+    assert compute_bubble_rate("1f1b", 4, 9, (1.0, 1.0, 1.0)) == 3 / 12

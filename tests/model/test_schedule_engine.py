@@ -16,10 +16,10 @@ from stepsplit.analyzer.model.schedule_time import (
     Costs,
     PipelineTime,
     ScheduleTimeline,
-    graph,
-    ideal_bubble_fraction,
-    linked,
-    pipeline_ns,
+    build_graph,
+    compute_ideal_bubble_fraction,
+    compute_pipeline_time,
+    link_orders,
     simulate,
 )
 
@@ -34,7 +34,7 @@ def test_1f1b_of_two_unequal_stages_with_three_microbatches() -> None:
     rank 1     |F0 |B0  |F1 |B1   |F2 |B2  |
                2   5    9   12    16  19   23
     """
-    assert simulate(graph("1f1b", 2, 3), UNEQUAL) == ScheduleTimeline(
+    assert simulate(build_graph("1f1b", 2, 3), UNEQUAL) == ScheduleTimeline(
         starts_ns=((0, 2, 9, 12, 16, 23), (2, 5, 9, 12, 16, 19)),
         ends_ns=((2, 4, 12, 14, 19, 26), (5, 9, 12, 16, 19, 23)),
         busy_ns=(15, 21),
@@ -42,30 +42,30 @@ def test_1f1b_of_two_unequal_stages_with_three_microbatches() -> None:
 
 
 def test_the_bubble_of_a_rank_is_the_common_window_less_its_passes() -> None:
-    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL)
-    assert (timeline.makespan_ns, timeline.holes_ns) == (26, (11, 5))
+    timeline = simulate(build_graph("1f1b", 2, 3), UNEQUAL)
+    assert (timeline.makespan_ns, timeline.bubbles_ns) == (26, (11, 5))
 
 
 def test_a_transfer_delays_its_receiver() -> None:
-    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1)
+    timeline = simulate(build_graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1)
     assert timeline.starts_ns == ((0, 2, 11, 14, 18, 25), (3, 6, 10, 13, 17, 20))
 
 
 def test_a_blocking_transfer_delays_the_sender_too() -> None:
-    timeline = simulate(graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1, blocking=True)
+    timeline = simulate(build_graph("1f1b", 2, 3), UNEQUAL, transfer_ns=1, blocking=True)
     assert timeline.starts_ns == ((0, 3, 11, 14, 19, 27), (3, 6, 11, 14, 19, 22))
 
 
 def test_no_message_passes_where_the_v_turns_around() -> None:
     """Two stages on the one rank of the turn: only rank 0's ends of the V are across the link."""
     orders = ((Pass("F", 0, 0), Pass("F", 0, 1)), (Pass("F", 0, 0), Pass("F", 0, 1)))
-    timeline = simulate(linked(orders, ((0, 3), (1, 2))), ((1, 0, 0),) * 4, transfer_ns=10)
+    timeline = simulate(link_orders(orders, ((0, 3), (1, 2))), ((1, 0, 0),) * 4, transfer_ns=10)
     assert timeline.starts_ns == ((0, 23), (11, 12))
 
 
 def test_overlapped_passes_start_and_end_together() -> None:
     orders = ((Pass("F", 0), Pass("F", 1, joined=True), Pass("B", 0)),)
-    timeline = simulate(linked(orders, ((0,),)), ((2, 1, 2),))
+    timeline = simulate(link_orders(orders, ((0,),)), ((2, 1, 2),))
     assert timeline == ScheduleTimeline(((0, 2, 2),), ((2, 7, 7),), (7,))
 
 
@@ -74,14 +74,14 @@ def test_a_deadlock_is_rejected() -> None:
     with pytest.raises(
         UsageError, match="deadlock: rank 0 blocks at pass 2 of 2, B of microbatch 0"
     ):
-        linked(orders, ((0,), (1,)))
+        link_orders(orders, ((0,), (1,)))
 
 
 def test_a_wrong_number_of_costs_is_rejected() -> None:
     with pytest.raises(UsageError, match="2 costs for a pipeline of 4 stages; give one per stage"):
-        simulate(graph("interleaved", 2, 2, 2), UNEQUAL)
+        simulate(build_graph("interleaved", 2, 2, 2), UNEQUAL)
     with pytest.raises(UsageError, match="2 costs for a pipeline of 4 stages; give one per stage"):
-        pipeline_ns("interleaved", 2, 2, 2, UNEQUAL)
+        compute_pipeline_time("interleaved", 2, 2, 2, UNEQUAL)
 
 
 @for_each("schedule", SCHEDULES)
@@ -89,9 +89,9 @@ def test_equal_stages_leave_the_ideal_bubble(schedule: Schedule) -> None:
     """With equal times of the three kinds of pass, as the formulas of the V shapes assume."""
     chunks = 2 if schedule == "interleaved" else 1
     costs = ((1.0, 1.0, 1.0),) * model_stages(schedule, 4, chunks)
-    timeline = simulate(graph(schedule, 4, 12, chunks), costs)
-    ideal = ideal_bubble_fraction(schedule, 4, 12, chunks, (1.0, 1.0, 1.0))
-    assert timeline.holes_ns[0] / timeline.makespan_ns == pytest.approx(ideal)
+    timeline = simulate(build_graph(schedule, 4, 12, chunks), costs)
+    ideal = compute_ideal_bubble_fraction(schedule, 4, 12, chunks, (1.0, 1.0, 1.0))
+    assert timeline.bubbles_ns[0] / timeline.makespan_ns == pytest.approx(ideal)
 
 
 # The fast path.
@@ -122,10 +122,10 @@ def test_the_fast_path_equals_the_whole_simulation(schedule: Schedule) -> None:
         m = 2 * p * dice.choice([1, 4, 6]) + (0 if schedule == "interleaved" else 2)
         costs = drawn_costs(dice, model_stages(schedule, p, chunks))
         transfer_ns, blocking = dice.choice([0.0, 1e4, 3e5]), dice.random() < 0.5
-        whole = simulate(graph(schedule, p, m, chunks), costs, transfer_ns, blocking)
-        fast = pipeline_ns(schedule, p, m, chunks, costs, transfer_ns, blocking)
+        whole = simulate(build_graph(schedule, p, m, chunks), costs, transfer_ns, blocking)
+        fast = compute_pipeline_time(schedule, p, m, chunks, costs, transfer_ns, blocking)
         assert fast.makespan_ns == pytest.approx(whole.makespan_ns, rel=1e-9)
-        assert fast.holes_ns == pytest.approx(whole.holes_ns, abs=1e-9 * whole.makespan_ns)
+        assert fast.bubbles_ns == pytest.approx(whole.bubbles_ns, abs=1e-9 * whole.makespan_ns)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +148,17 @@ def test_equal_stages_with_a_slower_head_are_not_simulated_whole(
 
     def noted(schedule: Schedule, p: int, m: int, chunks: int = 1) -> object:
         sizes.append(m)
-        return graph(schedule, p, m, chunks)
+        return build_graph(schedule, p, m, chunks)
 
     monkeypatch.setattr(schedule_time, "graph", noted)
     chunks = 2 if schedule == "interleaved" else 1
     costs = ((1e6, 1e6, 1e6),) * (model_stages(schedule, 8, chunks) - 1) + ((1.3e6, 1.3e6, 1e6),)
-    pipeline_ns(schedule, 8, 800, chunks, costs)
+    compute_pipeline_time(schedule, 8, 800, chunks, costs)
     assert max(sizes) <= most
 
 
 def test_bubble_fraction_is_of_the_window_and_bubble_overhead_of_the_useful_time() -> None:
-    time = pipeline_ns("1f1b", 2, 3, 1, UNEQUAL)
+    time = compute_pipeline_time("1f1b", 2, 3, 1, UNEQUAL)
     assert time == PipelineTime(26, (11, 5))
     assert (time.bubble_fraction, time.bubble_overhead) == (16 / 52, 16 / 36)
 
@@ -167,15 +167,17 @@ def test_bubble_fraction_is_of_the_window_and_bubble_overhead_of_the_useful_time
 @pytest.mark.alone
 def test_sixteen_ranks_with_128_microbatches_take_milliseconds() -> None:
     """About 0.4 ms, 2.5 ms with the graph; the limits are wide, for a machine under load."""
-    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
+    compute_pipeline_time("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
     since = perf_counter()
     for last in range(20):
-        pipeline_ns("1f1b", 16, 128, 1, ((1e6, 1e6, 1e6),) * 15 + ((1e6 + last, 1e6, 1e6),))
+        compute_pipeline_time(
+            "1f1b", 16, 128, 1, ((1e6, 1e6, 1e6),) * 15 + ((1e6 + last, 1e6, 1e6),)
+        )
     assert perf_counter() - since < 20 * 0.01
 
 
 def test_the_same_stages_are_simulated_once() -> None:
-    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
-    hits = pipeline_ns.cache_info().hits
-    pipeline_ns("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
-    assert pipeline_ns.cache_info().hits == hits + 1
+    compute_pipeline_time("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
+    hits = compute_pipeline_time.cache_info().hits
+    compute_pipeline_time("1f1b", 16, 128, 1, ((1.0, 1.0, 1.0),) * 16)
+    assert compute_pipeline_time.cache_info().hits == hits + 1

@@ -8,17 +8,22 @@ from cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
-from stepsplit.analyzer.model.schedule import Pass, in_flight, orders, peak
+from stepsplit.analyzer.model.schedule import (
+    Pass,
+    build_orders,
+    count_in_flight,
+    count_peak_in_flight,
+)
 
 
 def held(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[int]:
-    return [in_flight(schedule, stages, microbatches, chunks, rank) for rank in range(stages)]
+    return [count_in_flight(schedule, stages, microbatches, chunks, rank) for rank in range(stages)]
 
 
 def test_an_activation_lives_until_its_weight_gradient() -> None:
     first, second = (Pass("F", 0), Pass("I", 0)), (Pass("F", 1), Pass("W", 0), Pass("B", 1))
-    assert peak((*first, *second)) == 2
-    assert peak(()) == 0
+    assert count_peak_in_flight((*first, *second)) == 2
+    assert count_peak_in_flight(()) == 0
 
 
 def test_1f1b_has_one_microbatch_fewer_in_flight_per_rank_and_gpipe_all() -> None:
@@ -32,7 +37,7 @@ def test_the_first_rank_of_interleaved_holds_a_layers_worth_of_l_times_1_plus_p_
 ):
     """Korthikanti et al., section 4.2.3: of chunks with L / (p v) layers, here p = 4 and v = 3."""
     assert held("interleaved", 4, 8, 3) == [15, 13, 11, 9]
-    assert in_flight("interleaved", 4, 8, 3) / (4 * 3) == 1 + (4 - 1) / (4 * 3)
+    assert count_in_flight("interleaved", 4, 8, 3) / (4 * 3) == 1 + (4 - 1) / (4 * 3)
 
 
 def test_zero_bubble_schedules_have_equal_activations_on_every_rank() -> None:
@@ -48,9 +53,11 @@ def test_the_formula_matches_the_order(schedule: Schedule) -> None:
     counted = 0
     for p, m, chunks in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 7, 8, 12, 16, 24), (1, 2, 3)):
         try:
-            order_of = orders(schedule, p, m, chunks)
+            order_of = build_orders(schedule, p, m, chunks)
         except UsageError:
             continue
-        assert held(schedule, p, m, chunks) == [peak(order) for order in order_of], (p, m, chunks)
+        assert held(schedule, p, m, chunks) == [
+            count_peak_in_flight(order) for order in order_of
+        ], (p, m, chunks)
         counted += 1
     assert counted > 20

@@ -11,14 +11,14 @@ from simulator.schedules import actions
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
-from stepsplit.analyzer.model.schedule import Pass, orders, places
+from stepsplit.analyzer.model.schedule import Pass, build_orders, list_chunk_positions
 
 
 def written(schedule: Schedule, stages: int, microbatches: int, chunks: int = 1) -> list[str]:
     """Each rank's order in words such as F3 or, in chunk 1, F3'; & overlaps two passes."""
     return [
         " ".join(f"{o.kind}{o.microbatch}{chr(39) * o.chunk}{'&' * o.joined}" for o in order)
-        for order in orders(schedule, stages, microbatches, chunks)
+        for order in build_orders(schedule, stages, microbatches, chunks)
     ]
 
 
@@ -55,7 +55,7 @@ def test_interleaved_makes_larger_groups_where_pp_does_not_divide_the_microbatch
 
 
 def test_interleaved_with_one_chunk_is_1f1b() -> None:
-    assert orders("interleaved", 4, 8, 1) == orders("1f1b", 4, 8)
+    assert build_orders("interleaved", 4, 8, 1) == build_orders("1f1b", 4, 8)
 
 
 def test_zb_h2_runs_further_ahead_than_zb_h1_and_delays_weight_gradients_longer() -> None:
@@ -75,19 +75,23 @@ def test_a_pipeline_of_one_rank_takes_each_microbatch_through_all_its_chunks() -
 
 
 def test_chunks_lie_every_p_stages_or_in_a_v_or_in_two_copies_of_the_model() -> None:
-    assert places("interleaved", 2, 3) == ((0, 2, 4), (1, 3, 5))
-    assert places("zb-v", 3) == places("dualpipe-v", 3) == ((0, 5), (1, 4), (2, 3))
-    assert places("dualpipe", 4) == ((0, 3), (1, 2), (2, 1), (3, 0))
-    assert places("1f1b", 3) == ((0,), (1,), (2,))
+    assert list_chunk_positions("interleaved", 2, 3) == ((0, 2, 4), (1, 3, 5))
+    assert (
+        list_chunk_positions("zb-v", 3)
+        == list_chunk_positions("dualpipe-v", 3)
+        == ((0, 5), (1, 4), (2, 3))
+    )
+    assert list_chunk_positions("dualpipe", 4) == ((0, 3), (1, 2), (2, 1), (3, 0))
+    assert list_chunk_positions("1f1b", 3) == ((0,), (1,), (2,))
 
 
 @for_each("schedule", [one for one in SCHEDULES if one in SIMULATED])
 def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> None:
     for p, rounds in product((2, 4, 6), (2, 3, 5)):
         chunks = 3 if schedule == "interleaved" else 1
-        held = places(schedule, p, chunks)
+        held = list_chunk_positions(schedule, p, chunks)
         for rank, simulated in enumerate(actions(schedule, p, rounds * p, chunks)):
-            mine = orders(schedule, p, rounds * p, chunks)[rank]
+            mine = build_orders(schedule, p, rounds * p, chunks)[rank]
             assert [(o.kind, held[rank][o.chunk], o.microbatch) for o in mine] == [
                 (a.kind, a.stage % p if schedule == "dualpipe" else a.stage, a.microbatch)
                 for a in simulated
@@ -98,7 +102,7 @@ def test_the_simulator_of_traces_writes_the_same_orders(schedule: Schedule) -> N
 def test_every_chunk_does_every_microbatch_forth_and_back_once(schedule: Schedule) -> None:
     p, m = 4, 8
     chunks = 2 if schedule in TWO_STAGES or schedule == "interleaved" else 1
-    for order in orders(schedule, p, m, chunks):
+    for order in build_orders(schedule, p, m, chunks):
         forwards = sorted((o.chunk, o.microbatch) for o in order if o.kind == "F")
         inputs = sorted((o.chunk, o.microbatch) for o in order if o.kind == "I")
         weights = sorted((o.chunk, o.microbatch) for o in order if o.kind == "W")
@@ -131,10 +135,10 @@ def test_invalid_sizes_are_rejected_with_the_arithmetic(
     schedule: Schedule, sizes: tuple[int, int, int], line: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
-        orders(schedule, *sizes)
+        build_orders(schedule, *sizes)
     assert str(refused.value) == line
 
 
 def test_ranks_share_their_passes() -> None:
-    first, second = orders("gpipe", 2, 2)
+    first, second = build_orders("gpipe", 2, 2)
     assert first == second == (Pass("F", 0), Pass("F", 1), Pass("B", 0), Pass("B", 1))

@@ -13,7 +13,7 @@ from stepsplit.analyzer.trace import EventKind, RankTrace
 OWN = Rules(
     (KernelRule("my_sync", "communication", "barrier"), KernelRule("gemm_and", "fused")),
     (FamilyRule("gemm_and", "mine"),),
-).before(BUILT_IN)
+).combine(BUILT_IN)
 
 
 def kinds(trace: RankTrace) -> dict[str, EventKind]:
@@ -47,7 +47,7 @@ def test_kernels_and_copies_are_classified_by_the_rules(tmp_path: Path) -> None:
         called: EventKind.FUSED,
         "gemm_and_send": EventKind.FUSED,
     }
-    family = {n: ruled.kinds.family_of(i) for i, n in enumerate(ruled.events.names)}
+    family = {n: ruled.kinds.find_family(i) for i, n in enumerate(ruled.events.names)}
     assert (family["gemm"], family["gemm_and_send"]) == ("gemm", "mine")
 
 
@@ -56,4 +56,4 @@ def test_ops_of_training_threads_are_compute_in_a_cpu_run(tmp_path: Path) -> Non
     [trace] = read_recording([tmp_path]).traces
     found = kinds(trace)
     assert (found["aten::mm"], found["c10d::allreduce_"]) == (EventKind.COMPUTE, EventKind.OTHER)
-    assert trace.kinds.family_of(trace.events.names.index("aten::mm")) == "gemm"
+    assert trace.kinds.find_family(trace.events.names.index("aten::mm")) == "gemm"

@@ -12,7 +12,7 @@ from builders import GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
-from stepsplit.analyzer.ops import element_bytes, message_bytes, op_named
+from stepsplit.analyzer.ops import compute_element_bytes, compute_message_bytes, parse_op
 from stepsplit.analyzer.readers.recording import read_recording
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(64)
@@ -152,14 +152,14 @@ def test_a_rank_is_from_content_then_name_then_position(tmp_path: Path) -> None:
     ],
 )
 def test_ops_are_inferred_from_names(name: str, op: str) -> None:
-    assert op_named(name) == op
+    assert parse_op(name) == op
 
 
 def test_sizes_follow_nccl_tests() -> None:
-    assert message_bytes("all_gather", 100, 400, 4) == 400
-    assert message_bytes("reduce_scatter", 400, 100, 4) == 400
-    assert message_bytes("all_reduce", 400, 400, 4) == 400
-    assert [element_bytes(d) for d in ("Float", "BFloat16", "float8_e4m3fn", "odd")] == [
+    assert compute_message_bytes("all_gather", 100, 400, 4) == 400
+    assert compute_message_bytes("reduce_scatter", 400, 100, 4) == 400
+    assert compute_message_bytes("all_reduce", 400, 400, 4) == 400
+    assert [compute_element_bytes(d) for d in ("Float", "BFloat16", "float8_e4m3fn", "odd")] == [
         4,
         2,
         1,

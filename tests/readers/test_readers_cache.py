@@ -12,7 +12,7 @@ from reading import on_disk
 
 from stepsplit.analyzer import KinetoFile
 from stepsplit.analyzer.readers.kineto import cache, reader
-from stepsplit.analyzer.readers.kineto.reader import read_or_recall
+from stepsplit.analyzer.readers.kineto.reader import read_cached
 from stepsplit.analyzer.readers.kineto.trace_file import read_kineto
 
 
@@ -57,7 +57,7 @@ def cached_file() -> Path:
 
 def test_a_cached_trace_equals_the_read_one(file: Path) -> None:
     assert recalled(file) is None
-    read = read_or_recall(on_disk(file))
+    read = read_cached(on_disk(file))
     found = recalled(file)
     assert read is not None
     assert found is not None
@@ -65,13 +65,13 @@ def test_a_cached_trace_equals_the_read_one(file: Path) -> None:
 
 
 def test_changed_content_is_read_again(file: Path) -> None:
-    read_or_recall(on_disk(file))
+    read_cached(on_disk(file))
     before = file.stat()
     GpuTrace(3, 8).step(1, 0, 10).kernel("gemm", 0, 6).write(file.parent)
     assert recalled(file) is None
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert recalled(file) is None
-    read = read_or_recall(on_disk(file))
+    read = read_cached(on_disk(file))
     assert read is not None
     assert read.rows.events.dur_ns.tolist()[-1] == 6_000
 
@@ -79,7 +79,7 @@ def test_changed_content_is_read_again(file: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
 def test_a_damaged_cache_is_ignored(file: Path, damage: str) -> None:
     fresh = read_kineto(on_disk(file))
-    read_or_recall(on_disk(file))
+    read_cached(on_disk(file))
     cached = cached_file()
     whole = cached.read_bytes()
     flipped = bytearray(whole)
@@ -87,7 +87,7 @@ def test_a_damaged_cache_is_ignored(file: Path, damage: str) -> None:
     new = {"cut": whole[:-20], "flip": bytes(flipped), "empty": b"", "other": b"PAR1 no PAR1"}
     cached.write_bytes(new[damage])
     assert recalled(file) is None
-    read = read_or_recall(on_disk(file))
+    read = read_cached(on_disk(file))
     assert read is not None
     assert fresh is not None
     assert same(read, fresh)
@@ -95,7 +95,7 @@ def test_a_damaged_cache_is_ignored(file: Path, damage: str) -> None:
 
 
 def test_a_newer_reader_reads_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_or_recall(on_disk(file))
+    read_cached(on_disk(file))
     monkeypatch.setattr(cache, "READER", "stepsplit.events/next")
     assert recalled(file) is None
 
@@ -104,7 +104,7 @@ def test_nothing_is_cached_if_the_user_disables_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSPLIT_CACHE", "off")
-    assert read_or_recall(on_disk(file)) is not None
+    assert read_cached(on_disk(file)) is not None
     assert recalled(file) is None
 
 
@@ -113,7 +113,7 @@ def test_a_read_only_folder_only_disables_the_cache(
 ) -> None:
     (tmp_path / "in the way").write_text("")
     monkeypatch.setenv("STEPSPLIT_CACHE", str(tmp_path / "in the way" / "cache"))
-    assert read_or_recall(on_disk(file)) is not None
+    assert read_cached(on_disk(file)) is not None
 
 
 def test_the_oldest_entries_are_removed_when_the_folder_is_full(
@@ -121,11 +121,11 @@ def test_the_oldest_entries_are_removed_when_the_folder_is_full(
 ) -> None:
     files = [GpuTrace(rank).kernel("gemm", 0, 5).write(tmp_path) for rank in range(3)]
     for age, file in enumerate(files):
-        read_or_recall(on_disk(file))
+        read_cached(on_disk(file))
         os.utime(_newest(), (age, age))
     monkeypatch.setattr(cache, "MOST_BYTES", 2 * _newest().stat().st_size)
     extra = GpuTrace(9).kernel("gemm", 0, 5).write(tmp_path)
-    read_or_recall(on_disk(extra))
+    read_cached(on_disk(extra))
     assert [recalled(file) is not None for file in [*files, extra]] == [False, False, True, True]
 
 

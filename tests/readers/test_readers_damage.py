@@ -19,13 +19,13 @@ from cases import for_each
 from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
-from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.kineto import json_stream
-from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
+from stepsplit.analyzer.readers.kineto.json_stream import split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
-    joined,
-    opening_of_file,
+    join_parts,
     read_kineto,
+    read_opening,
     read_range,
 )
 
@@ -154,7 +154,7 @@ def test_a_gzip_gives_all_that_is_before_its_damage(tmp_path: Path, at: int, siz
     packed[at] ^= 0x10
     file = tmp_path / "t.gz"
     file.write_bytes(packed)
-    with unpacked(on_disk(file)) as stream:
+    with open_unpacked(on_disk(file)) as stream:
         found = b"".join(iter(lambda: stream.read(size), b""))
     assert found == _by_bytes(packed)
     assert stream.torn
@@ -174,7 +174,7 @@ def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
     content = np.random.default_rng(1).bytes(1_000_000)
     file = tmp_path / "t.zst"
     file.write_bytes(pa.compress(content, codec="zstd", asbytes=True)[:900_000])
-    with unpacked(on_disk(file)) as stream:
+    with open_unpacked(on_disk(file)) as stream:
         found = stream.read(2 << 20)
     assert content.startswith(found)
     assert len(found) > 700_000
@@ -187,13 +187,13 @@ def test_ranges_of_a_sample_add_up_to_the_trace(
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
     file = tmp_path / "trace.json"
     file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
-    opening, whole = opening_of_file(on_disk(file)), read_kineto(on_disk(file))
+    opening, whole = read_opening(on_disk(file)), read_kineto(on_disk(file))
     assert opening is not None
     assert whole is not None
     for most in (2, 7):
-        ranges = ranges_of(file, opening.array_at, most)
+        ranges = split_ranges(file, opening.array_at, most)
         assert 2 <= len(ranges) <= most
-        found = joined(opening, [read_range(file, one) for one in ranges])
+        found = join_parts(opening, [read_range(file, one) for one in ranges])
         assert _told(found) == _told(whole)
 
 

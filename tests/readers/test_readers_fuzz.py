@@ -27,15 +27,15 @@ from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.kineto import json_stream
-from stepsplit.analyzer.readers.kineto.json_stream import ranges_of
+from stepsplit.analyzer.readers.kineto.json_stream import split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
-    joined,
-    opening_of_file,
+    join_parts,
     read_kineto,
+    read_opening,
     read_range,
 )
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.readers.registry import kinds_of
+from stepsplit.analyzer.readers.registry import find_kinds
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 HOSTILE = (
@@ -247,7 +247,7 @@ def traces_read(file: Path) -> bool:
 
 
 def anything_read(file: Path) -> bool:
-    return bool([kind.read(on_disk(file)) for kind in kinds_of(on_disk(file))])
+    return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file))])
 
 
 FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]
@@ -312,12 +312,12 @@ def test_ranges_of_a_hostile_trace_add_up_to_the_trace(
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 100)
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(SHAPES[shape]))
-    opening, whole = opening_of_file(on_disk(file)), read_kineto(on_disk(file))
+    opening, whole = read_opening(on_disk(file)), read_kineto(on_disk(file))
     assert opening is not None
     assert whole is not None
     for most in range(2, 8):
-        ranges = ranges_of(file, opening.array_at, most)
-        found = joined(opening, [read_range(file, one) for one in ranges])
+        ranges = split_ranges(file, opening.array_at, most)
+        found = join_parts(opening, [read_range(file, one) for one in ranges])
         assert times_in(found) == times_in(whole)
         assert (found.header, found.rows.counts) == (whole.header, whole.rows.counts)
 

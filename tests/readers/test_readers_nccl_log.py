@@ -22,13 +22,13 @@ from stepsplit.analyzer import (
     Member,
     NcclLog,
     NcclSetting,
+    NcclWarning,
     RankCalls,
     Ring,
     RingNeighbors,
     SystemBandwidth,
     TopologyLink,
     TreeNode,
-    Warned,
 )
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log, read_nccl_log
 
@@ -397,7 +397,7 @@ def test_algorithm_choices_are_read(tmp_path: Path, text: str, choice: Algorithm
 @pytest.mark.parametrize("where", ["transport/net.cc:334", "plugin/net.cc:334 (open)"])
 def test_warnings_are_counted_by_process(tmp_path: Path, where: str) -> None:
     line = f"[2026-05-05 06:16:47] node0:10:20 [3] {where} NCCL WARN no plugin"
-    assert read(tmp_path, line, line).warnings == (Warned("no plugin", "node0", 10, 2),)
+    assert read(tmp_path, line, line).warnings == (NcclWarning("no plugin", "node0", 10, 2),)
 
 
 def test_versions_are_read_in_all_spellings(tmp_path: Path) -> None:

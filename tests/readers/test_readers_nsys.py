@@ -61,7 +61,7 @@ def test_events_have_the_names_of_kineto(tmp_path: Path, version: str) -> None:
     assert sorted(trace.events.lanes, key=str) == sorted([
         Lane("100", "101", -1, -1), Lane("100", "", 0, 7), Lane("100", "", 0, 9),
     ], key=str)  # fmt: skip
-    assert trace.events.launch_ns()[trace.events.of(Category.KERNEL)].tolist() == [1_000]
+    assert trace.events.launch_ns()[trace.events.is_category(Category.KERNEL)].tolist() == [1_000]
     assert (trace.host, trace.device, trace.rank) == ("node7", "NVIDIA H100 80GB HBM3", 0)
     began = 0 if version == OLD else EPOCH_NS
     assert trace.t0_unix_ns == began + 1_000

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable
-from stepsplit.analyzer.readers.pickle import plain_value, recognizes
+from stepsplit.analyzer.readers.pickle import is_pickle, load_plain_value
 
 PLAIN: list[Any] = [
     {}, [], {"a": 1}, [1, [2, [3]]], {"t": (), "u": (1,), "v": (1, 2), "w": (1, 2, 3, 4)},
@@ -30,7 +30,7 @@ PLAIN_SINCE_4: list[Any] = [{"b": b"\x00\xff", "big": b"x" * 70_000}, [{1, "a"},
 
 def refused(data: bytes) -> str:
     with pytest.raises(DataError) as caught:
-        plain_value(data, "rank0.pickle")
+        load_plain_value(data, "rank0.pickle")
     line = str(caught.value)
     assert line.startswith("rank0.pickle: ")
     assert "\n" not in line
@@ -41,19 +41,19 @@ def refused(data: bytes) -> str:
 @for_each("value", PLAIN, ids=range(len(PLAIN)))
 def test_plain_values_come_back(value: object, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
-    assert recognizes(data)
-    assert plain_value(data, "here") == value
+    assert is_pickle(data)
+    assert load_plain_value(data, "here") == value
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("value", PLAIN_SINCE_4)
 def test_bytes_and_sets_are_plain_since_protocol_4(value: object, protocol: int) -> None:
-    assert plain_value(pickle.dumps(value, protocol), "here") == value
+    assert load_plain_value(pickle.dumps(value, protocol), "here") == value
 
 
 def test_skipped_keys_are_dropped() -> None:
     data = pickle.dumps([{"size": 1, "frames": [{"name": "f"}]}, {"frames": []}])
-    assert plain_value(data, "here", frozenset({"frames"})) == [{"size": 1}, {}]
+    assert load_plain_value(data, "here", frozenset({"frames"})) == [{"size": 1}, {}]
 
 
 class Runs:
@@ -164,16 +164,16 @@ def test_more_opcodes_than_any_file_needs_are_refused(monkeypatch: pytest.Monkey
     "data", [b"", b"{", b'{"a": 1}', b"\x1f\x8b\x08\x00", b"\x80", b"\x80\x06}.", b"[1, 2]", b"]\n"]
 )
 def test_other_files_are_not_recognized_as_pickles(data: bytes) -> None:
-    assert not recognizes(data)
+    assert not is_pickle(data)
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_raise_nothing_but_dataerror(data: bytes) -> None:
-    recognizes(data)
+    is_pickle(data)
     for begun in (data, b"\x80\x02" + data, b"\x80\x04}]((" + data):
         try:
-            plain_value(begun, "here")
+            load_plain_value(begun, "here")
         except DataError as error:
             assert "\n" not in str(error)
 
@@ -190,6 +190,6 @@ def test_mutated_pickles_raise_nothing_but_dataerror(
     for place, byte in changes:
         changed[int(place * len(changed))] = byte
     try:
-        plain_value(bytes(changed), "here")
+        load_plain_value(bytes(changed), "here")
     except DataError as error:
         assert "\n" not in str(error)

@@ -19,7 +19,7 @@ from reading import on_disk
 from stepsplit.analyzer import DataError, KinetoFile
 from stepsplit.analyzer.readers import workers as processes
 from stepsplit.analyzer.readers.kineto import json_stream, reader
-from stepsplit.analyzer.readers.workers import Task, no_progress, run_all
+from stepsplit.analyzer.readers.workers import Task, ignore_progress, run_all
 
 
 def halved(number: int) -> int:
@@ -71,7 +71,7 @@ def test_a_large_file_read_in_ranges_is_the_file(
     plain = tmp_path / "rank0.json"
     plain.write_bytes(gzip.decompress(file.read_bytes()))
     alone, shared = (
-        reader.read_traces([on_disk(plain)], workers, no_progress)[0] for workers in (1, 2)
+        reader.read_traces([on_disk(plain)], workers, ignore_progress)[0] for workers in (1, 2)
     )
     assert isinstance(alone, KinetoFile)
     assert isinstance(shared, KinetoFile)

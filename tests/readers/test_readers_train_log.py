@@ -18,7 +18,7 @@ from required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, TrainLog
 from stepsplit.analyzer.readers import training_log as golden_values
-from stepsplit.analyzer.readers.compression import HEAD_BYTES, head_of
+from stepsplit.analyzer.readers.compression import HEAD_BYTES, read_head
 from stepsplit.analyzer.readers.training_log import (
     is_training_log,
     read_golden_values,
@@ -549,7 +549,7 @@ def test_three_runs_have_the_medians_that_are_known(
     assert set(log.memory.step) == {20}
     assert (log.crashed, log.error[:22]) == (False, "slurmstepd: error: ***")
     assert {"forward-recv", "backward-send-forward-recv"} < set(log.timers.names)
-    assert is_training_log(head_of(file)), "its first 64 KiB are a batch script's echo"
+    assert is_training_log(read_head(file)), "its first 64 KiB are a batch script's echo"
 
 
 @pytest.mark.parametrize(

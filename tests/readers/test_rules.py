@@ -20,9 +20,9 @@ from stepsplit.analyzer import (
     examine,
     read_rules,
 )
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, BUILT_IN_FILE, rules_in
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, BUILT_IN_FILE, read_own_rules
 from stepsplit.analyzer.readers.kineto import cache, reader
-from stepsplit.analyzer.readers.kineto.reader import read_or_recall
+from stepsplit.analyzer.readers.kineto.reader import read_cached
 from stepsplit.dashboard import cli
 
 NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*)"
@@ -88,10 +88,10 @@ NORM = "void at::native::batch_norm_gather_stats_kernel<float>(int, float const*
     ],
 )  # fmt: skip
 def test_real_kernel_names_are_classified(name: str, kind: str, op: str) -> None:
-    assert BUILT_IN.kind_of(name) == kind
-    assert BUILT_IN.communicates(name) == (kind == "communication")
+    assert BUILT_IN.classify_kernel(name) == kind
+    assert BUILT_IN.is_communication(name) == (kind == "communication")
     if kind == "communication":
-        assert BUILT_IN.op_of(name) == op
+        assert BUILT_IN.find_op(name) == op
 
 
 def written(folder: Path, text: str) -> Path:
@@ -114,33 +114,33 @@ def test_rules_are_in_file_order(tmp_path: Path) -> None:
         match = "ring"
         family = "rings"
     """
-    found = rules_in(written(tmp_path, text))
+    found = read_own_rules(written(tmp_path, text))
     assert found == Rules(
         (KernelRule(r"ring_\w+", "communication", "all_gather"), KernelRule("ring", "compute")),
         (FamilyRule("ring", "rings"),),
     )
-    assert [found.kind_of(name) for name in ("RING_x", "ring", "gemm")] == [
+    assert [found.classify_kernel(name) for name in ("RING_x", "ring", "gemm")] == [
         "communication", "compute", "compute",
     ]  # fmt: skip
-    assert [found.family_of(name) for name in ("Ring", "gemm")] == ["rings", "other"]
+    assert [found.find_family(name) for name in ("Ring", "gemm")] == ["rings", "other"]
 
 
 def test_a_users_rules_come_before_the_built_in_ones_which_stay(tmp_path: Path) -> None:
     text = '[[kernel]]\nmatch = "^ncclDevKernel_Mine"\nis = "compute"\n'
     text += '[[kernel]]\nmatch = "batch_norm_gather"\nis = "communication"\n'
     found = read_rules(written(tmp_path, text))
-    assert found.kind_of("ncclDevKernel_Mine(int)") == "compute"
-    assert found.kind_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL") == "communication"
-    assert (found.kind_of(NORM), found.op_of(NORM)) == ("communication", "gather")
-    assert found.family_of("nvjet_hsh") == "gemm"
+    assert found.classify_kernel("ncclDevKernel_Mine(int)") == "compute"
+    assert found.classify_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL") == "communication"
+    assert (found.classify_kernel(NORM), found.find_op(NORM)) == ("communication", "gather")
+    assert found.find_family("nvjet_hsh") == "gemm"
 
 
 @for_each("match", ["mykernel", "MyKernel", r"\x4dykernel", r"My\w+el", "[L-N]yk"])
 def test_rules_match_case_insensitively(tmp_path: Path, match: str) -> None:
     found = read_rules(written(tmp_path, f"[[kernel]]\nmatch = '{match}'\nis = 'fused'\n"))
     names = ("void mykernel<1>", "MYKERNEL", "MyKernel")
-    assert [found.kind_of(name) for name in names] == ["fused"] * 3
-    assert found.kind_of("my_other") == "compute"
+    assert [found.classify_kernel(name) for name in names] == ["fused"] * 3
+    assert found.classify_kernel("my_other") == "compute"
 
 
 def test_an_empty_file_adds_nothing(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_empty_file_adds_nothing(tmp_path: Path) -> None:
 
 
 def test_the_built_in_rules_are_a_valid_user_file() -> None:
-    assert rules_in(BUILT_IN_FILE) == BUILT_IN
+    assert read_own_rules(BUILT_IN_FILE) == BUILT_IN
 
 
 def test_rules_can_be_sent_to_another_process() -> None:
@@ -230,7 +230,7 @@ def test_traces_cached_under_other_rules_are_read_again(
     file = GpuTrace().step(1, 0, 20).kernel("my_exchange", 8, 12).write(tmp_path)
     text = '[[kernel]]\nmatch = "my_exchange"\nis = "communication"\n'
     rules = read_rules(written(tmp_path, text))
-    assert [_calls(read_or_recall(on_disk(file), one)) for one in (BUILT_IN, rules)] == [0, 1]
+    assert [_calls(read_cached(on_disk(file), one)) for one in (BUILT_IN, rules)] == [0, 1]
     assert cache.load(on_disk(file), file, BUILT_IN) is None
     assert _calls(cache.load(on_disk(file), file, rules)) == 1
 

@@ -10,7 +10,7 @@ from cases import for_each
 
 from stepsplit.analyzer import DataError, UsageError
 from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-from stepsplit.analyzer.regression.checks import Budget, budgets_of, parse_budget
+from stepsplit.analyzer.regression.checks import Budget, parse_budget, parse_budgets
 
 
 @for_each(
@@ -65,9 +65,9 @@ def test_an_invalid_rule_is_reported_in_one_line(rule: str, words: str) -> None:
 def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
     file = tmp_path / "budgets.toml"
     file.write_text('[budgets]\nexposed_comm = "5%"\n"busbw.tp.all_reduce" = "10%"\n')
-    found = {budget.metric: budget.text for budget in budgets_of([str(file), "exposed_comm:7%"])}
+    found = {budget.metric: budget.text for budget in parse_budgets([str(file), "exposed_comm:7%"])}
     assert found == {"exposed_comm": "7%", "busbw.tp.all_reduce": "10%"}
-    assert [budget.metric for budget in budgets_of(DEFAULT_BUDGETS)] == [
+    assert [budget.metric for budget in parse_budgets(DEFAULT_BUDGETS)] == [
         "calls", "bytes", "exposed_comm", "bubble",
     ]  # fmt: skip
 
@@ -85,10 +85,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -
     file = tmp_path / "budgets.toml"
     file.write_text(text)
     with pytest.raises(DataError, match=r"budgets\.toml") as error:
-        budgets_of([str(file)])
+        parse_budgets([str(file)])
     assert words in str(error.value)
     with pytest.raises(UsageError, match="pass a TOML file or a rule"):
-        budgets_of([str(tmp_path / "absent.toml")])
+        parse_budgets([str(tmp_path / "absent.toml")])
 
 
 def test_a_budget_is_a_plain_tuple() -> None:

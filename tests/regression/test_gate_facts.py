@@ -18,8 +18,8 @@ from stepsplit.analyzer import (
     StepCallsRow,
     StepRow,
 )
-from stepsplit.analyzer.analysis import facts_at
-from stepsplit.analyzer.regression.metrics import facts_of, read_baseline, to_json
+from stepsplit.analyzer.analysis import read_run_metrics
+from stepsplit.analyzer.regression.metrics import extract_metrics, read_baseline, to_json
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 US = 1_000
@@ -65,7 +65,7 @@ def report() -> Report:
 
 
 def test_values_are_medians_over_the_steps_left_when_partial_and_first_are_out() -> None:
-    facts = facts_of(report(), "report.json")
+    facts = extract_metrics(report(), "report.json")
     found = {one.metric: one.value for one in facts.values}
     assert facts.steps == 3
     assert found == pytest.approx(
@@ -88,11 +88,11 @@ def test_values_are_medians_over_the_steps_left_when_partial_and_first_are_out()
 
 def test_the_warm_up_stays_where_few_steps_would_be_left() -> None:
     short = replace(report(), steps=tuple(row for row in report().steps if row.step < 5))
-    assert facts_of(short, "x").steps == 3
+    assert extract_metrics(short, "x").steps == 3
 
 
 def test_the_setup_of_a_run() -> None:
-    assert facts_of(analysis().report, "x").setup == Setup(
+    assert extract_metrics(analysis().report, "x").setup == Setup(
         world_size=4, ranks=(0, 1, 2, 3), hosts=2, device="NVIDIA H100", mesh="pp 2 tp 2",
         backend="nccl", schedule="1F1B", microbatches=4, torch="2.13.0", nccl="2.30.7",
         driver=None,
@@ -100,7 +100,7 @@ def test_the_setup_of_a_run() -> None:
 
 
 def test_an_older_report_without_call_counts_has_none() -> None:
-    assert facts_of(replace(report(), step_calls=()), "x").calls is None
+    assert extract_metrics(replace(report(), step_calls=()), "x").calls is None
 
 
 @pytest.mark.parametrize(
@@ -112,16 +112,16 @@ def test_an_older_report_without_call_counts_has_none() -> None:
 )
 def test_a_run_that_cannot_be_judged_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(DataError) as error:
-        facts_of(replace(report(), **change), "x")
+        extract_metrics(replace(report(), **change), "x")
     assert str(error.value).startswith(words)
 
 
 def test_a_baseline_file_brings_the_same_runs_back_a_fact_a_line(tmp_path: Path) -> None:
-    facts = [facts_of(report(), "x"), *facts_at(SAMPLES / "tp2_pp2")]
+    facts = [extract_metrics(report(), "x"), *read_run_metrics(SAMPLES / "tp2_pp2")]
     file = tmp_path / "base.json"
     file.write_bytes(to_json(facts))
     assert read_baseline(file) == tuple(replace(one, groups=()) for one in facts)
-    assert facts_at(file) == read_baseline(file)
+    assert read_run_metrics(file) == read_baseline(file)
     assert '{"metric":"exposed_comm","value":0.1},' in [
         line.strip() for line in file.read_text().splitlines()
     ]
@@ -141,12 +141,12 @@ def test_a_baseline_file_that_is_none_is_refused(tmp_path: Path, text: str, word
     file = tmp_path / "base.json"
     file.write_text(text)
     with pytest.raises(DataError, match=words):
-        facts_at(file)
+        read_run_metrics(file)
 
 
 def test_calls_of_a_step_in_the_samples() -> None:
     """tp=2, pp=2, 3 microbatches: all_reduces 2 layers a stage forward and backward, by 4 ranks."""
-    (facts,) = facts_at(SAMPLES / "tp2_pp2")
+    (facts,) = read_run_metrics(SAMPLES / "tp2_pp2")
     assert facts.calls is not None
     assert {(c.axis, c.op): (c.calls, c.varies) for c in facts.calls} == {
         ("tp", "all_reduce"): (48, False), ("pp", "send"): (12, False), ("pp", "recv"): (12, False),

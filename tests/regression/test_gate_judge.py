@@ -8,10 +8,10 @@ from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
 from msgspec.structs import replace
 from scipy import stats
 
-from stepsplit.analyzer import DataError, Judged, UsageError
-from stepsplit.analyzer.regression.checks import budgets_of
-from stepsplit.analyzer.regression.judge import judge
-from stepsplit.analyzer.regression.metrics import BlameFact, CallsFact, TimeFact
+from stepsplit.analyzer import CheckedMetric, DataError, UsageError
+from stepsplit.analyzer.regression.checks import parse_budgets
+from stepsplit.analyzer.regression.judge import check_candidate
+from stepsplit.analyzer.regression.metrics import BucketTime, CallMetrics, CausedWait
 
 QUIET = (0.100, 0.101, 0.099, 0.1005, 0.0995)
 MORE = (0.120, 0.121, 0.119, 0.1205, 0.1195)
@@ -20,7 +20,7 @@ NOISY = (0.100, 0.150, 0.070, 0.130, 0.060)
 BASE = runs("base", "exposed_comm", QUIET)
 
 
-def judged(candidate: list, baseline: list, *rules: str) -> Judged:
+def judged(candidate: list, baseline: list, *rules: str) -> CheckedMetric:
     verdict = check(candidate, baseline, *rules)
     return verdict.gated[0]
 
@@ -98,7 +98,7 @@ def test_one_run_per_side_is_inconclusive() -> None:
 
 
 def test_counts_are_compared_exactly_and_never_of_low_confidence() -> None:
-    more = (*CALLS, CallsFact("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
+    more = (*CALLS, CallMetrics("tp", "all_reduce", "float32", 8, 4, False, 30_000, 0))
     own = [run("own", {}, calls=more)]
     verdict = check(own, [run("base", {})], "calls:exact", "bytes:1%")
     calls, size = verdict.gated
@@ -147,10 +147,10 @@ def test_calls_of_one_axis_and_a_limit_on_them() -> None:
 
 def test_why_a_straggler_is_named_with_its_group() -> None:
     """A recording knows its groups, which the file of a baseline does not keep."""
-    times = (*TIMES[:4], TimeFact("skew", None, 34 * MS), TimeFact("skew", "tp", 33 * MS))
-    blame = (BlameFact(3, "compute", "tp", 62 * MS), *BLAME)
+    times = (*TIMES[:4], BucketTime("skew", None, 34 * MS), BucketTime("skew", "tp", 33 * MS))
+    blame = (CausedWait(3, "compute", "tp", 62 * MS), *BLAME)
     own = runs("own", "exposed_comm", MORE, times=times, blame=blame)
-    verdict = judge(own, BASE, budgets_of(["exposed_comm:5%"]))
+    verdict = check_candidate(own, BASE, parse_budgets(["exposed_comm:5%"]))
     (cause,) = verdict.causes
     assert (cause.bucket, cause.axis, cause.rank, cause.group) == ("skew", "tp", 3, (2, 3))
     assert cause.moved_ns == 30 * MS
@@ -161,8 +161,8 @@ def test_why_a_straggler_is_named_with_its_group() -> None:
 
 
 def test_why_a_slow_link_is_named_with_its_collective() -> None:
-    times = (*TIMES[:1], TimeFact("collective", None, 22 * MS),
-             TimeFact("collective", "dp_replicate", 13 * MS), *TIMES[4:])  # fmt: skip
+    times = (*TIMES[:1], BucketTime("collective", None, 22 * MS),
+             BucketTime("collective", "dp_replicate", 13 * MS), *TIMES[4:])  # fmt: skip
     slow = (CALLS[0], replace(CALLS[1], transfer_ns=4_000_000))
     own = runs("own", "exposed_comm", MORE, times=times, calls=slow)
     (cause,) = check(own, BASE, "exposed_comm:5%").causes

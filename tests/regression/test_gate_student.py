@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from stepsplit.analyzer.regression.statistics import (
-    ALONE,
     ALPHA,
-    MISS,
+    MISS_RATE,
     POWER,
+    SINGLE_RUN_FACTOR,
     Difference,
-    difference,
-    distance,
-    holm,
+    adjust_holm,
+    compute_difference,
+    compute_excess,
 )
 
 BASE, WORSE = (10.0, 10.2, 9.9, 10.1, 9.8), (10.9, 11.2, 10.7, 11.0, 11.4)
@@ -29,16 +29,19 @@ def close(value: float) -> object:
 
 
 def test_five_runs_a_side_against_welch_and_the_permutations_of_scipy() -> None:
-    found = difference(BASE, WORSE)
+    found = compute_difference(BASE, WORSE)
     assert found is not None
     welch = stats.ttest_ind(WORSE, BASE, equal_var=False, alternative="greater")
     two_sided = stats.ttest_ind(WORSE, BASE, equal_var=False).confidence_interval(1 - 2 * ALPHA)
     assert found.mean == close(1.04)
-    assert found.freedom == close(welch.df)
+    assert found.degrees_of_freedom == close(welch.df)
     assert (found.low, found.high) == (close(two_sided.low), close(two_sided.high))
     # All five are above all of the baseline: one way of 252, the rarest that there is.
     assert found.p == close(welch.pvalue)
-    assert (found.dealt, found.ways) == (close(1 / 252), 252) and found.told_by_order(1e-6)
+    assert (found.p_permutation, found.n_permutations) == (
+        close(1 / 252),
+        252,
+    ) and found.confirm_by_permutation(1e-6)
 
 
 @settings(deadline=None, max_examples=60)
@@ -48,7 +51,7 @@ def test_five_runs_a_side_against_welch_and_the_permutations_of_scipy() -> None:
 )
 def test_any_runs_against_welch_and_permutations(one: list[int], other: list[int]) -> None:
     before, own = [float(v) for v in one], [float(v) for v in other]
-    found = difference(before, own)
+    found = compute_difference(before, own)
     assert found is not None
     welch = stats.ttest_ind(own, before, equal_var=False, alternative="greater").pvalue
     dealt = stats.permutation_test(
@@ -56,7 +59,7 @@ def test_any_runs_against_welch_and_permutations(one: list[int], other: list[int
         alternative="greater", n_resamples=math.inf,
     ).pvalue  # fmt: skip
     assert found.p == pytest.approx(welch, rel=1e-6)
-    assert found.dealt == pytest.approx(dealt if welch <= ALPHA else 1.0, rel=1e-6)
+    assert found.p_permutation == pytest.approx(dealt if welch <= ALPHA else 1.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -68,54 +71,57 @@ def test_too_few_runs_to_permute_leave_t_with_the_freedom_of_the_smaller_side(
     n: int, m: int, freedom: float
 ) -> None:
     one, other = [float(i) for i in range(n)], [float(i) for i in range(m)]
-    found = difference(one, other)
-    assert found is not None and found.freedom == pytest.approx(freedom)
+    found = compute_difference(one, other)
+    assert found is not None and found.degrees_of_freedom == pytest.approx(freedom)
 
 
 def test_a_side_of_one_run_takes_the_noise_of_the_other() -> None:
-    found = difference(BASE, (11.0,))
+    found = compute_difference(BASE, (11.0,))
     assert found is not None
     error = math.sqrt(0.025 * (1 + 1 / 5))
-    assert (found.mean, found.error, found.freedom) == (close(1.0), close(error), 4)
-    assert found.p == close(ALONE * stats.t.sf(1.0 / error, 4))
-    turned = difference((10.0,), WORSE)
-    assert turned is not None and turned.freedom == 4
+    assert (found.mean, found.error, found.degrees_of_freedom) == (close(1.0), close(error), 4)
+    assert found.p == close(SINGLE_RUN_FACTOR * stats.t.sf(1.0 / error, 4))
+    turned = compute_difference((10.0,), WORSE)
+    assert turned is not None and turned.degrees_of_freedom == 4
 
 
 def test_one_run_per_side_has_no_test() -> None:
-    assert difference((10.0,), (11.0,)) is None
-    assert distance((1.0,)) is None
+    assert compute_difference((10.0,), (11.0,)) is None
+    assert compute_excess((1.0,)) is None
 
 
 def test_runs_without_noise_are_compared_exactly() -> None:
-    same, more = difference((3.0, 3.0, 3.0), (3.0, 3.0)), difference((3.0, 3.0), (4.0, 4.0))
+    same, more = (
+        compute_difference((3.0, 3.0, 3.0), (3.0, 3.0)),
+        compute_difference((3.0, 3.0), (4.0, 4.0)),
+    )
     assert same is not None and (same.p, same.low, same.high) == (1.0, 0.0, 0.0)
     assert more is not None and (more.p, more.low) == (0.0, 1.0)
 
 
 def test_many_runs_are_dealt_by_the_same_dice_each_time() -> None:
     one, other = [float(i % 7) for i in range(20)], [float(i % 7) + 0.1 for i in range(20)]
-    first, again = difference(one, other), difference(one, other)
+    first, again = compute_difference(one, other), compute_difference(one, other)
     assert first == again and first is not None and 0.2 < first.p < 0.8
 
 
 def test_the_distance_from_a_limit_is_a_t_of_one_sample() -> None:
     over = [0.5, 0.7, 0.4]
-    found = distance(over)
+    found = compute_excess(over)
     assert found is not None
     expected = stats.ttest_1samp(over, 0.0, alternative="greater")
-    assert (found.p, found.freedom) == (close(expected.pvalue), 2)
-    alone = distance((0.6,), BASE)
+    assert (found.p, found.degrees_of_freedom) == (close(expected.pvalue), 2)
+    alone = compute_excess((0.6,), BASE)
     assert alone is not None and alone.error == close(math.sqrt(0.025))
 
 
 def test_what_is_detectable_is_found_so_often() -> None:
     found = Difference(0.0, 1.0, 8.0, 0.5)
     need = stats.t.ppf(1 - ALPHA, 8) + stats.t.ppf(POWER, 8)
-    assert found.detectable(0.0) == close(need)
-    assert found.detectable(5.0) == close(5.0 + stats.t.ppf(POWER, 8))
-    assert found.within(stats.t.ppf(1 - MISS, 8) + 1e-9)
-    assert not found.within(stats.t.ppf(1 - MISS, 8) - 1e-9)
+    assert found.compute_detectable(0.0) == close(need)
+    assert found.compute_detectable(5.0) == close(5.0 + stats.t.ppf(POWER, 8))
+    assert found.is_within(stats.t.ppf(1 - MISS_RATE, 8) + 1e-9)
+    assert not found.is_within(stats.t.ppf(1 - MISS_RATE, 8) - 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +134,4 @@ def test_what_is_detectable_is_found_so_often() -> None:
     ],
 )
 def test_holm(ps: Sequence[float], adjusted: list[float]) -> None:
-    assert holm(ps) == pytest.approx(adjusted)
+    assert adjust_holm(ps) == pytest.approx(adjusted)

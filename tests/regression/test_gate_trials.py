@@ -11,7 +11,7 @@ from gate_trials import RULES, STEPS, Cell, answers
 from ground_truth import SEED
 
 from stepsplit.analyzer.regression import judge, statistics
-from stepsplit.analyzer.regression.statistics import MISS, Difference, difference
+from stepsplit.analyzer.regression.statistics import MISS_RATE, Difference, compute_difference
 
 pytestmark = pytest.mark.seeded
 TRIALS = 150
@@ -31,15 +31,19 @@ def check_gate(trials: int = TRIALS) -> None:
             same = answers(Cell(baseline, candidate, shape, 0.10), trials, SEED)
             assert same["regressed"] <= most_by_chance(ALARMS, trials), (baseline, shape, same)
     # Three runs that happen to be alike make t sure; dealt anew, as many come out as far apart.
-    alike = difference((1.0, 1.05, 1.1), (1.02, 1.3, 1.9, 1.4, 2.2, 1.1, 1.04, 1.6, 1.03, 1.5))
-    assert alike is not None and alike.p < ALARMS and not alike.told_by_order(ALARMS), alike
+    alike = compute_difference(
+        (1.0, 1.05, 1.1), (1.02, 1.3, 1.9, 1.4, 2.2, 1.1, 1.04, 1.6, 1.03, 1.5)
+    )
+    assert alike is not None and alike.p < ALARMS and not alike.confirm_by_permutation(ALARMS), (
+        alike
+    )
     quiet = answers(Cell(5, 5, "normal", 0.02), trials, SEED)
     assert quiet["pass"] >= trials / 8, quiet
     assert quiet["regressed"] <= most_by_chance(0.005, trials), quiet
     worse = answers(Cell(5, 5, "normal", 0.02, effect=0.10), trials, SEED)
     assert worse["regressed"] >= 0.95 * trials and not worse["pass"], worse
     edge = answers(Cell(5, 5, "normal", 0.05, effect=0.06), trials, SEED, RULES[:1])
-    assert edge["pass"] <= most_by_chance(MISS, trials), edge
+    assert edge["pass"] <= most_by_chance(MISS_RATE, trials), edge
     unsure = answers(Cell(5, 5, "normal", 0.10, effect=0.10), trials, SEED)
     assert unsure["pass"] <= most_by_chance(0.001, trials), unsure
     added = answers(Cell(3, 3, "normal", 0.10, added=True), trials, SEED)
@@ -68,13 +72,13 @@ def _noise_forgotten(original: Any, *sides: Any) -> Difference:
 def _steps_as_samples(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error / STEPS**0.5
-    return replace(found, error=error, p=statistics._p(mean, error, found.freedom))
+    return replace(found, error=error, p=statistics._compute_p(mean, error, found.freedom))
 
 
 def _no_root_of_the_runs(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error * len(own)
-    return replace(found, error=error, p=statistics._p(mean, error, found.freedom))
+    return replace(found, error=error, p=statistics._compute_p(mean, error, found.freedom))
 
 
 def _turned_sides(original: Any, before: Any, own: Any) -> Difference:

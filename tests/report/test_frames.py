@@ -10,11 +10,13 @@ from stepsplit.analyzer.report import report as frames
 
 def test_frames_hold_the_rows_of_the_report() -> None:
     report = analysis().report
-    steps = frames.steps(report)
+    steps = frames.build_step_frame(report)
     buckets = [f"{bucket}_ns" for bucket in BUCKETS]
     assert len(steps) == len(report.steps)
     assert (steps[buckets].sum(axis=1) == steps["step_ns"]).all()
-    assert frames.exposed(report)["skew_ns"].sum() == sum(row.skew_ns for row in report.exposed)
+    assert frames.build_exposed_frame(report)["skew_ns"].sum() == sum(
+        row.skew_ns for row in report.exposed
+    )
 
 
 def test_a_report_shows_itself_as_a_table_with_units() -> None:

@@ -400,7 +400,7 @@ def test_a_kernel_of_any_name_with_collective_arguments_is_a_collective(tmp_path
 def test_collective_arguments_are_read_on_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(schema, "lenient")
     texts = [b'{"stream": 7, "Collective name": "allreduce"}', b'{"stream": 7}']
-    found = schema.device_args([msgspec.Raw(text) for text in texts])
+    found = schema.decode_device_args([msgspec.Raw(text) for text in texts])
     assert [(args.stream, args.communicates) for args in found] == [(7, True), (7, False)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer import ClockRow, Report, analyze
-from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fitted
+from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fit_offset_and_drift
 from stepsplit.analyzer.split.matching import Clock
 
 PAIR = [("0", "", [0, 1])]
@@ -27,13 +27,13 @@ def one_kind(count: int) -> np.ndarray:
 def test_the_offset_ignores_outliers() -> None:
     apart = np.full(40, 7_000_000, dtype=np.int64)
     apart[[3, 17, 30]] += 400_000
-    found = fitted(every_ms(40), apart, one_kind(40))
+    found = fit_offset_and_drift(every_ms(40), apart, one_kind(40))
     assert (found.offset_ns, found.drift, found.residual_ns) == (7_000_000, 0.0, 0.0)
 
 
 def test_a_drift_is_measured_if_span_and_noise_allow_it() -> None:
     noise = np.random.default_rng(5).integers(-2_000, 2_000, 400)
-    found = fitted(every_ms(400), every_ms(400) // 20_000 + noise, one_kind(400))
+    found = fit_offset_and_drift(every_ms(400), every_ms(400) // 20_000 + noise, one_kind(400))
     assert found.drift == pytest.approx(50e-6, rel=0.05)
     assert found.offset_ns == pytest.approx(found.pivot_ns * 50e-6, abs=600)
 
@@ -41,7 +41,7 @@ def test_a_drift_is_measured_if_span_and_noise_allow_it() -> None:
 @pytest.mark.parametrize("count", [3, 12])
 def test_an_unmeasurable_drift_is_none_and_adds_to_the_uncertainty(count: int) -> None:
     noise = np.random.default_rng(count).integers(-4_000, 4_000, count)
-    found = fitted(every_ms(count) * 20, noise, one_kind(count))
+    found = fit_offset_and_drift(every_ms(count) * 20, noise, one_kind(count))
     assert found.drift == 0.0
     assert found.sigma_ns > BIAS_NS
 
@@ -49,21 +49,23 @@ def test_an_unmeasurable_drift_is_none_and_adds_to_the_uncertainty(count: int) -
 def test_kinds_of_calls_have_biases_and_the_offset_is_their_mean() -> None:
     kind = np.tile([0, 1], 30)
     apart = np.where(kind == 0, 5_001_000, 4_999_000)
-    assert fitted(every_ms(60), apart, kind).offset_ns == pytest.approx(5_000_000, abs=1)
+    assert fit_offset_and_drift(every_ms(60), apart, kind).offset_ns == pytest.approx(
+        5_000_000, abs=1
+    )
 
 
 def test_a_clock_maps_there_and_back_to_the_nanosecond() -> None:
     clock = Clock(1, "b", 123_456_789, wall_ns=5_000, pivot_ns=400 * MS, drift_ppm=-37.5)
     own = np.array([0, 1, 17 * MS, 999_999_999_999], dtype=np.int64)
-    assert np.abs(clock.own_ns(clock.common_ns(own)) - own).max() <= 1
-    at = clock.common_at(own_ns=300 * MS)
-    assert clock.offset_at(at) == 300 * MS + 5_000 - at
+    assert np.abs(clock.map_to_own_ns(clock.map_to_common_ns(own)) - own).max() <= 1
+    at = clock.map_instant_to_common_ns(own_ns=300 * MS)
+    assert clock.compute_offset_at(at) == 300 * MS + 5_000 - at
 
 
 def test_bounds_shift_an_offset_as_little_as_possible() -> None:
     bounds = Bounds(-3, 8)
-    assert [bounds.nearest(offset) for offset in (-9, 0, 11)] == [-3, 0, 8]
-    assert Bounds(5, 4).nearest(7) == 7
+    assert [bounds.clamp(offset) for offset in (-9, 0, 11)] == [-3, 0, 8]
+    assert Bounds(5, 4).clamp(7) == 7
     assert not Bounds(None, 4).both
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from builders import GpuTrace
 
 from stepsplit.analyzer import BUCKETS, OPS, PathPart, PathStep, analyze
-from stepsplit.analyzer.split.critical_path import Timeline, critical_paths
+from stepsplit.analyzer.split.critical_path import Timeline, find_critical_paths
 
 CHAIN = [("a", "mesh_tp", [0, 1]), ("b", "mesh_dp", [1, 2])]
 PAIR = [("0", "mesh_tp", [0, 1])]
@@ -113,7 +113,7 @@ def test_a_path_that_arrives_inside_a_wait_continues_at_once() -> None:
     first = timeline(0, window, (0, 50, "skew", 1), (50, 100, "compute", -1))
     second = timeline(1, window, (0, 60, "bubble", 2), (60, 95, "compute", -1))
     third = timeline(2, window, (0, 40, "compute", -1), (40, 90, "p2p", -1))
-    found = critical_paths([first, second, third])
+    found = find_critical_paths([first, second, third])
     assert found.parts == (
         PathPart(1, 0, "compute", None, 50),
         PathPart(1, 2, "compute", None, 40),
@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_each_other_do_not_make_the_path_loop() -> None:
                      (60, 100, "compute", -1))  # fmt: skip
     second = timeline(1, window, (0, 20, "compute", -1), (20, 60, "skew", 0),
                       (60, 95, "compute", -1))  # fmt: skip
-    found = critical_paths([first, second])
+    found = find_critical_paths([first, second])
     assert found.parts == (
         PathPart(1, 0, "compute", None, 40),
         PathPart(1, 1, "compute", None, 20),
@@ -153,7 +153,7 @@ def test_a_hundred_thousand_waits_are_followed_one_by_one() -> None:
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    found = critical_paths(ranks)
+    found = find_critical_paths(ranks)
     assert found.steps == (PathStep(1, 0, 10 * turns, last_rank=0, jumps=turns),)
     assert found.parts == (
         PathPart(1, 0, "compute", None, 5 * turns),

@@ -18,10 +18,10 @@ from required import SHARED_TRACES, absent, shared_trace
 from splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
-from stepsplit.analyzer.arrays import Intervals, overlap_ns, union, without
-from stepsplit.analyzer.hta import in_hta, open_in_hta
+from stepsplit.analyzer.arrays import Intervals, overlap_ns, subtract, union
+from stepsplit.analyzer.hta import convert_to_hta, open_in_hta
 from stepsplit.analyzer.split.attribute import IDLE, attribute
-from stepsplit.analyzer.split.classify import work_of
+from stepsplit.analyzer.split.classify import collect_work
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES
@@ -110,12 +110,12 @@ def of_stepsplit(trace: RankTrace) -> Breakdown:
     communication, so it gets none here, and communication is subtracted from its idle time.
     """
     events = trace.events
-    rows = events.of(*DEVICE_CATEGORIES)
+    rows = events.is_category(*DEVICE_CATEGORIES)
     window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
-    found = attribute([window], work_of(trace), _no_pieces())
+    found = attribute([window], collect_work(trace), _no_pieces())
     nothing = found.band.bucket == IDLE
     idle = Intervals(found.band.start_ns[nothing], found.band.end_ns[nothing])
-    idle_ns = without(idle, communication_of(trace)).total_ns
+    idle_ns = subtract(idle, communication_of(trace)).total_ns
     compute_ns = found.splits[0].compute_ns
     rest_ns = window.end_ns - window.start_ns - compute_ns - idle_ns
     return Breakdown(compute_ns / 1000, idle_ns / 1000, rest_ns / 1000)
@@ -185,7 +185,7 @@ def test_compute_idle_and_overlap_are_htas(name: str, tmp_path: Path) -> None:
     trace, theirs = trace_of(name), without_other_work(loaded_by_hta(name, tmp_path))
     assert of_stepsplit(trace).close(of_hta(theirs), 0 if in_whole_us(trace) else 1)
     communication = communication_of(trace)
-    covered = overlap_ns(communication, work_of(trace).compute)
+    covered = overlap_ns(communication, collect_work(trace).compute)
     share = 100 * covered / communication.total_ns if len(communication) else math.nan
     percent = theirs.get_comm_comp_overlap(visualize=False)["comp_comm_overlap_pctg"].iloc[0]
     assert percent == pytest.approx(share, abs=0.01, nan_ok=True)
@@ -197,10 +197,10 @@ def test_compute_idle_and_copies_are_htas_through_the_bridge(name: str) -> None:
 
     HTA cuts each stretch of memory to whole microseconds, so elsewhere the sums are smaller."""
     trace = in_one_step(trace_of(name))
-    handed = in_hta([trace])
+    handed = convert_to_hta([trace])
     assert of_hta(handed).close(of_stepsplit(trace_of(name)), 0.0005)
-    work, communication = work_of(trace), communication_of(trace)
-    bare = without(without(work.copy, work.compute), communication)
+    work, communication = collect_work(trace), communication_of(trace)
+    bare = subtract(subtract(work.copy, work.compute), communication)
     kinds = handed.get_gpu_kernel_breakdown(visualize=False)[0].set_index("kernel_type")
     theirs = int(kinds["sum"].get("MEMORY", 0)) * 1000
     lost = 0 if in_whole_us(trace) else 1000 * (2 * len(work.copy) + len(communication) + 1)
@@ -214,7 +214,7 @@ def test_what_htas_loader_raises_for_is_handed_over(
     trace = trace_of(name)
     with pytest.raises(error):
         loaded_by_hta(name, tmp_path)
-    assert of_hta(in_hta([trace])).compute_us > 0
+    assert of_hta(convert_to_hta([trace])).compute_us > 0
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_hta_takes_waits_and_ops_with_a_stream_for_kernels(
     trace = trace_of(name)
     as_loaded = sum(of_hta(loaded_by_hta(name, tmp_path)).row)
     assert as_loaded == pytest.approx(as_loaded_us, abs=1)
-    assert sum(of_hta(in_hta([trace])).row) == pytest.approx(work_us, abs=0.001)
+    assert sum(of_hta(convert_to_hta([trace])).row) == pytest.approx(work_us, abs=0.001)
     assert sum(of_stepsplit(trace).row) == pytest.approx(work_us, abs=0.001)
 
 
@@ -240,22 +240,22 @@ def test_htas_rounding_breaks_it_and_the_bridge_does_not_round(tmp_path: Path) -
     HTAEnvOptions.instance().set_disable_ns_rounding(False)
     with pytest.raises(AssertionError):
         of_hta(loaded_by_hta(QWEN, tmp_path))
-    assert of_hta(in_hta([trace])).close(of_stepsplit(trace), 0.0005)
+    assert of_hta(convert_to_hta([trace])).close(of_stepsplit(trace), 0.0005)
 
 
 def test_hta_drops_kernels_of_earlier_steps_where_several_are_marked() -> None:
     """968 of 3,653 were launched before the trace began: a quarter of the time that is compute."""
     trace = trace_of(RESNET)
-    analysis = in_hta([trace])
+    analysis = convert_to_hta([trace])
     kept = analysis.t.get_trace(0).query("stream != -1")
-    assert (int(trace.events.of(*DEVICE_CATEGORIES).sum()), len(kept)) == (3653, 2685)
+    assert (int(trace.events.is_category(*DEVICE_CATEGORIES).sum()), len(kept)) == (3653, 2685)
     assert of_hta(analysis).compute_us == pytest.approx(19_234.094, abs=0.001)
     assert of_stepsplit(trace).compute_us == pytest.approx(25_739.303, abs=0.001)
 
 
 def test_kernels_on_stream_0_are_of_the_step_that_launched_them() -> None:
     """HTA's loader gives 2,673 of these no step: it takes AMD's default stream for none."""
-    kept = in_hta([trace_of(RESNET)]).t.get_trace(0).query("stream != -1")
+    kept = convert_to_hta([trace_of(RESNET)]).t.get_trace(0).query("stream != -1")
     assert kept["iteration"].value_counts().to_dict() == {15: 895, 16: 895, 17: 895}
 
 
@@ -275,7 +275,7 @@ def test_hta_gives_the_same_results_for_its_own_and_for_bridged_data(
 ) -> None:
     """As marked, so that its own choice of steps and kernels is made both ways."""
     handed, loaded = (
-        in_hta([replace(trace_of(name), rank=0)]),
+        convert_to_hta([replace(trace_of(name), rank=0)]),
         loaded_by_hta(name, tmp_path, "Profiler"),
     )
     for one, other in zip(_answers(handed), _answers(loaded), strict=True):

@@ -6,7 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsplit.analyzer.arrays import Intervals, meet, overlap_ns, own, union, without
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    intersect,
+    overlap_ns,
+    subtract,
+    trim_overlaps,
+    union,
+)
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12)
 
@@ -36,7 +43,7 @@ def test_a_union_joins_what_touches_and_keeps_gaps() -> None:
 
 def test_each_interval_owns_what_no_earlier_one_covers() -> None:
     raw = intervals([(0, 10), (2, 3), (8, 6), (20, 1)])
-    found = own(raw.start_ns, raw.end_ns)
+    found = trim_overlaps(raw.start_ns, raw.end_ns)
     assert list(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)) == [
         (0, 10), (10, 10), (10, 14), (20, 21),
     ]  # fmt: skip
@@ -52,7 +59,7 @@ def test_meeting_and_leaving_out_part_a_set_in_two(
     one: list[tuple[int, int]], other: list[tuple[int, int]]
 ) -> None:
     left, right = united(one), united(other)
-    both, rest = meet(left, right), without(left, right)
+    both, rest = intersect(left, right), subtract(left, right)
     common = sorted(set(instants(left)) & set(instants(right)))
     assert instants(Intervals(both.start_ns, both.end_ns)) == common
     assert instants(rest) == sorted(set(instants(left)) - set(instants(right)))

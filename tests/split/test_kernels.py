@@ -23,9 +23,9 @@ from stepsplit.analyzer import (
     analyze,
 )
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
-from stepsplit.analyzer.split.lateness import SlowRank, slow_kernels, slow_ranks
+from stepsplit.analyzer.split.lateness import SlowRank, find_slow_kernels, sum_slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.trace import to_calls
+from stepsplit.analyzer.trace import build_calls
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
 TRIMMED = (
@@ -151,7 +151,7 @@ def test_a_rank_with_slow_kernels_is_reported_with_its_loss_per_step(
     assert (row.rank, row.kernel, row.family, row.count) == (2, "gemm", "gemm", 24)
     assert row.ratio == pytest.approx(1.2)
     assert row.lost_ns == pytest.approx(0.2 * 6 * 300_000)
-    [summed] = slow_ranks(found)
+    [summed] = sum_slow_ranks(found)
     assert summed == SlowRank(2, "gemm", pytest.approx(1.2), row.lost_ns, 1, "gemm")
 
 
@@ -186,7 +186,7 @@ def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
         names=tuple(f"kernel_{i}" for i in range(40)),
         lanes=(Lane("1", "7", 0, 7),),
     )
-    kinds = EventClassifier(BUILT_IN).classify(events, calls := to_calls([]))
+    kinds = EventClassifier(BUILT_IN).classify(events, calls := build_calls([]))
     return RankTrace(Path("x"), rank, 8, "", "", "", 0, events, calls, (), kinds)
 
 
@@ -196,7 +196,7 @@ def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:
         edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
         windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
         steps.append(Steps(tuple(windows), ()))
-    return [(row.rank, row.kernel) for row in slow_kernels(traces, steps)]
+    return [(row.rank, row.kernel) for row in find_slow_kernels(traces, steps)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -11,8 +11,8 @@ from cases import for_each
 from splitting import recording_of
 
 from stepsplit.analyzer import Group, RankTrace, analyze
-from stepsplit.analyzer.split.mesh import RankLayout, layout_of
-from stepsplit.analyzer.split.mesh_groups import Named, named
+from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
+from stepsplit.analyzer.split.mesh_groups import GroupName, parse_group_name
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.collectors.run_spec import GroupInfo
 
@@ -29,28 +29,28 @@ def mesh_groups(*axes: str) -> list[GroupInfo]:
 
 
 def test_the_mesh_in_run_json_defines_every_axis() -> None:
-    layout = layout_of(spec(MESH), [])
+    layout = infer_layout(spec(MESH), [])
     assert (layout.source, layout.notes) == ("run.json", ())
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert [layout.stage(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.find_stage(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     axes = [
-        layout.axis_of(Group("x", ranks, "")) for ranks in ((0, 4), (1, 3), (6, 7), (0, 1, 2, 3))
+        layout.find_axis(Group("x", ranks, "")) for ranks in ((0, 4), (1, 3), (6, 7), (0, 1, 2, 3))
     ]
     assert axes == ["pp", "dp_replicate", "tp", None]
 
 
 def test_the_names_of_groups_make_the_same_mesh() -> None:
-    layout = layout_of(spec(None, *mesh_groups("pp", "dp_replicate", "tp")), [])
+    layout = infer_layout(spec(None, *mesh_groups("pp", "dp_replicate", "tp")), [])
     assert (layout.mesh, layout.source) == (MESH, "group names")
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
 
 
 def test_groups_that_do_not_cover_the_world_name_stages_and_axes_but_no_mesh() -> None:
-    layout = layout_of(spec(None, *mesh_groups("pp", "tp")), [])
+    layout = infer_layout(spec(None, *mesh_groups("pp", "tp")), [])
     assert (layout.mesh, layout.source) == (None, "group names")
     assert layout.pipelines == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
-    assert layout.axis_of(Group("8", (0, 1), "mesh_tp")) == "tp"
+    assert layout.find_axis(Group("8", (0, 1), "mesh_tp")) == "tp"
 
 
 def test_a_chain_of_messages_is_a_pipeline_and_who_sends_first_is_its_start(tmp_path: Path) -> None:
@@ -115,17 +115,17 @@ MEGATRON_RANK_9 = (
 
 def described(world_size: int, *groups: tuple[str, tuple[int, ...]]) -> RankLayout:
     infos = [GroupInfo(f"{i}", description, ranks) for i, (description, ranks) in enumerate(groups)]
-    return layout_of(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
+    return infer_layout(RunSpec("run", world_size, "nccl", groups=tuple(infos)), [])
 
 
 def axes(layout: RankLayout, *groups: tuple[str, tuple[int, ...]]) -> list[str | None]:
-    return [layout.axis_of(Group(f"{i}", ranks, text)) for i, (text, ranks) in enumerate(groups)]
+    return [layout.find_axis(Group(f"{i}", ranks, text)) for i, (text, ranks) in enumerate(groups)]
 
 
 def read(folder: Path, *traces: GpuTrace | CpuTrace) -> RankLayout:
     for trace in traces:
         trace.write(folder)
-    return layout_of(None, recorded(folder))
+    return infer_layout(None, recorded(folder))
 
 
 def recorded(folder: Path) -> tuple[RankTrace, ...]:
@@ -135,28 +135,28 @@ def recorded(folder: Path) -> tuple[RankTrace, ...]:
 @for_each(
     ("description", "found"),
     [
-        ("mesh_tp", Named(("tp",), whole=True)),
-        ("mesh_dp", Named(("dp_replicate", "dp_shard"), whole=True)),
-        ("mesh_dp_shard_cp", Named(("dp_shard", "cp"), whole=True)),
-        ("mesh_dp_shard_in_ep", Named(("dp_shard",))),
-        ("mesh_ep", Named(("ep",), whole=True, experts=True)),
-        ("mesh_efsdp", Named(("dp_shard",), whole=True, experts=True)),
-        ("mesh_default", Named()),
-        ("DATA_PARALLEL_GROUP_GLOO", Named(("dp_replicate",), whole=True)),
-        ("DATA_PARALLEL_GROUP_WITH_CP_AG", Named(("dp_replicate", "cp"), whole=True)),
-        ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", Named(("dp_replicate", "cp"))),
-        ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", Named(("cp",))),
-        ("POSITION_EMBEDDING_GROUP", Named(("pp",))),
-        ("EXPERT_DATA_PARALLEL_GROUP", Named(("dp_replicate",), whole=True, experts=True)),
-        ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", Named()),
-        ("pipe_parallel", Named(("pp",), whole=True)),
-        ("ep_size_8", Named(("ep",), whole=True, experts=True)),
-        ("default_pg", Named()),
-        ("undefined", Named()),
+        ("mesh_tp", GroupName(("tp",), whole=True)),
+        ("mesh_dp", GroupName(("dp_replicate", "dp_shard"), whole=True)),
+        ("mesh_dp_shard_cp", GroupName(("dp_shard", "cp"), whole=True)),
+        ("mesh_dp_shard_in_ep", GroupName(("dp_shard",))),
+        ("mesh_ep", GroupName(("ep",), whole=True, experts=True)),
+        ("mesh_efsdp", GroupName(("dp_shard",), whole=True, experts=True)),
+        ("mesh_default", GroupName()),
+        ("DATA_PARALLEL_GROUP_GLOO", GroupName(("dp_replicate",), whole=True)),
+        ("DATA_PARALLEL_GROUP_WITH_CP_AG", GroupName(("dp_replicate", "cp"), whole=True)),
+        ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", GroupName(("dp_replicate", "cp"))),
+        ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", GroupName(("cp",))),
+        ("POSITION_EMBEDDING_GROUP", GroupName(("pp",))),
+        ("EXPERT_DATA_PARALLEL_GROUP", GroupName(("dp_replicate",), whole=True, experts=True)),
+        ("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", GroupName()),
+        ("pipe_parallel", GroupName(("pp",), whole=True)),
+        ("ep_size_8", GroupName(("ep",), whole=True, experts=True)),
+        ("default_pg", GroupName()),
+        ("undefined", GroupName()),
     ],
 )
-def test_frameworks_name_axes_each_in_its_own_way(description: str, found: Named) -> None:
-    assert named(description) == found
+def test_frameworks_name_axes_each_in_its_own_way(description: str, found: GroupName) -> None:
+    assert parse_group_name(description) == found
 
 
 def test_the_groups_of_one_megatron_rank_determine_the_mesh() -> None:
@@ -181,7 +181,7 @@ def test_torchtitan_dims_map_to_the_axes_that_they_flatten() -> None:
 
 def test_a_group_of_experts_lies_along_ep_even_if_the_mesh_lacks_it() -> None:
     stated = RunSpec("run", 4, "nccl", mesh=Mesh.of({"dp": 4}))
-    layout = layout_of(stated, [])
+    layout = infer_layout(stated, [])
     pairs = (("mesh_ep", (0, 1)), ("mesh_dp", (0, 1, 2, 3)))
     assert axes(layout, *pairs) == ["ep", "dp_replicate"]
 
@@ -254,7 +254,7 @@ def test_gathers_of_ranks_whose_gradients_a_larger_group_sums_may_be_of_attentio
     groups = plain([0, 1], [0, 1, 2, 3])
     trace = step_of(0, 4, groups, [gather], [gather, scatter, ("allreduce", "1")])
     layout = read(tmp_path, trace)
-    assert (layout.mesh, layout.axis_of(Group("0", (0, 1), "undefined"))) == (None, None)
+    assert (layout.mesh, layout.find_axis(Group("0", (0, 1), "undefined"))) == (None, None)
 
 
 def test_expert_all_to_alls_vary_in_size_and_those_of_attention_heads_do_not(
@@ -271,7 +271,7 @@ def test_sums_that_span_stages_are_embeddings_and_not_data_parallel(tmp_path: Pa
     trace = step_of(0, 4, groups, [], [("allreduce", "1")])
     layout = read(tmp_path, trace)
     assert (layout.mesh, layout.pipelines) == (None, ((0, 1), (2, 3)))
-    assert layout.axis_of(Group("1", (0, 1), "undefined")) == "pp"
+    assert layout.find_axis(Group("1", (0, 1), "undefined")) == "pp"
 
 
 def swap(rank: int, *, works_first: bool, mark: str = "") -> CpuTrace:

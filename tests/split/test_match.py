@@ -8,7 +8,7 @@ import numpy as np
 from builders import BASE_NS, GpuTrace
 from splitting import recording_of
 
-from stepsplit.analyzer.split.matching import CallSequence, Matched, match, paired
+from stepsplit.analyzer.split.matching import CallSequence, MatchedCalls, match, pair_sequences
 
 PAIR = [("0", "", [0, 1])]
 
@@ -22,7 +22,7 @@ def sequence(sizes: list[int], ends: list[int]) -> CallSequence:
     )
 
 
-def matched(tmp_path: Path, *traces: GpuTrace) -> Matched:
+def matched(tmp_path: Path, *traces: GpuTrace) -> MatchedCalls:
     for trace in traces:
         trace.write(tmp_path)
     return match(recording_of(tmp_path).traces)
@@ -33,13 +33,13 @@ def test_shifted_recordings_are_paired_by_a_constant_clock_offset() -> None:
     ends = [0, 100_000, 290_000, 310_000, 570_000, 660_000, 900_000, 950_000]
     there = sequence([8] * 8, ends)
     here = sequence([8] * 6, [end + 33_000_000 for end in ends[2:]])
-    found = paired(here, there, one_clock=False)
+    found = pair_sequences(here, there, one_clock=False)
     assert (found.place.tolist(), found.ambiguous) == ([2, 3, 4, 5, 6, 7], False)
 
 
 def test_a_pairing_that_times_cannot_decide_is_ambiguous() -> None:
     even = [100_000 * n for n in range(8)]
-    found = paired(sequence([8] * 6, even[:6]), sequence([8] * 8, even), one_clock=False)
+    found = pair_sequences(sequence([8] * 6, even[:6]), sequence([8] * 8, even), one_clock=False)
     assert (found.place.tolist(), found.ambiguous) == ([0, 1, 2, 3, 4, 5], True)
 
 
@@ -48,20 +48,20 @@ def test_late_ends_on_a_busy_machine_shift_no_calls() -> None:
     earlier than the first, and its next calls 0.6 and 4 ms after the first's last ones."""
     here = sequence([8] * 3, [US * end for end in (548_696, 556_414, 564_509)])
     there = sequence([8] * 3, [US * end for end in (555_797, 560_168, 564_560)])
-    assert paired(here, there, one_clock=True).place.tolist() == [0, 1, 2]
+    assert pair_sequences(here, there, one_clock=True).place.tolist() == [0, 1, 2]
 
 
 def test_on_one_clock_shifted_recordings_are_paired_by_time() -> None:
     here = sequence([8] * 3, [US * end for end in (2_000, 3_000, 4_000)])
     there = sequence([8] * 3, [US * end for end in (1_010, 2_010, 3_010)])
-    assert paired(here, there, one_clock=True).place.tolist() == [1, 2, -1]
+    assert pair_sequences(here, there, one_clock=True).place.tolist() == [1, 2, -1]
 
 
 def test_a_lost_call_leaves_the_others_in_their_places() -> None:
     sizes = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     ends = [100 * size for size in sizes]
     lost = sequence(sizes[:4] + sizes[5:], ends[:4] + ends[5:])
-    found = paired(lost, sequence(sizes, ends), one_clock=True)
+    found = pair_sequences(lost, sequence(sizes, ends), one_clock=True)
     assert found.place.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Overlap, analyze
-from stepsplit.analyzer.split.attribute import overlaps_together
+from stepsplit.analyzer.split.attribute import sum_overlaps
 
 Does = Callable[[GpuTrace], object]
 
@@ -95,7 +95,7 @@ def test_the_sums_over_ranks_are_sorted_by_exposed_time() -> None:
         Overlap(0, "dp_shard", "all_gather", 50, 10, 40),
         Overlap(1, "tp", "all_reduce", 30, 30, 0),
     ]
-    assert overlaps_together(rows) == (
+    assert sum_overlaps(rows) == (
         Overlap(None, "dp_shard", "all_gather", 50, 10, 40),
         Overlap(None, "tp", "all_reduce", 60, 50, 10),
     )

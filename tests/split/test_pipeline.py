@@ -15,15 +15,15 @@ from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
 
 from stepsplit.analyzer import analyze, examine
-from stepsplit.analyzer.model.schedule_time import ideal_bubble_fraction
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
 from stepsplit.analyzer.split.pipeline import (
-    Box,
-    SeenSchedule,
-    numbered,
-    schedule_named,
-    schedule_of,
-    schedule_seen,
+    DetectedSchedule,
+    MicrobatchSlot,
+    classify_schedule,
+    detect_schedule,
+    normalize_schedule,
+    number_microbatches,
 )
 
 MARK = re.compile(rb"stepsplit::(?=[FBIW] stage=)")
@@ -33,19 +33,21 @@ EQUAL = (1.0, 1.0, 1.0)
 PHASES = ("forward", "backward", "weight")
 
 
-def order(words: str, durations: dict[str, int] | None = None) -> list[Box]:
+def order(words: str, durations: dict[str, int] | None = None) -> list[MicrobatchSlot]:
     """The boxes of one rank, such as "0F0 0B0": stage, letter, microbatch; 10 ns each."""
     boxes, at = [], 0
     for word in words.split():
         letter = next(letter for letter in "FBIW" if letter in word)
         stage, microbatch = map(int, word.split(letter))
         end = at + (durations or {}).get(letter, 10)
-        boxes.append(Box(stage, microbatch, PHASE_OF_LETTER[letter], at, end))
+        boxes.append(MicrobatchSlot(stage, microbatch, PHASE_OF_LETTER[letter], at, end))
         at = end
     return boxes
 
 
-def played(schedule: str, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Box]]:
+def played(
+    schedule: str, ranks: int, microbatches: int, chunks: int = 1
+) -> list[list[MicrobatchSlot]]:
     orders = actions(schedule, ranks, microbatches, chunks)
     return [order(" ".join(f"{a.stage}{a.kind}{a.microbatch}" for a in one)) for one in orders]
 
@@ -84,7 +86,7 @@ def autograd(trace: GpuTrace, start: float, end: float, *kernels: tuple[float, f
 def test_the_ideal_bubble_of_each_schedule_on_four_ranks_with_eight_microbatches() -> None:
     """Passes of a stage where F + B is one pass; thirds of a pass where the backward is split."""
     names = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
-    assert {name: ideal_bubble_fraction(name, 4, 8, 1, EQUAL) for name in names} == {
+    assert {name: compute_ideal_bubble_fraction(name, 4, 8, 1, EQUAL) for name in names} == {
         "naive": 24 / 32,
         "gpipe": 3 / 11,
         "1f1b": 3 / 11,
@@ -94,8 +96,8 @@ def test_the_ideal_bubble_of_each_schedule_on_four_ranks_with_eight_microbatches
         "dualpipe": 2 / 26,
         "dualpipe-v": 6 / 54,
     }
-    assert ideal_bubble_fraction("interleaved", 4, 8, 2) == 3 / 19
-    assert ideal_bubble_fraction("interleaved", 4, 2, 2) == 5 / 9
+    assert compute_ideal_bubble_fraction("interleaved", 4, 8, 2) == 3 / 19
+    assert compute_ideal_bubble_fraction("interleaved", 4, 2, 2) == 5 / 9
 
 
 @for_each("schedule", [name for name in SCHEDULES if "dualpipe" not in name])
@@ -104,24 +106,24 @@ def test_the_ideal_bubble_matches_a_replay_of_the_order(schedule: str) -> None:
     chunks = 2 if schedule in ("interleaved", "zb-v") else 1
     length = runnable(actions(schedule, 4, 12, chunks), Durations(backward=2))
     holes = (length - 3 * 12 * chunks) / length
-    assert ideal_bubble_fraction(schedule, 4, 12, chunks, EQUAL) == pytest.approx(holes)
+    assert compute_ideal_bubble_fraction(schedule, 4, 12, chunks, EQUAL) == pytest.approx(holes)
 
 
 def test_weight_gradients_fill_what_their_share_of_the_backward_allows() -> None:
     """Three ranks ahead, each forward 10 and input gradient 12 less the weight gradient's 8."""
-    assert ideal_bubble_fraction("zb-h1", 4, 8, 1, (10, 12, 8)) == 42 / (8 * 30 + 42)
-    assert ideal_bubble_fraction("zb-h1", 4, 2, 1, (10, 12, 8)) == 58 / (2 * 30 + 58)
-    assert ideal_bubble_fraction("zb-h2", 4, 8, 1, (10, 20, 9)) == 36 / (8 * 39 + 36)
-    assert ideal_bubble_fraction("dualpipe-v", 3, 6, 2, (10, 12, 8)) == 52 / (12 * 30 + 52)
+    assert compute_ideal_bubble_fraction("zb-h1", 4, 8, 1, (10, 12, 8)) == 42 / (8 * 30 + 42)
+    assert compute_ideal_bubble_fraction("zb-h1", 4, 2, 1, (10, 12, 8)) == 58 / (2 * 30 + 58)
+    assert compute_ideal_bubble_fraction("zb-h2", 4, 8, 1, (10, 20, 9)) == 36 / (8 * 39 + 36)
+    assert compute_ideal_bubble_fraction("dualpipe-v", 3, 6, 2, (10, 12, 8)) == 52 / (12 * 30 + 52)
 
 
 def test_the_ideal_is_none_where_it_is_not_known() -> None:
     unknown = [
-        ideal_bubble_fraction("zb-h1", 4, 8),
-        ideal_bubble_fraction("zb-h1", 4, 8, 1, (0, 0, 0)),
-        ideal_bubble_fraction("zerobubble", 4, 8, 1, EQUAL),
-        ideal_bubble_fraction("unknown", 4, 8, 1, EQUAL),
-        ideal_bubble_fraction("1f1b", 0, 8),
+        compute_ideal_bubble_fraction("zb-h1", 4, 8),
+        compute_ideal_bubble_fraction("zb-h1", 4, 8, 1, (0, 0, 0)),
+        compute_ideal_bubble_fraction("zerobubble", 4, 8, 1, EQUAL),
+        compute_ideal_bubble_fraction("unknown", 4, 8, 1, EQUAL),
+        compute_ideal_bubble_fraction("1f1b", 0, 8),
     ]
     assert unknown == [None] * 5
 
@@ -135,51 +137,54 @@ def test_every_schedule_is_detected_from_its_boxes(
     schedule: str, ranks: int, microbatches: int
 ) -> None:
     line = played(schedule, ranks, microbatches, 2 if schedule == "interleaved" else 1)
-    assert schedule_of(line) == schedule
+    assert classify_schedule(line) == schedule
 
 
 def test_two_ranks_and_two_microbatches_distinguish_three_schedules() -> None:
     last = order("1F0 1B0 1F1 1B1")
-    assert schedule_of([order("0F0 0F1 0B0 0B1"), last]) == "1f1b"
-    assert schedule_of([order("0F0 0B0 0F1 0B1"), last]) == "naive"
-    assert schedule_of([order("0F0 0F1 0B0 0B1"), order("1F0 1F1 1B0 1B1")]) == "gpipe"
+    assert classify_schedule([order("0F0 0F1 0B0 0B1"), last]) == "1f1b"
+    assert classify_schedule([order("0F0 0B0 0F1 0B1"), last]) == "naive"
+    assert classify_schedule([order("0F0 0F1 0B0 0B1"), order("1F0 1F1 1B0 1B1")]) == "gpipe"
 
 
 def test_fewer_microbatches_than_ranks_still_distinguish_1f1b_from_gpipe() -> None:
-    assert [schedule_of(played(name, 4, 2)) for name in ("1f1b", "gpipe")] == ["1f1b", "gpipe"]
+    assert [classify_schedule(played(name, 4, 2)) for name in ("1f1b", "gpipe")] == [
+        "1f1b",
+        "gpipe",
+    ]
 
 
 def test_zero_bubble_schedules_are_distinguished_by_their_warmup() -> None:
     last = order("1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2")
     h1, h2 = order("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"), order("0F0 0F1 0F2 0I0 0W0 0I1 0W1")
     searched = order("0F0 0I0 0F1 0W0 0I1 0W1")
-    found = [schedule_of([first, last]) for first in (h1, h2, searched)]
+    found = [classify_schedule([first, last]) for first in (h1, h2, searched)]
     assert found == ["zb-h1", "zb-h2", "zerobubble"]
 
 
 def test_an_interleaved_schedule_with_weight_gradients_is_zero_bubble() -> None:
     first = order("0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1")
     last = order("1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1")
-    assert schedule_of([first, last]) == "zb-h1"
+    assert classify_schedule([first, last]) == "zb-h1"
 
 
 def test_two_models_that_share_their_ranks_are_dualpipe_however_their_stages_are_numbered() -> None:
     first, last = "0F0 1F0 1B0 0B0", "1F0 0F0 0B0 1B0"
-    assert schedule_of([order(first), order(last)]) == "dualpipe"
+    assert classify_schedule([order(first), order(last)]) == "dualpipe"
 
 
 def test_the_recorded_ranks_determine_the_schedule() -> None:
     """Of four ranks the second alone: three forwards warm it up."""
     second = order("1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4")
-    assert schedule_of([[], second, [], []]) == "1f1b"
-    assert schedule_of([[], [], [], []]) is None
+    assert classify_schedule([[], second, [], []]) == "1f1b"
+    assert classify_schedule([[], [], [], []]) is None
 
 
 def test_an_order_or_a_placement_of_no_schedule_is_none() -> None:
     early = order("0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3")
-    assert schedule_of([early, order("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")]) is None
-    assert schedule_of([order("0F0 1F0 1B0 0B0"), order("2F0 3F0 3B0 2B0")]) is None
-    assert schedule_of([order("0F0 3F0 3B0 0B0"), order("1F0 2F0 2B0 1B0")]) is None
+    assert classify_schedule([early, order("1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")]) is None
+    assert classify_schedule([order("0F0 1F0 1B0 0B0"), order("2F0 3F0 3B0 2B0")]) is None
+    assert classify_schedule([order("0F0 3F0 3B0 0B0"), order("1F0 2F0 2B0 1B0")]) is None
 
 
 def test_detection_uses_complete_steps_and_times_of_one_microbatch_on_a_stage() -> None:
@@ -187,27 +192,29 @@ def test_detection_uses_complete_steps_and_times_of_one_microbatch_on_a_stage() 
     first = order("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", took)
     last = order("1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2", took)
     begun = [first[:4], last[:4]]
-    assert schedule_seen([begun, [first, last]]) == SeenSchedule("zb-h1", 3, 1, (10, 12, 8))
+    assert detect_schedule([begun, [first, last]]) == DetectedSchedule("zb-h1", 3, 1, (10, 12, 8))
 
 
 def test_dualpipes_microbatches_are_those_of_both_directions() -> None:
     line = [order("0F0 1F0 1B0 0B0"), order("1F0 0F0 0B0 1B0")]
-    assert schedule_seen([line]) == SeenSchedule("dualpipe", 2, 2, None)
+    assert detect_schedule([line]) == DetectedSchedule("dualpipe", 2, 2, None)
 
 
 def test_times_are_of_actions_alone_and_of_backwards_that_are_split() -> None:
     """A whole backward takes 20, and a forward and a backward at once take 100."""
     boxes = order("0F0 1I0 1W0 0B0", {"F": 10, "I": 12, "W": 8, "B": 20})
-    at_once = [Box(0, 1, "forward", 50, 150), Box(1, 1, "backward", 50, 150)]
-    assert schedule_seen([[[*boxes, *at_once]]]) == SeenSchedule("dualpipe-v", 2, 2, (10, 12, 8))
+    at_once = [MicrobatchSlot(0, 1, "forward", 50, 150), MicrobatchSlot(1, 1, "backward", 50, 150)]
+    assert detect_schedule([[[*boxes, *at_once]]]) == DetectedSchedule(
+        "dualpipe-v", 2, 2, (10, 12, 8)
+    )
 
 
 def test_a_schedule_called_for_one_microbatch_after_the_other_is_the_naive_one() -> None:
-    first = numbered(order("0F0 0B0 0F0 0B0 0F0 0B0"))
-    last = numbered(order("1F0 1B0 1F0 1B0 1F0 1B0"))
+    first = number_microbatches(order("0F0 0B0 0F0 0B0 0F0 0B0"))
+    last = number_microbatches(order("1F0 1B0 1F0 1B0 1F0 1B0"))
 
     assert [box.microbatch for box in first] == [0, 0, 1, 1, 2, 2]
-    seen = schedule_seen([[first, last]])
+    seen = detect_schedule([[first, last]])
     assert (seen.name, seen.microbatches) == ("naive", 3)
 
 
@@ -226,7 +233,7 @@ def test_spellings_of_a_schedule_map_to_one_name() -> None:
         "naive": "naive",
         "1f1b": "1f1b",
     }
-    assert {name: schedule_named(name) for name in stated} == stated
+    assert {name: normalize_schedule(name) for name in stated} == stated
 
 
 # Boxes that annotations mark.

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
 from stepsplit.analyzer.validation.published_runs import (
-    ccl_bench,
-    gpt,
-    korthikanti,
-    llm_foundry,
-    megascale,
-    sc21_table1,
-    sc21_table2,
-    simumax,
-    torchtitan,
-    zero_bubble,
+    build_ccl_bench,
+    build_gpt,
+    build_korthikanti,
+    build_llm_foundry,
+    build_megascale,
+    build_sc21_table1,
+    build_sc21_table2,
+    build_simumax,
+    build_torchtitan,
+    build_zero_bubble,
 )
 from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
 def published(table: str, name: str) -> PublishedRow:
-    (found,) = [row for row in Published().records(table) if row.id == name]
+    (found,) = [row for row in Published().read_records(table) if row.id == name]
     return found
 
 
 def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
-    (case,) = sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
-    assert case.job.model == gpt(80, 12288, 96, 51200, 2048)
+    (case,) = build_sc21_table1(published("megatron_sc21_table1", "sc21-t1/145.6B"))
+    assert case.job.model == build_gpt(80, 12288, 96, 51200, 2048)
     assert case.job.parallel == ParallelConfig(
         tp=8, pp=8, dp_replicate=24, schedule="interleaved", chunks=2, scatter_gather=True
     )
@@ -43,11 +43,13 @@ def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
 
 def test_rows_of_another_system_give_no_case() -> None:
     table = "megatron_sc21_table2_zero3_vs_ptd"
-    assert sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384")) == ()
+    assert build_sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384")) == ()
 
 
 def test_korthikanti_ran_each_model_twice() -> None:
-    full, selective = korthikanti(published("korthikanti_table5_end_to_end", "korthikanti-t5/530B"))
+    full, selective = build_korthikanti(
+        published("korthikanti_table5_end_to_end", "korthikanti-t5/530B")
+    )
     assert [case.id for case in (full, selective)] == [
         "korthikanti-t5/530B_full",
         "korthikanti-t5/530B_selective",
@@ -61,14 +63,14 @@ def test_korthikanti_ran_each_model_twice() -> None:
 
 
 def test_a_missing_time_is_computed_from_the_utilization() -> None:
-    (case,) = megascale(published("megascale_table2", "megascale/530B_Megatron-LM_2240_2240"))
+    (case,) = build_megascale(published("megascale_table2", "megascale/530B_Megatron-LM_2240_2240"))
     assert case.job.parallel.world_size == 2240
     assert round(case.step_ns / 1e9, 1) == 43.1
 
 
 def test_b200_runs_keep_the_shape_of_the_table() -> None:
     name = "simumax/llama3_70b_l12_tp2_cp4_pp1_dp1_seq32768_mbc4_cef"
-    case = simumax(published("simumax_b200_measured", name))
+    case = build_simumax(published("simumax_b200_measured", name))
     assert case.job.parallel == ParallelConfig(
         tp=2, cp=4, sequence_parallel=True, zero=1, context_kind="ulysses"
     )
@@ -78,14 +80,14 @@ def test_b200_runs_keep_the_shape_of_the_table() -> None:
 
 def test_mixtures_keep_their_first_layer_dense() -> None:
     name = "simumax/deepseekv2_tp1_ep8_pp1_dp8_l4_mbc4_cef"
-    case = simumax(published("simumax_b200_measured", name))
+    case = build_simumax(published("simumax_b200_measured", name))
     assert case.family == "B200 experts"
     assert (case.job.model.layers, case.job.model.expert_layers) == (4, 3)
 
 
 def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> None:
     name = "llm-foundry/1b_2048_512xh100_80gb_amp_bf16_12x1_SHARD_GRAD_OP_ckpt-False"
-    case = llm_foundry(published("llm_foundry_mpt_throughput", name))
+    case = build_llm_foundry(published("llm_foundry_mpt_throughput", name))
     assert case.job.model.positions == 2048
     assert case.job.parallel == ParallelConfig(
         dp_shard=512, zero=3, overlap=frozenset({"dp"}), reshard_after_forward="never"
@@ -98,7 +100,7 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
 
 def test_the_ends_of_a_zero_bubble_pipeline_have_a_layer_fewer() -> None:
     table = "zero_bubble_table4_throughput_memory"
-    job = zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
+    job = build_zero_bubble(published(table, "zb-t4/1.5B_m24_ZB-2p"))
     assert job.parallel == ParallelConfig(
         pp=8, schedule="zb-h2", layers_per_stage=(2, 3, 3, 3, 3, 3, 3, 2)
     )
@@ -106,7 +108,7 @@ def test_the_ends_of_a_zero_bubble_pipeline_have_a_layer_fewer() -> None:
 
 
 def test_a_short_trace_names_the_batch_of_a_rank() -> None:
-    job = ccl_bench(
+    job = build_ccl_bench(
         published(
             "ccl_bench_training_traces",
             "ccl-bench/llama3-torchtitan-nccl-4gpu-fsdp_2-tp_2-b_4-s_512",
@@ -120,7 +122,7 @@ def test_torchtitan_names_its_sizes_in_the_config() -> None:
     name = (
         "torchtitan/llama3.1-405B_65536_512_FSDP4 CP2 TP8 PP8 1F1B compile float8 asyncTP_ckpt-full"
     )
-    case = torchtitan(published("torchtitan_throughput_memory", name))
+    case = build_torchtitan(published("torchtitan_throughput_memory", name))
     assert case.job.parallel == ParallelConfig(
         tp=8, pp=8, cp=2, dp_shard=4, zero=3, sequence_parallel=True,
         overlap=frozenset({"dp", "tp"}),

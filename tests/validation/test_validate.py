@@ -15,14 +15,14 @@ from work_builders import job
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.validation import validate
-from stepsplit.analyzer.validation.predictions import baseline_rows, utilization
+from stepsplit.analyzer.validation.predictions import build_baseline_rows, compute_utilization
 from stepsplit.analyzer.validation.published_runs import (
     Case,
-    fitted_collectives,
-    fitted_memory,
-    fitted_step_times,
-    possible_cases,
-    step_time_cases,
+    list_cases,
+    list_fitted_collectives,
+    list_fitted_memory,
+    list_fitted_step_times,
+    list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     IDS,
@@ -31,15 +31,15 @@ from stepsplit.analyzer.validation.tables import (
     Published,
     PublishedRow,
     Row,
-    as_printed,
     check,
+    check_records,
     evaluate,
-    gathered,
-    marked,
-    parameters,
+    mark_fitted,
+    parse_count,
+    round_as_printed,
 )
 from stepsplit.dashboard.commands.model import validate_command
-from stepsplit.dashboard.reporters.plan import validation_screen
+from stepsplit.dashboard.reporters.plan import build_validation_screen
 
 STATES = "ZeRO table 1, model states"
 
@@ -66,7 +66,7 @@ def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
 def shown(checks: tuple[Check, ...], every_row: bool = False, width: int = 120) -> list[str]:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(validation_screen(checks, every_row))
+        console.print(build_validation_screen(checks, every_row))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -79,11 +79,11 @@ def test_no_row_of_the_own_tables_is_left_out(checks: tuple[Check, ...]) -> None
 
 
 def test_rows_that_were_fitted_on_exist_and_are_not_reported(checks: tuple[Check, ...]) -> None:
-    own = {record.id for table in IDS for record in Published().records(table)}
+    own = {record.id for table in IDS for record in Published().read_records(table)}
     rows = {each.case for one in checks for each in one.rows}
-    assert fitted_memory() <= own
-    assert fitted_collectives() <= own | rows
-    assert fitted_step_times() <= {case.id for case in step_time_cases(Published())}
+    assert list_fitted_memory() <= own
+    assert list_fitted_collectives() <= own | rows
+    assert list_fitted_step_times() <= {case.id for case in list_step_time_cases(Published())}
     for one in checks:
         fitted = {each.case for each in one.rows if each.fitted}
         assert fitted.isdisjoint(each.case for each in one.reported)
@@ -104,7 +104,7 @@ def test_a_case_cannot_be_fitted_on_and_reported() -> None:
 
 
 def test_marking_goes_by_the_case() -> None:
-    assert marked([row("a", 1, 1), row("b", 1, 1)], {"b"}) == (
+    assert mark_fitted([row("a", 1, 1), row("b", 1, 1)], {"b"}) == (
         row("a", 1, 1),
         row("b", 1, 1, fitted=True),
     )
@@ -153,7 +153,7 @@ def test_more_columns_are_ignored(tmp_path: Path) -> None:
 
 def test_a_row_of_an_unknown_model_is_left_out_and_named(tmp_path: Path) -> None:
     copied(tmp_path, "llm_foundry_mpt_throughput", (",70b,", ",71b,"))
-    left_out = possible_cases(Published(tmp_path)).left_out
+    left_out = list_cases(Published(tmp_path)).left_out
     assert len(left_out) == 8
     assert left_out[0].startswith("llm-foundry/71b_2048_512xh100_80gb")
     assert "unknown model preset 'mpt-71b'" in left_out[0]
@@ -164,9 +164,9 @@ def test_an_invalid_row_does_not_affect_the_others(tmp_path: Path) -> None:
     good = PublishedRow("table", "table/two", {"time": "2"})
 
     def build(each: PublishedRow) -> tuple[Row, ...]:
-        return (row(each.id, each.number("time"), 2.0),)
+        return (row(each.id, each.read_number("time"), 2.0),)
 
-    found = gathered("times", [record, good], build, "mean", (0.1,))
+    found = check_records("times", [record, good], build, "mean", (0.1,))
     assert [each.case for each in found.rows] == ["table/two"]
     assert found.left_out == (
         "table/one: table.csv: time of table/one is 'fast', not a number;"
@@ -189,11 +189,11 @@ def test_the_baseline_gives_every_run_the_utilization_of_the_known_ones() -> Non
     """Two runs of one kind take 1 s and 4 s, the second with twice the batch."""
     short = Case("table", "short", "llm-foundry", job(layout=ParallelConfig(), global_batch=4), 1e9)
     long = Case("table", "long", "llm-foundry", job(layout=ParallelConfig(), global_batch=8), 4e9)
-    assert utilization(short) == pytest.approx(2 * utilization(long))
-    (found,) = baseline_rows([long], [short])
+    assert compute_utilization(short) == pytest.approx(2 * compute_utilization(long))
+    (found,) = build_baseline_rows([long], [short])
     assert (found.case, found.published, found.fitted) == ("long", 4e9, False)
     assert found.predicted == pytest.approx(2e9)
-    assert baseline_rows([long], []) == ()
+    assert build_baseline_rows([long], []) == ()
 
 
 @pytest.mark.parametrize(
@@ -211,17 +211,17 @@ def test_only_arithmetic_is_a_formula(formula: str) -> None:
 
 
 def test_digits_may_be_rounded_or_truncated() -> None:
-    assert as_printed(4046.875, "4046") == 4046
-    assert as_printed(0.46875, "0.47") == 0.47
-    assert as_printed(4046.875, "4050") == 4047
-    assert parameters("0.5T") == 5e11
+    assert round_as_printed(4046.875, "4046") == 4046
+    assert round_as_printed(0.46875, "0.47") == 0.47
+    assert round_as_printed(4046.875, "4050") == 4047
+    assert parse_count("0.5T") == 5e11
 
 
 def test_every_published_row_has_a_source_and_a_name_of_its_own() -> None:
     assert {path.stem for path in PUBLISHED.glob("*.csv")} == set(IDS)
     for table in IDS:
-        records = Published().records(table)
-        assert records and all(record.text("source") for record in records)
+        records = Published().read_records(table)
+        assert records and all(record.read_text("source") for record in records)
         assert not [record.id for record in records if "#" in record.id]
 
 

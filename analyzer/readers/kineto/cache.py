@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from msgspec import Struct
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.columns import EntryCounts, Sorted
+from stepsplit.analyzer.readers.kineto.columns import EntryCounts, SortedRows
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Calls, Events, FoundCalls, Group, Lane, Note
+from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, Group, Lane, Note
 from stepsplit.collectors.run_spec import whole_file
 
 # Cached traces are Parquet files in the user's cache folder.
@@ -36,7 +36,7 @@ MOST_BYTES = 16 << 30
 
 _EDGE_BYTES = 1 << 20
 
-_MOST_ABOUT_BYTES = 64 << 20
+_MAX_METADATA_BYTES = 64 << 20
 """Maximum size of the metadata in a Parquet file."""
 
 _CALLS = {
@@ -62,7 +62,7 @@ class _Calls(Struct):
     groups: tuple[Group, ...]
 
 
-class _About(Struct):
+class _CacheMetadata(Struct):
     """Metadata of a cached trace, stored with its columns."""
 
     stamp: str
@@ -79,56 +79,56 @@ class _About(Struct):
 
 def cache_folder() -> Path | None:
     """The cache folder; None if the user has disabled the cache."""
-    named = os.environ.get("STEPSPLIT_CACHE", "")
-    if named == "off":
+    override = os.environ.get("STEPSPLIT_CACHE", "")
+    if override == "off":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(home, "stepsplit", "traces")
+    return Path(override) if override else Path(home, "stepsplit", "traces")
 
 
 def has(source: Source) -> bool:
     """Whether the cache has an entry for the file, valid or not."""
-    cached = _place(source)
+    cached = _find_cache_path(source)
     return cached is not None and cached.is_file()
 
 
 def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The cached trace; None if it is missing or outdated."""
-    cached = _place(source)
+    cached = _find_cache_path(source)
     if cached is None or not cached.is_file():
         return None
     try:
         file = EventsFile(cached)
-        about = msgspec.msgpack.decode(file.about, type=_About)
-        if about.stamp != _stamp(source, path, rules):
+        metadata = msgspec.msgpack.decode(file.about, type=_CacheMetadata)
+        if metadata.stamp != _build_stamp(source, path, rules):
             return None
-        events = file.events(about.names, about.lanes)
+        events = file.read_events(metadata.names, metadata.lanes)
         os.utime(cached)
-        noted = np.frombuffer(about.noted_row, dtype=np.int64)
-        rows = Sorted(events, about.t0_unix_ns, noted, about.noted_args, about.counts)
-        return KinetoFile(about.header, rows, _unpacked(about.calls), about.notes)
+        noted = np.frombuffer(metadata.noted_row, dtype=np.int64)
+        rows = SortedRows(events, metadata.t0_unix_ns, noted, metadata.noted_args, metadata.counts)
+        return KinetoFile(metadata.header, rows, _unpack_calls(metadata.calls), metadata.notes)
     except _UNREADABLE:
         return None
 
 
 def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) -> None:
     """Saves the trace to the cache; errors are ignored."""
-    cached = _place(source)
+    cached = _find_cache_path(source)
     if cached is None:
         return
-    about = msgspec.msgpack.encode(_about(_stamp(source, path, rules), read))
-    if len(about) > _MOST_ABOUT_BYTES:
+    metadata = msgspec.msgpack.encode(_build_metadata(_build_stamp(source, path, rules), read))
+    if len(metadata) > _MAX_METADATA_BYTES:
         return
     try:
-        write_events(cached, read.rows.events, about)
+        write_events(cached, read.rows.events, metadata)
         _prune(cached.parent)
     except _UNREADABLE:
         return
 
 
-def _about(stamp: str, read: KinetoFile) -> _About:
+def _build_metadata(stamp: str, read: KinetoFile) -> _CacheMetadata:
     rows = read.rows
-    return _About(
+    return _CacheMetadata(
         stamp=stamp,
         t0_unix_ns=rows.t0_unix_ns,
         header=read.header,
@@ -137,31 +137,31 @@ def _about(stamp: str, read: KinetoFile) -> _About:
         noted_row=rows.noted_row.tobytes(),
         noted_args=rows.noted_args,
         counts=rows.counts,
-        calls=None if read.calls is None else _packed(read.calls),
+        calls=None if read.calls is None else _pack_calls(read.calls),
         notes=read.notes,
     )
 
 
-def _packed(found: FoundCalls) -> _Calls:
-    columns = {name: getattr(found.calls, name).tobytes() for name in _CALLS}
-    return _Calls(columns, found.calls.dtypes, found.groups)
+def _pack_calls(calls: CallsWithGroups) -> _Calls:
+    columns = {name: getattr(calls.calls, name).tobytes() for name in _CALLS}
+    return _Calls(columns, calls.calls.dtypes, calls.groups)
 
 
-def _unpacked(found: _Calls | None) -> FoundCalls | None:
-    if found is None:
+def _unpack_calls(packed: _Calls | None) -> CallsWithGroups | None:
+    if packed is None:
         return None
-    columns = {name: np.frombuffer(found.columns[name], kind) for name, kind in _CALLS.items()}
-    return FoundCalls(Calls(**columns, dtypes=found.dtypes), found.groups)
+    columns = {name: np.frombuffer(packed.columns[name], kind) for name, kind in _CALLS.items()}
+    return CallsWithGroups(Calls(**columns, dtypes=packed.dtypes), packed.groups)
 
 
-def _place(source: Source) -> Path | None:
+def _find_cache_path(source: Source) -> Path | None:
     folder = cache_folder()
     if folder is None:
         return None
     return folder / f"{hashlib.sha256(source.identity.encode()).hexdigest()[:32]}.parquet"
 
 
-def _stamp(source: Source, path: Path, rules: Rules) -> str:
+def _build_stamp(source: Source, path: Path, rules: Rules) -> str:
     """A key of the file content, the reader version and the kernel rules."""
     edges = hashlib.sha256()
     with path.open("rb") as file:
@@ -172,9 +172,11 @@ def _stamp(source: Source, path: Path, rules: Rules) -> str:
 
 
 def _prune(folder: Path) -> None:
-    kept = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    by_age = sorted(
+        folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns, reverse=True
+    )
     total = 0
-    for file in kept:
+    for file in by_age:
         total += file.stat().st_size
         if total > MOST_BYTES:
             file.unlink(missing_ok=True)
@@ -209,34 +211,34 @@ class EventsFile:
         found: bytes = (self._file.metadata.metadata or {}).get(_ABOUT, b"")
         return found
 
-    def events(self, names: tuple[str, ...], lanes: tuple[Lane, ...]) -> Events:
+    def read_events(self, names: tuple[str, ...], lanes: tuple[Lane, ...]) -> Events:
         """Reads the events, with the given names and lanes."""
         try:
-            start, dur, category, name_id, lane, correlation = self._columns()
+            start, dur, category, name_id, lane, correlation = self._read_columns()
         except pa.ArrowException as error:
             raise ValueError(str(error)) from None
         return Events(start, dur, category, name_id, lane, correlation, names, lanes)
 
-    def _columns(self) -> list[npt.NDArray[Any]]:
+    def _read_columns(self) -> list[npt.NDArray[Any]]:
         """Reads the columns by row group, so that no column is in memory twice."""
         kinds = [np.dtype(str(kind)) for kind in _SCHEMA.types]
         columns = [np.empty(self._file.metadata.num_rows, dtype=kind) for kind in kinds]
-        at = 0
+        offset = 0
         for group in range(self._file.num_row_groups):
             part = self._file.read_row_group(group, columns=_SCHEMA.names, use_threads=False)
             for column, values in zip(columns, part.columns, strict=True):
-                _fill(column[at : at + len(part)], values)
-            at += len(part)
+                _fill(column[offset : offset + len(part)], values)
+            offset += len(part)
         return columns
 
 
 def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
-    at = 0
+    filled = 0
     for chunk in values.chunks:
         offset = chunk.offset * column.dtype.itemsize
-        found = np.frombuffer(chunk.buffers()[1], column.dtype, len(chunk), offset)
-        column[at : at + len(chunk)] = found
-        at += len(chunk)
+        chunk_values = np.frombuffer(chunk.buffers()[1], column.dtype, len(chunk), offset)
+        column[filled : filled + len(chunk)] = chunk_values
+        filled += len(chunk)
 
 
 def write_events(path: Path, events: Events, about: bytes) -> None:
@@ -248,11 +250,11 @@ def write_events(path: Path, events: Events, about: bytes) -> None:
             write_page_checksum=True, store_schema=False,
         ) as writer,
     ):  # fmt: skip
-        writer.write_table(_table(events), row_group_size=_GROUP_ROWS)
+        writer.write_table(_build_table(events), row_group_size=_GROUP_ROWS)
         writer.add_key_value_metadata({_ABOUT: about})
 
 
-def _table(events: Events) -> pa.Table:
+def _build_table(events: Events) -> pa.Table:
     columns = [np.ascontiguousarray(getattr(events, name)) for name in _SCHEMA.names]
     arrays = [
         pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])

@@ -12,21 +12,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stepsplit.analyzer.ops import dtype_named, element_bytes, known_bytes, message_bytes, op_named
+from stepsplit.analyzer.ops import (
+    compute_element_bytes,
+    compute_message_bytes,
+    normalize_dtype,
+    parse_op,
+    sanitize_bytes,
+)
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, Sorted, posted_before
-from stepsplit.analyzer.readers.kineto.schema import Args, comm_args, ranks_in
+from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows, posted_before
+from stepsplit.analyzer.readers.kineto.schema import Args, decode_comm_args, parse_ranks
 from stepsplit.analyzer.trace import (
     Bool,
     Call,
+    CallsWithGroups,
     Category,
     Events,
-    FoundCalls,
     Group,
     Int64,
     Note,
-    to_calls,
+    build_calls,
 )
 
 # Collectives and messages of device kernels -> Calls.
@@ -36,102 +42,115 @@ _MOST_DIMS = 64
 _MESSAGES = ("send", "recv")
 
 
-def calls_of_device(rows: Sorted, known: Sequence[Group], rules: Rules = BUILT_IN) -> FoundCalls:
+def build_device_calls(
+    rows: SortedRows, known: Sequence[Group], rules: Rules = BUILT_IN
+) -> CallsWithGroups:
     """A call for each communication kernel; groups that appear only in arguments are added.
 
     Arguments missing on a kernel are taken from the record_param_comms around its launch. If other
     kernels name their collective, a SendRecv kernel without a name is a batch of messages.
     """
-    book = _GroupBook(known)
+    group_table = _GroupTable(known)
     events = rows.events
-    own = dict(zip(rows.noted_row.tolist(), map(comm_args, rows.noted_args), strict=True))
-    kernels = rows.noted_row[events.of(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
-    launches = events.launches_of(kernels)
-    around = ops_around(events, rows.noted_row[_params(rows)], launches)
+    args_of_event = dict(
+        zip(rows.noted_row.tolist(), map(decode_comm_args, rows.noted_args), strict=True)
+    )
+    kernels = rows.noted_row[events.is_category(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
+    launches = events.find_launches(kernels)
+    surrounding_ops = find_surrounding_ops(events, rows.noted_row[_find_params(rows)], launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
-    posts = _posted(rows, own, kernels, around, launches)
-    any_named = any(args.collective is not None for args in own.values())
-    by_name = {name: rules.op_of(name) for name in set(map(events.name_of, kernels.tolist()))}
+    posted = _find_posted(rows, args_of_event, kernels, surrounding_ops, launches)
+    any_named = any(args.collective is not None for args in args_of_event.values())
+    by_name = {name: rules.find_op(name) for name in set(map(events.name_of, kernels.tolist()))}
     calls: list[Call] = []
     for event, op, issued_ns, batch in zip(
-        kernels.tolist(), around.tolist(), issued.tolist(), posts, strict=True
+        kernels.tolist(), surrounding_ops.tolist(), issued.tolist(), posted, strict=True
     ):
-        args, name = _stated(own[event], own.get(op)), events.name_of(event)
-        parts = [own[post] for post in batch] or [args]
-        found = [_call(event, by_name[name], part, book.number(part), issued_ns) for part in parts]
+        args, name = _merge_args(args_of_event[event], args_of_event.get(op)), events.name_of(event)
+        parts = [args_of_event[post] for post in batch] or [args]
+        parts_as_calls = [
+            _build_call(event, by_name[name], part, group_table.find_number(part), issued_ns)
+            for part in parts
+        ]
         unnamed = not batch and any_named and _is_batch(name, args)
-        calls += [replace(call, op="send_recv") for call in found] if unnamed else found
-    return FoundCalls(to_calls(calls), tuple(book.groups))
+        calls += (
+            [replace(call, op="send_recv") for call in parts_as_calls]
+            if unnamed
+            else parts_as_calls
+        )
+    return CallsWithGroups(build_calls(calls), tuple(group_table.groups))
 
 
 def _is_batch(name: str, args: Args) -> bool:
     """Whether the kernel is a SendRecv without a named collective."""
-    return "SendRecv" in name and op_named(args.collective or "") == "unknown"
+    return "SendRecv" in name and parse_op(args.collective or "") == "unknown"
 
 
-def _posted(
-    rows: Sorted, own: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
+def _find_posted(
+    rows: SortedRows, args_of_event: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
 ) -> list[list[int]]:
     """For each kernel without a description, the ops that posted its messages."""
-    events, ops = rows.events, rows.noted_row[_params(rows)]
-    messages = [op for op in ops.tolist() if op_named(own[op].collective or "") in _MESSAGES]
-    free = np.setdiff1d(np.array(messages, dtype=np.int64), around)
+    events, ops = rows.events, rows.noted_row[_find_params(rows)]
+    messages = [
+        op for op in ops.tolist() if parse_op(args_of_event[op].collective or "") in _MESSAGES
+    ]
+    unmatched = np.setdiff1d(np.array(messages, dtype=np.int64), around)
     batches = [
-        _is_batch(events.name_of(event), _stated(own[event], own.get(op)))
+        _is_batch(events.name_of(event), _merge_args(args_of_event[event], args_of_event.get(op)))
         for event, op in zip(kernels.tolist(), around.tolist(), strict=True)
     ]
-    return posted_before(events, free, np.where(batches, launches, -1))
+    return posted_before(events, unmatched, np.where(batches, launches, -1))
 
 
-def _params(rows: Sorted) -> Bool:
+def _find_params(rows: SortedRows) -> Bool:
     """A mask of the noted rows that are record_param_comms ops."""
     events = rows.events
-    return (events.named(PARAM_COMMS) & events.of(Category.OP))[rows.noted_row]
+    return (events.match_prefix(PARAM_COMMS) & events.is_category(Category.OP))[rows.noted_row]
 
 
-def _stated(kernel: Args | None, op: Args | None) -> Args:
+def _merge_args(kernel: Args | None, op: Args | None) -> Args:
     """The arguments of the kernel; if it has none, those of the op that launched it."""
     if kernel is not None and kernel.collective is not None:
         return kernel
     if op is None or op.collective == "wait":
         return kernel or Args()
-    return op if op.in_nelems >= 0 else _sized(op)
+    return op if op.in_nelems >= 0 else _infer_size(op)
 
 
-def _sized(op: Args) -> Args:
+def _infer_size(op: Args) -> Args:
     """The op's arguments with the size from its input shapes, for traces without message sizes."""
-    nelems = _elements(op.dims[0] if op.dims else None)
+    nelems = _count_elements(op.dims[0] if op.dims else None)
     kind = str(op.types[0]) if op.types else ""
-    if nelems < 0 or element_bytes(kind) < 0:
+    if nelems < 0 or compute_element_bytes(kind) < 0:
         return op
     return msgspec.structs.replace(op, in_nelems=nelems, dtype=kind)
 
 
-def _elements(dims: Any) -> int:
+def _count_elements(dims: Any) -> int:
     """The number of elements of one shape or a list of shapes; -1 if the shape is invalid."""
     if not isinstance(dims, list) or not dims:
         return -1
     shapes = [dims] if isinstance(dims[0], int) else dims
     known = all(isinstance(shape, list) and len(shape) <= _MOST_DIMS for shape in shapes)
-    whole = known and all(isinstance(dim, int) for shape in shapes for dim in shape)
-    return sum(map(math.prod, shapes)) if whole else -1
+    is_complete = known and all(isinstance(dim, int) for shape in shapes for dim in shape)
+    return sum(map(math.prod, shapes)) if is_complete else -1
 
 
-class _GroupBook:
+class _GroupTable:
     """The numbered process groups of a trace; groups found in arguments are added."""
 
     def __init__(self, known: Sequence[Group]) -> None:
         self.groups = list(known)
         self._numbers = {(group.name, group.ranks): i for i, group in enumerate(known)}
 
-    def number(self, args: Args) -> int:
+    def find_number(self, args: Args) -> int:
         """The number of the group in the arguments; -1 if it is ambiguous or missing."""
-        ranks = ranks_in(args.group_ranks)
+        ranks = parse_ranks(args.group_ranks)
         if not ranks:
-            named = [i for (name, _), i in self._numbers.items() if name == args.group_name]
-            ranks = () if named else args.strided_ranks
+            matching = [i for (name, _), i in self._numbers.items() if name == args.group_name]
+            ranks = () if matching else args.strided_ranks
             if not ranks:
-                return named[0] if len(named) == 1 else -1
+                return matching[0] if len(matching) == 1 else -1
         key = (args.group_name, ranks)
         if key not in self._numbers:
             self._numbers[key] = len(self.groups)
@@ -139,34 +158,36 @@ class _GroupBook:
         return self._numbers[key]
 
 
-def _call(event: int, by_name: str, args: Args, group_id: int, issued_ns: int) -> Call:
-    op = op_named(args.collective or "")
+def _build_call(event: int, by_name: str, args: Args, group_id: int, issued_ns: int) -> Call:
+    op = parse_op(args.collective or "")
     if op == "unknown":  # such as "coalesced", which does not name the operation
         op = by_name
-    input_bytes = _bytes(args.in_nelems, args.dtype)
-    output_bytes = _bytes(args.out_nelems, args.dtype)
+    input_bytes = _compute_bytes(args.in_nelems, args.dtype)
+    output_bytes = _compute_bytes(args.out_nelems, args.dtype)
     return Call(
         event=event,
         op=op,
         issued_ns=issued_ns,
         group_id=group_id,
         seq=args.seq,
-        dtype=dtype_named(args.dtype),
+        dtype=normalize_dtype(args.dtype),
         peer={"send": args.dst_rank, "recv": args.src_rank}.get(op, -1),
         input_bytes=input_bytes,
-        message_bytes=known_bytes(message_bytes(op, input_bytes, output_bytes, args.group_size)),
+        message_bytes=sanitize_bytes(
+            compute_message_bytes(op, input_bytes, output_bytes, args.group_size)
+        ),
     )
 
 
-def _bytes(nelems: int, dtype: str) -> int:
-    width = element_bytes(dtype)
-    return known_bytes(nelems * width) if nelems >= 0 and width > 0 else -1
+def _compute_bytes(nelems: int, dtype: str) -> int:
+    width = compute_element_bytes(dtype)
+    return sanitize_bytes(nelems * width) if nelems >= 0 and width > 0 else -1
 
 
 # The op that surrounds the launch of a device event.
 
 
-def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
+def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:
     """For each row, the op on the same lane in which it starts; -1 if there is none.
 
     ops are sorted and not nested; for a row of -1 the result is -1.
@@ -174,15 +195,15 @@ def ops_around(events: Events, ops: Int64, rows: Int64) -> Int64:
     found = np.full(len(rows), -1, dtype=np.int64)
     known = np.flatnonzero(rows >= 0)
     for lane in np.unique(events.lane[rows[known]]).tolist():
-        here = ops[events.lane[ops] == lane]
-        if not len(here):
+        ops_on_lane = ops[events.lane[ops] == lane]
+        if not len(ops_on_lane):
             continue
-        asking = known[events.lane[rows[known]] == lane]
-        starts = events.start_ns[rows[asking]]
-        ends = events.start_ns[here] + events.dur_ns[here]
-        at = np.searchsorted(events.start_ns[here], starts, side="right") - 1
-        inside = (at >= 0) & (starts <= ends[at])
-        found[asking[inside]] = here[at[inside]]
+        rows_on_lane = known[events.lane[rows[known]] == lane]
+        starts = events.start_ns[rows[rows_on_lane]]
+        ends = events.start_ns[ops_on_lane] + events.dur_ns[ops_on_lane]
+        index = np.searchsorted(events.start_ns[ops_on_lane], starts, side="right") - 1
+        inside = (index >= 0) & (starts <= ends[index])
+        found[rows_on_lane[inside]] = ops_on_lane[index[inside]]
     return found
 
 
@@ -203,35 +224,35 @@ _ANNOTATED = re.compile(
 )
 
 
-def calls_of_gloo(
-    rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
-) -> tuple[FoundCalls, tuple[Note, ...]]:
+def build_gloo_calls(
+    rows: SortedRows, flight: Sequence[FlightEntry], groups: Sequence[Group]
+) -> tuple[CallsWithGroups, tuple[Note, ...]]:
     """A call for each gloo range, in the order of the events, and notes on unmatched ranges."""
-    collectives, notes = _collectives(rows, flight, groups)
-    calls = sorted(collectives + _messages(rows, groups), key=lambda call: call.event)
-    return FoundCalls(to_calls(calls), tuple(groups)), notes
+    collectives, notes = _build_collectives(rows, flight, groups)
+    calls = sorted(collectives + _build_messages(rows, groups), key=lambda call: call.event)
+    return CallsWithGroups(build_calls(calls), tuple(groups)), notes
 
 
-def _collectives(
-    rows: Sorted, flight: Sequence[FlightEntry], groups: Sequence[Group]
+def _build_collectives(
+    rows: SortedRows, flight: Sequence[FlightEntry], groups: Sequence[Group]
 ) -> tuple[list[Call], tuple[Note, ...]]:
-    ranges = _ranges(rows)
+    ranges = _list_ranges(rows)
     if not ranges:
         return [], ()
-    entries = _recorded(rows, flight)
-    pairs = assign(_by_thread(rows, ranges), _requests(entries, rows.t0_unix_ns))
+    entries = _match_recorded(rows, flight)
+    pairs = assign(_group_by_thread(rows, ranges), _list_requests(entries, rows.t0_unix_ns))
     if pairs is None:
         note = Note("gloo_unpaired", "gloo collectives have no process group and no Flight Recorder"
                     " dump matches them; they are split as for a single rank")  # fmt: skip
-        return [Call(r.event, op_named(r.name)) for r in ranges], (note,)
+        return [Call(r.event, parse_op(r.name)) for r in ranges], (note,)
     numbers = {group.name: i for i, group in enumerate(groups)}
-    found = [r for r in ranges if r.event in pairs]
-    calls = [_collective(r, *entries[pairs[r.event]], rows, numbers, groups) for r in found]
-    calls += [Call(r.event, op_named(r.name)) for r in ranges if r.event not in pairs]
-    return calls, (_dropped(len(ranges) - len(found)),) if len(found) < len(ranges) else ()
+    matched = [r for r in ranges if r.event in pairs]
+    calls = [_build_collective(r, *entries[pairs[r.event]], rows, numbers, groups) for r in matched]
+    calls += [Call(r.event, parse_op(r.name)) for r in ranges if r.event not in pairs]
+    return calls, (_note_dropped(len(ranges) - len(matched)),) if len(matched) < len(ranges) else ()
 
 
-def _dropped(count: int) -> Note:
+def _note_dropped(count: int) -> Note:
     return Note(
         "flight_incomplete",
         f"the Flight Recorder dropped the oldest {count} collectives, which are split as for a "
@@ -239,43 +260,47 @@ def _dropped(count: int) -> Note:
     )
 
 
-def _ranges(rows: Sorted) -> list[Range]:
+def _list_ranges(rows: SortedRows) -> list[Range]:
     events = rows.events
-    mask = events.of(Category.ANNOTATION) & events.named("gloo:")
-    found = []
+    mask = events.is_category(Category.ANNOTATION) & events.match_prefix("gloo:")
+    ranges = []
     for event in np.flatnonzero(mask).tolist():
         name = rows.events.name_of(event)
         start = int(events.start_ns[event])
         if not name.startswith(MESSAGES):
-            found.append(Range(event, name, start, start + int(events.dur_ns[event])))
-    return found
+            ranges.append(Range(event, name, start, start + int(events.dur_ns[event])))
+    return ranges
 
 
-def _recorded(rows: Sorted, flight: Sequence[FlightEntry]) -> list[tuple[FlightEntry, str]]:
+def _match_recorded(
+    rows: SortedRows, flight: Sequence[FlightEntry]
+) -> list[tuple[FlightEntry, str]]:
     """The Flight Recorder entries created within the trace, each with its c10d op.
 
     An entry that is not inside an op of the trace is outside of the profiled window.
     """
     events = rows.events
-    ops = np.flatnonzero(events.of(Category.OP) & events.named("c10d::"))
-    found = []
+    ops = np.flatnonzero(events.is_category(Category.OP) & events.match_prefix("c10d::"))
+    recorded = []
     for entry in flight:
         at = entry.created_unix_ns - rows.t0_unix_ns
         last = int(np.searchsorted(events.start_ns[ops], at, side="right")) - 1
         if last >= 0 and at <= events.end_ns[ops[last]]:
-            found.append((entry, rows.events.name_of(ops[last])))
-    return found
+            recorded.append((entry, rows.events.name_of(ops[last])))
+    return recorded
 
 
-def _by_thread(rows: Sorted, ranges: Sequence[Range]) -> list[list[Range]]:
+def _group_by_thread(rows: SortedRows, ranges: Sequence[Range]) -> list[list[Range]]:
     lanes: dict[int, list[Range]] = {}
-    for found in ranges:
-        thread = rows.events.lanes[rows.events.lane[found.event]].tid
-        lanes.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(found)
+    for gloo_range in ranges:
+        thread = rows.events.lanes[rows.events.lane[gloo_range.event]].tid
+        lanes.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(gloo_range)
     return [lanes[thread] for thread in sorted(lanes)]
 
 
-def _requests(entries: Sequence[tuple[FlightEntry, str]], t0_unix_ns: int) -> list[list[Request]]:
+def _list_requests(
+    entries: Sequence[tuple[FlightEntry, str]], t0_unix_ns: int
+) -> list[list[Request]]:
     groups: dict[int, list[Request]] = {}
     for index, (entry, _) in enumerate(entries):
         request = Request(index, entry.name, entry.created_unix_ns - t0_unix_ns)
@@ -283,48 +308,51 @@ def _requests(entries: Sequence[tuple[FlightEntry, str]], t0_unix_ns: int) -> li
     return [groups[number] for number in sorted(groups)]
 
 
-def _collective(
-    found: Range,
+def _build_collective(
+    gloo_range: Range,
     entry: FlightEntry,
     c10d_op: str,
-    rows: Sorted,
+    rows: SortedRows,
     numbers: dict[str, int],
     groups: Sequence[Group],
 ) -> Call:
-    op = op_named(c10d_op)
+    op = parse_op(c10d_op)
     group_id = numbers.get(entry.group_name, -1)
     group_size = len(groups[group_id].ranks) if group_id >= 0 else -1
     return Call(
-        event=found.event,
-        op=op if op != "unknown" else op_named(entry.name),
+        event=gloo_range.event,
+        op=op if op != "unknown" else parse_op(entry.name),
         issued_ns=entry.created_unix_ns - rows.t0_unix_ns,
         group_id=group_id,
         seq=entry.seq,
-        dtype=dtype_named(entry.dtype),
+        dtype=normalize_dtype(entry.dtype),
         input_bytes=entry.input_bytes,
-        message_bytes=message_bytes(op, entry.input_bytes, entry.output_bytes, group_size),
+        message_bytes=compute_message_bytes(op, entry.input_bytes, entry.output_bytes, group_size),
     )
 
 
-def _messages(rows: Sorted, groups: Sequence[Group]) -> list[Call]:
+def _build_messages(rows: SortedRows, groups: Sequence[Group]) -> list[Call]:
     events = rows.events
     ranges = np.flatnonzero(
-        events.of(Category.ANNOTATION) & (events.named("gloo:send") | events.named("gloo:recv"))
+        events.is_category(Category.ANNOTATION)
+        & (events.match_prefix("gloo:send") | events.match_prefix("gloo:recv"))
     )
-    annotated = np.flatnonzero(events.named("stepsplit::send") | events.named("stepsplit::recv"))
-    native = np.flatnonzero(events.named("c10d::send") | events.named("c10d::recv"))
+    annotated = np.flatnonzero(
+        events.match_prefix("stepsplit::send") | events.match_prefix("stepsplit::recv")
+    )
+    native = np.flatnonzero(events.match_prefix("c10d::send") | events.match_prefix("c10d::recv"))
     calls = []
     for event in ranges.tolist():
-        if (around := _around(rows, event, annotated)) is not None:
-            calls.append(_annotated(rows, event, around, groups))
-        elif (around := _around(rows, event, native)) is not None:
-            calls.append(_native(rows, event, around, groups))
+        if (around := _find_surrounding(rows, event, annotated)) is not None:
+            calls.append(_build_annotated(rows, event, around, groups))
+        elif (around := _find_surrounding(rows, event, native)) is not None:
+            calls.append(_build_native(rows, event, around, groups))
         else:
-            calls.append(Call(event, op_named(rows.events.name_of(event))))
+            calls.append(Call(event, parse_op(rows.events.name_of(event))))
     return calls
 
 
-def _around(rows: Sorted, event: int, candidates: np.ndarray) -> int | None:
+def _find_surrounding(rows: SortedRows, event: int, candidates: np.ndarray) -> int | None:
     """The candidate on the event's thread in which the event starts."""
     events = rows.events
     at = events.start_ns[event]
@@ -336,16 +364,16 @@ def _around(rows: Sorted, event: int, candidates: np.ndarray) -> int | None:
     return None
 
 
-def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
-    match = _ANNOTATED.match(rows.events.name_of(around))
+def _build_annotated(rows: SortedRows, event: int, op_row: int, groups: Sequence[Group]) -> Call:
+    match = _ANNOTATED.match(rows.events.name_of(op_row))
     if match is None:
-        return Call(event, op_named(rows.events.name_of(event)))
+        return Call(event, parse_op(rows.events.name_of(event)))
     op, size = match["op"], int(match["bytes"])
     numbers = {group.name: i for i, group in enumerate(groups)}
     return Call(
         event=event,
         op=op,
-        issued_ns=int(rows.events.start_ns[around]),
+        issued_ns=int(rows.events.start_ns[op_row]),
         group_id=numbers.get(match["group"], -1),
         dtype=match["dtype"],
         peer=int(match["dst"] if op == "send" else match["src"]),
@@ -354,26 +382,26 @@ def _annotated(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -
     )
 
 
-def _native(rows: Sorted, event: int, around: int, groups: Sequence[Group]) -> Call:
+def _build_native(rows: SortedRows, event: int, op_row: int, groups: Sequence[Group]) -> Call:
     """A message of a trace without annotations: its op has the peer's index in the group."""
-    op = op_named(rows.events.name_of(event))
-    place = _place(rows, around)
-    group_id = _pipeline_group(groups)
+    op = parse_op(rows.events.name_of(event))
+    place = _read_peer_index(rows, op_row)
+    group_id = _find_pipeline_group(groups)
     peer = -1
     known = group_id >= 0 and _NUMBER.fullmatch(place)
     if known and int(place) < len(groups[group_id].ranks):
         peer = groups[group_id].ranks[int(place)]
-    issued = int(rows.events.start_ns[around])
+    issued = int(rows.events.start_ns[op_row])
     return Call(event, op, issued, group_id, peer=peer)
 
 
-def _place(rows: Sorted, op: int) -> str:
+def _read_peer_index(rows: SortedRows, op: int) -> str:
     """The peer's index in the group; "" if the op does not have it."""
-    args = rows.args_of(op)
+    args = rows.decode_args(op)
     return str(args.concrete[2]) if args is not None and len(args.concrete) > 2 else ""
 
 
-def _pipeline_group(groups: Sequence[Group]) -> int:
+def _find_pipeline_group(groups: Sequence[Group]) -> int:
     """The group of pipeline messages: the one described as pp, else the default group."""
     described = [i for i, group in enumerate(groups) if group.description in ("mesh_pp", "pp")]
     default = [i for i, group in enumerate(groups) if group.description == "default_pg"]
@@ -421,7 +449,7 @@ def assign(
     order of creation. The oldest ranges of a group may have no request, because the Flight Recorder
     keeps only the latest entries.
     """
-    cost = _cost_of(lanes, groups)
+    cost = _build_cost(lanes, groups)
 
     @cache
     def best(lane: int, group: int) -> tuple[float, tuple[int, ...]]:
@@ -434,44 +462,44 @@ def assign(
         return min(options)
 
     total, taken = best(0, 0)
-    return None if math.isinf(total) else _pairs(lanes, groups, taken)
+    return None if math.isinf(total) else _pair_requests(lanes, groups, taken)
 
 
-def _cost_of(
+def _build_cost(
     lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]]
 ) -> Callable[[int, int, int], float]:
     def cost(lane: int, taken: int, group: int) -> float:
-        return _misfit_ns(_merged(lanes[lane : lane + taken]), groups[group])
+        return _compute_misfit_ns(_merge_lanes(lanes[lane : lane + taken]), groups[group])
 
     return cost
 
 
-def _merged(lanes: Sequence[Sequence[Range]]) -> list[Range]:
+def _merge_lanes(lanes: Sequence[Sequence[Range]]) -> list[Range]:
     return sorted((r for lane in lanes for r in lane), key=lambda r: r.start_ns)
 
 
-def _misfit_ns(ranges: Sequence[Range], requests: Sequence[Request]) -> float:
+def _compute_misfit_ns(ranges: Sequence[Range], requests: Sequence[Request]) -> float:
     """The sum of differences between the ranges' starts and those expected with two workers."""
     if len(ranges) < len(requests) or (ranges and not requests):
         return math.inf
     ranges = ranges[len(ranges) - len(requests) :]
     last_end = earlier_end = -math.inf
     misfit = 0.0
-    for found, request in zip(ranges, requests, strict=True):
-        if found.name != request.name or found.start_ns < request.created_ns - EARLY_NS:
+    for gloo_range, request in zip(ranges, requests, strict=True):
+        if gloo_range.name != request.name or gloo_range.start_ns < request.created_ns - EARLY_NS:
             return math.inf
-        misfit += abs(found.start_ns - max(request.created_ns, earlier_end))
-        earlier_end, last_end = sorted((*(earlier_end, last_end), found.end_ns))[1:]
+        misfit += abs(gloo_range.start_ns - max(request.created_ns, earlier_end))
+        earlier_end, last_end = sorted((*(earlier_end, last_end), gloo_range.end_ns))[1:]
     return misfit
 
 
-def _pairs(
+def _pair_requests(
     lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]], taken: Sequence[int]
 ) -> dict[int, int]:
     pairs: dict[int, int] = {}
     lane = 0
     for count, requests in zip(taken, groups, strict=True):
-        ranges = _merged(lanes[lane : lane + count])
+        ranges = _merge_lanes(lanes[lane : lane + count])
         recorded = ranges[len(ranges) - len(requests) :]
         pairs |= {r.event: q.index for r, q in zip(recorded, requests, strict=True)}
         lane += count

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.json_stream import Entries, exact_times
+from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_times
 from stepsplit.analyzer.readers.kineto.schema import (
     Args,
     Complete,
-    comm_args,
-    device_args,
-    exact_ns,
-    exact_ns_of_decimal,
+    convert_decimal_to_ns,
+    convert_to_ns,
+    decode_comm_args,
+    decode_device_args,
 )
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, Int32, Int64, Lane, UInt8
 
@@ -29,7 +29,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class SortedRows:
     """The sorted events of a trace and its earliest start in Unix time.
 
     noted_row (sorted) are the communication events, noted_args the text of their arguments.
@@ -44,53 +44,53 @@ class Sorted:
     @property
     def on_device(self) -> bool:
         """Whether there are accelerator events."""
-        return bool(self.events.of(*DEVICE_CATEGORIES).any())
+        return bool(self.events.is_category(*DEVICE_CATEGORIES).any())
 
-    def args_of(self, row: int) -> Args | None:
+    def decode_args(self, row: int) -> Args | None:
         """The arguments of a communication event; None for other events."""
         at = int(np.searchsorted(self.noted_row, row))
         if at == len(self.noted_row) or self.noted_row[at] != row:
             return None
-        return comm_args(self.noted_args[at])
+        return decode_comm_args(self.noted_args[at])
 
 
-def in_order(parts: Sequence[Rows], base_ns: int) -> Sorted:
+def sort_rows(parts: Sequence[Rows], base_ns: int) -> SortedRows:
     """The rows of all parts, sorted by start; base_ns is the time base of the trace."""
-    start = _column([part.start_ns for part in parts])
+    start = _concatenate([part.start_ns for part in parts])
     order = np.argsort(start, kind="stable")
     t0 = int(start[order[0]]) if len(order) else 0
-    names, name_ids = _joined([part.names for part in parts])
-    lanes, lane_ids = _joined([part.lanes for part in parts])
+    names, name_ids = _join_tables([part.names for part in parts])
+    lanes, lane_ids = _join_tables([part.lanes for part in parts])
     events = Events(
         start_ns=start[order] - t0,
-        dur_ns=_column([part.dur_ns for part in parts])[order],
-        category=_column([part.category for part in parts])[order],
-        name_id=_mapped([part.name_id for part in parts], name_ids)[order],
-        lane=_mapped([part.lane for part in parts], lane_ids)[order],
-        correlation=_column([part.correlation for part in parts])[order],
+        dur_ns=_concatenate([part.dur_ns for part in parts])[order],
+        category=_concatenate([part.category for part in parts])[order],
+        name_id=_map_ids([part.name_id for part in parts], name_ids)[order],
+        lane=_map_ids([part.lane for part in parts], lane_ids)[order],
+        correlation=_concatenate([part.correlation for part in parts])[order],
         names=names,
         lanes=lanes,
     )
     counts = sum((part.counts for part in parts), EntryCounts())
-    return Sorted(events, base_ns + t0, *_noted(parts, order), counts)
+    return SortedRows(events, base_ns + t0, *_collect_noted(parts, order), counts)
 
 
-def _joined(tables: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], list[Int32]]:
+def _join_tables(tables: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], list[Int32]]:
     """The distinct values of all tables, and for each table the indices of its values."""
     place = {value: i for i, value in enumerate(dict.fromkeys(v for t in tables for v in t))}
     return tuple(place), [np.array([place[v] for v in t], dtype=np.int32) for t in tables]
 
 
-def _mapped(columns: Iterable[Int32], ids: Iterable[Int32]) -> Int32:
-    return _column([new[old] for old, new in zip(columns, ids, strict=True)])
+def _map_ids(columns: Iterable[Int32], ids: Iterable[Int32]) -> Int32:
+    return _concatenate([new[old] for old, new in zip(columns, ids, strict=True)])
 
 
-def _column(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
+def _concatenate(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
     """The concatenated parts, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[bytes, ...]]:
+def _collect_noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[bytes, ...]]:
     """The communication events as positions in the sorted order, and their arguments."""
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -115,7 +115,7 @@ CATEGORIES = {
     "python_function": Category.PYTHON,
 }
 
-_LAST_WORDS = {
+_SUFFIX_CATEGORIES = {
     "runtime": Category.RUNTIME,
     "driver": Category.RUNTIME,
     "memcpy": Category.MEMCPY,
@@ -125,13 +125,13 @@ _LAST_WORDS = {
 
 PARAM_COMMS = "record_param_comms"
 
-_PLACED = np.zeros(len(Category), dtype=np.bool_)
+_HAS_STREAM = np.zeros(len(Category), dtype=np.bool_)
 
-_PLACED[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
+_HAS_STREAM[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
 
-_CARRIES = np.zeros(len(Category), dtype=np.bool_)
+_MAY_COMMUNICATE = np.zeros(len(Category), dtype=np.bool_)
 
-_CARRIES[[Category.KERNEL, Category.MEMCPY]] = True
+_MAY_COMMUNICATE[[Category.KERNEL, Category.MEMCPY]] = True
 
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
@@ -192,7 +192,7 @@ class _Numbers(dict[str, int]):
     def note_of_device(self, numbers: Iterable[int]) -> None:
         """Marks which of these kernel and copy names are communication, once per name."""
         for number in set(numbers) - self._asked:
-            self.noted[number] |= self._rules.communicates(self._texts[number])
+            self.noted[number] |= self._rules.is_communication(self._texts[number])
             self._asked.add(number)
 
 
@@ -208,18 +208,18 @@ class _Categories(dict[str, int]):
     """Category codes by name, including the names of old torch versions."""
 
     def __missing__(self, name: str) -> int:
-        told = name.lower()
-        by_end = _LAST_WORDS.get(told.rpartition("_")[2], Category.OTHER)
-        self[name] = code = int(CATEGORIES.get(told, by_end))
+        lowered = name.lower()
+        by_end = _SUFFIX_CATEGORIES.get(lowered.rpartition("_")[2], Category.OTHER)
+        self[name] = code = int(CATEGORIES.get(lowered, by_end))
         return code
 
 
-def rows_of(blocks: Iterable[Entries], rules: Rules = BUILT_IN) -> Rows:
+def build_rows(blocks: Iterable[Entries], rules: Rules = BUILT_IN) -> Rows:
     """The complete events of the blocks."""
     builder = _Builder(rules)
     for block in blocks:
         builder.add(block)
-    return builder.rows()
+    return builder.build()
 
 
 class _Builder:
@@ -236,13 +236,13 @@ class _Builder:
     def add(self, found: Entries) -> None:
         """Adds the complete events of a block."""
         events = [e for e in found.entries if type(e) is Complete and e.ts is not None]
-        start = exact_ns([e.ts for e in events if e.ts is not None])
-        dur = exact_ns([e.dur for e in events])
-        beyond = 0
+        start = convert_to_ns([e.ts for e in events if e.ts is not None])
+        dur = convert_to_ns([e.dur for e in events])
+        out_of_range = 0
         if start is None or dur is None:
-            events, start, dur, beyond = _exactly(events, found)
+            events, start, dur, out_of_range = _compute_exact_times(events, found)
         self._counts += EntryCounts(
-            len(found.entries) - beyond, found.lost + beyond, int((dur < 0).sum())
+            len(found.entries) - out_of_range, found.lost + out_of_range, int((dur < 0).sum())
         )
         self._append(events, start, np.maximum(dur, 0))
 
@@ -252,10 +252,10 @@ class _Builder:
         category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
         lane = np.array([lanes[e.pid, e.tid, -1, -1] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
-        names.note_of_device(np.unique(name_id[_CARRIES[category]]).tolist())
+        names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
         to_note = np.array(names.noted, dtype=np.bool_)[name_id]
-        placed = np.flatnonzero(_PLACED[category]).tolist()
-        found = device_args([events[row].args for row in placed])
+        placed = np.flatnonzero(_HAS_STREAM[category]).tolist()
+        found = decode_device_args([events[row].args for row in placed])
         correlation[placed] = [args.correlation for args in found]
         for row, args in zip(placed, found, strict=True):
             if args.stream >= 0:
@@ -273,7 +273,7 @@ class _Builder:
         self._noted_rows += [self._rows + row for row in rows]
         self._noted_args += [bytes(events[row].args) for row in rows]
 
-    def rows(self) -> Rows:
+    def build(self) -> Rows:
         """The rows added so far."""
         columns: Any = map(np.frombuffer, self._columns, _COLUMNS)
         start, dur, category, name_id, lane, correlation = columns
@@ -292,15 +292,18 @@ class _Builder:
         )
 
 
-def _exactly(
-    events: Sequence[Complete], found: Entries
+def _compute_exact_times(
+    events: Sequence[Complete], entries: Entries
 ) -> tuple[list[Complete], Int64, Int64, int]:
     """The events with exact times, and the number of events dropped as out of 64-bit range."""
-    times = [(exact_ns_of_decimal(ts), exact_ns_of_decimal(dur)) for ts, dur in exact_times(found)]
-    kept = [i for i, (start, dur) in enumerate(times) if start is not None and dur is not None]
-    start = np.array([times[i][0] for i in kept], dtype=np.int64)
-    dur = np.array([times[i][1] for i in kept], dtype=np.int64)
-    return [events[i] for i in kept], start, dur, len(times) - len(kept)
+    times = [
+        (convert_decimal_to_ns(ts), convert_decimal_to_ns(dur))
+        for ts, dur in decode_exact_times(entries)
+    ]
+    valid = [i for i, (start, dur) in enumerate(times) if start is not None and dur is not None]
+    start = np.array([times[i][0] for i in valid], dtype=np.int64)
+    dur = np.array([times[i][1] for i in valid], dtype=np.int64)
+    return [events[i] for i in valid], start, dur, len(times) - len(valid)
 
 
 # The messages of a kernel without a description are those posted since the last launch.
@@ -311,15 +314,17 @@ def _exactly(
 
 def posted_before(events: Events, posts: Int64, launches: Int64) -> list[list[int]]:
     """For each launch (a row, or -1) the posts on its thread since the previous launch."""
-    found: list[list[int]] = [[] for _ in range(len(launches))]
+    batches: list[list[int]] = [[] for _ in range(len(launches))]
     known = np.flatnonzero(launches >= 0)
     for lane in np.unique(events.lane[launches[known]]).tolist():
-        here = known[events.lane[launches[known]] == lane]
-        here = here[np.argsort(events.start_ns[launches[here]], kind="stable")]
-        mine = posts[events.lane[posts] == lane]
-        at = events.start_ns[launches[here]]
-        next_launch = np.searchsorted(at, events.start_ns[mine], side="left")
-        for post, number in zip(mine.tolist(), next_launch.tolist(), strict=True):
-            if number < len(here):
-                found[int(here[number])].append(post)
-    return found
+        launches_on_lane = known[events.lane[launches[known]] == lane]
+        launches_on_lane = launches_on_lane[
+            np.argsort(events.start_ns[launches[launches_on_lane]], kind="stable")
+        ]
+        posts_on_lane = posts[events.lane[posts] == lane]
+        at = events.start_ns[launches[launches_on_lane]]
+        next_launch = np.searchsorted(at, events.start_ns[posts_on_lane], side="left")
+        for post, number in zip(posts_on_lane.tolist(), next_launch.tolist(), strict=True):
+            if number < len(launches_on_lane):
+                batches[int(launches_on_lane[number])].append(post)
+    return batches

@@ -31,10 +31,10 @@ from stepsplit.analyzer.readers.kineto.schema import (
 
 BLOCK_BYTES = 2 << 20
 
-MOST_BLOCK_BYTES = 32 << 20
+MAX_BLOCK_BYTES = 32 << 20
 """A larger entry is treated as damaged."""
 
-MOST_TAIL_BYTES = 64 << 20
+MAX_TAIL_BYTES = 64 << 20
 
 _BLOCK_TRIES = 4
 
@@ -71,69 +71,71 @@ class ArrayBlocks:
         want = BLOCK_BYTES
         while not self.whole and self._fill(want):
             before = self._have
-            yield from self._up_to_a_cut()
+            yield from self._read_to_cut()
             want = BLOCK_BYTES if self._have < before else self._have
-            if self._have > MOST_BLOCK_BYTES:
-                yield self._given_up()
+            if self._have > MAX_BLOCK_BYTES:
+                yield self._read_uncut()
         if not self.whole:
-            yield from self._last()
+            yield from self._read_last()
 
     def _fill(self, want: int) -> bool:
         """Reads up to `want` more bytes; returns whether there were any."""
         begin, end = self._have, self._have + want
-        self._room(end + 1)
+        self._reserve(end + 1)
         room = memoryview(self._buffer)
         while self._have < end and (got := self._stream.readinto(room[self._have : end])):
             self._have += got
         return self._have > begin
 
-    def _room(self, end: int) -> None:
+    def _reserve(self, end: int) -> None:
         """Replaces the buffer by a larger one if needed; views of the old one stay valid."""
         if end > len(self._buffer):
             self._buffer = self._buffer + bytearray(end)
 
-    def _up_to_a_cut(self) -> Iterator[Entries]:
+    def _read_to_cut(self) -> Iterator[Entries]:
         """The entries up to the last boundary between two entries in the buffer, if any."""
-        for comma in self._cuts():
+        for comma in self._find_cuts():
             try:
-                found = self._closed_at(comma)
-            except CutShort:
+                found = self._decode_up_to(comma)
+            except TruncatedText:
                 continue
-            except EndsAt as end:
+            except ArrayEnd as end:
                 yield self._close(end.byte)
-            except Damaged:
-                yield self._one_by_one()
+            except DamagedText:
+                yield self._read_one_by_one()
             else:
                 yield found
                 self._drop(comma + 1)
             return
 
-    def _one_by_one(self) -> Entries:
+    def _read_one_by_one(self) -> Entries:
         """The entries of a damaged buffer, read one by one."""
-        walk = walked(self._text())
+        walk = walk_entries(self._copy_text())
         if walk.closed:
             self._end_at(walk.end)
         else:
             self._drop(walk.end)
         return walk.found
 
-    def _cuts(self) -> Iterator[int]:
+    def _find_cuts(self) -> Iterator[int]:
         """Possible commas between two entries, searched from the end, then from the middle."""
         for stop in (self._have, self._have // 2):
-            yield from self._cuts_within(stop - _NEAR_BYTES, stop) or self._cuts_within(0, stop)
+            yield from self._find_cuts_within(stop - _NEAR_BYTES, stop) or self._find_cuts_within(
+                0, stop
+            )
 
-    def _cuts_within(self, begin: int, end: int) -> list[int]:
+    def _find_cuts_within(self, begin: int, end: int) -> list[int]:
         """The last few commas within the range that look like entry boundaries, last first."""
         found = deque(BETWEEN.finditer(self._buffer, max(begin, 0), end), _BLOCK_TRIES)
         return [self._buffer.index(_COMMA, match.start()) for match in reversed(found)]
 
-    def _closed_at(self, place: int) -> Entries:
+    def _decode_up_to(self, place: int) -> Entries:
         """The entries before `place`, if the array can be closed there."""
-        kept, self._buffer[place] = self._buffer[place], _CLOSE
+        original, self._buffer[place] = self._buffer[place], _CLOSE
         try:
-            return entries_of(memoryview(self._buffer)[: place + 1])
-        except (CutShort, EndsAt, Damaged):
-            self._buffer[place] = kept
+            return decode_entries(memoryview(self._buffer)[: place + 1])
+        except (TruncatedText, ArrayEnd, DamagedText):
+            self._buffer[place] = original
             raise
 
     def _drop(self, end: int) -> None:
@@ -144,43 +146,43 @@ class ArrayBlocks:
 
     def _close(self, end: int) -> Entries:
         """The last entries of an array that ends at `end`."""
-        text = self._text()[:end]
+        text = self._copy_text()[:end]
         self._end_at(end)
         try:
-            return entries_of(text)
-        except (CutShort, EndsAt, Damaged):
-            return last_entries(text)
+            return decode_entries(text)
+        except (TruncatedText, ArrayEnd, DamagedText):
+            return read_last_entries(text)
 
     def _end_at(self, end: int) -> None:
-        self.tail = self._text()[end:] + self._stream.read(MOST_TAIL_BYTES)
+        self.tail = self._copy_text()[end:] + self._stream.read(MAX_TAIL_BYTES)
         self.whole = True
 
-    def _last(self) -> Iterator[Entries]:
+    def _read_last(self) -> Iterator[Entries]:
         """The remaining entries at the end of the text."""
-        yield from self._up_to_a_cut()
+        yield from self._read_to_cut()
         if self.whole:
             return
         try:
-            found = entries_of(self._text())
-        except EndsAt as end:
+            found = decode_entries(self._copy_text())
+        except ArrayEnd as end:
             yield self._close(end.byte)
-        except CutShort:
-            yield last_entries(self._text())
-        except Damaged:
-            yield self._one_by_one()
+        except TruncatedText:
+            yield read_last_entries(self._copy_text())
+        except DamagedText:
+            yield self._read_one_by_one()
             if not self.whole:
-                yield last_entries(self._text())
+                yield read_last_entries(self._copy_text())
         else:
             self.whole = True
             yield found
 
-    def _given_up(self) -> Entries:
+    def _read_uncut(self) -> Entries:
         """The readable entries of a buffer without a valid boundary."""
-        found = last_entries(self._text())
+        found = read_last_entries(self._copy_text())
         self._have = 1
         return found
 
-    def _text(self) -> bytes:
+    def _copy_text(self) -> bytes:
         return bytes(self._buffer[: self._have])
 
 
@@ -202,27 +204,27 @@ class ByteRange:
     end: int
 
 
-def ranges_of(path: Path, array_at: int, most: int) -> tuple[ByteRange, ...]:
+def split_ranges(path: Path, array_at: int, max_count: int) -> tuple[ByteRange, ...]:
     """Splits the array and the text after it into at most `most` ranges of similar size.
 
     array_at is the offset of the array's text. Each range begins at an entry, otherwise it could
     not be read as JSON.
     """
     size = path.stat().st_size
-    count = max(min(most, (size - array_at) // LEAST_RANGE_BYTES), 1)
+    count = max(min(max_count, (size - array_at) // LEAST_RANGE_BYTES), 1)
     step = (size - array_at) // count
     with path.open("rb") as file:
-        found = [_entry_from(file, array_at + i * step) for i in range(1, count)]
-    places = sorted({array_at, *(place for place in found if place is not None), size})
+        entry_starts = [_find_entry_start(file, array_at + i * step) for i in range(1, count)]
+    places = sorted({array_at, *(place for place in entry_starts if place is not None), size})
     return tuple(ByteRange(begin, end) for begin, end in pairwise(places))
 
 
-def _entry_from(file: io.BufferedReader, offset: int) -> int | None:
+def _find_entry_start(file: io.BufferedReader, offset: int) -> int | None:
     """The offset of the first entry at or after `offset`; None if none is near."""
     file.seek(offset)
     window = file.read(_WINDOW_BYTES)
     for match in islice(BETWEEN.finditer(window), _RANGE_TRIES):
-        if begins_entries(window[match.end() - 1 :]):
+        if is_entry_prefix(window[match.end() - 1 :]):
             return offset + match.end() - 1
     return None
 
@@ -259,12 +261,12 @@ _PIECES = msgspec.json.Decoder(list[Raw])
 
 _OTHER: Entry = msgspec.json.decode(b'{"ph": "i"}', type=ANY_ENTRY)
 
-_BEHIND = rb"\s*(?:\}|,\s*\"|\Z)"
+_AFTER_ARRAY = rb"\s*(?:\}|,\s*\"|\Z)"
 """Text that may follow the array: the end of the object, another field, or the end of the file."""
 
-_END = re.compile(rb"\]" + _BEHIND)
+_END = re.compile(rb"\]" + _AFTER_ARRAY)
 
-_GAP = re.compile(rb"(?:[\s,\[]++|\](?!" + _BEHIND + rb"))*+")
+_GAP = re.compile(rb"(?:[\s,\[]++|\](?!" + _AFTER_ARRAY + rb"))*+")
 
 _TO_THE_NEXT = re.compile(rb"\}\s*,\s*(?=\{)")
 
@@ -276,20 +278,20 @@ _CLOSES = {b"}": b"{", b"]": b"["}
 
 _OF_NUMBERS = b"+-.0123456789Ee"
 
-_MOST_DAMAGED_BYTES = 4 << 20
+_MAX_DAMAGED_BYTES = 4 << 20
 
-_MOST_TOKENS = 1 << 16
+_MAX_TOKENS = 1 << 16
 """Maximum number of tokens of an entry in a damaged text."""
 
-_PATIENCE = 2000
+_MAX_FAILURES = 2000
 """After this many consecutive unreadable entries the search skips ahead."""
 
 
-class CutShort(Exception):
+class TruncatedText(Exception):
     """The text ends before its array is closed."""
 
 
-class EndsAt(Exception):
+class ArrayEnd(Exception):
     """The array ends within the text, at offset .byte."""
 
     def __init__(self, byte: int) -> None:
@@ -297,7 +299,7 @@ class EndsAt(Exception):
         super().__init__(byte)
 
 
-class Damaged(Exception):
+class DamagedText(Exception):
     """The text is not valid JSON; walked finds the readable entries."""
 
 
@@ -311,7 +313,7 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class Walked:
+class WalkResult:
     """The entries of a damaged text, and the offset after them.
 
     The offset is the end of the array if it was closed, else the first incomplete entry.
@@ -322,15 +324,15 @@ class Walked:
     closed: bool
 
 
-def entries_of(text: Text) -> Entries:
+def decode_entries(text: Text) -> Entries:
     """Decodes a JSON array and fixes invalid entries. Raises CutShort, EndsAt or Damaged."""
     try:
         return Entries(_ENTRIES.decode(text), text)
     except UNDECODABLE:
-        return _fixed(text)
+        return _fix_entries(text)
 
 
-def begins_entries(text: bytes) -> bool:
+def is_entry_prefix(text: bytes) -> bool:
     """Whether the text is a valid but truncated part of the array."""
     try:
         _PIECES.decode(b"[" + text.rstrip(_OF_NUMBERS))  # a truncated number is malformed
@@ -341,120 +343,122 @@ def begins_entries(text: bytes) -> bool:
     return False
 
 
-def exact_times(found: Entries) -> list[tuple[Decimal, Decimal]]:
+def decode_exact_times(entries: Entries) -> list[tuple[Decimal, Decimal]]:
     """(ts, dur) of the complete entries, with all digits of their text or value."""
-    if found.text is None:
-        events = (e for e in found.entries if type(e) is Complete and e.ts is not None)
+    if entries.text is None:
+        events = (e for e in entries.entries if type(e) is Complete and e.ts is not None)
         return [(Decimal(str(e.ts)), Decimal(str(e.dur))) for e in events]
-    times = (t for t in _TIMES.decode(found.text) if type(t) is EntryTimes)
+    times = (t for t in _TIMES.decode(entries.text) if type(t) is EntryTimes)
     return [(t.ts, t.dur) for t in times if t.ts is not None]
 
 
-def walked(text: bytes) -> Walked:
+def walk_entries(text: bytes) -> WalkResult:
     """Reads the entries of a damaged array one by one."""
     found: list[Entry | None] = []
-    in_vain, at = 0, _gap(text, 1)
-    while at < len(text) and text[at : at + 1] != b"]":
-        entry, end = _entry_at(text, at)
+    failures, offset = 0, _skip_gap(text, 1)
+    while offset < len(text) and text[offset : offset + 1] != b"]":
+        entry, end = _read_entry_at(text, offset)
         if end is None:
-            return Walked(_gathered(found), at, False)
+            return WalkResult(_collect_entries(found), offset, False)
         found.append(entry)
-        in_vain = 0 if entry is not None else in_vain + 1
-        at = _gap(text, end if in_vain < _PATIENCE else _farther(text, end, in_vain))
-    return Walked(_gathered(found), min(at + 1, len(text)), at < len(text))
+        failures = 0 if entry is not None else failures + 1
+        offset = _skip_gap(
+            text, end if failures < _MAX_FAILURES else _skip_ahead(text, end, failures)
+        )
+    return WalkResult(_collect_entries(found), min(offset + 1, len(text)), offset < len(text))
 
 
-def _farther(text: bytes, at: int, in_vain: int) -> int:
+def _skip_ahead(text: bytes, at: int, failures: int) -> int:
     """Skips to a later entry; the distance grows with the number of failures."""
-    following = _TO_THE_NEXT.search(text, at + 16 * (in_vain - _PATIENCE))
+    following = _TO_THE_NEXT.search(text, at + 16 * (failures - _MAX_FAILURES))
     return following.start() + 1 if following else at
 
 
-def last_entries(text: bytes) -> Entries:
+def read_last_entries(text: bytes) -> Entries:
     """The entries of an array that was not closed."""
-    walk = walked(text)
-    lost = 0 if walk.closed or begins_entries(text[walk.end :]) else 1
+    walk = walk_entries(text)
+    lost = 0 if walk.closed or is_entry_prefix(text[walk.end :]) else 1
     return Entries(walk.found.entries, None, walk.found.lost + lost)
 
 
-def _fixed(text: Text) -> Entries:
+def _fix_entries(text: Text) -> Entries:
     try:
         pieces = list(map(bytes, _PIECES.decode(text)))
     except msgspec.DecodeError as error:
         _raise_where_it_ends(text, str(error))
-        raise Damaged from None
+        raise DamagedText from None
     except RecursionError:
-        raise Damaged from None
-    return _gathered([entry_of(piece) for piece in pieces])
+        raise DamagedText from None
+    return _collect_entries([decode_entry(piece) for piece in pieces])
 
 
 def _raise_where_it_ends(text: Text, message: str) -> None:
     if "truncated" in message:
-        raise CutShort from None
+        raise TruncatedText from None
     if (match := _TRAILING.search(message)) is not None:
         # Only whitespace is between the end of the array and the byte that msgspec rejected.
         end = bytes(text[: int(match[1])]).rfind(b"]")
         if _END.match(text, end):
-            raise EndsAt(end + 1) from None
+            raise ArrayEnd(end + 1) from None
 
 
-def _gathered(found: Sequence[Entry | None]) -> Entries:
+def _collect_entries(found: Sequence[Entry | None]) -> Entries:
     entries = [entry for entry in found if entry is not None]
     return Entries(entries, None, len(found) - len(entries))
 
 
-def _gap(text: bytes, at: int) -> int:
+def _skip_gap(text: bytes, at: int) -> int:
     match = _GAP.match(text, at)
     assert match is not None
     return match.end()
 
 
-def _entry_at(text: bytes, at: int) -> tuple[Entry | None, int | None]:
+def _read_entry_at(text: bytes, at: int) -> tuple[Entry | None, int | None]:
     """The entry at `at` (None if it cannot be fixed) and the offset to continue at.
 
     The offset is None if no complete entry follows: the text may end within the entry.
     """
-    stop = min(at + _MOST_DAMAGED_BYTES, len(text))
+    stop = min(at + _MAX_DAMAGED_BYTES, len(text))
     following = _TO_THE_NEXT.search(text, at, stop)
-    near = following.start() + 1 if following else None
-    if near is not None and (entry := _strictly(text[at:near])) is not None:
-        return entry, near
-    end = _object_end(text, at, stop)
-    if end is not None and (entry := entry_of(text[at:end])) is not None:
+    entry_end = following.start() + 1 if following else None
+    if entry_end is not None and (entry := _decode_strict(text[at:entry_end])) is not None:
+        return entry, entry_end
+    end = _find_object_end(text, at, stop)
+    if end is not None and (entry := decode_entry(text[at:end])) is not None:
         return entry, end
-    if end == len(text) and begins_entries(text[at:]):
+    if end == len(text) and is_entry_prefix(text[at:]):
         return None, None
-    return None, near or (end if end != stop else None)
+    return None, entry_end or (end if end != stop else None)
 
 
-def _object_end(text: bytes, at: int, stop: int) -> int | None:
+def _find_object_end(text: bytes, at: int, stop: int) -> int | None:
     """The end of the object that begins at `at`, at most stop; None if it is not an object."""
-    opened: list[bytes] = []
-    for match in islice(_TOKEN.finditer(text, at, stop), _MOST_TOKENS):
+    open_brackets: list[bytes] = []
+    for match in islice(_TOKEN.finditer(text, at, stop), _MAX_TOKENS):
         token = match[0]
         if token in _CLOSES:
-            if not opened or opened.pop() != _CLOSES[token]:
+            if not open_brackets or open_brackets.pop() != _CLOSES[token]:
                 return None
-            if not opened:
+            if not open_brackets:
                 return match.end()
         elif token[:1] == b",":
-            if opened[-1:] != [b"["]:
+            if open_brackets[-1:] != [b"["]:
                 return None
-            opened.append(b"{")
+            open_brackets.append(b"{")
         elif token in (b"{", b"["):
-            opened.append(token)
+            open_brackets.append(token)
         elif token == b'"':
             break
     return stop
 
 
-def entry_of(text: bytes) -> Entry | None:
+def decode_entry(text: bytes) -> Entry | None:
     """Decodes an entry, also from slightly invalid JSON; None if it cannot be decoded."""
-    found = _strictly(text)
-    return _loosely(text) if found is None else found
+    found = _decode_strict(text)
+    return _decode_loose(text) if found is None else found
 
 
-def _strictly(text: bytes) -> Entry | None:
+def _decode_strict(text: bytes) -> Entry | None:
     try:
         entry: Entry = _ENTRY.decode(text)
     except UNDECODABLE:
@@ -464,46 +468,46 @@ def _strictly(text: bytes) -> Entry | None:
     return entry
 
 
-def _loosely(text: bytes) -> Entry | None:
+def _decode_loose(text: bytes) -> Entry | None:
     """Decodes an entry with the lenient parser."""
-    stated = loose_object(text) if b'"ph"' in text else None
-    return None if stated is None else _entry(stated)
+    fields = parse_loose_object(text) if b'"ph"' in text else None
+    return None if fields is None else _build_entry(fields)
 
 
-def _entry(stated: dict[str, Any]) -> Entry | None:
-    if stated.get("ph") != "X":
+def _build_entry(fields: dict[str, Any]) -> Entry | None:
+    if fields.get("ph") != "X":
         return _OTHER
-    start, dur = _number(stated.get("ts")), _number(stated.get("dur", 0))
+    start, dur = _convert_number(fields.get("ts")), _convert_number(fields.get("dur", 0))
     if start is None or dur is None:
         return None
     return Complete(
-        name=_text(stated.get("name")),
-        cat=_text(stated.get("cat")),
-        pid=_text(stated.get("pid")),
-        tid=_text(stated.get("tid")),
+        name=_convert_text(fields.get("name")),
+        cat=_convert_text(fields.get("cat")),
+        pid=_convert_text(fields.get("pid")),
+        tid=_convert_text(fields.get("tid")),
         ts=start,
         dur=dur,
-        args=_args(stated.get("args")),
+        args=_encode_args(fields.get("args")),
     )
 
 
-def _number(value: Any) -> int | Decimal | None:
+def _convert_number(value: Any) -> int | Decimal | None:
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return value
     if not isinstance(value, str):
         return None
-    number = decimal_of(value)
+    number = parse_decimal(value)
     return number if number is not None and number.is_finite() else None
 
 
-def _text(value: Any) -> str:
+def _convert_text(value: Any) -> str:
     """The value as a string; "" for other types."""
     if not isinstance(value, str | int | Decimal):
         return ""
     return str(value).encode(errors="replace").decode()
 
 
-def _args(value: Any) -> Raw:
+def _encode_args(value: Any) -> Raw:
     """The arguments as JSON text; empty if they cannot be encoded."""
     try:
         return Raw(msgspec.json.encode(value)) if isinstance(value, dict) else NO_ARGS
@@ -518,28 +522,30 @@ _NO_VALUE = re.compile(r'":\s*(?=[,}\]])')
 _LAST_COMMA = re.compile(r",\s*(?=[}\]])")
 
 
-def loose_object(text: bytes) -> dict[str, Any] | None:
+def parse_loose_object(text: bytes) -> dict[str, Any] | None:
     """Parses an object leniently, with fractions as Decimal; None if it cannot be parsed.
 
     NaN and infinities become None. Invalid UTF-8 is replaced, control characters are kept. Some
     builds of torch write a key without a value, which becomes None too.
     """
     known = text.decode(errors="replace")
-    found = _parsed(known)
+    found = _parse_object(known)
     if found is None:
-        found = _parsed(_LAST_COMMA.sub("", _NO_VALUE.sub('": null', known)))
+        found = _parse_object(_LAST_COMMA.sub("", _NO_VALUE.sub('": null', known)))
     return found
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parse_object(text: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(text, strict=False, parse_float=decimal_of, parse_constant=_none)
+        found = json.loads(
+            text, strict=False, parse_float=parse_decimal, parse_constant=_ignore_constant
+        )
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def decimal_of(text: str) -> Decimal | None:
+def parse_decimal(text: str) -> Decimal | None:
     """The number as Decimal; None if it is invalid."""
     try:
         return Decimal(text)
@@ -547,5 +553,5 @@ def decimal_of(text: str) -> Decimal | None:
         return None
 
 
-def _none(_: str) -> None:
+def _ignore_constant(_: str) -> None:
     """Replaces NaN and infinities by None."""

@@ -11,15 +11,15 @@ from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
-from stepsplit.analyzer.readers.kineto.calls import calls_of_gloo
-from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, ranges_of
+from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls
+from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
     KinetoFile,
-    Opening,
+    TraceOpening,
     TracePart,
-    joined,
-    opening_of_file,
+    join_parts,
     read_kineto,
+    read_opening,
     read_range,
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source
@@ -33,7 +33,7 @@ LEAST_CACHED_BYTES = 16 << 20
 
 _RANGES_A_WORKER = 4
 
-_UNFAIR = 1.25
+_MAX_SHARE = 1.25
 
 _PACKED_RATIO = 12
 """Approximate compression ratio of a gzipped trace."""
@@ -47,7 +47,7 @@ class _Plan:
 
     source: Source
     rules: Rules
-    opening: Opening | None
+    opening: TraceOpening | None
     tasks: tuple[Task[_Piece], ...]
 
 
@@ -55,17 +55,17 @@ def read_traces(
     sources: Sequence[Source], workers: int, progress: Progress, rules: Rules = BUILT_IN
 ) -> list[KinetoFile | DataError | None]:
     """For each file, in order: its trace, None if it is not a trace, or its error."""
-    fair_bytes = sum(map(_size_bytes, sources)) // workers
+    fair_bytes = sum(map(_estimate_bytes, sources)) // workers
     plans = [_plan(source, fair_bytes, workers, rules) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
     results = run_all(tasks, workers, progress)
     pieces = iter(results)
-    return [_assembled(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
+    return [_assemble_file(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
 
 
-def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
+def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """The trace in the file, from the cache if possible. Raises DataError."""
-    with source.local() as path:
+    with source.open_local() as path:
         if path.stat().st_size < LEAST_CACHED_BYTES:
             return read_kineto(DiskFile(path, source.where), rules)
         from stepsplit.analyzer.readers.kineto import cache
@@ -80,22 +80,24 @@ def read_or_recall(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None
 
 def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
     """Plans byte ranges if the file exceeds one worker's fair share of the bytes."""
-    whole: Task[_Piece] = Task(source.where, _size_bytes(source), read_or_recall, (source, rules))
+    whole_file_task: Task[_Piece] = Task(
+        source.where, _estimate_bytes(source), read_cached, (source, rules)
+    )
     if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
-        return _Plan(source, rules, None, (whole,))
-    opening = opening_of_file(source)
+        return _Plan(source, rules, None, (whole_file_task,))
+    opening = read_opening(source)
     if opening is None:
-        return _Plan(source, rules, None, (whole,))
+        return _Plan(source, rules, None, (whole_file_task,))
     tasks: list[Task[_Piece]] = [
         Task(source.where, wanted.end - wanted.begin, read_range, (source.path, wanted, rules))
-        for wanted in ranges_of(source.path, opening.array_at, _RANGES_A_WORKER * workers)
+        for wanted in split_ranges(source.path, opening.array_at, _RANGES_A_WORKER * workers)
     ]
     return _Plan(source, rules, opening, tuple(tasks))
 
 
 def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     """Whether to read the file in ranges; cached and compressed files cannot be."""
-    least = max(2 * LEAST_RANGE_BYTES, round(_UNFAIR * fair_bytes))
+    least = max(2 * LEAST_RANGE_BYTES, round(_MAX_SHARE * fair_bytes))
     if source.path.stat().st_size < least or is_packed(source.path):
         return False
     from stepsplit.analyzer.readers.kineto import cache
@@ -103,7 +105,7 @@ def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     return not cache.has(source)
 
 
-def _size_bytes(source: Source) -> int:
+def _estimate_bytes(source: Source) -> int:
     """The approximate uncompressed size; an unknown size counts as large."""
     if not isinstance(source, DiskFile):
         return LEAST_RANGE_BYTES
@@ -111,7 +113,9 @@ def _size_bytes(source: Source) -> int:
     return size * _PACKED_RATIO if is_packed(source.path) else size
 
 
-def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile | DataError | None:
+def _assemble_file(
+    plan: _Plan, pieces: Sequence[_Piece | DataError]
+) -> KinetoFile | DataError | None:
     if plan.opening is None:
         whole = pieces[0]
         assert not isinstance(whole, TracePart)
@@ -120,18 +124,18 @@ def _assembled(plan: _Plan, pieces: Sequence[_Piece | DataError]) -> KinetoFile 
         if isinstance(piece, DataError):
             return piece
     parts = [piece for piece in pieces if isinstance(piece, TracePart)]
-    found = joined(plan.opening, parts, plan.rules)
+    file = join_parts(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
     from stepsplit.analyzer.readers.kineto import cache
 
-    cache.save(plan.source, plan.source.path, found, plan.rules)
-    return found
+    cache.save(plan.source, plan.source.path, file, plan.rules)
+    return file
 
 
 # One trace file as read, and its rank -> RankTrace.
 
 
-def to_rank_trace(
+def build_rank_trace(
     where: str,
     file: KinetoFile,
     rank: int,
@@ -145,7 +149,7 @@ def to_rank_trace(
     info = header.distributed
     found, notes = file.calls, file.notes
     if found is None:
-        found, more = calls_of_gloo(rows, flight, info.groups)
+        found, more = build_gloo_calls(rows, flight, info.groups)
         notes = (*notes, *more)
     return RankTrace(
         source=Path(where),

@@ -21,18 +21,18 @@ Wide = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Narrow = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 """Numbers that fit into a column; larger ones are ignored."""
 
-MOST_US = 2**61 // 1000
+MAX_US = 2**61 // 1000
 """73 years: the sum of a time and a duration up to this fits into 64 bits of ns."""
 
-_Time = Annotated[int, Meta(ge=0, le=MOST_US * 1000)]
+_Time = Annotated[int, Meta(ge=0, le=MAX_US * 1000)]
 
 _Count = Annotated[int, Meta(ge=-1, le=1 << 20)]
 
 NO_ARGS = Raw(b"{}")
 
-UNSTATED = Raw(b"null")
+MISSING = Raw(b"null")
 
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 
 _OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
 
@@ -61,14 +61,14 @@ class EntryTimes(Struct, tag_field="ph", tag="X", gc=False):
     dur: Decimal = Decimal(0)
 
 
-def _other(phase: str) -> type[Struct]:
+def _define_other(phase: str) -> type[Struct]:
     return msgspec.defstruct(f"Phase{ord(phase)}", [], tag_field="ph", tag=phase, gc=False)
 
 
 Entry = Struct
 """An entry of traceEvents: Complete, or another phase, which is only counted."""
 
-_OTHERS: Any = functools.reduce(operator.or_, map(_other, _OTHER_PHASES))
+_OTHERS: Any = functools.reduce(operator.or_, map(_define_other, _OTHER_PHASES))
 
 ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, EntryTimes | _OTHERS
 
@@ -79,12 +79,12 @@ class DeviceArgs(Struct, gc=False):
     correlation: Wide = -1
     stream: Narrow = -1
     device: Narrow = -1
-    collective: Raw = field(default=UNSTATED, name="Collective name")
+    collective: Raw = field(default=MISSING, name="Collective name")
 
     @property
     def communicates(self) -> bool:
         """Whether the event names its collective."""
-        return self.collective is not UNSTATED and bytes(self.collective) != b"null"
+        return self.collective is not MISSING and bytes(self.collective) != b"null"
 
 
 class Args(Struct, gc=False):
@@ -110,7 +110,7 @@ class Args(Struct, gc=False):
     @property
     def strided_ranks(self) -> tuple[int, ...]:
         """The ranks of a group given by start and stride because it is too long to list."""
-        if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MOST_RANKS:
+        if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MAX_RANKS:
             return ()
         return tuple(self.rank_start + i * self.rank_stride for i in range(self.group_size))
 
@@ -132,13 +132,13 @@ class DistributedInfo(Struct):
     pg_config: list[PgConfig] = []
 
     def __post_init__(self) -> None:
-        named = [max(group.ranks) + 1 for group in self.groups if group.ranks]
-        self.world_size = max([self.world_size, *named])
+        sizes = [max(group.ranks) + 1 for group in self.groups if group.ranks]
+        self.world_size = max([self.world_size, *sizes])
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The listed process groups of the rank."""
-        return tuple(Group(pg.pg_name, ranks_in(pg.ranks), pg.pg_desc) for pg in self.pg_config)
+        return tuple(Group(pg.pg_name, parse_ranks(pg.ranks), pg.pg_desc) for pg in self.pg_config)
 
 
 class DeviceProperties(Struct):
@@ -165,17 +165,17 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _RANKS = msgspec.json.Decoder(tuple[Narrow, ...], strict=False)
 
 
-def ranks_in(told: str | list[int]) -> tuple[int, ...]:
+def parse_ranks(ranks: str | list[int]) -> tuple[int, ...]:
     """The ranks of "[0, 1]" or [0, 1]; empty if torch has abbreviated a long list with dots."""
-    if isinstance(told, list):
-        return tuple(told)
+    if isinstance(ranks, list):
+        return tuple(ranks)
     try:
-        return _RANKS.decode(told)
+        return _RANKS.decode(ranks)
     except UNDECODABLE:
         return ()
 
 
-def device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
+def decode_device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
     """Decodes device arguments; arguments of a wrong type are ignored."""
     try:
         return [_DEVICE_ARGS.decode(text) for text in texts]
@@ -183,7 +183,7 @@ def device_args(texts: Sequence[Raw]) -> list[DeviceArgs]:
         return [lenient(text, DeviceArgs) for text in texts]
 
 
-def comm_args(text: Raw | bytes) -> Args:
+def decode_comm_args(text: Raw | bytes) -> Args:
     """Decodes communication arguments; arguments of a wrong type are ignored."""
     try:
         return _ARGS.decode(text)
@@ -194,19 +194,19 @@ def comm_args(text: Raw | bytes) -> Args:
 def lenient(text: Raw | bytes, kind: type[_T]) -> _T:
     """Decodes a struct field by field; invalid fields keep their defaults."""
     try:
-        stated = _FIELDS.decode(text)
+        known_fields = _FIELDS.decode(text)
     except UNDECODABLE:
         return kind()
     values: dict[str, Any] = {}
-    for one in msgspec.structs.fields(kind):  # type: ignore[arg-type]
-        if one.encode_name in stated:
-            found = _decoded(stated[one.encode_name], one.type)
-            if found is not None:
-                values[one.name] = found
+    for struct_field in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+        if struct_field.encode_name in known_fields:
+            value = _decode_value(known_fields[struct_field.encode_name], struct_field.type)
+            if value is not None:
+                values[struct_field.name] = value
     return kind(**values)
 
 
-def _decoded(text: Raw, kind: Any) -> Any:
+def _decode_value(text: Raw, kind: Any) -> Any:
     """Decodes a value; None if the text has another type; structs are decoded field by field."""
     if isinstance(kind, type) and issubclass(kind, Struct):
         return lenient(text, kind)
@@ -224,13 +224,13 @@ EXACT_BELOW_US = 2.0**43
 """Below this, microseconds with three decimals survive a round trip through float64."""
 
 
-def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
+def convert_to_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
     """The times in ns, exactly as in the text; None if these numbers are not precise enough.
 
     Computed as the integer part plus the rounded fraction: ts * 1000 is off by one from 2**42 us.
     """
     values = np.array(microseconds) if len(microseconds) else np.zeros(0, dtype=np.int64)
-    most = MOST_US if values.dtype == np.int64 else EXACT_BELOW_US
+    most = MAX_US if values.dtype == np.int64 else EXACT_BELOW_US
     if values.dtype.kind not in "if" or (len(values) and not np.abs(values).max() < most):
         return None
     whole = np.floor(values) if values.dtype.kind == "f" else values
@@ -240,8 +240,8 @@ def exact_ns(microseconds: Sequence[Microseconds]) -> Int64 | None:
     )
 
 
-def exact_ns_of_decimal(microseconds: Decimal) -> int | None:
+def convert_decimal_to_ns(microseconds: Decimal) -> int | None:
     """The time in ns, rounded; None if it does not fit into 64 bits."""
-    if not (microseconds.is_finite() and -MOST_US < microseconds < MOST_US):
+    if not (microseconds.is_finite() and -MAX_US < microseconds < MAX_US):
         return None
     return int((microseconds * 1000).to_integral_value())

@@ -11,26 +11,26 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
-from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.calls import calls_of_device
-from stepsplit.analyzer.readers.kineto.columns import Rows, Sorted, in_order, rows_of
+from stepsplit.analyzer.readers.kineto.calls import build_device_calls
+from stepsplit.analyzer.readers.kineto.columns import Rows, SortedRows, build_rows, sort_rows
 from stepsplit.analyzer.readers.kineto.json_stream import (
     ArrayBlocks,
     ByteRange,
     Stream,
     _Range,
-    loose_object,
+    parse_loose_object,
 )
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, KinetoHeader, lenient
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Category, FoundCalls, Note
+from stepsplit.analyzer.trace import CallsWithGroups, Category, Note
 
 
 def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
     """Reads the entries that begin in the byte range of the file."""
     with path.open("rb", buffering=0) as file:
-        return part_of(_Range(file, wanted), b"", rules)
+        return read_part(_Range(file, wanted), b"", rules)
 
 
 # A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes.
@@ -45,8 +45,8 @@ class KinetoFile:
     """
 
     header: KinetoHeader
-    rows: Sorted
-    calls: FoundCalls | None
+    rows: SortedRows
+    calls: CallsWithGroups | None
     notes: tuple[Note, ...]
 
 
@@ -61,7 +61,7 @@ class TracePart:
 
 def is_kineto(head: bytes) -> bool:
     """Whether the first bytes of a file look like a Kineto trace."""
-    opening = opening_of(io.BytesIO(head))
+    opening = parse_opening(io.BytesIO(head))
     return opening is not None and (
         bool(opening.fields) or b'"ph"' in opening.begin or not opening.begin.strip(b" \r\n\t]")
     )
@@ -69,43 +69,43 @@ def is_kineto(head: bytes) -> bool:
 
 def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
     """Reads the trace in the file; None if it is other JSON. Raises DataError."""
-    with unpacked(source) as content:
-        opening = opening_of(content)
+    with open_unpacked(source) as content:
+        opening = parse_opening(content)
         if opening is None:
             return None
-        part = part_of(content, opening.begin, rules)
-        return joined(opening, [part], rules, content.torn)
+        part = read_part(content, opening.begin, rules)
+        return join_parts(opening, [part], rules, content.torn)
 
 
-def opening_of_file(source: Source) -> Opening | None:
+def read_opening(source: Source) -> TraceOpening | None:
     """Reads the opening of the trace in the file; None if it is other JSON."""
-    with unpacked(source) as content:
-        return opening_of(content)
+    with open_unpacked(source) as content:
+        return parse_opening(content)
 
 
-def joined(
-    opening: Opening, parts: list[TracePart], rules: Rules = BUILT_IN, torn: str = ""
+def join_parts(
+    opening: TraceOpening, parts: list[TracePart], rules: Rules = BUILT_IN, torn: str = ""
 ) -> KinetoFile:
     """Joins all parts of a trace, in order; torn is the reason why the file ends early."""
     last = parts[-1]
-    header = header_of(opening.fields, last.tail)
-    rows = in_order([part.rows for part in parts], header.base_ns)
-    notes = _notes(rows, last.whole, torn)
+    header = decode_header(opening.fields, last.tail)
+    rows = sort_rows([part.rows for part in parts], header.base_ns)
+    notes = _build_notes(rows, last.whole, torn)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
-    calls = calls_of_device(rows, header.distributed.groups, rules)
+    calls = build_device_calls(rows, header.distributed.groups, rules)
     nothing = np.zeros(0, dtype=np.int64)
     return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
 
 
-def part_of(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
+def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
     """Reads the entries of the stream, whose first bytes, begin, were already read."""
     blocks = ArrayBlocks(stream, begin)
-    rows = rows_of(blocks, rules)
+    rows = build_rows(blocks, rules)
     return TracePart(rows, blocks.whole, blocks.tail)
 
 
-def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:
+def _build_notes(rows: SortedRows, whole: bool, torn: str) -> tuple[Note, ...]:
     """Notes on damage in the file."""
     counts, notes = rows.counts, []
     if not whole:
@@ -126,7 +126,7 @@ def _notes(rows: Sorted, whole: bool, torn: str) -> tuple[Note, ...]:
 
 # The position of the array of entries in a trace's text, and the fields around it.
 
-MOST_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
 
 _BLOCK_BYTES = 1 << 16
 
@@ -140,7 +140,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class TraceOpening:
     """The beginning of a trace.
 
     fields: the fields before the array as an open JSON object, b"" for a bare list; begin: the
@@ -152,27 +152,27 @@ class Opening:
     array_at: int
 
 
-def opening_of(stream: Stream) -> Opening | None:
+def parse_opening(stream: Stream) -> TraceOpening | None:
     """Finds the begin of the array of entries; None if the text is not a trace."""
     text = stream.read(_BLOCK_BYTES)
     blank = len(text) - len(text.removeprefix(_BOM).lstrip())
     if text[blank : blank + 1] == b"[":
-        return Opening(b"", text[blank + 1 :], blank + 1)
+        return TraceOpening(b"", text[blank + 1 :], blank + 1)
     if text[blank : blank + 1] != b"{":
         return None
     searched = 0
     while True:
         for match in _ARRAY.finditer(text, searched):
-            if _at_top(text[blank : match.start()]):
-                return Opening(text[blank : match.start()], text[match.end() :], match.end())
+            if _is_top_level(text[blank : match.start()]):
+                return TraceOpening(text[blank : match.start()], text[match.end() :], match.end())
         searched = max(len(text) - 64, 0)
         more = stream.read(max(len(text), _BLOCK_BYTES))
-        if not more or len(text) > MOST_HEADER_BYTES:
+        if not more or len(text) > MAX_HEADER_BYTES:
             return None
         text += more
 
 
-def _at_top(fields: bytes) -> bool:
+def _is_top_level(fields: bytes) -> bool:
     """Whether the text after these fields belongs to the outermost object."""
     try:
         _FIELDS.decode(fields + b'"":0}')
@@ -181,20 +181,20 @@ def _at_top(fields: bytes) -> bool:
     return True
 
 
-def header_of(fields: bytes, tail: bytes) -> KinetoHeader:
+def decode_header(fields: bytes, tail: bytes) -> KinetoHeader:
     """Decodes the fields around the entries, ignoring unreadable ones."""
     before = fields or b"{"
     whole = before + b'"":0' + (tail.strip() or b"}")
     try:
         _FIELDS.decode(whole)
     except UNDECODABLE:
-        whole = _fixed(whole) or _fixed(before + b'"":0}') or b"{}"
+        whole = _fix_header(whole) or _fix_header(before + b'"":0}') or b"{}"
     return lenient(whole, KinetoHeader)
 
 
-def _fixed(text: bytes) -> bytes | None:
+def _fix_header(text: bytes) -> bytes | None:
     """The object as valid JSON; None if it cannot be fixed."""
-    found = loose_object(text)
+    found = parse_loose_object(text)
     try:
         return None if found is None else _NUMBERS.encode(found)
     except ValueError:

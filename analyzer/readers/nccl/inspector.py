@@ -15,8 +15,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import op_named
-from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.ops import parse_op
+from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Calls, Group, Note, RankCalls, UInt8
 
@@ -25,12 +25,12 @@ from stepsplit.analyzer.trace import OP_CODE, Calls, Group, Note, RankCalls, UIn
 
 Float64 = npt.NDArray[np.float64]
 
-MOST_DUR_US = 1 << 43
+MAX_DUR_US = 1 << 43
 """A duration of months is an underflow of an unsigned clock difference."""
 
-MOST_UNIX_US = 1 << 53
+MAX_UNIX_US = 1 << 53
 
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 
 _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 
@@ -76,30 +76,30 @@ def is_inspector_log(head: bytes) -> bool:
     if b'"header"' not in head or b'"n_ranks"' not in head:
         return False
     lines = head.split(b"\n")
-    whole = objects(lines) if head.lstrip().startswith(b"{") else lines
-    records = (record_of(text) for text in whole if text.lstrip().startswith(b"{"))
-    return any(r is not None and r.header is not None and _is_inspectors(r) for r in records)
+    texts = split_objects(lines) if head.lstrip().startswith(b"{") else lines
+    records = (decode_record(text) for text in texts if text.lstrip().startswith(b"{"))
+    return any(r is not None and r.header is not None and _is_inspector_record(r) for r in records)
 
 
 def read_inspector(source: Source) -> InspectorLog:
     """Reads the calls of a dump in file order. Raises DataError if there is no complete record."""
-    reading = _Reading()
-    with unpacked(source) as content:
-        for text in objects(content.lines()):
+    reading = _InspectorReader()
+    with open_unpacked(source) as content:
+        for text in split_objects(content.read_lines()):
             reading.take(text)
         torn = content.torn
     if not reading.records:
         hint = "check that it is a JSON dump of NCCL's Inspector"
         raise DataError(source.where, "no complete Inspector record found", hint)
-    return reading.log(source.where, torn)
+    return reading.build_log(source.where, torn)
 
 
-def _is_inspectors(record: InspectorRecord) -> bool:
-    of_format = record.metadata is not None and record.metadata.inspector_output_format_version
-    return record.kind_known or bool(of_format)
+def _is_inspector_record(record: InspectorRecord) -> bool:
+    has_version = record.metadata is not None and record.metadata.inspector_output_format_version
+    return record.kind_known or bool(has_version)
 
 
-class _Reading:
+class _InspectorReader:
     """The data read so far: the columns of each communicator, and the current header."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class _Reading:
 
     def take(self, text: bytes) -> None:
         """Adds a record; counts invalid ones."""
-        record = record_of(text)
+        record = decode_record(text)
         self._left -= 1
         if record is None or not record.kind_known:
             self._odd += 1
@@ -129,26 +129,26 @@ class _Reading:
             self._orphans += 1
             return
         timing = self._timings.setdefault(perf.timing_source, len(self._timings))
-        self._columns_of(self._header).add(perf, self._header.n_ranks, min(timing, 255))
+        self._find_columns(self._header).add(perf, self._header.n_ranks, min(timing, 255))
 
     def _enter(self, header: Header, metadata: Metadata, stats: DumpStats | None) -> None:
         """Sets the communicator of the records that follow without a header."""
         self._header, self._metadata, self._left = header, metadata, 0
         process = (metadata.hostname, metadata.pid)
         self._processes.setdefault(process, metadata.inspector_output_format_version)
-        if not self._first_dump_us and 0 < metadata.dump_timestamp_us < MOST_UNIX_US:
+        if not self._first_dump_us and 0 < metadata.dump_timestamp_us < MAX_UNIX_US:
             self._first_dump_us = metadata.dump_timestamp_us
         if stats is not None:
             self._left = stats.records
             self._dropped[header.id, header.rank] = stats.dropped
 
-    def _columns_of(self, header: Header) -> _Columns:
+    def _find_columns(self, header: Header) -> _Columns:
         key = (header.id, header.rank)
         if key not in self._columns:
             self._columns[key] = _Columns(header, self._metadata.hostname)
         return self._columns[key]
 
-    def log(self, source: str, torn: str) -> InspectorLog:
+    def build_log(self, source: str, torn: str) -> InspectorLog:
         """Builds the log from all records."""
         starts = [us for c in self._columns.values() if (us := c.first_start_us) >= 0]
         t0_ns = min(starts, default=self._first_dump_us) * 1000
@@ -159,12 +159,12 @@ class _Reading:
             host=host,
             pid=pid,
             timings=tuple(self._timings),
-            calls=tuple(c.calls(source, t0_ns) for c in self._columns.values()),
-            measured=tuple(c.measured() for c in self._columns.values()),
-            notes=tuple(self._notes(torn)),
+            calls=tuple(c.build_calls(source, t0_ns) for c in self._columns.values()),
+            measured=tuple(c.build_timings() for c in self._columns.values()),
+            notes=tuple(self.list_notes(torn)),
         )
 
-    def _notes(self, torn: str) -> Iterator[Note]:
+    def list_notes(self, torn: str) -> Iterator[Note]:
         if torn:
             yield Note(
                 "file_cut", f"the Inspector dump is truncated ({torn}); complete records were read"
@@ -194,25 +194,25 @@ class _Columns:
 
     def add(self, perf: Coll | P2p, n_ranks: int, timing: int) -> None:
         """Adds a row."""
-        op = _op(perf.name)
-        input_bytes, message_bytes = _sizes(op, perf.msg_size_bytes, n_ranks)
+        op = _decode_op(perf.name)
+        input_bytes, message_bytes = _compute_sizes(op, perf.msg_size_bytes, n_ranks)
         self._op.append(OP_CODE[op])
         self._timing.append(timing)
-        self._seq.append(_known(perf.sn))
-        self._peer.append(_known(perf.peer, bits=31))
+        self._seq.append(_clamp_unsigned(perf.sn))
+        self._peer.append(_clamp_unsigned(perf.peer, bits=31))
         self._input.append(input_bytes)
         self._message.append(message_bytes)
-        self._start_us.append(_start_us(perf))
-        self._dur_ns.append(_dur_ns(perf.exec_time_us))
-        self._algbw.append(_bytes_per_s(perf.algobw_gbs))
-        self._busbw.append(_bytes_per_s(perf.busbw_gbs))
+        self._start_us.append(_read_start_us(perf))
+        self._dur_ns.append(_convert_dur_ns(perf.exec_time_us))
+        self._algbw.append(_convert_bandwidth(perf.algobw_gbs))
+        self._busbw.append(_convert_bandwidth(perf.busbw_gbs))
 
     @property
     def first_start_us(self) -> int:
         """The earliest known start; -1 if none is known."""
         return min((us for us in self._start_us if us >= 0), default=-1)
 
-    def calls(self, source: str, t0_unix_ns: int) -> RankCalls:
+    def build_calls(self, source: str, t0_unix_ns: int) -> RankCalls:
         """The calls, with times relative to t0."""
         header, n = self._header, len(self._op)
         start_us = np.array(self._start_us, dtype=np.int64)
@@ -230,10 +230,10 @@ class _Columns:
             dtypes=("",),
         )
         dur_ns = np.array(self._dur_ns, dtype=np.int64)
-        groups = (_group(header),)
+        groups = (_build_group(header),)
         return RankCalls(source, header.rank, -1, self._host, t0_unix_ns, calls, dur_ns, groups)
 
-    def measured(self) -> CallTimings:
+    def build_timings(self) -> CallTimings:
         """The timings of the calls."""
         return CallTimings(
             timing=np.array(self._timing, dtype=np.uint8),
@@ -242,57 +242,57 @@ class _Columns:
         )
 
 
-def _group(header: Header) -> Group:
+def _build_group(header: Header) -> Group:
     """The communicator as a group; its id is the description, and the name if it has none."""
-    named = header.comm_name not in ("", "unknown")
-    ranks = tuple(range(min(header.n_ranks, MOST_RANKS)))
-    return Group(header.comm_name if named else header.id, ranks, header.id)
+    has_name = header.comm_name not in ("", "unknown")
+    ranks = tuple(range(min(header.n_ranks, MAX_RANKS)))
+    return Group(header.comm_name if has_name else header.id, ranks, header.id)
 
 
 @lru_cache(maxsize=256)
-def _op(name: str) -> str:
-    return _OPS.get(name) or op_named(name)
+def _decode_op(name: str) -> str:
+    return _OPS.get(name) or parse_op(name)
 
 
-def _sizes(op: str, told_bytes: int, n_ranks: int) -> tuple[int, int]:
+def _compute_sizes(op: str, reported_bytes: int, n_ranks: int) -> tuple[int, int]:
     """Input bytes and message bytes (as in nccl-tests) from the size in the dump.
 
     The dump has the count of the call: one rank's part for all_gather and reduce_scatter. It is not
     defined for all_to_all, so both are -1.
     """
-    told = _known(told_bytes)
-    if op == "all_to_all" or told < 0:
+    rank_bytes = _clamp_unsigned(reported_bytes)
+    if op == "all_to_all" or rank_bytes < 0:
         return -1, -1
     if op not in ("all_gather", "reduce_scatter"):
-        return told, told
-    full = _known(told * n_ranks) if n_ranks > 0 else -1
-    return (told if op == "all_gather" else full), full
+        return rank_bytes, rank_bytes
+    full = _clamp_unsigned(rank_bytes * n_ranks) if n_ranks > 0 else -1
+    return (rank_bytes if op == "all_gather" else full), full
 
 
-def _known(value: int, bits: int = 63) -> int:
+def _clamp_unsigned(value: int, bits: int = 63) -> int:
     """The value; -1 if it is out of range (underflow of an unsigned number)."""
     return value if 0 <= value < 1 << bits else -1
 
 
-def _dur_ns(exec_time_us: int | float) -> int:
-    if not 0 <= exec_time_us < MOST_DUR_US:
+def _convert_dur_ns(exec_time_us: int | float) -> int:
+    if not 0 <= exec_time_us < MAX_DUR_US:
         return -1
-    whole = int(exec_time_us)
-    return whole * 1000 + round((exec_time_us - whole) * 1000)
+    whole_us = int(exec_time_us)
+    return whole_us * 1000 + round((exec_time_us - whole_us) * 1000)
 
 
-def _start_us(perf: Coll | P2p) -> int:
-    told = 0 if perf.trace is None else perf.trace.start_ts
-    return told if 0 < told < MOST_UNIX_US else -1
+def _read_start_us(perf: Coll | P2p) -> int:
+    start_us = 0 if perf.trace is None else perf.trace.start_ts
+    return start_us if 0 < start_us < MAX_UNIX_US else -1
 
 
-def _bytes_per_s(gbs: float | str | None) -> float:
+def _convert_bandwidth(gbs: float | str | None) -> float:
     return gbs * 1e9 if isinstance(gbs, float) else math.nan
 
 
 # The records of an Inspector dump: JSON objects, one per line.
 
-MOST_LINES = 4096
+MAX_RECORD_LINES = 4096
 """Maximum number of lines of one record, which may be indented as in NCCL's documentation."""
 
 _NO_NUMBER = re.compile(rb":\s*-?(?:inf|nan)\b")
@@ -312,20 +312,20 @@ class Metadata(Struct):
     pid: int = -1
 
 
-def _with(kind: str) -> Callable[[str], str]:
+def _prefix_fields(kind: str) -> Callable[[str], str]:
     """The JSON key of a field: the kind of call itself for name, else prefixed with it."""
     return lambda field: kind if field == "name" else f"{kind}_{field}"
 
 
-class _CollTrace(Struct, rename=_with("coll")):
+class _CollTrace(Struct, rename=_prefix_fields("coll")):
     start_ts: int = 0
 
 
-class _P2pTrace(Struct, rename=_with("p2p")):
+class _P2pTrace(Struct, rename=_prefix_fields("p2p")):
     start_ts: int = 0
 
 
-class Coll(Struct, rename=_with("coll")):
+class Coll(Struct, rename=_prefix_fields("coll")):
     name: str
     sn: int = -1
     msg_size_bytes: int = -1
@@ -337,7 +337,7 @@ class Coll(Struct, rename=_with("coll")):
     peer: int = -1
 
 
-class P2p(Struct, rename=_with("p2p")):
+class P2p(Struct, rename=_prefix_fields("p2p")):
     name: str
     sn: int = -1
     msg_size_bytes: int = -1
@@ -381,38 +381,38 @@ class InspectorRecord(Struct):
 
 _DECODER = msgspec.json.Decoder(InspectorRecord)
 
-_ODD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def objects(lines: Iterable[bytes]) -> Iterator[bytes]:
+def split_objects(lines: Iterable[bytes]) -> Iterator[bytes]:
     """The texts of possible records: single lines, or the lines between lone braces."""
-    spread: list[bytes] = []
+    open_lines: list[bytes] = []
     for line in lines:
-        bare = line.rstrip()
-        if bare.startswith(b"{"):
-            if spread:
-                yield b"\n".join(spread)
-            spread = [line] if bare == b"{" else []
-            if not spread:
+        stripped = line.rstrip()
+        if stripped.startswith(b"{"):
+            if open_lines:
+                yield b"\n".join(open_lines)
+            open_lines = [line] if stripped == b"{" else []
+            if not open_lines:
                 yield line
-        elif spread:
-            spread.append(line)
-            if bare == b"}" or len(spread) >= MOST_LINES:
-                yield b"\n".join(spread)
-                spread = []
-        elif bare:
+        elif open_lines:
+            open_lines.append(line)
+            if stripped == b"}" or len(open_lines) >= MAX_RECORD_LINES:
+                yield b"\n".join(open_lines)
+                open_lines = []
+        elif stripped:
             yield line
-    if spread:
-        yield b"\n".join(spread)
+    if open_lines:
+        yield b"\n".join(open_lines)
 
 
-def record_of(text: bytes) -> InspectorRecord | None:
+def decode_record(text: bytes) -> InspectorRecord | None:
     """Decodes a record; None if it is invalid. Bandwidths may be written as inf or nan."""
     try:
         return _DECODER.decode(text)
-    except _ODD:
+    except _UNDECODABLE:
         fixed = _NO_NUMBER.sub(b":null", text.decode(errors="replace").encode())
     try:
         return None if fixed == text else _DECODER.decode(fixed)
-    except _ODD:
+    except _UNDECODABLE:
         return None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stepsplit.analyzer.ops import op_named
-from stepsplit.analyzer.readers.compression import unpacked
+from stepsplit.analyzer.ops import parse_op
+from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.nccl.messages import (
     Channels,
     CostTables,
@@ -20,10 +20,10 @@ from stepsplit.analyzer.readers.nccl.messages import (
     Init,
     InitTime,
     Network,
-    Said,
+    ParsedMessage,
     Topology,
+    find_parser,
     is_table,
-    parser_of,
 )
 from stepsplit.analyzer.readers.nccl.records import (
     AlgorithmChoice,
@@ -32,17 +32,17 @@ from stepsplit.analyzer.readers.nccl.records import (
     GraphPattern,
     LogMessage,
     Member,
+    MessageSplitter,
     NcclLog,
     NcclSetting,
+    NcclWarning,
     Ring,
     RingNeighbors,
     Speaker,
-    Splitter,
     SystemBandwidth,
     TopologyLink,
     TreeNode,
-    Warned,
-    versions_in,
+    find_versions,
 )
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
@@ -54,7 +54,7 @@ Owner = tuple[str, int, int]
 
 
 @dataclass(slots=True)
-class Handle:
+class CommHandle:
     """One communicator in one process; filled in while the log is read."""
 
     host: str
@@ -83,14 +83,14 @@ class Handle:
 
 
 @dataclass(slots=True)
-class Handles:
+class CommHandles:
     """The handles of a log, in order of their first appearance.
 
     A record without a communicator belongs to the one that its thread is initializing: it gets the
     number of a slot, which is bound to a handle later.
     """
 
-    all: list[Handle] = field(default_factory=list)
+    all: list[CommHandle] = field(default_factory=list)
     _by_pointer: dict[tuple[str, int, str], int] = field(default_factory=dict)
     _slots: list[int] = field(default_factory=list)
     _processes: list[tuple[str, int]] = field(default_factory=list)
@@ -98,64 +98,64 @@ class Handles:
     _done: set[int] = field(default_factory=set)
     _channels: dict[int, Channels] = field(default_factory=dict)
 
-    def see_init(self, by: Speaker, said: Init) -> None:
+    def add_init(self, speaker: Speaker, init: Init) -> None:
         """Adds an "Init START" or "Init COMPLETE" message."""
-        index = self._at(by, said.pointer, said.rank, said.nranks, said.comm_id)
+        index = self._find_or_add(speaker, init.pointer, init.rank, init.nranks, init.comm_id)
         handle = self.all[index]
-        handle.complete = said.complete
-        handle.comm_id = said.comm_id or handle.comm_id
-        handle.dev = said.cuda_dev if said.cuda_dev >= 0 else handle.dev
-        handle.nvml_dev = max(said.nvml_dev, handle.nvml_dev)
-        handle.bus_id = said.bus_id or handle.bus_id
-        handle.split = max(said.split, handle.split)
-        if said.color is not None:
-            handle.color, handle.key = said.color, said.key
-            parent = self._by_pointer.get((by.host, by.pid, said.parent), -1)
+        handle.complete = init.complete
+        handle.comm_id = init.comm_id or handle.comm_id
+        handle.dev = init.cuda_dev if init.cuda_dev >= 0 else handle.dev
+        handle.nvml_dev = max(init.nvml_dev, handle.nvml_dev)
+        handle.bus_id = init.bus_id or handle.bus_id
+        handle.split = max(init.split, handle.split)
+        if init.color is not None:
+            handle.color, handle.key = init.color, init.key
+            parent = self._by_pointer.get((speaker.host, speaker.pid, init.parent), -1)
             handle.parent = handle.parent if parent == index else parent
-        if not said.complete:
-            self._slot_of[by[:3]] = self._new_slot(by, index)
-        slot = self._bound(by, index)
-        if said.complete:
+        if not init.complete:
+            self._slot_of[speaker[:3]] = self._add_slot(speaker, index)
+        slot = self._bind_slot(speaker, index)
+        if init.complete:
             self._done.add(slot)
 
-    def see_topology(self, by: Speaker, said: Topology) -> None:
+    def add_topology(self, speaker: Speaker, topology: Topology) -> None:
         """Adds the number of nodes of a communicator."""
-        index = self._at(by, said.pointer, said.rank, said.nranks, "")
-        self.all[index].nodes, self.all[index].local_ranks = said.nodes, said.local_ranks
-        self._bound(by, index)
+        index = self._find_or_add(speaker, topology.pointer, topology.rank, topology.nranks, "")
+        self.all[index].nodes, self.all[index].local_ranks = topology.nodes, topology.local_ranks
+        self._bind_slot(speaker, index)
 
-    def see_init_time(self, by: Speaker, said: InitTime) -> None:
+    def add_init_time(self, speaker: Speaker, init_time: InitTime) -> None:
         """Adds the init time of the communicator that the thread has completed."""
-        slot = self._slot_of.get(by[:3], -1)
-        index, ranks = self._slots[slot] if slot >= 0 else -1, (said.rank, said.nranks)
+        slot = self._slot_of.get(speaker[:3], -1)
+        index, ranks = self._slots[slot] if slot >= 0 else -1, (init_time.rank, init_time.nranks)
         if index < 0 or (self.all[index].rank, self.all[index].nranks) != ranks:
-            index = self._new(by, "", said.nranks)
-            self.all[index].rank = said.rank
-        self.all[index].init_ns = said.init_ns
+            index = self._add(speaker, "", init_time.nranks)
+            self.all[index].rank = init_time.rank
+        self.all[index].init_ns = init_time.init_ns
 
-    def called(self, by: Speaker, pointer: str, nranks: int) -> int:
+    def find_handle(self, speaker: Speaker, pointer: str, nranks: int) -> int:
         """The index of the handle of a call."""
-        index = self._by_pointer.get((by.host, by.pid, pointer))
-        return self._new(by, pointer, nranks) if index is None else index
+        index = self._by_pointer.get((speaker.host, speaker.pid, pointer))
+        return self._add(speaker, pointer, nranks) if index is None else index
 
-    def slot(self, by: Speaker, pointer: str = "") -> int:
+    def find_slot(self, speaker: Speaker, pointer: str = "") -> int:
         """The slot of a record: that of its pointer if it has one, else of its thread."""
-        index = self._by_pointer.get((by.host, by.pid, pointer), -1) if pointer else -1
+        index = self._by_pointer.get((speaker.host, speaker.pid, pointer), -1) if pointer else -1
         if index >= 0:
-            return self._new_slot(by, index)
-        slot = self._slot_of.get(by[:3], -1)
+            return self._add_slot(speaker, index)
+        slot = self._slot_of.get(speaker[:3], -1)
         if slot < 0 or slot in self._done:
-            slot = self._slot_of[by[:3]] = self._new_slot(by, -1)
+            slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, -1)
         return slot
 
-    def see_channels(self, by: Speaker, said: Channels) -> None:
+    def add_channels(self, speaker: Speaker, channels: Channels) -> None:
         """Adds the numbers of channels, which are printed before the end of the init."""
-        slot = self.slot(by)
-        self._channels[slot] = said
+        slot = self.find_slot(speaker)
+        self._channels[slot] = channels
         if self._slots[slot] >= 0:
-            self._bound(by, self._slots[slot])
+            self._bind_slot(speaker, self._slots[slot])
 
-    def in_slots(self) -> tuple[int, ...]:
+    def resolve_slots(self) -> tuple[int, ...]:
         """The handle of each slot: as bound, else the only one of its process, else -1."""
         only: dict[tuple[str, int], int] = {}
         for index, handle in enumerate(self.all):
@@ -166,15 +166,17 @@ class Handles:
             for index, process in zip(self._slots, self._processes, strict=True)
         )
 
-    def _at(self, by: Speaker, pointer: str, rank: int, nranks: int, comm_id: str) -> int:
-        index = self._by_pointer.get((by.host, by.pid, pointer), -1)
-        if index < 0 or self._is_other(self.all[index], rank, nranks, comm_id):
-            index = self._new(by, pointer, nranks)
+    def _find_or_add(
+        self, speaker: Speaker, pointer: str, rank: int, nranks: int, comm_id: str
+    ) -> int:
+        index = self._by_pointer.get((speaker.host, speaker.pid, pointer), -1)
+        if index < 0 or self._is_reused(self.all[index], rank, nranks, comm_id):
+            index = self._add(speaker, pointer, nranks)
         self.all[index].rank, self.all[index].nranks = rank, nranks
         return index
 
     @staticmethod
-    def _is_other(handle: Handle, rank: int, nranks: int, comm_id: str) -> bool:
+    def _is_reused(handle: CommHandle, rank: int, nranks: int, comm_id: str) -> bool:
         """Whether the pointer was freed and reused for another communicator."""
         if handle.rank < 0:
             return False
@@ -182,16 +184,16 @@ class Handles:
         ids = {comm_id, handle.comm_id} - {""}
         return handle.complete or not same or len(ids) > 1
 
-    def _new(self, by: Speaker, pointer: str, nranks: int) -> int:
-        self.all.append(Handle(by.host, by.pid, pointer, by.dev, nranks))
+    def _add(self, speaker: Speaker, pointer: str, nranks: int) -> int:
+        self.all.append(CommHandle(speaker.host, speaker.pid, pointer, speaker.dev, nranks))
         if pointer:
-            self._by_pointer[by.host, by.pid, pointer] = len(self.all) - 1
+            self._by_pointer[speaker.host, speaker.pid, pointer] = len(self.all) - 1
         return len(self.all) - 1
 
-    def _bound(self, by: Speaker, index: int) -> int:
-        slot = self.slot(by)
+    def _bind_slot(self, speaker: Speaker, index: int) -> int:
+        slot = self.find_slot(speaker)
         if self._slots[slot] not in (-1, index):
-            slot = self._slot_of[by[:3]] = self._new_slot(by, index)
+            slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, index)
         self._slots[slot] = index
         if slot in self._channels:
             channels = self._channels.pop(slot)
@@ -199,9 +201,9 @@ class Handles:
             self.all[index].p2p_channels = channels.p2p
         return slot
 
-    def _new_slot(self, by: Speaker, index: int) -> int:
+    def _add_slot(self, speaker: Speaker, index: int) -> int:
         self._slots.append(index)
-        self._processes.append((by.host, by.pid))
+        self._processes.append((speaker.host, speaker.pid))
         return len(self._slots) - 1
 
 
@@ -223,21 +225,21 @@ def read_nccl_log(source: Source) -> NcclLog:
     Memory use is 72 bytes per call and one record per connection. Raises DataError if the file
     cannot be opened.
     """
-    reading = _Reading()
-    with unpacked(source) as content:
-        for line in content.lines():
+    reading = _LogReader()
+    with open_unpacked(source) as content:
+        for line in content.read_lines():
             reading.take(line)
-    return reading.log(source.where, content.torn)
+    return reading.build_log(source.where, content.torn)
 
 
 @dataclass(slots=True)
-class CollRows:
+class CallRows:
     """The calls so far: one array per process, _COLUMNS numbers per call."""
 
     _rows: dict[tuple[str, int], array[int]] = field(default_factory=dict)
     _ops: dict[bytes, int] = field(default_factory=dict)
 
-    def take(self, by: Speaker, stamp_ns: int, text: bytes, handles: Handles) -> bool:
+    def add_call(self, speaker: Speaker, stamp_ns: int, text: bytes, handles: CommHandles) -> bool:
         """Adds a "...: opCount ..." message; False if it is truncated."""
         match = _COLL.match(text)
         if match is None:
@@ -245,10 +247,10 @@ class CollRows:
         name, seq, count, dtype, root, pointer, nranks, global_rank = match.groups()
         op = self._ops.get(name)
         if op is None:
-            op = self._ops[name] = OP_CODE[op_named(name.decode(errors="replace"))]
+            op = self._ops[name] = OP_CODE[parse_op(name.decode(errors="replace"))]
         size = int(nranks)
-        handle = handles.called(by, pointer.decode(errors="replace"), size)
-        process = (by.host, by.pid)
+        handle = handles.find_handle(speaker, pointer.decode(errors="replace"), size)
+        process = (speaker.host, speaker.pid)
         rows = self._rows.get(process)
         if rows is None:
             rows = self._rows[process] = array("q")
@@ -258,7 +260,7 @@ class CollRows:
         )  # fmt: skip
         return True
 
-    def tables(self) -> list[Int64]:
+    def build_tables(self) -> list[Int64]:
         """The rows of each process, (calls, _COLUMNS)."""
         return [
             np.frombuffer(rows, dtype=np.int64).reshape(-1, _COLUMNS)
@@ -267,21 +269,21 @@ class CollRows:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _LogReader:
     """The data of all lines read so far."""
 
     lines: int = 0
     nccl_lines: int = 0
     torn: int = 0
-    splitter: Splitter = field(default_factory=Splitter)
-    handles: Handles = field(default_factory=Handles)
-    rows: CollRows = field(default_factory=CollRows)
+    splitter: MessageSplitter = field(default_factory=MessageSplitter)
+    handles: CommHandles = field(default_factory=CommHandles)
+    rows: CallRows = field(default_factory=CallRows)
     versions: dict[str, None] = field(default_factory=dict)
-    told: dict[GraphPattern | SystemBandwidth | Network | NcclSetting, None] = field(
+    facts: dict[GraphPattern | SystemBandwidth | Network | NcclSetting, None] = field(
         default_factory=dict
     )
     choices: Counter[AlgorithmChoice] = field(default_factory=Counter)
-    warned: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    warnings: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     graphs: list[tuple[int, Graph]] = field(default_factory=list)
     tables: CostTables = field(default_factory=CostTables)
 
@@ -292,69 +294,71 @@ class _Reading:
             self.torn += b" [nranks=" in line  # the rest of a line that another writer interrupted
             return
         if b"CCL version" in line:
-            self.versions |= dict.fromkeys(versions_in(line))
-        messages = self.splitter.messages(line)
+            self.versions |= dict.fromkeys(find_versions(line))
+        messages = self.splitter.split_line(line)
         if messages:
             self.nccl_lines += 1
-            self.torn += len(messages) > sum(self._whole(message) for message in messages)
+            self.torn += len(messages) > sum(self._take_message(message) for message in messages)
 
-    def _whole(self, message: LogMessage) -> bool:
+    def _take_message(self, message: LogMessage) -> bool:
         """Adds a message; False if it is truncated."""
-        by, stamp_ns, level, text = message
+        speaker, stamp_ns, level, text = message
         if b": opCount " in text:
-            return self.rows.take(by, stamp_ns, text, self.handles)
-        told = text.decode(errors="replace")
+            return self.rows.add_call(speaker, stamp_ns, text, self.handles)
+        decoded = text.decode(errors="replace")
         if level == b"WARN":
-            self.warned[told, by.host, by.pid] += 1
-            return bool(told)
-        if is_table(told):
-            return self.tables.take(by, self.handles.slot(by), told)
-        parse = parser_of(told)
+            self.warnings[decoded, speaker.host, speaker.pid] += 1
+            return bool(decoded)
+        if is_table(decoded):
+            return self.tables.add_line(speaker, self.handles.find_slot(speaker), decoded)
+        parse = find_parser(decoded)
         if parse is None:
-            return bool(told)
-        said = parse(told)
-        if said is not None:
-            self._keep(by, said)
-        return said is not None
+            return bool(decoded)
+        parsed = parse(decoded)
+        if parsed is not None:
+            self._add_parsed(speaker, parsed)
+        return parsed is not None
 
-    def _keep(self, by: Speaker, said: Said) -> None:
-        match said:
+    def _add_parsed(self, speaker: Speaker, parsed: ParsedMessage) -> None:
+        match parsed:
             case Init():
-                self.handles.see_init(by, said)
+                self.handles.add_init(speaker, parsed)
             case Topology():
-                self.handles.see_topology(by, said)
+                self.handles.add_topology(speaker, parsed)
             case InitTime():
-                self.handles.see_init_time(by, said)
+                self.handles.add_init_time(speaker, parsed)
             case Channels():
-                self.handles.see_channels(by, said)
+                self.handles.add_channels(speaker, parsed)
             case Graphs():
-                slot = self.handles.slot(by, said.pointer)
-                self.graphs += [(slot, graph) for graph in said.graphs]
+                slot = self.handles.find_slot(speaker, parsed.pointer)
+                self.graphs += [(slot, graph) for graph in parsed.graphs]
             case AlgorithmChoice():
-                self.choices[said] += 1
+                self.choices[parsed] += 1
             case _:
-                self.told[said] = None
+                self.facts[parsed] = None
 
-    def log(self, source: str, torn_end: str) -> NcclLog:
+    def build_log(self, source: str, torn_end: str) -> NcclLog:
         """Builds the log, with the communicator of each record."""
-        joint = joined(self.handles.all)
-        world = world_of(joint.communicators)
-        told = tuple(self.told)
-        comm = [joint.comm_of[i] if i >= 0 else -1 for i in self.handles.in_slots()]
+        joined_comms = join_handles(self.handles.all)
+        world = find_world(joined_comms.communicators)
+        facts = tuple(self.facts)
+        comm = [joined_comms.comm_of[i] if i >= 0 else -1 for i in self.handles.resolve_slots()]
         graphs = [replace(graph, comm=comm[slot]) for slot, graph in self.graphs]
-        calls = rank_calls(source, self.rows.tables(), self.handles.all, joint, world)
+        calls = build_rank_calls(
+            source, self.rows.build_tables(), self.handles.all, joined_comms, world
+        )
         return NcclLog(
             source=source,
             versions=tuple(self.versions),
-            communicators=joint.communicators,
+            communicators=joined_comms.communicators,
             rings=tuple(one for one in graphs if isinstance(one, Ring)),
             neighbors=tuple(one for one in graphs if isinstance(one, RingNeighbors)),
             trees=tuple(one for one in graphs if isinstance(one, TreeNode)),
             links=tuple(one for one in graphs if isinstance(one, TopologyLink)),
-            patterns=tuple(one for one in told if isinstance(one, GraphPattern)),
-            systems=tuple(one for one in told if isinstance(one, SystemBandwidth)),
-            networks=tuple(one.name for one in told if isinstance(one, Network)),
-            settings=tuple(one for one in told if isinstance(one, NcclSetting)),
+            patterns=tuple(one for one in facts if isinstance(one, GraphPattern)),
+            systems=tuple(one for one in facts if isinstance(one, SystemBandwidth)),
+            networks=tuple(one.name for one in facts if isinstance(one, Network)),
+            settings=tuple(one for one in facts if isinstance(one, NcclSetting)),
             calls=calls,
             costs=tuple(
                 CostTable(comm[table.slot], table.host, table.pid, tuple(table.cells))
@@ -362,28 +366,28 @@ class _Reading:
                 if table.cells
             ),
             choices=tuple(replace(one, count=times) for one, times in self.choices.items()),
-            warnings=tuple(Warned(*warned, count) for warned, count in self.warned.items()),
+            warnings=tuple(NcclWarning(*warned, count) for warned, count in self.warnings.items()),
             lines=self.lines,
             nccl_lines=self.nccl_lines,
             torn=self.torn,
-            notes=tuple(_notes(self.torn, torn_end, joint, world, calls)),
+            notes=tuple(list_notes(self.torn, torn_end, joined_comms, world, calls)),
         )
 
 
-def _notes(
-    torn: int, torn_end: str, joint: Joined, world: World, calls: Sequence[RankCalls]
+def list_notes(
+    torn: int, torn_end: str, joined_comms: JoinedComms, world: World, calls: Sequence[RankCalls]
 ) -> Iterator[Note]:
     if torn:
         yield Note("nccl_torn_lines", f"{torn} lines are truncated or interleaved")
     if torn_end:
         yield Note("nccl_torn_file", f"the file ends early ({torn_end})")
-    if joint.alone:
+    if joined_comms.alone:
         yield Note(
             "nccl_alone",
-            f"{joint.alone} communicators have no id and could not be joined across processes",
+            f"{joined_comms.alone} communicators have no id and could not be joined across processes",
         )
     if world.comm >= 0:
-        name = joint.communicators[world.comm].id
+        name = joined_comms.communicators[world.comm].id
         yield Note(
             "nccl_world",
             f"global ranks are those of {name}, the largest communicator ({world.size} ranks)",
@@ -412,41 +416,49 @@ _DTYPES = (
 _COLUMNS = 9
 
 
-def rank_calls(
-    source: str, tables: Sequence[Int64], handles: Sequence[Handle], joined: Joined, world: World
+def build_rank_calls(
+    source: str,
+    tables: Sequence[Int64],
+    handles: Sequence[CommHandle],
+    joined: JoinedComms,
+    world: World,
 ) -> tuple[RankCalls, ...]:
     """The calls of each process and device, sorted by rank; times relative to the log's first."""
     stamps = [rows[:, 7][rows[:, 7] >= 0] for rows in tables]
     t0_unix_ns = min((int(known.min()) for known in stamps if len(known)), default=0)
-    holders = [handle.owner for handle in handles]
-    found: list[tuple[Owner, RankCalls]] = []
+    owner_of_handle = [handle.owner for handle in handles]
+    calls_by_owner: list[tuple[Owner, RankCalls]] = []
     for rows in tables:
-        for owner in dict.fromkeys(holders[handle] for handle in _in_order(rows[:, 0])):
-            mine = np.array([holder == owner for holder in holders], dtype=np.bool_)[rows[:, 0]]
-            told = _of_owner(source, owner, rows[mine], joined, world, t0_unix_ns)
-            found.append((owner, told))
-    return tuple(calls for _, calls in sorted(found, key=lambda one: (one[1].rank, one[0])))
-
-
-def _of_owner(
-    source: str, owner: Owner, rows: Int64, joined: Joined, world: World, t0_unix_ns: int
-) -> RankCalls:
-    used = _in_order(rows[:, 0])
-    communicators = [joined.communicators[joined.comm_of[handle]] for handle in used]
-    told = int(rows[:, 8].max())
-    return RankCalls(
-        source=source,
-        rank=told if told >= 0 else world.ranks.get(owner, -1),
-        world_size=world.size,
-        host=owner[0],
-        t0_unix_ns=t0_unix_ns,
-        calls=_calls(rows, used, communicators, world, t0_unix_ns),
-        dur_ns=np.full(len(rows), -1, dtype=np.int64),
-        groups=tuple(_group(one, world) for one in communicators),
+        for owner in dict.fromkeys(owner_of_handle[handle] for handle in _list_handles(rows[:, 0])):
+            owned = np.array([holder == owner for holder in owner_of_handle], dtype=np.bool_)[
+                rows[:, 0]
+            ]
+            owner_calls = _build_owner_calls(source, owner, rows[owned], joined, world, t0_unix_ns)
+            calls_by_owner.append((owner, owner_calls))
+    return tuple(
+        calls for _, calls in sorted(calls_by_owner, key=lambda one: (one[1].rank, one[0]))
     )
 
 
-def _calls(
+def _build_owner_calls(
+    source: str, owner: Owner, rows: Int64, joined: JoinedComms, world: World, t0_unix_ns: int
+) -> RankCalls:
+    used = _list_handles(rows[:, 0])
+    communicators = [joined.communicators[joined.comm_of[handle]] for handle in used]
+    global_rank = int(rows[:, 8].max())
+    return RankCalls(
+        source=source,
+        rank=global_rank if global_rank >= 0 else world.ranks.get(owner, -1),
+        world_size=world.size,
+        host=owner[0],
+        t0_unix_ns=t0_unix_ns,
+        calls=_build_calls(rows, used, communicators, world, t0_unix_ns),
+        dur_ns=np.full(len(rows), -1, dtype=np.int64),
+        groups=tuple(_build_group(one, world) for one in communicators),
+    )
+
+
+def _build_calls(
     rows: Int64,
     used: Sequence[int],
     communicators: Sequence[Communicator],
@@ -455,28 +467,30 @@ def _calls(
 ) -> Calls:
     handle, op, code, count, root, seq, nranks, stamp_ns, _ = rows.T
     codes, dtype = np.unique(code, return_inverse=True)
-    element_bytes = np.array([_dtype(c)[1] for c in codes], dtype=np.int64)[dtype]
-    each = np.where(element_bytes > 0, count * element_bytes, -1)
-    whole = np.where(each >= 0, each * nranks, -1)
+    element_bytes = np.array([_look_up_dtype(c)[1] for c in codes], dtype=np.int64)[dtype]
+    rank_bytes = np.where(element_bytes > 0, count * element_bytes, -1)
+    full_bytes = np.where(rank_bytes >= 0, rank_bytes * nranks, -1)
     return Calls(
         event=np.full(len(rows), -1, dtype=np.int64),
         issued_ns=np.where(stamp_ns >= 0, stamp_ns - t0_unix_ns, -1),
-        group_id=_positions(handle, used),
+        group_id=_map_to_positions(handle, used),
         seq=seq.copy(),
         op=op.astype(np.uint8),
         dtype=dtype.astype(np.int32),
-        peer=_peers(handle, op, root, used, communicators, world),
-        input_bytes=np.where(_one_of(op, "reduce_scatter", "all_to_all", "scatter"), whole, each),
-        message_bytes=np.where(
-            _one_of(op, "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
-            whole,
-            each,
+        peer=_find_peers(handle, op, root, used, communicators, world),
+        input_bytes=np.where(
+            _is_op(op, "reduce_scatter", "all_to_all", "scatter"), full_bytes, rank_bytes
         ),
-        dtypes=tuple(_dtype(c)[0] for c in codes),
+        message_bytes=np.where(
+            _is_op(op, "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"),
+            full_bytes,
+            rank_bytes,
+        ),
+        dtypes=tuple(_look_up_dtype(c)[0] for c in codes),
     )
 
 
-def _peers(
+def _find_peers(
     handle: Int64,
     op: Int64,
     root: Int64,
@@ -487,37 +501,37 @@ def _peers(
     """The global rank of the peer of each send and recv; -1 if unknown."""
     peers = np.full(len(handle), -1, dtype=np.int32)
     for index, communicator in zip(used, communicators, strict=True):
-        ranks = global_ranks(communicator, world)
-        mine = (handle == index) & _one_of(op, "send", "recv")
-        peers[mine] = [ranks.get(rank, -1) for rank in root[mine].tolist()]
+        ranks = map_global_ranks(communicator, world)
+        selected = (handle == index) & _is_op(op, "send", "recv")
+        peers[selected] = [ranks.get(rank, -1) for rank in root[selected].tolist()]
     return peers
 
 
-def _group(communicator: Communicator, world: World) -> Group:
+def _build_group(communicator: Communicator, world: World) -> Group:
     """The communicator as a group of global ranks; no ranks if some are unknown."""
-    ranks = global_ranks(communicator, world)
-    whole = len(ranks) == communicator.nranks
-    return Group(communicator.id, tuple(ranks[r] for r in sorted(ranks)) if whole else (), "")
+    ranks = map_global_ranks(communicator, world)
+    is_complete = len(ranks) == communicator.nranks
+    return Group(communicator.id, tuple(ranks[r] for r in sorted(ranks)) if is_complete else (), "")
 
 
-def _dtype(code: int) -> tuple[str, int]:
+def _look_up_dtype(code: int) -> tuple[str, int]:
     return _DTYPES[code] if code < len(_DTYPES) else (f"nccl_{code}", -1)
 
 
-def _one_of(op: Int64, *names: str) -> Bool:
+def _is_op(op: Int64, *names: str) -> Bool:
     return np.isin(op, [OP_CODE[name] for name in names])
 
 
-def _in_order(handle: Int64) -> list[int]:
+def _list_handles(handle: Int64) -> list[int]:
     """The distinct handles in order of their first call."""
     indices, first = np.unique(handle, return_index=True)
     return [int(index) for index in indices[np.argsort(first)]]
 
 
-def _positions(handle: Int64, used: Sequence[int]) -> Int32:
-    at = np.full(max(used) + 1, -1, dtype=np.int32)
-    at[list(used)] = np.arange(len(used), dtype=np.int32)
-    return at[handle]
+def _map_to_positions(handle: Int64, used: Sequence[int]) -> Int32:
+    positions = np.full(max(used) + 1, -1, dtype=np.int32)
+    positions[list(used)] = np.arange(len(used), dtype=np.int32)
+    return positions[handle]
 
 
 # Communicators joined from the handles of all processes, and their global ranks.
@@ -526,7 +540,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedComms:
     """The communicators, the communicator of each handle, and the number of unjoined ones."""
 
     communicators: tuple[Communicator, ...]
@@ -534,7 +548,7 @@ class Joined:
     alone: int
 
 
-def joined(handles: Sequence[Handle]) -> Joined:
+def join_handles(handles: Sequence[CommHandle]) -> JoinedComms:
     """Joins the handles of each communicator.
 
     They share a commId or, for a split without one, the parent, the number of the split and the
@@ -547,20 +561,22 @@ def joined(handles: Sequence[Handle]) -> Joined:
     keys: list[Key] = []
     for index, handle in enumerate(handles):
         turn = (handle.owner, handle.parent, handle.color)
-        keys.append(_key(handle, keys, turns[turn]))
+        keys.append(_build_key(handle, keys, turns[turn]))
         turns[turn] += 1
         parts[keys[-1]].append(index)
-    teams = sorted(team for part in parts.values() for team in _teams(handles, part))
+    teams = sorted(team for part in parts.values() for team in _split_teams(handles, part))
     comm_of = [-1] * len(handles)
     for comm, team in enumerate(teams):
         for index in team:
             comm_of[index] = comm
-    found = tuple(_communicator([handles[i] for i in team], comm_of) for team in teams)
-    alone = sum(len(one.members) == 1 < one.nranks and _has_no_id(one) for one in found)
-    return Joined(found, tuple(comm_of), alone)
+    communicators = tuple(
+        _build_communicator([handles[i] for i in team], comm_of) for team in teams
+    )
+    alone = sum(len(one.members) == 1 < one.nranks and _has_no_id(one) for one in communicators)
+    return JoinedComms(communicators, tuple(comm_of), alone)
 
 
-def _key(handle: Handle, keys: Sequence[Key], turn: int) -> Key:
+def _build_key(handle: CommHandle, keys: Sequence[Key], turn: int) -> Key:
     if handle.comm_id.strip("0x"):
         return "id", handle.comm_id, handle.nranks
     if handle.color is not None:
@@ -570,24 +586,24 @@ def _key(handle: Handle, keys: Sequence[Key], turn: int) -> Key:
     return "size", handle.nranks
 
 
-def _teams(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]]:
+def _split_teams(handles: Sequence[CommHandle], part: Sequence[int]) -> list[list[int]]:
     known = [index for index in part if handles[index].rank >= 0]
     teams = [[index] for index in part if handles[index].rank < 0]
-    whole = _by_turn(handles, known)
-    if whole is not None:
-        return teams + whole
+    job_teams = _match_by_turn(handles, known)
+    if job_teams is not None:
+        return teams + job_teams
     on_host: dict[str, list[int]] = defaultdict(list)
     for index in known:
         on_host[handles[index].host].append(index)
-    for here in on_host.values():
-        local = _by_turn(handles, here)
-        for team in [[index] for index in here] if local is None else local:
+    for on_this_host in on_host.values():
+        local = _match_by_turn(handles, on_this_host)
+        for team in [[index] for index in on_this_host] if local is None else local:
             full = len(team) == handles[team[0]].nranks
             teams += [team] if full else [[index] for index in team]
     return teams
 
 
-def _by_turn(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]] | None:
+def _match_by_turn(handles: Sequence[CommHandle], part: Sequence[int]) -> list[list[int]] | None:
     """Joins the n-th handles of all ranks; None if a rank has several processes."""
     owners: dict[int, Owner] = {}
     turns: Counter[int] = Counter()
@@ -601,13 +617,13 @@ def _by_turn(handles: Sequence[Handle], part: Sequence[int]) -> list[list[int]] 
     return list(teams.values()) if len(set(owners.values())) == len(owners) else None
 
 
-def _communicator(team: Sequence[Handle], comm_of: Sequence[int]) -> Communicator:
+def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> Communicator:
     team = sorted(team, key=lambda handle: handle.rank)
     first = team[0]
     return Communicator(
         id=first.comm_id or f"{first.pointer}@{first.host}:{first.pid}",
         nranks=first.nranks,
-        members=tuple(_member(handle) for handle in team),
+        members=tuple(_build_member(handle) for handle in team),
         nodes=max(handle.nodes for handle in team),
         local_ranks=max(handle.local_ranks for handle in team),
         coll_channels=max(handle.coll_channels for handle in team),
@@ -618,7 +634,7 @@ def _communicator(team: Sequence[Handle], comm_of: Sequence[int]) -> Communicato
     )
 
 
-def _member(handle: Handle) -> Member:
+def _build_member(handle: CommHandle) -> Member:
     return Member(
         rank=handle.rank,
         host=handle.host,
@@ -647,14 +663,14 @@ class World:
 NO_WORLD = World(-1, -1, {})
 
 
-def world_of(communicators: Sequence[Communicator]) -> World:
+def find_world(communicators: Sequence[Communicator]) -> World:
     """The largest communicator, whose ranks are used as global ranks.
 
     If several have that size, all must have the same processes in the same order.
     """
-    named = [i for i, one in enumerate(communicators) if one.members[0].rank >= 0]
-    size = max((communicators[i].nranks for i in named), default=-1)
-    largest = [i for i in named if communicators[i].nranks == size]
+    with_rank = [i for i, one in enumerate(communicators) if one.members[0].rank >= 0]
+    size = max((communicators[i].nranks for i in with_rank), default=-1)
+    largest = [i for i in with_rank if communicators[i].nranks == size]
     ranks: dict[Owner, int] = {}
     owners: dict[int, Owner] = {}
     for member in (member for i in largest for member in communicators[i].members):
@@ -665,12 +681,12 @@ def world_of(communicators: Sequence[Communicator]) -> World:
     return World(largest[0], size, ranks) if largest else NO_WORLD
 
 
-def global_ranks(communicator: Communicator, world: World) -> dict[int, int]:
+def map_global_ranks(communicator: Communicator, world: World) -> dict[int, int]:
     """The global rank of each rank of the communicator, if known."""
     if communicator.nranks == world.size and world.comm >= 0:
         return {rank: rank for rank in range(world.size)}
-    found = {
+    global_rank = {
         member.rank: world.ranks.get((member.host, member.pid, member.cuda_dev), -1)
         for member in communicator.members
     }
-    return {rank: told for rank, told in found.items() if rank >= 0 and told >= 0}
+    return {rank: told for rank, told in global_rank.items() if rank >= 0 and told >= 0}

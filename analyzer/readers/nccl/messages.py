@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from stepsplit.analyzer.ops import op_named
+from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.nccl.records import (
     AlgorithmChoice,
     CostCell,
@@ -48,35 +48,35 @@ _FIELD = re.compile(
 )
 
 
-def init_in(text: str) -> Init | None:
+def parse_init(text: str) -> Init | None:
     """Parses "Init START" or "Init COMPLETE"."""
     match = _INIT.search(text)
     if match is None:
         return None
-    said = dict(_FIELD.findall(match[4]))
+    fields = dict(_FIELD.findall(match[4]))
     return Init(
         pointer=match[1],
         rank=int(match[2]),
         nranks=int(match[3]),
         complete=match[5] == "COMPLETE",
-        cuda_dev=_number(said.get("cudaDev")),
-        nvml_dev=_number(said.get("nvmlDev")),
-        bus_id=said.get("busId", ""),
-        comm_id=said.get("commId", ""),
-        parent=said.get("parent", ""),
-        split=_number(said.get("splitCount", said.get("childCount"))),
-        color=_int(said.get("color")),
-        key=_int(said.get("key")),
+        cuda_dev=_parse_number(fields.get("cudaDev")),
+        nvml_dev=_parse_number(fields.get("nvmlDev")),
+        bus_id=fields.get("busId", ""),
+        comm_id=fields.get("commId", ""),
+        parent=fields.get("parent", ""),
+        split=_parse_number(fields.get("splitCount", fields.get("childCount"))),
+        color=_parse_int(fields.get("color")),
+        key=_parse_int(fields.get("key")),
     )
 
 
-def _int(text: str | None) -> int | None:
+def _parse_int(text: str | None) -> int | None:
     return int(text) if text and text.lstrip("-").isdecimal() and len(text) < 19 else None
 
 
-def _number(text: str | None) -> int:
-    found = _int(text)
-    return -1 if found is None else found
+def _parse_number(text: str | None) -> int:
+    value = _parse_int(text)
+    return -1 if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ _TOPOLOGY = re.compile(
 )
 
 
-def topology_in(text: str) -> Topology | None:
+def parse_topology(text: str) -> Topology | None:
     """Parses "comm 0x rank 0 nRanks 16 nNodes 2 ..."."""
     match = _TOPOLOGY.search(text)
     return match and Topology(match[1], *(int(match[i]) for i in range(2, 6)))
@@ -116,7 +116,7 @@ _TIMINGS = re.compile(
 )
 
 
-def init_time_in(text: str) -> InitTime | None:
+def parse_init_time(text: str) -> InitTime | None:
     """Parses the total of "Init timings"."""
     match = _TIMINGS.search(text)
     return match and InitTime(int(match[1]), int(match[2]), round(float(match[3]) * 1e9))
@@ -135,7 +135,7 @@ _CHANNELS = re.compile(
 )
 
 
-def channels_in(text: str) -> Channels | None:
+def parse_channels(text: str) -> Channels | None:
     """Parses the number of channels of a communicator."""
     match = _CHANNELS.search(text)
     return match and Channels(int(match[1]), int(match[2]))
@@ -155,13 +155,13 @@ _SETTING = re.compile(
 )
 
 
-def network_in(text: str) -> Network | None:
+def parse_network(text: str) -> Network | None:
     """Parses the name of the network."""
     match = _NETWORK.match(text)
     return match and Network(match[1])
 
 
-def setting_in(text: str) -> NcclSetting | None:
+def parse_setting(text: str) -> NcclSetting | None:
     """Parses the name and value of an environment variable."""
     match = _SETTING.search(text)
     return match and NcclSetting(match[1] or match[3], match[2] or match[4] or "")
@@ -175,7 +175,7 @@ class Graphs:
     graphs: tuple[Graph, ...]
 
 
-Said = (
+ParsedMessage = (
     Init | Topology | InitTime | Channels | Graphs | GraphPattern | SystemBandwidth | Network
     | NcclSetting | AlgorithmChoice
 )  # fmt: skip
@@ -183,67 +183,70 @@ Said = (
 _GRAPHS = re.compile(r"(?:Channel|Ring|Tree|CollNet) \d{1,6}(?:/\d{1,6})? :|Trees \[")
 
 
-def choice_in(text: str) -> AlgorithmChoice | None:
+def parse_choice(text: str) -> AlgorithmChoice | None:
     """Parses "N Bytes -> ..."; None if the line is truncated.
 
     With algorithm numbers (up to NCCL 2.23) the bytes are those of the full buffer; with names
     (from 2.24) those of one rank's input: https://github.com/NVIDIA/nccl, src/enqueue.cc.
     """
     if match := _NAMED.match(text):
-        names = (_name(match[3]), _name(match[4]))
+        names = (_normalize_name(match[3]), _normalize_name(match[4]))
         channels = int(match[6]) - int(match[5]) + 1
         return AlgorithmChoice(
-            op_named(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1
+            parse_op(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1
         )
     if match := _NUMBERED.match(text):
-        op = op_named(match[1]) if match[1] else ""
-        names = (_of(_ALGORITHMS, int(match[3])), _of(_PROTOCOLS, int(match[4])))
+        op = parse_op(match[1]) if match[1] else ""
+        names = (
+            _look_up_name(_ALGORITHMS, int(match[3])),
+            _look_up_name(_PROTOCOLS, int(match[4])),
+        )
         time_ns = round(float(match[5]) * 1000)
         return AlgorithmChoice(op, int(match[2]), "global", *names, time_ns, -1, 1)
     if match := _OTHER.match(text):
         channels = int(match[5]) if match[5] else -1
-        op = op_named(match[1])
+        op = parse_op(match[1])
         return AlgorithmChoice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
     return None
 
 
-def pattern_in(text: str) -> GraphPattern | None:
+def parse_pattern(text: str) -> GraphPattern | None:
     """Parses the result of NCCL's graph search for one pattern."""
     match = _PATTERN.match(text)
     if match is None:
         return None
     cross_nic, channels = int(match[2]), int(match[3])
-    intra, inter = _gigabytes(match[4]), _gigabytes(match[5])
+    intra, inter = _parse_gigabytes(match[4]), _parse_gigabytes(match[5])
     return GraphPattern(int(match[1]), cross_nic, channels, intra, inter, match[6], match[7])
 
 
-def system_in(text: str) -> SystemBandwidth | None:
+def parse_system(text: str) -> SystemBandwidth | None:
     """Parses "=== System : maxBw 48.0 totalBw 370.8 ==="."""
     match = _SYSTEM.match(text)
-    return match and SystemBandwidth(_gigabytes(match[1]), _gigabytes(match[2]))
+    return match and SystemBandwidth(_parse_gigabytes(match[1]), _parse_gigabytes(match[2]))
 
 
-_FAMILIES: tuple[tuple[str, Callable[[str], Said | None]], ...] = (
-    (" Init START", init_in),
-    (" Init COMPLETE", init_in),
-    (" nNodes ", topology_in),
-    ("Init timings", init_time_in),
-    (" coll channels", channels_in),
-    (" Bytes -> ", choice_in),
-    ("Pattern ", pattern_in),
-    ("=== System", system_in),
-    (" set by environment to", setting_in),
-    (" reset to NCCL_", setting_in),
-    ("Using network ", network_in),
-    ("Assigned NET plugin ", network_in),
+_FAMILIES: tuple[tuple[str, Callable[[str], ParsedMessage | None]], ...] = (
+    (" Init START", parse_init),
+    (" Init COMPLETE", parse_init),
+    (" nNodes ", parse_topology),
+    ("Init timings", parse_init_time),
+    (" coll channels", parse_channels),
+    (" Bytes -> ", parse_choice),
+    ("Pattern ", parse_pattern),
+    ("=== System", parse_system),
+    (" set by environment to", parse_setting),
+    (" reset to NCCL_", parse_setting),
+    ("Using network ", parse_network),
+    ("Assigned NET plugin ", parse_network),
 )
 
 
-def parser_of(text: str) -> Callable[[str], Said | None] | None:
+def find_parser(text: str) -> Callable[[str], ParsedMessage | None] | None:
     """The parser for this kind of message; None if the message is not used."""
     if _GRAPHS.match(text):
-        return graphs_in
-    return next((parse for words, parse in _FAMILIES if words in text), None)
+        return parse_graphs
+    return next((parse for marker, parse in _FAMILIES if marker in text), None)
 
 
 # NCCL's cost tables and algorithm choices.
@@ -252,7 +255,7 @@ _ALGORITHMS = ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTre
 
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
-_AS_IN_TABLES = {name.upper(): name for name in (*_ALGORITHMS, *_PROTOCOLS)}
+_TABLE_NAMES = {name.upper(): name for name in (*_ALGORITHMS, *_PROTOCOLS)}
 
 _NUMBERED = re.compile(
     r"(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\d{1,2}) +proto (\d{1,2}) +time (\d{1,12}\.\d+)"
@@ -268,16 +271,16 @@ _OTHER = re.compile(
 )
 
 
-def _name(upper: str) -> str:
-    return _AS_IN_TABLES.get(upper.replace("_", ""), upper)
+def _normalize_name(upper: str) -> str:
+    return _TABLE_NAMES.get(upper.replace("_", ""), upper)
 
 
-def _of(names: tuple[str, ...], number: int) -> str:
+def _look_up_name(names: tuple[str, ...], number: int) -> str:
     return names[number] if number < len(names) else str(number)
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class CostColumns:
     """The columns of a cost table, from the heading lines read so far."""
 
     algorithms: tuple[str, ...] = ()
@@ -297,32 +300,34 @@ def is_table(text: str) -> bool:
     )  # fmt: skip
 
 
-def _columns_after(columns: Columns, text: str) -> Columns | None:
+def _parse_heading(columns: CostColumns, text: str) -> CostColumns | None:
     """The columns updated by a heading line; None for a line of costs."""
     name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
     if name == "Latency/AlgBw":
         pairs = [[part.strip() for part in cell.partition("/")] for cell in cells]
-        return Columns(tuple(pair[0] for pair in pairs), tuple(pair[2] for pair in pairs))
+        return CostColumns(tuple(pair[0] for pair in pairs), tuple(pair[2] for pair in pairs))
     if name == "Algorithm":
-        return Columns(tuple(algorithm for algorithm in cells for _ in _PROTOCOLS))
+        return CostColumns(tuple(algorithm for algorithm in cells for _ in _PROTOCOLS))
     if name == "Protocol":  # lists three algorithms' protocols even if the last block has one
-        return Columns(columns.algorithms, tuple(cells[: len(columns.algorithms)]))
+        return CostColumns(columns.algorithms, tuple(cells[: len(columns.algorithms)]))
     if name == "Max NThreads":
         threads = tuple(int(cell) if cell.isdecimal() and len(cell) < 10 else -1 for cell in cells)
-        return Columns(columns.algorithms, columns.protocols, threads)
+        return CostColumns(columns.algorithms, columns.protocols, threads)
     return None
 
 
-def _cells_in(columns: Columns, text: str) -> tuple[CostCell, ...]:
+def _parse_costs(columns: CostColumns, text: str) -> tuple[CostCell, ...]:
     """The costs of one op; empty if the numbers of cells and columns differ."""
     name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
     costs = [_CELL.fullmatch(cell) for cell in cells]
     if len(costs) != len(columns.algorithms) or len(costs) != len(columns.protocols):
         return ()
-    return tuple(_cells(columns, op_named(name), costs))
+    return tuple(_build_cells(columns, parse_op(name), costs))
 
 
-def _cells(columns: Columns, op: str, costs: list[re.Match[str] | None]) -> Iterator[CostCell]:
+def _build_cells(
+    columns: CostColumns, op: str, costs: list[re.Match[str] | None]
+) -> Iterator[CostCell]:
     for i, cost in enumerate(costs):
         if cost is None:
             continue
@@ -341,7 +346,7 @@ class PrintedCostTable:
     host: str
     pid: int
     cells: list[CostCell] = field(default_factory=list)
-    columns: Columns = field(default_factory=Columns)
+    columns: CostColumns = field(default_factory=CostColumns)
 
 
 @dataclass(slots=True)
@@ -351,22 +356,24 @@ class CostTables:
     all: list[PrintedCostTable] = field(default_factory=list)
     _open: dict[tuple[str, int, int], PrintedCostTable] = field(default_factory=dict)
 
-    def take(self, by: Speaker, slot: int, text: str) -> bool:
+    def add_line(self, speaker: Speaker, slot: int, text: str) -> bool:
         """Adds a line of a table; False if it does not match the heading."""
-        table = self._open.get(by[:3])
-        columns = _columns_after(table.columns if table else Columns(), text)
-        if table is None or (columns and not columns.max_threads and _again(table, columns)):
-            table = self._open[by[:3]] = PrintedCostTable(slot, by.host, by.pid)
+        table = self._open.get(speaker[:3])
+        columns = _parse_heading(table.columns if table else CostColumns(), text)
+        if table is None or (
+            columns and not columns.max_threads and _starts_next_table(table, columns)
+        ):
+            table = self._open[speaker[:3]] = PrintedCostTable(slot, speaker.host, speaker.pid)
             self.all.append(table)
         if columns is not None:
             table.columns = columns
             return True
-        cells = _cells_in(table.columns, text)
+        cells = _parse_costs(table.columns, text)
         table.cells += cells
         return bool(cells)
 
 
-def _again(table: PrintedCostTable, columns: Columns) -> bool:
+def _starts_next_table(table: PrintedCostTable, columns: CostColumns) -> bool:
     """Whether the table already has these algorithms, so that the next table begins."""
     return not {cell.algorithm for cell in table.cells}.isdisjoint(columns.algorithms)
 
@@ -386,35 +393,35 @@ _TREES = re.compile(
 )
 
 
-def ring_in(text: str) -> Ring | None:
+def parse_ring(text: str) -> Ring | None:
     """Parses "Channel 00/02 : 0 1 2 3"."""
     match = _RING.match(text)
     return match and Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
 
 
-def neighbors_in(text: str) -> RingNeighbors | None:
+def parse_neighbors(text: str) -> RingNeighbors | None:
     """Parses "Ring 00 : 3 -> 0 -> 1"."""
     match = _NEIGHBORS.match(text)
     return match and RingNeighbors(-1, *(int(number) for number in match.groups()))
 
 
-def tree_nodes_in(text: str) -> tuple[TreeNode, ...]:
+def parse_tree_nodes(text: str) -> tuple[TreeNode, ...]:
     """Parses "Tree 0 : -1 -> 0 -> 1/2/-1" or "Trees [0] 1/2/-1->0->-1 [1] ...".
 
     Before NCCL 2.8 each node is also printed in the reverse direction; before 2.5 the parent comes
     first. The side with slashes has the children.
     """
     match = _TREE.match(text)
-    found = [match.groups()] if match else _TREES.findall(text)
+    matches = [match.groups()] if match else _TREES.findall(text)
     return tuple(
-        _node(int(channel), one, int(rank), other)
-        for channel, one, rank, other in found
+        _build_node(int(channel), one, int(rank), other)
+        for channel, one, rank, other in matches
         if ("/" in one) != ("/" in other)
     )
 
 
-def _node(channel: int, one: str, rank: int, other: str) -> TreeNode:
-    up, down = (other, one) if "/" in one else (one, other)
+def _build_node(channel: int, left: str, rank: int, right: str) -> TreeNode:
+    up, down = (right, left) if "/" in left else (left, right)
     children = tuple(int(child) for child in down.split("/") if child.isdecimal())
     return TreeNode(-1, channel, int(up), rank, children)
 
@@ -428,7 +435,7 @@ _LINK = re.compile(
 _NET = re.compile(r"(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
-def link_in(text: str) -> TopologyLink | None:
+def parse_link(text: str) -> TopologyLink | None:
     """Parses "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
     match = _LINK.match(text)
     if match is None:
@@ -449,16 +456,16 @@ def link_in(text: str) -> TopologyLink | None:
 _POINTER = re.compile(r" comm (0x[0-9a-f]+)(?: .*)?$")
 
 
-def graphs_in(text: str) -> Graphs | None:
+def parse_graphs(text: str) -> Graphs | None:
     """Parses a message that begins with Channel, CollNet, Ring or Tree; RCCL adds a pointer."""
     match = _POINTER.search(text)
     text, pointer = (text, "") if match is None else (text[: match.start()], match[1])
     if text.startswith("Tree"):
-        found: tuple[Graph | None, ...] = tree_nodes_in(text)
+        parsed: tuple[Graph | None, ...] = parse_tree_nodes(text)
     else:
-        found = (link_in(text) or ring_in(text) or neighbors_in(text),)
-    whole = tuple(graph for graph in found if graph is not None)
-    return Graphs(pointer, whole) if whole else None
+        parsed = (parse_link(text) or parse_ring(text) or parse_neighbors(text),)
+    graphs = tuple(graph for graph in parsed if graph is not None)
+    return Graphs(pointer, graphs) if graphs else None
 
 
 _PATTERN = re.compile(
@@ -471,11 +478,11 @@ _SYSTEM = re.compile(
 )
 
 
-def _gigabytes(text: str | None) -> int:
-    return -1 if text is None else _scaled(text, 1e9)
+def _parse_gigabytes(text: str | None) -> int:
+    return -1 if text is None else _scale(text, 1e9)
 
 
-def _scaled(text: str, factor: float) -> int:
+def _scale(text: str, factor: float) -> int:
     try:
         return round(float(text) * factor)
     except (ValueError, OverflowError):

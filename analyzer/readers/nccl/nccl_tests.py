@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.ops import dtype_named, element_bytes, op_named
-from stepsplit.analyzer.readers.compression import head_of, unpacked
+from stepsplit.analyzer.ops import compute_element_bytes, normalize_dtype, parse_op
+from stepsplit.analyzer.readers.compression import open_unpacked, read_head
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Note
 
@@ -113,7 +113,7 @@ _PROGRAMS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
 
 _BYTES = {"uint32": 4, "uint64": 8, "f8e4m3": 1, "f8e5m2": 1}
 
-_MOST_BYTES = 4096
+_MAX_LINE_BYTES = 4096
 """A longer line is not a table row."""
 
 
@@ -121,37 +121,37 @@ def is_sweep(head: bytes) -> bool:
     """Whether these first bytes of a file contain a heading or a row of nccl-tests."""
     if is_report(head):
         return True
-    lines = [line for line in head.split(b"\n") if len(line) < _MOST_BYTES]
+    lines = [line for line in head.split(b"\n") if len(line) < _MAX_LINE_BYTES]
     return any(kind.search(line) for line in lines for kind in (_RUN, _HEADING, _ROW))
 
 
 def read_sweeps(source: Source) -> Sweeps:
     """Reads the tables. Raises DataError if the file cannot be opened or a report is truncated."""
-    if is_report(head_of(source)):
-        return _of_report(source)
-    reading = _Reading(source.where)
-    with unpacked(source) as content:
-        for line in content.lines():
-            if len(line) < _MOST_BYTES:
+    if is_report(read_head(source)):
+        return _read_report(source)
+    reading = _SweepReader(source.where)
+    with open_unpacked(source) as content:
+        for line in content.read_lines():
+            if len(line) < _MAX_LINE_BYTES:
                 reading.take(line)
-    return reading.sweeps(content.torn)
+    return reading.build_sweeps(content.torn)
 
 
-def _of_report(source: Source) -> Sweeps:
-    with unpacked(source) as content:
-        sweep = sweep_in(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
+def _read_report(source: Source) -> Sweeps:
+    with open_unpacked(source) as content:
+        sweep = decode_report(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
     return Sweeps(source.where, (sweep,) if sweep.rows else (), ())
 
 
 @dataclass(slots=True)
-class _Reading:
+class _SweepReader:
     """The tables so far, and the heading of the current table."""
 
     source: str
     done: list[Sweep] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     torn: int = 0
-    heard: str = ""
+    next_program: str = ""
     program: str = ""
     devices: dict[int, str] = field(default_factory=dict)
     rows: list[re.Match[bytes]] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Reading:
         """Adds a line."""
         if row := _ROW.search(line):
             if not self.rows:
-                self.program, self.heard = self.heard, ""
+                self.program, self.next_program = self.next_program, ""
             self.rows.append(row)
         elif average := _AVERAGE.search(line):
             self._close(round(float(average[1]) * 1e9))
@@ -180,7 +180,7 @@ class _Reading:
             self.devices = {}
         elif program := _PROGRAM.search(line):
             name = program[1].decode()
-            self.heard = _PROGRAMS.get(name, op_named(name))
+            self.next_program = _PROGRAMS.get(name, parse_op(name))
         else:
             self.torn += _BEGUN.search(line) is not None
 
@@ -188,17 +188,17 @@ class _Reading:
         """Ends the current table if it has rows."""
         if not self.rows:
             return
-        unit_ns = self.unit_ns or _likely_unit_ns(self.rows)
-        rows = tuple(_printed_row(match, unit_ns, self.counts_wrong) for match in self.rows)
+        unit_ns = self.unit_ns or _infer_unit_ns(self.rows)
+        rows = tuple(_build_printed_row(match, unit_ns, self.counts_wrong) for match in self.rows)
         nranks = max(self.devices) + 1 if self.devices else -1
-        op = self._op(rows, nranks)
+        op = self._infer_op(rows, nranks)
         devices = tuple(self.devices.get(rank, "") for rank in range(nranks))
         self.done.append(Sweep(self.source, op, nranks, devices, rows, avg_busbw_bytes_per_s))
         self.rows, self.devices, self.program = [], {}, ""
 
-    def _op(self, rows: Sequence[SweepRow], nranks: int) -> str:
+    def _infer_op(self, rows: Sequence[SweepRow], nranks: int) -> str:
         has_root = any(match[5] for match in self.rows)
-        possible = _possible_ops(rows, nranks, has_root)
+        possible = _list_possible_ops(rows, nranks, has_root)
         if self.program in possible:
             return self.program
         table = f"table {len(self.done) + 1}"
@@ -209,7 +209,7 @@ class _Reading:
         self.notes.append(Note("nccl_tests_op", note))
         return possible[0] if len(possible) == 1 else ""
 
-    def sweeps(self, torn_end: str) -> Sweeps:
+    def build_sweeps(self, torn_end: str) -> Sweeps:
         """All tables; the last one may be incomplete."""
         self._close(-1)
         if self.torn:
@@ -219,22 +219,22 @@ class _Reading:
         return Sweeps(self.source, tuple(self.done), tuple(self.notes))
 
 
-def _printed_row(match: re.Match[bytes], unit_ns: int, counts_wrong: bool) -> SweepRow:
+def _build_printed_row(match: re.Match[bytes], unit_ns: int, counts_wrong: bool) -> SweepRow:
     return SweepRow(
         message_bytes=int(match[1]),
         count=int(match[2]),
-        dtype=dtype_named(match[3].decode()),
+        dtype=normalize_dtype(match[3].decode()),
         redop=(match[4] or b"").decode(),
         root=int(match[5] or -1),
-        out_of_place=_printed_timing(match.groups()[5:9], unit_ns, counts_wrong),
-        in_place=_printed_timing(match.groups()[9:13], unit_ns, counts_wrong),
+        out_of_place=_build_printed_timing(match.groups()[5:9], unit_ns, counts_wrong),
+        in_place=_build_printed_timing(match.groups()[9:13], unit_ns, counts_wrong),
     )
 
 
-def _printed_timing(
+def _build_printed_timing(
     cells: tuple[bytes | None, ...], unit_ns: int, counts_wrong: bool
 ) -> Timing | None:
-    time, algbw, busbw, wrong = (_value(cell) for cell in cells)
+    time, algbw, busbw, wrong = (_parse_value(cell) for cell in cells)
     if time < 0:
         return None
     is_deviation = not counts_wrong or b"e" in (cells[3] or b"")[:2]
@@ -246,21 +246,21 @@ def _printed_timing(
     )
 
 
-def _value(cell: bytes | None) -> float:
+def _parse_value(cell: bytes | None) -> float:
     """The number; -1 if there is none."""
     return float(cell) if cell and cell[:1].isdigit() else -1.0
 
 
-def _likely_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
+def _infer_unit_ns(rows: Sequence[re.Match[bytes]]) -> int:
     """The unit of the time column, inferred from the bandwidths."""
     for match in reversed(rows):
-        time, algbw = _value(match[6]), _value(match[7])
+        time, algbw = _parse_value(match[6]), _parse_value(match[7])
         if time > 0 and algbw >= 0.1:
             return 10**6 if int(match[1]) / algbw > 30 * time * 10**3 else 10**3
     return 10**3
 
 
-def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tuple[str, ...]:
+def _list_possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tuple[str, ...]:
     """The ops that print such rows, by the columns in use and the size of count.
 
     If count is the full message, the op does not gather or scatter. Only all_gather has printed
@@ -268,25 +268,25 @@ def _possible_ops(rows: Sequence[SweepRow], nranks: int, has_root: bool) -> tupl
     prints a redop too, which it does not use.
     """
     row = max(rows, key=lambda row: row.message_bytes)
-    each = row.count * _BYTES.get(row.dtype, element_bytes(row.dtype))
-    half = row.out_of_place
-    equal = half is not None and half.algbw_bytes_per_s == half.busbw_bytes_per_s > 0
+    rank_bytes = row.count * _BYTES.get(row.dtype, compute_element_bytes(row.dtype))
+    timing = row.out_of_place
+    equal = timing is not None and timing.algbw_bytes_per_s == timing.busbw_bytes_per_s > 0
     reduces, rooted = row.redop not in ("", "none"), row.root >= 0
-    sums = _sums(nranks) if equal and has_root else ("all_reduce",)
-    whole = ("reduce",) if reduces and rooted else sums if reduces else (
+    sums = _list_sum_ops(nranks) if equal and has_root else ("all_reduce",)
+    full_message_ops = ("reduce",) if reduces and rooted else sums if reduces else (
         ("broadcast",) if rooted else ("send_recv",)
     )  # fmt: skip
-    parts = () if reduces and rooted else ("reduce_scatter",) if reduces else (
+    shard_ops = () if reduces and rooted else ("reduce_scatter",) if reduces else (
         ("scatter", "gather") if rooted else ("all_gather", "all_to_all")
     )  # fmt: skip
-    if each <= 0 or nranks == 1:
-        return whole + parts
-    if each == row.message_bytes:
-        return whole
-    return ("all_gather",) if equal and not reduces and not rooted else parts
+    if rank_bytes <= 0 or nranks == 1:
+        return full_message_ops + shard_ops
+    if rank_bytes == row.message_bytes:
+        return full_message_ops
+    return ("all_gather",) if equal and not reduces and not rooted else shard_ops
 
 
-def _sums(nranks: int) -> tuple[str, ...]:
+def _list_sum_ops(nranks: int) -> tuple[str, ...]:
     """Ops that print a redop and equal bandwidths; all_reduce does so only with two ranks."""
     return ("send_recv",) if nranks > 2 else ("all_reduce", "send_recv")
 
@@ -338,7 +338,7 @@ _DECODER = msgspec.json.Decoder(_Report)
 
 _OPS = {"SendRecv": "send_recv", "HyperCube": "all_gather"}
 
-MOST_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
 
 
 def is_report(head: bytes) -> bool:
@@ -346,7 +346,7 @@ def is_report(head: bytes) -> bool:
     return _REPORT_BEGIN.match(head) is not None
 
 
-def sweep_in(source: str, body: bytes) -> Sweep:
+def decode_report(source: str, body: bytes) -> Sweep:
     """Decodes a report. Raises DataError if the report is truncated."""
     try:
         report = _DECODER.decode(body)
@@ -354,51 +354,53 @@ def sweep_in(source: str, body: bytes) -> Sweep:
         problem = f"incomplete nccl-tests report ({error})"
         raise DataError(source, problem, "run the test again") from None
     devices = {device.rank: device.device_info for device in report.config.devices}
-    nranks = max((rank for rank in devices if rank < MOST_RANKS), default=-1) + 1 or -1
+    nranks = max((rank for rank in devices if rank < MAX_RANKS), default=-1) + 1 or -1
     return Sweep(
         source=source,
-        op=_op(report.results[0].experiment_name) if report.results else "",
+        op=_decode_op(report.results[0].experiment_name) if report.results else "",
         nranks=nranks,
         devices=tuple(devices.get(rank, "") for rank in range(nranks)),
-        rows=tuple(_reported_row(row) for row in report.results),
-        avg_busbw_bytes_per_s=_bytes_per_s(report.average_bus_bandwidth.bandwidth),
+        rows=tuple(_build_reported_row(row) for row in report.results),
+        avg_busbw_bytes_per_s=_convert_bandwidth(report.average_bus_bandwidth.bandwidth),
     )
 
 
-def _op(name: str) -> str:
-    op = _OPS.get(name, op_named(name))
+def _decode_op(name: str) -> str:
+    op = _OPS.get(name, parse_op(name))
     return op if op in OP_CODE and op != "unknown" else ""
 
 
-def _reported_row(row: _Row) -> SweepRow:
+def _build_reported_row(row: _Row) -> SweepRow:
     root = row.root.strip()
     return SweepRow(
         message_bytes=row.size,
         count=row.count,
-        dtype=dtype_named(row.type),
+        dtype=normalize_dtype(row.type),
         redop=row.redop,
         root=int(root) if root.isdecimal() and len(root) < 10 else -1,
-        out_of_place=_reported_timing(row.out_of_place),
-        in_place=_reported_timing(row.in_place),
+        out_of_place=_build_reported_timing(row.out_of_place),
+        in_place=_build_reported_timing(row.in_place),
     )
 
 
-def _reported_timing(half: _Half | None) -> Timing | None:
-    time_ns = -1 if half is None else _scaled(max(half.time, half.cpu_time, key=_known), 1e3)
+def _build_reported_timing(half: _Half | None) -> Timing | None:
+    time_ns = (
+        -1 if half is None else _scale(max(half.time, half.cpu_time, key=_finite_or_minus_one), 1e3)
+    )
     if half is None or time_ns < 0:
         return None
     wrong = -1 if half.nwrong is None else round(half.nwrong)
-    return Timing(time_ns, _bytes_per_s(half.alg_bw), _bytes_per_s(half.bus_bw), wrong)
+    return Timing(time_ns, _convert_bandwidth(half.alg_bw), _convert_bandwidth(half.bus_bw), wrong)
 
 
-def _bytes_per_s(gigabytes: float | str) -> int:
-    return _scaled(gigabytes, 1e9)
+def _convert_bandwidth(gigabytes: float | str) -> int:
+    return _scale(gigabytes, 1e9)
 
 
-def _scaled(value: float | str, factor: float) -> int:
-    return round(_known(value) * factor) if _known(value) >= 0 else -1
+def _scale(value: float | str, factor: float) -> int:
+    return round(_finite_or_minus_one(value) * factor) if _finite_or_minus_one(value) >= 0 else -1
 
 
-def _known(value: float | str) -> float:
+def _finite_or_minus_one(value: float | str) -> float:
     """The number; -1 for a text in place of a number."""
     return value if isinstance(value, float) and math.isfinite(value) else -1.0

@@ -175,7 +175,7 @@ class AlgorithmChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class NcclWarning:
     """An NCCL WARN of one process and its number of occurrences."""
 
     text: str
@@ -207,7 +207,7 @@ class NcclLog:
     calls: tuple[RankCalls, ...]
     costs: tuple[CostTable, ...]
     choices: tuple[AlgorithmChoice, ...]
-    warnings: tuple[Warned, ...]
+    warnings: tuple[NcclWarning, ...]
     lines: int
     nccl_lines: int
     torn: int
@@ -233,7 +233,7 @@ _COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
 _REPEATED = re.compile(rb" *\[repeated \d+x across cluster\].*")
 """Ray's suffix on a line that it shows once for several processes."""
 
-_MOST_HEADS = 20_000
+_MAX_PREFIXES = 20_000
 
 _MOST_PREFIX, _MOST_BYTES = 400, 8192  # NCCL writes at most 1,024 bytes at once
 
@@ -257,39 +257,39 @@ class LogMessage(NamedTuple):
 
 
 @dataclass(slots=True)
-class Splitter:
+class MessageSplitter:
     """Splits lines into messages; it keeps known hosts to separate interleaved lines."""
 
-    _clean: dict[bytes, Speaker] = field(default_factory=dict)
+    _speaker_of_prefix: dict[bytes, Speaker] = field(default_factory=dict)
     _hosts: dict[int, set[str]] = field(default_factory=dict)
 
-    def messages(self, line: bytes) -> list[LogMessage]:
+    def split_line(self, line: bytes) -> list[LogMessage]:
         """The messages of a line in order; several if the writers were interleaved."""
-        line = _bare(line)
+        line = _strip_wrapping(line)
         marks = list(_MARK.finditer(line))
         if len(marks) != 1:
-            return self._glued(line, marks) if marks else []
+            return self._split_interleaved(line, marks) if marks else []
         mark = marks[0]
         prefix, text = line[: mark.start()], line[mark.end() :][:_MOST_BYTES].rstrip()
-        speaker, stamp_ns = self._clean.get(prefix), -1
+        speaker, stamp_ns = self._speaker_of_prefix.get(prefix), -1
         if speaker is None:
-            speaker, stamp_ns = self._stamped(prefix[-_MOST_PREFIX:])
+            speaker, stamp_ns = self._parse_stamped(prefix[-_MOST_PREFIX:])
         return [LogMessage(speaker, stamp_ns, mark[1], text)]
 
-    def _stamped(self, prefix: bytes) -> tuple[Speaker, int]:
+    def _parse_stamped(self, prefix: bytes) -> tuple[Speaker, int]:
         """The speaker and time of a line's prefix; the part after the time is cached."""
         stamp = _STAMP.search(prefix)
         rest = prefix if stamp is None else prefix[stamp.end() :]
-        speaker, stamp_ns = self._clean.get(rest), -1
+        speaker, stamp_ns = self._speaker_of_prefix.get(rest), -1
         if speaker is None:
-            speaker, stamp_ns, _ = self._head(rest)
-            if stamp_ns < 0 and len(self._clean) < _MOST_HEADS:
-                self._clean[rest] = speaker
-        return speaker, _unix_ns(stamp) if stamp and stamp_ns < 0 else stamp_ns
+            speaker, stamp_ns, _ = self._parse_head(rest)
+            if stamp_ns < 0 and len(self._speaker_of_prefix) < _MAX_PREFIXES:
+                self._speaker_of_prefix[rest] = speaker
+        return speaker, _parse_unix_ns(stamp) if stamp and stamp_ns < 0 else stamp_ns
 
-    def _glued(self, line: bytes, marks: list[re.Match[bytes]]) -> list[LogMessage]:
+    def _split_interleaved(self, line: bytes, marks: list[re.Match[bytes]]) -> list[LogMessage]:
         starts = [0, *(mark.end() for mark in marks)]
-        heads = [self._head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
+        heads = [self._parse_head(line[a : m.start()]) for a, m in zip(starts, marks, strict=False)]
         ends = [m.start() - head[2] for m, head in zip(marks[1:], heads[1:], strict=True)]
         return [
             LogMessage(speaker, stamp_ns, mark[1], line[mark.end() : end][:_MOST_BYTES].rstrip())
@@ -298,29 +298,29 @@ class Splitter:
             )
         ]
 
-    def _head(self, prefix: bytes) -> tuple[Speaker, int, int]:
+    def _parse_head(self, prefix: bytes) -> tuple[Speaker, int, int]:
         """The speaker, the time, and the length of both at the end of the prefix."""
         prefix = prefix[-_MOST_PREFIX:]
         match = _SPEAKER.search(prefix)
         assert match is not None  # the empty end matches
-        speaker = self._speaker(match)
+        speaker = self._parse_speaker(match)
         start = match.start() + len(match[1] or b"") - len(speaker.host.encode())
         stamp_ns = int(match[5]) * 1000 if match[5] else -1
         for stamp in _STAMP.finditer(prefix[:start]):
-            stamp_ns = _unix_ns(stamp)
+            stamp_ns = _parse_unix_ns(stamp)
             if stamp.end() == start:
                 start = stamp.start()
         return speaker, stamp_ns, len(prefix) - start
 
-    def _speaker(self, match: re.Match[bytes]) -> Speaker:
+    def _parse_speaker(self, match: re.Match[bytes]) -> Speaker:
         dev = int(match[4]) if match[4] else -1
         if match[1] is None:
             return Speaker("", -1, -1, dev)
         host, pid = match[1].decode(errors="replace"), int(match[2])
         hosts = self._hosts.setdefault(pid, set())
         if host not in hosts:
-            whole = [known for known in hosts if host.endswith(known)]
-            host = max(whole, key=len, default=host)
+            known_hosts = [known for known in hosts if host.endswith(known)]
+            host = max(known_hosts, key=len, default=host)
             hosts.add(host)
         return Speaker(host, pid, int(match[3]), dev)
 
@@ -332,7 +332,7 @@ class _Wrapped(msgspec.Struct):
     time: str = ""
 
 
-def _bare(line: bytes) -> bytes:
+def _strip_wrapping(line: bytes) -> bytes:
     """The line without colors and without the wrapping of Docker or Ray; the time comes first."""
     if line.startswith(b'{"log":'):
         with suppress(msgspec.DecodeError, ValueError, RecursionError):
@@ -343,17 +343,17 @@ def _bare(line: bytes) -> bytes:
     return _REPEATED.sub(b"", line) if b"x across cluster]" in line else line
 
 
-def _unix_ns(stamp: re.Match[bytes]) -> int:
-    seconds = _unix_s(stamp[1], stamp[2])
+def _parse_unix_ns(stamp: re.Match[bytes]) -> int:
+    seconds = _parse_unix_s(stamp[1], stamp[2])
     if seconds < 0:
         return -1
-    ahead_s = (int(stamp[5]) * 60 + int(stamp[6])) * 60 if stamp[4] else 0
-    seconds -= -ahead_s if stamp[4] == b"-" else ahead_s
+    zone_offset_s = (int(stamp[5]) * 60 + int(stamp[6])) * 60 if stamp[4] else 0
+    seconds -= -zone_offset_s if stamp[4] == b"-" else zone_offset_s
     return seconds * 10**9 + int((stamp[3] or b"0").ljust(9, b"0"))
 
 
 @lru_cache(maxsize=16)
-def _unix_s(date: bytes, time: bytes) -> int:
+def _parse_unix_s(date: bytes, time: bytes) -> int:
     try:
         return int(datetime.fromisoformat(f"{date.decode()}T{time.decode()}+00:00").timestamp())
     except ValueError:
@@ -363,7 +363,7 @@ def _unix_s(date: bytes, time: bytes) -> int:
 _VERSION = re.compile(rb"([RN])CCL version(?: :)? (\d+\.[^\s,;]*?)(?=[RN]CCL|[\s,;]|$)")
 
 
-def versions_in(line: bytes) -> tuple[str, ...]:
+def find_versions(line: bytes) -> tuple[str, ...]:
     """The versions in the line as written; those of RCCL are prefixed with "RCCL "."""
     return tuple(
         ("RCCL " if kind == b"R" else "") + version.decode(errors="replace")

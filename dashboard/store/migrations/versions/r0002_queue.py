@@ -16,8 +16,8 @@ def upgrade() -> None:
     """Adds the tables, and queues unfinished analyses."""
     op.add_column("runs", sa.Column("bubble_fraction", sa.Float))
     op.add_column("runs", sa.Column("mfu", sa.Float))
-    _of_runs()
-    _of_uploads()
+    _create_run_tables()
+    _create_upload_tables()
     op.create_table(
         "tokens",
         sa.Column("id", sa.String(32), primary_key=True),
@@ -28,19 +28,19 @@ def upgrade() -> None:
         sa.Column("revoked", sa.Boolean, nullable=False, server_default=sa.false()),
     )
     op.create_table("deleted", sa.Column("run_id", sa.String(32), primary_key=True))
-    _queue_what_was_left()
+    _queue_unfinished()
 
 
-def _of_runs() -> None:
+def _create_run_tables() -> None:
     op.create_table(
         "tags",
-        _run_id(primary_key=True),
+        _build_run_column(primary_key=True),
         sa.Column("key", sa.String(64), primary_key=True),
         sa.Column("value", sa.String(200), nullable=False),
     )
     op.create_table(
         "ranks",
-        _run_id(primary_key=True),
+        _build_run_column(primary_key=True),
         sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
         sa.Column("host", sa.String(200)),
         sa.Column("step_ns", sa.BigInteger, nullable=False),
@@ -48,16 +48,16 @@ def _of_runs() -> None:
     )
     op.create_table(
         "metrics",
-        _run_id(primary_key=True),
+        _build_run_column(primary_key=True),
         sa.Column("name", sa.String(64), primary_key=True, index=True),
         sa.Column("value", sa.Float, nullable=False),
     )
 
 
-def _of_uploads() -> None:
+def _create_upload_tables() -> None:
     op.create_table(
         "files",
-        _run_id(primary_key=True),
+        _build_run_column(primary_key=True),
         sa.Column("path", sa.Text, primary_key=True),
         sa.Column("received_bytes", sa.BigInteger, nullable=False),
         sa.Column("complete", sa.Boolean, nullable=False),
@@ -65,7 +65,7 @@ def _of_uploads() -> None:
     op.create_table(
         "jobs",
         sa.Column("id", sa.Integer, primary_key=True),
-        _run_id(unique=True),
+        _build_run_column(unique=True),
         sa.Column("state", sa.String(16), nullable=False, index=True),
         sa.Column("queued_unix_ns", sa.BigInteger, nullable=False),
         sa.Column("attempts", sa.Integer, nullable=False),
@@ -77,12 +77,12 @@ def _of_uploads() -> None:
     )
 
 
-def _run_id(**kind: bool) -> sa.Column[str]:
+def _build_run_column(**kind: bool) -> sa.Column[str]:
     run = sa.ForeignKey("runs.id", ondelete="CASCADE")
     return sa.Column("run_id", sa.String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
 
 
-def _queue_what_was_left() -> None:
+def _queue_unfinished() -> None:
     """Queues unfinished analyses again; fails unfinished uploads, whose progress is unknown."""
     op.execute("UPDATE runs SET state = 'queued' WHERE state = 'running'")
     op.execute(

@@ -70,9 +70,10 @@ def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = B
         UsageError: With job: the model needs a key that neither the file nor the recording gives.
 
     Example:
-        report = analyze("runs/exp1")
-        for row in report.steps:
-            print(row.rank, row.step, row.step_ns, row.split.exposed_comm_ns)
+        >>> report = analyze("sample_traces/pp2_m2")
+        >>> row = report.steps[0]
+        >>> row.rank, row.step, row.step_ns, row.split.exposed_comm_ns
+        (0, 22, 125605700, 880903)
     """
     return examine(places, rules=rules, job=job).report
 
@@ -103,9 +104,9 @@ def examine(
         UsageError: With job: the model needs a key that neither the file nor the recording gives.
 
     Example:
-        analysis = examine(["runs/exp1"], workers=4)
-        print(analysis.report.findings)
-        print(len(analysis.tables.segments.start_ns))
+        >>> analysis = examine(["sample_traces/pp2_m2"], workers=4)
+        >>> analysis.report.run.ranks, len(analysis.tables.segments.start_ns)
+        ((0, 1), 4438)
     """
     compare = _make_comparison(job)
     return _build_analysis(read_recording(places, workers, progress, rules), compare)
@@ -189,9 +190,10 @@ def compare_runs(
         UsageError: A run has no full step to compare, or rules were given with a report.
 
     Example:
-        comparison = compare_runs("runs/before", "runs/after")
-        for row in comparison.buckets:
-            print(row.bucket, row.difference_ns)
+        >>> comparison = compare_runs("sample_traces/pp2_m2", "sample_traces/pp2_m8")
+        >>> difference_ns = comparison.candidate.mean.step_ns - comparison.baseline.mean.step_ns
+        >>> sum(row.difference_ns for row in comparison.buckets) == difference_ns
+        True
     """
     from stepsplit.analyzer.regression.compare import compare_reports
 
@@ -261,9 +263,10 @@ def check_runs(
         UsageError: A budget is invalid, or the setups of the runs differ.
 
     Example:
-        result = check_runs(["runs/1", "runs/2", "runs/3"], ["ci/baseline.json"])
-        for row in result.gated:
-            print(result.answer, row.metric, row.harm)
+        >>> runs = ["sample_traces/dp4"]
+        >>> result = check_runs(candidate=runs, baseline=runs, budgets=["calls:exact"])
+        >>> result.answer, [row.metric for row in result.gated]
+        ('pass', ['calls'])
     """
     from stepsplit.analyzer.regression.checks import parse_budgets
     from stepsplit.analyzer.regression.judge import check_candidate
@@ -304,8 +307,8 @@ def read_run_metrics(
         UsageError: Rules were given with a report, or the model needs a key that is missing.
 
     Example:
-        for metrics in facts_at("ci/baseline.json"):
-            print(metrics)
+        >>> for metrics in facts_at("ci/baseline.json"):
+        ...     print(metrics)
     """
     from stepsplit.analyzer.regression.metrics import extract_metrics, is_baseline, read_baseline
 

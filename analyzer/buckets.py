@@ -33,8 +33,9 @@ class Split:
         fused_ns: Memo: kernels that compute and communicate at once; part of compute_ns.
 
     Example:
-        split = Split(compute_ns=80, collective_ns=15, idle_ns=5)
-        assert split.step_ns == 100 and split.exposed_comm_ns == 15
+        >>> split = Split(compute_ns=80, collective_ns=15, idle_ns=5)
+        >>> split.step_ns, split.exposed_comm_ns
+        (100, 15)
     """
 
     compute_ns: int = 0

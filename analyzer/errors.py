@@ -19,10 +19,12 @@ class StepsplitError(Exception):
     """Base class of all errors; the message is one line: what, in which file or rank, the fix.
 
     Example:
-        try:
-            analyze("runs/exp1")
-        except StepsplitError as error:
-            print(error)
+        >>> from stepsplit.analyzer import analyze
+        >>> try:
+        ...     report = analyze("no/such/folder")
+        ... except StepsplitError as error:
+        ...     print(error)
+        no/such/folder: no such file or folder; check the path
     """
 
 

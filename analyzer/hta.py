@@ -64,9 +64,8 @@ def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
         UsageError: HTA is not installed.
 
     Example:
-        from stepsplit.analyzer.hta import open_in_hta
-
-        print(open_in_hta("runs/exp1").get_temporal_breakdown(visualize=False))
+        >>> analysis = open_in_hta("runs/exp1")  # doctest: +SKIP
+        >>> analysis.get_temporal_breakdown(visualize=False)  # doctest: +SKIP
     """
     return convert_to_hta(read_recording(places, rules=rules).traces)
 

@@ -128,10 +128,6 @@ class Events:
         correlation: Joins a launch on the host with the event it launched; -1 for none.
         names: The distinct names.
         lanes: The threads and streams.
-
-    Example:
-        kernels = trace.events.of(Category.KERNEL)
-        print(trace.events.dur_ns[kernels].sum())
     """
 
     start_ns: Int64

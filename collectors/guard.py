@@ -26,7 +26,7 @@ def warn_on_failure(rank: int, lost: str) -> Iterator[None]:
     """Turns an exception in the block into a warning; `lost` names the data that is missing."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
+    except Exception as error:  # noqa: BLE001 - no user code runs in here
         reason = (str(error) or type(error).__name__).splitlines()[0]
         warn_lost(rank, f"{lost}: {reason}")
 

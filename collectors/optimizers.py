@@ -71,6 +71,6 @@ def call_listener(listener: Listener, callback: Callable[[Any], None], optimizer
     """Calls one callback of the listener, and removes the listener if it raises."""
     try:
         callback(optimizer)
-    except Exception as error:  # noqa: BLE001 - nothing of the user's runs in here
+    except Exception as error:  # noqa: BLE001 - no user code runs in here
         remove_listener(listener)
         warn_lost(0, f"the data of an optimizer hook: {error!r}")

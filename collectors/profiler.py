@@ -269,39 +269,30 @@ def profile_run(
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
 
-    Call it on every rank after init_process_group, and run.step() at the end of each training
-    step. Each rank records itself without issuing a collective. A failure of the recorder is
-    reported as a warning and never stops the training. Files of an earlier recording of the same
-    rank in `out` are removed. torch allows one profiler per process: the recording ends early if
-    another torch.profiler is started. The steps before and after the recorded ones are timed, so
-    that the report can show the profiler's overhead. At the end rank 0 waits up to 10 s for ranks
-    missing in run.json, and every rank up to 60 s for its files to be compressed.
+    Call it on every rank after init_process_group. It issues no collective, and a failure is only a
+    warning. Older files of the rank in `out` are removed. It ends early if another torch.profiler
+    starts. At its end rank 0 waits up to 10 s for other ranks, and each up to 60 s for its files.
 
     Args:
         out: Folder of the recording, shared by all ranks or local to each host.
         name: Name of the run. Default: the name of the folder.
-        mesh: Parallel layout: a Mesh, {axis: size} with the outermost axis first (axes pp,
-            dp_replicate, dp_shard, cp, tp; dp and fsdp are short for dp_replicate and dp_shard), or
-            the DeviceMesh of all ranks. Default: None, unknown.
+        mesh: Parallel layout: a Mesh, {axis: size} outermost first, or a DeviceMesh of all ranks.
         model: Shape of the model. Default: None, unknown.
         training: Batch sizes, dtype and framework. Default: None, unknown.
         wait: Steps to skip before the warmup. Default: 1.
         warmup: Steps in which the profiler runs without recording. Default: 1.
         active: Steps to record. Default: 5.
-        ranks: Ranks to record: "all" (default), "auto" (up to 8 ranks all; beyond that one pipeline
-            in full, and of the other ranks communication and the times of compute) or a list such
-            as "0-7,16".
+        ranks: "all" (default), a list such as "0-7,16", or "auto": up to 8 ranks all, beyond that
+            one pipeline in full, and communication and compute times of the other ranks.
         record_shapes: Whether to record the input shapes of ops. Default: False.
-        profile_memory: Whether to measure activation memory and, on CUDA, to write a memory
-            snapshot. Default: False.
+        profile_memory: Whether to measure activations, with a CUDA snapshot. Default: False.
         with_stack: Whether to record Python stacks; large and slow. Default: False.
 
     Returns:
         A ProfiledRun to use as a context manager, or with start() and stop().
 
     Raises:
-        ValueError: If `active` is below 1, `warmup` or `wait` + `warmup` is negative, or `ranks` is
-            not a valid list of ranks.
+        ValueError: If `active` < 1, `warmup` < 0, `wait` + `warmup` < 0, or `ranks` is invalid.
 
     Example:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:

@@ -60,8 +60,11 @@ def read_rules(place: str | Path) -> Rules:
         DataError: The file is missing, not TOML, or has an invalid rule; names the key and the fix.
 
     Example:
-        rules = read_rules("rules.toml")
-        report = analyze("runs/exp1", rules=rules)
+        >>> from pathlib import Path
+        >>> text = 'kernel = [{match = "my_sum", is = "communication", op = "all_reduce"}]'
+        >>> size = Path("rules.toml").write_text(text)
+        >>> read_rules("rules.toml").kernels[0]
+        KernelRule(match='my_sum', kind='communication', op='all_reduce')
     """
     return read_own_rules(place).combine(BUILT_IN)
 
@@ -240,8 +243,9 @@ class Rules:
         suspect: Derived from kernels, for speed.
 
     Example:
-        own = Rules((KernelRule("my_all_reduce", "communication", "all_reduce"),), ())
-        report = analyze("runs/exp1", rules=own.before(read_rules("rules.toml")))
+        >>> from stepsplit.analyzer import FamilyRule, KernelRule, analyze
+        >>> rules = Rules((KernelRule("gloo", "communication"),), (FamilyRule("mm", "gemm"),))
+        >>> report = analyze("sample_traces/pp2_m2", rules=rules)
     """
 
     kernels: tuple[KernelRule, ...]

@@ -100,8 +100,9 @@ def read_files(*places: str | Path) -> tuple[FileRead, ...]:
         DataError: A place is missing, or an archive is damaged.
 
     Example:
-        for file in read_files("runs/exp1", "slurm-1234.out"):
-            print(file.where, file.kind or file.refused, file.events)
+        >>> for file in read_files("sample_traces/pp2_m2/rank0_trace.json.gz"):
+        ...     print(file.where, file.kind or file.refused)
+        sample_traces/pp2_m2/rank0_trace.json.gz torch.profiler trace
     """
     with list_files([str(place) for place in places]) as sources:
         return tuple(found for source in sources for found in _read_source(source))

@@ -248,9 +248,7 @@ def _add_permutation_test(
     n_permutations = math.comb(len(baseline) + len(candidate), len(candidate))
     sure = difference.p <= ALPHA
     p_permutation = compute_permutation_p(baseline, candidate, n_permutations) if sure else 1.0
-    return replace(
-        difference, p_permutation=p_permutation, n_permutations=n_permutations
-    )
+    return replace(difference, p_permutation=p_permutation, n_permutations=n_permutations)
 
 
 def _compute_p(mean: float, error: float, degrees_of_freedom: float) -> float:

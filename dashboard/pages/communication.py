@@ -141,7 +141,7 @@ MOST_LATE, MOST_KINDS = 8, 16
 _HEADS = (
     "rank",
     "axis",
-    "verdict",
+    "status",
     "calls",
     "arrived last",
     "expected",

@@ -202,7 +202,7 @@ def _read_step_ns(run: RunRow) -> float | None:
 COLUMNS = {
     "name": Column("run", lambda run: run.name.lower()),
     "added": Column("added", lambda run: run.created_unix_ns),
-    "verdict": Column("verdict", lambda run: run.verdict.answer if run.verdict else None),
+    "verdict": Column("check", lambda run: run.verdict.answer if run.verdict else None),
     "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
     "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
     "step": Column("step", _read_step_ns),

@@ -86,13 +86,13 @@ def until_stopped(training: Training) -> None:
     """Steps until there is a file; then whether torch is as it was. Rank 1 writes slowly."""
     _slow_down_export(training)
     before = _torch_now()
-    while not _told(training):
+    while not _is_stopped(training):
         training.step()
         time.sleep(0.03)
     sys.stdout.write(f"rank {training.rank} torch is as it was: {before == _torch_now()}\n")
 
 
-def _told(training: Training) -> bool:
+def _is_stopped(training: Training) -> bool:
     there = torch.tensor([float(Path(os.environ["STOP"]).exists() and training.rank == 0)])
     distributed.all_reduce(there)
     return bool(there.item())

@@ -200,7 +200,7 @@ def test_two_runs_are_chosen_and_compared(server: str, browser, tmp_path: Path) 
     page.locator("#compare-link.on").click()
 
     page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")
-    page.get_by_text("within the noise").wait_for()
+    page.get_by_text("within step-to-step noise").wait_for()
 
 
 def test_the_list_is_searched_and_sorted(server: str, browser, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

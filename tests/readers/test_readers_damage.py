@@ -194,10 +194,10 @@ def test_ranges_of_a_sample_add_up_to_the_trace(
         ranges = split_ranges(file, opening.array_at, most)
         assert 2 <= len(ranges) <= most
         found = join_parts(opening, [read_range(file, one) for one in ranges])
-        assert _told(found) == _told(whole)
+        assert _content(found) == _content(whole)
 
 
-def _told(file: KinetoFile) -> tuple[object, ...]:
+def _content(file: KinetoFile) -> tuple[object, ...]:
     events = file.rows.events
     lanes = [events.lanes[lane] for lane in events.lane.tolist()]
     columns = (events.start_ns, events.dur_ns, events.category, events.correlation)

@@ -38,15 +38,15 @@ def context(comm: str = "0xa", rank: int = 1, name: str = "", version: str = "v4
 
 
 def coll(name: str, sn: int, size: int, us: float, **more: object) -> Json:
-    told = {"coll": name, "coll_sn": sn, "coll_msg_size_bytes": size, "coll_exec_time_us": us}
+    fields = {"coll": name, "coll_sn": sn, "coll_msg_size_bytes": size, "coll_exec_time_us": us}
     timed = {"coll_timing_source": "kernel_gpu", "coll_algobw_gbs": 2.5, "coll_busbw_gbs": 3.75}
-    return {"coll_perf": told | timed | more}
+    return {"coll_perf": fields | timed | more}
 
 
 def p2p(name: str, sn: int, peer: int, size: int, us: int) -> Json:
-    told = {"p2p": name, "p2p_sn": sn, "p2p_peer": peer, "p2p_msg_size_bytes": size}
+    fields = {"p2p": name, "p2p_sn": sn, "p2p_peer": peer, "p2p_msg_size_bytes": size}
     timed = {"p2p_timing_source": "kernel_cpu", "p2p_algobw_gbs": 1.0, "p2p_busbw_gbs": 1.0}
-    return {"p2p_perf": told | {"p2p_exec_time_us": us} | timed}
+    return {"p2p_perf": fields | {"p2p_exec_time_us": us} | timed}
 
 
 def marker(colls: int, p2ps: int, dropped: int = 0, **more: str) -> Json:

@@ -39,7 +39,7 @@ class MemoryMeter:
         if self._closely and torch.cuda.is_initialized():
             _write_snapshot(folder / "memory" / f"rank{rank}_snapshot.pickle")
         return MemoryState(
-            weights_bytes=sum(held[0] for held in self._held.values()) if measured else None,
+            weights_bytes=sum(sizes[0] for sizes in self._held.values()) if measured else None,
             gradients_bytes=sum(self._gradients.values()) if measured else None,
             optimizer_bytes=sum(held[1] for held in self._held.values()) if measured else None,
             activations_bytes=compute_activations_bytes(profiler)

@@ -147,7 +147,7 @@ class ActiveRecording:
             self._recording = True
             self._begin_step(next_step)
             return
-        self._finish(whole=False)
+        self._finish(complete=False)
 
     def end_step(self, step: int) -> None:
         """Ends step `step`; after the last step of the plan it writes the files."""
@@ -162,13 +162,13 @@ class ActiveRecording:
             if continues:
                 self._begin_step(step + 1)
                 return
-        self._finish(whole=not continues)
+        self._finish(complete=not continues)
 
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits a limited time for files still being written."""
         unfinished = self._recording
         with delay_sigterm():
-            self._finish(whole=False)
+            self._finish(complete=False)
             self._write_record()
         if unfinished and not self._recorded and not failed:
             warn_lost(self.rank, "its trace: the run ended before the first recorded step")
@@ -196,16 +196,16 @@ class ActiveRecording:
     def _stop_for_other_profiler(self) -> None:
         """Ends this recording early because another profiler starts."""
         warn_lost(self.rank, "the rest of its trace: another torch.profiler was started")
-        self._finish(whole=False)
+        self._finish(complete=False)
 
-    def _finish(self, whole: bool) -> None:
+    def _finish(self, complete: bool) -> None:
         """Ends the window and writes the files; whole: all steps of the plan were recorded."""
         if not self._recording:
             return
         self._recording, window, profiler = False, self._window, None
         with warn_on_failure(self.rank, "its trace"):
             profiler = None if window is None else window.end()
-        self._recorded = profiler is not None or (whole and window is None)
+        self._recorded = profiler is not None or (complete and window is None)
         if self._recorded:
             self._files.write(profiler, self._began_unix_ns, self._detail == "thin")
         self._measure_memory(profiler)

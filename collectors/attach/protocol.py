@@ -197,11 +197,11 @@ def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[CapturedTr
     folder.mkdir(parents=True, exist_ok=True)
     with _open_daemon_socket(next(iter(ranks))) as server:
         _configure(server, set(ranks), _format_configuration(folder, plan))
-    wanted = [
+    expected = [
         CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
     ]
-    _wait_for_traces([each.trace for each in wanted], time.monotonic() + timeout_s)
-    return tuple(sorted(wanted, key=lambda each: each.rank))
+    _wait_for_traces([each.trace for each in expected], time.monotonic() + timeout_s)
+    return tuple(sorted(expected, key=lambda each: each.rank))
 
 
 def _format_configuration(folder: Path, plan: RecordPlan) -> str:

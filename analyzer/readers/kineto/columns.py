@@ -233,16 +233,16 @@ class _Builder:
         self._rows = 0
         self._counts = EntryCounts()
 
-    def add(self, found: Entries) -> None:
+    def add(self, block: Entries) -> None:
         """Adds the complete events of a block."""
-        events = [e for e in found.entries if type(e) is Complete and e.ts is not None]
+        events = [e for e in block.entries if type(e) is Complete and e.ts is not None]
         start = convert_to_ns([e.ts for e in events if e.ts is not None])
         dur = convert_to_ns([e.dur for e in events])
         out_of_range = 0
         if start is None or dur is None:
-            events, start, dur, out_of_range = _compute_exact_times(events, found)
+            events, start, dur, out_of_range = _compute_exact_times(events, block)
         self._counts += EntryCounts(
-            len(found.entries) - out_of_range, found.lost + out_of_range, int((dur < 0).sum())
+            len(block.entries) - out_of_range, block.lost + out_of_range, int((dur < 0).sum())
         )
         self._append(events, start, np.maximum(dur, 0))
 
@@ -255,9 +255,9 @@ class _Builder:
         names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
         to_note = np.array(names.noted, dtype=np.bool_)[name_id]
         placed = np.flatnonzero(_HAS_STREAM[category]).tolist()
-        found = decode_device_args([events[row].args for row in placed])
-        correlation[placed] = [args.correlation for args in found]
-        for row, args in zip(placed, found, strict=True):
+        decoded = decode_device_args([events[row].args for row in placed])
+        correlation[placed] = [args.correlation for args in decoded]
+        for row, args in zip(placed, decoded, strict=True):
             if args.stream >= 0:
                 event = events[row]
                 lane[row] = lanes[event.pid, event.tid, args.device, args.stream]

@@ -232,9 +232,9 @@ def _find_entry_start(file: io.BufferedReader, offset: int) -> int | None:
 class _Range(io.RawIOBase):
     """The bytes of a range, as a stream."""
 
-    def __init__(self, file: io.FileIO, wanted: ByteRange) -> None:
-        self._file, self._left = file, wanted.end - wanted.begin
-        file.seek(wanted.begin)
+    def __init__(self, file: io.FileIO, byte_range: ByteRange) -> None:
+        self._file, self._left = file, byte_range.end - byte_range.begin
+        file.seek(byte_range.begin)
 
     def readable(self) -> bool:
         return True

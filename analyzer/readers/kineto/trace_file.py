@@ -27,10 +27,10 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import CallsWithGroups, Category, Note
 
 
-def read_range(path: Path, wanted: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
+def read_range(path: Path, byte_range: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
     """Reads the entries that begin in the byte range of the file."""
     with path.open("rb", buffering=0) as file:
-        return read_part(_Range(file, wanted), b"", rules)
+        return read_part(_Range(file, byte_range), b"", rules)
 
 
 # A torch.profiler trace (Kineto, Chrome JSON of any age), or a range of its bytes.

@@ -107,7 +107,8 @@ def _format_scaled(number: int | float, units: list[str]) -> str:
     while value >= 999.5 and len(units_left) > 1:
         value /= 1000
         units_left.pop()
-    return f"{value:.{0 if len(units_left) == len(units) else _count_decimals(value)}f}{units_left[-1]}"
+    decimals = 0 if len(units_left) == len(units) else _count_decimals(value)
+    return f"{value:.{decimals}f}{units_left[-1]}"
 
 
 def _count_decimals(value: float) -> int:

@@ -60,21 +60,21 @@ class RunFile:
 
     def __init__(self, folder: Path, name: str, key: str, user_spec: UserSpec) -> None:
         self._folder, self._name, self._key, self._stated = folder, name, key, user_spec
-        self._told: RankDescription | None = None
+        self._description: RankDescription | None = None
         self._ranks_written = 0
 
     def publish(self) -> RankDescription:
         """Publishes this rank's description to the other ranks."""
-        self._told = describe_rank()
-        publish(self._key, self._told)
-        return self._told
+        self._description = describe_rank()
+        publish(self._key, self._description)
+        return self._description
 
     def write(self, timeout_s: float) -> None:
         """Writes run.json on rank 0, and again only if more ranks are known since."""
         rank, world_size, backend = read_job()
-        if rank != 0 or self._told is None or self._ranks_written == world_size:
+        if rank != 0 or self._description is None or self._ranks_written == world_size:
             return
-        descriptions = collect_descriptions(self._key, self._told, world_size, timeout_s)
+        descriptions = collect_descriptions(self._key, self._description, world_size, timeout_s)
         if len(descriptions) > self._ranks_written:
             write_run_json(self._folder, self._build_spec(descriptions, world_size, backend))
             self._ranks_written = len(descriptions)
@@ -115,7 +115,7 @@ class ActiveRecording:
         self.rank, self._world_size, self._backend = read_job()
         self._files = RankFiles(self._folder, self.rank)
         self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", user_spec)
-        self._told: RankDescription | None = None
+        self._description: RankDescription | None = None
         self._detail: Detail = "none"
         self._window: TraceWindow | None = None
         self._meter: MemoryMeter | None = None
@@ -136,8 +136,8 @@ class ActiveRecording:
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             warn_lost(self.rank, "accurate times: TORCH_DISTRIBUTED_DEBUG=DETAIL adds collectives")
         with warn_on_failure(self.rank, "its entry in run.json"):
-            self._told = self._run.publish()
-            self._clock = HostClock(self._plan.name, self.rank, self._told.rank.host)
+            self._description = self._run.publish()
+            self._clock = HostClock(self._plan.name, self.rank, self._description.rank.host)
         with warn_on_failure(self.rank, "its trace"):
             self._files.clear()
             ranks = list_groups()
@@ -227,9 +227,9 @@ class ActiveRecording:
             self._gpu.append(state)
 
     def _write_record(self) -> None:
-        if self._told is not None and self._recorded:
+        if self._description is not None and self._recorded:
             with warn_on_failure(self.rank, "its record"):
-                write_record(self._folder, self._build_record(self._told))
+                write_record(self._folder, self._build_record(self._description))
 
     def _build_record(self, description: RankDescription) -> RankRecord:
         return RankRecord(

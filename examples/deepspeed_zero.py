@@ -39,7 +39,7 @@ def config(options: Namespace) -> dict[str, object]:
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": options.accumulate,
         "zero_optimization": zero,
-        # DeepSpeed clips where it is not told, unlike PyTorch.
+        # DeepSpeed clips gradients by default, unlike PyTorch.
         "gradient_clipping": 0.0,
         # torch's Adam, where DeepSpeed would compile one of its own.
         "zero_allow_untested_optimizer": True,

@@ -51,7 +51,7 @@ def _row(example: Example, report: Report, found: Outcome) -> str:
     equal = "" if found.messages.equal else " **differs**"
     cells = (
         example.name, str(example.ranks), str(full), ", ".join(found.strategies),
-        found.mesh or "not told", calls + equal, sizes,
+        found.mesh or "unknown", calls + equal, sizes,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

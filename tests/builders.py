@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 @dataclass
 class GpuTrace:
-    """One rank of a CUDA run. Every kernel gets a launch of its own, at its start unless told."""
+    """One rank of a CUDA run. Every kernel gets a launch of its own, at its start by default."""
 
     rank: int = 0
     world_size: int = 1

@@ -48,18 +48,18 @@ def running_dashboard(folder: Path, *options: str) -> Iterator[Dashboard]:
     """A dashboard on the store in the folder."""
     with open_store(folder):
         pass
-    told, log = folder / "told.txt", folder / "log.txt"
+    printed, log = folder / "printed.txt", folder / "log.txt"
     command = [sys.executable, "-m", "stepsplit.dashboard", "dashboard", "--port", "0"]
     command += ["--store", store_url(folder), "--artifacts", str(folder / "artifacts"), *options]
     # What a killed dashboard cannot remove goes with the test's folder.
     env = {**os.environ, "TMPDIR": str(folder)}
-    with told.open("wb") as out, log.open("ab") as error:
+    with printed.open("wb") as out, log.open("ab") as error:
         process = subprocess.Popen(
             command, stdout=out, stderr=error, env=env, start_new_session=True
         )
     try:
-        until(lambda: b"http" in told.read_bytes() or process.poll() is not None)
-        yield Dashboard(told.read_text().split()[1], process, log)
+        until(lambda: b"http" in printed.read_bytes() or process.poll() is not None)
+        yield Dashboard(printed.read_text().split()[1], process, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

@@ -48,7 +48,7 @@ def new_database(folder: Path) -> str:
 
 @contextmanager
 def running_postgres() -> Iterator[Path]:
-    """A cluster of its own on a unix socket: no port, nobody else's data."""
+    """A cluster of its own on a unix socket: no port, no other data."""
     binaries = _binaries()
     folder = Path(tempfile.mkdtemp(prefix="stepsplit-pg-", dir="/tmp"))
     owner = _owner()
@@ -87,7 +87,7 @@ def _owner() -> dict[str, Any]:
     if os.geteuid() != 0:
         return {}
     names = {entry.pw_name for entry in pwd.getpwall()}
-    return {"user": "postgres" if "postgres" in names else "nobody"}
+    return {"user": "postgres" if "postgres" in names else "daemon"}
 
 
 def _run(command: Sequence[str], owner: dict[str, Any], tries: int = 1) -> None:

@@ -94,7 +94,7 @@ def model(each: Split, *calls: Expected, stages: int = 1) -> Prediction:
 def gap(
     folder: Path, found: RunSplit, expected: Prediction, of: CommCost = price, **known: object
 ) -> Gap:
-    """The run of the folder held against it; known replaces fields of its report."""
+    """The run of the folder compared with it; known replaces fields of its report."""
     return compute_gap(found, expected, of, with_fields(report_of(folder, found), **known))
 
 

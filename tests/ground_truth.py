@@ -1,4 +1,4 @@
-"""An analysis of a simulated job held against what truly happened in it."""
+"""An analysis of a simulated job compared with what truly happened in it."""
 
 from __future__ import annotations
 

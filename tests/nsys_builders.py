@@ -47,7 +47,7 @@ _NEW_TABLES = {
 
 @dataclass
 class Export:
-    """An export of that version. Every kernel gets a launch, at its start unless told."""
+    """An export of that version. Every kernel gets a launch, at its start by default."""
 
     version: str = NEW
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

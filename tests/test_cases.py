@@ -30,9 +30,9 @@ def test_one_failure_names_every_case_that_is_wrong() -> None:
     assert called == [1, 2, 3, 4]
     first, *cases = str(failed.value).splitlines()
     assert first == "2 of 4 cases fail"
-    told = [line for line in cases if "test_cases.py" in line]
-    assert [line.split(":")[0] for line in told] == ["1", "3"]
-    assert all("AssertionError: odd" in line for line in told)
+    lines = [line for line in cases if "test_cases.py" in line]
+    assert [line.split(":")[0] for line in lines] == ["1", "3"]
+    assert all("AssertionError: odd" in line for line in lines)
 
 
 def test_an_expected_error_that_does_not_come_is_a_failed_case() -> None:

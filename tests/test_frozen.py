@@ -117,8 +117,8 @@ def difference(name: str, known: str, found: str) -> str:
     same = numbers(known) == numbers(found)
     lines = difflib.unified_diff(known.split("\n"), found.split("\n"), name, "found", n=1)
     shown = [line[:300] for line, _ in zip(lines, range(60), strict=False)]
-    told = "all numbers are the same, the words differ" if same else "numbers differ"
-    return "\n".join([f"{name}: {told}; --update-golden rewrites it", *shown])
+    verdict = "all numbers are the same, the words differ" if same else "numbers differ"
+    return "\n".join([f"{name}: {verdict}; --update-golden rewrites it", *shown])
 
 
 def numbers(text: str) -> list[str]:
@@ -150,8 +150,8 @@ def session(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """A command, what it printed and how it ended, as a terminal would show it."""
     capsys.readouterr()
     status = cli.run(words)
-    told = capsys.readouterr()
-    lines = [line.rstrip() for line in (told.out + told.err).splitlines()]
+    printed = capsys.readouterr()
+    lines = [line.rstrip() for line in (printed.out + printed.err).splitlines()]
     return "\n".join([f"$ stepsplit {' '.join(words)}", *lines, f"[exit {status}]", ""])
 
 

@@ -166,7 +166,8 @@ def _find_stage_imbalance(context: ReplayContext, of_stage: Float, mean: Float) 
         steps=context.list_steps(mine),
         events=(),
         message=(
-            f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more compute than "
+            f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} "
+            "more compute than "
             "average; move layers off it"
         ),
     )
@@ -198,7 +199,8 @@ def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -
         steps=context.list_steps(mine),
         events=(),
         message=(
-            f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more compute than the "
+            f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more "
+            "compute than the "
             "average rank of its stage"
         ),
     )

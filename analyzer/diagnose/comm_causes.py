@@ -181,7 +181,8 @@ def _build_link_finding(
         steps=context.list_steps(rows),
         events=context.list_longest_calls(kernels),
         message=(
-            f"slow link between ranks {units.format_number_list(ranks)}: transfers are {ratio:.1f}x slower "
+            f"slow link between ranks {units.format_number_list(ranks)}: transfers "
+            f"are {ratio:.1f}x slower "
             "than between other ranks with the same traffic"
         ),
     )
@@ -306,7 +307,7 @@ def _build_gather_finding(context: ReplayContext, axis: str, kernels: Int64) -> 
     size = int(matched.message_bytes[table.row[kernels]].sum()) // steps
     rows = np.isin(context.graph.steps.rank, table.rank[kernels])
     return Finding(
-        code="needless_calls",
+        code="redundant_calls",
         bucket="collective",
         gain_ns=context.compute_gain_ns(remove_calls(context.graph, kernels)),
         measured_ns=int(context.sum_exposed_ns()[kernels].sum()) // steps,
@@ -353,7 +354,8 @@ def find_lost_overlap(context: ReplayContext) -> list[Finding]:
             steps=context.list_steps(rows),
             events=context.list_longest_calls(kernels),
             message=(
-                f"exposed gradient reduction: {units.format_milliseconds(spent)} per step; reducing "
+                f"exposed gradient reduction: {units.format_milliseconds(spent)} per "
+                "step; reducing "
                 "bucket by bucket during the backward would overlap most of it with compute"
             ),
         )

@@ -229,7 +229,10 @@ def format_unfinished(ranks: tuple[int, ...], call: Stuck, inputs: HangInputs) -
 
 def format_no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
     """Only these ranks can be missing, since they left no dump."""
-    left = f"no dump of {_choose_verb(ranks, 'it', 'them')}, and all others have called {_format_call(call)}"
+    left = (
+        f"no dump of {_choose_verb(ranks, 'it', 'them')}, and all others have called "
+        f"{_format_call(call)}"
+    )
     return f" (inferred): {left}"
 
 
@@ -242,7 +245,8 @@ def format_mismatch(mismatch: Mismatch) -> str:
 def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
     """The ranks wait for each other in different calls."""
     waits = [
-        f"{_format_ranks(call.waiting)} in {_format_call(call)} waiting for {_format_ranks(call.waits_for)}"
+        f"{_format_ranks(call.waiting)} in {_format_call(call)} waiting for "
+        f"{_format_ranks(call.waits_for)}"
         for call in calls
         if call.missing
     ]
@@ -258,7 +262,8 @@ def format_not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
 def format_lone_ranks(ranks: tuple[int, ...], inputs: HangInputs) -> str:
     """The ranks are stuck in a call from which no member is missing."""
     verb = _choose_verb(ranks, "is", "are")
-    return f"{_format_ranks(ranks)} {verb} stuck in {_format_open_call(ranks, inputs)}: no rank is missing"
+    call = _format_open_call(ranks, inputs)
+    return f"{_format_ranks(ranks)} {verb} stuck in {call}: no rank is missing"
 
 
 def _format_call(call: Stuck) -> str:

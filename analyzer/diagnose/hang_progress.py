@@ -693,10 +693,19 @@ def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:
             continue
         op = parse_entry_op(entry.name)
         yield Called(
-            dump.rank, group, entry.seq, entry.name if op == "unknown" else op, entry.dtype, size,
-            _select_agreed_bytes(op, entry), entry.is_p2p, _infer_peer(dump.rank, group, peer, entry),
-            _classify_state(joins.get(_identify_entry(entry), entry)), entry.created_unix_ns, entry.stack,
-        )  # fmt: skip
+            dump.rank,
+            group,
+            entry.seq,
+            entry.name if op == "unknown" else op,
+            entry.dtype,
+            size,
+            _select_agreed_bytes(op, entry),
+            entry.is_p2p,
+            _infer_peer(dump.rank, group, peer, entry),
+            _classify_state(joins.get(_identify_entry(entry), entry)),
+            entry.created_unix_ns,
+            entry.stack,
+        )
 
 
 def _identify_entry(entry: FlightEntry) -> tuple[str, int, bool]:

@@ -178,7 +178,7 @@ _FINDING_CODES = {
 }
 """The causes of a gap that only the model reveals, with the code of their finding."""
 
-_SAME_AS_CAUSE = {"calls": "needless_calls", "link": "slow_link", "overlap": "no_overlap"}
+_SAME_AS_CAUSE = {"calls": "redundant_calls", "link": "slow_link", "overlap": "no_overlap"}
 """Findings of the replay for the same problem; only one of the two is reported."""
 
 _COUNTED_CAUSE = "calls"
@@ -190,9 +190,12 @@ def build_gap_findings(gap: Gap, causes: Sequence[Finding]) -> tuple[Finding, ..
     those that a finding of the replay already covers."""
     found_codes = {one.code for one in causes}
     rows = [
-        row for row in gap.rows
-        if row.cause in _FINDING_CODES and _SAME_AS_CAUSE.get(row.cause) not in found_codes and _is_significant(gap, row)
-    ]  # fmt: skip
+        row
+        for row in gap.rows
+        if row.cause in _FINDING_CODES
+        and _SAME_AS_CAUSE.get(row.cause) not in found_codes
+        and _is_significant(gap, row)
+    ]
     return tuple(_build_finding(gap, row) for row in sorted(rows, key=lambda row: -row.ns))
 
 
@@ -246,8 +249,10 @@ def check_layout(
     differing = [axis for axis in ran if ran[axis] != configured[axis]]
     if not differing:
         return ()
-    return (f"layout mismatch: {where} has {_format_sizes(configured, differing)}, the recording has "
-            f"{_format_sizes(ran, differing)} (from {split.layout.source})",)  # fmt: skip
+    return (
+        f"layout mismatch: {where} has {_format_sizes(configured, differing)}, the recording has "
+        f"{_format_sizes(ran, differing)} (from {split.layout.source})",
+    )
 
 
 def list_caveats(
@@ -275,16 +280,21 @@ def _check_ranks(layout: ParallelConfig, spec: RunSpec | None, split: RunSplit, 
     communicates = any(len(rank.trace.calls) for rank in split.ranks)
     if configured == ran or (spec is None and ran == 1 and communicates):
         return
-    raise UsageError(f"{where} describes {_format_ranks(configured)} ({_format_axes(layout)}) but the recording has "
-                     f"{ran}; fix [parallel]")  # fmt: skip
+    raise UsageError(
+        f"{where} describes {_format_ranks(configured)} ({_format_axes(layout)}) but "
+        "the recording has "
+        f"{ran}; fix [parallel]"
+    )
 
 
 def _check_stages(layout: ParallelConfig, split: RunSplit, where: str) -> None:
     ran = 1 + max(split.layout.stage_of.values(), default=0)
     if layout.pp != ran:
         detected = str(ran) if ran > 1 else "no pipeline"
-        raise UsageError(f"{where} has {layout.pp} stages but the recording has {detected}; fix pp in "
-                         "[parallel], or record a run.json with the mesh")  # fmt: skip
+        raise UsageError(
+            f"{where} has {layout.pp} stages but the recording has {detected}; fix pp in "
+            "[parallel], or record a run.json with the mesh"
+        )
 
 
 def _format_ranks(count: int) -> str:
@@ -571,7 +581,10 @@ class CallTimes:
 
     @property
     def extra_words(self) -> str:
-        return f"{self.op} on {self.axis}: {_format_amount(self.measured)}, predicted {_format_amount(self.predicted)}"
+        return (
+            f"{self.op} on {self.axis}: {_format_amount(self.measured)}, predicted "
+            f"{_format_amount(self.predicted)}"
+        )
 
     @property
     def slower_words(self) -> str:

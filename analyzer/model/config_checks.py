@@ -117,8 +117,16 @@ def _check_ulysses(job: JobConfig) -> Violation | None:
 
 
 AXIS_CHECKS = (
-    _check_sizes, _check_heads, _check_kv_heads, _check_ffn, _check_experts, _check_expert_tp, _check_expert_ranks, _check_sequence, _check_ulysses,
-)  # fmt: skip
+    _check_sizes,
+    _check_heads,
+    _check_kv_heads,
+    _check_ffn,
+    _check_experts,
+    _check_expert_tp,
+    _check_expert_ranks,
+    _check_sequence,
+    _check_ulysses,
+)
 
 
 # Constraints of the batch, the precision and ZeRO.

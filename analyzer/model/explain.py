@@ -143,7 +143,8 @@ def _build_sixteen_byte_rule(job: JobConfig, params: StageParameters) -> RuleOfT
     value += params.experts * _compute_paper_bytes(zero, job.parallel.expert_shards)
     why = (
         f"{recipe.framework} with {recipe.dtype} and {recipe.optimizer} needs"
-        f" {bytes_per_parameter.weights} + {bytes_per_parameter.gradients} + {bytes_per_parameter.optimizer} bytes"
+        f" {bytes_per_parameter.weights} + {bytes_per_parameter.gradients} + "
+        f"{bytes_per_parameter.optimizer} bytes"
     )
     rule = f"16 bytes per parameter (2 + 2 + 12){spread}"
     return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
@@ -433,10 +434,14 @@ def _explain_bubble_fraction(job: JobConfig, value: float) -> Explanation:
         ),
     )  # fmt: skip
     return Explanation(
-        FRACTION, "bubble fraction (of the total time)", _list_pipeline_symbols(job), value, "ratio",
+        FRACTION,
+        "bubble fraction (of the total time)",
+        _list_pipeline_symbols(job),
+        value,
+        "ratio",
         select_differing(value, rules),
         _describe_simulation(job),
-    )  # fmt: skip
+    )
 
 
 def _explain_bubble_overhead(job: JobConfig, value: float) -> Explanation:
@@ -444,10 +449,14 @@ def _explain_bubble_overhead(job: JobConfig, value: float) -> Explanation:
     why = "that is the fraction: relative to the total time, not to the useful time"
     rules = (RuleOfThumb("(p-1)/(m+p-1)", (p - 1) / (m + p - 1), why),)
     return Explanation(
-        OVERHEAD, "bubble overhead (of the useful time)", _list_pipeline_symbols(job), value, "ratio",
+        OVERHEAD,
+        "bubble overhead (of the useful time)",
+        _list_pipeline_symbols(job),
+        value,
+        "ratio",
         select_differing(value, rules),
         _describe_simulation(job),
-    )  # fmt: skip
+    )
 
 
 def _describe_simulation(job: JobConfig) -> str:

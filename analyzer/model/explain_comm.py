@@ -76,7 +76,8 @@ def _explain_ring_call(job: JobConfig, row: Communication) -> Explanation:
     message, group = row.message, _place_call(job, row.message)
     value, bidirectional_rate = row.time.ns / message.count, 2 * job.hardware.intra.bytes_per_s
     rule = RuleOfThumb(
-        f"size / {units.format_gigabytes_per_second(bidirectional_rate)}, the link's data-sheet rate",
+        f"size / {units.format_gigabytes_per_second(bidirectional_rate)}, the link's "
+        "data-sheet rate",
         message.message_bytes / bidirectional_rate * 1e9,
         "that rate is the sum of both directions, no ring reaches all of it"
         + (f", all_reduce sends {message.wire_bytes / message.message_bytes:.2f} times its buffer")
@@ -324,11 +325,12 @@ def _build_three_parameters_rule(job: JobConfig, params: StageParameters) -> Rul
 def _explain_sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Explanation:
     value, params = sum_sent_bytes(messages), count_stage_parameters(job)[stage]
     rule = RuleOfThumb(
-        "3 P per step, 1.5 times the volume without sharding (16-bit elements)", 3 * 2 * params.total,
+        "3 P per step, 1.5 times the volume without sharding (16-bit elements)",
+        3 * 2 * params.total,
         f"gradients have {job.training.gradient_bytes} bytes each"
         + f", and each of {job.microbatches} microbatches gathers" * (job.microbatches > 1),
         ("zero3", "zero3-half-more"),
-    )  # fmt: skip
+    )
     what = f"bytes per step that a rank of stage {stage} sends for weights and gradients"
     symbols = (
         *_list_gradient_symbols(job, params),

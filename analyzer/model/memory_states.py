@@ -60,8 +60,10 @@ FP32_WEIGHT_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
 
 
 FORMULA_OF_FRAMEWORK = {
-    "megatron": MEGATRON, "deepspeed": DEEPSPEED, **dict.fromkeys(FP32_WEIGHT_FRAMEWORKS, FSDP_STATES),
-}  # fmt: skip
+    "megatron": MEGATRON,
+    "deepspeed": DEEPSPEED,
+    **dict.fromkeys(FP32_WEIGHT_FRAMEWORKS, FSDP_STATES),
+}
 """Frameworks whose states do not follow STATES."""
 
 

@@ -168,7 +168,10 @@ def _explain_no_layout(job: JobConfig, gpus: int, filtered: FilteredLayouts) -> 
         return f"{where} is valid ({refusals}); change the number of GPUs or global_batch"
     near = build_choice(filtered.nearest)
     axes = f"tp {near.tp} pp {near.pp} cp {near.cp} dp {near.dp_replicate * near.dp_shard}"
-    memory = f"{units.format_gibibytes(filtered.nearest_bytes)} of {units.format_gibibytes(job.hardware.memory_bytes)}"
+    memory = (
+        f"{units.format_gibibytes(filtered.nearest_bytes)} of "
+        f"{units.format_gibibytes(job.hardware.memory_bytes)}"
+    )
     return f"{where} fits; the closest is {axes} with {memory}; use more GPUs or a shorter seq_len"
 
 
@@ -298,9 +301,14 @@ class LowerBound:
     def _compute_layers(self, job: JobConfig) -> LayerLowerBounds:
         experts, layout, training = job.model.experts, job.parallel, job.training
         key = (
-            layout.tp, layout.cp, layout.sequence_parallel, training.micro_batch, training.recompute,
-            training.recompute_every, training.activation_dtype,
-        )  # fmt: skip
+            layout.tp,
+            layout.cp,
+            layout.sequence_parallel,
+            training.micro_batch,
+            training.recompute,
+            training.recompute_every,
+            training.activation_dtype,
+        )
         if experts is None:
             return LayerLowerBounds(
                 self._cache_layer_ns(key, lambda: _build_one_layer_job(job)), 0.0

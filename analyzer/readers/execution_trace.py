@@ -248,7 +248,7 @@ _CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 class Comm:
     """One record_param_comms node; -1 and "" are unknown.
 
-    told_rank is a rank within the group: the peer of a send or receive, the root of a rooted op,
+    peer_rank is a rank within the group: the peer of a send or receive, the root of a rooted op,
     else the recording rank. ranks are the global ranks of the group if the call contains them.
     """
 
@@ -294,8 +294,8 @@ class _Config(Struct):
     @property
     def names(self) -> list[str]:
         """All names that calls may use for it, its own name first."""
-        told = (self.pg_name, self.pg_id, self.backend_id, self.uid)
-        return [str(name) for name in told if name is not None]
+        known = (self.pg_name, self.pg_id, self.backend_id, self.uid)
+        return [str(name) for name in known if name is not None]
 
 
 class GroupTable:

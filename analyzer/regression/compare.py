@@ -500,9 +500,9 @@ class RunComparison:
     kernels: tuple[FamilyChange, ...]
 
     def __post_init__(self) -> None:
-        told = sum(row.difference_ns for row in self.buckets)
+        explained = sum(row.difference_ns for row in self.buckets)
         whole = self.candidate.mean.step_ns - self.baseline.mean.step_ns
-        assert told == whole, f"{whole - told} ns of the difference are not in any bucket"
+        assert explained == whole, f"{whole - explained} ns of the difference are not in any bucket"
 
     @property
     def buckets(self) -> tuple[BucketChange, ...]:

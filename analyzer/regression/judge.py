@@ -306,7 +306,9 @@ def check_setups(
     for side in (baseline, candidate):
         _check_distinct(side)
     runs = [*baseline, *candidate]
-    refused = [told for name in REQUIRED_SETTINGS if (told := _describe_difference(name, runs))]
+    refused = [
+        difference for name in REQUIRED_SETTINGS if (difference := _describe_difference(name, runs))
+    ]
     if refused and not across_setups:
         raise UsageError(
             f"runs are not comparable: {'; '.join(refused)}; use runs of the same setup, or pass "
@@ -314,7 +316,11 @@ def check_setups(
         )
     return (
         *refused,
-        *(told for name in RELEVANT_SETTINGS if (told := _describe_difference(name, runs))),
+        *(
+            difference
+            for name in RELEVANT_SETTINGS
+            if (difference := _describe_difference(name, runs))
+        ),
     )
 
 
@@ -426,7 +432,10 @@ def _build_calls_cause(axis: str, op: str, rows: Sequence[CallsDelta], moved: _D
     grown = max(rows, key=lambda row: row.candidate - row.baseline)
     before, now = (sum(getattr(row, side) for row in rows) for side in ("baseline", "candidate"))
     one, other = _sum_bytes(rows, "baseline"), _sum_bytes(rows, "candidate")
-    text = f"{axis} {op}: {now - before:+,} calls per step (baseline: {_format_sizes(rows, 'baseline')}; "
+    text = (
+        f"{axis} {op}: {now - before:+,} calls per step (baseline: "
+        f"{_format_sizes(rows, 'baseline')}; "
+    )
     text += f"candidate: {_format_sizes(rows, 'candidate')})"
     if now > before and one and abs(other / one - 1) <= SAME_BYTES:
         text += ", same bytes in smaller messages"

@@ -302,9 +302,12 @@ def _compare_gpu(row: PublishedRow) -> Row:
     """The estimator prints GiB as "GB"."""
     ranks = row.read_count("gpus_per_node") * row.read_count("nodes")
     predicted = _compute_gpu_bytes(
-        row.read_text("stage"), _parse_offload(row.read_text("options")), row.read_count("total_params"),
-        row.read_count("largest_layer_params"), ranks,
-    )  # fmt: skip
+        row.read_text("stage"),
+        _parse_offload(row.read_text("options")),
+        row.read_count("total_params"),
+        row.read_count("largest_layer_params"),
+        ranks,
+    )
     return _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", predicted)
 
 
@@ -422,12 +425,17 @@ def _compare_korthikanti(row: PublishedRow) -> tuple[Row, ...]:
     world = case.job.parallel.world_size
     return tuple(
         Row(
-            row.table, row.id, what, row.read_number(f"{what}_pct_present"),
-            100 * (compute_mfu(count(case.job, "C1"), case.step_ns, world, PEAK_FLOPS_PER_S) or 0.0),
-            "%", tolerance=0.3,
+            row.table,
+            row.id,
+            what,
+            row.read_number(f"{what}_pct_present"),
+            100
+            * (compute_mfu(count(case.job, "C1"), case.step_ns, world, PEAK_FLOPS_PER_S) or 0.0),
+            "%",
+            tolerance=0.3,
         )
         for what, count in (("mfu", count_model_flops), ("hfu", count_hardware_flops))
-    )  # fmt: skip
+    )
 
 
 def _compare_mt_nlg(row: PublishedRow) -> tuple[Row, ...]:
@@ -526,18 +534,26 @@ def _compare_largest(row: PublishedRow, scheme: str) -> Row:
 def _compare_megatron(row: PublishedRow) -> tuple[Row, ...]:
     """Both columns, the distributed one for 2 and 64 ranks (d)."""
     training = TrainingConfig(
-        seq_len=1, micro_batch=1, global_batch=1, framework="megatron",
-        dtype=row.read_choice("param_dtype", DTYPES), gradient_dtype=row.read_choice("grad_dtype", DTYPES),
-    )  # fmt: skip
+        seq_len=1,
+        micro_batch=1,
+        global_batch=1,
+        framework="megatron",
+        dtype=row.read_choice("param_dtype", DTYPES),
+        gradient_dtype=row.read_choice("grad_dtype", DTYPES),
+    )
     per_parameter, cases = compute_parameter_bytes(training), [("non_distributed", 1, 0)]
     cases += [("distributed", ranks, 1) for ranks in (2, 64)]
     return tuple(
         Row(
-            row.table, f"{row.id}_d{ranks}", column, evaluate(row.read_text(column), {"d": ranks}),
-            shard_states(MANY, ranks, per_parameter, training, zero).total_bytes / MANY, "bytes a parameter",
+            row.table,
+            f"{row.id}_d{ranks}",
+            column,
+            evaluate(row.read_text(column), {"d": ranks}),
+            shard_states(MANY, ranks, per_parameter, training, zero).total_bytes / MANY,
+            "bytes a parameter",
         )
         for column, ranks, zero in cases
-    )  # fmt: skip
+    )
 
 
 # Bus bandwidth factors of nccl-tests, and message volumes in recorded traces.

@@ -251,18 +251,28 @@ def check_calibrated_memory(published: Published) -> tuple[Check, ...]:
     first, later = _find_first_rows(plain, "model"), _find_first_rows(grid, "params_B")
     return (
         check_records(
-            "Zero Bubble table 4, peak memory", plain,
-            lambda row: _compare_peak(row, first[row.read_text("model")], "memory_GB", build_zero_bubble),
-            "mean/max", BAR, {row.id for row in first.values()},
+            "Zero Bubble table 4, peak memory",
+            plain,
+            lambda row: _compare_peak(
+                row, first[row.read_text("model")], "memory_GB", build_zero_bubble
+            ),
+            "mean/max",
+            BAR,
+            {row.id for row in first.values()},
             note="calibrated on the first 1F1B run of each model",
         ),
         check_records(
-            "nanotron, peak memory", grid,
-            lambda row: _compare_peak(row, later[row.read_text("params_B")], "memory_GB_as_printed", build_nanotron),
-            "mean/max", (), {row.id for row in later.values()},
+            "nanotron, peak memory",
+            grid,
+            lambda row: _compare_peak(
+                row, later[row.read_text("params_B")], "memory_GB_as_printed", build_nanotron
+            ),
+            "mean/max",
+            (),
+            {row.id for row in later.values()},
             note="calibrated on the first run of each model; allocated or reserved is unknown",
         ),
-    )  # fmt: skip
+    )
 
 
 def _find_first_rows(records: Iterable[PublishedRow], column: str) -> dict[str, PublishedRow]:

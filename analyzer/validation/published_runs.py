@@ -88,9 +88,12 @@ def build_mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
     DeepSpeed accumulates bf16 gradients in fp32.
     """
     training = replace(
-        _build_megatron_training(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+        _build_megatron_training(row, 1),
+        dtype="bf16",
+        gradient_dtype="fp32",
+        activation_dtype="bf16",
         framework="deepspeed",
-    )  # fmt: skip
+    )
     job = _build_megatron_job(row, _build_megatron_layout(row, 1), training)
     return (Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_s") * 1e9),)
 
@@ -108,9 +111,12 @@ def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
         _build_megatron_layout(row, row.read_count("vpp_chunks")), sequence_parallel=True, zero=1
     )
     training = replace(
-        _build_megatron_training(row, 1), dtype="bf16", gradient_dtype="fp32", activation_dtype="bf16",
+        _build_megatron_training(row, 1),
+        dtype="bf16",
+        gradient_dtype="fp32",
+        activation_dtype="bf16",
         recompute="selective",
-    )  # fmt: skip
+    )
     job = _build_megatron_job(row, layout, training)
     return (Case(row.table, row.id, "A100 Megatron", job, _compute_megascale_step_ns(row, job)),)
 

@@ -186,8 +186,11 @@ def _draw_steps(
             y=[names[0], *(name for name, _, _ in parts), names[1]],
             x=convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),
             measure=["absolute", *("relative" for _ in parts), "total"],
-            text=[format_milliseconds(ends[0]), *(format_signed_milliseconds(ns) for _, ns, _ in parts),
-                  format_milliseconds(ends[1])],
+            text=[
+                format_milliseconds(ends[0]),
+                *(format_signed_milliseconds(ns) for _, ns, _ in parts),
+                format_milliseconds(ends[1]),
+            ],
             textposition="outside",
             cliponaxis=False,
             hovertext=[notes[0], *(words for _, _, words in parts), notes[1]],
@@ -198,7 +201,7 @@ def _draw_steps(
             totals={"marker": {"color": MUTED}},
             showlegend=False,
         )
-    )  # fmt: skip
+    )
     figure.update_layout(margin={"t": 8, "r": 80})
     figure.update_yaxes(autorange="reversed")
     return figure
@@ -329,7 +332,10 @@ def _format_path_text(one: PathShare) -> str:
 
 
 def _format_path_label(one: PathShare) -> str:
-    head = f"<b>{escape_text(one.label)}</b> {format_milliseconds(one.ns)} ({format_percent(one.share)} of the path)"
+    head = (
+        f"<b>{escape_text(one.label)}</b> {format_milliseconds(one.ns)} "
+        f"({format_percent(one.share)} of the path)"
+    )
     return f"{head}<br>{one.ranks_text}"
 
 
@@ -504,9 +510,12 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
         if any(values):
             figure.add_trace(_draw_memory_layer(category, labels, values, bars, unit_bytes))
     if limit_bytes and limit_bytes < _MAX_LIMIT_RATIO * fullest:
-        figure.add_vline(x=limit_bytes / unit_bytes, line={"color": WORSE, "width": 2, "dash": "dash"},
-                         annotation_text=f"device memory: {format_memory_size(limit_bytes)}",
-                         annotation_position="top left")  # fmt: skip
+        figure.add_vline(
+            x=limit_bytes / unit_bytes,
+            line={"color": WORSE, "width": 2, "dash": "dash"},
+            annotation_text=f"device memory: {format_memory_size(limit_bytes)}",
+            annotation_position="top left",
+        )
     figure.update_layout(barmode="stack", bargap=0.3)
     figure.update_yaxes(autorange="reversed", type="category")
     return figure
@@ -568,4 +577,7 @@ def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
 
 def _format_bucket_share(index: int, split: Split) -> str:
     part = split.buckets_ns[index]
-    return f"{format_milliseconds(part)} ({format_percent(part / split.step_ns) if split.step_ns else '?'})"
+    return (
+        f"{format_milliseconds(part)} "
+        f"({format_percent(part / split.step_ns) if split.step_ns else '?'})"
+    )

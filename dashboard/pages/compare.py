@@ -100,12 +100,15 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
 def _build_names(baseline: View, candidate: View) -> html.P:
     return html.P(
         [
-            "baseline ", html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
-            "   candidate ", html.B(build_link(candidate.name, build_page_url(candidate.run_id))), "   ",
+            "baseline ",
+            html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
+            "   candidate ",
+            html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
+            "   ",
             build_link("swap", f"/compare?baseline={candidate.run_id}&candidate={baseline.run_id}"),
         ],
         className="subtitle",
-    )  # fmt: skip
+    )
 
 
 def _build_cards(comparison: RunComparison) -> html.Div:

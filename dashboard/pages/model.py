@@ -106,16 +106,28 @@ def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split)
         _build_cards(prediction, job, recorded),
         html.Div(
             [
-                build_section("Step", "slowest stage",
-                        build_graph("splits", draw_splits([*bars, NamedSplit("changed", prediction.split)]))),
-                build_section("Memory", f"predicted peak of each stage; device memory: "
-                        f"{format_memory_size(job.hardware.memory_bytes)}",
-                        build_graph("memory", draw_memory(build_predicted_bars(prediction, "changed"),
-                                               job.hardware.memory_bytes))),
+                build_section(
+                    "Step",
+                    "slowest stage",
+                    build_graph(
+                        "splits", draw_splits([*bars, NamedSplit("changed", prediction.split)])
+                    ),
+                ),
+                build_section(
+                    "Memory",
+                    f"predicted peak of each stage; device memory: "
+                    f"{format_memory_size(job.hardware.memory_bytes)}",
+                    build_graph(
+                        "memory",
+                        draw_memory(
+                            build_predicted_bars(prediction, "changed"), job.hardware.memory_bytes
+                        ),
+                    ),
+                ),
             ],
             className="columns",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> html.Div:

@@ -340,14 +340,20 @@ def _format_typical_step(report: Report) -> str:
     run = next((one for one in report.step_times if one.rank is None), None)
     if run is None:
         return ""
-    return f"median step on its slowest rank: {format_milliseconds(run.median_ns)} ({run.steps:,} steps)"
+    return (
+        f"median step on its slowest rank: {format_milliseconds(run.median_ns)} "
+        f"({run.steps:,} steps)"
+    )
 
 
 def _build_slow_step(slow: SlowStep, run_id: str) -> html.Li:
     where = build_page_url(run_id, "timeline", step=slow.step, rank=slow.rank)
     link = build_link(f"step {slow.step}", where if run_id else None)
     cause = f"rank {slow.rank} {slow.bucket} +{format_milliseconds(slow.excess_in_bucket_ns)}"
-    took = f"{format_milliseconds(slow.step_ns)} (+{format_milliseconds(slow.excess_ns)} over the median)"
+    took = (
+        f"{format_milliseconds(slow.step_ns)} (+{format_milliseconds(slow.excess_ns)} "
+        "over the median)"
+    )
     return html.Li([link, f" took {took}, mainly {cause}"])
 
 
@@ -389,7 +395,8 @@ def _format_missing_ranks(report: Report) -> str:
     absent = sorted(set(range(run.world_size)) - set(run.ranks))
     if not absent:
         return ""
-    return f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {_format_rank_ranges(absent)}."
+    ranges = _format_rank_ranges(absent)
+    return f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {ranges}."
 
 
 def _format_rank_ranges(ranks: Sequence[int]) -> str:

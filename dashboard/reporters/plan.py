@@ -220,7 +220,10 @@ def _format_memory_change(more_bytes: int) -> str:
 
 def _format_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str:
     share = units.format_signed_percent(reason.delta_ns / best.step_ns)
-    return f"{_describe_reason(best, candidate, reason)} {share}{_format_reason_detail(candidate, reason)}"
+    return (
+        f"{_describe_reason(best, candidate, reason)} "
+        f"{share}{_format_reason_detail(candidate, reason)}"
+    )
 
 
 def _describe_reason(best: Candidate, candidate: Candidate, reason: Reason) -> str:
@@ -425,8 +428,13 @@ def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
     table = _build_table(name, "rows", "result", "limit", "verdict")
     for check in checks:
         bar = _format_limits(check.bar) if check.bar else "none"
-        table.add_row(_trim_name(check), str(len(check.reported)), _format_result(check, check.result), bar,
-                      _format_verdict(check))  # fmt: skip
+        table.add_row(
+            _trim_name(check),
+            str(len(check.reported)),
+            _format_result(check, check.result),
+            bar,
+            _format_verdict(check),
+        )
     return table
 
 

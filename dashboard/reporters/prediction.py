@@ -111,7 +111,10 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     peak += (
         f"({units.format_gibibytes_range(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
     )
-    peak += f"{units.format_gibibytes(available)} ({units.format_percent(most.total_bytes / available)})"
+    peak += (
+        f"{units.format_gibibytes(available)} "
+        f"({units.format_percent(most.total_bytes / available)})"
+    )
     if prediction.fits:
         return Text(f"{peak}: fits")
     return Text(f"{peak}: DOES NOT FIT", style="bold red")
@@ -261,10 +264,14 @@ def _merge_calls(rows: Sequence[Communication]) -> list[_CallKind]:
 
 def _format_cells(kind: _CallKind) -> tuple[str, ...]:
     return (
-        AXIS_SHORT.get(kind.axis, kind.axis), f"{kind.op} {kind.phase}", f"{kind.count:,}",
-        units.format_size(kind.message_bytes), units.format_size(kind.sent_bytes),
-        units.format_milliseconds_range(kind.low_ns, kind.high_ns), units.format_milliseconds(kind.exposed_ns),
-    )  # fmt: skip
+        AXIS_SHORT.get(kind.axis, kind.axis),
+        f"{kind.op} {kind.phase}",
+        f"{kind.count:,}",
+        units.format_size(kind.message_bytes),
+        units.format_size(kind.sent_bytes),
+        units.format_milliseconds_range(kind.low_ns, kind.high_ns),
+        units.format_milliseconds(kind.exposed_ns),
+    )
 
 
 # The list of formulas with the numbers of the job, and common rules of thumb.

@@ -60,7 +60,8 @@ def format_slow_steps(report: Report) -> list[Text]:
     worst = sorted(report.slow_steps, key=lambda row: -row.excess_ns)[:_MOST_STEPS]
     return [
         Text(
-            f"step {row.step} took {units.format_milliseconds(row.excess_ns)} longer: rank {row.rank} "
+            f"step {row.step} took {units.format_milliseconds(row.excess_ns)} longer: "
+            f"rank {row.rank} "
             f"{row.bucket} +{units.format_milliseconds(row.excess_in_bucket_ns)}",
             style="yellow",
         )

@@ -165,7 +165,10 @@ def _format_memo(report: Report) -> Text:
     covered = median(row.bubble_covered_ns for row in rows)
     estimated = sum(row.estimated for row in rows)
     axes = "medians (by axis: means). " if list_axes(report) else "medians. "
-    memo = f"{axes}overlapped communication: {units.format_milliseconds(overlapped)}{format_overlap(report)}"
+    memo = (
+        f"{axes}overlapped communication: "
+        f"{units.format_milliseconds(overlapped)}{format_overlap(report)}"
+    )
     if covered:
         memo += f"; inside the pipeline bubble: {units.format_milliseconds(covered)}"
     if estimated:

@@ -48,10 +48,13 @@ def _build_gated_table(verdict: CheckResult) -> Table:
     table = build_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
     for result in verdict.gated:
         table.add_row(
-            Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer]), result.budget,
-            format_value(result.metric, result.baseline), format_value(result.metric, result.candidate), format_change(result),
+            Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer]),
+            result.budget,
+            format_value(result.metric, result.baseline),
+            format_value(result.metric, result.candidate),
+            format_change(result),
             format_interval(result),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -83,9 +86,12 @@ def _build_other_changes(verdict: CheckResult) -> list[RenderableType]:
     table = build_table(heading, "baseline", "candidate", "change", "96 % interval")
     for result in verdict.others:
         table.add_row(
-            result.metric, format_value(result.metric, result.baseline), format_value(result.metric, result.candidate),
-            format_change(result), format_interval(result),
-        )  # fmt: skip
+            result.metric,
+            format_value(result.metric, result.baseline),
+            format_value(result.metric, result.candidate),
+            format_change(result),
+            format_interval(result),
+        )
     return [Text(), table]
 
 
@@ -132,10 +138,15 @@ def format_markdown(verdict: CheckResult, most_bytes: int = COMMENT_BYTES) -> st
 
 def _format_gated_row(result: CheckedMetric) -> list[str]:
     return [
-        _escape_code(result.metric), _escape_code(result.budget), format_value(result.metric, result.baseline),
-        format_value(result.metric, result.candidate), format_change(result), format_interval(result), format_detectable(result),
+        _escape_code(result.metric),
+        _escape_code(result.budget),
+        format_value(result.metric, result.baseline),
+        format_value(result.metric, result.candidate),
+        format_change(result),
+        format_interval(result),
+        format_detectable(result),
         f"{MARKS[result.answer]} {result.answer}",
-    ]  # fmt: skip
+    ]
 
 
 def _format_causes(verdict: CheckResult) -> list[str]:
@@ -149,10 +160,14 @@ def _format_causes(verdict: CheckResult) -> list[str]:
 
 def _format_calls(verdict: CheckResult) -> list[str]:
     rows = [
-        [_escape_code(f"{row.axis} {row.op}"), format_value("bytes", row.message_bytes), f"{row.baseline:,}",
-         f"{row.candidate:,}"]
+        [
+            _escape_code(f"{row.axis} {row.op}"),
+            format_value("bytes", row.message_bytes),
+            f"{row.baseline:,}",
+            f"{row.candidate:,}",
+        ]
         for row in verdict.calls[:_MOST_CALLS]
-    ]  # fmt: skip
+    ]
     return [_format_table(_CALLS_COLUMNS, rows)] if rows else []
 
 

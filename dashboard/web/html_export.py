@@ -72,15 +72,23 @@ def export_html(view: View) -> str:
             "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>",
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(view.name)} - stepsplit</title><style>{_read_asset('style.css')}</style>",
-            "<script>", _read_asset("theme.js"), "</script></head><body>", body,
+            f"<title>{escape(view.name)} - "
+            f"stepsplit</title><style>{_read_asset('style.css')}</style>",
+            "<script>",
+            _read_asset("theme.js"),
+            "</script></head><body>",
+            body,
             _build_json_script("figures", orjson.dumps(figures)),
             _build_json_script("timeline-data", _export_timeline(view)),
-            "<script>", get_plotlyjs(), "</script><script>", _MOUNT,
-            _read_asset("paint_timeline.js"), _read_asset("timeline.js"),
+            "<script>",
+            get_plotlyjs(),
+            "</script><script>",
+            _MOUNT,
+            _read_asset("paint_timeline.js"),
+            _read_asset("timeline.js"),
             "</script></body></html>\n",
         ]
-    )  # fmt: skip
+    )
 
 
 def _build_chapters(view: View) -> Iterator[Component]:

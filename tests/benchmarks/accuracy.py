@@ -58,28 +58,33 @@ def rows_of(name: str, seed: int) -> list[tuple[str, ...]]:
     true, ours = _true(found), _ours(found)
     cause = found.scenario.cause
     planted = f"rank {cause.rank} {cause.cause}" if cause else "nothing planted"
-    told = f"rank {first_blamed(found.report)[0]} {first_blamed(found.report)[1]}" if cause else ""
+    blamed = (
+        f"rank {first_blamed(found.report)[0]} {first_blamed(found.report)[1]}" if cause else ""
+    )
     return [
         _row(name, "truth", true, true, planted),
         _row("", "HTA", hta, true, "none"),
         _row("", "TraceLens", lens, true, "none"),
-        _row("", "stepsplit", ours, true, told),
+        _row("", "stepsplit", ours, true, blamed),
     ]
 
 
-def _row(name: str, tool: str, told: Shares, true: Shares, blamed: str) -> tuple[str, ...]:
-    parts = (told.compute, told.moving, told.skew, told.bubble, told.rest)
+def _row(name: str, tool: str, shares: Shares, true: Shares, blamed: str) -> tuple[str, ...]:
+    parts = (shares.compute, shares.moving, shares.skew, shares.bubble, shares.rest)
     shown = ("" if part is None else f"{100 * part:.1f} %" for part in parts)
-    wrong = "" if tool == "truth" else f"{100 * _misplaced(told, true):.1f} %"
+    wrong = "" if tool == "truth" else f"{100 * _misplaced(shares, true):.1f} %"
     return (name, tool, *shown, wrong, blamed)
 
 
-def _misplaced(told: Shares, true: Shares) -> float:
+def _misplaced(shares: Shares, true: Shares) -> float:
     """Which part of the time is in a wrong place: half of all differences."""
     pairs = (
-        (told.compute, true.compute), (told.moving, true.moving), (told.skew or 0, true.skew or 0),
-        (told.bubble or 0, true.bubble or 0), (told.rest, true.rest),
-    )  # fmt: skip
+        (shares.compute, true.compute),
+        (shares.moving, true.moving),
+        (shares.skew or 0, true.skew or 0),
+        (shares.bubble or 0, true.bubble or 0),
+        (shares.rest, true.rest),
+    )
     return sum(abs(one - other) for one, other in pairs) / 2
 
 
@@ -101,11 +106,11 @@ def _shares(rows: Sequence[StepRow] | Sequence[TrueSplit], whole_ns: int) -> Sha
 def _peer(rows: Sequence[PeerSplit]) -> Shares:
     """TraceLens' parts are of calls, hidden or not, and may be more than the time in all."""
     waits = sum(row.wait_ns or 0 for row in rows)
-    told = any(row.wait_ns is not None for row in rows)
+    separated = any(row.wait_ns is not None for row in rows)
     parts = [sum(r.compute_ns for r in rows), sum(r.communication_ns for r in rows)]
     idle = sum(row.idle_ns for row in rows)
     whole = sum(parts) + waits + idle or 1
-    skew = waits / whole if told else None
+    skew = waits / whole if separated else None
     return Shares(parts[0] / whole, parts[1] / whole, skew, None, idle / whole)
 
 

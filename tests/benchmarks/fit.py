@@ -55,7 +55,7 @@ def _family(family: str, cases: list[Case]) -> None:
     off = compute_percentile_90([abs(math.expm1(error(best, case))) for case in rest])
     lines = [f"[{family}]", *(f"{name} = {getattr(best, name):.4g}" for name in BOUNDS)]
     lines += [f"error = {off:.2g}", *_seen(fitted)]
-    lines += _told("fitted", best, fitted) + _told("rest", best, rest)
+    lines += _describe("fitted", best, fitted) + _describe("rest", best, rest)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -70,11 +70,11 @@ def _seen(fitted: list[Case]) -> list[str]:
     return [*lines, "rows = [", *(f'  "{case.id}",' for case in fitted), "]"]
 
 
-def _told(name: str, best: Efficiency, cases: list[Case]) -> list[str]:
+def _describe(name: str, best: Efficiency, cases: list[Case]) -> list[str]:
     off = [math.expm1(error(best, case)) for case in cases]
     mean, worst = sum(map(abs, off)) / len(off), max(map(abs, off))
-    told = [f"#   {case.id} {one:+.1%}" for case, one in zip(cases, off, strict=True)]
-    return [*told, f"# {name}: {len(off)} rows, mean {mean:.1%}, worst {worst:.1%}"]
+    lines = [f"#   {case.id} {one:+.1%}" for case, one in zip(cases, off, strict=True)]
+    return [*lines, f"# {name}: {len(off)} rows, mean {mean:.1%}, worst {worst:.1%}"]
 
 
 def likeness(case: Case) -> tuple[object, ...]:

@@ -36,8 +36,8 @@ def row(sides: tuple[int, int], shape: str, sd: float, trials: int, seed: int) -
         same["regressed"] / trials, same["pass"] / trials, worse["regressed"] / trials,
         worse["pass"] / trials, added["regressed"] / (trials // 10),
     ]  # fmt: skip
-    told = [f"{100 * share:.2f} %" for share in shares]
-    return (f"{sides[0]} against {sides[1]}", shape, f"{100 * sd:.0f} %", *told)
+    cells = [f"{100 * share:.2f} %" for share in shares]
+    return (f"{sides[0]} against {sides[1]}", shape, f"{100 * sd:.0f} %", *cells)
 
 
 def main() -> None:

@@ -75,8 +75,8 @@ def _build(trace: _Entry, least_bytes: int, home: Path) -> None:
 
 
 def _header(trace: _Entry, rank: int, ranks: int) -> _Entry:
-    told = {**trace.get("distributedInfo", {}), "rank": rank, "world_size": ranks}
-    return {**trace, "distributedInfo": told}
+    result = {**trace.get("distributedInfo", {}), "rank": rank, "world_size": ranks}
+    return {**trace, "distributedInfo": result}
 
 
 def _write(path: Path, header: _Entry, entries: list[_Entry], copies: int) -> None:

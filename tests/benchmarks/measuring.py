@@ -54,13 +54,13 @@ def _run(one: Contestant) -> Run:
             stdout=subprocess.PIPE, stderr=said, env=_environment(one, folder), cwd=folder,
         )  # fmt: skip
         peak = peak_until_the_end(process)
-        told, _ = process.communicate()
+        result, _ = process.communicate()
         others_cores = busy.now().others_cores(begin)
         if process.returncode:
             said.seek(0)
             reason = said.read().decode(errors="replace").strip()
             raise RuntimeError(f"{one.title or one.key} failed: {reason[-2000:]}")
-    last = json.loads(told.splitlines()[-1])
+    last = json.loads(result.splitlines()[-1])
     seconds, events = tuple(last["seconds"]), last["events"]
     return Run(seconds, events, peak, last["own_peak_bytes"], others_cores)
 

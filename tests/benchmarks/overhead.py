@@ -281,11 +281,14 @@ class Standby:
 def measured_standby(turns: int) -> Standby:
     """Hooks alone, then a training and a start of Python, each without and with, in turn."""
     _say("standing by")
-    pairs = [(_told("nothing"), _told("nothing", standby=True)) for _ in range(max(1, turns // 4))]
+    pairs = [
+        (_run_program("nothing"), _run_program("nothing", standby=True))
+        for _ in range(max(1, turns // 4))
+    ]
     starts = [_start_s({"PYTHONPATH": _SITE, "STEPSPLIT_PLAN": "{}"}) - _start_s({})
               for _ in range(2 * turns)]  # fmt: skip
     return Standby(
-        hooks_us=_spread(_told("hooks")),
+        hooks_us=_spread(_run_program("hooks")),
         without_us=tuple(without for without, _ in pairs),
         with_us=tuple(beside for _, beside in pairs),
         start_ms=_spread([seconds * 1e3 for seconds in starts]),
@@ -300,8 +303,8 @@ def blocks_of(program: str, turns: int) -> tuple[Block, ...]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [_started(program, turns, _rank(rank, size, port)) for rank in range(size)]
-    told = [_last_line(rank) for rank in ranks]
-    return tuple(Block(**block) for block in told[-1])
+    printed = [_last_line(rank) for rank in ranks]
+    return tuple(Block(**block) for block in printed[-1])
 
 
 def ratios(blocks: Sequence[Block], mode: str, base: str, field: str) -> Spread:
@@ -332,7 +335,7 @@ def _spread(values: Sequence[float]) -> Spread:
     return Spread(*(quantiles(values, n=4) if len(values) > 1 else values * 3))
 
 
-def _told(program: str, standby: bool = False) -> Any:
+def _run_program(program: str, standby: bool = False) -> Any:
     words = [sys.executable, "-m", "stepsplit.collectors", "record", "--standby", "--out"]
     with tempfile.TemporaryDirectory() as folder:
         before = [*words, folder, "--"] if standby else []
@@ -352,18 +355,18 @@ def _started(
 
 
 def _last_line(process: subprocess.Popen[str]) -> Any:
-    told, _ = process.communicate()
+    printed, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"{process.args} ended with {process.returncode}")
-    return json.loads(told.splitlines()[-1])
+    return json.loads(printed.splitlines()[-1])
 
 
 def _rank(rank: int, size: int, port: int) -> dict[str, str]:
     if size == 1:
         return {}
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    told = {name: str(value) for name, value in own.items()}
-    return told | {
+    printed = {name: str(value) for name, value in own.items()}
+    return printed | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",

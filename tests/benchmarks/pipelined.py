@@ -237,5 +237,5 @@ class _Rank:
         self, op: str, axis: str, nth: int, launch: int, start: int, end: int, back: bool = False
     ) -> None:
         peer = next((r for r in members(self._rank, "pp") if r != self._rank), -1)
-        told = peer if op in ("send", "recv") else -1
-        self.run.ran.append(Ran(op, axis, nth, told, back, launch, start, end))
+        peer_rank = peer if op in ("send", "recv") else -1
+        self.run.ran.append(Ran(op, axis, nth, peer_rank, back, launch, start, end))

@@ -62,11 +62,11 @@ def _header(rank: int) -> _Entry:
          "ranks": list(members(rank, axis))}
         for axis in AXES
     ]  # fmt: skip
-    told = {"backend": "nccl", "rank": rank, "world_size": WORLD, "pg_count": len(groups)}
+    fields = {"backend": "nccl", "rank": rank, "world_size": WORLD, "pg_count": len(groups)}
     return {
         "schemaVersion": 1,
         "deviceProperties": [{"id": rank % 4, "name": "NVIDIA H100 80GB HBM3", "numSms": 132}],
-        "distributedInfo": {**told, "pg_config": groups, "nccl_version": "2.21.5"},
+        "distributedInfo": {**fields, "pg_config": groups, "nccl_version": "2.21.5"},
         "host_name": f"node{_node(rank)}",
         "baseTimeNanoseconds": _BASE_NS,
     }
@@ -130,8 +130,12 @@ def _called(rank: int, ran: Ran, lead: int, correlation: int) -> Iterator[_Entry
     yield _host("cpu_op", "record_param_comms", rank, at + 1_000, 17_000, _op_args(link) | args, on)
     beside = (("cudaEventRecord", 3_000, 135), ("cudaStreamWaitEvent", 5_000, 147))
     for name, later, cbid in beside:
-        told = {"External id": link, "cbid": cbid, "correlation": 10_000_000 + 2 * link + later % 2}
-        yield _host("cuda_runtime", name, rank, at + later, 1_000, told, on)
+        fields = {
+            "External id": link,
+            "cbid": cbid,
+            "correlation": 10_000_000 + 2 * link + later % 2,
+        }
+        yield _host("cuda_runtime", name, rank, at + later, 1_000, fields, on)
     yield from _launch("cudaLaunchKernelExC", rank, at + 8_000, link, on)
     name = f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)"
     yield from _device(name, rank, ran, lead, link, args)
@@ -159,8 +163,8 @@ def _described(rank: int, ran: Ran, called: str) -> _Entry:
 
 
 def _launch(name: str, rank: int, at: int, link: int, backward: bool) -> Iterator[_Entry]:
-    told = {"External id": link, "cbid": 211, "correlation": link}
-    call = _host("cuda_runtime", name, rank, at, 4_000, told, backward)
+    fields = {"External id": link, "cbid": 211, "correlation": link}
+    call = _host("cuda_runtime", name, rank, at, 4_000, fields, backward)
     yield call
     yield _flow("s", call, link)
 
@@ -168,9 +172,9 @@ def _launch(name: str, rank: int, at: int, link: int, backward: bool) -> Iterato
 def _device(name: str, rank: int, ran: Ran, lead: int, link: int, args: _Entry) -> Iterator[_Entry]:
     stream = _stream(ran)
     place = {"device": rank % 4, "context": 1, "stream": stream, "correlation": link}
-    told = {"External id": link, "queued": 0, **place, **_SHAPE, **args}
+    fields = {"External id": link, "queued": 0, **place, **_SHAPE, **args}
     where = (rank % 4, stream)
-    kernel = _entry("kernel", name, where, ran.start_ns + lead, ran.end_ns - ran.start_ns, told)
+    kernel = _entry("kernel", name, where, ran.start_ns + lead, ran.end_ns - ran.start_ns, fields)
     yield kernel
     yield _flow("f", kernel, link) | {"bp": "e"}
 

@@ -83,8 +83,8 @@ def _version(name: str) -> str:
 
 
 def _as_json(conditions: str, rows: Sequence[Row], failures: Sequence[str]) -> str:
-    told = {"conditions": conditions, "rows": list(map(asdict, rows)), "missed": failures}
-    return json.dumps(told, indent=2) + "\n"
+    result = {"conditions": conditions, "rows": list(map(asdict, rows)), "missed": failures}
+    return json.dumps(result, indent=2) + "\n"
 
 
 if __name__ == "__main__":

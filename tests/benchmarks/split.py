@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.write(f"{_conditions()}\n\n{table_of(rows, not args.quick)}\n")
     sys.stdout.writelines(f"{line}\n" for line in failures)
     if args.json:
-        told = {"conditions": _conditions(), "rows": list(map(asdict, rows)), "missed": failures}
-        args.json.write_text(json.dumps(told, indent=2) + "\n")
+        result = {"conditions": _conditions(), "rows": list(map(asdict, rows)), "missed": failures}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 1 if failures else 0
 
 

@@ -13,7 +13,7 @@ from benchmarks.accuracy import rows_of
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # HTA's own, for pandas 3
 @pytest.mark.seeded
-def test_a_slow_rank_is_told_by_stepsplit_and_called_communication_by_hta() -> None:
+def test_a_slow_rank_is_found_by_stepsplit_and_called_communication_by_hta() -> None:
     if find_spec("hta") is None:
         absent("hta", "HolisticTraceAnalysis is not installed")
     truth, hta, _, ours = rows_of("tp_slow_rank", SEED)

@@ -21,7 +21,7 @@ QUICK = (
     "slow_link tp_dp",
     "slow_rank fsdp",
     "no_overlap ddp",
-    "needless_calls tp",
+    "redundant_calls tp",
     "nothing tp_dp",
 )
 PAIR = [("0", "mesh_tp", [0, 1])]

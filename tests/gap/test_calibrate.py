@@ -303,9 +303,9 @@ def test_a_wrong_file_is_named(
     (tmp_path / "odd.toml").write_text(odd)
     text = JOB.format(parallel="dp = 2", framework="ddp", micro_batch=4)
     (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', wrong))
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as raised:
         read_rates(tmp_path / "job.toml", read_job(tmp_path / "job.toml").hardware)
-    assert all(word in str(told.value) for word in words)
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_json_holds_both_sides(found: Calibration) -> None:

@@ -110,7 +110,7 @@ def test_ranks_and_steps_that_differ_are_reported_and_never_equal() -> None:
     assert compare_messages(found[:3], expected).equal
 
 
-def test_a_rank_without_the_calls_of_its_fellows_differs() -> None:
+def test_a_rank_without_the_calls_of_its_peers_differs() -> None:
     found = [seen("tp", "all_reduce", 5000, 2, rank=0), seen("cp", "all_gather", 5000, 2, rank=1)]
     rows = compare_messages(found, predicted(("tp", "all_reduce", 0, 2, 5000))).rows
     assert [(row.axis, row.varies) for row in rows] == [("cp", True), ("tp", True)]

@@ -108,9 +108,15 @@ def test_the_last_wave_of_tiles_takes_as_long_as_a_full_one(
 def test_the_backward_of_a_product_is_two_more_of_it() -> None:
     product, each = Gemm(2, 3, 5, count=2), 2 * (60 + 62)
     assert product.parameters == 30
-    assert (product.compute_forward_ns(UNIT), product.compute_input_ns(UNIT), product.compute_weight_ns(UNIT)) == (
-        each, each, each,
-    )  # fmt: skip
+    assert (
+        product.compute_forward_ns(UNIT),
+        product.compute_input_ns(UNIT),
+        product.compute_weight_ns(UNIT),
+    ) == (
+        each,
+        each,
+        each,
+    )
 
 
 def test_a_plain_layer_has_four_products() -> None:
@@ -121,10 +127,17 @@ def test_a_plain_layer_has_four_products() -> None:
 
 def test_tensor_parallelism_divides_what_is_not_the_hidden_size() -> None:
     halved = job(layout=ParallelConfig(tp=2))
-    assert (*list_attention_gemms(halved), *list_mlp_gemms(halved, 32), build_head_gemm(halved)) == (
-        Gemm(16, 12, 8), Gemm(16, 8, 4), Gemm(16, 16, 8), Gemm(16, 8, 16),
+    assert (
+        *list_attention_gemms(halved),
+        *list_mlp_gemms(halved, 32),
+        build_head_gemm(halved),
+    ) == (
+        Gemm(16, 12, 8),
+        Gemm(16, 8, 4),
+        Gemm(16, 16, 8),
+        Gemm(16, 8, 16),
         Gemm(16, 256, 8),
-    )  # fmt: skip
+    )
 
 
 def test_grouped_queries_have_fewer_keys_and_each_rank_at_least_one() -> None:

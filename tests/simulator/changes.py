@@ -136,7 +136,7 @@ def slow_pair(job: Job, ends: Collection[int], factor: float) -> Job:
 
 
 def gathering(job: Job, axis_group: Callable[[int], str], named: str, again: Collective) -> Job:
-    """Behind each kernel of that name the rank's group gathers something that nobody needs, and
+    """Behind each kernel of that name the rank's group gathers something that is not needed, and
     computing waits for it."""
 
     def behind(rank: int) -> Change:
@@ -145,7 +145,7 @@ def gathering(job: Job, axis_group: Callable[[int], str], named: str, again: Col
         def change(done: Instruction) -> tuple[Instruction, ...]:
             if not isinstance(done, Compute) or done.name != named:
                 return (done,)
-            ready, over = (f"{word} {next(met)}" for word in ("needless", "gathered"))
+            ready, over = (f"{word} {next(met)}" for word in ("redundant", "gathered"))
             call = replace(again, group=axis_group(rank))
             return (
                 done, Record(ready), WaitFor(ready, call.stream), call,

@@ -72,7 +72,7 @@ def pp_job(
     boxes: bool = True,
     message_bytes: int = 0,
 ) -> Job:
-    """Two or four stages, unless told; message_bytes is the size of its messages, 0 the usual."""
+    """Two or four stages by default; message_bytes is the size of its messages, 0 the usual."""
     stages = stages or rng.choice((2, 4))
     chunks = rng.choice((2, 3)) if schedule == "interleaved" else 1
     how = Pipeline(schedule, stages * rng.choice((2, 3)), chunks, boxes)

@@ -85,8 +85,8 @@ def number_of(*where: Hashable) -> int:
 class Places:
     """Numbers what a rank launches so that what is planted in it moves no number of the rest.
 
-    An equal launch right behind another, as of a rank with more work, keeps its number and is told
-    apart by a second one.
+    An equal launch right behind another, as of a rank with more work, keeps its number and is
+    distinguished by a second one.
     """
 
     def __init__(self) -> None:

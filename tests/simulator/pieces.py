@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one kernel in which it did one thing; owner is whom it waited for, -1 nobody.
+    """A part of one kernel in which it did one thing; owner is the rank it waited for, -1 for none.
 
     began_ns is the start of the whole kernel.
     """
@@ -48,7 +48,7 @@ def pieces_of(ran: Ran) -> tuple[Piece, ...]:
 
 
 def _owner(moves: Sequence[Moved], at_ns: int) -> int:
-    """Nobody while data moves; else, of those that have yet to come, the one that comes last."""
+    """-1 while data moves; else, of those that have yet to come, the one that comes last."""
     if any(moved.start_ns <= at_ns < moved.end_ns for moved in moves):
         return -1
     to_come = [moved for moved in moves if moved.start_ns > at_ns]

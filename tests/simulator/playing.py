@@ -30,7 +30,7 @@ class Durations:
 def runnable(orders: Sequence[Sequence[Action]], durations: Durations | None = None) -> int:
     """The makespan, if each rank plays its actions in order, each after those that it needs.
 
-    Every action lasts one unit unless told. Raises ValueError where an action is missing or twice,
+    Every action lasts one unit by default. Raises ValueError where an action is missing or twice,
     or where ranks would wait for each other forever.
     """
     durations = durations or Durations()

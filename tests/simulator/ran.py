@@ -24,7 +24,7 @@ class Moved:
     """When the data of a collective or a message moved, as one rank saw it.
 
     last is the global rank that it waited for until start_ns; the rank itself where it waited for
-    nobody.
+    none.
     """
 
     start_ns: int

@@ -98,7 +98,7 @@ class Rendezvous:
     def _together(
         self, work: Collective, call: int, moving: list[Kernel], needed: list[Kernel] | None = None
     ) -> Transfer:
-        """The transfer of these kernels once the needed ones are there: themselves, unless told."""
+        """The transfer of these kernels once the needed ones are there: themselves by default."""
         several = len(moving) > 1
         needed = needed or sorted(moving, key=lambda kernel: kernel.rank)
         start_ns = max(kernel.start_ns for kernel in needed)

@@ -32,7 +32,7 @@ _OFFSET_NS, _DRIFT_PPM = 200_000_000, 50.0
 
 
 def _slow(rng: random.Random, job: Job, *, axis: str, rank: int = -1) -> tuple[Job, Cause]:
-    """A rank (any, unless told) computes slowly."""
+    """A rank (any by default) computes slowly."""
     rank = rank if rank >= 0 else _any_rank(rng, job)
     return slowed(job, rank, rng.uniform(1.25, 1.5)), Cause(rank, "compute", axis)
 

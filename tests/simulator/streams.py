@@ -50,7 +50,7 @@ class Stream:
     def place_ns(self, depth: int) -> int:
         """When the queue has a place: once the kernel that is depth places ahead starts.
 
-        0 where it always had one, -1 where nobody knows yet.
+        0 where it always had one, -1 while unknown.
         """
         return self.slots[-depth].start_ns if len(self.slots) >= depth else 0
 

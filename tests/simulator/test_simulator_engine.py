@@ -126,7 +126,7 @@ def test_the_nth_receive_is_of_the_nth_send() -> None:
     assert times(run((*send,), (Host(4), *recv))) == [[(1, 15), (15, 45)], [(5, 15), (15, 45)]]
 
 
-def test_the_root_of_a_broadcast_waits_for_nobody() -> None:
+def test_the_root_of_a_broadcast_waits_for_no_rank() -> None:
     call = Collective("0", "broadcast", LARGE, 20, root=0)
     assert times(run((call,), (Host(90), call))) == [[(1, 21)], [(91, 111)]]
     assert times(run((Host(90), call), (call,))) == [[(91, 111)], [(1, 111)]]

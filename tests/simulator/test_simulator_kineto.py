@@ -172,8 +172,8 @@ def test_the_kernel_of_a_batch_does_not_say_what_it_carries(tmp_path: Path) -> N
     job = Job("story", ((batch(1),), (batch(0),)), groups, (("cp", 2),), ("h", "h"), (0, 0))
     write(tmp_path, Scenario(job, 0))
     body = json.loads(gzip.decompress((tmp_path / "rank0_trace.json.gz").read_bytes()))
-    told = [(e["name"][:18], e["args"].get("Collective name")) for e in body["traceEvents"]]
-    assert told == [
+    named = [(e["name"][:18], e["args"].get("Collective name")) for e in body["traceEvents"]]
+    assert named == [
         ("record_param_comms", "send"),
         ("record_param_comms", "recv"),
         ("cudaLaunchKernel", None),

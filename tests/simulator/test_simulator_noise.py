@@ -234,12 +234,12 @@ def test_computing_is_slower_while_data_moves() -> None:
 def test_a_recording_of_nccl_2_17_tells_of_calls_at_their_launches_only(tmp_path: Path) -> None:
     body = bodies(tmp_path, pair(), Style(nccl="2.17"))[0]
     (kernel, *_) = [e for e in body["traceEvents"] if e["name"].startswith("nccl")]
-    (told, *_) = [e for e in body["traceEvents"] if e["name"] == "record_param_comms"]
+    (comm, *_) = [e for e in body["traceEvents"] if e["name"] == "record_param_comms"]
     assert kernel["name"] == (
         "ncclKernel_AllReduce_RING_LL_Sum___nv_bfloat16(ncclDevComm*, unsigned long, ncclWork*)"
     )
     assert list(kernel["args"]) == ["device", "stream", "correlation"]
-    assert (told["args"]["Collective name"], told["args"]["Process Group Ranks"]) == (
+    assert (comm["args"]["Collective name"], comm["args"]["Process Group Ranks"]) == (
         "allreduce", "[0, 1]",
     )  # fmt: skip
     assert '"Seq"' not in json.dumps(body)
@@ -254,10 +254,10 @@ def test_a_recording_that_is_not_numbered_has_all_but_seq(tmp_path: Path) -> Non
 
 def test_groups_without_description_are_undefined(tmp_path: Path) -> None:
     body = bodies(tmp_path, pair(), Style(descriptions="none"))[0]
-    told = [e["args"]["Process Group Description"] for e in body["traceEvents"]
+    descriptions = [e["args"]["Process Group Description"] for e in body["traceEvents"]
             if "Process Group Description" in e["args"]]  # fmt: skip
     groups = [group["pg_desc"] for group in body["distributedInfo"]["pg_config"]]
-    assert set(told) == {"undefined"} and groups == ["undefined", "undefined"]
+    assert set(descriptions) == {"undefined"} and groups == ["undefined", "undefined"]
 
 
 def test_only_the_wanted_ranks_are_written_and_run_json_only_if_wanted(tmp_path: Path) -> None:

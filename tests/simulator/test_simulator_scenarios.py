@@ -111,7 +111,7 @@ def test_a_loaded_rank_runs_some_kernels_twice() -> None:
     assert of_first(loaded(two_ranks(), 0, every=1, named="sec")) == (*PLAIN[:3], *twice)
 
 
-def test_a_slow_copy_or_loader_takes_so_long_as_told() -> None:
+def test_a_slow_copy_or_loader_takes_as_long_as_planted() -> None:
     assert of_first(copied(two_ranks(), 0, 77)) == (*PLAIN[:2], Copy(77), *PLAIN[3:])
     assert of_first(loading(two_ranks(), 0, 77)) == (PLAIN[0], Host(77, LOADER), *PLAIN[2:])
 

@@ -77,9 +77,9 @@ class TraceEvents:
             case Messages() as work:
                 posts, launch = _batch(call, len(work.messages))
                 args_of = [message_args(m, self._groups[work.group]) for m in work.messages]
-                told = map(self._params, posts, args_of)
+                batches = map(self._params, posts, args_of)
                 return [
-                    *(one for each in told for one in each),
+                    *(one for each in batches for one in each),
                     self._runtime(_LAUNCH, correlation, launch),
                 ]
             case Copy(kind=kind):

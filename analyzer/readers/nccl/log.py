@@ -384,7 +384,8 @@ def list_notes(
     if joined_comms.alone:
         yield Note(
             "nccl_alone",
-            f"{joined_comms.alone} communicators have no id and could not be joined across processes",
+            f"{joined_comms.alone} communicators have no id and could not be joined "
+            "across processes",
         )
     if world.comm >= 0:
         name = joined_comms.communicators[world.comm].id
@@ -689,4 +690,4 @@ def map_global_ranks(communicator: Communicator, world: World) -> dict[int, int]
         member.rank: world.ranks.get((member.host, member.pid, member.cuda_dev), -1)
         for member in communicator.members
     }
-    return {rank: told for rank, told in global_rank.items() if rank >= 0 and told >= 0}
+    return {rank: own for rank, own in global_rank.items() if rank >= 0 and own >= 0}

@@ -26,8 +26,8 @@ def open_and_tell(opened: Callable[[], _T], events_in: Callable[[_T], int], time
         seconds.append(time.perf_counter() - begin)
         events = events_in(found)
         del found
-    told = {"seconds": seconds, "events": events, "own_peak_bytes": own_peak_bytes()}
-    sys.stdout.write(f"\n{json.dumps(told)}\n")
+    result = {"seconds": seconds, "events": events, "own_peak_bytes": own_peak_bytes()}
+    sys.stdout.write(f"\n{json.dumps(result)}\n")
 
 
 def own_peak_bytes() -> int:

@@ -27,5 +27,5 @@ def _examined(places: Sequence[str]) -> tuple[Recording, tuple[float, float]]:
 if __name__ == "__main__":
     found, seconds = _examined(sys.argv[1:])
     calls = sum(len(trace.calls) for trace in found.traces)
-    told = {"seconds": seconds, "events": calls, "own_peak_bytes": own_peak_bytes()}
-    sys.stdout.write(f"\n{json.dumps(told)}\n")
+    result = {"seconds": seconds, "events": calls, "own_peak_bytes": own_peak_bytes()}
+    sys.stdout.write(f"\n{json.dumps(result)}\n")

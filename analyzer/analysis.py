@@ -69,7 +69,7 @@ def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = B
         DataError: A place is missing, a named file cannot be read, or no trace was found.
         UsageError: With job: the model needs a key that neither the file nor the recording gives.
 
-    Example:
+    Examples:
         >>> report = analyze("sample_traces/pp2_m2")
         >>> row = report.steps[0]
         >>> row.rank, row.step, row.step_ns, row.split.exposed_comm_ns
@@ -103,7 +103,7 @@ def examine(
         DataError: A place is missing, a named file cannot be read, or no trace was found.
         UsageError: With job: the model needs a key that neither the file nor the recording gives.
 
-    Example:
+    Examples:
         >>> analysis = examine(["sample_traces/pp2_m2"], workers=4)
         >>> analysis.report.run.ranks, len(analysis.tables.segments.start_ns)
         ((0, 1), 4438)
@@ -189,7 +189,7 @@ def compare_runs(
         DataError: A place is missing or cannot be read.
         UsageError: A run has no full step to compare, or rules were given with a report.
 
-    Example:
+    Examples:
         >>> comparison = compare_runs("sample_traces/pp2_m2", "sample_traces/pp2_m8")
         >>> difference_ns = comparison.candidate.mean.step_ns - comparison.baseline.mean.step_ns
         >>> sum(row.difference_ns for row in comparison.buckets) == difference_ns
@@ -262,7 +262,7 @@ def check_runs(
         DataError: A place is missing or cannot be read.
         UsageError: A budget is invalid, or the setups of the runs differ.
 
-    Example:
+    Examples:
         >>> runs = ["sample_traces/dp4"]
         >>> result = check_runs(candidate=runs, baseline=runs, budgets=["calls:exact"])
         >>> result.answer, [row.metric for row in result.gated]
@@ -306,7 +306,7 @@ def read_run_metrics(
         DataError: The place is missing or cannot be read.
         UsageError: Rules were given with a report, or the model needs a key that is missing.
 
-    Example:
+    Examples:
         >>> for metrics in facts_at("ci/baseline.json"):
         ...     print(metrics)
     """

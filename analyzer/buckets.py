@@ -32,7 +32,7 @@ class Split:
         bubble_covered_ns: Memo: communication inside the pipeline bubble.
         fused_ns: Memo: kernels that compute and communicate at once; part of compute_ns.
 
-    Example:
+    Examples:
         >>> split = Split(compute_ns=80, collective_ns=15, idle_ns=5)
         >>> split.step_ns, split.exposed_comm_ns
         (100, 15)

@@ -18,7 +18,7 @@ RECORD_AGAIN = "record it again or leave it out"
 class StepsplitError(Exception):
     """Base class of all errors; the message is one line: what, in which file or rank, the fix.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import analyze
         >>> try:
         ...     report = analyze("no/such/folder")

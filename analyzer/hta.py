@@ -63,7 +63,7 @@ def open_in_hta(*places: str | Path, rules: Rules = BUILT_IN) -> TraceAnalysis:
         DataError: A place is missing, a named file cannot be read, or no trace was found.
         UsageError: HTA is not installed.
 
-    Example:
+    Examples:
         >>> analysis = open_in_hta("runs/exp1")  # doctest: +SKIP
         >>> analysis.get_temporal_breakdown(visualize=False)  # doctest: +SKIP
     """

@@ -294,7 +294,7 @@ def profile_run(
     Raises:
         ValueError: If `active` < 1, `warmup` < 0, `wait` + `warmup` < 0, or `ranks` is invalid.
 
-    Example:
+    Examples:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:
             for batch in data:
                 train(batch)
@@ -326,7 +326,7 @@ class ProfiledRun:
         model: Shape of the model. Default: None, unknown.
         training: Batch sizes, dtype and framework. Default: None, unknown.
 
-    Example:
+    Examples:
         run = profile_run("runs/exp1").start()
         for batch in data:
             train(batch)

@@ -42,7 +42,7 @@ class Mesh:
         ValueError: If an axis is unknown or repeated, a size is below 1, or the numbers of axes and
             sizes differ.
 
-    Example:
+    Examples:
         >>> mesh = Mesh(("pp", "tp"), (2, 4))
         >>> mesh.world_size, mesh.coordinate(5, "pp"), mesh.line(5, "tp")
         (8, 1, (4, 5, 6, 7))
@@ -76,7 +76,7 @@ class Mesh:
         Raises:
             ValueError: If an axis is unknown or a size is below 1.
 
-        Example:
+        Examples:
             >>> Mesh.of({"fsdp": 8, "tp": 2})
             Mesh(axes=('dp_shard', 'tp'), sizes=(8, 2))
         """
@@ -130,7 +130,7 @@ class ModelSpec:
         experts: Experts per mixture-of-experts layer.
         top_k: Experts per token.
 
-    Example:
+    Examples:
         >>> ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True).layers
         32
     """
@@ -173,7 +173,7 @@ class Training:
         root_unit: Whether FSDP gathers the parameters outside of the layers as one unit.
         bucket_bytes: Bucket size of DDP in bytes.
 
-    Example:
+    Examples:
         >>> Training(seq_len=4096, micro_batch=1, global_batch=256, dtype="bf16").global_batch
         256
     """
@@ -246,7 +246,7 @@ class RunSpec:
     Raises:
         ValueError: If the mesh does not have `world_size` ranks.
 
-    Example:
+    Examples:
         >>> RunSpec("exp1", 8, "nccl", mesh=Mesh(("pp", "tp"), (2, 4))).world_size
         8
     """

@@ -21,15 +21,15 @@ folder = Path(sys.argv[1])
 store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
 """
 _SERVER = """
-from stepsplit.dashboard.web.auth import Access, Serving
-from stepsplit.dashboard.web.serve import free_port, serve
+from stepsplit.dashboard.web.auth import Access, ServeOptions
+from stepsplit.dashboard.web.serve import find_free_port, serve
 ready = lambda url: print(url, flush=True)
-serve(store, port=free_port(), ready=ready, how=Serving(Access(), workers=0))
+serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), workers=0))
 """
 _WORKER = """
 from store_builders import known_analysis
-from stepsplit.dashboard.store.ingest import Terms, work
-work(store, Terms("known", poll_s=0.1), known_analysis)
+from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
+run_worker(store, WorkerOptions("known", poll_s=0.1), known_analysis)
 """
 
 

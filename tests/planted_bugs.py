@@ -73,7 +73,7 @@ def _no_waiting(original: Any, *args: Any) -> Arrivals:
 def _first_to_come(original: Any, *args: Any) -> Any:
     came = original(*args)
     matched, start = args[0], args[1]
-    least = transfers.least_of(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
+    least = transfers.group_min(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
     return replace(came, at_ns=np.where(matched.shared >= 0, least[matched.shared], came.at_ns))
 
 

@@ -77,7 +77,7 @@ def find_hang(*places: str | Path) -> Hang | None:
     Raises:
         DataError: a place is missing, contains no dump, or contains two dumps of the same rank.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import find_hang
         >>> hang = find_hang("/tmp/nccl_trace")  # doctest: +SKIP
         >>> print(hang.verdict)  # doctest: +SKIP

@@ -161,7 +161,7 @@ def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUI
         DataError: a place is missing or cannot be read.
         UsageError: a change is invalid or does not apply to the recording.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import what_if
         >>> result = what_if("runs/exp1", changes=["link:tp=2"])  # doctest: +SKIP
         >>> result.changes[0].gain_ns  # doctest: +SKIP
@@ -308,7 +308,7 @@ class WhatIfChange:
         count: number of microbatches, or factor of the replicas. Default 0.
         name: schedule name. Default "".
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import WhatIfChange
         >>> str(WhatIfChange("link", axis="tp", times=2.0))
         'link:tp=2'

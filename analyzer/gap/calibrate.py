@@ -221,7 +221,7 @@ def calibrate(
         UsageError: no place is given, a job config is incomplete, or the runs are of different
             hardware.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import calibrate
         >>> result = calibrate("runs/tp2", "runs/pp2")  # doctest: +SKIP
         >>> result.hardware.efficiency.gemm  # doctest: +SKIP

@@ -46,7 +46,7 @@ class Rates:
         sweeps: nccl-tests sweeps, one per op and group size. Default: none.
         tables: NCCL's tuning tables, one per group size. Default: none.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job, read_rates
         >>> job = read_job("job.toml")
         >>> rates = read_rates("job.toml", job.hardware)

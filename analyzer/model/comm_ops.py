@@ -408,7 +408,7 @@ class CommOp:
         formulas: Why the calls are needed, the job's variant last. Default: none, as in a
             prediction that was read from a file.
 
-    Example:
+    Examples:
         >>> op = CommOp("ddp", "all_reduce", "dp", 0, "grad_sync", 4, 1024, 1024, 1536)
         >>> op.count * op.wire_bytes
         6144

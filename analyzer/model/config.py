@@ -94,7 +94,7 @@ class ModelConfig:
         latent: Sizes of multi-head latent attention; None (default) for ordinary attention.
         name: Name of the model. Default "".
 
-    Example:
+    Examples:
         >>> model = ModelConfig(
         ...     layers=24, hidden=2048, heads=16, kv_heads=16, head_size=128, ffn=8192, vocab=50304
         ... )
@@ -168,7 +168,7 @@ class Efficiency:
         dtypes: Their dtypes.
         rows: Their ids; "run:..." is a run of the user, any other a published one.
 
-    Example:
+    Examples:
         >>> efficiency = Efficiency(
         ...     gemm=0.75, attention=0.5, unfused_attention=0.2, memory=0.8, launch_ns=3000.0
         ... )
@@ -220,7 +220,7 @@ class HardwareConfig:
         multiprocessors: Streaming multiprocessors of a GPU; 0 (default) if unknown.
         learned: Memory correction calibrated on the user's own runs. Default: none.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import read_job
         >>> hardware = read_job("job.toml").hardware
         >>> hardware.gpus_per_node
@@ -298,7 +298,7 @@ class TrainingConfig:
         offload: States that are offloaded: "optimizer", "parameters", "activations". Default: none.
         offload_to: "cpu" (default) or "nvme".
 
-    Example:
+    Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
         >>> training.gradient_bytes
         4
@@ -388,7 +388,7 @@ class ParallelConfig:
         sum_once: Whether FSDP reduces gradients only after the last microbatch. Default False.
         bucket_bytes: Size of a DDP bucket, in bytes; 0 (default) for PyTorch's default.
 
-    Example:
+    Examples:
         >>> layout = ParallelConfig(tp=8, pp=4, dp_replicate=2, schedule="interleaved", chunks=5)
         >>> layout.world_size
         64
@@ -481,7 +481,7 @@ class JobConfig:
         training: Batch, precision, optimizer and recomputation.
         hardware: Accelerator and links.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job
         >>> job = read_job("job.toml")
         >>> predict(job).fits

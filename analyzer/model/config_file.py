@@ -83,7 +83,7 @@ def read_job(path: str | Path) -> JobConfig:
             describes a job that violates a constraint.
         UsageError: The file has no [hardware].
 
-    Example:
+    Examples:
         >>> job = read_job("job.toml")
         >>> job.parallel.world_size
         64

@@ -82,7 +82,7 @@ def plan(
     Raises:
         UsageError: gpus is below 1, or no layout is valid and fits in memory.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import plan, read_job
         >>> best = plan(read_job("job.toml"), gpus=16).best
         >>> best.choice.tp, best.choice.pp, f"{best.step_ns / 1e9:.0f} s"

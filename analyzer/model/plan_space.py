@@ -154,7 +154,7 @@ class Plan:
         places: link and number of nodes of each axis of the best layout.
         searched: how many layouts were considered, invalid, too big and timed.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import plan, read_job
         >>> found = plan(read_job("job.toml"), gpus=16)
         >>> [runner.candidate.choice.axes for runner in found.runners_up]  # tp, pp, cp, dp, ep

@@ -92,7 +92,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     Raises:
         UsageError: the job is not valid, for example when tp does not divide the heads.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job
         >>> prediction = predict(read_job("job.toml"))
         >>> f"{prediction.split.step_ns / 1e9:.0f} s", prediction.fits
@@ -103,11 +103,8 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     stage_params = count_stage_parameters(job)
     stages = compute_stage_times(job, stage_params, timed)
     pipeline = compute_pipeline(job, stages, timed)
-    skew, step_flops, stage_memory = (
-        compute_skew(job),
-        count_step_flops(job, CONVENTION),
-        compute_memory(job),
-    )
+    skew, stage_memory = compute_skew(job), compute_memory(job)
+    step_flops = count_step_flops(job, CONVENTION)
     splits = compute_splits(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
     caveats = list_caveats(job, stages, slowest)
@@ -279,7 +276,7 @@ def read_rates(path: str | Path, hardware: HardwareConfig) -> Rates:
     Raises:
         DataError: a named file is missing, cannot be read or contains no measurement.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job, read_rates
         >>> job = read_job("job.toml")
         >>> rates = read_rates("job.toml", job.hardware)

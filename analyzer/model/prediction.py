@@ -42,7 +42,7 @@ class StageMemory:
         formulas: the formulas used, default (); empty when the prediction was read from a file,
             which keeps them in Prediction.formulas.
 
-    Example:
+    Examples:
         >>> StageMemory(0, 4, 4, 12, 8, 2, 1).total_bytes
         31
     """
@@ -76,7 +76,7 @@ class Band:
         formulas: the formula of the time first, then the alternatives it was chosen from; default
             (), as for a zero time and in a prediction read from a file.
 
-    Example:
+    Examples:
         >>> (Band(100.0, 80.0, 125.0) * 2).high_ns
         250.0
     """
@@ -99,7 +99,7 @@ class Communication:
         time: time of all calls in a step, with its error band.
         exposed_ns: the part of the time that compute does not overlap.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job
         >>> messages = predict(read_job("job.toml")).communication
         >>> largest = max(messages, key=lambda each: each.exposed_ns)
@@ -138,7 +138,7 @@ class Prediction:
         notes: the caveats behind a low confidence.
         formulas: the formulas used, with citations.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import predict, read_job
         >>> prediction = predict(read_job("job.toml"))
         >>> prediction.split.step_ns == sum(prediction.split.buckets_ns), prediction.confidence

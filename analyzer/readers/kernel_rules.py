@@ -59,7 +59,7 @@ def read_rules(place: str | Path) -> Rules:
     Raises:
         DataError: The file is missing, not TOML, or has an invalid rule; names the key and the fix.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> text = 'kernel = [{match = "my_sum", is = "communication", op = "all_reduce"}]'
         >>> size = Path("rules.toml").write_text(text)
@@ -242,7 +242,7 @@ class Rules:
         families: The families of compute kernels.
         suspect: Derived from kernels, for speed.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import FamilyRule, KernelRule, analyze
         >>> rules = Rules((KernelRule("gloo", "communication"),), (FamilyRule("mm", "gemm"),))
         >>> report = analyze("sample_traces/pp2_m2", rules=rules)

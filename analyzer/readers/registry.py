@@ -99,7 +99,7 @@ def read_files(*places: str | Path) -> tuple[FileRead, ...]:
     Raises:
         DataError: A place is missing, or an archive is damaged.
 
-    Example:
+    Examples:
         >>> for file in read_files("sample_traces/pp2_m2/rank0_trace.json.gz"):
         ...     print(file.where, file.kind or file.refused)
         sample_traces/pp2_m2/rank0_trace.json.gz torch.profiler trace

@@ -645,7 +645,7 @@ class Report(Struct, frozen=True, kw_only=True):
         mfu: model FLOPs utilization, 0..1.
         hfu: hardware FLOPs utilization, 0..1.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import analyze
         >>> report = analyze("runs/exp1")  # doctest: +SKIP
         >>> [finding.message for finding in report.findings]  # doctest: +SKIP

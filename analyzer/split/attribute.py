@@ -159,7 +159,7 @@ class Overlap:
         hidden_ns: Part of moved_ns overlapped by compute, in ns.
         exposed_ns: Part of moved_ns that blocked the rank, in ns.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [(row.axis, row.op, row.efficiency) for row in report.overlap if row.rank is None]
         [('dp_shard', 'all_gather', 0.93)]
@@ -447,7 +447,7 @@ class Coverage:
         calls: Calls of the recorded ranks on these groups.
         unmatched: Calls without a matching call on the peers.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [(row.axis, row.holds) for row in report.coverage]
         [('dp_shard', 'measured'), ('pp', 'partly')]

@@ -33,7 +33,7 @@ class CollectiveRow:
             unmatched.
         busbw_bytes_per_s: algbw times the bus factor of nccl-tests; None like algbw.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> report.collectives[0].op, report.collectives[0].busbw_bytes_per_s
         ('all_gather', 412300000000.0)
@@ -104,7 +104,7 @@ class StepCallsRow:
         least: Fewest calls in a step.
         most: Most calls in a step.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> report.step_calls[0].op, report.step_calls[0].calls
         ('all_gather', 128)

@@ -57,7 +57,7 @@ class PathPart:
         axis: Mesh axis for communication buckets; None for other buckets or an unknown axis.
         ns: Duration in ns.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
         713402880
@@ -81,7 +81,7 @@ class PathStep:
         last_rank: Rank that finished last.
         jumps: Number of times the path changes ranks.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [row.end_ns - row.start_ns for row in report.path_steps]
         [183120341, 182990114]

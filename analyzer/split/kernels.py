@@ -29,7 +29,7 @@ class KernelFamily:
         total_ns: Sum of their durations in ns.
         share: total_ns over the sum of all families of the rank, 0..1.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> report.kernels[0].family, report.kernels[0].share
         ('gemm', 0.62)

@@ -52,7 +52,7 @@ class Lateness:
             waits.
         straggler: Whether the rank is a straggler on this axis.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [(row.rank, row.axis, row.last_fraction) for row in report.lateness if row.straggler]
         [(3, 'tp', 0.97)]
@@ -233,7 +233,7 @@ class SlowKernel:
         lost_ns: Time that this costs the rank per step in ns.
         count: Number of runs on this rank.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [(row.rank, row.family, row.ratio) for row in report.slow_kernels]
         [(3, 'gemm', 1.4)]

@@ -382,7 +382,7 @@ class StepDurations:
         longest_ns: Longest step time in ns.
         slow_steps: Numbers of the slow steps (outliers), ascending.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [row.median_ns for row in report.step_times if row.rank is None]
         [182034112]
@@ -411,7 +411,7 @@ class SlowStep:
         bucket: Name of that bucket, one of BUCKETS.
         excess_in_bucket_ns: Time of that bucket beyond its median on that rank in ns.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [(row.step, row.rank, row.bucket) for row in report.slow_steps]
         [(14, 3, 'idle')]

@@ -265,7 +265,7 @@ class Strategy:
         detail: The variant or further evidence: the schedule of pp, "ring", "all-gather" or
             "ulysses" for cp, "full" or "selective" for recompute; "" if there is none.
 
-    Example:
+    Examples:
         >>> report = analyze("runs/exp1")
         >>> [strategy.in_words for strategy in report.run.strategies]
         ['fsdp 8 on dp_shard', 'tp 2', 'pp 2 (1f1b)']

@@ -52,7 +52,7 @@ def validate(folder: Path | None = None) -> tuple[Check, ...]:
         UsageError: the folder has none of the files.
         DataError: a file cannot be read, or lacks a column.
 
-    Example:
+    Examples:
         >>> from stepsplit.analyzer import validate
         >>> all(check.met for check in validate() if not check.skipped)
         True

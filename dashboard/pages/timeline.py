@@ -111,7 +111,7 @@ _CACHED_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class StepWindow:
+class ShownStep:
     """A step from its first start to its last end over all ranks, in the report's ns."""
 
     step: int
@@ -174,19 +174,19 @@ class TimelineView:
         return build_lanes(slices[rank]) if rank in slices else ()
 
 
-def list_steps(report: Report) -> tuple[StepWindow, ...]:
+def list_steps(report: Report) -> tuple[ShownStep, ...]:
     """Steps over all ranks, in order."""
-    spans: dict[int, list[StepWindow]] = {}
+    spans: dict[int, list[ShownStep]] = {}
     for row in report.steps:
-        own = StepWindow(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
+        own = ShownStep(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
         spans.setdefault(row.step, []).append(own)
     return tuple(_merge_ranks(own) for _, own in sorted(spans.items()))
 
 
-def _merge_ranks(spans: Sequence[StepWindow]) -> StepWindow:
+def _merge_ranks(spans: Sequence[ShownStep]) -> ShownStep:
     kind = next((one.kind for one in spans if one.kind != "full"), "full")
     start, end = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
-    return StepWindow(spans[0].step, kind, start, end)
+    return ShownStep(spans[0].step, kind, start, end)
 
 
 def list_rank_locations(report: Report, tables: Tables) -> tuple[RankLocation, ...]:

@@ -9,9 +9,9 @@ from stepsplit.collectors.guard import delay_sigterm
 
 SCRIPT = """
 import os, signal, time
-from stepsplit.collectors.guard import deferred_sigterm
+from stepsplit.collectors.guard import delay_sigterm
 
-with deferred_sigterm():
+with delay_sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
     print("written", flush=True)
 print("not reached", flush=True)

@@ -29,7 +29,7 @@ from pathlib import Path
 from store_builders import known_analysis
 from stepsplit.dashboard.store.ingest import set_up_logs
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.store.ingest import Terms, work
+from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
 def slow(folder, progress):
     print("begun", flush=True)
     time.sleep(60)
@@ -37,7 +37,7 @@ import signal
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 set_up_logs("json")
 store = Store.open(sys.argv[1], sys.argv[2])
-work(store, Terms("w1", limit_s=float(sys.argv[3])), slow)
+run_worker(store, WorkerOptions("w1", limit_s=float(sys.argv[3])), slow)
 """
 
 

@@ -53,7 +53,7 @@ def test_an_unavailable_database_is_reported(store: Store, monkeypatch: pytest.M
     def away() -> None:
         raise OperationalError("select", {}, Exception("gone"))
 
-    monkeypatch.setattr(store._database, "reading", away)
+    monkeypatch.setattr(store._database, "begin_read", away)
 
     answers = [client.get(path) for path in ("/healthz", "/readyz", "/api/v1/runs/x")]
 

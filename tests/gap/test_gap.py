@@ -530,5 +530,5 @@ def test_memory_is_compared_by_category(tmp_path: Path) -> None:
     )
     assert screen(found)[-2:] == [
         "weights: stage 0 1.07 GB (model 1.07 GB)",
-        "gradients: stage 0 2.15 GB of 1.07 GB predicted",
+        "gradients: stage 0 2.15 GB (model 1.07 GB)",
     ]

@@ -227,7 +227,9 @@ def test_hardware_without_published_runs_is_a_caveat() -> None:
 
 
 def test_an_invalid_job_is_rejected() -> None:
-    with pytest.raises(UsageError, match=r"^heads 32 / tp 3 = 10\.6667; fix heads or tp$"):
+    with pytest.raises(
+        UsageError, match=r"^heads \(32\) must be divisible by tp \(3\); fix heads or tp$"
+    ):
         predict(llama(ParallelConfig(tp=3)))
 
 

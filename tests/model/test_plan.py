@@ -140,7 +140,7 @@ def test_the_result_equals_that_of_timing_every_layout(
     one: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = plan(one, 16, top=6)
-    monkeypatch.setattr(LowerBound, "step_ns", lambda _floor, _job: 0.0)
+    monkeypatch.setattr(LowerBound, "compute_step_ns", lambda _floor, _job: 0.0)
     every = plan(one, 16, top=6)
     assert every.searched.timed == every.searched.fit > found.searched.timed
     assert replace(found, searched=every.searched) == every

@@ -150,7 +150,7 @@ def test_equal_stages_with_a_slower_head_are_not_simulated_whole(
         sizes.append(m)
         return build_graph(schedule, p, m, chunks)
 
-    monkeypatch.setattr(schedule_time, "graph", noted)
+    monkeypatch.setattr(schedule_time, "build_graph", noted)
     chunks = 2 if schedule == "interleaved" else 1
     costs = ((1e6, 1e6, 1e6),) * (model_stages(schedule, 8, chunks) - 1) + ((1.3e6, 1.3e6, 1e6),)
     compute_pipeline_time(schedule, 8, 800, chunks, costs)

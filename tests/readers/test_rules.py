@@ -154,7 +154,7 @@ def test_the_built_in_rules_are_a_valid_user_file() -> None:
 def test_rules_can_be_sent_to_another_process() -> None:
     arrived = pickle.loads(pickle.dumps(BUILT_IN))
     assert arrived == BUILT_IN
-    assert arrived.communicates("ncclDevKernel_Generic")
+    assert arrived.is_communication("ncclDevKernel_Generic")
 
 
 KERNEL = '[[kernel]]\nmatch = "x"\nis = "compute"\n'

@@ -102,14 +102,14 @@ def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
 
 
 BUGS = {
-    "noise forgotten": _in_place(statistics, "difference", _noise_forgotten),
-    "steps taken for samples": _in_place(statistics, "_of_two", _steps_as_samples),
-    "error not divided by the runs": _in_place(statistics, "_of_two", _no_root_of_the_runs),
-    "sides turned round": _in_place(statistics, "difference", _turned_sides),
-    "no permutation": _in_place(statistics, "by_permutation", _no_permutation),
-    "budget not heeded": _in_place(statistics, "_against_baseline", _never_over),
-    "a pass without power": _in_place(judge, "_passes", _always_sure),
-    "new kinds of calls not found": _in_place(judge, "_exactly", _totals_alone),
+    "noise forgotten": _in_place(statistics, "compute_difference", _noise_forgotten),
+    "steps taken for samples": _in_place(statistics, "_compute_welch", _steps_as_samples),
+    "error not divided by the runs": _in_place(statistics, "_compute_welch", _no_root_of_the_runs),
+    "sides turned round": _in_place(statistics, "compute_difference", _turned_sides),
+    "no permutation": _in_place(statistics, "compute_permutation_p", _no_permutation),
+    "budget not heeded": _in_place(statistics, "_compare_to_baseline", _never_over),
+    "a pass without power": _in_place(judge, "_is_within_budget", _always_sure),
+    "new kinds of calls not found": _in_place(judge, "_check_exact", _totals_alone),
 }
 
 

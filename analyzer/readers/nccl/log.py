@@ -233,7 +233,7 @@ def read_nccl_log(source: Source) -> NcclLog:
 
 
 @dataclass(slots=True)
-class CallRows:
+class LoggedCalls:
     """The calls so far: one array per process, _COLUMNS numbers per call."""
 
     _rows: dict[tuple[str, int], array[int]] = field(default_factory=dict)
@@ -277,7 +277,7 @@ class _LogReader:
     torn: int = 0
     splitter: MessageSplitter = field(default_factory=MessageSplitter)
     handles: CommHandles = field(default_factory=CommHandles)
-    rows: CallRows = field(default_factory=CallRows)
+    rows: LoggedCalls = field(default_factory=LoggedCalls)
     versions: dict[str, None] = field(default_factory=dict)
     facts: dict[GraphPattern | SystemBandwidth | Network | NcclSetting, None] = field(
         default_factory=dict

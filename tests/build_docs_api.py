@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,9 @@ The names that `stepsplit.analyzer` and `stepsplit.collectors` export. Times are
 nanoseconds, sizes bytes, ratios 0..1. `python tests/build_docs_api.py` generates this page from
 the docstrings.
 """
+
+LINK = re.compile(r"\[([^\]]+)\]\(#[^)]*\)")
+"""Links to types of other packages, which this page does not describe."""
 
 CONFIG: dict[str, object] = {
     "separate_signature": False,
@@ -67,7 +71,7 @@ def _render(package: griffe.Module, names: list[str]) -> Iterator[str]:
     for name in names:
         found = _find(package, name)
         text = griffe2md.render_object_docs(found, CONFIG)
-        _, _, body = text.partition("\n")
+        _, _, body = LINK.sub(r"\1", text).partition("\n")
         code = "\n".join(_declare(found))
         yield f"### `{package.path}.{name}`\n\n```python\n{code}\n```\n{body}"
 

@@ -54,7 +54,7 @@ def test_examples_in_public_docstrings_run(
     finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
     for name, found in exported.items():
         if callable(found):
-            for test in finder.find(found, name, globs={name: found}):
+            for test in finder.find(found, name, globs=dict(exported)):
                 runner.run(test)
     outcome = runner.summarize(verbose=False)
     assert outcome.failed == 0

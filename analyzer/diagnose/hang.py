@@ -195,14 +195,14 @@ def _warn_guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
 
 NOTHING_STUCK = "nothing is stuck: every call in the dumps has completed"
 
-_MOST_NAMED, _MOST_TOLD = 8, 3
+_MAX_RANKS, _MAX_MESSAGES = 8, 3
 
 
 def format_verdict(messages: Sequence[str]) -> tuple[str, ...]:
     """The sentences of the first culprits, and the number of further ones."""
-    more = len(messages) - _MOST_TOLD
+    more = len(messages) - _MAX_MESSAGES
     rest = (f"and {more} more",) if more > 0 else ()
-    return (*messages[:_MOST_TOLD], *rest) or (NOTHING_STUCK,)
+    return (*messages[:_MAX_MESSAGES], *rest) or (NOTHING_STUCK,)
 
 
 def describe_blocking(ranks: tuple[int, ...], blocked: tuple[int, ...], inputs: HangInputs) -> str:
@@ -250,7 +250,7 @@ def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
         for call in calls
         if call.missing
     ]
-    return f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MOST_TOLD])}"
+    return f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MAX_MESSAGES])}"
 
 
 def format_not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
@@ -276,7 +276,7 @@ def _format_call_name(op: str, seq: int, group: StuckGroup) -> str:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     """Such as "rank 3", "ranks 3 and 7", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9 more"."""
-    names = [str(rank) for rank in ranks[:_MOST_NAMED]]
+    names = [str(rank) for rank in ranks[:_MAX_RANKS]]
     if len(ranks) == 1:
         return f"rank {names[0]}"
     more = len(ranks) - len(names)

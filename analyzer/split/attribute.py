@@ -160,9 +160,9 @@ class Overlap:
         exposed_ns: Part of moved_ns that blocked the rank, in ns.
 
     Examples:
-        >>> report = analyze("runs/exp1")
-        >>> [(row.axis, row.op, row.efficiency) for row in report.overlap if row.rank is None]
-        [('dp_shard', 'all_gather', 0.93)]
+        >>> report = analyze("sample_traces/tp2_pp2")
+        >>> [(row.axis, row.op, round(row.efficiency, 3)) for row in report.overlap][:2]
+        [('pp', 'send', 0.0), ('pp', 'recv', 0.0)]
     """
 
     rank: int | None
@@ -448,9 +448,9 @@ class Coverage:
         unmatched: Calls without a matching call on the peers.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> [(row.axis, row.holds) for row in report.coverage]
-        [('dp_shard', 'measured'), ('pp', 'partly')]
+        [('pp', 'measured'), ('tp', 'measured')]
     """
 
     axis: str | None

@@ -34,9 +34,10 @@ class CollectiveRow:
         busbw_bytes_per_s: algbw times the bus factor of nccl-tests; None like algbw.
 
     Examples:
-        >>> report = analyze("runs/exp1")
-        >>> report.collectives[0].op, report.collectives[0].busbw_bytes_per_s
-        ('all_gather', 412300000000.0)
+        >>> report = analyze("sample_traces/tp2_pp2")
+        >>> row = report.collectives[0]
+        >>> row.op, round(row.busbw_bytes_per_s / 1e9, 2)
+        ('all_reduce', 0.25)
     """
 
     group: int
@@ -105,9 +106,9 @@ class StepCallsRow:
         most: Most calls in a step.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> report.step_calls[0].op, report.step_calls[0].calls
-        ('all_gather', 128)
+        ('all_reduce', 24)
     """
 
     group: int

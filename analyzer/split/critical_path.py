@@ -58,9 +58,9 @@ class PathPart:
         ns: Duration in ns.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
-        713402880
+        547681158
     """
 
     step: int
@@ -82,9 +82,9 @@ class PathStep:
         jumps: Number of times the path changes ranks.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> [row.end_ns - row.start_ns for row in report.path_steps]
-        [183120341, 182990114]
+        [205392950, 211505143, 193900128, 193884229, 204092305]
     """
 
     step: int

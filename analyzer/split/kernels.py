@@ -30,9 +30,9 @@ class KernelFamily:
         share: total_ns over the sum of all families of the rank, 0..1.
 
     Examples:
-        >>> report = analyze("runs/exp1")
-        >>> report.kernels[0].family, report.kernels[0].share
-        ('gemm', 0.62)
+        >>> report = analyze("sample_traces/tp2_pp2")
+        >>> report.kernels[0].family, round(report.kernels[0].share, 2)
+        ('gemm', 0.63)
     """
 
     rank: int

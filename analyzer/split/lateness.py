@@ -53,9 +53,10 @@ class Lateness:
         straggler: Whether the rank is a straggler on this axis.
 
     Examples:
-        >>> report = analyze("runs/exp1")
-        >>> [(row.rank, row.axis, row.last_fraction) for row in report.lateness if row.straggler]
-        [(3, 'tp', 0.97)]
+        >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
+        >>> rows = [row for row in report.lateness if row.straggler]
+        >>> [(row.rank, row.axis, round(row.last_fraction, 2)) for row in rows]
+        [(3, 'tp', 1.0)]
     """
 
     rank: int
@@ -234,9 +235,10 @@ class SlowKernel:
         count: Number of runs on this rank.
 
     Examples:
-        >>> report = analyze("runs/exp1")
-        >>> [(row.rank, row.family, row.ratio) for row in report.slow_kernels]
-        [(3, 'gemm', 1.4)]
+        >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
+        >>> row = report.slow_kernels[0]
+        >>> row.rank, row.family, round(row.ratio, 2)
+        (3, 'attention', 1.44)
     """
 
     rank: int

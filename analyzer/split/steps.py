@@ -383,9 +383,9 @@ class StepDurations:
         slow_steps: Numbers of the slow steps (outliers), ascending.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> [row.median_ns for row in report.step_times if row.rank is None]
-        [182034112]
+        [175986355]
     """
 
     rank: int | None
@@ -412,9 +412,9 @@ class SlowStep:
         excess_in_bucket_ns: Time of that bucket beyond its median on that rank in ns.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> [(row.step, row.rank, row.bucket) for row in report.slow_steps]
-        [(14, 3, 'idle')]
+        []
     """
 
     step: int

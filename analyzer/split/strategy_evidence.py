@@ -266,9 +266,9 @@ class Strategy:
             "ulysses" for cp, "full" or "selective" for recompute; "" if there is none.
 
     Examples:
-        >>> report = analyze("runs/exp1")
+        >>> report = analyze("sample_traces/tp2_pp2")
         >>> [strategy.in_words for strategy in report.run.strategies]
-        ['fsdp 8 on dp_shard', 'tp 2', 'pp 2 (1f1b)']
+        ['tp 2', 'pp 2 (1f1b)']
     """
 
     name: str

@@ -39,6 +39,7 @@ from stepsplit.analyzer.report.report import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     BUCKET_STYLE,
@@ -57,6 +58,30 @@ if TYPE_CHECKING:
 
 
 # The screen of a report: what ran, where the step went, which ranks and causes matter.
+
+
+SCHEDULE_NAME = {
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "gpipe": "GPipe",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-v": "ZB-V",
+    "dualpipe": "DualPipe",
+}
+
+STRATEGY_NAME = {
+    "cp": "CP",
+    "ddp": "DDP",
+    "ep": "EP",
+    "fsdp": "FSDP",
+    "hsdp": "HSDP",
+    "pp": "PP",
+    "sp": "SP",
+    "tp": "TP",
+    "zero-1": "ZeRO-1",
+    "zero-2": "ZeRO-2",
+}
 
 
 def build_report_screen(report: Report) -> RenderableType:
@@ -96,8 +121,16 @@ def _describe_run(run: Run) -> Text:
 
 def _describe_strategies(run: Run) -> list[Text]:
     """The parallelism inferred from the traces, in one line; no line if none was detected."""
-    known = ", ".join(one.in_words for one in run.strategies)
+    known = ", ".join(map(_format_strategy, run.strategies))
     return [Text(f"detected parallelism: {known}", style="bold")] if known else []
+
+
+def _format_strategy(strategy: Strategy) -> str:
+    text = strategy.in_words
+    schedule = SCHEDULE_NAME.get(strategy.detail)
+    if schedule is not None:
+        text = text.replace(f"({strategy.detail})", f"({schedule})")
+    return STRATEGY_NAME.get(strategy.name, strategy.name) + text.removeprefix(strategy.name)
 
 
 def _describe_steps(report: Report) -> list[Text]:
@@ -195,16 +228,6 @@ _FEW_AXES = 2
 
 _LEAST_BAR = 8
 """Columns of the terminal that the bars need to be of use."""
-
-SCHEDULE_NAME = {
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    "gpipe": "GPipe",
-    "zb-h1": "ZB-H1",
-    "zb-h2": "ZB-H2",
-    "zb-v": "ZB-V",
-    "dualpipe": "DualPipe",
-}
 
 _AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard", None)
 

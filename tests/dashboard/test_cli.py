@@ -60,7 +60,7 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["token", "revoke", "absent"], ["absent", "token list"]),
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
-        (["demo", "--parallel", "tp=2000"], ["tp=2000"]),
+        (["demo", "--parallel", "tp=2000"], ["tp (2000)"]),
         (["export", "nowhere.json", "--perfetto", "x.gz"], ["nowhere.json", "check the path"]),
         (["export", "nowhere.json"], ["--perfetto"]),
     ],

@@ -37,7 +37,7 @@ def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:
             Strategy("pp", "pp", 2, "1f1b"), Strategy("recompute", detail="full"))  # fmt: skip
     report = analysis().report
     run = msgspec.structs.replace(report.run, strategies=seen)
-    line = "detected parallelism: ddp 2 on dp_replicate, tp 2, pp 2 (1f1b), recompute (full)"
+    line = "detected parallelism: DDP 2 on dp_replicate, TP 2, PP 2 (1F1B), recompute (full)"
     assert shown(160, msgspec.structs.replace(report, run=run))[1] == line
 
 

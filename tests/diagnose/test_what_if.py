@@ -78,7 +78,7 @@ def test_without_words_all_usual_changes_are_shown(capsys: pytest.CaptureFixture
     assert cli.run(["what-if", str(SAMPLES / "tp2_pp2")]) == 0
     shown = capsys.readouterr().out
     assert "link:all=2" in shown
-    assert "stragglers of any kind make a step" in shown
+    assert "slowdown by stragglers and load imbalance" in shown
     assert "…" not in shown
 
 

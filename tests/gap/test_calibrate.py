@@ -291,7 +291,7 @@ def test_keys_next_to_the_file_override_its_values(found: Calibration, tmp_path:
     [
         ('file = "nowhere.toml"', ["nowhere.toml", "check the path"]),
         ('file = "mine.toml"\npreset = "cpu"', ["hardware.preset", "unknown key"]),
-        ('file = "odd.toml"', ["odd.toml", "transfers[0]", "rising"]),
+        ('file = "odd.toml"', ["odd.toml", "transfers[0]", "ascending"]),
     ],
 )
 def test_a_wrong_file_is_named(

@@ -72,13 +72,17 @@ def _noise_forgotten(original: Any, *sides: Any) -> Difference:
 def _steps_as_samples(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error / STEPS**0.5
-    return replace(found, error=error, p=statistics._compute_p(mean, error, found.freedom))
+    return replace(
+        found, error=error, p=statistics._compute_p(mean, error, found.degrees_of_freedom)
+    )
 
 
 def _no_root_of_the_runs(original: Any, mean: float, before: Any, own: Any) -> Difference:
     found = original(mean, before, own)
     error = found.error * len(own)
-    return replace(found, error=error, p=statistics._compute_p(mean, error, found.freedom))
+    return replace(
+        found, error=error, p=statistics._compute_p(mean, error, found.degrees_of_freedom)
+    )
 
 
 def _turned_sides(original: Any, before: Any, own: Any) -> Difference:

@@ -417,6 +417,9 @@ def _build_rooted_edges(split: RunSplit, kernels: CommKernels, kernel: Int64) ->
 
 _SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
 
+_ROUNDING_NS = 10_000
+"""Kernels of one stream overlap by up to this much, because timestamps and clocks are rounded."""
+
 _WAIT_DIVISOR = 4
 """Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
 
@@ -522,10 +525,14 @@ def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
 
 
 def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:
-    """For each event the previous one on its stream if it had ended at its start, else -1."""
+    """For each event the previous one on its stream, else -1.
+
+    A stream runs in order: of two of its kernels that overlap by less than _ROUNDING_NS the second
+    one waited for the first one.
+    """
     order = np.argsort(lane, kind="stable")
     before, after = order[:-1], order[1:]
-    follows = (lane[before] == lane[after]) & (end[before] <= start[after])
+    follows = (lane[before] == lane[after]) & (end[before] - start[after] <= _ROUNDING_NS)
     behind = np.full(len(lane), -1)
     behind[after[follows]] = before[follows]
     return behind

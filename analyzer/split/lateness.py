@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, lgamma, log, log1p
 from statistics import NormalDist
@@ -279,13 +279,15 @@ class _ComparableRuns:
 
 
 def find_slow_kernels(
-    traces: Sequence[RankTrace], steps: Sequence[Steps]
+    traces: Sequence[RankTrace], steps: Sequence[Steps], stages: Sequence[int]
 ) -> tuple[SlowKernel, ...]:
     """Finds the kernels that are slower on one rank than on its peers, by decreasing cost.
 
     A trace has no shapes, so the n-th run of a name in a step is compared with the n-th run on the
     other ranks, in steps that are full on all ranks, and only among ranks that ran it equally often
-    in each step. The ratio of a rank is the median over those runs, relative to the median rank. It
+    in each step. Ranks are compared within their pipeline stage (stages, one per trace) if at least
+    _MIN_PEERS ranks of the stage ran it, because the n-th runs of two stages do different work in
+    most schedules. The ratio of a rank is the median over those runs, relative to the median rank. It
     counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
     between ranks (each from the MAD) by more than is expected once in 1 / FALSE_ALARMS recordings.
     """
@@ -294,7 +296,7 @@ def find_slow_kernels(
     ]
     common = set.intersection(*(set(one.steps) for one in all_compute)) if all_compute else set()
     comparable = [
-        one for one in _group_comparable(all_compute, sorted(common)) if one.took_ns.any()
+        one for one in _group_comparable(all_compute, stages, sorted(common)) if one.took_ns.any()
     ]
     tests = sum(len(one.rank) for one in comparable) or 1
     sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
@@ -318,10 +320,15 @@ def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank
     return SlowRank(rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel)
 
 
+_MIN_PEERS = 3
+"""With two ranks the median is between them: neither is known to be the slow one."""
+
+
 def _group_comparable(
-    all_compute: Sequence[ComputeEvents], common: Sequence[int]
+    all_compute: Sequence[ComputeEvents], stages: Sequence[int], common: Sequence[int]
 ) -> Iterator[_ComparableRuns]:
     """The kernels that at least two ranks ran often enough, and equally often in each step."""
+    stage_of = {one.rank: stage for one, stage in zip(all_compute, stages, strict=True)}
     runs = defaultdict[str, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
     families = dict[str, str]()
     for one in all_compute:
@@ -331,13 +338,26 @@ def _group_comparable(
                 families[kernel] = one.kinds.find_family(name_id)
                 runs[kernel][counts].append((one.rank, took))
     for kernel, alternatives in runs.items():
-        for counts, same in alternatives.items():
-            if len(same) > 1:
+        for counts, equal in alternatives.items():
+            for same in _split_by_stage(equal, stage_of):
                 ranks = np.array([rank for rank, _ in same], dtype=np.int64)
                 by_step = np.frombuffer(counts, dtype=np.int64)
                 yield _ComparableRuns(
                     kernel, families[kernel], ranks, by_step, np.stack([took for _, took in same])
                 )
+
+
+def _split_by_stage(
+    runs: Sequence[tuple[int, Int64]], stage_of: Mapping[int, int]
+) -> Iterator[list[tuple[int, Int64]]]:
+    """The runs of each stage with enough ranks, and those of all other ranks together."""
+    by_stage = defaultdict[int, list[tuple[int, Int64]]](list)
+    for rank, took in runs:
+        by_stage[stage_of[rank]].append((rank, took))
+    others = [run for same in by_stage.values() if len(same) < _MIN_PEERS for run in same]
+    yield from (same for same in by_stage.values() if len(same) >= _MIN_PEERS)
+    if len(others) > 1:
+        yield others
 
 
 def _split_by_kernel(compute: ComputeEvents, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:

@@ -305,7 +305,9 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
     return Detail(
         idle=tuple(find_idle_causes(one.trace, one.attribution.band) for one in ranks),
         families=sum_kernel_families(traces, windows),
-        slow_kernels=find_slow_kernels(traces, windows),
+        slow_kernels=find_slow_kernels(
+            traces, windows, [layout.find_stage(trace.rank) for trace in traces]
+        ),
         contention=tuple(_measure_contention(one) for one in ranks),
         variation=compute_variation([step for one in ranks for step in one.steps]),
         paths=find_critical_paths(

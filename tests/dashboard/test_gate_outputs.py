@@ -99,7 +99,7 @@ def test_junit_is_valid_by_jenkins_schema(name: str) -> None:
     assert counts == {"tests": "5", "failures": "2", "skipped": "2", "errors": "0"}
     body = suite.find("testcase/failure").text
     assert "exposed_comm regressed: 10.1 % -> 20.1 % (+10.0 pt), budget 5%" in body
-    assert "rank 3 (compute) makes its group (2, 3) wait" in body
+    assert "rank 3 (compute) delays its group (2, 3) by" in body
 
 
 def test_open_metrics_are_read_by_the_reference_parser() -> None:

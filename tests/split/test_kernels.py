@@ -191,12 +191,12 @@ def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
 
 
 def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:
-    steps = []
+    steps, stages = [], [0] * len(traces)
     for trace in traces:
         edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
         windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
         steps.append(Steps(tuple(windows), ()))
-    return [(row.rank, row.kernel) for row in find_slow_kernels(traces, steps)]
+    return [(row.rank, row.kernel) for row in find_slow_kernels(traces, steps, stages)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

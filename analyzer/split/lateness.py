@@ -238,7 +238,7 @@ class SlowKernel:
         >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
         >>> row = report.slow_kernels[0]
         >>> row.rank, row.family, round(row.ratio, 2)
-        (3, 'attention', 1.44)
+        (3, 'gemm', 1.44)
     """
 
     rank: int
@@ -287,8 +287,8 @@ def find_slow_kernels(
     other ranks, in steps that are full on all ranks, and only among ranks that ran it equally often
     in each step. Ranks are compared within their pipeline stage (stages, one per trace) if at least
     _MIN_PEERS ranks of the stage ran it, because the n-th runs of two stages do different work in
-    most schedules. The ratio of a rank is the median over those runs, relative to the median rank. It
-    counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
+    most schedules. The ratio of a rank is the median over those runs, relative to the median rank.
+    It counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
     between ranks (each from the MAD) by more than is expected once in 1 / FALSE_ALARMS recordings.
     """
     all_compute = [

@@ -149,7 +149,7 @@ def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> htm
         build_card(
             "MFU",
             "unknown" if prediction.mfu is None else format_percent(prediction.mfu),
-            prediction.confidence,
+            f"confidence {prediction.confidence}",
         ),
         build_card("tokens", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per second and GPU"),
     ]

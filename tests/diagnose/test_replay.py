@@ -81,6 +81,22 @@ def test_idling_is_cut_where_it_is_longest(tmp_path: Path) -> None:
     assert steps_us(limit_work(graph, "idle", np.array([5_000.0]))) == [85]
 
 
+def test_a_call_queued_behind_another_on_its_stream_follows_it_despite_rounding(
+    tmp_path: Path,
+) -> None:
+    """Two buckets on one stream: rank 1 reaches the first at 40 and both at 20 if it computes twice
+    as fast; then they end at 40 instead of 60. The kernels of rank 0 overlap by 1 ns of rounding.
+    """
+    fast, slow = (GpuTrace(rank, 2, groups=PAIR).step(1, 0, 70) for rank in (0, 1))
+    fast.kernel("a", 0, 20).all_reduce(20, 50.001, launched=20).kernel("b", 20, 30)
+    fast.all_reduce(50, 60, launched=30).kernel("adam", 60, 70)
+    slow.kernel("a", 0, 40).all_reduce(40, 50, launched=40).kernel("b", 40, 48)
+    slow.all_reduce(50, 60, launched=48).kernel("adam", 60, 70)
+    graph = scene(tmp_path, fast, slow).graph
+    assert steps_us(graph) == [70, 70]
+    assert steps_us(scale_work(graph, "compute", np.array([1.0, 0.5]))) == [50, 45]
+
+
 def test_what_ends_by_chance_while_a_rank_waits_is_not_what_it_waits_for(tmp_path: Path) -> None:
     """A bucket's sum ends in the gap in which both wait for the next call, launched before it."""
     traces = []

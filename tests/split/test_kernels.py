@@ -170,11 +170,13 @@ def test_too_few_runs_give_no_result(tmp_path: Path) -> None:
     assert found.slow_kernels == ()
 
 
-def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
-    """40 kernels that run 40 times each, with 2 % of noise; kernel_7 takes factor times as long."""
+def noisy(rank: int, seed: int, factor: float = 1.0, larger: int = 0) -> RankTrace:
+    """40 kernels that run 40 times each, with 2 % of noise; kernel_7 takes factor times as long.
+    Every second run, beginning with the run `larger`, has three times the work."""
     rng = np.random.default_rng([seed, rank])
     name = np.tile(np.repeat(np.arange(40, dtype=np.int32), 10), 4)
-    took = (50_000 + 7_000 * name) * np.exp(rng.normal(0, 0.02, len(name)))
+    work = np.where(np.arange(len(name)) % 2 == larger, 3, 1)
+    took = work * (50_000 + 7_000 * name) * np.exp(rng.normal(0, 0.02, len(name)))
     took = (np.where(name == 7, factor, 1.0) * took).astype(np.int64)
     events = Events(
         start_ns=np.cumsum(took) - took,
@@ -190,13 +192,18 @@ def noisy(rank: int, seed: int, factor: float = 1.0) -> RankTrace:
     return RankTrace(Path("x"), rank, 8, "", "", "", 0, events, calls, (), kinds)
 
 
-def slow_of_noisy(traces: Sequence[RankTrace]) -> list[tuple[int, str]]:
-    steps, stages = [], [0] * len(traces)
+def slow_of_noisy(
+    traces: Sequence[RankTrace], stages: Sequence[int] | None = None
+) -> list[tuple[int, str]]:
+    steps = []
     for trace in traces:
         edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
         windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
         steps.append(Steps(tuple(windows), ()))
-    return [(row.rank, row.kernel) for row in find_slow_kernels(traces, steps, stages)]
+    return [
+        (row.rank, row.kernel)
+        for row in find_slow_kernels(traces, steps, stages or [0] * len(traces))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -210,6 +217,13 @@ def test_a_kernel_slower_by_a_fifth_exceeds_the_noise(ranks: int) -> None:
     for seed in range(10):
         traces = [noisy(rank, seed, 1.2 if rank == 1 else 1.0) for rank in range(ranks)]
         assert slow_of_noisy(traces) == [(1, "kernel_7")]
+
+
+def test_ranks_are_compared_within_their_stage() -> None:
+    """The first run of stage 0 is as large as the second one of stage 1, as in 1F1B."""
+    for seed in range(5):
+        traces = [noisy(rank, seed, 1.2 if rank == 4 else 1.0, rank // 3) for rank in range(6)]
+        assert slow_of_noisy(traces, [0, 0, 0, 1, 1, 1]) == [(4, "kernel_7")]
 
 
 def slowed(folder: Path, steps: Sequence[Sequence[int]], came: float = 0) -> list[ContentionRow]:

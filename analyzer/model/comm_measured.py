@@ -68,7 +68,7 @@ class Rates:
         Args:
             op: The op, such as "all_reduce" or "send".
             message_bytes: Message size as nccl-tests counts it, in bytes.
-            span: The group's ranks and ranks per node.
+            group: Placement of the group: its ranks and ranks per node.
             hardware: The hardware, for the closed form.
 
         Returns:

@@ -18,6 +18,8 @@ RECORD_AGAIN = "record it again or leave it out"
 class StepsplitError(Exception):
     """Base class of all errors; the message is one line: what, in which file or rank, the fix.
 
+    Catch it to handle UsageError and DataError alike.
+
     Examples:
         >>> from stepsplit.analyzer import analyze
         >>> try:
@@ -29,7 +31,11 @@ class StepsplitError(Exception):
 
 
 class UsageError(StepsplitError):
-    """The command or call is invalid as given, for example a missing or contradicting option."""
+    """The command or call is invalid as given, for example a missing or contradicting option.
+
+    For example, `plan` raises it for fewer than 1 GPU, and `validate` for a folder without any of
+    the published tables. An input file that cannot be used is a DataError.
+    """
 
 
 class DataError(StepsplitError):

@@ -80,7 +80,27 @@ OP_CODE = {op: code for code, op in enumerate(OPS)}
 
 
 class Category(IntEnum):
-    """The kind of an event in the trace file."""
+    """The kind of an event in the trace file.
+
+    Members are integers, as in the column category of Events.
+
+    Attributes:
+        OTHER: Any kind without a member of its own.
+        OP: An operator on the host such as aten::mm.
+        ANNOTATION: A range that the host marked: record_function or NVTX.
+        RUNTIME: A call of the device's runtime or driver, such as a kernel launch.
+        KERNEL: A kernel on a device.
+        MEMCPY: A copy on a device.
+        MEMSET: A fill of memory on a device.
+        GPU_ANNOTATION: A range of the host, at the time at which its kernels ran on the device.
+        PYTHON: A Python function on the host.
+
+    Examples:
+        >>> from stepsplit.analyzer import Category, read_files
+        >>> [file] = read_files("sample_traces/dp4/rank0_trace.json.gz")
+        >>> sorted({Category(kind).name for kind in file.content.rows.events.category.tolist()})
+        ['ANNOTATION', 'OP', 'OTHER']
+    """
 
     OTHER = 0
     OP = 1

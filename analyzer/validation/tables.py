@@ -131,11 +131,27 @@ WORST = 5
 class Check:
     """Rows with one bar for all of them.
 
-    bar and result are ratios in the order of measure: the share of equal rows, or mean and maximum,
-    mean and 90th percentile, mean, or median of the absolute errors. A check without rows is
-    skipped, with the reason in note; without a bar it is only reported. baseline is the result of a
-    fitted constant utilization per kind of run on the same rows. left_out lists records that cannot
-    be modelled, with the reason.
+    A check without rows (other than those used in a fit) is skipped; without a bar it is
+    only reported. Both count as met. The numbers of bar and result are ratios in the order of
+    measure.
+
+    Attributes:
+        name: What is checked.
+        rows: Published and predicted values; those used in a fit are not part of the result.
+        measure: "equality" is the share of equal rows; the others are of the absolute relative
+            errors: mean and maximum, mean and 90th percentile, mean, or median.
+        bar: Limits of the result: minimum for "equality", else maximum; () for none.
+        result: The measure of the rows; () if the check is skipped.
+        baseline: Result of a fitted constant utilization per kind of run on the same rows; None if
+            there is none.
+        note: Why the check is skipped, or a remark on its rows; "" if none.
+        left_out: Records that cannot be modelled, each with the reason.
+
+    Examples:
+        >>> from stepsplit.analyzer import Check
+        >>> check = Check("step time", (), "mean/max", bar=(0.05, 0.1), result=(0.03, 0.12))
+        >>> check.skipped, check.met
+        (False, False)
     """
 
     name: str

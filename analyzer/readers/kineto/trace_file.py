@@ -40,8 +40,26 @@ def read_range(path: Path, byte_range: ByteRange, rules: Rules = BUILT_IN) -> Tr
 class KinetoFile:
     """One trace file: its header, its events, and notes on damage.
 
-    calls are those of device kernels. Without a device they are None, and rows keep the arguments
-    of the ops: the calls are then built later with the Flight Recorder.
+    header.distributed has the rank and world_size (-1 if unknown), backend ("") and groups (()).
+    rows.events are Events, whose times count from rows.t0_unix_ns, Unix time in ns. Without a
+    device, rows keep the arguments of the ops: the calls are then built later with the Flight
+    Recorder.
+
+    Attributes:
+        header: The fields around the events: the rank's job, devices, base_ns and host_name.
+        rows: The events, and in rows.counts the numbers of entries read, unreadable (lost) and
+            with a negative duration.
+        calls: Calls of the device's kernels, with their groups; None without a device.
+        notes: Damage found in the file.
+
+    Examples:
+        >>> from stepsplit.analyzer import read_files
+        >>> [file] = read_files("sample_traces/dp4/rank0_trace.json.gz")
+        >>> trace = file.content
+        >>> trace.header.distributed.rank, trace.header.distributed.world_size
+        (0, 4)
+        >>> trace.calls is None  # no device
+        True
     """
 
     header: KinetoHeader

@@ -39,8 +39,13 @@ _OPS = {"SendRecv": "send_recv", "All2All": "all_to_all"}
 class CallTimings:
     """Timings of the calls of one RankCalls, one row per call.
 
-    timing indexes the log's timings. algbw and busbw are as written by the Inspector, over the
-    whole execution (including the wait for the last rank); nan if missing.
+    Bandwidths are as written by the Inspector, over the whole execution (including the wait for
+    the last rank); nan if missing. Columns of shape (n,).
+
+    Attributes:
+        timing: Index into the log's timings.
+        algbw_bytes_per_s: Algorithm bandwidth in bytes per second.
+        busbw_bytes_per_s: Bus bandwidth in bytes per second.
     """
 
     timing: UInt8
@@ -52,13 +57,21 @@ class CallTimings:
 class InspectorLog:
     """The calls of one process, by communicator.
 
-    calls has one entry per communicator and rank, measured one per entry of calls. Ranks are local
-    to the communicator: this applies to rank, peer and the ranks of the group (0 to n-1), and
-    world_size is -1. seq counts the calls of one function on the communicator; all messages share
-    one count. issued_ns is the start of a call on the host, which only verbose dumps have (else
-    -1); t0_unix_ns is the earliest of them, else the time of the first dump. timings are the
-    sources of the times: kernel_gpu, kernel_cpu, collective_cpu, or "" if unknown. pid is -1 if
-    unknown.
+    Ranks are local to the communicator: this applies to rank, peer and the ranks of the group (0
+    to n-1), and world_size is -1. seq counts the calls of one function on the communicator; all
+    sends and receives share one count. issued_ns is the start of a call on the host, which only
+    verbose dumps have (else -1); t0_unix_ns is the earliest of them, else the time of the first
+    dump.
+
+    Attributes:
+        source: The file, as shown to the user.
+        format_version: Version of the dump's format; "" if unknown.
+        host: Host name; "" if unknown.
+        pid: Process id; -1 if unknown.
+        timings: Sources of the times: kernel_gpu, kernel_cpu, collective_cpu, or "" if unknown.
+        calls: The calls, one entry per communicator and rank.
+        measured: Timings of the calls, one entry per entry of calls.
+        notes: Limitations of the dump, such as dropped calls.
     """
 
     source: str

@@ -23,8 +23,13 @@ from stepsplit.analyzer.trace import OP_CODE, Note
 class Timing:
     """The out-of-place or in-place part of a row.
 
-    wrong is the number of wrong elements, -1 if not counted. algbw and busbw are as printed; before
-    2020 all_gather and reduce_scatter printed busbw twice.
+    Bandwidths are as printed; before 2020 all_gather and reduce_scatter printed busbw twice.
+
+    Attributes:
+        time_ns: Time of an operation in ns, as printed.
+        algbw_bytes_per_s: Algorithm bandwidth (size / time) in bytes per second; -1 if missing.
+        busbw_bytes_per_s: Bus bandwidth in bytes per second; -1 if missing.
+        wrong: Number of wrong elements; -1 if not counted.
     """
 
     time_ns: int
@@ -35,7 +40,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One message size. count is elements per rank; redop is "" and root is -1 if missing."""
+    """One message size of a sweep.
+
+    Attributes:
+        message_bytes: Message size in bytes: the full buffer.
+        count: Elements per rank.
+        dtype: Name of the dtype in torch, such as "float32".
+        redop: Reduction as printed, such as "sum" or "none"; "" if missing.
+        root: Root rank; -1 if missing.
+        out_of_place: Timing with separate input and output buffers; None if missing.
+        in_place: Timing with one buffer for both; None if missing.
+    """
 
     message_bytes: int
     count: int
@@ -48,9 +63,16 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One table: its op ("" if ambiguous), number of ranks (-1 if unknown) and device names.
+    """One table of nccl-tests: a collective over message sizes.
 
-    avg_busbw_bytes_per_s is printed at the end of the table; -1 if the table is truncated.
+    Attributes:
+        source: The file, as shown to the user.
+        op: Item of OPS, printed or inferred from the rows; "" if ambiguous or not printed.
+        nranks: Number of ranks; -1 if unknown.
+        devices: Device name of each rank, "" if not listed; () if nranks is unknown.
+        rows: The message sizes, in the order of the table.
+        avg_busbw_bytes_per_s: Mean bus bandwidth printed at the end of the table, in bytes per
+            second; -1 if missing, as in a truncated table.
     """
 
     source: str
@@ -63,7 +85,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The tables of a file that have at least one row, in order."""
+    """The tables of a file that have at least one row, in order.
+
+    Attributes:
+        source: The file, as shown to the user.
+        sweeps: The tables.
+        notes: Limitations of the file: inferred or ambiguous ops, truncated rows, a missing end.
+    """
 
     source: str
     sweeps: tuple[Sweep, ...]

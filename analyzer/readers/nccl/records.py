@@ -18,10 +18,17 @@ from stepsplit.analyzer.trace import Note, RankCalls
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a communicator and its process; init_ns is the time of its initialization.
+    """One rank of a communicator and its process; -1 or "" means unknown.
 
-    rank is the rank in the communicator, -1 if the communicator appears only in calls. pointer is
-    the handle printed by the process; bus_id is hexadecimal. -1 or "" means unknown.
+    Attributes:
+        rank: Rank in the communicator; -1 if the communicator appears only in calls.
+        host: Host name.
+        pid: Process id.
+        cuda_dev: CUDA device number in the process.
+        nvml_dev: NVML device number on the host.
+        bus_id: PCI bus id of the device, hexadecimal.
+        pointer: Handle of the communicator, as printed by the process.
+        init_ns: Duration of the initialization in ns.
     """
 
     rank: int
@@ -36,10 +43,19 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A communicator with its members sorted by rank; the log may have only some of them.
+    """A communicator with its members; -1 means unknown.
 
-    id is the commId, else pointer@host:pid of the lowest rank. parent indexes the log's
-    communicators; color and key are None if it was not created by a split. -1 means unknown.
+    Attributes:
+        id: The commId, else pointer@host:pid of the lowest rank.
+        nranks: Number of ranks.
+        members: Members sorted by rank; the log may have only some of them.
+        nodes: Number of nodes.
+        local_ranks: Number of ranks per node; the maximum over the members.
+        coll_channels: Number of channels for collectives.
+        p2p_channels: Number of channels for sends and receives.
+        parent: Index into the log's communicators of the one that was split; -1 also if none.
+        color: Color of the split; None if it was not created by a split.
+        key: Key of the first member in the split; None if it was not created by a split.
     """
 
     id: str
@@ -56,7 +72,13 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ranks of one channel in ring order; only the first ones if NCCL truncated the line."""
+    """The ring of one channel.
+
+    Attributes:
+        comm: Index into the log's communicators; -1 if unknown.
+        channel: Channel number.
+        ranks: Ranks in ring order; only the first ones if NCCL truncated the line.
+    """
 
     comm: int
     channel: int
@@ -65,7 +87,15 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class RingNeighbors:
-    """The neighbors of a rank in the ring of a channel."""
+    """The neighbors of a rank in the ring of a channel.
+
+    Attributes:
+        comm: Index into the log's communicators; -1 if unknown.
+        channel: Channel number.
+        before: Rank from which this rank receives; -1 if NCCL printed none.
+        rank: The rank, in the communicator.
+        after: Rank to which this rank sends; -1 if NCCL printed none.
+    """
 
     comm: int
     channel: int
@@ -76,7 +106,15 @@ class RingNeighbors:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A rank in the tree of a channel: its parent (-1 for the root) and its children."""
+    """A rank in the tree of a channel.
+
+    Attributes:
+        comm: Index into the log's communicators; -1 if unknown.
+        channel: Channel number.
+        parent: Rank of the parent; -1 for the root.
+        rank: The rank, in the communicator.
+        children: Ranks of the children; () for a leaf.
+    """
 
     comm: int
     channel: int
@@ -87,10 +125,19 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class TopologyLink:
-    """A connection of one channel, as printed by one end; side is "send", "receive" or "".
+    """A connection of one channel, as printed by one end.
 
-    transport is the first word ("P2P", "SHM", "NET", "COLLNET"), detail the text after it. net and
-    net_device are set for networks, else "" and -1. gdr: the NIC accesses GPU memory directly.
+    Attributes:
+        comm: Index into the log's communicators; -1 if unknown.
+        src_rank: Rank that sends.
+        dst_rank: Rank that receives; -1 if not printed.
+        channel: Channel number.
+        transport: First word of the connection, such as "P2P", "SHM", "NET" or "COLLNET".
+        detail: The text after it, for a network the text after the device number; "" if none.
+        side: The end that printed the connection: "send", "receive", or "" if not printed.
+        net: Network such as "IB" or "Socket"; "" if it is not a network.
+        net_device: Number of the network device; -1 if it is not a network.
+        gdr: Whether the NIC accesses GPU memory directly.
     """
 
     comm: int
@@ -107,7 +154,19 @@ class TopologyLink:
 
 @dataclass(frozen=True, slots=True)
 class GraphPattern:
-    """The result of NCCL's graph search for one pattern; bandwidths are per channel."""
+    """The result of NCCL's graph search for one pattern.
+
+    Bandwidths are per channel, in bytes per second; -1 if unreadable.
+
+    Attributes:
+        pattern: NCCL's number of the pattern, such as 4 for a ring.
+        cross_nic: crossNic as printed: whether a ring may use different NICs on different nodes.
+        channels: Number of channels.
+        intra_bytes_per_s: Bandwidth in a node.
+        inter_bytes_per_s: Bandwidth between nodes.
+        intra_type: Type of the slowest path in a node, such as "NVL".
+        inter_type: Type of the slowest path to the NIC, such as "PIX".
+    """
 
     pattern: int
     cross_nic: int
@@ -120,7 +179,12 @@ class GraphPattern:
 
 @dataclass(frozen=True, slots=True)
 class SystemBandwidth:
-    """Bandwidth of a GPU's fastest link and of all its links; -1 if not printed (old versions)."""
+    """Bandwidth of a GPU's links; -1 if not printed (old versions).
+
+    Attributes:
+        max_bytes_per_s: Bandwidth of the fastest link in bytes per second.
+        total_bytes_per_s: Bandwidth of all links in bytes per second.
+    """
 
     max_bytes_per_s: int
     total_bytes_per_s: int
@@ -128,7 +192,12 @@ class SystemBandwidth:
 
 @dataclass(frozen=True, slots=True)
 class NcclSetting:
-    """An environment variable read by NCCL."""
+    """An environment variable read by NCCL.
+
+    Attributes:
+        name: Its name, such as "NCCL_DEBUG".
+        value: Its value as printed; "" if empty.
+    """
 
     name: str
     value: str
@@ -136,7 +205,17 @@ class NcclSetting:
 
 @dataclass(frozen=True, slots=True)
 class CostCell:
-    """NCCL's cost of an op for an algorithm and protocol; one with bandwidth 0 is never chosen."""
+    """NCCL's cost of an op for an algorithm and protocol.
+
+    Attributes:
+        op: Item of OPS.
+        algorithm: NCCL's algorithm, such as "Ring".
+        protocol: NCCL's protocol, such as "LL128".
+        latency_ns: Latency in ns.
+        bandwidth_bytes_per_s: Algorithm bandwidth in bytes per second; a cell with 0 is never
+            chosen.
+        max_threads: Maximum number of threads; -1 if unknown.
+    """
 
     op: str
     algorithm: str
@@ -148,7 +227,14 @@ class CostCell:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """The cost table printed by rank 0 of a communicator; comm is -1 if unknown."""
+    """The cost table printed by rank 0 of a communicator.
+
+    Attributes:
+        comm: Index into the log's communicators; -1 if unknown.
+        host: Host name; "" if unknown.
+        pid: Process id; -1 if unknown.
+        cells: The costs, at least one.
+    """
 
     comm: int
     host: str
@@ -158,10 +244,18 @@ class CostTable:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """NCCL's algorithm for an op of a size, and the number of such lines; op is "" if not named.
+    """NCCL's algorithm for an op of a size.
 
-    bytes_are is the meaning of bytes: "global" (the full buffer), "per_rank", or "" if it is not
-    documented. time_ns is NCCL's prediction; time_ns and channels are -1 if not printed.
+    Attributes:
+        op: Item of OPS; "" if not named.
+        bytes: Size in bytes, in the meaning of bytes_are.
+        bytes_are: Meaning of bytes: "global" (the full buffer), "per_rank", or "" if it is not
+            documented.
+        algorithm: NCCL's algorithm such as "Ring", or the name of a kernel.
+        protocol: NCCL's protocol such as "LL", or the kind of a kernel such as "Symmetric".
+        time_ns: NCCL's prediction in ns; -1 if not printed.
+        channels: Number of channels; -1 if not printed.
+        count: Number of such lines in the log.
     """
 
     op: str
@@ -176,7 +270,14 @@ class AlgorithmChoice:
 
 @dataclass(frozen=True, slots=True)
 class NcclWarning:
-    """An NCCL WARN of one process and its number of occurrences."""
+    """An NCCL WARN of one process.
+
+    Attributes:
+        text: The message.
+        host: Host name; "" if unknown.
+        pid: Process id; -1 if unknown.
+        count: Number of occurrences.
+    """
 
     text: str
     host: str
@@ -186,11 +287,33 @@ class NcclWarning:
 
 @dataclass(frozen=True, slots=True)
 class NcclLog:
-    """The content of one log. comm of a record indexes communicators, -1 means unknown.
+    """The content of one log.
 
     A call's rank is global: the rank of its process in the largest communicator of the log (or
-    RCCL's globalrank), -1 if the largest communicator is ambiguous. calls has one entry per process
-    and device. torn counts the NCCL lines that are truncated or interleaved.
+    RCCL's globalrank), -1 if the largest communicator is ambiguous. The ranks of the
+    other records are those in the communicator. Settings, patterns, systems and networks are
+    listed once each.
+
+    Attributes:
+        source: The file, as shown to the user.
+        versions: Versions as written; those of RCCL begin with "RCCL ".
+        communicators: The communicators; comm of a record indexes them, -1 means unknown.
+        rings: Rings of the channels.
+        neighbors: Neighbors in the rings.
+        trees: Nodes of the trees.
+        links: Connections of the channels.
+        patterns: Results of the graph search.
+        systems: Bandwidths of a GPU's links.
+        networks: NCCL's names of the networks between nodes.
+        settings: Environment variables that NCCL read.
+        calls: The calls, one entry per process and device; () if they were not logged.
+        costs: Cost tables.
+        choices: Algorithm choices.
+        warnings: Warnings of NCCL.
+        lines: Number of lines.
+        nccl_lines: Number of lines with a message of NCCL.
+        torn: Number of NCCL lines that are truncated or interleaved.
+        notes: Limitations of the log.
     """
 
     source: str

@@ -5,12 +5,30 @@ Needs only the standard library and torch.
 
 from typing import TYPE_CHECKING, Any
 
-from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
+from stepsplit.collectors.run_spec import (
+    GroupInfo,
+    HostInfo,
+    Mesh,
+    ModelSpec,
+    RankInfo,
+    RunSpec,
+    Training,
+)
 
 if TYPE_CHECKING:
     from stepsplit.collectors.profiler import ProfiledRun, profile_run
 
-__all__ = ["Mesh", "ModelSpec", "ProfiledRun", "RunSpec", "Training", "profile_run"]
+__all__ = [
+    "GroupInfo",
+    "HostInfo",
+    "Mesh",
+    "ModelSpec",
+    "ProfiledRun",
+    "RankInfo",
+    "RunSpec",
+    "Training",
+    "profile_run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from stepsplit.analyzer.validation.predictions import (
     check_memory,
     check_step_times,
 )
-from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, Row
+from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, CheckRow, Published
 
 # validate: all checks, on the published rows of the package or on other ones.
 
@@ -91,7 +91,7 @@ def _check_to_row(check: Check) -> dict[str, object]:
     }
 
 
-def _format_row(row: Row) -> dict[str, object]:
+def _format_row(row: CheckRow) -> dict[str, object]:
     return {
         "table": row.table,
         "case": row.case,

@@ -162,7 +162,7 @@ if TYPE_CHECKING:
         RankTrace,
     )
     from stepsplit.analyzer.validation import validate
-    from stepsplit.analyzer.validation.tables import Check, CheckRow
+    from stepsplit.analyzer.validation.tables import Check, ValidationRow
 
 __all__ = [
     "BUCKETS",
@@ -188,7 +188,6 @@ __all__ = [
     "Cause",
     "Check",
     "CheckResult",
-    "CheckRow",
     "CheckedMetric",
     "CheckedSide",
     "ClockRow",
@@ -318,6 +317,7 @@ __all__ = [
     "Trial",
     "TunerTable",
     "UsageError",
+    "ValidationRow",
     "Waits",
     "WarningRow",
     "WhatIf",
@@ -362,7 +362,6 @@ _HOME = {
     "Cause": "regression.checks",
     "Check": "validation.tables",
     "CheckResult": "regression.checks",
-    "CheckRow": "validation.tables",
     "CheckedMetric": "regression.checks",
     "CheckedSide": "regression.checks",
     "ClockRow": "report.report",
@@ -493,6 +492,7 @@ _HOME = {
     "Trial": "model.plan_space",
     "TunerTable": "model.comm_measured",
     "UsageError": "errors",
+    "ValidationRow": "validation.tables",
     "Waits": "report.tables",
     "WarningRow": "report.report",
     "WhatIf": "diagnose.what_if",

@@ -25,7 +25,7 @@ from stepsplit.analyzer.validation.predictions import (
     check_memory,
     check_step_times,
 )
-from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, CheckRow, Published
+from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, ValidationRow
 
 # validate: all checks, on the published rows of the package or on other ones.
 
@@ -91,7 +91,7 @@ def _check_to_row(check: Check) -> dict[str, object]:
     }
 
 
-def _format_row(row: CheckRow) -> dict[str, object]:
+def _format_row(row: ValidationRow) -> dict[str, object]:
     return {
         "table": row.table,
         "case": row.case,

@@ -51,9 +51,9 @@ from stepsplit.analyzer.validation.published_runs import (
 )
 from stepsplit.analyzer.validation.tables import (
     Check,
-    CheckRow,
     Published,
     PublishedRow,
+    ValidationRow,
     check_equality,
     compute_half_digit,
     evaluate,
@@ -92,13 +92,13 @@ def check_activations(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_layers(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_layers(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The table's formulas of one layer's bytes, each for four models."""
     known = row.read_text("configuration") in CONFIGURATIONS
     return tuple(_compare_layer(row, name) for name in SIZES) if known else ()
 
 
-def _compare_layer(row: PublishedRow, name: str) -> CheckRow:
+def _compare_layer(row: PublishedRow, name: str) -> ValidationRow:
     layout, recompute = CONFIGURATIONS[row.read_text("configuration")]
     job = _build_job(name, layout)
     job = replace(job, training=replace(job.training, recompute=recompute))
@@ -112,13 +112,13 @@ def _compare_layer(row: PublishedRow, name: str) -> CheckRow:
         "t": layout.tp,
     }  # fmt: skip
     published = evaluate(row.read_text("bytes_per_layer"), symbols)
-    return CheckRow(
+    return ValidationRow(
         row.table, f"{row.id} {name}", "bytes of a layer", published, float(predicted), "bytes",
         tolerance=1e-6 * published,
     )  # fmt: skip
 
 
-def _compare_figure1(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_figure1(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The figure counts only weight matrices of layers, and the first stage's microbatches."""
     row.read_choice("model", SIZES)
     name = row.read_text("model")
@@ -133,7 +133,7 @@ def _compare_figure1(row: PublishedRow) -> tuple[CheckRow, ...]:
         ("act_GiB_selective_SP", _compute_activation_bytes(sequence)),
     )
     return tuple(
-        CheckRow(
+        ValidationRow(
             row.table, row.id, column, row.read_number(column), found / 2**30, "GiB",
             tolerance=1e-6 * row.read_number(column),
         )
@@ -194,11 +194,11 @@ def check_bubbles(published: Published) -> tuple[Check, ...]:
     return (check_equality("Zero Bubble table 5, bubble rates", records, _compare_rates),)
 
 
-def _compare_rates(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_rates(row: PublishedRow) -> tuple[ValidationRow, ...]:
     return tuple(_compare_rate(row, column) for column in COLUMNS)
 
 
-def _compare_rate(row: PublishedRow, column: str) -> CheckRow:
+def _compare_rate(row: PublishedRow, column: str) -> ValidationRow:
     schedule = COLUMNS[column]
     chunks = row.read_count("vpp_max_chunks") if schedule == "interleaved" else 1
     times = (
@@ -212,7 +212,7 @@ def _compare_rate(row: PublishedRow, column: str) -> CheckRow:
     )  # fmt: skip
     assert predicted is not None, f"{row.id}: no closed form of {schedule}"
     published = row.read_number(column)
-    return CheckRow(
+    return ValidationRow(
         row.table, row.id, column, published, predicted, "ratio", tolerance=BUBBLE_TOLERANCE
     )
 
@@ -236,23 +236,23 @@ def check_counts(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_sc21_parameters(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_sc21_parameters(row: PublishedRow) -> tuple[ValidationRow, ...]:
     printed, predicted = (
         row.read_text("params_B"),
         count_parameters(build_sc21_table1(row)[0].job.model),
     )
-    return (CheckRow(
+    return (ValidationRow(
         row.table, row.id, "parameters", float(printed), predicted / 1e9, "billion",
         tolerance=compute_half_digit(printed),
     ),)  # fmt: skip
 
 
-def _compare_mpt_parameters(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_mpt_parameters(row: PublishedRow) -> tuple[ValidationRow, ...]:
     published, predicted = row.read_number("num_params"), float(count_parameters(build_mpt(row)))
-    return (CheckRow(row.table, row.id, "parameters", published, predicted, "parameters"),)
+    return (ValidationRow(row.table, row.id, "parameters", published, predicted, "parameters"),)
 
 
-def _compare_scalar(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_scalar(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Printed as 671B and 37B; the active parameters exclude the embedding table."""
     what = row.read_text("quantity")
     if what not in QUANTITIES:
@@ -263,7 +263,7 @@ def _compare_scalar(row: PublishedRow) -> tuple[CheckRow, ...]:
     if what == "params_active":
         predicted = count_active_parameters(model) - model.vocab * model.hidden
     return (
-        CheckRow(
+        ValidationRow(
             row.table, row.id, what, published, float(predicted), "parameters", tolerance=0.5e9
         ),
     )
@@ -283,7 +283,7 @@ def check_deepspeed(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_formula(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_formula(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Bytes on a GPU for PARAMETERS parameters, LARGEST of them in the largest layer."""
     symbols = {"P": PARAMETERS, "N": DEEPSPEED_RANKS, "largest": LARGEST}
     published = evaluate(row.read_text("gpu_bytes"), symbols)
@@ -292,17 +292,17 @@ def _compare_formula(row: PublishedRow) -> tuple[CheckRow, ...]:
         row.read_text("stage"), offloaded, PARAMETERS, LARGEST, DEEPSPEED_RANKS
     )
     return (
-        CheckRow(
+        ValidationRow(
             row.table, row.id, "bytes on a GPU", published, float(predicted), "bytes", tolerance=1.0
         ),
     )
 
 
-def _compare_outputs(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_outputs(row: PublishedRow) -> tuple[ValidationRow, ...]:
     return _compare_gpu(row), _compare_host(row)
 
 
-def _compare_gpu(row: PublishedRow) -> CheckRow:
+def _compare_gpu(row: PublishedRow) -> ValidationRow:
     """The estimator prints GiB as "GB"."""
     ranks = row.read_count("gpus_per_node") * row.read_count("nodes")
     predicted = _compute_gpu_bytes(
@@ -315,7 +315,7 @@ def _compare_gpu(row: PublishedRow) -> CheckRow:
     return _compare_printed(row, "per_gpu_GB_as_printed", "on a GPU", predicted)
 
 
-def _compare_host(row: PublishedRow) -> CheckRow:
+def _compare_host(row: PublishedRow) -> ValidationRow:
     nodes, zero = row.read_count("nodes"), int(row.read_text("stage")[-1])
     largest = row.read_count("largest_layer_params") if row.has_value("zero_init") else None
     predicted = estimate_deepspeed_host_bytes(
@@ -325,11 +325,13 @@ def _compare_host(row: PublishedRow) -> CheckRow:
     return _compare_printed(row, "per_cpu_GB_as_printed", "on the host", predicted)
 
 
-def _compare_printed(row: PublishedRow, column: str, what: str, predicted_bytes: int) -> CheckRow:
+def _compare_printed(
+    row: PublishedRow, column: str, what: str, predicted_bytes: int
+) -> ValidationRow:
     """The parameters are rounded to a million: tolerance 0.1 % plus half of the last digit."""
     published = row.read_number(column)
     tolerance = compute_half_digit(row.read_text(column)) + 1e-3 * published
-    return CheckRow(
+    return ValidationRow(
         row.table, row.id, what, published, predicted_bytes / 2**30, "GiB", tolerance=tolerance
     )
 
@@ -382,17 +384,17 @@ def check_rates(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_table1(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
     return _compare_percent(row, "pct_peak"), _compare_aggregate(row)
 
 
 def _compare_percent(
     row: PublishedRow, column: str, peak: float = PEAK_FLOPS_PER_S / 1e12
-) -> CheckRow:
+) -> ValidationRow:
     """The tolerance includes the rounding of the published rate to whole TFLOP/s."""
     rate, printed = row.read_text("tflops_per_gpu"), row.read_text(column)
     tolerance = compute_half_digit(printed) + 100 * compute_half_digit(rate) / peak
-    return CheckRow(
+    return ValidationRow(
         row.table,
         row.id,
         column,
@@ -403,17 +405,17 @@ def _compare_percent(
     )
 
 
-def _compare_aggregate(row: PublishedRow) -> CheckRow:
+def _compare_aggregate(row: PublishedRow) -> ValidationRow:
     rate, gpus = row.read_text("tflops_per_gpu"), row.read_count("gpus")
     printed = row.read_text("aggregate_pflops")
     tolerance = compute_half_digit(printed) + compute_half_digit(rate) * gpus / 1000
-    return CheckRow(
+    return ValidationRow(
         row.table, row.id, "aggregate", float(printed), float(rate) * gpus / 1000, "PFLOP/s",
         tolerance=tolerance,
     )  # fmt: skip
 
 
-def _compare_days(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_days(row: PublishedRow) -> tuple[ValidationRow, ...]:
     seq_len = row.read_count("seq")
     step = compute_sc21_flops(
         row.read_count("layers"), row.read_count("hidden"), seq_len, row.read_count("vocab"), 1
@@ -423,16 +425,18 @@ def _compare_days(row: PublishedRow) -> tuple[CheckRow, ...]:
     )
     published = row.read_number("days_for_300B_tokens")
     return (
-        CheckRow(row.table, row.id, "300 B tokens", published, predicted, "days", tolerance=1.0),
+        ValidationRow(
+            row.table, row.id, "300 B tokens", published, predicted, "days", tolerance=1.0
+        ),
     )
 
 
-def _compare_korthikanti(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_korthikanti(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """From the time with selective recomputation; tolerance 0.3 points."""
     case = build_korthikanti(row)[1]
     world = case.job.parallel.world_size
     return tuple(
-        CheckRow(
+        ValidationRow(
             row.table,
             row.id,
             what,
@@ -446,7 +450,7 @@ def _compare_korthikanti(row: PublishedRow) -> tuple[CheckRow, ...]:
     )
 
 
-def _compare_mt_nlg(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_mt_nlg(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Printed as whole TFLOP/s, from a time in tenths of a second."""
     (case,) = build_mt_nlg(row)
     predicted = (
@@ -457,13 +461,13 @@ def _compare_mt_nlg(row: PublishedRow) -> tuple[CheckRow, ...]:
     )
     published = row.read_number("tflops_per_gpu")
     return (
-        CheckRow(
+        ValidationRow(
             row.table, row.id, "FLOP/s of a GPU", published, predicted, "TFLOP/s", tolerance=1.0
         ),
     )
 
 
-def _compare_foundry(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_foundry(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Convention C4; the throughput is printed in whole tokens/s, MFU in 0.01 %."""
     case = build_llm_foundry(row)
     peak = FOUNDRY_PEAKS.get((row.read_text("gpu"), row.read_text("precision")), PEAK_FLOPS_PER_S)
@@ -471,13 +475,13 @@ def _compare_foundry(row: PublishedRow) -> tuple[CheckRow, ...]:
         count_model_flops(case.job, "C4"), case.step_ns, row.read_count("gpus"), peak
     )
     published = row.read_number("mfu_pct")
-    return (CheckRow(
+    return (ValidationRow(
         row.table, row.id, "mfu", published, 100 * (predicted or 0.0), "%",
         tolerance=0.01 + 0.5 / row.read_number("tokens_per_s") * published,
     ),)  # fmt: skip
 
 
-def _compare_h100(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_h100(row: PublishedRow) -> tuple[ValidationRow, ...]:
     column = "mfu_pct" if row.has_value("mfu_pct") else "bf16_mfu_pct"
     peak = row.read_number("peak_tflops") if row.has_value("peak_tflops") else H100_TFLOPS
     return (_compare_percent(row, column, peak),)
@@ -509,7 +513,7 @@ def check_states(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_zero_table1(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_zero_table1(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Decimal GB on each of the dp ranks."""
     count, ranks = row.read_count("params"), row.read_count("dp")
     zero = row.read_choice("stage", STAGES)
@@ -518,14 +522,14 @@ def _compare_zero_table1(row: PublishedRow) -> tuple[CheckRow, ...]:
     )
     printed = row.read_text("GB_decimal")
     predicted = round_as_printed(states_gb, printed)
-    return (CheckRow(row.table, row.id, "model states", float(printed), predicted, "GB"),)
+    return (ValidationRow(row.table, row.id, "model states", float(printed), predicted, "GB"),)
 
 
-def _compare_zero_table2(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_zero_table2(row: PublishedRow) -> tuple[ValidationRow, ...]:
     return tuple(_compare_largest(row, scheme) for scheme in STAGES)
 
 
-def _compare_largest(row: PublishedRow, scheme: str) -> CheckRow:
+def _compare_largest(row: PublishedRow, scheme: str) -> ValidationRow:
     """The largest model whose states, sharded over gpus / mp ranks, fill a GPU, times mp.
 
     The paper rounds to a tenth of a billion before the multiplication.
@@ -538,10 +542,10 @@ def _compare_largest(row: PublishedRow, scheme: str) -> CheckRow:
     printed = row.read_text(f"max_theory_{scheme}")
     unit = parse_count(f"1{printed[-1]}")
     predicted = round_as_printed(parameters_per_shard * mp / unit, printed[:-1]) * unit
-    return CheckRow(row.table, row.id, scheme, parse_count(printed), predicted, "parameters")
+    return ValidationRow(row.table, row.id, scheme, parse_count(printed), predicted, "parameters")
 
 
-def _compare_megatron(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_megatron(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Both columns, the distributed one for 2 and 64 ranks (d)."""
     training = TrainingConfig(
         seq_len=1,
@@ -554,7 +558,7 @@ def _compare_megatron(row: PublishedRow) -> tuple[CheckRow, ...]:
     per_parameter, cases = compute_parameter_bytes(training), [("non_distributed", 1, 0)]
     cases += [("distributed", ranks, 1) for ranks in (2, 64)]
     return tuple(
-        CheckRow(
+        ValidationRow(
             row.table,
             f"{row.id}_d{ranks}",
             column,
@@ -596,27 +600,27 @@ def check_volumes(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_factors(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_factors(row: PublishedRow) -> tuple[ValidationRow, ...]:
     return tuple(_compare_factor(row, ranks) for ranks in WIRE_RANKS)
 
 
-def _compare_factor(row: PublishedRow, ranks: int) -> CheckRow:
+def _compare_factor(row: PublishedRow, ranks: int) -> ValidationRow:
     published = evaluate(row.read_text("busbw_factor"), {"n": ranks})
     predicted = compute_busbw_factor(row.read_choice("collective", OPS), ranks)
     case = f"{row.id}_{ranks}"
-    return CheckRow(
+    return ValidationRow(
         row.table, case, "busbw / algbw", published, predicted, "ratio", tolerance=1e-12
     )
 
 
-def _compare_volumes(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_volumes(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Input bytes of a rank of the first stage per step, as in the traces; tolerance 0.1 %."""
     sums = dict.fromkeys(VOLUMES, 0)
     for message in list_comm_ops(build_ccl_bench(row)):
         if message.stage == 0 and message.op in sums:
             sums[message.op] += message.count * message.input_bytes
     return tuple(
-        CheckRow(
+        ValidationRow(
             row.table, row.id, op, row.read_number(column), sums[op] / 1e9, "GB",
             tolerance=WIRE_TOLERANCE * row.read_number(column),
         )

@@ -46,9 +46,9 @@ from stepsplit.analyzer.validation.published_runs import (
 from stepsplit.analyzer.validation.tables import (
     Build,
     Check,
-    CheckRow,
     Published,
     PublishedRow,
+    ValidationRow,
     check,
     check_records,
     compute_measure,
@@ -114,10 +114,10 @@ def _check_family(
     return replace(result, note="a constant utilization is more accurate on these rows")
 
 
-def compare_step_time(case: Case, fitted: Collection[str]) -> CheckRow:
+def compare_step_time(case: Case, fitted: Collection[str]) -> ValidationRow:
     """The predicted step time (slowest stage) and the published one."""
     predicted = predict(case.job).split.step_ns
-    return CheckRow(
+    return ValidationRow(
         case.table, case.id, "step time", case.step_ns, float(predicted), "ns",
         fitted=case.id in fitted,
     )  # fmt: skip
@@ -159,25 +159,27 @@ def _check_torchtitan(published: Published) -> Check:
     return replace(result, note="reserved memory; no constant is fitted on these rows")
 
 
-def _compare_reserved(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_reserved(row: PublishedRow) -> tuple[ValidationRow, ...]:
     job = build_torchtitan_job(row)
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
     predicted = estimate_reserved_bytes(peak_bytes).bytes / 2**30
     return (
-        CheckRow(
+        ValidationRow(
             row.table, row.id, "reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"
         ),
     )
 
 
-def _compare_fullest(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_fullest(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The largest stage; the table has the maximum over all ranks."""
     predicted_bytes = max(stage.total_bytes for stage in compute_memory(build_simumax(row).job))
     published = row.read_number("real_max_allocated_GiB")
-    return (CheckRow(row.table, row.id, "allocated", published, predicted_bytes / 2**30, "GiB"),)
+    return (
+        ValidationRow(row.table, row.id, "allocated", published, predicted_bytes / 2**30, "GiB"),
+    )
 
 
-def _compare_stages(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """The largest rank of every stage; ranks are listed stage by stage."""
     if not row.has_value("rank_max_allocated_MiB"):
         return ()
@@ -185,7 +187,7 @@ def _compare_stages(row: PublishedRow) -> tuple[CheckRow, ...]:
     memory = compute_memory(build_simumax(row).job)
     ranks_per_stage = len(ranks) // len(memory)
     return tuple(
-        CheckRow(
+        ValidationRow(
             row.table, row.id, f"stage {stage.stage}",
             max(ranks[stage.stage * ranks_per_stage : (stage.stage + 1) * ranks_per_stage]) / 1024,
             stage.total_bytes / 2**30, "GiB",
@@ -199,7 +201,7 @@ def _compare_stages(row: PublishedRow) -> tuple[CheckRow, ...]:
 
 def build_baseline_rows(
     cases: Iterable[Case], fitted_cases: Collection[Case]
-) -> tuple[CheckRow, ...]:
+) -> tuple[ValidationRow, ...]:
     """Step times of the cases from one hardware FLOPs utilization per kind of run.
 
     A kind is a GPU and a dtype. Its utilization is the mean of the known cases, those on which the
@@ -214,7 +216,7 @@ def build_baseline_rows(
     }
     everywhere = fmean(map(compute_utilization, fitted_cases))
     return tuple(
-        CheckRow(
+        ValidationRow(
             case.table, case.id, "step time", case.step_ns,
             compute_utilization(case) / means.get(get_kind(case), everywhere) * case.step_ns, "ns",
         )
@@ -292,12 +294,12 @@ def _compare_peak(
     first: PublishedRow,
     column: str,
     build_job: Callable[[PublishedRow], JobConfig],
-) -> tuple[CheckRow, ...]:
+) -> tuple[ValidationRow, ...]:
     measured = (round(first.read_number(column) * 2**30),)
     calibration = calibrate_memory(compute_memory(build_job(first)), measured, first.id)
     stages = compute_memory(build_job(row), calibration)
     predicted = max(stage.total_bytes for stage in stages) / 2**30
-    return (CheckRow(row.table, row.id, "peak", row.read_number(column), predicted, "GiB"),)
+    return (ValidationRow(row.table, row.id, "peak", row.read_number(column), predicted, "GiB"),)
 
 
 # Predicted times of collectives against measured sweeps.
@@ -346,16 +348,16 @@ def _find_cluster(row: PublishedRow) -> str:
     return max(words, key=len, default="")
 
 
-def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[CheckRow, ...]:
+def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[ValidationRow, ...]:
     """Times of the closed form; odd powers of two of a sweep were used in the fit."""
     return mark_fitted([_compare_time(row) for row in rows], list_fitted_collectives())
 
 
-def _compare_time(row: PublishedRow) -> CheckRow:
+def _compare_time(row: PublishedRow) -> ValidationRow:
     predicted_ns = time_of(
         "all_reduce", row.read_count("size_bytes"), _build_span(row), _build_cluster(row)
     ).ns
-    return CheckRow(row.table, row.id, "time", _read_time_ns(row), predicted_ns, "ns")
+    return ValidationRow(row.table, row.id, "time", _read_time_ns(row), predicted_ns, "ns")
 
 
 def _build_cluster(row: PublishedRow) -> HardwareConfig:
@@ -382,7 +384,7 @@ def _group_sweeps(rows: Iterable[PublishedRow]) -> list[list[PublishedRow]]:
     return [sorted(each, key=lambda row: row.read_count("size_bytes")) for each in sweeps.values()]
 
 
-def _compare_left_out(rows: list[PublishedRow]) -> list[CheckRow]:
+def _compare_left_out(rows: list[PublishedRow]) -> list[ValidationRow]:
     """Predict each inner point of a sweep from the others (leave-one-out)."""
     points = [(row.read_count("size_bytes"), _read_time_ns(row)) for row in rows]
     results = []
@@ -391,7 +393,7 @@ def _compare_left_out(rows: list[PublishedRow]) -> list[CheckRow]:
         span = _build_span(row)
         sweep = TransferSweep("all_reduce", span.ranks, span.ranks_per_node, sizes, times)
         predicted = sweep.interpolate_ns(points[i][0])
-        results.append(CheckRow(row.table, row.id, "time", points[i][1], predicted, "ns"))
+        results.append(ValidationRow(row.table, row.id, "time", points[i][1], predicted, "ns"))
     return results
 
 
@@ -409,7 +411,7 @@ def check_busbw(published: Published) -> tuple[Check, ...]:
     return (check_records(name, records, _compare_busbw, "mean", (0.05,), fitted),)
 
 
-def _compare_busbw(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_busbw(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """With NCCL's choice of algorithm and, where measured, without NVLS."""
     cluster = load_hardware(GPUS[_find_gpu(row)])
     rings = replace(cluster, nvls=0.0)
@@ -422,13 +424,13 @@ def _compare_busbw(row: PublishedRow) -> tuple[CheckRow, ...]:
 
 def _build_busbw_row(
     row: PublishedRow, case: str, column: str, cluster: HardwareConfig
-) -> CheckRow:
+) -> ValidationRow:
     op, ranks = row.read_text("collective").split()[0], row.read_count("ranks")
     message_bytes = int(row.read_text("system").split()[1].removesuffix("GiB")) * 2**30
     span = GroupPlacement(ranks, min(ranks, cluster.gpus_per_node))
     bytes_per_s = message_bytes / (time_of(op, message_bytes, span, cluster).ns * 1e-9)
     predicted = compute_busbw_factor(op, ranks) * bytes_per_s / 1e9
-    return CheckRow(row.table, case, "busbw", row.read_number(column), predicted, "GB/s")
+    return ValidationRow(row.table, case, "busbw", row.read_number(column), predicted, "GB/s")
 
 
 def _find_gpu(row: PublishedRow) -> str:
@@ -466,7 +468,7 @@ def check_eager_activations(published: Published) -> tuple[Check, ...]:
     )
 
 
-def _compare_coefficient(row: PublishedRow) -> tuple[CheckRow, ...]:
+def _compare_coefficient(row: PublishedRow) -> tuple[ValidationRow, ...]:
     """Bytes of one decoder layer over 2 b s h."""
     training = TrainingConfig(
         row.read_count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
@@ -474,7 +476,7 @@ def _compare_coefficient(row: PublishedRow) -> tuple[CheckRow, ...]:
     job = JobConfig(_find_model(row), ParallelConfig(), training, load_hardware("h100-sxm"))
     predicted = compute_layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
     return (
-        CheckRow(
+        ValidationRow(
             row.table, row.id, "coefficient", row.read_number("coefficient"), predicted, "x 2bsh"
         ),
     )

@@ -58,7 +58,7 @@ class PublishedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckRow:
+class ValidationRow:
     """A published and a predicted number, both in unit.
 
     tolerance is the difference up to which they count as equal (rounding of the printed digits).
@@ -88,7 +88,7 @@ class CheckRow:
 
 # A check from the records of a table; records that cannot be modelled are listed apart.
 
-Build = Callable[[PublishedRow], tuple[CheckRow, ...]]
+Build = Callable[[PublishedRow], tuple[ValidationRow, ...]]
 
 
 def check_equality(name: str, records: Iterable[PublishedRow], build: Build) -> Check:
@@ -109,7 +109,7 @@ def check_records(
 
     Records for which build raises an error (an unknown model, an invalid job) go to left_out.
     """
-    rows: list[CheckRow] = []
+    rows: list[ValidationRow] = []
     left_out: list[str] = []
     for record in records:
         try:
@@ -155,7 +155,7 @@ class Check:
     """
 
     name: str
-    rows: tuple[CheckRow, ...]
+    rows: tuple[ValidationRow, ...]
     measure: Measure
     bar: tuple[float, ...]
     result: tuple[float, ...] = ()
@@ -176,12 +176,12 @@ class Check:
         return all(result <= bar for result, bar in pairs)
 
     @property
-    def reported(self) -> tuple[CheckRow, ...]:
+    def reported(self) -> tuple[ValidationRow, ...]:
         """The rows of the result: those that were not used in a fit."""
         return tuple(row for row in self.rows if not row.fitted)
 
     @property
-    def worst(self) -> tuple[CheckRow, ...]:
+    def worst(self) -> tuple[ValidationRow, ...]:
         """The reported rows with the largest errors; for equality, only rows that are not equal."""
         rows = sorted(self.reported, key=lambda row: -abs(row.error))
         if self.measure == "equality":
@@ -191,7 +191,7 @@ class Check:
 
 def check(
     name: str,
-    rows: Iterable[CheckRow],
+    rows: Iterable[ValidationRow],
     measure: Measure,
     bar: tuple[float, ...],
     baseline: tuple[float, ...] | None = None,
@@ -207,7 +207,7 @@ def check(
     )
 
 
-def compute_measure(measure: Measure, rows: Collection[CheckRow]) -> tuple[float, ...]:
+def compute_measure(measure: Measure, rows: Collection[ValidationRow]) -> tuple[float, ...]:
     """Compute the measure of one or more rows."""
     if measure == "equality":
         return (sum(row.equal for row in rows) / len(rows),)
@@ -227,18 +227,20 @@ def compute_percentile_90(values: list[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[8] if len(values) > 1 else values[0]
 
 
-def mark_fitted(rows: Iterable[CheckRow], fitted: Collection[str]) -> tuple[CheckRow, ...]:
+def mark_fitted(
+    rows: Iterable[ValidationRow], fitted: Collection[str]
+) -> tuple[ValidationRow, ...]:
     """Mark the rows whose case is one of the fitted ones."""
     return tuple(replace(row, fitted=row.case in fitted) for row in rows)
 
 
-def _assert_disjoint(rows: Iterable[CheckRow], reported: Iterable[CheckRow]) -> None:
+def _assert_disjoint(rows: Iterable[ValidationRow], reported: Iterable[ValidationRow]) -> None:
     fitted = {row.case for row in rows if row.fitted}
     both = fitted & {row.case for row in reported}
     assert not both, f"fitted on and reported: {sorted(both)}"
 
 
-def _explain_no_rows(rows: tuple[CheckRow, ...], result: tuple[float, ...]) -> str:
+def _explain_no_rows(rows: tuple[ValidationRow, ...], result: tuple[float, ...]) -> str:
     if result:
         return ""
     return "all rows were used in the fit" if rows else "no rows in this folder"

@@ -25,7 +25,7 @@ from stepsplit.analyzer.model.plan_space import (
     Trial,
     format_toml_lines,
 )
-from stepsplit.analyzer.validation.tables import Check, CheckRow
+from stepsplit.analyzer.validation.tables import Check, ValidationRow
 from stepsplit.dashboard.reporters.tables import build_table
 
 if TYPE_CHECKING:
@@ -527,7 +527,7 @@ def _format_validation_heading(check: Check, every_row: bool) -> str:
 _SHOWN, _NOTABLE = 3, 0.01
 
 
-def select_worst_rows(check: Check) -> Sequence[CheckRow]:
+def select_worst_rows(check: Check) -> Sequence[ValidationRow]:
     """The worst rows: not equal, or with an error of at least 1 %."""
     rows = check.worst
     if check.measure != "equality":
@@ -535,7 +535,7 @@ def select_worst_rows(check: Check) -> Sequence[CheckRow]:
     return rows[:_SHOWN]
 
 
-def build_row_table(rows: Sequence[CheckRow]) -> Table:
+def build_row_table(rows: Sequence[ValidationRow]) -> Table:
     """One line per row; long ids wrap."""
     several = len({row.what for row in rows}) > 1
     marks = ["fitted"] if any(row.fitted for row in rows) else []

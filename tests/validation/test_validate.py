@@ -28,9 +28,9 @@ from stepsplit.analyzer.validation.tables import (
     IDS,
     PUBLISHED,
     Check,
-    CheckRow,
     Published,
     PublishedRow,
+    ValidationRow,
     check,
     check_records,
     evaluate,
@@ -49,8 +49,8 @@ def checks() -> tuple[Check, ...]:
     return validate()
 
 
-def row(case: str, published: float, predicted: float, fitted: bool = False) -> CheckRow:
-    return CheckRow("table", case, "time", published, predicted, "s", fitted=fitted)
+def row(case: str, published: float, predicted: float, fitted: bool = False) -> ValidationRow:
+    return ValidationRow("table", case, "time", published, predicted, "s", fitted=fitted)
 
 
 def copied(folder: Path, table: str, *changes: tuple[str, str]) -> Path:
@@ -163,7 +163,7 @@ def test_an_invalid_row_does_not_affect_the_others(tmp_path: Path) -> None:
     record = PublishedRow("table", "table/one", {"time": "fast"})
     good = PublishedRow("table", "table/two", {"time": "2"})
 
-    def build(each: PublishedRow) -> tuple[CheckRow, ...]:
+    def build(each: PublishedRow) -> tuple[ValidationRow, ...]:
         return (row(each.id, each.read_number("time"), 2.0),)
 
     found = check_records("times", [record, good], build, "mean", (0.1,))

@@ -26,8 +26,8 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_work,
 )
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
-from stepsplit.analyzer.report.build import SCHEDULE_NAMES, explain_idle
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
+from stepsplit.analyzer.report.build import explain_idle
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES

@@ -32,10 +32,11 @@ from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hard
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory, group_axis
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.build import SCHEDULE_NAMES, explain_idle
+from stepsplit.analyzer.report.build import explain_idle
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     MIN_GAIN_SHARE,
+    SCHEDULE_NAMES,
     ComparedMemory,
     ComparedStage,
     Finding,

@@ -355,18 +355,6 @@ IDLE_MEANING = {
 
 _MAX_CHARS = 60
 
-SCHEDULE_NAMES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    "zb-h1": "ZB-H1",
-    "zb-h2": "ZB-H2",
-    "zb-v": "ZB-V",
-    "dualpipe": "DualPipe",
-    "dualpipe-v": "DualPipe-V",
-}
-"""Display names of schedules, if different from the identifier."""
-
 
 def explain_idle(causes: Iterable[IdleCause]) -> str:
     """The largest cause of idle time, its share of it and its main op; "" without idle time."""

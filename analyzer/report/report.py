@@ -368,6 +368,19 @@ class BlameRow(Struct, frozen=True):
     steps: tuple[int, ...]
 
 
+SCHEDULE_NAMES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-h2": "ZB-H2",
+    "zb-v": "ZB-V",
+    "dualpipe": "DualPipe",
+    "dualpipe-v": "DualPipe-V",
+}
+"""Display names of schedules, if different from the identifier."""
+
+
 class StageRow(Struct, frozen=True):
     """The bubble of one pipeline stage, as medians over the full steps.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.workers import Progress as OnProgress
 from stepsplit.analyzer.report.report import (
+    SCHEDULE_NAMES,
     BucketMedian,
     ComparedCalls,
     Finding,
@@ -59,16 +61,6 @@ if TYPE_CHECKING:
 
 # The screen of a report: what ran, where the step went, which ranks and causes matter.
 
-
-SCHEDULE_NAME = {
-    "1f1b": "1F1B",
-    "interleaved": "interleaved 1F1B",
-    "gpipe": "GPipe",
-    "zb-h1": "ZB-H1",
-    "zb-h2": "ZB-H2",
-    "zb-v": "ZB-V",
-    "dualpipe": "DualPipe",
-}
 
 STRATEGY_NAME = {
     "cp": "CP",
@@ -127,7 +119,7 @@ def _describe_strategies(run: Run) -> list[Text]:
 
 def _format_strategy(strategy: Strategy) -> str:
     text = strategy.in_words
-    schedule = SCHEDULE_NAME.get(strategy.detail)
+    schedule = SCHEDULE_NAMES.get(strategy.detail)
     if schedule is not None:
         text = text.replace(f"({strategy.detail})", f"({schedule})")
     return STRATEGY_NAME.get(strategy.name, strategy.name) + text.removeprefix(strategy.name)
@@ -240,12 +232,18 @@ class BucketTable:
     """
 
     def __init__(self, report: Report) -> None:
-        self._report = report
+        model = predict_buckets(report)
+        self._axes = list_axes(report)
+        self._compared = ("model", "diff") if model else ()
+        self._rows = [
+            _build_cells(report, row, self._axes, model)
+            for row in compute_bucket_medians(report.steps)
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        axes = list_axes(self._report)
+        axes = len(self._axes)
         for shown, causes, bars in (
-            (axes, len(axes) <= _FEW_AXES, True),
+            (axes, axes <= _FEW_AXES, True),
             (axes, False, True),
             (axes, False, False),
         ):
@@ -253,25 +251,49 @@ class BucketTable:
             if bare.maximum + _LEAST_BAR * bars <= options.max_width:
                 yield self._build(shown, causes, bars)
                 return
-        yield self._build([], causes=False, bars=True)
+        yield self._build(0, causes=False, bars=True)
 
-    def _build(self, axes: Sequence[str | None], causes: bool, bars: bool) -> Table:
-        report, model = self._report, predict_buckets(self._report)
-        compared = ("model", "diff") if model else ()
-        names = (*(_name_axis(axis) for axis in axes), "worst rank")
-        table = build_table("", "measured", "share", *compared, *names, *([""] if bars else []))
-        for row in compute_bucket_medians(report.steps):
+    def _build(self, axes: int, causes: bool, bars: bool) -> Table:
+        """The table with the first so many axes, the causes of idle time and the bars."""
+        names = (*(_name_axis(axis) for axis in self._axes[:axes]), "worst rank")
+        bar = ("",) if bars else ()
+        table = build_table("", "measured", "share", *self._compared, *names, *bar)
+        for row in self._rows:
             style = BUCKET_STYLE[row.bucket]
             table.add_row(
                 Text(row.bucket, style=style),
-                units.format_milliseconds(row.median_ns),
-                units.format_percent(row.share),
-                *_compare_bucket(row, model),
-                *(_format_on_axis(report, row.bucket, axis) for axis in axes),
-                _format_worst_rank(report, row, causes),
+                *row.measured,
+                *row.by_axis[:axes],
+                row.worst_with_cause if causes else row.worst,
                 *([Bar(1.0, 0.0, row.share, color=style)] if bars else []),
             )
         return table
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketCells:
+    """The cells of a bucket; measured includes its share, model and difference."""
+
+    bucket: str
+    share: float
+    measured: tuple[str, ...]
+    by_axis: tuple[str, ...]
+    worst: str
+    worst_with_cause: str
+
+
+def _build_cells(
+    report: Report, row: BucketMedian, axes: Sequence[str | None], model: dict[str, float]
+) -> _BucketCells:
+    median_ns, share = units.format_milliseconds(row.median_ns), units.format_percent(row.share)
+    return _BucketCells(
+        bucket=row.bucket,
+        share=row.share,
+        measured=(median_ns, share, *_compare_bucket(row, model)),
+        by_axis=tuple(_format_on_axis(report, row.bucket, axis) for axis in axes),
+        worst=_format_worst_rank(report, row, causes=False),
+        worst_with_cause=_format_worst_rank(report, row, causes=True),
+    )
 
 
 def predict_buckets(report: Report) -> dict[str, float]:
@@ -334,7 +356,7 @@ def _format_on_axis(report: Report, bucket: str, axis: str | None) -> str:
 def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
     """The schedule's bubble fraction and its ideal; compute, bubble and memory of each stage."""
     ideal = pipeline.ideal_bubble_fraction
-    schedule = SCHEDULE_NAME.get(pipeline.schedule or "", pipeline.schedule or "unknown schedule")
+    schedule = SCHEDULE_NAMES.get(pipeline.schedule or "", pipeline.schedule or "unknown schedule")
     line = f"pipeline {schedule}, {pipeline.microbatches} microbatches: bubble fraction "
     line += units.format_percent(pipeline.bubble_fraction)
     line += f", ideal {units.format_percent(ideal)}" if ideal is not None else ""

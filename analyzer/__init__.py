@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Mismatch,
         MismatchSide,
         Missing,
+        RankNow,
         StackFrame,
         Stuck,
         StuckGroup,
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
         CallStats,
         ExposedChange,
         FamilyChange,
+        FindingChange,
         RunComparison,
         Setting,
         Side,
@@ -143,7 +145,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
     from stepsplit.analyzer.split.attribute import Coverage, Overlap
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-    from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+    from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
     from stepsplit.analyzer.split.kernels import KernelFamily
     from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
     from stepsplit.analyzer.split.steps import SlowStep, StepDurations
@@ -155,11 +157,13 @@ if TYPE_CHECKING:
         Category,
         EventKinds,
         Events,
+        EventWaits,
         Group,
         Lane,
         Note,
         RankCalls,
         RankTrace,
+        Shapes,
     )
     from stepsplit.analyzer.validation import validate
     from stepsplit.analyzer.validation.tables import Check, ValidationRow
@@ -208,6 +212,7 @@ __all__ = [
     "Efficiency",
     "EventKinds",
     "EventRef",
+    "EventWaits",
     "Events",
     "ExecutionTrace",
     "Experts",
@@ -218,6 +223,7 @@ __all__ = [
     "FamilyRule",
     "FileRead",
     "Finding",
+    "FindingChange",
     "FlightDump",
     "FlightEntry",
     "Formula",
@@ -262,6 +268,7 @@ __all__ = [
     "Note",
     "Overlap",
     "ParallelConfig",
+    "PathKernel",
     "PathPart",
     "PathStep",
     "Pipeline",
@@ -271,6 +278,7 @@ __all__ = [
     "Progress",
     "RankCalls",
     "RankMemory",
+    "RankNow",
     "RankTrace",
     "Rates",
     "Report",
@@ -284,6 +292,7 @@ __all__ = [
     "Segments",
     "Setting",
     "Setup",
+    "Shapes",
     "ShiftedMetric",
     "Side",
     "Slices",
@@ -382,6 +391,7 @@ _HOME = {
     "Efficiency": "model.config",
     "EventKinds": "trace",
     "EventRef": "report.report",
+    "EventWaits": "trace",
     "Events": "trace",
     "ExecutionTrace": "readers.execution_trace",
     "Experts": "model.config",
@@ -389,6 +399,7 @@ _HOME = {
     "ExposedChange": "regression.compare",
     "ExposedRow": "report.report",
     "FamilyChange": "regression.compare",
+    "FindingChange": "regression.compare",
     "FamilyRule": "readers.kernel_rules",
     "FileRead": "readers.registry",
     "Finding": "report.report",
@@ -437,6 +448,7 @@ _HOME = {
     "OPS": "trace",
     "Overlap": "split.attribute",
     "ParallelConfig": "model.config",
+    "PathKernel": "split.critical_path",
     "PathPart": "split.critical_path",
     "PathStep": "split.critical_path",
     "Pipeline": "report.report",
@@ -446,6 +458,7 @@ _HOME = {
     "Progress": "readers.workers",
     "RankCalls": "trace",
     "RankMemory": "readers.training_log_formats",
+    "RankNow": "diagnose.hang_progress",
     "RankTrace": "trace",
     "Rates": "model.comm_measured",
     "Report": "report.report",
@@ -459,6 +472,7 @@ _HOME = {
     "Segments": "report.tables",
     "Setting": "regression.compare",
     "Setup": "regression.metrics",
+    "Shapes": "trace",
     "ShiftedMetric": "regression.checks",
     "Side": "regression.compare",
     "Slices": "report.tables",

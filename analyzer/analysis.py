@@ -26,14 +26,19 @@ from stepsplit.analyzer.report.build import build_report, find_origin_ns
 from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
+from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
 from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.collectors.run_spec import Mesh
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunMetrics
 
 _ModelComparison = Callable[[Report, Recording, RunSplit], Report]
+
+_JobDrafter = Callable[[Recording, RunSplit], "JobDraft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,20 @@ class Analysis:
     Attributes:
         report: Splits, groups, findings and warnings of the run; what report.json contains.
         tables: Segments, pipeline slots, waits and kernel slices; what tables/ contains.
+        job_draft: A job.toml inferred from the recording, if it was asked for. Default: None.
     """
 
     report: Report
     tables: Tables
+    job_draft: JobDraft | None = None
 
 
-def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = BUILT_IN) -> Report:
+def analyze(
+    *places: str | Path,
+    job: str | Path | None = None,
+    rules: Rules = BUILT_IN,
+    mesh: Mesh | None = None,
+) -> Report:
     """Analyzes a recording: where the time of each step went on each rank.
 
     Args:
@@ -60,6 +72,8 @@ def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = B
             prediction and its gap to the measurement; default None: no prediction.
         rules: Which kernels communicate and which compute; by default the built-in rules. See
             `read_rules`.
+        mesh: The parallel layout of the job, if you know it; default None: that of run.json, else
+            inferred. A layout that contradicts the recording is a warning.
 
     Returns:
         The report. Times are integer nanoseconds, sizes bytes, ratios 0..1. There is one row in
@@ -75,7 +89,7 @@ def analyze(*places: str | Path, job: str | Path | None = None, rules: Rules = B
         >>> row.rank, row.step, row.step_ns, row.split.exposed_comm_ns
         (0, 22, 125605700, 880903)
     """
-    return examine(places, rules=rules, job=job).report
+    return examine(places, rules=rules, job=job, mesh=mesh).report
 
 
 def examine(
@@ -84,6 +98,7 @@ def examine(
     progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
+    mesh: Mesh | None = None,
 ) -> Analysis:
     """Analyzes a recording as `analyze` does, and returns the detail tables as well.
 
@@ -95,6 +110,8 @@ def examine(
         rules: Which kernels communicate and which compute; by default the built-in rules.
         job: Path of a job.toml, or "auto" to infer the job from the recording; default None: the
             report contains no prediction.
+        mesh: The parallel layout of the job, if you know it; default None: that of run.json, else
+            inferred.
 
     Returns:
         The report and its tables.
@@ -109,7 +126,7 @@ def examine(
         ((0, 1), 4438)
     """
     compare = _make_comparison(job)
-    return _build_analysis(read_recording(places, workers, progress, rules), compare)
+    return _build_analysis(read_recording(places, workers, progress, rules), compare, mesh)
 
 
 def examine_or_find_hang(
@@ -118,22 +135,30 @@ def examine_or_find_hang(
     progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
+    mesh: Mesh | None = None,
+    draft_job: bool = False,
 ) -> Analysis | Hang:
     """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
-    calls in these dumps."""
+    calls in these dumps. With draft_job the analysis has a job.toml of the recording."""
     compare = _make_comparison(job)
+    draft = _make_draft(job) if draft_job else None
     with open_recording(places) as files:
         if files.only_dumps:
             return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)
-    return _build_analysis(recording, compare)
+    return _build_analysis(recording, compare, mesh, draft)
 
 
 def examine_with_inferred_job(
-    places: Sequence[str | Path], workers: int = 1, progress: Progress = ignore_progress
+    places: Sequence[str | Path],
+    workers: int = 1,
+    progress: Progress = ignore_progress,
+    mesh: Mesh | None = None,
+    job: str | Path | None = None,
 ) -> Analysis:
-    """As `examine` with job "auto"; keys that cannot be inferred give a warning, not an error."""
-    compare = _make_comparison("auto")
+    """As `examine` with job "auto" or a partial job.toml; keys that cannot be inferred give a
+    warning, not an error."""
+    compare = _make_comparison(job or "auto")
 
     def tried(report: Report, recording: Recording, split: RunSplit) -> Report:
         try:
@@ -142,14 +167,21 @@ def examine_with_inferred_job(
             warning = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, warning))
 
-    return _build_analysis(read_recording(places, workers, progress), tried)
+    return _build_analysis(read_recording(places, workers, progress), tried, mesh)
 
 
-def _build_analysis(recording: Recording, compare: _ModelComparison) -> Analysis:
-    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
-    causes = find_causes(split, find_origin_ns(split), recording.records)
-    report = build_report(recording, split, causes.findings, causes.notes)
-    return Analysis(compare(report, recording, split), build_tables(split))
+def _build_analysis(
+    recording: Recording,
+    compare: _ModelComparison,
+    mesh: Mesh | None = None,
+    draft: _JobDrafter | None = None,
+) -> Analysis:
+    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction, mesh)
+    graph = build_dependency_graph(split)
+    causes = find_causes(split, graph, find_origin_ns(split), recording.records)
+    report = build_report(recording, split, graph, causes.findings, causes.notes)
+    job_draft = None if draft is None else draft(recording, split)
+    return Analysis(compare(report, recording, split), build_tables(split), job_draft)
 
 
 def _make_comparison(job: str | Path | None) -> _ModelComparison:
@@ -161,6 +193,15 @@ def _make_comparison(job: str | Path | None) -> _ModelComparison:
 
     job_table = read_job_table(job)
     return lambda report, recording, split: compare_to_model(report, recording, split, job_table)
+
+
+def _make_draft(job: str | Path | None) -> _JobDrafter:
+    """The function that infers a job.toml, completed by the values of job."""
+    from stepsplit.analyzer.gap.config_from_trace import draft_job
+    from stepsplit.analyzer.gap.gap import AUTO, read_job_table
+
+    job_table = None if job is None or str(job) == AUTO else read_job_table(job)
+    return lambda recording, split: draft_job(recording.spec, split, job_table)
 
 
 def compare_runs(

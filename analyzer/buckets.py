@@ -8,7 +8,7 @@ from typing import Literal
 BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
 WAITS = ("skew", "bubble")
 """The buckets of time spent waiting for another rank."""
-MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns")
+MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns", "ambiguous_ns")
 """The fields of a Split that are not part of the sum: they overlap with the buckets."""
 Kind = Literal["full", "partial", "other"]
 
@@ -31,6 +31,8 @@ class Split:
         overlapped_ns: Memo: compute time that hides communication.
         bubble_covered_ns: Memo: communication inside the pipeline bubble.
         fused_ns: Memo: kernels that compute and communicate at once; part of compute_ns.
+        ambiguous_ns: Memo: gaps of compute for which it is not certain, within the accuracy of the
+            timestamps, whether communication or something else held them up.
 
     Examples:
         >>> split = Split(compute_ns=80, collective_ns=15, idle_ns=5)
@@ -48,6 +50,7 @@ class Split:
     overlapped_ns: int = 0
     bubble_covered_ns: int = 0
     fused_ns: int = 0
+    ambiguous_ns: int = 0
 
     @property
     def step_ns(self) -> int:

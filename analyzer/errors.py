@@ -7,7 +7,10 @@ StepsplitError                  the base class
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from stepsplit.collectors.run_spec import write_whole
 
@@ -56,6 +59,36 @@ class DataError(StepsplitError):
     def __reduce__(self) -> tuple[type[DataError], tuple[str, str, str, int | None]]:
         """Lets worker processes return the error with all its fields."""
         return DataError, (self.where, self.problem, self.hint, self.rank)
+
+
+# TOML files: read within limits.
+
+_MAX_TOML_BYTES = 1 << 20
+
+_DEEP_KEY = re.compile(rb"""(?<![\w.'"-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){32}""")
+"""A key of more than 32 parts; tomllib takes quadratic time for their number."""
+
+
+def read_toml(path: str | Path, hint: str = "fix that line") -> dict[str, Any]:
+    """The tables of a TOML file; hint is the fix of a damaged one. Raises DataError."""
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_MAX_TOML_BYTES + 1)
+    except OSError as error:
+        raise DataError(path, error.strerror or "unreadable", "check the path") from None
+    return parse_toml(path, text, hint)
+
+
+def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[str, Any]:
+    """The tables of a TOML text; where is the file name in errors. Raises DataError."""
+    if len(text) > _MAX_TOML_BYTES:
+        raise DataError(where, "too large for a TOML file", "check the path")
+    if _DEEP_KEY.search(text):
+        raise DataError(where, "has a key of more than 32 parts", hint)
+    try:
+        return tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise DataError(where, f"not valid TOML ({error})", hint) from None
 
 
 # Output files: written atomically.

@@ -107,7 +107,7 @@ def convert_to_hta(traces: Sequence[RankTrace]) -> TraceAnalysis:
 
 def _find_known_events(events: Events) -> Int64:
     """The rows of the categories that HTA knows."""
-    return np.flatnonzero(events.category != Category.OTHER)
+    return np.flatnonzero(events.is_category(*_HTA_CATEGORY))
 
 
 def _rename_by_kind(trace: RankTrace) -> list[str]:

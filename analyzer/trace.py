@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -94,6 +95,7 @@ class Category(IntEnum):
         MEMSET: A fill of memory on a device.
         GPU_ANNOTATION: A range of the host, at the time at which its kernels ran on the device.
         PYTHON: A Python function on the host.
+        SYNC: A wait of a stream or of the host for the device, as Kineto records it.
 
     Examples:
         >>> from stepsplit.analyzer import Category, read_files
@@ -111,9 +113,14 @@ class Category(IntEnum):
     MEMSET = 6
     GPU_ANNOTATION = 7
     PYTHON = 8
+    SYNC = 9
 
 
 DEVICE_CATEGORIES = (Category.KERNEL, Category.MEMCPY, Category.MEMSET)
+
+MAX_NAME_LENGTH = 8_192
+"""Names of events are cut here, so that matching them against rules takes bounded time; the longest
+in public traces has 5,123 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +180,10 @@ class Events:
     def match_prefix(self, prefix: str) -> Bool:
         """Whether each event's name begins with the prefix; shape (n,)."""
         return self.name_mask(tuple(name.startswith(prefix) for name in self.names))
+
+    def match_names(self, pattern: re.Pattern[str]) -> Bool:
+        """Whether the pattern is found in each event's name; shape (n,)."""
+        return self.name_mask(tuple(pattern.search(name) is not None for name in self.names))
 
     def name_mask(self, chosen: tuple[bool, ...]) -> Bool:
         """Whether each event's name is chosen; chosen has one item per name, shape (n,)."""
@@ -246,6 +257,35 @@ class EventKinds:
 
 
 @dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes that a trace recorded, which tell more work from slower work; sorted by event.
+
+    For an op these are the shapes of its inputs (record_shapes), for a kernel those of the op that
+    launched it, else its launch grid. An event without a row is of unknown shape.
+
+    Attributes:
+        event: Rows of the events, shape (n,).
+        text_id: Index of their shapes in texts, shape (n,).
+        texts: The distinct shapes, such as "[[8, 128], [128, 512]]" or "grid [64, 1, 1]"; inputs
+            of less than 32 bits are named, as in "[[8, 128], [128, 512]] bf16".
+    """
+
+    event: Int64 = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    text_id: Int32 = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    texts: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.event)
+
+    def find_ids(self, rows: Int64) -> Int32:
+        """The index of the shapes of each of these events in texts; -1 if unknown."""
+        if not len(self):
+            return np.full(len(rows), -1, dtype=np.int32)
+        at = np.minimum(np.searchsorted(self.event, rows), len(self) - 1)
+        return np.where(self.event[at] == rows, self.text_id[at], -1).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """A process group.
 
@@ -299,6 +339,42 @@ class Calls:
         return self.op >= OP_CODE["send"]
 
 
+ALL_STREAMS = HOST = -1
+"""In EventWaits: the host waited, or it waited for every stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventWaits:
+    """Waits whose event is known, sorted by correlation; columns of shape (n,).
+
+    Everything that was launched on on_stream up to the correlation recorded had ended when the
+    wait ended.
+
+    Attributes:
+        correlation: Correlation of the runtime call that waits.
+        stream: The waiting stream, -1 for the host.
+        on_stream: The stream that it waits for, -1 for all.
+        recorded: Correlation of the call that recorded the event.
+    """
+
+    correlation: Int64
+    stream: Int64
+    on_stream: Int64
+    recorded: Int64
+
+    def __len__(self) -> int:
+        return len(self.correlation)
+
+
+def build_event_waits(rows: Sequence[tuple[int, int, int, int]]) -> EventWaits:
+    """Converts rows of (correlation, stream, on_stream, recorded) to sorted columns."""
+    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
+    return EventWaits(*table.T)
+
+
+NO_WAITS = build_event_waits(())
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """A limitation of the data, shown among the warnings of the report.
@@ -312,6 +388,10 @@ class Note:
     code: str
     message: str
     rank: int | None = None
+
+
+UNKNOWN_CATEGORIES = "unknown_categories"
+"""Code of the note on a trace without events of torch.profiler's categories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +411,12 @@ class RankTrace:
         groups: The process groups of the calls.
         kinds: The kind of each event.
         notes: Limitations of the trace.
+        device_stopped_step: The step in which the profiler stopped to record the device, as its
+            buffers were full; None if it did not.
+        end_step: The first step that the recorder did not record as a whole, because the job ended
+            in it; None if unknown.
+        shapes: The input shapes or launch grids of the events, where they were recorded.
+        waits: The waits for events that the trace identifies.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -346,6 +432,10 @@ class RankTrace:
     groups: tuple[Group, ...]
     kinds: EventKinds
     notes: tuple[Note, ...] = ()
+    device_stopped_step: int | None = None
+    end_step: int | None = None
+    shapes: Shapes = field(default_factory=Shapes)
+    waits: EventWaits = NO_WAITS
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -84,6 +84,11 @@ def format_count(number: int | float) -> str:
     return _format_scaled(number, ["T", "B", "M", "k", ""])
 
 
+def format_per_step(number: float) -> str:
+    """A number per step, with one decimal unless it is whole: 24.0 -> "24", 1200.5 -> "1,200.5"."""
+    return f"{number:,.1f}".removesuffix(".0")
+
+
 def format_flops(work: int | float) -> str:
     """Work (not a rate): 300_000_000_000_000 -> "300 TFLOP"."""
     return _format_scaled(

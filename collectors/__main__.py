@@ -4,33 +4,45 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from stepsplit.collectors.attach.client import attach_and_wait
-from stepsplit.collectors.attach.protocol import read_identity
-from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.attach.client import ExplainStop, attach_and_wait
+from stepsplit.collectors.attach.protocol import find_ranks_of_plan
+from stepsplit.collectors.guard import CollectError, warn
+from stepsplit.collectors.launcher import is_rank, read_identity
 from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.record import NcclLogs, RecordPlan, choose_out, is_rank, record
+from stepsplit.collectors.rank_record import read_record
+from stepsplit.collectors.record import (
+    NcclLogs,
+    RecordPlan,
+    check_out,
+    choose_out,
+    record,
+    remove_if_empty,
+)
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
 """First step that `record` records by default: most jobs have reached a steady state by then."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, explain_stop: ExplainStop | None = None) -> int:
     """Runs one subcommand and returns its exit status.
 
-    The status is 2 for bad input; for `record` it is the status of the recorded command.
+    explain_stop: says for `attach` why the steps of the job have stopped. The status is 2 for bad
+    input; for `record` it is the status of the recorded command.
     """
     argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="stepsplit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     _add_record(verbs)
-    _add_attach(verbs)
+    _add_attach(verbs, explain_stop)
     _add_gather(verbs)
     try:
         options = parser.parse_args(argv)
@@ -65,7 +77,8 @@ def _add_record(verbs: _Verbs) -> None:
         type=int,
         default=DEFAULT_FIRST,
         metavar="N",
-        help="first step to record, counted from 0 (default %(default)s)",
+        help="first step to record, counted from 0 (default %(default)s); a job that ends before"
+        " has its first steps recorded",
     )
     verb.add_argument(
         "--standby", action="store_true", help="do not record until stepsplit attach requests it"
@@ -86,6 +99,7 @@ def _add_record(verbs: _Verbs) -> None:
         metavar="COMMAND",
         help="training command, such as torchrun ... train.py",
     )
+    _add_overwrite(verb)
     verb.set_defaults(run=_record)
 
 
@@ -95,19 +109,72 @@ def _record(options: argparse.Namespace) -> int:
         raise CollectError("no command given; use: stepsplit record -- torchrun ... train.py")
     out = Path(options.out).absolute() if options.out else choose_out(os.environ)
     plan = _build_plan(options, out, None if options.standby else options.first)
+    if not is_rank(os.environ):
+        # A rank started by srun must not stop: it may be a restart of the job.
+        check_out(out, options.overwrite)
     start_s = time.time()
     status = record(command, plan, NcclLogs(options.nccl_calls, options.nccl_inspector))
-    traces = [path for path in out.glob("rank*_trace.json.gz") if path.stat().st_mtime >= start_s]
+    exit_status = 128 - status if status < 0 else status
+    # The ranks that srun starts next to this one have the same plan.
+    remaining = {} if is_rank(os.environ) else _find_remaining_ranks(plan)
+    if not remaining:
+        # NCCL's logs are still written by ranks that go on.
+        remove_if_empty(out)
     if is_rank(os.environ) and read_identity().rank != 0:
-        return status
+        return exit_status
+    if remaining:
+        _warn_of_remaining_ranks(remaining, status, out)
+    else:
+        _report_recording(plan, start_s)
+    return exit_status
+
+
+def _find_remaining_ranks(plan: RecordPlan) -> dict[int, int]:
+    """{rank: pid} of the ranks that go on although the command has ended."""
+    if find_ranks_of_plan(plan):
+        # The last ranks may be just about to end.
+        time.sleep(1.0)
+    return find_ranks_of_plan(plan)
+
+
+def _warn_of_remaining_ranks(remaining: dict[int, int], status: int, out: Path) -> None:
+    ended = f"was killed ({signal.Signals(-status).name})" if status < 0 else "has ended"
+    ranks = ", ".join(f"{rank} (process {pid})" for rank, pid in sorted(remaining.items()))
+    warn(f"the command {ended}, but ranks {ranks} go on; what they record is in {out}")
+
+
+def _report_recording(plan: RecordPlan, start_s: float) -> None:
+    """Says what was recorded, or why nothing was; without a trace, no folder remains."""
+    out = Path(plan.out)
+    traces = [path for path in out.glob("rank*_trace.json*") if path.stat().st_mtime >= start_s]
     if traces:
-        sys.stderr.write(f"recorded {len(traces)} ranks; analyze with: stepsplit analyze {out}\n")
-    elif not options.standby:
-        sys.stderr.write(f"no trace was recorded; did any rank reach step {options.first}?\n")
-    return status
+        n_ranks = len({path.name.removesuffix(".gz") for path in traces})
+        steps = _explain_early_steps(plan, out)
+        sys.stderr.write(
+            f"recorded {n_ranks} ranks{steps}; analyze with: stepsplit analyze {out}\n"
+        )
+        return
+    if plan.first is not None:
+        warn(
+            "no trace was recorded: unless a rank gives the reason above, no process of the command"
+            " has ended two steps of an optimizer"
+        )
+    if not list(out.glob("rank*")) and not is_rank(os.environ):
+        (out / "run.json").unlink(missing_ok=True)
+    remove_if_empty(out)
 
 
-def _add_attach(verbs: _Verbs) -> None:
+def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
+    """Which steps were recorded if the job has ended before those of the plan."""
+    with suppress(OSError, ValueError):
+        record = read_record(next(out.glob("rank*_record.json")).read_bytes())
+        first = record.first_step - record.steps_before
+        if plan.first is not None and first < plan.first:
+            return f", its first steps because the job ended before step {plan.first}"
+    return ""
+
+
+def _add_attach(verbs: _Verbs, explain_stop: ExplainStop | None) -> None:
     verb = verbs.add_parser(
         "attach",
         usage="stepsplit attach [PID] [options]",
@@ -129,13 +196,20 @@ def _add_attach(verbs: _Verbs) -> None:
         metavar="S",
         help="how long to wait for the steps (default %(default)s)",
     )
-    verb.set_defaults(run=_attach)
+    _add_overwrite(verb)
+    verb.set_defaults(run=lambda options: _attach(options, explain_stop))
 
 
-def _attach(options: argparse.Namespace) -> int:
+def _attach(options: argparse.Namespace, explain_stop: ExplainStop | None) -> int:
     out = Path(options.out).absolute() if options.out else None
+    if out is not None:
+        check_out(out, options.overwrite)
     message = attach_and_wait(
-        options.pid, out, lambda out: _build_plan(options, out, None), options.timeout
+        options.pid,
+        out,
+        lambda out: _build_plan(options, out, None),
+        options.timeout,
+        explain_stop,
     )
     sys.stderr.write(f"{message}\n")
     return 0
@@ -174,9 +248,21 @@ def _add_recording_options(verb: argparse.ArgumentParser, out: str) -> None:
         metavar="auto|all|LIST",
         help="ranks to record; beyond 8 ranks auto records one pipeline in full, the rest thin",
     )
+    verb.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXES",
+        help="the job's mesh, outermost axis first, such as pp=2,dp=2,tp=2 (default: inferred)",
+    )
     verb.add_argument("--memory", action="store_true", help="measure memory allocated per step")
     verb.add_argument("--shapes", action="store_true", help="record the input shapes of ops")
     verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
+
+
+def _add_overwrite(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier recording in the folder"
+    )
 
 
 def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) -> RecordPlan:
@@ -189,6 +275,7 @@ def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) 
         shapes=options.shapes,
         memory=options.memory,
         stacks=options.stacks,
+        mesh=options.mesh,
     )
 
 

@@ -24,7 +24,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from stepsplit.collectors.profiler import profile_run
-from stepsplit.collectors.record import FOLLOW_STDIN, Command, DemoArgs, parse_command
+from stepsplit.collectors.record import (
+    CALIBRATION,
+    FOLLOW_STDIN,
+    Command,
+    DemoArgs,
+    choose_calibration_mesh,
+    parse_command,
+)
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
 
 # Run one process per rank:
@@ -98,7 +105,9 @@ def main() -> None:
     command = parse_command()
     device = _join_job()
     try:
+        train_for_calibration(command, "before", device)
         losses = train(command, device)
+        train_for_calibration(command, "after", device)
     finally:
         distributed.destroy_process_group()
     if losses and _is_printing_rank(command.mesh, int(os.environ.get("RANK", "0"))):
@@ -126,6 +135,13 @@ def train(command: Command, device: Any) -> list[float]:
             run.step()
             losses += [] if loss is None else [loss]
     return losses
+
+
+def train_for_calibration(command: Command, when: str, device: Any) -> None:
+    """Trains another layout shortly on the same ranks, recorded to a subfolder, if asked for."""
+    if command.calibration is not None:
+        mesh = choose_calibration_mesh(command.mesh)
+        train(Command(command.calibration / when, mesh, CALIBRATION), device)
 
 
 def _warm_allocator() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 # Errors of the command line.
@@ -21,23 +22,57 @@ class CollectError(RuntimeError):
 # Failures inside the training process: one line of warning each.
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk and of a full quota."""
+
+_full_folders: set[Path] = set()
+"""Folders that this process has reported as full."""
+
+
 @contextmanager
 def warn_on_failure(rank: int, lost: str) -> Iterator[None]:
-    """Turns an exception in the block into a warning; `lost` names the data that is missing."""
+    """Turns an exception in the block into a warning; `lost` names the data that is missing.
+
+    A full disk is reported once for a folder: everything written to it later fails as well.
+    """
     try:
         yield
+    except OSError as error:
+        if error.errno in DISK_FULL and error.filename:
+            _warn_full(rank, Path(error.filename).parent, error.errno)
+        else:
+            _warn_of_error(rank, lost, error)
     except Exception as error:  # noqa: BLE001 - no user code runs in here
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        warn_lost(rank, f"{lost}: {reason}")
+        _warn_of_error(rank, lost, error)
 
 
 def warn_lost(rank: int, what: str) -> None:
-    """Warns on one line which rank lost what; prints it if warnings are turned into errors."""
-    text = f"stepsplit, rank {rank}: lost {what}"
-    try:
-        warnings.warn_explicit(text, RuntimeWarning, "stepsplit", 0)
-    except RuntimeWarning:
-        sys.stderr.write(f"{text}\n")
+    """Warns on one line which rank lost what."""
+    warn(f"rank {rank}: lost {what}")
+
+
+def warn(text: str) -> None:
+    """Prints one line on stderr; without a stderr the warning is lost, not the training."""
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"stepsplit: {text}\n")
+
+
+def forget_full_folder(folder: Path) -> None:
+    """Reports a full disk again if the folder is still full in the next recording."""
+    _full_folders.discard(folder)
+
+
+def _warn_full(rank: int, folder: Path, number: int) -> None:
+    if folder in _full_folders:
+        return
+    _full_folders.add(folder)
+    name = errno.errorcode[number]
+    warn_lost(rank, f"its files: {os.strerror(number)} ({name}) in {folder}")
+
+
+def _warn_of_error(rank: int, lost: str, error: Exception) -> None:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    warn_lost(rank, f"{lost}: {reason}")
 
 
 # SIGTERM while files are written.

@@ -1,31 +1,31 @@
-"""Information on the job of a rank: ranks, hosts, groups, GPU, driver and clock."""
+"""Information on the job of a rank: ranks, hosts, groups and clock."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
-from stepsplit.collectors.rank_record import ClockProbe, GpuState
+from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.launcher import read_identity
+from stepsplit.collectors.rank_record import ClockProbe
 from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, decode_group
 
 # Hosts and groups of all ranks, exchanged through the job's store instead of collectives.
 
 _PRESENCE_POLL_S = 0.1
+
+_RANKS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,30 @@ def read_job() -> tuple[int, int, str]:
     if not (distributed.is_available() and distributed.is_initialized()):
         # Take the rank from the launcher's environment, so that file names do not collide.
         return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), "none"
-    return distributed.get_rank(), distributed.get_world_size(), str(distributed.get_backend())
+    return distributed.get_rank(), distributed.get_world_size(), _find_backend()
+
+
+def _find_backend() -> str:
+    """The backend for the device that this rank trains on, such as "gloo".
+
+    torch calls it "undefined" if the script named none, or "cpu:gloo,cuda:nccl" if it named two.
+    """
+    stated = str(distributed.get_backend())
+    get_config = getattr(distributed, "get_backend_config", None)
+    if get_config is None or (stated != "undefined" and ":" not in stated):
+        return stated
+    pairs = (pair.partition(":") for pair in str(get_config()).split(","))
+    backends = {device: backend for device, _, backend in pairs if backend}
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    return backends.get(device) or next(iter(backends.values()), stated)
 
 
 def describe_rank() -> RankDescription:
     """The description of this rank."""
     rank, _, _ = read_job()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    info = RankInfo(rank, local_rank, socket.gethostname(), os.getpid(), _describe_device())
+    info = RankInfo(
+        rank, read_identity().local_rank, socket.gethostname(), os.getpid(), _describe_device()
+    )
     # Only a group's first member describes it: at 10,000 ranks, all members would send 1 GB.
     led = tuple(group for group in list_groups() if group.ranks[0] == rank)
     return RankDescription(info, led, read_host_info())
@@ -62,23 +78,49 @@ def publish(run: str, description: RankDescription) -> None:
         store.set(_build_store_key(run, description.rank.rank), json.dumps(asdict(description)))
 
 
+def has_other_ranks() -> bool:
+    """Whether other ranks may publish descriptions."""
+    return _store() is not None and read_job()[1] > 1
+
+
 def collect_descriptions(
-    run: str, own: RankDescription, world_size: int, timeout_s: float
+    run: str, known: Sequence[RankDescription], world_size: int, timeout_s: float
 ) -> tuple[RankDescription, ...]:
-    """The descriptions published within the timeout, sorted by rank."""
-    store, deadline = _store(), time.monotonic() + timeout_s
-    descriptions = {own.rank.rank: own}
+    """The known descriptions and those published within the timeout, sorted by rank.
+
+    For background threads and the end of the job: it uses a separate connection to the store, and
+    asks for many ranks at once.
+    """
+    descriptions = {each.rank.rank: each for each in known}
     missing = [rank for rank in range(world_size) if rank not in descriptions]
+    store, deadline = _own_store() or _store(), time.monotonic() + timeout_s
     while store is not None and missing:
-        # Polling for keys never blocks the store for long, unlike a blocking get.
-        for rank in [rank for rank in missing if store.check([_build_store_key(run, rank)])]:
-            descriptions[rank] = _decode_description(store.get(_build_store_key(run, rank)))
+        for first in range(0, len(missing), _RANKS_AT_ONCE):
+            batch = missing[first : first + _RANKS_AT_ONCE]
+            descriptions |= _fetch_descriptions(store, run, batch)
         missing = [rank for rank in missing if rank not in descriptions]
         if time.monotonic() >= deadline:
             break
         if missing:
             time.sleep(_PRESENCE_POLL_S)
     return tuple(descriptions[rank] for rank in sorted(descriptions))
+
+
+def _fetch_descriptions(store: Any, run: str, ranks: Sequence[int]) -> dict[int, RankDescription]:
+    """Those of the ranks that have published theirs: two calls if all have, else by halves.
+
+    check() never blocks the store, unlike a get of a missing key.
+    """
+    keys = [_build_store_key(run, rank) for rank in ranks]
+    if store.check(keys):
+        values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+        return dict(zip(ranks, map(_decode_description, values), strict=True))
+    if len(ranks) == 1:
+        return {}
+    half = len(ranks) // 2
+    return _fetch_descriptions(store, run, ranks[:half]) | _fetch_descriptions(
+        store, run, ranks[half:]
+    )
 
 
 def set_store_value(key: str, value: str) -> None:
@@ -96,28 +138,42 @@ def increment_counter(key: str) -> int:
     return int(store.add(f"stepsplit/{key}", 1))
 
 
+def claim_value(key: str, value: str, is_free: Callable[[str], bool]) -> str:
+    """Sets the key unless its value is taken, in one operation, and returns its value then.
+
+    Of ranks that claim it at the same moment one wins, and the others get its value. A job without
+    a store that can do this gets its own value. is_free: whether an earlier value may be replaced.
+    """
+    store, name = _own_store(), f"stepsplit/{key}"
+    if store is None:
+        return value
+    earlier = store.get(name).decode() if store.check([name]) else ""
+    if earlier and not is_free(earlier):
+        return str(earlier)
+    try:
+        return str(store.compare_set(name, earlier, value).decode())
+    except NotImplementedError:
+        return value
+
+
 def wait_for_value(key: str, timeout_s: float, poll_s: float) -> str | None:
     """Waits for the value of the key in the job's store; None if it is not set in time.
 
     For background threads: it uses a separate connection to the store.
     """
+    found = wait_for_first((key,), timeout_s, poll_s)
+    return None if found is None else found[1]
+
+
+def wait_for_first(keys: Sequence[str], timeout_s: float, poll_s: float) -> tuple[str, str] | None:
+    """Waits until one of the keys is set; it and its value, the first in order if several are."""
     store, deadline = _own_store(), time.monotonic() + timeout_s
     while store is not None and time.monotonic() < deadline:
-        if store.check([f"stepsplit/{key}"]):
-            return str(store.get(f"stepsplit/{key}").decode())
+        for key in keys:
+            if store.check([f"stepsplit/{key}"]):
+                return key, str(store.get(f"stepsplit/{key}").decode())
         time.sleep(poll_s)
     return None
-
-
-def read_versions() -> tuple[tuple[str, str], ...]:
-    """The versions of Python, torch, CUDA, NCCL and the GPU driver."""
-    versions_found = [("python", platform.python_version()), ("torch", str(torch.__version__))]
-    if torch.cuda.is_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        versions_found += [("cuda", str(torch.version.cuda)), ("nccl", nccl)]
-        driver = read_driver_version()
-        versions_found += [] if driver is None else [("driver", driver)]
-    return tuple(versions_found)
 
 
 def _describe_device() -> str:
@@ -138,6 +194,22 @@ def list_groups() -> tuple[GroupInfo, ...]:
         for group, name in names.items()
         if members.get(group)
     )
+
+
+def count_calls() -> int:
+    """The collectives called so far on this rank, the sum of its groups' sequence numbers."""
+    world = getattr(getattr(distributed, "distributed_c10d", None), "_world", None)
+    groups = [group for group, ranks in getattr(world, "pg_group_ranks", {}).items() if ranks]
+    return sum(_read_sequence_number(group) for group in groups)
+
+
+def _read_sequence_number(group: Any) -> int:
+    read = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return 0 if read is None else int(read())
+    except RuntimeError:
+        # The backend keeps no sequence numbers.
+        return 0
 
 
 def _store() -> Any | None:
@@ -188,72 +260,6 @@ def _read_cpu_name() -> str:
     return next(names, platform.machine())
 
 
-# The version of the GPU driver, from /proc and /sys.
-
-PLACES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
-
-_VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)*\b")
-
-
-def read_driver_version(places: Sequence[Path] = PLACES) -> str | None:
-    """The driver version from the first of the files that has one; None without a driver."""
-    for place in places:
-        with suppress(OSError, ValueError):
-            found = _VERSION.search(place.read_text())
-            if found is not None:
-                return found[0]
-    return None
-
-
-# NVML readings of this rank's GPU: clock, throttling, link errors.
-
-_MAX_LINKS = 18
-
-
-def read_gpu_state() -> GpuState | None:
-    """A reading taken now; None without a GPU in use or without pynvml (nvidia-ml-py)."""
-    if not torch.cuda.is_initialized():
-        return None
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(_read_gpu_uuid())
-    except Exception:  # noqa: BLE001 - the reading is optional, so no warning
-        return None
-    return GpuState(
-        at_unix_ns=time.time_ns(),
-        sm_clock_mhz=_query_or_none(
-            lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-        ),
-        throttle_reasons=_query_or_none(
-            lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        ),
-        link_errors=_sum_link_errors(nvml, handle),
-    )
-
-
-def _read_gpu_uuid() -> str:
-    """The UUID of the GPU: CUDA_VISIBLE_DEVICES renumbers GPUs for torch but not for NVML."""
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-
-
-def _sum_link_errors(nvml: Any, handle: Any) -> int | None:
-    """The number of replays of all NVLinks together; None if the GPU has no NVLink."""
-    kind = getattr(nvml, "NVML_NVLINK_ERROR_DL_REPLAY", None)
-    ask = nvml.nvmlDeviceGetNvLinkErrorCounter
-    counts = [_query_or_none(partial(ask, handle, link, kind)) for link in range(_MAX_LINKS)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _query_or_none(question: Callable[[], Any]) -> int | None:
-    """The result of an NVML query; None if this GPU or driver does not support it."""
-    try:
-        return int(question())
-    except Exception:  # noqa: BLE001 - NVML has an error class per reason
-        return None
-
-
 # The offset of this host's clock from rank 0's, measured with a few datagrams.
 
 _MAX_ROUNDS = 20
@@ -271,13 +277,13 @@ class HostClock:
     """Clock probes: one rank per host probes rank 0; a job on one host needs no probes."""
 
     def __init__(self, key: str, rank: int, host: str) -> None:
-        self._key, self._probes = f"{key}/clock", list[ClockProbe]()
-        local, world = (int(os.environ.get(n, "1")) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-        if local >= world:
+        self._key, self._probes, self._rank = f"{key}/clock", list[ClockProbe](), rank
+        place = read_identity()
+        if place.local_world_size >= place.world_size:
             return
         if rank == 0:
             set_store_value(self._key, f"{host}:{serve_clock()}")
-        elif os.environ.get("LOCAL_RANK") == "0":
+        elif place.local_rank == 0:
             threading.Thread(target=self._probe_rank0, name="stepsplit-clock", daemon=True).start()
 
     def list_probes(self) -> tuple[ClockProbe, ...]:
@@ -285,12 +291,18 @@ class HostClock:
         return tuple(self._probes)
 
     def _probe_rank0(self) -> None:
-        address = wait_for_value(self._key, _ADDRESS_TIMEOUT_S, _CLOCK_POLL_S)
-        if address is None:
-            return
-        host, _, port = address.rpartition(":")
-        measured = probe_clock(host, int(port))
-        if measured is not None:
+        with warn_on_failure(self._rank, "its clock's offset from rank 0"):
+            address = wait_for_value(self._key, _ADDRESS_TIMEOUT_S, _CLOCK_POLL_S)
+            if address is None:
+                return
+            name, _, port = address.rpartition(":")
+            # In other pods the name often does not resolve; rank 0's store is at MASTER_ADDR.
+            hosts = dict.fromkeys([name, os.environ.get("MASTER_ADDR", name)])
+            probes = (probe_clock(host, int(port)) for host in hosts)
+            measured = next(filter(None, probes), None)
+            if measured is None:
+                tried = " nor ".join(f"{host}:{port}" for host in hosts)
+                raise OSError(f"no answer to datagrams from {tried}; is UDP blocked?")
             self._probes.append(measured)
 
 

@@ -6,6 +6,7 @@ pair stays registered; only its listeners change.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,56 @@ class Listener:
 
     before: Callable[[Any], None]
     after: Callable[[Any], None]
+
+
+def count_optimizer_steps(optimizer: Any) -> int | None:
+    """The steps that the optimizer has ended, with those restored from a checkpoint.
+
+    None if its state has no count, as that of SGD. A count on a GPU is waited for.
+    """
+    steps: Any = getattr(optimizer, "global_steps", None)
+    if isinstance(steps, int):
+        # A DeepSpeed engine, which steps like an optimizer.
+        return steps
+    state = getattr(optimizer, "state", {})
+    weights = (weight for group in optimizer.param_groups for weight in group["params"][:1])
+    counts = [state[weight].get("step") for weight in weights if state.get(weight)]
+    return max((int(each) for each in counts if each is not None), default=None)
+
+
+class ResumedSteps:
+    """Finds the steps that a resumed job had done before, by the first optimizer that steps.
+
+    known: these steps, if the framework knows them.
+    """
+
+    def __init__(self, known: int | None = None) -> None:
+        self._known = known
+        self._optimizer: Callable[[], Any] | None = None
+        self._listener = Listener(self._note, _ignore)
+        add_listener(self._listener)
+
+    def read(self, steps_ended: int) -> int:
+        """The steps before, given those that have ended since; 0 if unknown. Ends the search."""
+        self.close()
+        if self._known is not None:
+            return self._known
+        optimizer = None if self._optimizer is None else self._optimizer()
+        count = None if optimizer is None else count_optimizer_steps(optimizer)
+        return 0 if count is None else max(0, count - steps_ended)
+
+    def close(self) -> None:
+        """Ends the search."""
+        remove_listener(self._listener)
+
+    def _note(self, optimizer: Any) -> None:
+        # An outer optimizer steps before the ones in it.
+        if self._optimizer is None:
+            self._optimizer = weakref.ref(optimizer)
+
+
+def _ignore(optimizer: Any) -> None:
+    """Does nothing."""
 
 
 _listeners: tuple[Listener, ...] = ()

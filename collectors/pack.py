@@ -1,27 +1,37 @@
 """Compresses the raw files of a rank to .gz in a separate process, off the training's path.
 
-python pack.py [--thin] RAW OUT [RAW OUT ...]
+python pack.py [--thin] [--memory cpu|device] RAW OUT [RAW OUT ...]
 
 Needs only the standard library and run_spec.py in the same folder, so that it starts quickly in
-any Python. It runs at the lowest priority, outlives the rank that started it, and writes its
-output atomically.
+any Python. It runs at the lowest priority, at most two at a time on a host, outlives the rank that
+started it, and writes its output atomically. A raw file is removed once its packed file is there.
+Asked to end (SIGTERM), it moves the raw files that are left to their own names instead, such as
+rank0_trace.json for rank0_trace.json.gz: nothing that is whole is lost. With --memory it also
+measures the activations in a trace and writes them to a hidden file, for the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import gzip
 import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import sys
+import time
+from array import array
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
     from stepsplit.collectors.run_spec import whole_file
@@ -31,38 +41,47 @@ else:
 _LEVEL = 6
 _CHUNK = 1 << 20
 _TAIL = 64
-_COMMUNICATES = re.compile(
-    r"^(c10d::|_c10d_functional::|_c10d_functional_autograd::|c10d_functional::"
-    r"|record_param_comms|nccl:|gloo:|stepsplit::|symm_mem::)"
-)
-_WRAPS = re.compile(r"^(autograd::engine|torch::autograd::|PythonSubclass$|Optimizer\.)")
-_DROPPED_CATEGORIES = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
-"""Categories that the time split does not use: stacks, memory events, flow arrows."""
 
 
 def main(arguments: list[str]) -> int:
-    """Packs the given files at the lowest priority; returns 1 if a file was lost."""
+    """Packs the given files at the lowest priority; returns 1 if one could not be packed."""
     with contextlib.suppress(OSError):
         os.nice(19)
     # Ctrl-C in a terminal is meant for the training; its recording must still be written.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return pack_all(arguments)
-
-
-def pack_all(arguments: list[str]) -> int:
-    """Packs the given files; returns 1 if a file was lost, with a line on stderr."""
+    signal.signal(signal.SIGTERM, _raise_stopped)
     thin = arguments[:1] == ["--thin"]
-    paths = [Path(argument) for argument in arguments[thin:]]
+    rest = arguments[thin:]
+    memory = rest[1] if rest[:1] == ["--memory"] else None
+    paths = [Path(argument) for argument in rest[2 if memory else 0 :]]
+    waiting = list(zip(paths[::2], paths[1::2], strict=True))
+    try:
+        with take_turn():
+            return pack_all(waiting, thin, memory)
+    except _Stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return keep_all(waiting)
+
+
+def pack_all(
+    waiting: list[tuple[Path, Path]], thin: bool = False, memory: str | None = None
+) -> int:
+    """Packs the (raw, out) files and removes each from the list; returns 1 if one was not packed.
+
+    A raw file that cannot be packed is kept under its own name, with a line on stderr.
+    """
     status = 0
-    for raw, out in zip(paths[::2], paths[1::2], strict=True):
+    while waiting:
+        raw, out = waiting[0]
         try:
+            if memory is not None and "_trace" in out.name:
+                write_activations(raw, out, memory)
             pack(raw, out, thin)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            sys.stderr.write(f"stepsplit: lost {out}: {reason}\n")
-            status = 1
-        finally:
             drop(raw)
+            _remove_scratch(raw, out)
+        except (OSError, ValueError) as error:
+            status = _report_failure(raw, out, error)
+        del waiting[0]
     return status
 
 
@@ -72,11 +91,23 @@ def pack(raw: Path, out: Path, thin: bool = False) -> None:
     thin: keep only the trace events that the time split needs. Raises OSError, and ValueError for a
     truncated raw file.
     """
-    _check_complete(raw)
-    # mtime 0: the same content gives the same file.
-    with whole_file(out) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
-        for part in _read_thinned(raw) if thin and "_trace" in out.name else _read_stripped(raw):
-            packed.write(part)
+    check_complete(raw)
+    # The file stays open: it may get its own name meanwhile.
+    with raw.open("rb") as source:
+        parts = _read_thinned(source) if thin and "_trace" in out.name else _read_stripped(source)
+        # mtime 0: the same content gives the same file.
+        with whole_file(out) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+            for part in parts:
+                packed.write(part)
+
+
+def check_complete(raw: Path) -> None:
+    """Raises ValueError if the file is truncated: the profiler does not report a full disk."""
+    with raw.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL))
+        if not file.read().rstrip().endswith((b"}", b"]")):
+            raise ValueError("the file is truncated; is the disk full?")
 
 
 def drop(raw: Path) -> None:
@@ -85,104 +116,372 @@ def drop(raw: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _check_complete(raw: Path) -> None:
-    """Checks the end of the file, because the profiler does not report a full disk."""
-    with raw.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _TAIL))
-        if not file.read().rstrip().endswith((b"}", b"]")):
-            raise ValueError("the file is truncated; is the disk full?")
+# A raw file that is not packed keeps its content under its own name.
 
 
-def _read_stripped(raw: Path) -> Iterator[bytes]:
+def name_raw(out: Path) -> Path:
+    """The name of a whole raw file next to its packed one: without .gz."""
+    return out.with_name(out.name.removesuffix(".gz"))
+
+
+def keep_all(files: list[tuple[Path, Path]]) -> int:
+    """Moves the (raw, out) files that are left to their own names; returns 1 if one was lost."""
+    status = 0
+    for raw, out in files:
+        if out.exists() and not raw.exists():
+            continue
+        try:
+            check_complete(raw)
+            keep(raw, out)
+        except (OSError, ValueError) as error:
+            status = _report_failure(raw, out, error)
+    return status
+
+
+def keep(raw: Path, out: Path) -> None:
+    """Moves the raw file to its own name, by a copy from another disk. Raises OSError."""
+    target = name_raw(out)
+    if raw == target:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        raw.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        with raw.open("rb") as source, whole_file(target) as file:
+            shutil.copyfileobj(source, file, _CHUNK)
+        drop(raw)
+    _remove_scratch(raw, out)
+
+
+def _remove_scratch(raw: Path, out: Path) -> None:
+    """Removes the raw file's own folder once it is empty."""
+    if raw.parent != out.parent:
+        with contextlib.suppress(OSError):
+            raw.parent.rmdir()
+
+
+def _report_failure(raw: Path, out: Path, error: Exception) -> int:
+    """Keeps a whole raw file where it can, deletes a truncated one, and says so on stderr."""
+    reason = getattr(error, "strerror", None) or str(error)
+    with contextlib.suppress(OSError, ValueError):
+        check_complete(raw)
+        with contextlib.suppress(OSError):
+            keep(raw, out)
+            raw = name_raw(out)
+        sys.stderr.write(f"stepsplit: {out.name} is not packed: {reason}; kept {raw}\n")
+        return 1
+    with contextlib.suppress(OSError):
+        drop(raw)
+    sys.stderr.write(f"stepsplit: lost {out}: {reason}\n")
+    return 1
+
+
+class _Stopped(BaseException):
+    """The process was asked to end."""
+
+
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+# At most two packings at a time on a host: they must not take the cores or memory of the training.
+
+MOST_AT_ONCE = 2
+_RETRY_S = 0.2
+
+
+@contextlib.contextmanager
+def take_turn(folder: Path | None = None) -> Iterator[None]:
+    """Waits until fewer than two other processes of this user on this host hold a turn.
+
+    A turn ends with its process. Without a folder for the locks there is no limit.
+    """
+    place = folder or Path(os.environ.get("STEPSPLIT_SOCKETS") or f"/tmp/stepsplit-{os.getuid()}")
+    with contextlib.ExitStack() as stack:
+        locks: list[BinaryIO] = []
+        with contextlib.suppress(OSError):
+            place.mkdir(mode=0o700, exist_ok=True)
+            for number in range(MOST_AT_ONCE):
+                lock = (place / f"pack{number}.lock").open("ab")
+                locks.append(stack.enter_context(lock))
+        while locks and not any(map(_is_free, locks)):
+            time.sleep(_RETRY_S)
+        yield
+
+
+def _is_free(file: BinaryIO) -> bool:
+    try:
+        return try_lock(file)
+    except OSError:
+        # This file system has no locks, so there is no limit.
+        return True
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Locks the file until it is closed; false if another process has done so. Raises OSError."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# The content of a packed file, in pieces: plain or thin.
+
+_COMMUNICATES = re.compile(
+    r"^(c10d::|_c10d_functional::|_c10d_functional_autograd::|c10d_functional::"
+    r"|record_param_comms|nccl:|gloo:|stepsplit::|symm_mem::)"
+)
+_WRAPS = re.compile(r"^(autograd::engine|torch::autograd::|PythonSubclass$|Optimizer\.)")
+_DROPPED_CATEGORIES = {"python_function", "cpu_instant_event", "fwdbwd", "ac2g", "async_cpu_to_gpu"}
+"""Categories that the time split does not use: stacks, memory events, flow arrows."""
+
+
+def _read_stripped(file: BinaryIO) -> Iterator[bytes]:
     """The file without indentation; a line break is never inside a JSON string."""
-    with raw.open("rb") as file:
-        while lines := file.readlines(_CHUNK):
-            yield b"".join([line.strip() for line in lines])
+    file.seek(0)
+    while lines := file.readlines(_CHUNK):
+        yield b"".join([line.strip() for line in lines])
+
+
+def _read_thinned(file: BinaryIO) -> Iterator[bytes]:
+    """The trace without the ops nested in an op that contains no communication.
+
+    The times of compute do not change; the inner structure of an op is lost. Reads the file twice,
+    and keeps about 20 bytes of each event in memory. A file with an invalid event is not thinned.
+    """
+    thinning = _Thinning()
+    try:
+        begin, end = scan_events(file, thinning.add)
+    except (ValueError, KeyError, TypeError) as error:
+        sys.stderr.write(f"stepsplit: a trace is packed in full instead of thin: {error!r}\n")
+        yield from _read_stripped(file)
+        return
+    yield from _read_range(file, 0, begin)
+    separator = b""
+    for first, last in thinning.list_kept_ranges():
+        yield separator
+        yield from _read_range(file, first, last)
+        separator = b","
+    yield from _read_range(file, end, None)
+
+
+def _read_range(file: BinaryIO, begin: int, end: int | None) -> Iterator[bytes]:
+    file.seek(begin)
+    left = sys.maxsize if end is None else end - begin
+    while left and (piece := file.read(min(_CHUNK, left))):
+        left -= len(piece)
+        yield piece
+
+
+class _Thinning:
+    """Which events stay, by their position in the file."""
+
+    def __init__(self) -> None:
+        self._begins, self._ends, self._dropped = array("Q"), array("Q"), bytearray()
+        self._threads: defaultdict[tuple[Any, Any], _HostThread] = defaultdict(_HostThread)
+
+    def add(self, event: dict[str, Any], begin: int, end: int) -> None:
+        """The next event of the file, and its bytes there."""
+        category = event.get("cat")
+        # Only ops nest: a gloo range on this thread lasts until its wait returns.
+        if category == "cpu_op" and event.get("ph") == "X":
+            self._threads[event.get("pid"), event.get("tid")].add(event, len(self._begins))
+        self._begins.append(begin)
+        self._ends.append(end)
+        self._dropped.append(category in _DROPPED_CATEGORIES)
+
+    def list_kept_ranges(self) -> Iterator[tuple[int, int]]:
+        """The bytes of the events that stay; neighbors are one range."""
+        for thread in self._threads.values():
+            for event in thread.find_removable():
+                self._dropped[event] = True
+        first = -1
+        for event, dropped in enumerate(self._dropped):
+            if dropped and first >= 0:
+                yield self._begins[first], self._ends[event - 1]
+            first = -1 if dropped else event if first < 0 else first
+        if first >= 0:
+            yield self._begins[first], self._ends[-1]
+
+
+_WRAPPER, _COMMUNICATION = 1, 2
 
 
 @dataclass(slots=True)
-class _Op:
-    """A host event on one thread; holds: it is or contains communication."""
+class _HostThread:
+    """The ops of one thread in order of their start; the profiler writes them so."""
 
-    index: int
-    start: float
-    end: float
-    wraps: bool
-    communicates: bool
+    events: array[int] = field(default_factory=lambda: array("I"))
+    parents: array[int] = field(default_factory=lambda: array("i"))
+    flags: bytearray = field(default_factory=bytearray)
+    """_WRAPPER, and _COMMUNICATION if the op is or contains communication."""
+    stack: list[tuple[int, int]] = field(default_factory=list)
+    """The open ops: number on this thread and end in ns."""
+    last_start_ns: int = -(1 << 63)
+    ordered: bool = True
 
-
-def _read_thinned(raw: Path) -> Iterator[bytes]:
-    """The trace without the ops nested in an op that contains no communication.
-
-    The times of compute do not change; the inner structure of an op is lost.
-    """
-    text = raw.read_text(encoding="utf-8", errors="replace")
-    offset = text.index('"traceEvents"')
-    offset = text.index("[", offset) + 1
-    spans = list(_parse_events(text, offset))
-    dropped = _find_nested([event for event, _, _ in spans])
-    events = [
-        text[start:end]
-        for index, (event, start, end) in enumerate(spans)
-        if index not in dropped and event.get("cat") not in _DROPPED_CATEGORIES
-    ]
-    rest_offset = spans[-1][2] if spans else offset
-    yield text[:offset].encode()
-    for first in range(0, len(events), 1000):
-        head = "," if first else ""
-        yield (head + ",".join(events[first : first + 1000])).encode()
-    yield text[rest_offset:].encode()
-
-
-def _parse_events(text: str, offset: int) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """The events of the JSON list that begins at `at`, each with its start and end offset."""
-    decode = json.JSONDecoder().raw_decode
-    between = re.compile(r"[\s,]*")
-    while (start := between.match(text, offset).end()) < len(text) and text[start] == "{":  # type: ignore[union-attr]
-        event, offset = decode(text, start)
-        yield event, start, offset
-
-
-def _find_nested(events: list[dict[str, Any]]) -> set[int]:
-    """Indices of the ops nested in an op that has no communication and is not a wrapper."""
-    threads: defaultdict[tuple[Any, Any], list[_Op]] = defaultdict(list)
-    for index, event in enumerate(events):
-        # Only ops nest: a gloo range on this thread lasts until its wait returns.
-        if event.get("cat") == "cpu_op" and event.get("ph") == "X":
-            threads[event.get("pid"), event.get("tid")].append(_build_op(index, event))
-    return {index for ops in threads.values() for index in _find_removable(ops)}
-
-
-def _build_op(index: int, event: dict[str, Any]) -> _Op:
-    name, start = str(event["name"]), float(event["ts"])
-    end = start + float(event.get("dur", 0))
-    holds = _COMMUNICATES.match(name) is not None
-    return _Op(index, start, end, _WRAPS.match(name) is not None, holds)
-
-
-def _find_removable(ops: list[_Op]) -> Iterable[int]:
-    """The ops of one thread that can be removed."""
-    ops.sort(key=lambda op: (op.start, -op.end))
-    parents: list[int] = []
-    stack: list[int] = []
-    for position, op in enumerate(ops):
-        while stack and ops[stack[-1]].end < op.end:
+    def add(self, event: dict[str, Any], index: int) -> None:
+        """The next op; index: its position among the events of the file."""
+        start_ns = _read_ns(event["ts"])
+        end_ns = start_ns + _read_ns(event.get("dur", 0))
+        self.ordered &= start_ns >= self.last_start_ns
+        self.last_start_ns = start_ns
+        stack, name = self.stack, str(event["name"])
+        while stack and stack[-1][1] < end_ns:
             stack.pop()
-        parents.append(stack[-1] if stack else -1)
-        stack.append(position)
-    for position in range(len(ops) - 1, -1, -1):
-        if ops[position].communicates and parents[position] >= 0:
-            ops[parents[position]].communicates = True
-    removed: list[bool] = []
-    for position, op in enumerate(ops):
-        parent = parents[position]
-        covered = parent >= 0 and (
-            removed[parent] or not (ops[parent].wraps or ops[parent].communicates)
-        )
-        removed.append(covered)
-        if covered:
-            yield op.index
+        self.parents.append(stack[-1][0] if stack else -1)
+        stack.append((len(self.events), end_ns))
+        self.events.append(index)
+        wraps = _WRAPPER if _WRAPS.match(name) else 0
+        self.flags.append(wraps | (_COMMUNICATION if _COMMUNICATES.match(name) else 0))
+
+    def find_removable(self) -> Iterator[int]:
+        """The ops nested in an op that has no communication and is not a wrapper.
+
+        None if the ops were out of order: their nesting is not known.
+        """
+        if not self.ordered:
+            return
+        parents, flags = self.parents, self.flags
+        for op in range(len(flags) - 1, -1, -1):
+            if flags[op] & _COMMUNICATION and parents[op] >= 0:
+                flags[parents[op]] |= _COMMUNICATION
+        removed = bytearray(len(flags))
+        for op, parent in enumerate(parents):
+            if parent >= 0 and (removed[parent] or not flags[parent]):
+                removed[op] = True
+                yield self.events[op]
+
+
+# Activations: the peak of the allocations in a step.
+
+
+def name_activations(out: Path) -> Path:
+    """The hidden file with the activations that were measured in a trace."""
+    return out.with_name(f".{out.name.removesuffix('.json.gz')}_activations")
+
+
+def write_activations(raw: Path, out: Path, device: str) -> None:
+    """Measures the activations and writes them; without memory events there is no file."""
+    with raw.open("rb") as file, contextlib.suppress(ValueError, KeyError, TypeError):
+        activations_bytes = measure_activations(file, device)
+        if activations_bytes is not None:
+            with whole_file(name_activations(out)) as result:
+                result.write(str(activations_bytes).encode())
+
+
+def measure_activations(file: BinaryIO, device: str) -> int | None:
+    """Peak activation memory of the recorded steps in bytes; None without memory events.
+
+    device: "cpu", or "device" for an accelerator: the one with the largest peak. It is the peak
+    above the memory allocated at both the begin and the end of a step: memory still allocated at
+    the end is new gradients or optimizer state. Raises ValueError for an invalid trace.
+    """
+    steps: list[tuple[int, int]] = []
+    changes: defaultdict[Any, tuple[array[int], array[int]]] = defaultdict(
+        lambda: (array("q"), array("q"))
+    )
+
+    def add(event: dict[str, Any], begin: int, end: int) -> None:
+        name = event.get("name", "")
+        if name == "[memory]":
+            args = event["args"]
+            if (args["Device Type"] == _CPU) == (device == "cpu"):
+                at_ns, sizes = changes[args["Device Type"], args["Device Id"]]
+                at_ns.append(_read_ns(event["ts"]))
+                sizes.append(int(args["Bytes"]))
+        elif name.startswith("ProfilerStep#") and event.get("cat") == "user_annotation":
+            start_ns = _read_ns(event["ts"])
+            steps.append((start_ns, start_ns + _read_ns(event.get("dur", 0))))
+
+    scan_events(file, add)
+    peaks = [_find_peak(steps, at_ns, sizes) for at_ns, sizes in changes.values()]
+    return max(peaks) if peaks and steps else None
+
+
+_CPU = 0
+"""torch's number of this type of device."""
+
+
+def _find_peak(steps: list[tuple[int, int]], at_ns: array[int], sizes: array[int]) -> int:
+    order = sorted(range(len(at_ns)), key=at_ns.__getitem__)
+    times_ns = [at_ns[i] for i in order]
+    largest = 0
+    for begin, end in steps:
+        current_bytes = peak_bytes = 0
+        for i in order[bisect_left(times_ns, begin) : bisect_left(times_ns, end)]:
+            current_bytes += sizes[i]
+            peak_bytes = max(peak_bytes, current_bytes)
+        largest = max(largest, peak_bytes - max(current_bytes, 0))
+    return largest
+
+
+def _read_ns(microseconds: Any) -> int:
+    return round(float(microseconds) * 1000)
+
+
+# The events of a trace, one after the other.
+
+_MOST_OF_EVENT = 64 << 20
+_WINDOW = 4 << 20
+_BETWEEN = re.compile(r"[\s,]*")
+
+
+def scan_events(
+    file: BinaryIO, handle: Callable[[dict[str, Any], int, int], None]
+) -> tuple[int, int]:
+    """Calls handle(event, begin, end) for each trace event, with its bytes in the file.
+
+    Returns the byte after the list's bracket and the byte after its last event. Only a few MB are
+    in memory. Raises ValueError at the first event that is not JSON.
+    """
+    decode = json.JSONDecoder(strict=False).raw_decode
+    window = _Window(file)
+    begin = position = window.find_list()
+    while True:
+        match = _BETWEEN.match(window.text, position)
+        start = match.end() if match else position
+        if start == len(window.text) and window.extend(position):
+            position = 0
+            continue
+        if window.text[start : start + 1] != "{":
+            return begin, window.base + position
+        try:
+            event, end = decode(window.text, start)
+        except ValueError:
+            if len(window.text) - start > _MOST_OF_EVENT or not window.extend(position):
+                raise
+            position = 0
+            continue
+        handle(event, window.base + start, window.base + end)
+        position = end
+
+
+class _Window:
+    """A part of the file as text with one character per byte; base is its offset in the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        file.seek(0)
+        self._file, self.text, self.base = file, "", 0
+
+    def extend(self, position: int) -> bool:
+        """Forgets what is before the position and reads on; False at the end of the file."""
+        more = self._file.read(_WINDOW)
+        self.text = self.text[position:] + more.decode("latin-1")
+        self.base += position
+        return bool(more)
+
+    def find_list(self) -> int:
+        """The position after the bracket of the list of events."""
+        while len(self.text) < _MOST_OF_EVENT and self.extend(0):
+            key = self.text.find('"traceEvents"')
+            bracket = self.text.find("[", key) if key >= 0 else -1
+            if bracket >= 0:
+                return bracket + 1
+        raise ValueError("no traceEvents in the file")
 
 
 if __name__ == "__main__":

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from stepsplit.collectors.guard import delay_sigterm, warn_lost, warn_on_failure
+from stepsplit.collectors.gpu import GpuStepClock, find_gpu_uuid, read_gpu, read_versions
+from stepsplit.collectors.guard import delay_sigterm, warn, warn_lost, warn_on_failure
+from stepsplit.collectors.host_sampler import LOST_PLACES, HostSampler
 from stepsplit.collectors.job_info import (
     HostClock,
     RankDescription,
     collect_descriptions,
     describe_rank,
+    has_other_ranks,
     list_groups,
     publish,
-    read_gpu_state,
     read_job,
-    read_versions,
 )
 from stepsplit.collectors.memory import MemoryMeter
-from stepsplit.collectors.rank_files import RankFiles
+from stepsplit.collectors.optimizers import ResumedSteps
+from stepsplit.collectors.rank_files import MemoryDevice, RankFiles
 from stepsplit.collectors.rank_record import (
     GpuState,
+    HostSamples,
     MemoryState,
     RankRecord,
     StepClock,
+    StepTimes,
     write_record,
 )
-from stepsplit.collectors.record import Detail, RecordPlan, choose_detail
+from stepsplit.collectors.record import Detail, RecordPlan, build_kineto_environment, choose_detail
 from stepsplit.collectors.run_spec import (
+    GroupInfo,
     Mesh,
     ModelSpec,
     RunSpec,
@@ -41,7 +48,7 @@ from stepsplit.collectors.run_spec import (
     merge_groups,
     write_run_json,
 )
-from stepsplit.collectors.trace_window import TraceWindow
+from stepsplit.collectors.trace_window import ProfilerInUseError, TraceWindow
 
 # run.json, written by rank 0 from what the ranks have published so far.
 
@@ -60,32 +67,74 @@ class RunFile:
 
     def __init__(self, folder: Path, name: str, key: str, user_spec: UserSpec) -> None:
         self._folder, self._name, self._key, self._stated = folder, name, key, user_spec
-        self._description: RankDescription | None = None
+        self._known: tuple[RankDescription, ...] = ()
+        self._world_size, self._backend = 1, ""
         self._ranks_written = 0
+        self._writing = threading.Lock()
 
-    def publish(self) -> RankDescription:
+    def describe(self) -> RankDescription:
+        """Reads this rank's description, which the run.json of rank 0 begins with."""
+        own = describe_rank()
+        # At the end of the script there may be no process group any more.
+        _, self._world_size, self._backend = read_job()
+        self._known = (own,)
+        return own
+
+    def publish(self) -> None:
         """Publishes this rank's description to the other ranks."""
-        self._description = describe_rank()
-        publish(self._key, self._description)
-        return self._description
+        for own in self._known:
+            publish(self._key, own)
 
     def write(self, timeout_s: float) -> None:
         """Writes run.json on rank 0, and again only if more ranks are known since."""
-        rank, world_size, backend = read_job()
-        if rank != 0 or self._description is None or self._ranks_written == world_size:
+        if not self._is_writer():
             return
-        descriptions = collect_descriptions(self._key, self._description, world_size, timeout_s)
-        if len(descriptions) > self._ranks_written:
-            write_run_json(self._folder, self._build_spec(descriptions, world_size, backend))
-            self._ranks_written = len(descriptions)
+        self.collect(timeout_s)
+        with self._writing:
+            self._write_news()
 
-    def _build_spec(
-        self, descriptions: tuple[RankDescription, ...], world_size: int, backend: str
-    ) -> RunSpec:
+    def write_first(self) -> None:
+        """Writes run.json on rank 0 from what it knows, without a call to the store."""
+        if self._is_writer() and self._writing.acquire(blocking=False):
+            try:
+                self._write_news()
+            finally:
+                self._writing.release()
+
+    def _write_news(self) -> None:
+        if len(self._known) > self._ranks_written:
+            write_run_json(self._folder, self._build_spec(self._known))
+            self._ranks_written = len(self._known)
+
+    def collect(self, timeout_s: float) -> None:
+        """Collects on rank 0 what the other ranks have published, without writing it."""
+        if not self._is_writer():
+            return
+        with self._writing:
+            if len(self._known) < self._world_size:
+                known, world_size = self._known, self._world_size
+                self._known = collect_descriptions(self._key, known, world_size, timeout_s)
+
+    def run_within_step(self, action: Callable[[float], None]) -> None:
+        """Runs write or collect without a call to the store, which holds all ranks', in a step."""
+        if not self._is_writer() or not has_other_ranks():
+            action(0.0)
+            return
+
+        def run() -> None:
+            with warn_on_failure(0, "run.json"):
+                action(0.0)
+
+        threading.Thread(target=run, name="stepsplit-run", daemon=True).start()
+
+    def _is_writer(self) -> bool:
+        return bool(self._known) and self._known[0].rank.rank == 0
+
+    def _build_spec(self, descriptions: tuple[RankDescription, ...]) -> RunSpec:
         return RunSpec(
             name=self._name,
-            world_size=world_size,
-            backend=backend,
+            world_size=self._world_size,
+            backend=self._backend,
             mesh=self._stated.mesh,
             model=self._stated.model,
             training=self._stated.training,
@@ -100,64 +149,120 @@ class RunFile:
 
 LATE_RANKS_TIMEOUT_S = 10.0
 
+_MAX_RESTARTS = 5
+"""How often a window without a step is tried again, after a profiler of the script interrupted."""
+
+BUFFERS_FULL = (
+    "Kineto's GPU buffers are full; record fewer steps, or name a file with a larger"
+    " ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB in KINETO_CONFIG"
+)
+
 
 class ActiveRecording:
     """One rank's part of a recording, following a RecordPlan.
 
-    Call begin(), then after(step) at the end of every step, then close(). A failure is reported as
-    a warning: no method raises or issues a collective, and only close() waits for other ranks.
+    Call begin(), then end_step(step) at the end of every step, then close(). A failure is reported
+    as a warning: no method raises or issues a collective, and only close() waits for other ranks.
+
+    provisional: the files are written by close() only, not if discard() is called before.
+    read_steps_before: the steps that a resumed job had done before, given those that have ended
+    since; called once, before the first recorded step.
     """
 
-    def __init__(self, plan: RecordPlan, user_spec: UserSpec) -> None:
+    def __init__(
+        self,
+        plan: RecordPlan,
+        user_spec: UserSpec,
+        provisional: bool = False,
+        read_steps_before: Callable[[int], int] | None = None,
+    ) -> None:
         self._plan, self._first = plan, plan.first or 0
         self._last = self._first + plan.steps - 1
         self._folder = Path(plan.out)
         self.rank, self._world_size, self._backend = read_job()
         self._files = RankFiles(self._folder, self.rank)
         self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", user_spec)
+        self._provisional, self._is_held = provisional, False
+        self._in_use = False
+        self._restarts = 0
+        self._next_step = 0
+        self._read_steps_before, self._steps_before = read_steps_before, 0
+        self._held: Any = None
+        self._groups: tuple[GroupInfo, ...] = ()
         self._description: RankDescription | None = None
         self._detail: Detail = "none"
         self._window: TraceWindow | None = None
         self._meter: MemoryMeter | None = None
         self._memory: MemoryState | None = None
+        self._sampler: HostSampler | None = None
+        self._host = HostSamples()
         self._clock: HostClock | None = None
         self._gpu: list[GpuState] = []
+        self._gpu_note = ""
         self._times = StepClock()
+        self._gpu_times: GpuStepClock | None = GpuStepClock()
         self._began_unix_ns = time.time_ns()
         self._recording = self._recorded = False
+        self._device_stopped_step: int | None = None
+        self._end_step: int | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the steps to record are still to come, or in progress."""
+        return self._recording
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was recorded."""
+        return self._recorded or (self._window is not None and self._window.recorded > 0)
 
     @property
     def over(self) -> bool:
         """Whether further steps add no information."""
         return not self._recording and (self._times.full or not self._recorded)
 
-    def begin(self, next_step: int) -> None:
-        """Begins before step `next_step`; call after init_process_group."""
+    def begin(self, next_step: int, earlier_ns: Sequence[int] = ()) -> None:
+        """Begins before step `next_step`; call after init_process_group.
+
+        earlier_ns: times of the steps before it, as far as known.
+        """
         if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
             warn_lost(self.rank, "accurate times: TORCH_DISTRIBUTED_DEBUG=DETAIL adds collectives")
+        if torch.version.cuda or torch.version.hip:
+            # Under `record` they are set already, before the process has threads that read them.
+            os.environ.update(build_kineto_environment(os.environ, torch.version.cuda))
+        with warn_on_failure(self.rank, "its record"):
+            self._description = self._run.describe()
         with warn_on_failure(self.rank, "its entry in run.json"):
-            self._description = self._run.publish()
-            self._clock = HostClock(self._plan.name, self.rank, self._description.rank.host)
+            self._run.publish()
+            self._clock = HostClock(self._plan.name, self.rank, socket.gethostname())
         with warn_on_failure(self.rank, "its trace"):
             self._files.clear()
-            ranks = list_groups()
-            self._detail = choose_detail(self._plan.ranks, self.rank, self._world_size, ranks)
+            self._groups = list_groups()
+            ranks, groups = self._plan.ranks, self._groups
+            self._detail = choose_detail(ranks, self.rank, self._world_size, groups)
             if self._detail != "none":
-                self._window = TraceWindow(self._plan, self._first, self._stop_for_other_profiler)
+                self._window = self._create_window()
+                self._create_sampler()
             self._recording = True
             self._begin_step(next_step)
+            self._times.start(earlier_ns)
+            self._time_on_gpu("")
             return
         self._finish(complete=False)
 
     def end_step(self, step: int) -> None:
         """Ends step `step`; after the last step of the plan it writes the files."""
-        self._times.step(self._classify_step(step))
+        kind = self._classify_step(step)
+        self._times.step(kind)
+        self._time_on_gpu(kind)
         if not self._recording:
             return
         continues = False
         with warn_on_failure(self.rank, "its trace"):
             if self._window is not None:
                 self._window.end_step()
+                self._check_device(step)
             continues = step < self._last
             if continues:
                 self._begin_step(step + 1)
@@ -166,87 +271,235 @@ class ActiveRecording:
 
     def close(self, failed: bool = False) -> None:
         """Ends the recording with the job; waits a limited time for files still being written."""
-        unfinished = self._recording
+        unfinished, self._provisional = self._recording, False
         with delay_sigterm():
             self._finish(complete=False)
+            if self._is_held:
+                self._write_files()
             self._write_record()
         if unfinished and not self._recorded and not failed:
-            warn_lost(self.rank, "its trace: the run ended before the first recorded step")
+            warn_lost(self.rank, f"its trace: {self._explain_empty_trace()}")
         with warn_on_failure(self.rank, "run.json"):
             self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
         self._files.wait()
+        self._add_activations()
+
+    def discard(self) -> None:
+        """Ends the recording without its files, or drops those that are held back."""
+        self._provisional = True
+        self._finish(complete=False)
+        self._held, self._is_held = None, False
+
+    def _explain_empty_trace(self) -> str:
+        if self._first != self._plan.first:
+            return "the script's own torch.profiler ran in the steps to record"
+        return "the run ended before the first recorded step"
+
+    def _time_on_gpu(self, kind: str) -> None:
+        """Ends a step on the GPU; if that fails once, the host's times are what there is."""
+        clock, self._gpu_times = self._gpu_times, None
+        if clock is not None:
+            with warn_on_failure(self.rank, "the times of its steps on the GPU"):
+                clock.step(kind)
+                self._gpu_times = clock
 
     def _classify_step(self, step: int) -> str:
         """The field of StepTimes that the step counts in; "" if another profiler is running."""
         if not self._recording and torch.autograd._profiler_enabled():
             return ""
-        if self._recorded:
+        if self._recorded or self._device_stopped_step is not None:
             return "after" if step > self._last + 1 else ""
+        if self._in_use:
+            return ""
         if step >= self._first:
             return "profiled"
         return "before" if 0 < step < self._first - self._plan.warmup else ""
 
     def _begin_step(self, step: int) -> None:
-        if step == self._first:
-            self._read_gpu()
-            self._meter = MemoryMeter(self._plan.memory)
-        if self._window is not None:
-            self._window.begin_step(step)
+        self._next_step = step
+        if step == self._first and self._meter is None:
+            with warn_on_failure(self.rank, "the steps before its resumption"):
+                self._steps_before = self._read_steps_before(step) if self._read_steps_before else 0
+            with warn_on_failure(self.rank, "the clock of its GPU"):
+                self._read_gpu()
+            # A snapshot is written at once, so a recording that may be discarded has none.
+            self._meter = MemoryMeter(self._plan.memory and not self._provisional, self.rank)
+        if self._window is None:
+            return
+        try:
+            self._window.begin_step(step, self._steps_before + step)
+        except ProfilerInUseError:
+            if self._provisional:
+                self._finish(complete=False)
+                return
+            self._in_use = True
+            self._postpone()
+            return
+        self._in_use = False
+        if step >= self._first and self._sampler is not None:
+            with warn_on_failure(self.rank, LOST_PLACES):
+                self._sampler.start()
 
-    def _stop_for_other_profiler(self) -> None:
-        """Ends this recording early because another profiler starts."""
-        warn_lost(self.rank, "the rest of its trace: another torch.profiler was started")
-        self._finish(complete=False)
+    def _create_window(self) -> TraceWindow:
+        return TraceWindow(self._plan, self._first, self._give_way)
+
+    def _postpone(self) -> None:
+        """Moves the steps to record: the warmup begins at the next step at the earliest."""
+        self._first = max(self._first, self._next_step + 1 + self._plan.warmup)
+        self._last = self._first + self._plan.steps - 1
+        self._window = self._create_window()
+
+    def _check_device(self, step: int) -> None:
+        """Makes this step the last one if Kineto has stopped to record the GPU."""
+        if self._window is None or not self._window.device_stopped:
+            return
+        if self._device_stopped_step is None:
+            warn_lost(self.rank, f"its GPU data from step {step} on: {BUFFERS_FULL}")
+            self._device_stopped_step = self._last = step
+
+    def _give_way(self) -> None:
+        """Ends the window because the script starts a profiler; without a step, tries again."""
+        window = self._window
+        if self._provisional or window is None:
+            self._finish(complete=False)
+        elif not window.recorded and self._restarts < _MAX_RESTARTS:
+            self._restarts += 1
+            window.end()
+            self._postpone()
+        else:
+            own = "the script's own torch.profiler was started"
+            warn_lost(self.rank, f"its trace from step {self._next_step} on: {own}")
+            self._finish(complete=False)
 
     def _finish(self, complete: bool) -> None:
-        """Ends the window and writes the files; whole: all steps of the plan were recorded."""
+        """Ends the window and writes the files; complete: all steps of the plan were recorded."""
         if not self._recording:
             return
-        self._recording, window, profiler = False, self._window, None
+        self._recording, window = False, self._window
+        self._stop_sampler()
         with warn_on_failure(self.rank, "its trace"):
-            profiler = None if window is None else window.end()
-        self._recorded = profiler is not None or (complete and window is None)
-        if self._recorded:
-            self._files.write(profiler, self._began_unix_ns, self._detail == "thin")
-        self._measure_memory(profiler)
-        self._read_gpu()
-        self._write_record()
-        # Write a first run.json now, in case the job is killed before its end.
-        with warn_on_failure(self.rank, "run.json"):
-            self._run.write(0.0)
+            self._held = None if window is None else window.end()
+            self._end_step = None if window is None else self._first + window.recorded
+            # The last records come when the profiler is stopped.
+            self._check_device(self._first - 1 + (window.recorded if window else 0))
+        self._recorded = self._held is not None or (complete and window is None)
+        if window is not None and self._recorded and self._first != self._plan.first:
+            last = self._first + window.recorded - 1
+            warn(
+                f"rank {self.rank}: recorded steps {self._first} to {last}, instead of"
+                f" {self._plan.first} on: the script's own torch.profiler ran"
+            )
+        with warn_on_failure(self.rank, "its process groups"):
+            self._groups = list_groups()
+        self._measure_memory()
+        with warn_on_failure(self.rank, "the clock of its GPU"):
+            self._read_gpu()
+        if not self._provisional:
+            self._write_files()
+            return
+        self._is_held = self._recorded
+        if self._is_held:
+            with warn_on_failure(self.rank, "run.json"):
+                self._run.run_within_step(self._run.collect)
 
-    def _measure_memory(self, profiler: Any) -> None:
+    def _write_files(self) -> None:
+        profiler, self._held, self._is_held = self._held, None, False
+        thin = self._detail == "thin"
+        device: MemoryDevice = "device" if torch.cuda.is_initialized() else "cpu"
+        memory = device if self._plan.memory else None
+        has_trace = self._recorded and self._files.write(
+            profiler, self._began_unix_ns, thin, memory
+        )
+        self._detail = self._detail if has_trace else "none"
+        self._write_record()
+        # Write a first run.json now, in case the job is killed before its end or its threads run.
+        with warn_on_failure(self.rank, "run.json"):
+            self._run.write_first()
+            self._run.run_within_step(self._run.write)
+
+    def _create_sampler(self) -> None:
+        # With stacks the trace has every call, and would have the sampler's as well.
+        if not self._plan.stacks:
+            with warn_on_failure(self.rank, LOST_PLACES):
+                self._sampler = HostSampler(self.rank)
+
+    def _stop_sampler(self) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            with warn_on_failure(self.rank, LOST_PLACES):
+                self._host = sampler.stop()
+
+    def _measure_memory(self) -> None:
         meter, self._meter = self._meter, None
         if meter is not None:
             with warn_on_failure(self.rank, "its memory usage"):
-                self._memory = meter.close(profiler, self._folder, self.rank)
+                self._memory = meter.close(self._folder)
+
+    def _add_activations(self) -> None:
+        """Adds the activations, which are measured while the trace is packed, to the record."""
+        activations_bytes = self._files.read_activations()
+        if activations_bytes is not None:
+            known = self._memory or MemoryState()
+            self._memory = replace(known, activations_bytes=activations_bytes)
+            self._write_record()
 
     def _read_gpu(self) -> None:
-        state = read_gpu_state()
-        if state is not None:
-            self._gpu.append(state)
+        """Reads clock and throttling in the background: NVML may take long to start."""
+        uuid = find_gpu_uuid()
+        if uuid is not None:
+            threading.Thread(target=self._add_reading, args=(uuid,), name="stepsplit-gpu").start()
+
+    def _add_reading(self, uuid: str) -> None:
+        with warn_on_failure(self.rank, "the clock of its GPU"):
+            read_versions()
+            reading = read_gpu(uuid)
+            self._gpu_note = reading.note
+            if reading.state is not None:
+                self._gpu.append(reading.state)
 
     def _write_record(self) -> None:
-        if self._description is not None and self._recorded:
+        worth_it = self._recorded or self._device_stopped_step is not None
+        if self._description is not None and worth_it:
             with warn_on_failure(self.rank, "its record"):
                 write_record(self._folder, self._build_record(self._description))
 
     def _build_record(self, description: RankDescription) -> RankRecord:
+        before, stopped, end = self._steps_before, self._device_stopped_step, self._end_step
         return RankRecord(
             run=self._plan.name,
             rank=description.rank,
             world_size=self._world_size,
             backend=self._backend,
             detail=self._detail,
-            groups=list_groups(),
+            groups=self._groups,
             versions=read_versions(),
             machine=description.machine,
-            first_step=self._first,
-            steps=self._times.collect_times(),
+            first_step=before + self._first,
+            steps=self._collect_times(),
             memory=self._memory,
             clocks=self._clock.list_probes() if self._clock else (),
             gpu=tuple(self._gpu),
+            device_stopped_step=None if stopped is None else before + stopped,
+            gpu_note=self._gpu_note,
+            host=self._host,
+            steps_before=before,
+            end_step=None if end is None else before + end,
         )
+
+    def _collect_times(self) -> StepTimes:
+        times, clock = self._times.collect_times(), self._gpu_times
+        if clock is None:
+            return times
+        before, profiled, after = (clock.collect(k) for k in ("before", "profiled", "after"))
+        return replace(times, gpu_before_ns=before, gpu_profiled_ns=profiled, gpu_after_ns=after)
+
+
+def can_detach() -> bool:
+    """Whether a profiler that has ended leaves the later steps as fast as before.
+
+    On CUDA, CUPTI stays attached unless Kineto is asked to detach it: see build_kineto_environment.
+    """
+    return not torch.cuda.is_available() or os.environ.get("TEARDOWN_CUPTI") == "1"
 
 
 # The public API of the recorder.
@@ -344,16 +597,25 @@ class ProfiledRun:
         self._plan, self._mesh = plan, mesh
         self._model, self._training = model, training
         self._recording: ActiveRecording | None = None
+        self._resumed: ResumedSteps | None = None
         self._step = 0
 
-    def start(self) -> Self:
-        """Begins the recording; call before the first step, which is step 0.
+    def start(self, steps_before: int | None = None) -> Self:
+        """Begins the recording; call before the first step.
+
+        Args:
+            steps_before: Steps that a resumed job has done before; the recording numbers its
+                steps from there. Default: None, from the state of the first optimizer that steps.
 
         Returns:
             This object.
         """
         mesh = convert_mesh(self._mesh, read_job()[1])
-        self._recording = ActiveRecording(self._plan, UserSpec(mesh, self._model, self._training))
+        user_spec = UserSpec(mesh, self._model, self._training)
+        self._resumed = ResumedSteps(steps_before)
+        self._recording = ActiveRecording(
+            self._plan, user_spec, read_steps_before=self._resumed.read
+        )
         self._recording.begin(0)
         return self
 
@@ -374,6 +636,8 @@ class ProfiledRun:
                 Default: False.
         """
         recording, self._recording = self._recording, None
+        if self._resumed is not None:
+            self._resumed.close()
         if recording is not None:
             recording.close(failed)
 
@@ -384,9 +648,18 @@ class ProfiledRun:
         self.stop(failed=error is not None)
 
 
-# The mesh as users pass it: a Mesh, sizes by axis, or torch's DeviceMesh.
+# The mesh as users pass it: a Mesh, sizes by axis, a text, or torch's DeviceMesh.
 
 MeshLike = Mesh | Mapping[str, int] | Any
+
+
+def state_mesh(text: str) -> UserSpec:
+    """What the user states about a job by its mesh alone; "" for an unknown mesh.
+
+    Rank 0 writes it, and warns if it does not match the job.
+    """
+    rank, world_size, _ = read_job()
+    return UserSpec(mesh=convert_mesh(text, world_size)) if text and rank == 0 else UserSpec()
 
 
 def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:
@@ -394,6 +667,8 @@ def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:
     with warn_on_failure(0, "the mesh in run.json"):
         if given is None or isinstance(given, Mesh):
             mesh: Mesh | None = given
+        elif isinstance(given, str):
+            mesh = Mesh.parse(given)
         elif isinstance(given, Mapping):
             mesh = Mesh.of(given)
         else:

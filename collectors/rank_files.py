@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import errno
 import filecmp
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stepsplit.collectors import pack
-from stepsplit.collectors.guard import CollectError, warn_lost, warn_on_failure
+from stepsplit.collectors.guard import CollectError, forget_full_folder, warn_lost, warn_on_failure
+from stepsplit.collectors.launcher import read_identity
 from stepsplit.collectors.nccl import dump_flight_json
-from stepsplit.collectors.pack import drop
+from stepsplit.collectors.pack import check_complete, drop, name_activations, name_raw
 from stepsplit.collectors.rank_record import (
     RankRecord,
     build_flight_path,
@@ -32,7 +39,13 @@ from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, wri
 # Packs raw files in a separate process, so that no training step waits for gzip.
 
 PACK_TIMEOUT_S = 60.0
-"""How long the end of a job waits for its files to be packed; packing continues after that."""
+"""How long the end of a job waits for its files to be packed."""
+
+_KEEP_TIMEOUT_S = 60.0
+"""How long it then waits until the raw files have their own names, copied from another disk."""
+
+
+MemoryDevice = Literal["cpu", "device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +62,17 @@ class Packer:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def pack(self, files: list[PackTask], thin: bool = False) -> None:
-        """Packs the files in a new process; in this one if it cannot be started."""
-        arguments = ["--thin"] * thin + [str(p) for each in files for p in (each.raw, each.out)]
+    def pack(
+        self, files: list[PackTask], thin: bool = False, memory: MemoryDevice | None = None
+    ) -> None:
+        """Packs the files in a new process; if none can be started, keeps the raw files.
+
+        memory: also measures the activations on that device.
+        """
         if not files:
             return
+        arguments = ["--thin"] * thin + (["--memory", memory] if memory else [])
+        arguments += [str(path) for each in files for path in (each.raw, each.out)]
         # -I -S: a folder on PYTHONPATH must not start another agent in the new process.
         command = [sys.executable, "-I", "-S", str(Path(pack.__file__)), *arguments]
         try:
@@ -65,8 +84,12 @@ class Packer:
                 start_new_session=True,
             )
         except OSError:
-            pack.pack_all(arguments)
+            # Neither gzip nor a copy to another disk may hold up the training.
+            kept = [(each.raw, each.out) for each in files]
+            threading.Thread(target=pack.keep_all, args=(kept,), name="stepsplit-keep").start()
             return
+        if not self._processes:
+            atexit.register(self.finish)
         self._processes.append(process)
 
     def wait(self, timeout_s: float = PACK_TIMEOUT_S) -> bool:
@@ -77,6 +100,17 @@ class Packer:
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._processes = [each for each in self._processes if each.poll() is None]
         return not self._processes
+
+    def finish(self, timeout_s: float = PACK_TIMEOUT_S) -> None:
+        """Packs what can be packed in time, and gives the other raw files their own names.
+
+        For the end of the process: under Slurm and Kubernetes the packing processes die with it.
+        """
+        if self.wait(timeout_s):
+            return
+        for process in self._processes:
+            process.terminate()
+        self.wait(_KEEP_TIMEOUT_S)
 
 
 # The files of one rank.
@@ -91,33 +125,56 @@ class RankFiles:
 
     def clear(self) -> None:
         """Creates the folder and removes the files of an earlier recording of this rank."""
+        forget_full_folder(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         for place in (build_trace_path, build_flight_path, build_record_path):
-            place(self._folder, self._rank).unlink(missing_ok=True)
+            path = place(self._folder, self._rank)
+            path.unlink(missing_ok=True)
+            name_raw(path).unlink(missing_ok=True)
         for draft in self._folder.glob(f".rank{self._rank}_*"):
             draft.unlink(missing_ok=True)
 
-    def write(self, profiler: Any, since_unix_ns: int, thin: bool) -> None:
-        """Writes the profiler's trace (None: no trace) and the Flight Recorder dump."""
+    def write(
+        self, profiler: Any, since_unix_ns: int, thin: bool, memory: MemoryDevice | None = None
+    ) -> bool:
+        """Writes the profiler's trace (None: no trace) and the Flight Recorder dump.
+
+        memory: also measures the activations on that device; see read_activations. Returns whether
+        there is a trace. The raw files are whole when this returns, and keep their content under
+        their own names whatever ends the job afterwards.
+        """
         files: list[PackTask] = []
         if profiler is not None:
             with warn_on_failure(self._rank, "its trace"):
                 files.append(self._write_raw_trace(profiler))
+        has_trace = bool(files)
         with warn_on_failure(self._rank, "its Flight Recorder dump"):
             files += self._write_raw_flight(since_unix_ns)
         with warn_on_failure(self._rank, "its packed files"):
-            self._packer.pack(files, thin)
+            self._packer.pack(files, thin, memory)
+        return has_trace
 
     def wait(self) -> None:
         """Waits a limited time for the packing, and warns if it has not ended."""
         if not self._packer.wait():
             warn_lost(self._rank, "no data so far, but its files are still being packed")
 
+    def read_activations(self) -> int | None:
+        """The activations in the trace, once; None if they are not measured, or not yet."""
+        path = name_activations(build_trace_path(self._folder, self._rank))
+        try:
+            activations_bytes = int(path.read_text())
+            path.unlink()
+        except (OSError, ValueError):
+            return None
+        return activations_bytes
+
     def _write_raw_trace(self, profiler: Any) -> PackTask:
         out = build_trace_path(self._folder, self._rank)
         with _open_raw(out) as raw:
             profiler.export_chrome_trace(str(raw))
-        return PackTask(raw, out)
+            shorten_trace_name(raw, name_raw(out).name)
+        return _name_whole(raw, out)
 
     def _write_raw_flight(self, since_unix_ns: int) -> list[PackTask]:
         dump = dump_flight_json(self._rank, since_unix_ns)
@@ -126,18 +183,133 @@ class RankFiles:
         out = build_flight_path(self._folder, self._rank)
         with _open_raw(out) as raw:
             raw.write_bytes(dump)
-        return [PackTask(raw, out)]
+        return [_name_whole(raw, out)]
+
+
+_TRACE_NAME = re.compile(rb'("traceName"\s*:\s*)"(?:[^"\\]|\\.)*"')
+
+_TAIL_BYTES = 64 << 10
+"""More than what Kineto writes after the events of a trace."""
+
+
+def shorten_trace_name(raw: Path, name: str) -> None:
+    """Replaces the absolute path of the file, which Kineto writes after the events, by the name."""
+    with raw.open("r+b") as file:
+        begin = max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
+        file.seek(begin)
+        tail = file.read()
+        matches = list(_TRACE_NAME.finditer(tail))
+        if matches:
+            last = matches[-1]
+            file.seek(begin + last.start())
+            file.write(last[1] + json.dumps(name).encode() + tail[last.end() :])
+            file.truncate()
 
 
 @contextmanager
 def _open_raw(out: Path) -> Iterator[Path]:
-    """Yields the path of the raw file for `out`; deletes it if writing fails."""
-    raw = build_raw_path(out)
+    """Yields the hidden path of the raw file for `out`; deletes it if it is not written whole.
+
+    Raises OSError (ENOSPC) if the disk is full, which the profiler does not report.
+    """
+    raw = build_raw_path(choose_raw_folder(out.parent) / out.name)
     try:
         yield raw
-    except BaseException:
+        check_complete(raw)
+    except BaseException as error:
+        # Ask before the partial file is deleted.
+        full = isinstance(error, Exception) and _is_full(raw.parent)
         drop(raw)
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(raw)) from error
         raise
+
+
+_FULL_BYTES = 1 << 20
+"""A failed export on a disk with less free space is attributed to the disk."""
+
+
+def _is_full(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    return False
+
+
+def _name_whole(raw: Path, out: Path) -> PackTask:
+    """Gives the whole raw file its own name, in the folder that it was written to."""
+    named = name_raw(raw.with_name(out.name))
+    raw.replace(named)
+    return PackTask(named, out)
+
+
+# Where raw files are written: next to the packed ones, but not on a shared file system.
+
+SCRATCH_VARIABLES = ("STEPSPLIT_SCRATCH", "SLURM_TMPDIR", "TMPDIR")
+"""Environment variables that name a folder on a disk of this host, the first one first."""
+
+MIN_FREE_BYTES = 4 << 30
+"""Free space that a scratch disk needs for each rank of this host."""
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+_SHARED = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"}
+    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "vastnfs", "virtiofs", "wekafs"}
+)
+_LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse", "fuseblk")
+DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
+"""File systems on a disk of the host."""
+
+
+def choose_raw_folder(out: Path) -> Path:
+    """The folder for the raw files of a recording in `out`; created if it is another one.
+
+    A raw trace is about ten times as large as the packed one, and all ranks write theirs at once,
+    within a step: too much for a shared file system. It is `out` all the same if no scratch folder
+    will do. /tmp will only on a disk: in memory or in a container's own file system it may take
+    what the training needs.
+    """
+    if not is_shared(read_file_system(out)):
+        return out
+    named = [Path(os.environ[name]) for name in SCRATCH_VARIABLES if os.environ.get(name)]
+    candidates = [folder for folder in named if not is_shared(read_file_system(folder))]
+    if read_file_system(Path("/tmp")) in DISKS:
+        candidates.append(Path("/tmp"))
+    for folder in filter(_has_space, candidates):
+        place = folder / f"stepsplit-{os.getuid()}" / f"{out.name}-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return place
+    return out
+
+
+def read_file_system(path: Path) -> str:
+    """The type of the file system that holds the path, such as "ext4"; "" if it is not known."""
+    place, longest, kind = os.path.realpath(path), "", ""
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        head, _, tail = line.partition(" - ")
+        mount = head.split()[4].replace("\\040", " ")
+        if len(mount) >= len(longest) and f"{place}/".startswith(f"{mount.rstrip('/')}/"):
+            longest, kind = mount, tail.split()[0]
+    return kind
+
+
+def is_shared(file_system: str) -> bool:
+    """Whether other hosts write to a file system of this type too."""
+    is_fuse = file_system.startswith("fuse") and file_system not in _LOCAL_FUSE
+    return file_system in _SHARED or is_fuse
+
+
+def _has_space(folder: Path) -> bool:
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return False
+    return free_bytes >= MIN_FREE_BYTES * read_identity().local_world_size
 
 
 # Merges the folders of several hosts into one recording, with a run.json of all ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,23 +15,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.launcher import is_rank
 from stepsplit.collectors.nccl import (
     build_inspector_environment,
     build_log_environment,
     find_inspector_plugin,
     find_installed_version,
 )
-from stepsplit.collectors.rank_record import find_free_folder
-from stepsplit.collectors.run_spec import MESH_AXES, SHORTHAND, GroupInfo, Mesh, select_known_fields
+from stepsplit.collectors.rank_record import find_free_folder, list_recorded
+from stepsplit.collectors.run_spec import MESH_AXES, GroupInfo, Mesh, select_known_fields
 
 # Runs a command with the agent in all of its processes; the training script is not modified.
 
-_FLIGHT = {"TORCH_FR_BUFFER_SIZE": "20000"}
+_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""The size of torch's Flight Recorders; the first name is of torch 2.8 and overrides the second."""
+
+_FLIGHT_ENTRIES = "20000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,8 @@ class NcclLogs:
 def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()) -> int:
     """Runs the command with each rank recorded as planned, and returns its exit status.
 
-    Raises CollectError if the command cannot be started or the folder cannot be written.
+    A negative status is the signal that killed the command. Raises CollectError if the command
+    cannot be started or the folder cannot be written.
     """
     out = Path(plan.out)
     try:
@@ -55,13 +62,36 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as error:
+        remove_if_empty(out)
         raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
     with _forward_signals(process):
-        status = process.wait()
-    # Keep the folder if NCCL wrote to it; another rank's `record` may already have removed it.
+        return process.wait()
+
+
+def check_out(folder: Path, overwrite: bool) -> None:
+    """Removes an earlier recording from the folder, or raises CollectError if it may not."""
+    recorded = list_recorded(folder)
+    if not recorded:
+        return
+    if not overwrite:
+        raise CollectError(
+            f"{folder} has a recording: choose another --out, or replace it with --overwrite"
+        )
+    for path in recorded:
+        path.unlink(missing_ok=True)
+    for logs in ("nccl", "memory"):
+        shutil.rmtree(folder / logs, ignore_errors=True)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes the folder if nothing was written to it, and `runs` if that was the first one."""
+    # Another rank's `record` may already have removed it.
     with suppress(OSError):
-        (out / "nccl").rmdir()
-    return 128 - status if status < 0 else status
+        (folder / "nccl").rmdir()
+    with suppress(OSError):
+        folder.rmdir()
+        if folder.parent.name == _RUNS:
+            folder.parent.rmdir()
 
 
 def build_environment(
@@ -69,7 +99,10 @@ def build_environment(
 ) -> dict[str, str]:
     """Variables to add to the job's environment; variables set by the user are not changed."""
     out, version = Path(plan.out), find_installed_version()
-    variables = _FLIGHT | build_log_environment(out, version, nccl.calls)
+    variables = build_log_environment(out, version, nccl.calls)
+    if not set(_FLIGHT_SIZES) & set(existing):
+        variables[_choose_flight_size()] = _FLIGHT_ENTRIES
+    variables |= build_kineto_environment(existing)
     if nccl.inspector:
         plugin = find_inspector_plugin(existing)
         if plugin is None:
@@ -84,11 +117,59 @@ def build_environment(
     return added | {PLAN_VARIABLE: plan.format_json(), "PYTHONPATH": os.pathsep.join(path)}
 
 
+def _choose_flight_size() -> str:
+    """The variable that this Python's torch reads: before 2.8 it ignores the new name."""
+    try:
+        version = _parse_version(metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return _FLIGHT_SIZES[0]
+    return _FLIGHT_SIZES[version < _RENAMED_FLIGHT_SIZE]
+
+
+_RENAMED_FLIGHT_SIZE = (2, 8)
+
+SITE = Path(__file__).parent / "site"
+
+_SYSTEM_KINETO_CONFIG = Path("/etc/libkineto.conf")
+
+_SAFE_TEARDOWN = (12, 6)
+
+
+def build_kineto_environment(
+    existing: Mapping[str, str], cuda: str | None = None
+) -> dict[str, str]:
+    """Variables for Kineto, unless the user has set them or has a tool that would suffer.
+
+    KINETO_CONFIG: larger buffers for GPU records. It is read when the first profiler of a process
+    is prepared; with KINETO_USE_DAEMON, Kineto takes the daemon's configuration only without it.
+
+    TEARDOWN_CUPTI, for CUDA 12.6 and later (`cuda` is torch's version): CUPTI is detached after the
+    recording. Otherwise steps can stay 10 to 20 % slower for the rest of the job
+    (pytorch/pytorch#144455); before 12.6, CUDA graphs crash when it is detached. Not if another
+    tool is injected, which would lose CUPTI too.
+    """
+    variables = {}
+    configured = {"KINETO_CONFIG", "KINETO_USE_DAEMON"} & set(existing)
+    if not configured and not _SYSTEM_KINETO_CONFIG.exists():
+        variables["KINETO_CONFIG"] = str(SITE / "kineto.conf")
+    taken = {"TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT", "CUDA_INJECTION64_PATH"} & set(existing)
+    if not taken and _parse_version(cuda) >= _SAFE_TEARDOWN:
+        variables["TEARDOWN_CUPTI"] = "1"
+    return variables
+
+
+def _parse_version(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (text or "").split(".") if part.isdecimal())
+
+
 def choose_out(existing: Mapping[str, str]) -> Path:
     """The next free runs/record; if each rank runs `record`, one folder for the whole job."""
     if is_rank(existing):
-        return Path("runs").absolute() / f"job-{existing.get('SLURM_JOB_ID', 'record')}"
-    return find_free_folder(Path("runs").absolute() / "record")
+        return Path(_RUNS).absolute() / f"job-{existing.get('SLURM_JOB_ID', 'record')}"
+    return find_free_folder(Path(_RUNS).absolute() / "record")
+
+
+_RUNS = "runs"
 
 
 @contextmanager
@@ -127,7 +208,8 @@ class RecordPlan:
     Steps first to first + steps - 1 are recorded; the profiler warms up in the `warmup` steps
     before. If first is None, recording starts when an attach requests it (standby). ranks is "all",
     "auto" (one pipeline in full, the others thin) or a list such as "0-7,16". memory measures the
-    allocations of the steps; stacks and shapes are options of the profiler.
+    allocations of the steps; stacks and shapes are options of the profiler. mesh is the job's mesh
+    as the user states it, such as "pp=2,tp=4"; "" if unknown.
     """
 
     out: str
@@ -139,6 +221,7 @@ class RecordPlan:
     shapes: bool = False
     memory: bool = False
     stacks: bool = False
+    mesh: str = ""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or (self.first is not None and self.first < 0):
@@ -147,6 +230,8 @@ class RecordPlan:
             )
         if self.ranks not in ("all", "auto"):
             parse_ranks(self.ranks)
+        if self.mesh:
+            Mesh.parse(self.mesh)
 
     def format_json(self) -> str:
         """JSON on one line, as read by parse_plan."""
@@ -221,13 +306,22 @@ class LaunchResult:
 
 
 def launch_workload(
-    parallel: str | Mesh, out: str | Path, args: DemoArgs | None = None, timeout_s: float = 300.0
+    parallel: str | Mesh,
+    out: str | Path,
+    args: DemoArgs | None = None,
+    timeout_s: float = 300.0,
+    calibration: Path | None = None,
 ) -> LaunchResult:
-    """Runs the demo on a mesh such as "tp=2,pp=2,dp=2", recorded to `out`. Raises LaunchError."""
+    """Runs the demo on a mesh such as "tp=2,pp=2,dp=2", recorded to `out`. Raises LaunchError.
+
+    The same processes record a short training of another layout before and after it to subfolders
+    of `calibration`, if given.
+    """
     mesh = parse_parallel(parallel) if isinstance(parallel, str) else parallel
     command = [sys.executable, "-m", "stepsplit.collectors.demo_job"]
-    command += ["--out", str(out), "--parallel", format_parallel(mesh)]
+    command += ["--out", str(out), "--parallel", mesh.format()]
     command += (args or DemoArgs()).format_arguments()
+    command += [] if calibration is None else ["--calibration", str(calibration)]
     begin = time.monotonic_ns()
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as logs, ExitStack() as stack:
         ranks = _start(command, mesh.world_size, Path(logs), stack)
@@ -363,13 +457,31 @@ class DemoArgs:
         return [word for f in fields(self) for word in (_flag(f.name), str(getattr(self, f.name)))]
 
 
+CALIBRATION = DemoArgs(steps=6, active=4, microbatches=1)
+"""A training of a few seconds that shows how fast a machine is."""
+
+
+def choose_calibration_mesh(mesh: Mesh) -> Mesh:
+    """Another layout of as many ranks, with calls of small and of large messages if possible.
+
+    A prediction must not be fitted to the layout that it is for; a single rank has no other.
+    """
+    ranks = mesh.world_size
+    sizes = [{"dp_replicate": ranks}, {"dp_shard": ranks}]
+    if ranks % 2 == 0:
+        sizes.insert(0, {"dp_replicate": ranks // 2, "tp": 2})
+    layouts = [remove_single_rank_axes(Mesh.of(one)) for one in sizes]
+    return next((one for one in layouts if one != mesh), layouts[0])
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A parsed command line of the demo: output folder, mesh and arguments."""
+    """A parsed command line of the demo: folders of the recordings, mesh and arguments."""
 
     out: Path
     mesh: Mesh
     args: DemoArgs
+    calibration: Path | None = None
 
 
 def parse_command(arguments: Sequence[str] | None = None) -> Command:
@@ -380,6 +492,7 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the recording")
     parser.add_argument("--parallel", default="dp=1", help="such as tp=2,pp=2,dp=2 or fsdp=4")
+    parser.add_argument("--calibration", type=Path, help="folder of trainings of another layout")
     for each in fields(DemoArgs):
         kind = type(each.default)
         parser.add_argument(_flag(each.name), type=kind, default=each.default, **each.metadata)
@@ -390,30 +503,15 @@ def parse_command(arguments: Sequence[str] | None = None) -> Command:
         check_mesh(args, mesh)
     except ValueError as error:
         parser.error(str(error))
-    return Command(values.out, mesh, args)
+    return Command(values.out, mesh, args, values.calibration)
 
 
 def parse_parallel(text: str) -> Mesh:
     """Parses "tp=2,pp=2,dp=2": the order is always pp, dp, cp, tp; axes of size 1 are dropped."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = part.strip().partition("=")
-        axis = SHORTHAND.get(axis, axis)
-        if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(
-                f"{part.strip()!r} is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"
-            )
-        if axis in sizes:
-            raise ValueError(f"{axis} is given twice in {text!r}")
-        sizes[axis] = int(size)
+    mesh = Mesh.parse(text)
     return remove_single_rank_axes(
-        Mesh.of({axis: sizes[axis] for axis in MESH_AXES if axis in sizes})
+        Mesh.of({axis: mesh.size(axis) for axis in MESH_AXES if axis in mesh.axes})
     )
-
-
-def format_parallel(mesh: Mesh) -> str:
-    """The mesh as text, as read by parse_parallel."""
-    return ",".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def remove_single_rank_axes(mesh: Mesh) -> Mesh:
@@ -439,15 +537,3 @@ def check_mesh(args: DemoArgs, mesh: Mesh) -> None:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-SITE = Path(__file__).parent / "site"
-
-# The rank of this process, from the environment variables of its launcher.
-
-_RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
-def is_rank(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started the process as a rank."""
-    return any(environment.get(name, "").isdigit() for name in _RANK)

@@ -2,29 +2,138 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import functools
 import json
 import math
 import os
 import re
 import stat
+import types
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Self, TypeVar, get_args
 
-SCHEMA = "stepsplit.run/1"
+# Decodes JSON into dataclasses; every field is checked against its annotation.
+
+
 _T = TypeVar("_T")
+
+_LARGEST = 2**63
+
+_JSON_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+_MAX_SHOWN = 60
+"""Maximum length of a wrong value in an error message."""
+
+
+def parse_object(text: str | bytes, schema: str) -> dict[str, Any]:
+    """The JSON object in the text. Raises ValueError if it is another schema or not valid JSON.
+
+    NaN and Infinity, which Python's json accepts, are not valid.
+    """
+    try:
+        body = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(body, dict) or body.get("schema") != schema:
+        raise ValueError(f"not a {schema} file")
+    return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not valid JSON")
+
+
+def decode_field(body: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
+    """The value of a required field. Raises ValueError if it is missing or of another type."""
+    if name not in body:
+        raise ValueError(f"{name} is missing")
+    value: _T = decode_value(body[name], kind, name)
+    return value
+
+
+def decode_value(value: Any, kind: Any, place: str) -> Any:
+    """The value as `kind`: a scalar, tuple[X, ...], X | None, or a dataclass of these.
+
+    Fields that a dataclass does not have are ignored, and missing ones keep their default. place
+    names the value in the ValueError if it is of another type.
+    """
+    if isinstance(kind, types.UnionType):
+        kinds = [one for one in typing.get_args(kind) if one is not types.NoneType]
+        return None if value is None else decode_value(value, kinds[0], place)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{place}: {_show(value)} is not a list")
+        item = typing.get_args(kind)[0]
+        return tuple(decode_value(one, item, f"{place}[{i}]") for i, one in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(value, kind, place)
+    return _decode_scalar(value, kind, place)
+
+
+def _decode_dataclass(value: Any, kind: Any, place: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: {_show(value)} is not an object")
+    kinds, values = _get_kinds(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.name in value:
+            name = f"{place}.{field.name}"
+            values[field.name] = decode_value(value[field.name], kinds[field.name], name)
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{place}.{field.name} is missing")
+    return kind(**values)
+
+
+@functools.cache
+def _get_kinds(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _decode_scalar(value: Any, kind: Any, place: str) -> Any:
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, str):
+        value = replace_surrogates(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_valid = is_number if kind is float else type(value) is kind
+    if is_valid and not (is_number and abs(value) >= _LARGEST):
+        return value
+    raise ValueError(f"{place}: {_show(value)} is not {_JSON_NAMES[kind]}")
+
+
+def replace_surrogates(text: str) -> str:
+    """The text with "?" for what UTF-8 cannot encode: Python's form of other bytes in file names
+    and in the environment, or \\ud800 in JSON."""
+    return text.encode(errors="replace").decode()
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+SCHEMA = "stepsplit.run/1"
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 """A parallelism axis: the axes of a mesh, and ep (expert parallelism)."""
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Outermost first; neighbors on the innermost axis communicate most."""
 MESH_AXES = tuple(axis for axis in AXES if axis != "ep")
 DATA_PARALLEL: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
+MESH_FILE = "mesh.txt"
+"""The file of an upload that states the job's mesh, at its top."""
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
 _DESCRIPTOR = re.compile(r"/proc/(?P<pid>\d+)(/task/\d+)?/fd/(?P<number>\d+)")
 _MAX_LINKS = 40
 """Maximum number of symbolic links followed in a path, as on Linux."""
+_MAX_RANKS = 10_000_000
+_COUNTS_FROM_ONE = (
+    "layers", "hidden", "heads", "seq_len", "micro_batch", "global_batch", "microbatches",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +190,45 @@ class Mesh:
             Mesh(axes=('dp_shard', 'tp'), sizes=(8, 2))
         """
         return cls(tuple(SHORTHAND.get(axis, axis) for axis in sizes), tuple(sizes.values()))
+
+    def format(self) -> str:
+        """The mesh as text, as read by `parse`.
+
+        Examples:
+            >>> Mesh.of({"pp": 2, "tp": 4}).format()
+            'pp=2,tp=4'
+        """
+        return ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Builds a mesh from a text, as `--mesh` takes it.
+
+        Args:
+            text: Axes and sizes, outermost first, with the names that `of` takes.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ValueError: If an axis is unknown or given twice, or a size is not a positive number.
+
+        Examples:
+            >>> Mesh.parse("pp=2,dp=2,tp=2")
+            Mesh(axes=('pp', 'dp_replicate', 'tp'), sizes=(2, 2, 2))
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            axis, _, size = part.strip().partition("=")
+            axis = SHORTHAND.get(axis, axis)
+            if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
+                raise ValueError(
+                    f"{part.strip()!r} is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"
+                )
+            if axis in sizes:
+                raise ValueError(f"{axis} is given twice in {text!r}")
+            sizes[axis] = int(size)
+        return cls.of(sizes)
 
     @property
     def world_size(self) -> int:
@@ -240,7 +388,8 @@ class RunSpec:
         training: Training setup. Default: None, unknown.
         ranks: Host, process and device of each known rank. Default: empty.
         groups: Process groups of the job. Default: empty.
-        versions: (name, version) of python, torch, cuda, nccl and driver. Default: empty.
+        versions: (name, version) of python, torch, cuda or hip, nccl, cupti and driver. Default:
+            empty.
         hosts: Machines of the job. Default: empty.
 
     Raises:
@@ -272,7 +421,7 @@ class RunSpec:
             )
 
     def version(self, package: str) -> str | None:
-        """Returns the version of torch, cuda, nccl, driver or python; None if unknown."""
+        """Returns the version of torch, cuda, hip, nccl, cupti, driver or python, else None."""
         return dict(self.versions).get(package)
 
 
@@ -288,29 +437,69 @@ def to_json(spec: RunSpec) -> str:
 
 def from_json(text: str | bytes) -> RunSpec:
     """Decodes the text of run.json. Raises ValueError if it is invalid."""
-    body = json.loads(text)
-    if not isinstance(body, dict) or body.get("schema") != SCHEMA:
-        raise ValueError(f"not a {SCHEMA} file")
-    mesh = body.get("mesh")
-    try:
-        return RunSpec(
-            name=str(body["name"]),
-            world_size=int(body["world_size"]),
-            backend=str(body["backend"]),
-            mesh=None if mesh is None else Mesh.of({m["axis"]: int(m["size"]) for m in mesh}),
-            model=decode_known(ModelSpec, body.get("model")),
-            training=decode_known(Training, body.get("training")),
-            ranks=tuple(
-                RankInfo(**select_known_fields(RankInfo, r)) for r in body.get("ranks", ())
-            ),
-            groups=tuple(decode_group(g) for g in body.get("groups", ())),
-            versions=tuple((str(k), str(v)) for k, v in body.get("versions", {}).items()),
-            hosts=tuple(
-                HostInfo(**select_known_fields(HostInfo, h)) for h in body.get("hosts", ())
-            ),
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"a field is missing or invalid: {error}") from error
+    body = parse_object(text, SCHEMA)
+    mesh = decode_value(body.get("mesh"), tuple[_MeshAxis, ...] | None, "mesh")
+    spec = RunSpec(
+        name=decode_field(body, "name", str),
+        world_size=decode_world_size(body),
+        backend=decode_field(body, "backend", str),
+        mesh=None if mesh is None else Mesh.of({one.axis: one.size for one in mesh}),
+        model=decode_value(body.get("model"), ModelSpec | None, "model"),
+        training=decode_value(body.get("training"), Training | None, "training"),
+        ranks=decode_value(body.get("ranks", []), tuple[RankInfo, ...], "ranks"),
+        groups=decode_value(body.get("groups", []), tuple[GroupInfo, ...], "groups"),
+        versions=decode_versions(body),
+        hosts=decode_value(body.get("hosts", []), tuple[HostInfo, ...], "hosts"),
+    )
+    _check_ranges(spec)
+    return spec
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    """Raises ValueError if a number of the run is out of range: negative, no layer, rank 9 of 8."""
+    described: list[tuple[str, ModelSpec | Training | HostInfo | None]] = [
+        ("model", spec.model),
+        ("training", spec.training),
+    ]
+    described += [(f"hosts[{at}]", host) for at, host in enumerate(spec.hosts)]
+    for place, part in described:
+        for name, value in asdict(part).items() if part is not None else ():
+            least = 1 if name in _COUNTS_FROM_ONE else 0
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{place}.{name}: {value} is less than {least}")
+    ranks = [(f"ranks[{at}].rank", info.rank) for at, info in enumerate(spec.ranks)]
+    for at, group in enumerate(spec.groups):
+        ranks += [(f"groups[{at}].ranks", rank) for rank in group.ranks]
+    for place, rank in ranks:
+        if not 0 <= rank < spec.world_size:
+            raise ValueError(f"{place}: {rank} is not a rank of {spec.world_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class _MeshAxis:
+    """One entry of the mesh in run.json."""
+
+    axis: str
+    size: int
+
+
+def decode_world_size(body: Mapping[str, Any]) -> int:
+    """The world size of run.json or of a rank record. Raises ValueError if it is invalid."""
+    world_size = decode_field(body, "world_size", int)
+    if not 1 <= world_size <= _MAX_RANKS:
+        raise ValueError(f"world_size: {world_size} is not a number of ranks")
+    return world_size
+
+
+def decode_versions(body: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The versions of run.json or of a rank record. Raises ValueError if they are invalid."""
+    versions = body.get("versions", {})
+    if not isinstance(versions, dict):
+        raise ValueError("versions is not an object")
+    return tuple(
+        (replace_surrogates(name), replace_surrogates(str(version)))
+        for name, version in versions.items()
+    )
 
 
 def merge_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
@@ -377,6 +566,11 @@ def replace_whole(path: Path) -> Iterator[Path]:
         if previous is not None:
             _set_owner_and_mode(draft, previous)
         draft.replace(target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            # write() and fsync() do not name the file.
+            error.filename = str(path)
+        raise
     finally:
         draft.unlink(missing_ok=True)
 
@@ -440,8 +634,3 @@ def decode_group(body: Mapping[str, Any]) -> GroupInfo:
 def select_known_fields(kind: type, body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `body` that `kind` has; fields of a newer version are ignored."""
     return {field.name: body[field.name] for field in fields(kind) if field.name in body}
-
-
-def decode_known(kind: type[_T], body: Mapping[str, Any] | None) -> _T | None:
-    """A `kind` built from the fields of `body`, ignoring unknown fields; None for None."""
-    return None if body is None else kind(**select_known_fields(kind, body))

@@ -22,11 +22,16 @@ _STARTERS = ("_prepare_profiler", "_enable_profiler")
 """Functions of torch.autograd.profiler that every profiler calls before it runs."""
 
 
+class ProfilerInUseError(RuntimeError):
+    """Another torch.profiler of the process is running or prepared."""
+
+
 class TraceWindow:
     """The profiler of one recording.
 
     torch allows one profiler per process. If another one is already running, the warmup raises
-    RuntimeError; if another one starts later, `give_way` is called first and this one ends.
+    ProfilerInUseError; if another one starts later, `on_other_profiler` is called first and this
+    one ends.
     """
 
     _open: ClassVar[TraceWindow | None] = None
@@ -37,18 +42,22 @@ class TraceWindow:
         self._profiler: Any = None
         self._mark: Any = None
         self._patches = ExitStack()
-        self._ours = self._started = False
+        self._activities = _list_activities()
+        self._ours = self._warm = self._started = False
         self.recorded = 0
         """Number of completely recorded steps."""
 
-    def begin_step(self, step: int) -> None:
-        """Call before each step: warms up, starts, and marks the step in the trace."""
+    def begin_step(self, step: int, number: int) -> None:
+        """Call before each step: warms up, starts, and marks the step in the trace.
+
+        number: the step as the trace names it, which counts the steps before a resumption too.
+        """
         if self._profiler is None and step >= self._first - self._plan.warmup:
             self._warm_up()
         if self._profiler is not None and step >= self._first:
             if not self._started:
                 self._start()
-            self._mark = record_function(f"ProfilerStep#{step}")
+            self._mark = record_function(f"ProfilerStep#{number}")
             self._mark.__enter__()
 
     def end_step(self) -> None:
@@ -57,6 +66,15 @@ class TraceWindow:
         if mark is not None:
             mark.__exit__(None, None, None)
             self.recorded += 1
+
+    @property
+    def device_stopped(self) -> bool:
+        """Whether Kineto has stopped to record the GPU, because its buffers are full."""
+        is_stopped = getattr(torch.autograd, "_is_kineto_stopped", None)
+        if is_stopped is None or not self._warm or ProfilerActivity.CUDA not in self._activities:
+            # Without a GPU of ours, the flag is that of an earlier profiler.
+            return False
+        return bool(is_stopped())
 
     def end(self) -> Any:
         """Ends the profiler and returns it; None if no complete step was recorded."""
@@ -79,11 +97,11 @@ class TraceWindow:
         if TraceWindow._open is not None:
             raise RuntimeError("another recording is running; only one is possible per process")
         if torch.autograd._profiler_enabled() or _is_another_prepared():
-            raise RuntimeError("another torch.profiler is running; only one is possible")
+            raise ProfilerInUseError("the script's own torch.profiler is running")
         TraceWindow._open = self
         self._patches.callback(_release_window)
         self._profiler = torch.profiler.profile(
-            activities=_list_activities(),
+            activities=self._activities,
             record_shapes=self._plan.shapes,
             profile_memory=self._plan.memory,
             with_stack=self._plan.stacks,
@@ -92,6 +110,7 @@ class TraceWindow:
         for name in _STARTERS:
             self._wrap_starter(name)
         self._call_own(self._profiler.prepare_trace)
+        self._warm = True
 
     def _start(self) -> None:
         self._started = True

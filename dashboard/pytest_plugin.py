@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
 PATIENCE_S, POLL_S = 300.0, 0.05
 """Timeout and polling interval of a rank that waits for another to pack its files."""
 
-_NUMBERS = count()
-"""Ranks run the same tests in the same order, so their message numbers agree."""
+_STARTED: Counter[str] = Counter()
+"""How often each test was started: a repeated test has messages of its own."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -47,8 +50,20 @@ class Outcome(msgspec.Struct, frozen=True):
     words: str
 
 
+class RankFailedError(Exception):
+    """The test failed on another rank; the message says on which and why."""
+
+
+@dataclass
 class Ranks:
-    """The ranks of the job that runs the test; a single rank if there is no job."""
+    """The ranks of the job that runs a test; a single rank if there is no job.
+
+    test: names the test and its start in the job's store, equally on all ranks. All waits end with
+    RankFailedError once a rank has called tell_failure.
+    """
+
+    test: str = ""
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def first(self) -> bool:
@@ -56,23 +71,63 @@ class Ranks:
         return int(os.environ.get("RANK", "0")) == 0
 
     def share_folder(self, own: Path) -> Path:
-        """The folder of rank 0, which all ranks record into."""
+        """The folder of rank 0, which all ranks record into; returns once all ranks ask for it.
+
+        So no rank begins a step whose collectives another rank never calls.
+        """
+        self._wait_for_peers()
         shared = self._share_from_rank0(str(own))
         return own if shared is None else Path(shared)
 
     def wait_for_files(self) -> None:
         """On rank 0, waits until every rank has written its files."""
+        self._wait_for_peers()
+
+    def wait_for_end(self) -> None:
+        """On rank 0, waits until every rank has ended the test itself."""
+        self._wait_for_peers()
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tells the other ranks that the test does not go on here."""
+        if "torch.distributed" not in sys.modules:
+            return
+        from stepsplit.collectors import job_info
+
+        rank, _, backend = job_info.read_job()
+        if backend != "none":
+            what = "was skipped" if isinstance(error, pytest.skip.Exception) else "failed"
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            job_info.set_store_value(
+                self._failed, f"the test {what} on rank {rank}: {lines[0][:_MAX_REASON]}"
+            )
+
+    @property
+    def _failed(self) -> str:
+        return f"comm_budget/{self.test}/failed"
+
+    def _wait_for_peers(self) -> None:
+        """On rank 0, waits for a call of this method on every other rank."""
         from stepsplit.collectors import job_info
 
         rank, world_size, backend = job_info.read_job()
-        number = next(_NUMBERS)
+        number = next(self._numbers)
         if backend == "none":
             return
         if not self.first:
-            job_info.set_store_value(f"comm_budget/{number}/{rank}", "written")
+            job_info.set_store_value(f"comm_budget/{self.test}/{number}/{rank}", "reached")
             return
         for peer in range(1, world_size):
-            job_info.wait_for_value(f"comm_budget/{number}/{peer}", PATIENCE_S, POLL_S)
+            self._wait_for(f"{number}/{peer}")
+
+    def _wait_for(self, message: str) -> str | None:
+        """The value of the message; None on timeout. Raises RankFailedError."""
+        from stepsplit.collectors import job_info
+
+        keys = (self._failed, f"comm_budget/{self.test}/{message}")
+        found = job_info.wait_for_first(keys, PATIENCE_S, POLL_S)
+        if found is not None and found[0] == self._failed:
+            raise RankFailedError(found[1])
+        return None if found is None else found[1]
 
     def share_outcome(self, own: Outcome | None) -> Outcome:
         """The outcome of rank 0, shared with all ranks."""
@@ -89,20 +144,24 @@ class Ranks:
         """The message of rank 0; None on timeout, or on other ranks if there is no job."""
         from stepsplit.collectors import job_info
 
-        number = next(_NUMBERS)
+        number = next(self._numbers)
         if job_info.read_job()[2] == "none":
             return own if self.first else None
         if self.first and own is not None:
-            job_info.set_store_value(f"comm_budget/{number}", own)
+            job_info.set_store_value(f"comm_budget/{self.test}/{number}", own)
             return own
-        return job_info.wait_for_value(f"comm_budget/{number}", PATIENCE_S, POLL_S)
+        return self._wait_for(str(number))
 
 
 FOLDER = "comm_budgets"
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._\[\]-]+")
 
-_BUDGET = pytest.StashKey["CommBudget"]()
+FIXTURE = "comm_budget"
+
+_BUDGET, _RANKS = pytest.StashKey["CommBudget"](), pytest.StashKey[Ranks]()
+
+_MAX_REASON = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,28 +178,50 @@ def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
     """Records blocks of the test and checks them against their budgets after the test."""
     node = request.node
     name = _UNSAFE.sub("-", f"{node.path.stem}.{node.name}")
-    budget = CommBudget(node.path.parent / FOLDER / f"{name}.json", tmp_path)
+    baseline = node.path.parent / FOLDER / f"{name}.json"
+    budget = CommBudget(baseline, tmp_path, ranks=node.stash[_RANKS])
     node.stash[_BUDGET] = budget
     return budget
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Tells the other ranks if the test cannot begin on this one."""
+    if FIXTURE not in getattr(item, "fixturenames", ()):
+        return (yield)
+    _STARTED[item.nodeid] += 1
+    item.stash[_RANKS] = Ranks(f"{item.nodeid}#{_STARTED[item.nodeid]}")
+    with _telling_failure(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Checks the runs as part of the test, so that a regression fails it."""
+    __tracebackhide__ = True
+    with _telling_failure(item):
+        result = yield
+    if (budget := item.stash.get(_BUDGET, None)) is not None:
+        with _telling_failure(item):
+            # Rank 0 checks the runs only if no rank fails after its last block.
+            budget.ranks.wait_for_end()
+        if budget.recordings:
+            _judge(budget, item.config)
+    return result
+
+
+@contextmanager
+def _telling_failure(item: pytest.Item) -> Iterator[None]:
+    """Tells the other ranks of a failure here, and fails here with the reason of another rank."""
+    __tracebackhide__ = True
     try:
         yield
-    except BaseException:
-        if budget := _find_budget(item):
-            budget.give_up()
+    except RankFailedError as error:
+        pytest.fail(str(error), pytrace=False)
+    except BaseException as error:
+        if (ranks := item.stash.get(_RANKS, None)) is not None:
+            ranks.tell_failure(error)
         raise
-    if budget := _find_budget(item):
-        _judge(budget, item.config)
-
-
-def _find_budget(item: pytest.Item) -> CommBudget | None:
-    """The budget of the test, None if it recorded nothing."""
-    budget = item.stash.get(_BUDGET, None)
-    return budget if budget is not None and budget.recordings else None
 
 
 def _judge(budget: CommBudget, config: pytest.Config) -> None:
@@ -195,12 +276,11 @@ class CommBudget:
 
         Returns the same outcome on every rank; its answer is "error" if the check fails to run.
         """
-        return self.ranks.share_outcome(self._try_evaluate(update) if self.ranks.first else None)
-
-    def give_up(self) -> None:
-        """Ends the wait of the other ranks after the test itself has failed."""
-        if self.ranks.first:
-            self.ranks.share_outcome(Outcome("error", "the test failed on rank 0"))
+        try:
+            own = self._try_evaluate(update) if self.ranks.first else None
+            return self.ranks.share_outcome(own)
+        except RankFailedError as error:
+            return Outcome("error", str(error))
 
     def _try_evaluate(self, update: bool) -> Outcome:
         from stepsplit.analyzer.errors import StepsplitError
@@ -276,7 +356,8 @@ class RecordedBlock:
         run, self._run = self._run, None
         if run is not None:
             run.stop(failed=kind is not None)
-        self._budget.ranks.wait_for_files()
+        if kind is None:
+            self._budget.ranks.wait_for_files()
 
 
 def _format_verdict(verdict: Any) -> str:

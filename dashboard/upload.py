@@ -1,4 +1,4 @@
-"""The upload client: sends files to a dashboard in parts and resumes after connection errors."""
+"""The client of a dashboard: sends files in parts, resumes after errors, asks for runs by tag."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import base64
 import hashlib
 import http.client
 import json
+import posixpath
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
 
@@ -111,23 +113,33 @@ class Sender:
         return _parse_server_file(_check_answer(answer))
 
     def _post(self, path: str, body: bytes) -> ServerAnswer:
-        headers = {"Content-Type": "application/json"}
-        return self._connection.request("POST", path, body, headers)
+        return self._connection.request("POST", path, body, _JSON)
 
     def _retry(self, attempt: Callable[[], T]) -> T:
-        failures = 0
-        while True:
-            try:
-                return attempt()
-            except TransientError as error:
-                failures = self._pause(failures, error)
+        return _retry(attempt, self._sleep)
 
     def _pause(self, failures: int, error: TransientError) -> int:
-        """Waits and returns the number of consecutive failures. Raises GaveUp after too many."""
-        if failures == len(PAUSES_S):
-            raise RetriesExhausted(str(error))
-        self._sleep(max(PAUSES_S[failures], error.wait_s))
-        return failures + 1
+        return _pause(failures, error, self._sleep)
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _retry(attempt: Callable[[], T], sleep: Callable[[float], object] = time.sleep) -> T:
+    failures = 0
+    while True:
+        try:
+            return attempt()
+        except TransientError as error:
+            failures = _pause(failures, error, sleep)
+
+
+def _pause(failures: int, error: TransientError, sleep: Callable[[float], object]) -> int:
+    """Waits and returns the number of consecutive failures. Raises GaveUp after too many."""
+    if failures == len(PAUSES_S):
+        raise RetriesExhausted(str(error))
+    sleep(max(PAUSES_S[failures], error.wait_s))
+    return failures + 1
 
 
 def _parse_server_file(answer: ServerAnswer) -> ServerFile:
@@ -141,6 +153,51 @@ def _check_answer(answer: ServerAnswer) -> ServerAnswer:
     if answer.status >= 300:
         raise UsageError(f"the server refused: {extract_error(answer)}")
     return answer
+
+
+# The runs of a dashboard, for a check on another machine.
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRun:
+    """A finished run of a dashboard."""
+
+    id: str
+    name: str
+
+
+class RemoteStore:
+    """Reads the finished runs of a dashboard, and records results of checks with them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def list_done(self, tags: Sequence[tuple[str, str]], last: int) -> tuple[RemoteRun, ...]:
+        """The last finished runs that have all tags, newest first. Raises UsageError."""
+        pairs = [("tag", f"{key}={value}") for key, value in tags]
+        query = urlencode([*pairs, ("state", "done"), ("last", last)])
+        rows = self._get(f"{_RUNS}?{query}").body.get("runs")
+        if rows is None:
+            raise UsageError(f"{self._connection.url} does not list runs; update its stepsplit")
+        return tuple(RemoteRun(str(row["id"]), str(row["name"])) for row in rows)
+
+    def find_done(self, run_id: str) -> RemoteRun | None:
+        """The run of this id; None if it is not finished. Raises UsageError."""
+        row = self._get(f"{_RUNS}/{quote(run_id)}").body
+        return RemoteRun(run_id, str(row["name"])) if row["state"] == "done" else None
+
+    def fetch_report(self, run_id: str) -> bytes:
+        """The run's report.json. Raises UsageError."""
+        return self._get(f"{_RUNS}/{quote(run_id)}/report.json").content
+
+    def record_check(self, run_id: str, answer: str, headline: str) -> None:
+        """Shows the result of a check with the run. Raises UsageError."""
+        body = json.dumps({"answer": answer, "headline": headline}).encode()
+        path = f"{_RUNS}/{quote(run_id)}/check"
+        _check_answer(_retry(lambda: self._connection.request("POST", path, body, _JSON)))
+
+    def _get(self, path: str) -> ServerAnswer:
+        return _check_answer(_retry(lambda: self._connection.request("GET", path)))
 
 
 # The files of an upload and their paths in the run.
@@ -189,6 +246,94 @@ def _is_hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
+# Several recordings in one folder.
+
+_RANK_IN_NAME = re.compile(r"rank[-_. ]?[0-9]", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingPlaces:
+    """One of several recordings: its folder, and what to upload for it."""
+
+    folder: str
+    places: tuple[Path, ...]
+
+
+def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]:
+    """The recordings of the files; () if they are one.
+
+    Folders that have traces of the same ranks, with the same names, are several recordings. Each of
+    them has the files outside of these folders too, such as a job.toml.
+    """
+    folders = _find_repeated_folders([one.path for one in files])
+    if not folders:
+        return ()
+    top = posixpath.commonpath(folders)
+    heads = {posixpath.join(top, _read_next_part(folder, top)) for folder in folders}
+    by_head: dict[str, dict[Path, None]] = {head: {} for head in sorted(heads)}
+    shared: dict[Path, None] = {}
+    for one in files:
+        head, place = _find_head(one, top, heads)
+        (shared if head is None else by_head[head])[place] = None
+    return tuple(
+        RecordingPlaces(posixpath.normpath(head), (*places, *shared))
+        for head, places in by_head.items()
+    )
+
+
+def _find_repeated_folders(paths: Sequence[str]) -> list[str]:
+    """The folders of traces of which another folder has one with the same name and rank."""
+    by_name: dict[str, set[str]] = {}
+    for path in paths:
+        if _RANK_IN_NAME.search(posixpath.basename(path)):
+            by_name.setdefault(posixpath.basename(path), set()).add(posixpath.dirname(path))
+    return sorted({one for found in by_name.values() if len(found) > 1 for one in found})
+
+
+def _read_next_part(path: str, top: str) -> str:
+    """The first part of the path below the folder; "" for the folder itself."""
+    return posixpath.relpath(path, top or ".").removeprefix(".").partition("/")[0]
+
+
+def _find_head(item: FileToSend, top: str, heads: Set[str]) -> tuple[str | None, Path]:
+    """The recording of a file and what to upload of it; None if it belongs to all of them."""
+    folder = posixpath.dirname(item.path)
+    own = posixpath.join(top, "")
+    if folder == top:
+        is_trace = _RANK_IN_NAME.search(posixpath.basename(item.path)) is not None
+        return (own if own in heads and is_trace else None), item.file
+    if top and not folder.startswith(own):
+        return None, item.file
+    head = posixpath.join(top, _read_next_part(folder, top))
+    if head not in heads:
+        return None, item.file
+    return head, item.file.parents[len(item.path.split("/")) - len(head.split("/")) - 1]
+
+
+# The name of a run without one, by its files.
+
+_NOT_TRACES = ("mesh.txt", "run.json")
+
+_RANK_END = re.compile(r"[\s._-]*(rank|r)?[\s._-]*[0-9]*[\s._-]*$", re.IGNORECASE)
+
+
+def choose_run_name(paths: Sequence[str]) -> str:
+    """The outermost folder of all files, else what the names of the files begin with.
+
+    >>> choose_run_name(["exp1/rank0.json", "exp1/rank1.json", "mesh.txt"])
+    'exp1'
+    >>> choose_run_name(["exp2_rank0.json", "exp2_rank1.json"])
+    'exp2'
+    """
+    named = [path for path in paths if path not in _NOT_TRACES and not path.endswith(".toml")]
+    traces = named or list(paths)
+    if len(traces) == 1 and "/" not in traces[0]:
+        return traces[0]
+    folder = posixpath.commonpath([posixpath.dirname(path) for path in traces])
+    name = folder.partition("/")[0] or _RANK_END.sub("", posixpath.commonprefix(traces))
+    return name or f"{traces[0].partition('/')[0]} and {len(traces) - 1} more"
+
+
 # Requests to a dashboard, with the standard library only.
 
 _TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
@@ -206,11 +351,12 @@ class TransientError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """A response of the server; body is {} if it is not a JSON object."""
+    """A response of the server; body is {} if its content is not a JSON object."""
 
     status: int
     headers: Mapping[str, str]
     body: dict[str, Any]
+    content: bytes = b""
 
     @property
     def wait_s(self) -> float:
@@ -226,14 +372,14 @@ class Connection:
         self.url, self._token = url.rstrip("/"), token
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--to {url}: not a dashboard address such as http://host:8050")
+            raise UsageError(f"{url}: not a dashboard address such as http://host:8050")
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._prefix = parts.path
         try:
             self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         except ValueError as error:
-            raise UsageError(f"--to {url}: {error}") from None
+            raise UsageError(f"{url}: {error}") from None
 
     def request(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -250,7 +396,9 @@ class Connection:
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
             raise TransientError(f"{self.url}: {_explain_error(error)}") from None
-        answer = ServerAnswer(response.status, dict(response.headers), _parse_object(content))
+        answer = ServerAnswer(
+            response.status, dict(response.headers), _parse_object(content), content
+        )
         if answer.status in _TRANSIENT_STATUS:
             raise TransientError(f"{self.url}: {extract_error(answer)}", answer.wait_s)
         return answer

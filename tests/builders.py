@@ -79,11 +79,37 @@ class GpuTrace:
         *,
         group: str = "0",
         nelems: int = 1000,
+        stream: int = COMM_STREAM,
         **more: Any,
     ) -> Self:
         """An NCCL kernel of that kind, with the arguments that torch gives it."""
         args = self._described(op, group, nelems) | more
-        return self.kernel(f"ncclDevKernel_{kind}", start, end, stream=COMM_STREAM, **args)
+        return self.kernel(f"ncclDevKernel_{kind}", start, end, stream=stream, **args)
+
+    def record_event(self, at: float) -> int:
+        """An event that the host records on a stream; returns its correlation."""
+        correlation = len(self.events) + 1
+        self._add("cudaEventRecord", "cuda_runtime", at, at, tid=MAIN, correlation=correlation)
+        return correlation
+
+    def wait_for_event(
+        self, at: float, recorded: int, *, stream: int = COMPUTE_STREAM, on_stream: int
+    ) -> Self:
+        """A wait of a stream for an event, with Kineto's event that says which."""
+        correlation = len(self.events) + 1
+        self._add("cudaStreamWaitEvent", "cuda_runtime", at, at, tid=MAIN, correlation=correlation)
+        waits = {"stream": stream, "wait_on_stream": on_stream, "correlation": correlation}
+        event = {"wait_on_cuda_event_record_corr_id": recorded, "wait_on_cuda_event_id": 1}
+        return self._add(
+            "Stream Wait Event", "cuda_sync", at, at, tid=stream, **waits, **event, device=0
+        )
+
+    def synchronize_device(self, start: float, end: float) -> Self:
+        """The host waits for everything that it has launched, with Kineto's event of that."""
+        correlation = len(self.events) + 1
+        call = {"correlation": correlation}
+        self._add("cudaDeviceSynchronize", "cuda_runtime", start, end, tid=MAIN, **call)
+        return self._add("Context Sync", "cuda_sync", start, end, tid=-1, stream=-1, **call)
 
     def _add(
         self, name: str, category: str, start: float, end: float, *, tid: int, **args: Any
@@ -130,9 +156,9 @@ class GpuTrace:
             "Process Group Ranks": str(ranks),
         }
 
-    def op(self, name: str, start: float, end: float, *, tid: int = MAIN) -> Self:
+    def op(self, name: str, start: float, end: float, *, tid: int = MAIN, **args: Any) -> Self:
         """An op of the host; backward's have a thread of their own."""
-        return self._add(name, "cpu_op", start, end, tid=tid)
+        return self._add(name, "cpu_op", start, end, tid=tid, **args)
 
     def call(self, name: str, start: float, end: float, *, tid: int = MAIN) -> Self:
         """A call of the runtime that launches nothing."""
@@ -180,11 +206,19 @@ class CpuTrace:
     def annotation(self, name: str, start: float, end: float, tid: int = MAIN) -> Self:
         return self._add(name, "user_annotation", start, end, tid)
 
-    def op(self, name: str, start: float, end: float, tid: int = MAIN) -> Self:
-        return self._add(name, "cpu_op", start, end, tid)
+    def op(self, name: str, start: float, end: float, tid: int = MAIN, **args: Any) -> Self:
+        return self._add(name, "cpu_op", start, end, tid, **args)
 
     def all_reduce(
-        self, called: float, start: float, end: float, *, group: str, seq: int, tid: int
+        self,
+        called: float,
+        start: float,
+        end: float,
+        *,
+        group: str,
+        seq: int,
+        tid: int,
+        nelems: int = 1000,
     ) -> Self:
         """A call that the host makes, and its work on a worker thread from start to end."""
         self.op("c10d::allreduce_", called, called + 1)
@@ -194,7 +228,7 @@ class CpuTrace:
             "process_group": [group, self.groups[number][1]], "pg_id": number,
             "collective_seq_id": seq, "is_p2p": False, "profiling_name": "gloo:all_reduce",
             "time_created_ns": BASE_NS + round((called + 0.5) * 1000),
-            "input_sizes": [[1000]], "output_sizes": [[1000]], "input_dtypes": ["Float"],
+            "input_sizes": [[nelems]], "output_sizes": [[nelems]], "input_dtypes": ["Float"],
         })  # fmt: skip
         return self
 
@@ -205,10 +239,12 @@ class CpuTrace:
         self.annotation(name, posted, posted + 1)
         return self.annotation(f"gloo:{op}", posted + 0.5, end)
 
-    def _add(self, name: str, category: str, start: float, end: float, tid: int) -> Self:
+    def _add(
+        self, name: str, category: str, start: float, end: float, tid: int, **args: Any
+    ) -> Self:
         dur = round(end - start, 3)
         self.events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid,
-                            "ts": start, "dur": dur, "args": {}})  # fmt: skip
+                            "ts": start, "dur": dur, "args": args})  # fmt: skip
         return self
 
     def write(self, folder: Path) -> Path:

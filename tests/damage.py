@@ -5,14 +5,20 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
+import pickle
 import re
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import pyarrow as pa
+from builders import GpuTrace
+
+_SAMPLES = Path(__file__).parents[1] / "sample_traces"
 
 Damage = Callable[[Random, bytes], bytes]
 
@@ -194,3 +200,55 @@ def _match(random: Random, pattern: re.Pattern[bytes], content: bytes) -> re.Mat
     """A match at a random place."""
     found = pattern.search(content, random.randrange(len(content) + 1))
     return found or pattern.search(content)
+
+
+def traces() -> Iterator[bytes]:
+    """Small traces to damage: of the samples, and by hand."""
+    for sample in ("dp4/rank0", "pp2_m2/rank1", "tp2_pp2/rank2"):
+        body = json.loads(gzip.decompress((_SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
+        everything = body.pop("traceEvents")
+        steps = [e for e in everything if str(e.get("name")).startswith("ProfilerStep")]
+        some = steps + everything[:: max(len(everything) // 300, 1)][:300]
+        yield json.dumps(body | {"traceEvents": some}, indent=1).encode()
+        yield json.dumps({"traceEvents": some} | body, separators=(",", ":")).encode()
+    trace = GpuTrace(0, 2, groups=[("0", "default", [0, 1])])
+    for start in range(0, 3000, 1000):
+        trace.step(start // 1000, start, start + 900).memcpy(start + 10, start + 20)
+        trace.kernel("gemm", start + 20, start + 90, launched=start + 1)
+        trace.all_reduce(start + 100, start + 200).message("send", 1, start + 800, start + 850)
+    yield json.dumps(trace.body()).encode()
+
+
+def others() -> dict[str, bytes]:
+    """Small files of the other kinds to damage."""
+    flight = gzip.decompress((_SAMPLES / "tp2_pp2" / "rank0_flight.json.gz").read_bytes())
+    call = (
+        "h:1:2 [0] NCCL INFO AllReduce: opCount {:x} sendbuff 0x1 recvbuff 0x2 count 9 datatype 7 "
+    )
+    step = " iteration {:8}/ 100 | elapsed time per iteration (ms): 1381.{} | lm loss: 3.1E+00 |\n"
+    comm = {"header": {"id": "0xa", "rank": 0, "n_ranks": 2, "nnodes": 1}, "metadata": {
+        "inspector_output_format_version": "v4.0", "hostname": "h", "pid": 1,
+        "dump_timestamp_us": 1}}  # fmt: skip
+    perf = {"coll": "AllReduce", "coll_sn": 1, "coll_msg_size_bytes": 9, "coll_exec_time_us": 5}
+    node = {"id": 2, "name": "record_param_comms", "ctrl_deps": 1, "attrs": [],
+            "inputs": {"values": [[1]], "shapes": [[4]], "types": ["int"]}}  # fmt: skip
+    block = {"address": 0, "size": 512, "requested_size": 500, "state": "active_allocated"}
+    segment = {"device": 0, "address": 0, "total_size": 512, "stream": 0, "blocks": [block]}
+    happened = {"action": "alloc", "addr": 0, "size": 500, "stream": 0, "time_us": 1}
+    return {
+        "flight.json": flight,
+        "flight.pickle": pickle.dumps(json.loads(flight), 4),
+        "nccl.log": "".join(
+            call.format(i) + "op 0 root 0 comm 0x3 [nranks=2] stream 0x4\n" for i in range(20)
+        ).encode(),
+        "train.log": "".join(step.format(i, i) for i in range(20)).encode(),
+        "inspector.jsonl": "".join(
+            json.dumps(comm | {"coll_perf": perf}) + "\n" for _ in range(20)
+        ).encode(),
+        "et.json": json.dumps(
+            {"schema": "1.1.1-chakra.0.0.4", "pid": 1, "start_ts": 1, "nodes": [node] * 9}
+        ).encode(),
+        "memory.pickle": pickle.dumps(
+            {"segments": [segment], "device_traces": [[happened] * 5]}, 4
+        ),
+    }  # fmt: skip

@@ -14,6 +14,7 @@ from splitting import RunSplit, recording_of, split_of
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
 from stepsplit.analyzer.gap.gap import CommCost, compute_gap
 from stepsplit.analyzer.report.build import build_report
+from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
 from stepsplit.collectors import Mesh, RunSpec
 
 US = 1_000
@@ -66,7 +67,7 @@ def found_in(folder: Path, mesh: Mesh | None) -> RunSplit:
 
 
 def report_of(folder: Path, found: RunSplit) -> Report:
-    return build_report(recording_of(folder), found)
+    return build_report(recording_of(folder), found, build_dependency_graph(found))
 
 
 def split(**us: float) -> Split:

@@ -22,7 +22,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import StepRow
 
 SEED = int(os.environ.get("STEPSPLIT_SEED") or 1)
-"""The same in every run, unless STEPSPLIT_SEED names another; .ci/run draws one anew."""
+"""The same in every run, unless STEPSPLIT_SEED names another; .ci/run has one for each commit."""
 TOLERANCE = 0.005
 """How much of a step a bucket may be off."""
 CLOCK_NS, SIGMAS = 5_000, 3
@@ -90,11 +90,15 @@ def clock_misses(found: Trial) -> list[tuple[int, int, int]]:
 
 
 def first_blamed(report: Report) -> tuple[int | None, str]:
-    """(rank, cause) of what caused most waiting, the schedule aside, over all axes."""
+    """(rank, cause) of what caused most waiting, the schedule aside, over all axes.
+
+    The bubble of a schedule that was not recognized is of unknown cause.
+    """
+    of_schedule = "unknown" if report.pipeline is None else "schedule"
     caused: dict[tuple[int | None, str], int] = defaultdict(int)
     for row in report.blame:
-        if row.cause != "schedule":
-            caused[row.rank, row.cause] += row.caused_ns
+        bubble_ns = 0 if row.cause == of_schedule else row.caused_bubble_ns
+        caused[row.rank, row.cause] += row.caused_skew_ns + bubble_ns
     return max(caused, key=lambda key: caused[key])
 
 

@@ -11,7 +11,7 @@ import pytest
 from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
-from stepsplit.analyzer.arrays import Intervals, make_empty_intervals
+from stepsplit.analyzer.arrays import make_empty_intervals
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
@@ -24,7 +24,8 @@ from stepsplit.analyzer.split import (
     transfers,
 )
 from stepsplit.analyzer.split.attribute import IDLE
-from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals, Pieces
+from stepsplit.analyzer.split.gaps import HeldGaps
+from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,10 +60,6 @@ def _offset_dropped(original: Any, *args: Any) -> Any:
 
 def _drift_dropped(original: Any, *args: Any) -> Any:
     return 0.0, 0.0
-
-
-def _no_gap_rule(original: Any, pieces: Pieces, compute: Intervals) -> Pieces:
-    return pieces
 
 
 def _no_waiting(original: Any, *args: Any) -> Arrivals:
@@ -107,20 +104,20 @@ def _one_stream(original: Any, events: Any, mask: Any) -> Any:
 
 
 def _no_imbalance(original: Any, *args: Any) -> Any:
-    beyond, extra = original(*args)
-    return beyond, np.zeros_like(extra)
+    slower, more = original(*args).T
+    return np.stack((slower + more, np.zeros_like(more)), axis=1)
 
 
-def _level_at_arrival(original: Any, trace: Any, rows: Any, found: Any, came: Any) -> Any:
-    return came.start_ns[rows]
+def _only_the_last_event(original: Any, paths: Any, waits: Any) -> Any:
+    return original(paths, replace(waits, begin=paths.previous[waits.last_arrival]))
 
 
 def _communication_first(patch: pytest.MonkeyPatch) -> None:
     """What compute hides counts as communication too."""
     order = (1, 2, 3, 4, 0, 5)
-    table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(256)]
+    table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(512)]
     patch.setattr(attribute, "_MASK_TO_BUCKET", np.array(table, dtype=np.uint8))
-    patch.setattr(attribute, "apply_gap_rule", lambda pieces, compute: pieces)
+    patch.setattr(HeldGaps, "select_blocking", lambda held, pieces: pieces)
 
 
 def _drifting(seed: int) -> Scenario:
@@ -142,11 +139,6 @@ BUGS = (
         _wrapped(clock_sync, "fit_offset_and_drift", _offset_dropped),
     ),
     Bug("a drift dropped", _drifting, _wrapped(clock_sync, "_estimate_drift", _drift_dropped)),
-    Bug(
-        "the gap rule forgotten",
-        SCENARIOS["ddp_host_stall"],
-        _wrapped(attribute, "apply_gap_rule", _no_gap_rule),
-    ),
     Bug(
         "waiting is transfer",
         SCENARIOS["ddp_host_stall"],
@@ -185,12 +177,12 @@ BUGS = (
     Bug(
         "imbalance is slowness",
         SCENARIOS["ep_hot_expert"],
-        _wrapped(blame, "_compute_excess", _no_imbalance),
+        _wrapped(blame, "_list_workloads", _no_imbalance),
     ),
     Bug(
-        "lags since arrival",
-        SCENARIOS["ddp_host_stall"],
-        _wrapped(blame, "_find_sync_points_ns", _level_at_arrival),
+        "paths of one event",
+        SCENARIOS["fsdp_slow_rank"],
+        _wrapped(blame, "_compare_paths", _only_the_last_event),
     ),
     Bug("overlap counted twice", SCENARIOS["ddp"], _communication_first),
 )

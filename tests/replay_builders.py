@@ -7,13 +7,14 @@ from pathlib import Path
 from builders import GpuTrace
 from splitting import recording_of, split_of
 
-from stepsplit.analyzer.diagnose.dependency_graph import DependencyGraph
 from stepsplit.analyzer.diagnose.replay import ReplayContext, build_context, replay
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph, build_dependency_graph
 
 
 def scene(folder: Path, *traces: GpuTrace) -> ReplayContext:
     """The scene of traces built by hand."""
-    return build_context(split_of(recording_of(*(trace.write(folder) for trace in traces))), 0)
+    split = split_of(recording_of(*(trace.write(folder) for trace in traces)))
+    return build_context(split, build_dependency_graph(split))
 
 
 def steps_us(graph: DependencyGraph) -> list[float]:

@@ -23,3 +23,11 @@ def shared_trace(name: str) -> Path:
     if not folder.exists():
         absent("traces", f"{name} is not beside the project")
     return folder
+
+
+def shared_repro(name: str) -> Path:
+    """A folder of recordings that were once analyzed wrongly, beside the project and not in it."""
+    folder = SHARED_TRACES.parent / "repro" / name
+    if not folder.exists():
+        absent("repro", f"{name} is not beside the project")
+    return folder

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from report_builders import analysis
 
@@ -26,7 +30,7 @@ def uploaded(store: Store, name: str = "run", **files: bytes) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
         store.files.write(run_id, FileRow(path, len(content), True))
-        store.artifacts.keep_upload(run_id, path)
+        store.artifacts.keep_upload(run_id, path, target)
     return run_id
 
 
@@ -65,3 +69,30 @@ def settled(store: Store, run_id: str, within_s: float = 30.0) -> tuple[str, str
             return state(store, run_id)
         time.sleep(0.05)
     raise TimeoutError(state(store, run_id))
+
+
+# A dashboard on a free port, served from a thread.
+
+App = Callable[..., Any]
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class Serving:
+    """Serves the app within the block, which gets its address."""
+
+    def __init__(self, app: App) -> None:
+        self.server: WSGIServer = make_server("127.0.0.1", 0, app, handler_class=_Quiet)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()

@@ -53,3 +53,18 @@ def test_another_error_is_raised_with_its_case() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         check()
     assert raised.value.__notes__ == ["in case 0"]
+
+
+def test_a_table_that_is_read_from_absent_files_is_skipped_unless_they_are_required(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @for_each("file", [])
+    def check(file: str) -> None:
+        raise AssertionError(file)
+
+    monkeypatch.setenv("STEPSPLIT_REQUIRE", "")
+    with pytest.raises(pytest.skip.Exception, match="the files of check are not beside"):
+        check()
+    monkeypatch.setenv("STEPSPLIT_REQUIRE", "chromium,traces")
+    with pytest.raises(pytest.fail.Exception, match="traces is required here"):
+        check()

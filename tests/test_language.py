@@ -46,11 +46,17 @@ def test_words_are_found_in_names_and_over_line_ends(text: str, words: list[str]
 
 
 def listed_files(*endings: str) -> list[Path]:
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\0")
-    wanted = (ROOT / name for name in names if name.endswith(endings))
+    wanted = (ROOT / name for name in _list_names() if name.endswith(endings))
     return [path for path in wanted if path.name != ITSELF and "sample_traces" not in path.parts]
+
+
+def _list_names() -> list[str]:
+    """The files of the project; all that are here in a source release, which has no git."""
+    if not (ROOT / ".git").exists():
+        return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
+    command = ["git", "ls-files", "-z"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "docs"])

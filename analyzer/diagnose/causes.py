@@ -8,31 +8,34 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
+from msgspec.structs import replace
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_mean
 from stepsplit.analyzer.diagnose.comm_causes import (
+    find_extra_reductions,
     find_lost_overlap,
     find_redundant_gathers,
     find_slow_links,
+    find_small_collectives,
 )
-from stepsplit.analyzer.diagnose.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.host_causes import find_host_causes
 from stepsplit.analyzer.diagnose.replay import (
     Float,
+    Remedy,
     ReplayContext,
     build_context,
-    limit_work,
     scale_transfers,
     scale_work,
 )
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
-from stepsplit.analyzer.report.build import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
-from stepsplit.analyzer.split.idle import IdleCause
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import Int64, Note
+from stepsplit.analyzer.trace import OP_CODE, Int64, Note
 from stepsplit.collectors.rank_record import RankRecord
 
 # The bottlenecks of a run, largest gain first.
@@ -51,41 +54,213 @@ class Causes:
     notes: tuple[Note, ...] = ()
 
 
-def find_causes(split: RunSplit, origin_ns: int, records: Sequence[RankRecord] = ()) -> Causes:
+def find_causes(
+    split: RunSplit, graph: DependencyGraph, origin_ns: int, records: Sequence[RankRecord] = ()
+) -> Causes:
     """Find the bottlenecks of a recording.
 
     A gain is the reduction of the mean full step if that one cause were fixed, estimated by a
     replay of the recording without it. Gains are not additive.
 
     Args:
-        found: the split recording.
+        split: the split recording.
+        graph: its dependency graph.
         origin_ns: the report's t0 on the common clock.
         records: what each rank recorded about its own device (clocks, throttling).
     """
-    calls = sum(len(rank.trace.calls) for rank in split.ranks)
-    if not any(rank.steps for rank in split.ranks):
+    if not len(graph.steps.step):
         return Causes(())
+    calls = sum(len(rank.trace.calls) for rank in split.ranks)
     if calls > MAX_REPLAYED_CALLS:
         text = (
             f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )
         return Causes((), (Note("not_replayed", text),))
-    context = build_context(split, origin_ns, records)
+    context = build_context(split, graph, origin_ns, records)
     return Causes(_select_causes(context) if context.mean_ns > 0 else ())
 
 
 def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
+    host = find_host_causes(context)
+    of_ranks = [*find_stragglers(context), *host.ranks, *find_slow_links(context)]
+    found = unmask(context, of_ranks)
     causes = [
-        *find_stragglers(context),
+        *found.findings,
         *find_load_imbalance(context),
-        *find_late_hosts(context),
-        *find_slow_links(context),
+        *host.common,
         *find_lost_overlap(context),
         *find_few_microbatches(context),
         *find_redundant_gathers(context),
+        *find_extra_reductions(context),
+        *find_small_collectives(context),
     ]
+    causes = _drop_explained(causes)
     worth = [cause for cause in causes if cause.gain_ns >= MIN_GAIN_SHARE * context.mean_ns]
-    return tuple(sorted(worth, key=lambda cause: -cause.gain_ns)[:MAX_FINDINGS])
+    ranked = sorted(worth, key=lambda cause: _rank_finding(context, cause, found.hidden))
+    return tuple(ranked[:MAX_FINDINGS])
+
+
+def _rank_finding(
+    context: ReplayContext, finding: Finding, hidden: Sequence[Finding]
+) -> tuple[bool, bool, int]:
+    """The largest gain first, and last what gains nothing before another cause is fixed. In a CPU
+    run host_bound comes after all: it is the time that the same processor spends between ops, most
+    of which cannot be removed."""
+    on_device = context.split.ranks[0].trace.on_device
+    between_ops = finding.code == "host_bound" and not on_device
+    return between_ops, any(finding is one for one in hidden), -finding.gain_ns
+
+
+def _drop_explained(causes: list[Finding]) -> list[Finding]:
+    """Without lost overlap where small buckets cost more: they are why the reduction is exposed."""
+    small_ns = max((one.gain_ns for one in causes if one.code == "small_collectives"), default=0)
+    return [one for one in causes if one.code != "no_overlap" or one.gain_ns > small_ns]
+
+
+# Causes that mask each other: of two equally slow ranks, fixing one alone gains nothing.
+
+_MASKED = 1.1
+"""Causes mask each other if fixing all gains more than this multiple of fixing each alone."""
+
+_MAX_MEMBERS = 16
+"""Only this many causes of one kind, those that cost most, are tried as a set."""
+
+_MAX_MASKS = 3
+"""Only so many causes, those that gain most, are tried as what masks another."""
+
+_SET_NAMES = {
+    "slow_rank": "stragglers",
+    "host_stall": "host-bound",
+    "data_loading": "waiting for their data loaders",
+    "allocation": "allocating memory",
+    "gc_pause": "stopped by garbage collection",
+    "slow_copy": "slowed by memory copies",
+    "slow_link": "on slow links",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unmasked:
+    """The findings of single ranks and links. hidden are those among them that gain next to nothing
+    alone; their gain is what they save once the largest cause is fixed."""
+
+    findings: tuple[Finding, ...]
+    hidden: tuple[Finding, ...] = ()
+
+
+def unmask(context: ReplayContext, remedies: Sequence[Remedy]) -> Unmasked:
+    """The findings of single ranks and links, those that mask each other as sets.
+
+    Causes of one kind whose joint gain exceeds the sum of their own gains are one finding. A cause
+    that the largest one masks says what it gains once that one is fixed.
+    """
+    by_code: dict[str, list[Remedy]] = defaultdict(list)
+    for remedy in remedies:
+        by_code[remedy.finding.code].append(remedy)
+    joined = [one for alike in by_code.values() for one in _join_masked(context, alike)]
+    joined.sort(key=lambda remedy: -remedy.finding.gain_ns)
+    if not joined:
+        return Unmasked(())
+    if joined[0].finding.gain_ns < MIN_GAIN_SHARE * context.mean_ns:
+        return Unmasked(tuple(one.finding for one in _join_masked(context, joined)))
+    top, *others = joined
+    behind = [_find_behind_any(context, joined[:_MAX_MASKS], remedy) for remedy in others]
+    hidden = [
+        new for new, old in zip(behind, others, strict=True) if new.gain_ns > old.finding.gain_ns
+    ]
+    return Unmasked((top.finding, *behind), tuple(hidden))
+
+
+def _join_masked(context: ReplayContext, remedies: Sequence[Remedy]) -> list[Remedy]:
+    """The remedies, those that mask each other as one."""
+    members = sorted(remedies, key=_estimate_cost_ns, reverse=True)[:_MAX_MEMBERS]
+    alone = sum(max(one.finding.gain_ns, 0) for one in members)
+    gain = context.compute_gain_ns(_apply_all(context.graph, members))
+    least = MIN_GAIN_SHARE * context.mean_ns
+    if len(members) < 2 or gain <= _MASKED * alone or gain < least:
+        return list(remedies)
+    for one in reversed(members):
+        others = [member for member in members if member is not one]
+        if not others:
+            break
+        without = context.compute_gain_ns(_apply_all(context.graph, others))
+        if without >= gain - least / 2:
+            members, gain = others, without
+    rest = [one for one in remedies if not any(one is member for member in members)]
+    return [_join_remedies(context, members, gain) if len(members) > 1 else members[0], *rest]
+
+
+def _estimate_cost_ns(remedy: Remedy) -> int:
+    finding = remedy.finding
+    return (finding.measured_ns or 0) - (finding.predicted_ns or 0)
+
+
+def _apply_all(graph: DependencyGraph, remedies: Sequence[Remedy]) -> DependencyGraph:
+    for remedy in remedies:
+        graph = remedy.change(graph)
+    return graph
+
+
+def _join_remedies(context: ReplayContext, members: Sequence[Remedy], gain_ns: int) -> Remedy:
+    """One remedy for causes that mask each other; the first of them costs most."""
+    findings = [member.finding for member in members]
+    first = findings[0]
+    ranks = tuple(sorted({rank for one in findings for rank in one.ranks}))
+    alone = units.format_milliseconds(max(one.gain_ns for one in findings))
+    kinds = " and ".join(dict.fromkeys(_SET_NAMES[one.code] for one in findings))
+    finding = replace(
+        first,
+        gain_ns=gain_ns,
+        ranks=ranks,
+        steps=tuple(sorted({step for one in findings for step in one.steps})),
+        message=(
+            f"ranks {units.format_number_list(ranks)}{_describe_host(context, ranks)} are {kinds} "
+            f"and mask each other (fixing one of {len(findings)} saves at most {alone}): "
+            f"{first.message}"
+        ),
+    )
+    return Remedy(finding, lambda graph: _apply_all(graph, members))
+
+
+def _describe_host(context: ReplayContext, ranks: Sequence[int]) -> str:
+    """The host of these ranks, if it is one of several; whether it has other ranks."""
+    host_of = {one.trace.rank: one.trace.host for one in context.split.ranks}
+    hosts = {host_of.get(rank) for rank in ranks}
+    if len(hosts) > 1 or hosts >= set(host_of.values()):
+        return ""
+    (host,) = hosts
+    others = [rank for rank, at in host_of.items() if at == host and rank not in ranks]
+    return f" (on host {host})" if others else f" (all of host {host})"
+
+
+def _find_behind_any(context: ReplayContext, masks: Sequence[Remedy], remedy: Remedy) -> Finding:
+    """The finding behind the largest cause; if that does not mask it and it gains next to nothing
+    alone, behind the next ones."""
+    least = MIN_GAIN_SHARE * context.mean_ns
+    for mask in masks:
+        if mask is remedy or mask.finding.gain_ns < least:
+            continue
+        found = _find_behind(context, mask, remedy)
+        if found is not remedy.finding or remedy.finding.gain_ns >= least:
+            return found
+    return remedy.finding
+
+
+def _find_behind(context: ReplayContext, top: Remedy, remedy: Remedy) -> Finding:
+    """The finding; if the largest cause masks it, with what it gains once that one is fixed, which
+    is its gain if it gains next to nothing alone."""
+    finding = remedy.finding
+    gain = context.compute_gain_ns(remedy.change(top.change(context.graph))) - top.finding.gain_ns
+    least = MIN_GAIN_SHARE * context.mean_ns
+    if gain < least or gain <= _MASKED * max(finding.gain_ns, 0):
+        return finding
+    ranks = units.format_number_list(top.finding.ranks)
+    if finding.gain_ns >= least:
+        then = f"{units.format_milliseconds(gain)} once ranks {ranks} are fixed"
+        return replace(finding, message=f"{finding.message}; saves {then}")
+    alone = units.format_milliseconds(max(finding.gain_ns, 0))
+    text = f"{finding.message}; saves {alone} alone, the rest once ranks {ranks} are fixed"
+    return replace(finding, gain_ns=gain, message=text)
 
 
 # The bubble of the pipeline schedule, compared with twice as many microbatches.
@@ -132,6 +307,9 @@ def find_few_microbatches(context: ReplayContext) -> list[Finding]:
 _IMBALANCE_RATIO = 1.02
 """A rank or stage counts as imbalanced above this multiple of the mean work."""
 
+_MIN_STEPS, _MIN_SIGMAS = 3, 3.0
+"""With this many steps, more work must exceed its noise by so many standard errors."""
+
 
 def find_load_imbalance(context: ReplayContext) -> list[Finding]:
     """Find load imbalance between stages and between the ranks of a stage.
@@ -152,25 +330,61 @@ def _find_stage_imbalance(context: ReplayContext, of_stage: Float, mean: Float) 
     heaviest = _find_heaviest(context, context.stage, of_stage / np.maximum(mean, 1))
     if heaviest is None:
         return None
-    stage, ratio = heaviest
+    stage, ratio, _ = heaviest
     mine = (context.stage == stage) & context.counted
+    ranks = tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist())
     times = mean / np.maximum(of_stage, 1)
     changed = _scale_layer_comm(context, scale_work(context.graph, "compute", times), times)
+    doubt = _describe_doubt(context, ranks, context.ranks.tolist())
     return Finding(
         code="uneven_stages",
         bucket="bubble",
         gain_ns=context.compute_gain_ns(changed),
         measured_ns=int(of_stage[mine].mean()),
         predicted_ns=int(mean[mine].mean()),
-        ranks=tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist()),
+        ranks=ranks,
         steps=context.list_steps(mine),
         events=(),
         message=(
-            f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} "
-            "more compute than "
-            "average; move layers off it"
+            f"pipeline imbalance: stage {stage} has {units.format_percent(ratio - 1)} more compute "
+            f"than average; move layers off it{doubt}"
         ),
     )
+
+
+def _describe_doubt(context: ReplayContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
+    """The doubt that these ranks may be slower instead.
+
+    It is "" if their shapes are known, or if more kernels explain most of what they compute longer
+    than their peers.
+    """
+    split = context.split
+    if any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks):
+        return ""
+    families = split.detail.families
+    own = _average_families([one for one in families if one.rank in ranks], len(ranks))
+    others = [one for one in families if one.rank in peers and one.rank not in ranks]
+    usual = _average_families(others, len(peers) - len(ranks))
+    longer_ns = sum(total for _, total in own.values()) - sum(total for _, total in usual.values())
+    more_ns = sum(
+        max(count - usual.get(family, (0.0, 0.0))[0], 0.0) / count * total
+        for family, (count, total) in own.items()
+    )
+    if 2 * more_ns > longer_ns:
+        return ""
+    devices = "its device is" if len(ranks) == 1 else "its devices are"
+    return f", unless {devices} slower (no shapes recorded)"
+
+
+def _average_families(
+    families: Sequence[KernelFamily], ranks: int
+) -> dict[str, tuple[float, float]]:
+    """(number of kernels, their time in ns) of each family, a rank."""
+    sums: dict[str, tuple[float, float]] = {}
+    for one in families:
+        count, total = sums.get(one.family, (0.0, 0.0))
+        sums[one.family] = (count + one.count / ranks, total + one.total_ns / ranks)
+    return sums
 
 
 def _scale_layer_comm(
@@ -182,36 +396,86 @@ def _scale_layer_comm(
 
 
 def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -> Finding | None:
-    rank = context.ranks[context.graph.steps.rank]
+    """A single rank with more work gets that of the others of its stage; several are balanced."""
+    steps = context.graph.steps
+    rank = context.ranks[steps.rank]
     heaviest = _find_heaviest(context, rank, work / np.maximum(of_stage, 1))
     if heaviest is None:
         return None
-    worst, ratio = heaviest
+    worst, ratio, alone = heaviest
     mine = (rank == worst) & context.counted
-    changed = scale_work(context.graph, "compute", of_stage / np.maximum(work, 1))
+    usual, peers = of_stage, "average rank"
+    if alone:
+        label = group_ids(steps.step, context.stage)
+        count = np.bincount(label)[label]
+        others = (of_stage * count - work) / np.maximum(count - 1, 1)
+        usual, peers = np.where(rank == worst, others, work), "other ranks"
+        ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
+    changed = scale_work(context.graph, "compute", usual / np.maximum(work, 1))
+    same_stage = context.ranks[np.unique(steps.rank[context.stage == context.stage[mine][0]])]
     return Finding(
         code="uneven_ranks",
         bucket="skew",
         gain_ns=context.compute_gain_ns(changed),
         measured_ns=int(work[mine].mean()),
-        predicted_ns=int(of_stage[mine].mean()),
+        predicted_ns=int(usual[mine].mean()),
         ranks=(worst,),
         steps=context.list_steps(mine),
         events=(),
         message=(
-            f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more "
-            "compute than the "
-            "average rank of its stage"
+            f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more compute than "
+            f"the {peers} of its stage"
+            + (
+                _describe_expert_load(context, worst)
+                or _describe_doubt(context, (worst,), same_stage.tolist())
+            )
         ),
     )
 
 
-def _find_heaviest(context: ReplayContext, labels: Int64, ratio: Float) -> tuple[int, float] | None:
-    """(the label with the most work on average, its ratio to the mean); None if balanced."""
-    numbers, place = np.unique(labels[context.counted], return_inverse=True)
-    mean = np.bincount(place, ratio[context.counted]) / np.bincount(place)
-    most = int(mean.argmax())
-    return (int(numbers[most]), float(mean[most])) if mean[most] > _IMBALANCE_RATIO else None
+def _describe_expert_load(context: ReplayContext, rank: int) -> str:
+    """How much more a rank sends in the all_to_alls of its expert parallel group than the others.
+
+    What each rank sends to the experts is alike; what it returns is what its experts received.
+    """
+    split, sent = context.split, {}
+    groups = [
+        number
+        for number, group in enumerate(split.matched.groups)
+        if rank in group.ranks and "ep" in split.layout.find_axes(group)
+    ]
+    for index, one in enumerate(split.ranks):
+        own = split.matched.slice_trace(index)
+        rows = np.isin(split.matched.group[own], groups)
+        rows &= split.matched.op[own] == OP_CODE["all_to_all"]
+        sizes = one.trace.calls.input_bytes[split.matched.call[own][rows]]
+        if len(sizes) and (sizes >= 0).all():
+            sent[one.trace.rank] = float(sizes.mean())
+    others = [size for other, size in sent.items() if other != rank]
+    more = sent[rank] / max(sum(others) / len(others), 1.0) - 1 if rank in sent and others else 0.0
+    if more <= _IMBALANCE_RATIO - 1:
+        return ""
+    return (
+        f"; it sends {units.format_percent(more)} more in all_to_all on ep: its experts receive "
+        "more tokens"
+    )
+
+
+def _find_heaviest(
+    context: ReplayContext, labels: Int64, ratio: Float
+) -> tuple[int, float, bool] | None:
+    """(the label with the most work on average, its ratio to the mean, whether no other label has
+    more than the mean); None if balanced, up to the noise between steps."""
+    rows = context.counted
+    numbers, place = np.unique(labels[rows], return_inverse=True)
+    count = np.bincount(place)
+    mean = np.bincount(place, ratio[rows]) / count
+    sigma = np.sqrt(np.bincount(place, (ratio[rows] - mean[place]) ** 2) / count)
+    steps = len(np.unique(context.graph.steps.step[rows]))
+    noise = _MIN_SIGMAS * sigma / np.sqrt(steps - 1) if steps >= _MIN_STEPS else 0 * sigma
+    heavy = mean > np.maximum(_IMBALANCE_RATIO, 1 + noise)
+    most = int(np.where(heavy, mean, 0.0).argmax())
+    return (int(numbers[most]), float(mean[most]), int(heavy.sum()) == 1) if heavy.any() else None
 
 
 # Stragglers: ranks whose device runs the same kernels slower than its peers.
@@ -220,7 +484,7 @@ def _find_heaviest(context: ReplayContext, labels: Int64, ratio: Float) -> tuple
 def compute_peer_speed_ratio(context: ReplayContext) -> Float:
     """For each row, its compute time at the speed of its peers as a ratio of the measured time.
 
-    A slowdown shared by all ranks of a stage counts as work of the stage, not as a slow device.
+    A slowdown shared by all ranks of a stage counts as work of the stage, not as slow devices.
     """
     lost: dict[int, int] = defaultdict(int)
     for one in context.split.detail.slow_kernels:
@@ -246,22 +510,25 @@ def _compute_rank_mean_ns(context: ReplayContext) -> Float:
 _FAMILY_NAMES = {"gemm": "GEMM"}
 
 
-def find_stragglers(context: ReplayContext) -> list[Finding]:
+def find_stragglers(context: ReplayContext) -> list[Remedy]:
     """A finding for each straggler; its gain is that of this rank alone at its peers' speed."""
     pace = compute_peer_speed_ratio(context)
     slow = {context.ranks[index] for index in context.graph.steps.rank[pace < 1].tolist()}
-    return [_build_straggler_finding(context, int(rank), pace) for rank in sorted(slow)]
+    return [_build_straggler_remedy(context, int(rank), pace) for rank in sorted(slow)]
 
 
-def _build_straggler_finding(context: ReplayContext, rank: int, pace: Float) -> Finding:
+def _build_straggler_remedy(context: ReplayContext, rank: int, pace: Float) -> Remedy:
     mine = context.ranks[context.graph.steps.rank] == rank
-    changed = scale_work(context.graph, "compute", np.where(mine, pace, 1.0))
+
+    def speed_up(graph: DependencyGraph) -> DependencyGraph:
+        return scale_work(graph, "compute", np.where(mine, pace, 1.0))
+
     rows = [one for one in sum_slow_ranks(context.split.detail.slow_kernels) if one.rank == rank]
     gpu_state = describe_gpu_state(context.records, rank)
-    return Finding(
+    finding = Finding(
         code="slow_rank",
         bucket="compute",
-        gain_ns=context.compute_gain_ns(changed),
+        gain_ns=context.compute_gain_ns(speed_up(context.graph)),
         measured_ns=int(context.select_bucket_ns("compute")[mine & context.counted].mean()),
         predicted_ns=int(
             (context.select_bucket_ns("compute") * pace)[mine & context.counted].mean()
@@ -272,9 +539,11 @@ def _build_straggler_finding(context: ReplayContext, rank: int, pace: Float) -> 
         message=(
             f"rank {rank} is a straggler: its {_FAMILY_NAMES.get(rows[0].family, rows[0].family)} "
             f"kernels are {rows[0].ratio:.2f}x slower than on its peers"
+            + ("" if rows[0].same_work else ", unless its inputs are larger (no shapes recorded)")
             + (f"; {gpu_state}" if gpu_state else "")
         ),
     )
+    return Remedy(finding, speed_up)
 
 
 def _list_slowest_kernels(
@@ -315,6 +584,9 @@ def describe_gpu_state(records: Sequence[RankRecord], rank: int) -> str:
     reasons = _list_throttle_reasons(records, rank)
     if reasons:
         words.append(f"throttled: {', '.join(reasons)}")
+    notes = [one.gpu_note for one in records if one.rank.rank == rank and one.gpu_note]
+    if notes:
+        words.append(notes[0] if rank in clocks else f"SM clock unknown: {notes[0]}")
     return "; ".join(words)
 
 
@@ -330,119 +602,3 @@ def _list_throttle_reasons(records: Sequence[RankRecord], rank: int) -> list[str
             for state in record.gpu:
                 bits |= state.throttle_reasons or 0
     return [name for bit, name in _THROTTLE_REASONS if bits & bit]
-
-
-# Ranks that idle or copy longer than their peers, and idle time common to all ranks (host-bound).
-
-_LATE_RANK_TEXTS = {
-    "idle": ("host_stall", "rank {rank} is host-bound: its idle time exceeds that of its peers by "
-             "{more} of the step"),
-    "copy": ("slow_copy", "rank {rank} is slowed by memory copies: its copy time exceeds that of "
-             "its peers by {more} of the step"),
-}  # fmt: skip
-
-_NOT_HOST_CAUSES = ("launch_latency", "dependency", "unknown")
-
-_MIN_LATE_SHARE = 0.005
-"""Ranks that idle or copy less than this fraction of the mean step beyond their peers are fine."""
-
-
-def find_late_hosts(context: ReplayContext) -> list[Finding]:
-    """A finding for each rank that idles or copies longer than its peers, and one for the idle time
-    common to all ranks."""
-    findings = [one for work in _LATE_RANK_TEXTS for one in _find_late_ranks(context, work)]
-    return [
-        *findings,
-        _find_host_bound(context, _compute_step_median(context, _sum_host_idle_ns(context))),
-    ]
-
-
-def _sum_host_idle_ns(context: ReplayContext) -> Float:
-    """The idle time of each row caused by its host, without device latencies and unknown causes."""
-    first = np.cumsum([0, *(len(rank.steps) for rank in context.split.ranks)])
-    idle_ns = np.zeros(len(context.stage))
-    for index, causes in enumerate(context.split.detail.idle):
-        for one in causes:
-            if one.cause not in _NOT_HOST_CAUSES:
-                idle_ns[first[index] + one.window] += one.idle_ns
-    return idle_ns
-
-
-def _compute_step_median(context: ReplayContext, values: Float) -> Float:
-    """For each row, the lower median over the ranks of its step."""
-    steps = context.graph.steps
-    medians = np.zeros(len(values))
-    for step in np.unique(steps.step).tolist():
-        rows = np.flatnonzero(steps.step == step)
-        medians[rows] = np.sort(values[rows])[(len(rows) - 1) // 2]
-    return medians
-
-
-def _find_late_ranks(context: ReplayContext, work: str) -> list[Finding]:
-    spent, steps = context.sum_work_ns(work), context.graph.steps
-    usual = _compute_step_median(context, spent.astype(np.float64))
-    beyond = np.maximum(spent - usual, 0) * context.counted
-    steps_of_rank = np.maximum(np.bincount(steps.rank, context.counted), 1)
-    mean = np.bincount(steps.rank, beyond) / steps_of_rank
-    late = np.flatnonzero(mean > _MIN_LATE_SHARE * context.mean_ns).tolist()
-    return [_build_late_rank_finding(context, work, index, usual) for index in late]
-
-
-def _build_late_rank_finding(
-    context: ReplayContext, work: str, index: int, usual: Float
-) -> Finding:
-    spent = context.sum_work_ns(work)
-    mine = (context.graph.steps.rank == index) & (spent > usual) & context.counted
-    changed = limit_work(context.graph, work, np.where(mine, usual, spent))
-    code, words = _LATE_RANK_TEXTS[work]
-    rank, more = int(context.ranks[index]), float((spent - usual)[mine].mean()) / context.mean_ns
-    return Finding(
-        code=code,
-        bucket=work,
-        gain_ns=context.compute_gain_ns(changed),
-        measured_ns=int(spent[mine].mean()),
-        predicted_ns=int(usual[mine].mean()),
-        ranks=(rank,),
-        steps=context.list_steps(mine),
-        events=context.list_longest(index, work),
-        message=words.format(rank=rank, more=units.format_percent(more))
-        + _format_idle_reason(context, index, work),
-    )
-
-
-def _find_host_bound(context: ReplayContext, common: Float) -> Finding:
-    """The finding for the idle time that all ranks have in common."""
-    idle = context.sum_work_ns("idle")
-    share = float(common[context.counted].mean()) / context.mean_ns
-    what = "GPU idle" if context.split.ranks[0].trace.on_device else "idle"
-    where = " on every rank" if len(context.ranks) > 1 else ""
-    return Finding(
-        code="host_bound",
-        bucket="idle",
-        gain_ns=context.compute_gain_ns(
-            limit_work(context.graph, "idle", np.maximum(idle - common, 0))
-        ),
-        measured_ns=int(idle[context.counted].mean()),
-        predicted_ns=None,
-        ranks=(),
-        steps=context.list_steps(context.counted),
-        events=(),
-        message=(
-            f"{what} {units.format_percent(share)} of the step{where} (host-bound); "
-            f"{explain_idle(_list_host_causes(context))}"
-        ),
-    )
-
-
-def _format_idle_reason(context: ReplayContext, index: int, work: str) -> str:
-    reason = explain_idle(context.split.detail.idle[index]) if work == "idle" else ""
-    return f"; {reason}" if reason else ""
-
-
-def _list_host_causes(context: ReplayContext) -> list[IdleCause]:
-    return [
-        one
-        for causes in context.split.detail.idle
-        for one in causes
-        if one.cause not in _NOT_HOST_CAUSES
-    ]

@@ -1,23 +1,28 @@
-"""Communication bottlenecks: slow links, redundant all-gathers, exposed gradient reduction."""
+"""Communication bottlenecks: slow links, unneeded or small collectives, exposed gradient sync."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import is_inside, union
+from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     HoistedCalls,
+    Remedy,
     ReplayContext,
+    compute_times,
     hoist_collectives,
     remove_calls,
     scale_transfers,
 )
 from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.split.attribute import list_gradient_sync_ops
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.run import RankSplit
@@ -79,15 +84,16 @@ _MIN_CALLS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Calls of one kind between the same ranks: their kernels and transfer times."""
+    """Calls of one kind between the same ranks: their kernels, steps and transfer times."""
 
     ranks: tuple[int, ...]
     kernels: Int64
+    step: Int64
     took_ns: Int64
 
 
-def find_slow_links(context: ReplayContext) -> list[Finding]:
-    """A finding for each set of ranks with a slow link.
+def find_slow_links(context: ReplayContext) -> list[Remedy]:
+    """A finding for each set of ranks with slow links; links that share a rank are one finding.
 
     Compared are links with the same op, message size, number of ranks and number of hosts; the gain
     is that of a transfer time as on the other links.
@@ -96,7 +102,23 @@ def find_slow_links(context: ReplayContext) -> list[Finding]:
     for alike in _collect_links(context).values():
         for link, ratio in _select_slow_links(alike):
             slow[link.ranks].append((link.kernels, np.full(len(link.kernels), 1 / ratio)))
-    return [_build_link_finding(context, ranks, parts) for ranks, parts in slow.items()]
+    return [
+        _build_link_remedy(context, ranks, [part for one in links for part in slow[one]])
+        for ranks, links in _join_links(slow).items()
+    ]
+
+
+def _join_links(
+    links: Iterable[tuple[int, ...]],
+) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """The links by the ranks that they connect, directly or through each other."""
+    joined: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for link in links:
+        touching = [ranks for ranks in joined if not set(ranks).isdisjoint(link)]
+        members = [member for ranks in touching for member in joined.pop(ranks)]
+        together = {rank for member in (*members, link) for rank in member}
+        joined[tuple(sorted(together))] = [*members, link]
+    return joined
 
 
 def _collect_links(context: ReplayContext) -> dict[tuple[int, ...], list[_Link]]:
@@ -117,7 +139,10 @@ def _collect_links(context: ReplayContext) -> dict[tuple[int, ...], list[_Link]]
             nodes = len({hosts.get(rank) for rank in ranks})
             links[op, int(matched.message_bytes[row]), len(ranks), nodes][ranks].append(i)
     return {
-        kind: [_Link(ranks, np.array(rows), took[rows]) for ranks, rows in of_kind.items()]
+        kind: [
+            _Link(ranks, np.array(rows), context.graph.steps.step[kernels.step[rows]], took[rows])
+            for ranks, rows in of_kind.items()
+        ]
         for kind, of_kind in links.items()
     }
 
@@ -148,7 +173,8 @@ def _find_link_ranks(context: ReplayContext, kernel: int, row: int) -> tuple[int
 def _select_slow_links(links: list[_Link]) -> list[tuple[_Link, float]]:
     """The links slower than the median link, with the ratio of their median transfer times.
 
-    The 25th percentile of a slow link must exceed the 75th percentile of the median link.
+    The 25th percentile of a slow link must exceed the 75th percentile of the median link, and the
+    difference what chance makes of as many steps.
     """
     known = [link for link in links if len(link.took_ns) >= _MIN_CALLS]
     if len(known) < 2:
@@ -159,22 +185,61 @@ def _select_slow_links(links: list[_Link]) -> list[tuple[_Link, float]]:
     return [
         (link, at / middle[usual])
         for link, at in zip(known, middle, strict=True)
-        if at > _SLOW_RATIO * middle[usual] and np.percentile(link.took_ns, 25) > most
+        if at > _SLOW_RATIO * middle[usual]
+        and np.percentile(link.took_ns, 25) > most
+        and _exceeds_noise(link, known[usual])
     ]
 
 
-def _build_link_finding(
+_MIN_STEPS = 3
+"""From so many steps on, the calls of a step count as one: what slows one down slows the next."""
+
+_CHANCE = 0.001
+"""So often, a link that is as fast as the other passes for slower."""
+
+
+def _exceeds_noise(slow: _Link, usual: _Link) -> bool:
+    """Whether the slow link is slower by Welch's test of the logarithms of its times."""
+    from scipy.special import stdtrit  # takes long to import, and is rarely needed
+
+    mine, other = _list_samples(slow), _list_samples(usual)
+    parts = [float(np.var(one, ddof=1)) / len(one) for one in (mine, other)]
+    variance = sum(parts)
+    if variance == 0:
+        return True
+    freedom = variance**2 / sum(
+        part**2 / (len(one) - 1) for part, one in zip(parts, (mine, other), strict=True)
+    )
+    difference = float(mine.mean() - other.mean())
+    return bool(difference > stdtrit(freedom, 1 - _CHANCE) * variance**0.5)
+
+
+def _list_samples(link: _Link) -> Float:
+    """The logarithm of the transfer times: the median of each step, or of each call if the steps
+    are few."""
+    times = np.log(link.took_ns)
+    steps = np.unique(link.step)
+    if len(steps) < _MIN_STEPS:
+        return times
+    return np.array([np.median(times[link.step == step]) for step in steps.tolist()])
+
+
+def _build_link_remedy(
     context: ReplayContext, ranks: tuple[int, ...], parts: list[tuple[Int64, Float]]
-) -> Finding:
+) -> Remedy:
     kernels, times = (np.concatenate(side) for side in zip(*parts, strict=True))
     took = context.graph.rest_ns[context.graph.kernels.end[kernels]]
     rows = np.isin(context.ranks[context.graph.steps.rank], ranks)
     ratio = float(took.sum() / (took * times).sum())
     count = max(1, int((rows & context.graph.steps.full).sum()))
-    return Finding(
+
+    def speed_up(graph: DependencyGraph) -> DependencyGraph:
+        return scale_transfers(graph, kernels, times)
+
+    finding = Finding(
         code="slow_link",
         bucket="collective",
-        gain_ns=context.compute_gain_ns(scale_transfers(context.graph, kernels, times)),
+        gain_ns=context.compute_gain_ns(speed_up(context.graph)),
         measured_ns=int(took.sum()) // count,
         predicted_ns=int((took * times).sum()) // count,
         ranks=ranks,
@@ -186,6 +251,7 @@ def _build_link_finding(
             "than between other ranks with the same traffic"
         ),
     )
+    return Remedy(finding, speed_up)
 
 
 # Redundant all-gathers: weights and activations that the layout does not require to be gathered.
@@ -305,9 +371,20 @@ def _build_gather_finding(context: ReplayContext, axis: str, kernels: Int64) -> 
     table, matched = context.graph.kernels, context.split.matched
     steps = max(1, len(np.unique(table.step[kernels])))
     size = int(matched.message_bytes[table.row[kernels]].sum()) // steps
-    rows = np.isin(context.graph.steps.rank, table.rank[kernels])
+    message = (
+        f"redundant all-gathers on {axis}: {len(kernels) / steps:.0f} per step "
+        f"({units.format_size(size)} per rank) that the layout does not require"
+    )
+    return _build_removal_finding(context, "redundant_calls", kernels, steps, message)
+
+
+def _build_removal_finding(
+    context: ReplayContext, code: str, kernels: Int64, steps: int, message: str
+) -> Finding:
+    """A finding whose gain is that of a run without these calls of so many steps."""
+    rows = np.isin(context.graph.steps.rank, context.graph.kernels.rank[kernels])
     return Finding(
-        code="redundant_calls",
+        code=code,
         bucket="collective",
         gain_ns=context.compute_gain_ns(remove_calls(context.graph, kernels)),
         measured_ns=int(context.sum_exposed_ns()[kernels].sum()) // steps,
@@ -315,16 +392,200 @@ def _build_gather_finding(context: ReplayContext, axis: str, kernels: Int64) -> 
         ranks=(),
         steps=context.list_steps(rows),
         events=context.list_longest_calls(kernels),
+        message=message,
+    )
+
+
+_REDUCTION_OPS = ("all_reduce", "reduce_scatter")
+
+# Extra reductions: data parallelism reduces only gradients, and a pipeline sends messages.
+
+_STAGE_AXIS = frozenset({"pp"})
+
+
+def find_extra_reductions(context: ReplayContext) -> list[Finding]:
+    """A finding for each axis with exposed reductions that its parallelism does not need.
+
+    These are reductions of data parallel ranks in the forward, and all-reduces of tensors across
+    pipeline stages. The gain is that of a run without them.
+    """
+    extra: dict[str, list[Int64]] = defaultdict(list)
+    row = context.graph.kernels.row
+    matched, in_forward = context.split.matched, _find_forward_kernels(context)
+    sums = np.isin(matched.op[row], [OP_CODE[op] for op in _REDUCTION_OPS])
+    tensors = (matched.op[row] == OP_CODE["all_reduce"]) & (
+        matched.message_bytes[row] > SCALAR_BYTES
+    )
+    for number, group in enumerate(matched.groups):
+        axes = context.split.layout.find_axes(group)
+        own = matched.group[row] == number
+        if axes and axes <= DATA_AXES and axes != {"cp"}:
+            extra[" x ".join(sorted(axes))].append(np.flatnonzero(own & sums & in_forward))
+        elif axes == _STAGE_AXIS:
+            extra["pp"].append(np.flatnonzero(own & tensors))
+    found = {axis: np.concatenate(parts) for axis, parts in extra.items()}
+    return [_build_extra_finding(context, axis, own) for axis, own in found.items() if len(own)]
+
+
+def _find_forward_kernels(context: ReplayContext) -> Bool:
+    """Which collectives a rank waited for that its host issued in a forward."""
+    kernels = context.graph.kernels
+    found = np.zeros(len(kernels), dtype=np.bool_)
+    for index, rank in enumerate(context.split.ranks):
+        forward = np.array([phase == "forward" for phase in rank.phase], dtype=np.bool_)
+        calls = np.unique(rank.attribution.exposed.call[forward])
+        found |= (kernels.rank == index) & np.isin(kernels.call, calls)
+    shared = context.split.matched.shared[kernels.row]
+    return found | ((shared >= 0) & np.isin(shared, shared[found]))
+
+
+def _build_extra_finding(context: ReplayContext, axis: str, kernels: Int64) -> Finding:
+    table, matched = context.graph.kernels, context.split.matched
+    steps = max(1, len(np.unique(table.step[kernels])))
+    size = int(np.median(matched.message_bytes[table.row[kernels]]))
+    why = (
+        "across pipeline stages, which only tied embeddings need"
+        if axis == "pp"
+        else f"on {axis} in the forward, where data parallelism needs none"
+    )
+    message = (
+        f"extra reductions {why}: {len(kernels) / steps:.0f} per step of {units.format_size(size)}"
+    )
+    return _build_removal_finding(context, "extra_reductions", kernels, steps, message)
+
+
+# Small collectives: their time is latency, not bandwidth.
+
+_BUCKET_BYTES = 25 << 20
+"""The size of torch's gradient buckets."""
+
+_SMALL_BYTES = 256 << 10
+"""Collectives of less on average are small: a quarter of torch's first bucket."""
+
+_MIN_SMALL_CALLS = 8
+"""Fewer collectives per step are not worth merging."""
+
+_LATENCY_SHARE = 0.5
+"""Collectives are latency-bound if latency is at least this fraction of their time."""
+
+
+def find_small_collectives(context: ReplayContext) -> list[Finding]:
+    """A finding for each data axis on which many collectives take time regardless of their size.
+
+    The gain is that of the same bytes in buckets of torch's default size.
+    """
+    kernels = context.graph.kernels
+    large = context.split.matched.message_bytes[kernels.row] > 0
+    own = np.flatnonzero(large & find_sync_kernels(context))
+    group = context.split.matched.group[kernels.row[own]]
+    merged: dict[str, list[_MergedCalls]] = defaultdict(list)
+    for number in np.unique(group).tolist():
+        axes = context.split.layout.find_axes(context.split.matched.groups[number])
+        calls = _MergedCalls.build(context, own[group == number])
+        if calls.are_small:
+            merged[" x ".join(sorted(axes))].append(calls)
+    return [_build_small_finding(context, axis, parts) for axis, parts in merged.items()]
+
+
+def find_sync_kernels(context: ReplayContext) -> Bool:
+    """Which collectives reduce gradients or gather weights on a data axis."""
+    kernels, matched = context.graph.kernels, context.split.matched
+    ops = np.isin(matched.op[kernels.row], [OP_CODE[op] for op in (*_REDUCTION_OPS, "all_gather")])
+    sums = np.isin(matched.op[kernels.row], [OP_CODE[op] for op in _REDUCTION_OPS])
+    data = np.zeros(len(kernels), dtype=np.bool_)
+    data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    return ops & data & ~(_find_forward_kernels(context) & sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _MergedCalls:
+    """The collectives of a group: their kernels, calls and bytes per step of a rank, and their time
+    in larger buckets as a fraction of the measured one."""
+
+    kernels: Int64
+    calls: float
+    bytes: float
+    fraction: float
+
+    @property
+    def are_small(self) -> bool:
+        return (
+            self.calls >= _MIN_SMALL_CALLS
+            and self.bytes < _SMALL_BYTES * self.calls
+            and self.fraction <= 1 - _LATENCY_SHARE
+        )
+
+    @classmethod
+    def build(cls, context: ReplayContext, kernels: Int64) -> _MergedCalls:
+        """Their latency is what they take beyond the time of their bytes at the usual rate."""
+        table, matched = context.graph.kernels, context.split.matched
+        shared = matched.shared[table.row[kernels]]
+        kernels, shared = kernels[shared >= 0], shared[shared >= 0]
+        calls, first = np.unique(shared, return_index=True)
+        if not len(calls):
+            return cls(kernels, 0.0, 0.0, 1.0)
+        size = matched.message_bytes[table.row[kernels[first]]].astype(np.float64)
+        took = compute_service_ns(context, kernels, shared)
+        steps = len(np.unique(context.graph.steps.step[table.step[kernels]]))
+        count, total = len(calls) / steps, float(took.sum())
+        moving = min(_compute_transfer_ns(size, took), total)
+        buckets = -(-size.sum() / steps // _BUCKET_BYTES)
+        merged = moving + (total - moving) * min(1.0, buckets / count)
+        return cls(kernels, count, float(size.sum()) / steps, merged / max(total, 1.0))
+
+
+def _compute_transfer_ns(size: Float, took: Float) -> float:
+    """The time of all these bytes at their usual rate: half of the bytes move at least as fast.
+
+    What some calls wait for a thread or a link is latency, as is all that small ones take.
+    """
+    order = np.argsort(took / size, kind="stable")
+    moved = np.cumsum(size[order])
+    usual = order[int(np.searchsorted(moved, moved[-1] / 2))]
+    return float(moved[-1] * took[usual] / size[usual])
+
+
+def compute_service_ns(context: ReplayContext, kernels: Int64, shared: Int64) -> Float:
+    """For each collective, in order of number, its time since its last member arrived and since the
+    one before it on the group ended."""
+    times = compute_times(context.graph)
+    label, table = group_ids(shared), context.graph.kernels
+    count = int(label.max(initial=-1)) + 1
+    begin = group_max(label, times[table.start[kernels]], count)
+    end = -group_max(label, -times[table.end[kernels]], count)
+    order = np.lexsort((end, begin))
+    last = np.maximum.accumulate(np.concatenate(([begin.min(initial=0)], end[order][:-1])))
+    took = np.zeros(count)
+    took[order] = np.maximum(end[order] - np.maximum(begin[order], last), 0)
+    return took
+
+
+def _build_small_finding(context: ReplayContext, axis: str, parts: list[_MergedCalls]) -> Finding:
+    kernels = np.concatenate([part.kernels for part in parts])
+    fractions = np.concatenate([np.full(len(part.kernels), part.fraction) for part in parts])
+    exposed = context.sum_exposed_ns()[kernels]
+    rows = np.isin(context.graph.steps.rank, context.graph.kernels.rank[kernels])
+    count = max(1, int((rows & context.graph.steps.full).sum()))
+    part = max(parts, key=lambda one: one.calls)
+    return Finding(
+        code="small_collectives",
+        bucket="collective",
+        gain_ns=context.compute_gain_ns(scale_transfers(context.graph, kernels, fractions)),
+        measured_ns=int(exposed.sum()) // count,
+        predicted_ns=int((exposed * fractions).sum()) // count,
+        ranks=(),
+        steps=context.list_steps(rows),
+        events=context.list_longest_calls(kernels),
         message=(
-            f"redundant all-gathers on {axis}: {len(kernels) / steps:.0f} per step "
-            f"({units.format_size(size)} per rank) that the layout does not require"
+            f"small collectives on {axis}: {part.calls:.0f} per step of "
+            f"{units.format_size(int(part.bytes / part.calls))} on average, "
+            f"{units.format_percent(1 - part.fraction)} of their time is latency; "
+            "merge them into larger buckets"
         ),
     )
 
 
 # Exposed gradient reduction that could overlap with the backward.
-
-_REDUCTION_OPS = ("all_reduce", "reduce_scatter")
 
 _OVERLAPPED_SHARE = 0.1
 """Gradient reduction counts as overlapped if at least this fraction is hidden by compute."""
@@ -373,14 +634,23 @@ def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
 
 def _compute_overlapped_share(context: ReplayContext) -> float:
     overlaps = context.split.detail.overlaps
-    rows = [row for row in overlaps if row.op in _REDUCTION_OPS and row.axis in DATA_AXES]
+    rows = [
+        row
+        for row in overlaps
+        if row.axis in DATA_AXES and row.op in list_gradient_sync_ops(frozenset({row.axis}))
+    ]
     moved = sum(row.moved_ns for row in rows)
     return sum(row.hidden_ns for row in rows) / moved if moved else 1.0
 
 
 def _list_rank_hoistable(context: ReplayContext, index: int) -> list[HoistedCalls]:
-    """The gradient reductions that one rank could start earlier, one item per step."""
+    """The gradient reductions that one rank could start earlier, one item per step.
+
+    None in a pipeline whose backwards are not known: gradients are complete in the last of them.
+    """
     rank, kernels = context.split.ranks[index], context.graph.kernels
+    if context.split.layout.pipelines and not any(grid.slots for grid in rank.grids):
+        return []
     exposed = rank.attribution.exposed
     syncs = {
         call for call, phase in zip(exposed.call.tolist(), rank.phase, strict=True)

@@ -1,11 +1,16 @@
-"""Hang analysis of Flight Recorder dumps: which rank is missing in which call."""
+"""Hang analysis of Flight Recorder dumps and rank states: which rank is missing in which call."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+
+import msgspec
 
 from stepsplit.analyzer.diagnose.hang_progress import (
     Called,
@@ -13,10 +18,12 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     Culprit,
     Hang,
     HangWarning,
+    JobGroup,
     JobGroups,
     LastCall,
     Mismatch,
     Progress,
+    RankNow,
     StackFrame,
     Stuck,
     StuckGroup,
@@ -28,22 +35,47 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     find_stuck_collectives,
     find_stuck_messages,
 )
-from stepsplit.analyzer.errors import DataError
-from stepsplit.analyzer.readers.compression import list_files
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers.compression import list_files, open_unpacked
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
+from stepsplit.analyzer.readers.nccl.inspector import (
+    RasCommunicator,
+    RasMissingRank,
+    RasRank,
+    read_ras,
+)
 from stepsplit.analyzer.readers.registry import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import Group
+from stepsplit.collectors.rank_record import (
+    ENDED,
+    RAISED,
+    RAS_NAME,
+    RUNNING,
+    SILENT,
+    STATE_SUFFIX,
+    STOPPED,
+    USUAL_STEPS,
+    CodeFrame,
+    RankState,
+    read_state,
+)
+from stepsplit.collectors.run_spec import RunSpec, from_json
 
 # The input of the search for the culprits of a hang.
 
 
 @dataclass(frozen=True, slots=True)
 class HangInputs:
-    """The stuck calls, the mismatches between members, and the progress of each rank."""
+    """The stuck calls, the mismatches between members, and the progress of each rank.
+
+    guessed: names of the groups whose members are only those that used them.
+    """
 
     stuck: tuple[Stuck, ...]
     mismatches: tuple[Mismatch, ...]
     ranks: tuple[Progress, ...]
+    guessed: frozenset[str] = frozenset()
 
     def has_dump(self, rank: int) -> bool:
         """Whether there is a dump of the rank."""
@@ -54,12 +86,22 @@ class HangInputs:
         at = call.group, call.seq
         return next((one for one in self.mismatches if (one.group, one.seq) == at), None)
 
+    def find_order_breaks(self, ranks: Sequence[int]) -> dict[int, OrderBreak]:
+        """The departures of some of the ranks from their order of calls; empty if all departed."""
+        found = {one.rank: find_order_break(one) for one in self.ranks if one.rank in ranks}
+        breaks = {rank: one for rank, one in found.items() if one is not None}
+        return breaks if len(breaks) < len(ranks) else {}
+
     def find_oldest_open(self, rank: int) -> Called | None:
         """The rank's first call that is not completed; None if there is none, or no dump."""
         return next((call for one in self.ranks if one.rank == rank for call in one.open), None)
 
 
+STUCK, LATE, MOVING, CLEAR = "stuck", "late", "moving", "clear"
+
 # Flight Recorder dumps -> Hang.
+
+_RUN_NAME, _MAX_RUN_BYTES = "run.json", 64 << 20
 
 _GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
 
@@ -84,17 +126,77 @@ def find_hang(*places: str | Path) -> Hang | None:
         rank 1 blocks all other ranks: it has not called all_reduce 5 of default_pg (group 0)
     """
     hang = read_calls(places)
-    return hang if hang.stuck else None
+    return hang if hang.condition in (STUCK, LATE) else None
 
 
 def read_calls(places: Sequence[str | Path]) -> Hang:
     """Read the dumps and examine their calls, stuck or not. Raises DataError like find_hang."""
     dumps, warnings = read_dumps(places)
-    if not dumps:
+    states = read_states(places)
+    if not dumps and not states:
         why = f": {warnings[0].message}" if warnings else ""
         raise DataError(places[0] if places else "no path", f"no Flight Recorder dump found{why}",
                         "pass the folder with the dumps of the job")  # fmt: skip
-    return examine_dumps(dumps, warnings)
+    spec = read_spec(places)
+    known = () if spec is None else spec.groups
+    groups = tuple(Group(one.name, one.ranks, one.description) for one in known)
+    hang = msgspec.structs.replace(
+        examine_dumps(dumps, warnings, states, groups), ras=_describe_ras(places)
+    )
+    if spec is None or states or hang.condition != CLEAR:
+        return hang
+    note = f"{_describe_recording_end(dumps)}: a later hang does not show in it; {_ASK_JOB}"
+    return msgspec.structs.replace(hang, note=note, verdict=note)
+
+
+def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
+    """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
+    sentences: list[str] = []
+    with list_files([str(place) for place in places]) as sources:
+        for source in (one for one in sources if one.inner.name == RAS_NAME):
+            with open_unpacked(source) as content:
+                status = read_ras(content.read(_MAX_STATE_BYTES).decode(errors="replace"))
+            sentences += status.findings
+            for one in sorted(status.communicators, key=lambda each: -each.size):
+                sentences += _describe_communicator(one)
+    return tuple(sentences)
+
+
+def _describe_communicator(one: RasCommunicator) -> Iterator[str]:
+    def name(rank: RasRank | RasMissingRank) -> str:
+        where = f"rank {rank.rank} of communicator {one.hash} of {one.size}"
+        return f"{where} (process {rank.pid} on {rank.host})"
+
+    for missing in one.missing_ranks:
+        dead = missing.status.considered_dead
+        yield f"{name(missing)} {'is considered dead' if dead else 'does not answer'}"
+    for op in dict.fromkeys(op for rank in one.ranks for op in rank.collective_counts):
+        counts = Counter(rank.collective_counts.get(op, 0) for rank in one.ranks)
+        most = max(counts)
+        for rank in one.ranks if len(counts) > 1 else ():
+            if (launched := rank.collective_counts.get(op, 0)) < most:
+                yield f"{name(rank)} has launched {launched} {op}, others {most}"
+
+
+_ASK_JOB = "while the job runs, stepsplit hang PID asks its ranks"
+
+
+def _describe_recording_end(dumps: Sequence[FlightDump]) -> str:
+    ends_ns = [entry.created_unix_ns for dump in dumps for entry in dump.entries[-1:]]
+    at = datetime.fromtimestamp(max(ends_ns, default=0) / 1e9, UTC)
+    return f"no call was open when this recording ended ({at:%Y-%m-%d %H:%M:%S} UTC)"
+
+
+def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
+    """The run.json of the recording in the places; None without one, or if it is invalid."""
+    with list_files([str(place) for place in places]) as sources:
+        for source in (one for one in sources if one.inner.name == _RUN_NAME):
+            try:
+                with open_unpacked(source) as content:
+                    return from_json(content.read(_MAX_RUN_BYTES))
+            except (DataError, ValueError):
+                continue
+    return None
 
 
 def read_dumps(
@@ -121,28 +223,83 @@ def _detect_kinds(source: Source) -> tuple[str, ...]:
         return ()
 
 
-def examine_dumps(dumps: Sequence[FlightDump], warnings: Sequence[HangWarning] = ()) -> Hang:
+def examine_dumps(
+    dumps: Sequence[FlightDump],
+    warnings: Sequence[HangWarning] = (),
+    states: Sequence[RankState] = (),
+    known: Sequence[Group] = (),
+) -> Hang:
     """Examine the calls of the dumps, one dump per rank, whether or not any call is stuck.
 
-    Raises DataError for two dumps of the same rank, which belong to two incidents.
+    states: what the ranks did when a running job was looked at. known: groups that the dumps may
+    not list. Raises DataError for two dumps of the same rank, which belong to two incidents.
     """
     _refuse_duplicate_ranks(dumps)
-    groups = find_job_groups(dumps)
-    ranks = collect_progress(dumps, groups)
+    known = [*known, *(Group(g.name, g.ranks, g.description) for one in states for g in one.groups)]
+    groups = find_job_groups(dumps, known)
+    ranks = collect_progress(dumps, groups, list_failed_in_call(states))
     mismatches = find_mismatches(ranks)
-    stuck = (*find_stuck_collectives(ranks, mismatches), *find_stuck_messages(ranks))
-    inputs = HangInputs(stuck, mismatches if stuck else (), ranks)
-    culprits = find_culprits(inputs)
+    collectives = find_stuck_collectives(ranks, mismatches)
+    collectives = tuple(_suspect_idle_ranks(one, ranks, groups.guessed) for one in collectives)
+    stuck = (*collectives, *find_stuck_messages(ranks))
+    inputs = HangInputs(stuck, mismatches if stuck else (), ranks, groups.guessed)
+    by_rank = {one.rank: one for one in states}
+    condition, culprits = _judge(inputs, by_rank)
+    note = _explain_condition(condition, states)
+    sentences = format_verdict([one.message for one in culprits])
     return Hang(
-        verdict="; ".join(format_verdict([one.message for one in culprits])),
+        verdict="; ".join(filter(None, (note, *sentences))),
         ranks=tuple(rank.rank for rank in ranks),
-        no_dump=tuple(sorted(set(groups.ranks) - {rank.rank for rank in ranks})),
+        no_dump=tuple(sorted({*groups.ranks, *by_rank} - {rank.rank for rank in ranks})),
         culprits=culprits,
         stuck=tuple(sorted(stuck, key=lambda call: _order_stuck(call, culprits))),
         mismatches=inputs.mismatches,
         last_calls=_list_last_calls(ranks, culprits, stuck),
         warnings=(*warnings, *_warn_guessed(groups)),
+        condition=condition,
+        note=note,
+        states=tuple(map(summarize_state, states)),
     )
+
+
+def _suspect_idle_ranks(call: Stuck, ranks: Sequence[Progress], guessed: frozenset[str]) -> Stuck:
+    """A call in which all that ever called on its group wait, so that another member is missing.
+
+    It waits for the ranks that are in no call, if there are any.
+    """
+    if call.group.name not in guessed or set(call.waiting) != set(call.group.ranks):
+        return call
+    idle = tuple(one.rank for one in ranks if one.rank not in call.group.ranks and not one.open)
+    return msgspec.structs.replace(call, waits_for=idle or call.waits_for)
+
+
+def _judge(inputs: HangInputs, states: Mapping[int, RankState]) -> tuple[str, tuple[Culprit, ...]]:
+    """Whether the job is stuck, and the ranks to blame if it is."""
+    if describe_progress(tuple(states.values())) is not None:
+        return MOVING, ()
+    culprits = tuple(explain_culprit(one, states) for one in find_culprits(inputs))
+    if not culprits and states:
+        culprits = find_culprits_by_state(tuple(states.values()), _describe_held)
+    if not culprits:
+        return CLEAR, ()
+    late = describe_short_wait(tuple(states.values())) is not None
+    return (LATE if late or all(one.cause == LATE for one in culprits) else STUCK), culprits
+
+
+def _describe_held(ranks: tuple[int, ...]) -> str:
+    return f"{_format_ranks(ranks)} {_choose_verb(ranks, 'blocks', 'block')} all other ranks"
+
+
+def _explain_condition(condition: str, states: Sequence[RankState]) -> str:
+    """Why the job is not known to be stuck; empty if it is."""
+    if condition == MOVING:
+        return f"not a hang: {describe_progress(states)}"
+    if condition == CLEAR:
+        return NO_STEP_NO_CALL if states else NOTHING_STUCK
+    if condition == LATE:
+        why = describe_short_wait(states) or "the rank that is late is not idle"
+        return f"not known to be a hang: {why}"
+    return ""
 
 
 def _refuse_duplicate_ranks(dumps: Sequence[FlightDump]) -> None:
@@ -193,6 +350,10 @@ def _warn_guessed(groups: JobGroups) -> tuple[HangWarning, ...]:
 
 # The text of a finding: one sentence per cause.
 
+NO_STEP_NO_CALL = (
+    "no step has ended and no collective is open: every rank is in its own code, see the stacks"
+)
+
 NOTHING_STUCK = "nothing is stuck: every call in the dumps has completed"
 
 _MAX_RANKS, _MAX_MESSAGES = 8, 3
@@ -202,7 +363,7 @@ def format_verdict(messages: Sequence[str]) -> tuple[str, ...]:
     """The sentences of the first culprits, and the number of further ones."""
     more = len(messages) - _MAX_MESSAGES
     rest = (f"and {more} more",) if more > 0 else ()
-    return (*messages[:_MAX_MESSAGES], *rest) or (NOTHING_STUCK,)
+    return (*messages[:_MAX_MESSAGES], *rest)
 
 
 def describe_blocking(ranks: tuple[int, ...], blocked: tuple[int, ...], inputs: HangInputs) -> str:
@@ -218,7 +379,9 @@ def describe_blocking(ranks: tuple[int, ...], blocked: tuple[int, ...], inputs: 
 
 def format_not_called(ranks: tuple[int, ...], call: Stuck) -> str:
     """The ranks have not made a call."""
-    return f"{_choose_verb(ranks, 'it has', 'they have')} not called {_format_call(call)}"
+    inferred = "" if set(ranks) <= set(call.group.ranks) else " (inferred: no list of its members)"
+    away = _choose_verb(ranks, "it has", "they have")
+    return f"{away} not called {_format_call(call)}{inferred}"
 
 
 def format_unfinished(ranks: tuple[int, ...], call: Stuck, inputs: HangInputs) -> str:
@@ -251,6 +414,39 @@ def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:
         if call.missing
     ]
     return f"deadlock of {_format_ranks(ranks)}: {'; '.join(waits[:_MAX_MESSAGES])}"
+
+
+def format_order(
+    ranks: tuple[int, ...],
+    blocked: tuple[int, ...],
+    calls: Sequence[Stuck],
+    breaks: Mapping[int, OrderBreak],
+    inputs: HangInputs,
+) -> str:
+    """The ranks left their usual order of calls, so that others wait for them in an older call."""
+    missed = [call for call in calls if set(ranks) & {one.rank for one in call.missing}]
+    away = [format_not_called(ranks, call) for call in missed[:1]]
+    departures = [_format_break(breaks[rank]) for rank in ranks[:_MAX_MESSAGES]]
+    return f"{describe_blocking(ranks, blocked, inputs)}: {'; '.join([*away, *departures])}"
+
+
+def _format_break(found: OrderBreak) -> str:
+    before, call = found.before, found.call
+    usual = describe_group(found.usual[0]).in_words
+    return (
+        f"rank {call.rank} called"
+        f" {_format_call_name(call.op, call.seq, describe_group(call.group))}"
+        f" right after {_format_call_name(before.op, before.seq, describe_group(before.group))},"
+        f" where {found.usual[1]} of {usual} had always followed"
+    )
+
+
+def format_unknown_members(ranks: tuple[int, ...], call: Stuck) -> str:
+    """Who else is in the group is unknown, so that a rank may be missing."""
+    return (
+        f"{_format_ranks(ranks)} {_choose_verb(ranks, 'waits', 'wait')} in {_format_call(call)};"
+        " the dumps do not list its members: one that never called on it may be missing"
+    )
 
 
 def format_not_ending(ranks: tuple[int, ...], call: Stuck) -> str:
@@ -323,8 +519,11 @@ def _classify_cause(end: ChainEnd, inputs: HangInputs) -> str:
     calls = [inputs.stuck[place] for place in end.calls]
     if any(inputs.find_mismatch(call) for call in calls):
         return "mismatch"
+    if any(call.missing for call in calls):
+        return "order" if inputs.find_order_breaks(end.ranks) else "deadlock"
     if calls:
-        return "deadlock" if any(call.missing for call in calls) else "not_ending"
+        guessed = all(call.group.name in inputs.guessed for call in calls)
+        return "members_unknown" if guessed else "not_ending"
     if not inputs.has_dump(end.ranks[0]):
         return "no_dump"
     return "not_called" if inputs.find_oldest_open(end.ranks[0]) is None else "unfinished"
@@ -351,8 +550,12 @@ def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangIn
         case "deadlock":
             among = sorted({place for end in ends for place in end.calls})
             message = format_deadlock(ranks, [inputs.stuck[place] for place in among])
+        case "order":
+            return _build_order_culprit(ranks, blocked, ends, inputs)
         case "not_ending":
             message = format_not_ending(ranks, call)
+        case "members_unknown":
+            message = format_unknown_members(ranks, call)
         case "no_dump":
             message = f"{hold}{format_no_dump(ranks, call)}"
         case "unfinished":
@@ -373,9 +576,291 @@ def _build_mismatch_culprit(
     return Culprit(odd, "mismatch", blocked, message)
 
 
+def _build_order_culprit(
+    ranks: tuple[int, ...], blocked: tuple[int, ...], ends: Sequence[ChainEnd], inputs: HangInputs
+) -> Culprit:
+    """Of ranks that wait for each other, those that left their usual order are to blame."""
+    breaks = inputs.find_order_breaks(ranks)
+    odd = tuple(sorted(breaks))
+    blocked = tuple(sorted({*blocked, *ranks} - set(odd)))
+    calls = [inputs.stuck[place] for place in sorted({at for end in ends for at in end.calls})]
+    return Culprit(odd, "order", blocked, format_order(odd, blocked, calls, breaks, inputs))
+
+
 def _build_lone_culprit(inputs: HangInputs) -> tuple[Culprit, ...]:
     """The ranks with open calls, if no rank is missing from any call."""
     ranks = tuple(sorted({rank for call in inputs.stuck for rank in call.waiting}))
     if not ranks:
         return ()
     return (Culprit(ranks, "unfinished", (), format_lone_ranks(ranks, inputs)),)
+
+
+# Of ranks that wait for each other, those that left their usual order of calls.
+
+_Kind = tuple[JobGroup, str, int]
+"""Group, operation and size."""
+
+_RECENT_CALLS = 64
+"""A departure further back than this many calls does not explain a hang."""
+
+_MIN_REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OrderBreak:
+    """The first call of a rank that never before followed the call before it.
+
+    usual is the kind of call that always followed one like `before` earlier.
+    """
+
+    before: Called
+    call: Called
+    usual: _Kind
+
+
+def find_order_break(rank: Progress) -> OrderBreak | None:
+    """The rank's first recent departure from its order of calls; None if it has kept to it."""
+    calls = [call for call in rank.calls if not call.is_message]
+    kinds = [(call.group, call.op, call.message_bytes) for call in calls]
+    for at in range(max(1, len(calls) - _RECENT_CALLS), len(calls)):
+        usual = _find_only_successor(kinds[:at], kinds[at - 1])
+        if usual is not None and usual != kinds[at]:
+            return OrderBreak(calls[at - 1], calls[at], usual)
+    return None
+
+
+def _find_only_successor(kinds: Sequence[_Kind], kind: _Kind) -> _Kind | None:
+    """The kind of call that has followed each earlier call of a kind, if always the same."""
+    later = Counter(after for before, after in pairwise(kinds) if before == kind)
+    if len(later) != 1:
+        return None
+    only, count = later.most_common(1)[0]
+    return only if count >= _MIN_REPEATS else None
+
+
+# The states of the ranks of a running job, and what they add to its dumps.
+
+BUSY_FRACTION = 0.3
+"""A main thread that runs or is ready to for more of the time between two looks computes."""
+
+BUSY_IO = 1 << 20
+"""A process that reads and writes more than this between two looks makes progress."""
+
+_MAX_STATE_BYTES = 16 << 20
+
+_PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
+                "Timed out waiting", "remote process exited")  # fmt: skip
+"""Errors of a rank whose peer has ended: a consequence, not the cause."""
+
+
+def read_states(places: Sequence[str | Path]) -> tuple[RankState, ...]:
+    """The states of the ranks in the places, sorted by rank. Raises DataError for an invalid one.
+
+    A state is a file rank{rank}_state.json, as `stepsplit hang` writes it for a running job.
+    """
+    states: dict[int, RankState] = {}
+    with list_files([str(place) for place in places]) as sources:
+        for source in (one for one in sources if one.inner.name.endswith(STATE_SUFFIX)):
+            with open_unpacked(source) as content:
+                text = content.read(_MAX_STATE_BYTES)
+            try:
+                state = read_state(text)
+            except ValueError as error:
+                raise DataError(source.where, f"invalid state: {error}", RECORD_AGAIN) from None
+            states[state.rank] = state
+    return tuple(states[rank] for rank in sorted(states))
+
+
+def list_failed_in_call(states: Sequence[RankState]) -> frozenset[int]:
+    """The ranks whose last collective raised an error, because a peer has gone."""
+    return frozenset(one.rank for one in states if one.condition == RAISED and _is_peer_error(one))
+
+
+def _is_peer_error(state: RankState) -> bool:
+    return any(text in state.error for text in _PEER_ERRORS)
+
+
+def summarize_state(state: RankState) -> RankNow:
+    """The state of a rank as it is reported."""
+    last = state.looks[-1] if state.looks else None
+    stack = state.error_stack or (last.stack if last is not None else ())
+    return RankNow(
+        rank=state.rank,
+        condition=state.condition,
+        steps=None if last is None else last.steps,
+        since_step_ns=None if last is None else last.since_step_ns,
+        busy_fraction=_measure_busy_fraction(state),
+        error=state.error,
+        stack=tuple(StackFrame(one.function, one.file, one.line) for one in stack),
+    )
+
+
+def _measure_busy_fraction(state: RankState) -> float | None:
+    if len(state.looks) < 2:
+        return None
+    first, last = state.looks[0], state.looks[-1]
+    elapsed_ns = last.at_unix_ns - first.at_unix_ns
+    return round((last.busy_ns - first.busy_ns) / elapsed_ns, 3) if elapsed_ns > 0 else None
+
+
+# Whether the job moves.
+
+
+def describe_progress(states: Sequence[RankState]) -> str | None:
+    """What has gone on between the looks, in words; None if no step or call has."""
+    seen = [state for state in states if len(state.looks) > 1]
+    best = max(seen, key=_count_progress, default=None)
+    if best is None or _count_progress(best) == (0, 0):
+        return None
+    steps, calls = _count_progress(best)
+    seconds = (best.looks[-1].at_unix_ns - best.looks[0].at_unix_ns) / 1e9
+    done = f"ended {steps} steps" if steps else f"made {calls} collective calls"
+    return f"rank {best.rank} {done} in {seconds:.1f} s"
+
+
+def _count_progress(state: RankState) -> tuple[int, int]:
+    first, last = state.looks[0], state.looks[-1]
+    return last.steps - first.steps, last.calls - first.calls
+
+
+def describe_short_wait(states: Sequence[RankState]) -> str | None:
+    """That the current step is not much longer than recent ones, in words; None if it is."""
+    running = [one for one in states if one.condition == RUNNING and one.looks and one.step_ns]
+    if len(running) < len(states):
+        return None
+    age_ns = min((one.looks[-1].since_step_ns for one in running), default=0)
+    usual_ns = max((one.step_ns for one in running), default=0)
+    if not running or age_ns > USUAL_STEPS * usual_ns:
+        return None
+    return (
+        f"the current step has lasted {age_ns / 1e9:.1f} s, and recent ones took up to"
+        f" {usual_ns / 1e9:.1f} s"
+    )
+
+
+# The culprits, with what their processes and Python stacks do.
+
+
+def explain_culprit(culprit: Culprit, states: Mapping[int, RankState]) -> Culprit:
+    """The culprit with the condition of its processes as cause, and what they do in words."""
+    known = [states[rank] for rank in culprit.ranks if rank in states]
+    if not known:
+        return culprit
+    cause = next(
+        (found for found in map(_find_cause, known) if found and _may_replace(culprit)), None
+    )
+    doing = dict.fromkeys(describe_rank(one, culprit.ranks) for one in known[:_MAX_DESCRIBED])
+    message = "; ".join([_NO_DUMP.sub(":", culprit.message), *doing])
+    return msgspec.structs.replace(culprit, cause=cause or culprit.cause, message=message)
+
+
+_NO_DUMP = re.compile(r" \(inferred\): no dump of \w+, and")
+"""A rank whose state is known needs no inference from its missing dump."""
+
+_MAX_ERROR = 160
+
+_MAX_DESCRIBED = 4
+
+
+def _may_replace(culprit: Culprit) -> bool:
+    return culprit.cause in ("not_called", "no_dump")
+
+
+def _find_cause(state: RankState) -> str | None:
+    if state.condition in (ENDED, RAISED, STOPPED, SILENT):
+        return state.condition
+    return LATE if is_busy(state) else None
+
+
+def is_busy(state: RankState) -> bool:
+    """Whether the rank computed, or read or wrote files, between the looks."""
+    return state.condition == RUNNING and (_is_computing(state) or _count_io_bytes(state) > BUSY_IO)
+
+
+def _is_computing(state: RankState) -> bool:
+    return (_measure_busy_fraction(state) or 0.0) > BUSY_FRACTION
+
+
+def _count_io_bytes(state: RankState) -> int:
+    return state.looks[-1].io_bytes - state.looks[0].io_bytes if state.looks else 0
+
+
+def describe_rank(state: RankState, among: Sequence[int] = ()) -> str:
+    """What a rank does, in words. among: the ranks of which the sentence speaks already."""
+    whom = "it" if len(among) == 1 else f"rank {state.rank}"
+    subject = "its" if len(among) == 1 else f"rank {state.rank}'s"
+    place = f" in {name_place(state.error_stack)}" if state.error_stack else ""
+    error = state.error
+    if len(error) > _MAX_ERROR:
+        error = f"{error[: _MAX_ERROR - 3]}..."
+    match state.condition:
+        case "ended":
+            why = f" with {error}{place}" if error else _describe_quiet_end(state)
+            return f"{subject} process has ended{why}"
+        case "raised":
+            return f"{whom} has raised {error}{place}, and its process has not ended"
+        case "stopped":
+            return f"{subject} process {state.pid} is stopped (SIGSTOP or a debugger)"
+        case "silent":
+            held = f"{subject} process {state.pid} does not answer: it holds Python's lock"
+            return f"{held} in {name_place(state.looks[-1].stack)}" if state.looks else held
+    stack = state.looks[-1].stack if state.looks else ()
+    how = "waits"
+    if _is_computing(state):
+        how = f"computes (busy {_measure_busy_fraction(state):.0%} of the time)"
+    elif is_busy(state):
+        how = f"reads or writes ({_count_io_bytes(state) / 1e6:.0f} MB)"
+    return f"{whom} {how} in {name_place(stack)}" if stack else f"{whom} {how}"
+
+
+def _describe_quiet_end(state: RankState) -> str:
+    # A rank that ends by itself leaves its last step; one that is killed leaves nothing.
+    return " without an error" if state.looks else " (killed, or crashed)"
+
+
+def name_place(stack: Sequence[CodeFrame]) -> str:
+    """The innermost frame of the user's code, and below it the innermost of all."""
+    inner = stack[0]
+    own = next((one for one in stack if _is_user_code(one)), inner)
+    place = f"{_shorten(own.file)}:{own.line} {own.function}"
+    return place if own is inner else f"{place} > {inner.function} ({_shorten(inner.file)})"
+
+
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "/stepsplit/",
+              "/collectors/attach/")  # fmt: skip
+
+
+def _is_user_code(frame: CodeFrame) -> bool:
+    return not any(part in frame.file for part in _LIBRARIES) and "/torch/" not in frame.file
+
+
+def _shorten(file: str) -> str:
+    return "/".join(file.split("/")[-1:])
+
+
+# The culprits if no call is open.
+
+
+def find_culprits_by_state(
+    states: Sequence[RankState], describe: Callable[[tuple[int, ...]], str]
+) -> tuple[Culprit, ...]:
+    """The ranks to blame for steps that have stopped while no collective is open.
+
+    They are those whose process has ended or raised, else those that are not in a call of
+    torch.distributed while others are. describe: names ranks and those that they block.
+    """
+    gone = [one for one in states if one.condition != RUNNING and not _is_peer_error(one)]
+    away = [one for one in states if not _is_in_distributed(one)]
+    to_blame = gone or (away if len(away) < len(states) else [])
+    if not to_blame:
+        return ()
+    ranks = tuple(one.rank for one in to_blame)
+    held = tuple(one.rank for one in states if one.rank not in ranks)
+    cause = _find_cause(to_blame[0]) or "not_called"
+    plain = Culprit(ranks, cause, held, f"{describe(ranks)}: no collective is open")
+    return (explain_culprit(plain, {one.rank: one for one in to_blame}),)
+
+
+def _is_in_distributed(state: RankState) -> bool:
+    stack = state.looks[-1].stack if state.looks else ()
+    return any("/torch/distributed/" in frame.file for frame in stack)

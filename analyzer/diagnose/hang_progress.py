@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -322,20 +322,36 @@ def find_mismatches(ranks: Sequence[Progress]) -> tuple[Mismatch, ...]:
         mismatch = _find_mismatch(calls) if len(calls) > 1 else None
         if mismatch is not None and (group not in first or mismatch.seq < first[group].seq):
             first[group] = mismatch
-    return tuple(first.values())
+    return tuple(_add_usual_value(group, first[group], ranks) for group in first)
+
+
+def _add_usual_value(group: JobGroup, mismatch: Mismatch, ranks: Sequence[Progress]) -> Mismatch:
+    """The mismatch with the one of its values that earlier calls of the group had, if only one."""
+    read = _PROPERTIES[mismatch.what]
+    calls = [call for rank in ranks for call in rank.collectives if call.group is group]
+    ops = {call.op for call in calls if call.seq == mismatch.seq}
+    earlier = {read(call) for call in calls if call.seq < mismatch.seq and call.op in ops}
+    known = [side.value for side in mismatch.sides if side.value in earlier]
+    return msgspec.structs.replace(mismatch, usual=known[0] if len(known) == 1 else None)
+
+
+def _read_agreed_size(call: Called) -> str:
+    return str(call.agreed_bytes) if call.agreed_bytes >= 0 else ""
+
+
+_PROPERTIES: Mapping[str, Callable[[Called], str]] = {
+    "op": lambda call: call.op,
+    "dtype": lambda call: call.dtype,
+    "size": _read_agreed_size,
+}
 
 
 def _find_mismatch(calls: Sequence[Called]) -> Mismatch | None:
     """The first difference between members: op, then dtype, then size (where it must agree)."""
-    properties = (
-        ("op", [call.op for call in calls]),
-        ("dtype", [call.dtype for call in calls]),
-        ("size", [str(call.agreed_bytes) if call.agreed_bytes >= 0 else "" for call in calls]),
-    )
-    for what, values in properties:
+    for what, read in _PROPERTIES.items():
         sides: dict[str, list[int]] = defaultdict(list)
-        for call, value in zip(calls, values, strict=True):
-            if value:
+        for call in calls:
+            if value := read(call):
                 sides[value].append(call.rank)
         if len(sides) > 1:
             ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), min(side[1])))
@@ -352,6 +368,10 @@ def _find_mismatch(calls: Sequence[Called]) -> Mismatch | None:
 SCHEMA = "stepsplit.hang/1"
 
 HANG_NAME = "hang.json"
+
+
+_NO_DESCRIPTION = "undefined"
+"""torch's description of a group that was given none."""
 
 
 class StuckGroup(Struct, frozen=True):
@@ -371,7 +391,8 @@ class StuckGroup(Struct, frozen=True):
     def in_words(self) -> str:
         """Description and name of the group, such as "TP (group 1)"."""
         name = f"group {self.name}"
-        return f"{self.description} ({name})" if self.description else name
+        named = self.description not in ("", _NO_DESCRIPTION)
+        return f"{self.description} ({name})" if named else name
 
 
 class Missing(Struct, frozen=True):
@@ -449,18 +470,21 @@ class Mismatch(Struct, frozen=True):
         seq: torch's sequence number in the group.
         what: the property that differs: "op", "dtype" or "size" (bytes).
         sides: the values with their ranks, largest side first.
+        usual: the only one of the values that earlier calls of the group had; None if not one.
     """
 
     group: StuckGroup
     seq: int
     what: str
     sides: tuple[MismatchSide, ...]
+    usual: str | None = None
 
     @property
     def odd(self) -> tuple[int, ...]:
-        """The ranks that differ from the majority; all ranks if there is no majority."""
+        """The ranks that differ from the majority, else from earlier calls, else all ranks."""
         first, second = self.sides[:2]
-        majority = first.ranks if len(first.ranks) > len(second.ranks) else ()
+        agreed = next((side.ranks for side in self.sides if side.value == self.usual), ())
+        majority = first.ranks if len(first.ranks) > len(second.ranks) else agreed
         every = {rank for side in self.sides for rank in side.ranks}
         return tuple(sorted(every - set(majority)))
 
@@ -507,7 +531,10 @@ class Culprit(Struct, frozen=True):
     Attributes:
         ranks: the ranks to blame.
         cause: "not_called", "unfinished" (stuck in an older call), "no_dump", "mismatch",
-            "deadlock" (they wait for each other) or "not_ending" (all members have called it).
+            "deadlock" (they wait for each other), "order" (they left the usual order of calls),
+            "members_unknown" (another member of the group may be missing) or "not_ending" (all
+            members have called it). With the states of the ranks also "ended",
+            "raised", "stopped", "silent" and "late" (it computes, and may not be stuck).
         held: the ranks that wait for them, directly or through others.
         message: the finding in one sentence.
     """
@@ -516,6 +543,30 @@ class Culprit(Struct, frozen=True):
     cause: str
     held: tuple[int, ...]
     message: str
+
+
+class RankNow(Struct, frozen=True, kw_only=True):
+    """The state of a rank when a running job was looked at.
+
+    Attributes:
+        rank: global rank.
+        condition: "running", "raised" (its main thread ended with an exception), "stopped" (the
+            process), "silent" (no answer) or "ended".
+        steps: steps that it has ended; None if it did not answer.
+        since_step_ns: time since the last of them ended; None if it did not answer.
+        busy_fraction: share of the time between two looks in which its main thread ran or was ready
+            to; None if unknown.
+        error: its exception; "" if it has none.
+        stack: stack of its main thread, or of the exception, innermost frame first.
+    """
+
+    rank: int
+    condition: str
+    steps: int | None = None
+    since_step_ns: int | None = None
+    busy_fraction: float | None = None
+    error: str = ""
+    stack: tuple[StackFrame, ...] = ()
 
 
 class HangWarning(Struct, frozen=True):
@@ -545,6 +596,12 @@ class Hang(Struct, frozen=True, kw_only=True):
         mismatches: calls on whose op, dtype or size the members disagree.
         last_calls: last calls of the culprits and of missing ranks.
         warnings: limitations of the analysis.
+        condition: "stuck", "late" (a rank computes longer than usual), "moving" (steps or calls go
+            on) or "clear" (no call is open).
+        note: why the condition is not "stuck"; "" if it is.
+        states: the ranks of a running job when it was looked at; empty for dumps alone.
+        ras: what NCCL's RAS says, one sentence each: ranks that have launched fewer collectives of
+            a communicator than others, or do not answer. Its ranks are those of the communicator.
     """
 
     schema: str = SCHEMA
@@ -556,6 +613,10 @@ class Hang(Struct, frozen=True, kw_only=True):
     mismatches: tuple[Mismatch, ...] = ()
     last_calls: tuple[LastCall, ...] = ()
     warnings: tuple[HangWarning, ...] = ()
+    condition: str = "stuck"
+    note: str = ""
+    states: tuple[RankNow, ...] = ()
+    ras: tuple[str, ...] = ()
 
 
 def to_json(hang: Hang) -> bytes:
@@ -649,15 +710,25 @@ class Progress:
         return COMPLETED if seq <= reach.completed else ENQUEUED
 
 
-def collect_progress(dumps: Sequence[FlightDump], groups: JobGroups) -> tuple[Progress, ...]:
-    """The progress of the rank of each dump, sorted by rank."""
+def collect_progress(
+    dumps: Sequence[FlightDump], groups: JobGroups, failed: frozenset[int] = frozenset()
+) -> tuple[Progress, ...]:
+    """The progress of the rank of each dump, sorted by rank.
+
+    failed: ranks whose last call raised an error; torch counts such a call as completed.
+    """
     calls = {dump.rank: tuple(_read_calls(dump, groups)) for dump in dumps}
+    calls |= {rank: _reopen_last(calls[rank]) for rank in failed if calls.get(rank)}
     # A status counts collectives and messages together: with messages it cannot be used.
     mixed = {call.group for found in calls.values() for call in found if call.is_message}
     return tuple(
         _build_progress(dump, calls[dump.rank], groups, mixed)
         for dump in sorted(dumps, key=lambda dump: dump.rank)
     )
+
+
+def _reopen_last(calls: tuple[Called, ...]) -> tuple[Called, ...]:
+    return (*calls[:-1], replace(calls[-1], state=ENQUEUED))
 
 
 def _build_progress(
@@ -672,7 +743,7 @@ def _build_progress(
     reach = {group: one for group, one in stated.items() if group not in mixed}
     for (group, seq), call in collectives.items():
         known = reach.get(group, _NO_REACH)
-        completed = known.completed if call.pending else max(known.completed, seq)
+        completed = min(known.completed, seq - 1) if call.pending else max(known.completed, seq)
         reach[group] = Reach(max(known.enqueued, seq), completed)
     still_open = tuple(call for call in calls if call.pending)
     return Progress(dump.rank, calls, still_open, collectives, reach, stated)
@@ -738,9 +809,9 @@ _DEFAULT = "default_pg"
 
 @dataclass(frozen=True, slots=True)
 class JobGroups:
-    """The groups of a job. guessed: some members were inferred from the ranks that use a group."""
+    """The groups of a job. guessed: names of those whose members are the ranks that used them."""
 
-    guessed: bool
+    guessed: frozenset[str]
     _of_rank: Mapping[tuple[int, str], JobGroup]
 
     def find_group(self, rank: int, name: str) -> JobGroup | None:
@@ -753,12 +824,16 @@ class JobGroups:
         return tuple(sorted({rank for group in self._of_rank.values() for rank in group.ranks}))
 
 
-def find_job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
+def find_job_groups(dumps: Sequence[FlightDump], known: Iterable[Group] = ()) -> JobGroups:
     """The groups as listed in a member's dump, else inferred from the ranks that mention them.
 
-    The default group has every rank up to the highest. gloo lists no groups.
+    The default group has every rank up to the highest. gloo lists no groups; known are those that
+    another file lists.
     """
     listed: dict[str, dict[tuple[int, ...], JobGroup]] = defaultdict(dict)
+    for group in known:
+        named = JobGroup(group.name, group.ranks, group.description)
+        listed[group.name].setdefault(group.ranks, named)
     for group in (group for dump in dumps for group in dump.groups if group.ranks):
         whole = JobGroup(group.name, group.ranks, group.description)
         listed[group.name].setdefault(group.ranks, whole)
@@ -773,7 +848,8 @@ def find_job_groups(dumps: Sequence[FlightDump]) -> JobGroups:
         if group.name not in unlisted:
             unlisted[group.name] = _infer_group(group.name, mentioned)
         of_rank[rank, group.name] = unlisted[group.name]
-    return JobGroups(any(not _is_default(group) for group in unlisted.values()), of_rank)
+    guessed = frozenset(group.name for group in unlisted.values() if not _is_default(group))
+    return JobGroups(guessed, of_rank)
 
 
 def _list_groups(dump: FlightDump) -> list[Group]:

@@ -12,14 +12,8 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.dependency_graph import (
-    NEVER,
-    WORK,
-    DependencyGraph,
-    build_graph,
-    sort_topologically,
-)
-from stepsplit.analyzer.report.report import EventRef
+from stepsplit.analyzer.report.report import EventRef, Finding
+from stepsplit.analyzer.split.dependency_graph import NEVER, WORK, DependencyGraph, Levels
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
@@ -49,6 +43,52 @@ def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> Dependency
         least = float(least_ns[graph.step[nodes[0]]])
         changed[nodes, column] = _clip_to_total(changed[nodes, column], least)
     return replace(graph, work_ns=changed)
+
+
+def measure_excess(graph: DependencyGraph, work: str, least_ns: Float) -> Int64:
+    """For each node, what `limit_work` takes from it."""
+    limited = limit_work(graph, work, least_ns)
+    return (graph.work_ns - limited.work_ns)[:, WORK.index(work)]
+
+
+def reduce_work(graph: DependencyGraph, work: str, cut_ns: Int64) -> DependencyGraph:
+    """Take this much of one kind of WORK from each node, at most what it has.
+
+    Nodes that another change has added keep theirs.
+    """
+    changed = graph.work_ns.copy()
+    own = changed[: len(cut_ns), WORK.index(work)]
+    own -= np.clip(cut_ns, 0, own)
+    return replace(graph, work_ns=changed)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSpans:
+    """Sorted disjoint spans of one rank on the common clock, each with a weight."""
+
+    start_ns: Int64
+    end_ns: Int64
+    weight: Float
+
+
+def measure_spans(graph: DependencyGraph, spans: Sequence[WeightedSpans]) -> Float:
+    """For each node, the measured time since the one before it on its rank's timeline that lies in
+    these spans of the rank, in ns times their weights."""
+    covered = np.zeros(len(graph))
+    for index, own in enumerate(spans):
+        nodes = graph.timelines.slice_rank(index)
+        total = _sum_before(own, graph.at_ns[nodes])
+        covered[nodes] = np.diff(total, prepend=total[:1])
+    return covered
+
+
+def _sum_before(spans: WeightedSpans, times_ns: Int64) -> Float:
+    """The weighted time in the spans before each of these times."""
+    total = np.concatenate(([0.0], np.cumsum((spans.end_ns - spans.start_ns) * spans.weight)))
+    begun = np.searchsorted(spans.start_ns, times_ns, side="right")
+    ends = np.concatenate(([times_ns.min(initial=0)], spans.end_ns))[begun]
+    weight = np.concatenate(([0.0], spans.weight))[begun]
+    return np.asarray(total[begun] - np.maximum(ends - times_ns, 0) * weight)
 
 
 def _clip_to_total(values: Int64, total: float) -> Int64:
@@ -93,14 +133,17 @@ class HoistedCalls:
 
 
 def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> DependencyGraph:
-    """Start the collectives as early as possible, one after the other; the rank waits for all of
-    them where it waited for the last one."""
-    times = compute_times(graph)
+    """Start the collectives as early as possible, one after the other and after what was queued
+    before the first of them; the rank waits for all of them where it waited for the last one."""
+    times = compute_times(graph).tolist()
     needs = list(map(list, graph.needs))
     branches: list[_Branch] = []
+    ends = set(graph.kernels.end.tolist())
     for move in moves:
         _wait_at_end(graph, needs, move)
-        prior: list[int] = []
+        moved = set(graph.kernels.end[move.kernels].tolist())
+        first = int(graph.kernels.start[move.kernels[0]])
+        prior = [node for node in needs[first] if node in ends and node not in moved]
         for kernel, ready in zip(move.kernels.tolist(), move.ready_ns.tolist(), strict=True):
             needs[int(graph.kernels.start[kernel])] = [len(graph) + len(branches), *prior]
             branches.append(_build_branch(graph, times, int(graph.kernels.rank[kernel]), ready))
@@ -152,7 +195,9 @@ def _add_branches(
         step=np.concatenate((graph.step, [one.step for one in branches])).astype(np.int64),
         needs=every,
         rest_ns=np.concatenate((graph.rest_ns, np.zeros(len(branches), dtype=np.int64))),
-        order=np.array(sort_topologically(before, every, measured), dtype=np.int64),
+        at_ns=measured,
+        binding=np.concatenate((graph.binding, [one.before for one in branches])).astype(np.int64),
+        levels=Levels.build(before, every, measured),
     )
 
 
@@ -198,7 +243,7 @@ class ReplayContext:
     def classify_phases(self) -> Int64:
         """The phase of each timeline node by the pipeline's boxes: forward (0), backward (1) or
         neither (2)."""
-        times = np.array(compute_times(self.graph), dtype=np.int64)
+        times = compute_times(self.graph)
         phases = np.full(len(self.graph), 2)
         for index, rank in enumerate(self.split.ranks):
             nodes = self.graph.timelines.slice_rank(index)
@@ -276,11 +321,21 @@ class ReplayContext:
         return tuple(self.make_event_ref(*at) for at in longest[:most])
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A finding and the change of the graph that would fix it."""
+
+    finding: Finding
+    change: Callable[[DependencyGraph], DependencyGraph]
+
+
 def build_context(
-    split: RunSplit, origin_ns: int = 0, records: Sequence[RankRecord] = ()
+    split: RunSplit,
+    graph: DependencyGraph,
+    origin_ns: int = 0,
+    records: Sequence[RankRecord] = (),
 ) -> ReplayContext:
     """Build the context of a recording with at least one step."""
-    graph = build_graph(split)
     splits = [step.split.buckets_ns for rank in split.ranks for step in rank.steps]
     numbers = np.array([rank.trace.rank for rank in split.ranks], dtype=np.int64)
     stages = np.array([split.layout.find_stage(rank) for rank in numbers.tolist()], dtype=np.int64)
@@ -313,22 +368,87 @@ class ReplayedSteps:
         return float(rows.mean()) if len(rows) else 0.0
 
 
+_LEAST_LEAD = 0.002
+"""Leads below this fraction of the mean step are not carried into the first step."""
+
+
 def replay(graph: DependencyGraph) -> ReplayedSteps:
-    """Replay a graph and return its steps."""
-    times = np.array(compute_times(graph), dtype=np.int64)
+    """Replay a graph and return its steps.
+
+    The recorded begin of the first step shows what happened before it: a rank that a change makes
+    earlier than the others in every step would have begun earlier. So the lead that the replayed
+    ranks have at the begin of the later steps is given to them at the begin of the first one.
+    """
     steps = graph.steps
-    return ReplayedSteps(times[steps.end] - times[steps.begin], steps.full)
+    times = compute_times(graph)
+    step_ns = times[steps.end] - times[steps.begin]
+    lead = _find_lasting_leads(graph, times)
+    if np.abs(lead).max(initial=0) > _LEAST_LEAD * max(float(step_ns.mean()), 1.0):
+        rest = graph.rest_ns.copy()
+        first = graph.timelines.first
+        led = np.flatnonzero(np.diff(first) > 0)
+        rest[first[led]] += lead[led]
+        times = compute_times(replace(graph, rest_ns=rest))
+        step_ns = times[steps.end] - times[steps.begin]
+    return ReplayedSteps(step_ns, steps.full)
 
 
-def compute_times(graph: DependencyGraph) -> list[int]:
+def _find_lasting_leads(graph: DependencyGraph, times: Int64) -> Int64:
+    """By how much each rank begins the later steps later than recorded, beyond the median rank: the
+    median over the steps; 0 for a recording of one step."""
+    steps, ranks = graph.steps, len(graph.timelines.first) - 1
+    numbers = np.unique(steps.step)
+    if len(numbers) < 2:
+        return np.zeros(ranks, dtype=np.int64)
+    shift = np.full((ranks, len(numbers)), np.nan)
+    column = np.searchsorted(numbers, steps.step)
+    shift[steps.rank, column] = times[steps.begin] - graph.at_ns[steps.begin]
+    later = shift[:, 1:] - np.nanmedian(shift[:, 1:], axis=0)
+    known = ~np.isnan(later).all(axis=1)
+    lead = np.zeros(ranks)
+    lead[known] = np.nanmedian(later[known], axis=1)
+    return np.rint(lead).astype(np.int64)
+
+
+_WIDE = 16
+"""Mean number of nodes in a level from which the times of a level are computed at once."""
+
+
+def compute_times(graph: DependencyGraph) -> Int64:
     """The time of each node, in ns of the common clock."""
-    before, needs, rest = graph.before.tolist(), graph.needs, graph.rest_ns.tolist()
-    work = graph.work_ns.sum(axis=1).tolist()
-    times = [0] * len(before)
-    for node in graph.order.tolist():
-        at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
-        for needed in needs[node]:
+    levels = graph.levels
+    compute = _compute_by_level if levels.width >= _WIDE else _compute_by_row
+    times = np.empty(len(graph), dtype=np.int64)
+    work_ns, rest_ns = graph.work_ns.sum(axis=1), graph.rest_ns
+    times[levels.node] = compute(levels, work_ns[levels.node], rest_ns[levels.node])
+    return times
+
+
+def _compute_by_level(levels: Levels, work_ns: Int64, rest_ns: Int64) -> Int64:
+    times = np.full(len(work_ns) + 1, NEVER)
+    added = np.zeros(len(levels.source), dtype=np.int64)
+    added[levels.edge[:-1]] = work_ns
+    for rows, edges in zip(
+        pairwise(levels.first.tolist()),
+        pairwise(levels.edge[levels.first].tolist()),
+        strict=True,
+    ):
+        among, own = slice(*edges), slice(*rows)
+        at = times[levels.source[among]] + added[among]
+        latest = np.maximum.reduceat(at, levels.edge[own] - edges[0])
+        times[own] = np.maximum(latest + rest_ns[own], NEVER)
+    return times[:-1]
+
+
+def _compute_by_row(levels: Levels, work_ns: Int64, rest_ns: Int64) -> Int64:
+    source = levels.source.tolist()
+    times = [NEVER] * (len(work_ns) + 1)
+    for row, ((first, last), work, rest) in enumerate(
+        zip(pairwise(levels.edge.tolist()), work_ns.tolist(), rest_ns.tolist(), strict=True)
+    ):
+        at = times[source[first]] + work
+        for needed in source[first + 1 : last]:
             if times[needed] > at:
                 at = times[needed]
-        times[node] = at + rest[node]
-    return times
+        times[row] = at + rest if at + rest > NEVER else NEVER
+    return np.array(times[:-1], dtype=np.int64)

@@ -12,11 +12,15 @@ from statistics import median
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, group_ids, group_mean, overlap_ns
+from stepsplit.analyzer.arrays import Intervals, first_rows, group_ids, group_mean, overlap_ns
 from stepsplit.analyzer.diagnose.causes import compute_peer_speed_ratio
-from stepsplit.analyzer.diagnose.comm_causes import list_hoistable_calls
-from stepsplit.analyzer.diagnose.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.comm_causes import (
+    compute_service_ns,
+    find_sync_kernels,
+    list_hoistable_calls,
+)
 from stepsplit.analyzer.diagnose.replay import (
+    Float,
     ReplayContext,
     build_context,
     hoist_collectives,
@@ -43,10 +47,11 @@ from stepsplit.analyzer.model.schedule_time import (
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
-from stepsplit.analyzer.split.mesh import DATA_AXES
+from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, build_dependency_graph
+from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.analyzer.split.run import Schedule as MeasuredSchedule
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import OP_CODE, Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
 
@@ -106,9 +111,12 @@ class WhatIfs:
 def compute_what_ifs(split: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
     """Estimate each change given as text; without any, all default changes that apply.
 
-    Raises UsageError for an invalid change, or one that does not apply to the recording.
+    Raises UsageError for an invalid change, one that does not apply to the recording, or a
+    recording without steps.
     """
-    context = build_context(split, 0)
+    if not any(rank.steps for rank in split.ranks):
+        raise UsageError("the recording has no step to replay; record at least one full step")
+    context = build_context(split, build_dependency_graph(split))
     if words:
         rows = [_replay_change(context, parse_change(each)) for each in words]
     else:
@@ -126,7 +134,8 @@ def compute_slowdown(context: ReplayContext) -> float:
     before = context.compute_gain_ns(apply_change(context, idle))
     even = context.replay_with(apply_change(context, WhatIfChange("even")))
     after = even.compute_gain_ns(apply_change(even, idle))
-    return (context.mean_ns - before) / (even.mean_ns - after)
+    least_ns = even.mean_ns - after
+    return (context.mean_ns - before) / least_ns if least_ns > 0 else 1.0
 
 
 def _replay_change(context: ReplayContext, change: WhatIfChange) -> WhatIf:
@@ -150,7 +159,8 @@ def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUI
     Args:
         places: files, folders, archives or URLs of the recording.
         changes: changes as text: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap,
-            link:AXIS=FACTOR, microbatches=N, schedule=NAME or replicas=N. Default: all that apply.
+            link:AXIS=FACTOR, microbatches=N, schedule=NAME, replicas=N or buckets=N. Default: all
+            that apply.
         rules: kernel rules, see `read_rules`. Default: the built-in rules.
 
     Returns:
@@ -179,11 +189,14 @@ def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUI
 def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> float:
     """The gain of another schedule, or of more microbatches for the same work, in ns.
 
-    Both sides are simulated with the measured forwards and backwards, without messages.
-    Raises UsageError if the run has no pipeline grid or the schedule is unknown.
+    Both sides are simulated with the measured forwards and backwards, without messages; where these
+    are not annotated, the gain of more microbatches follows from the pace of the messages.
+    Raises UsageError if the run has no pipeline or the schedule is unknown.
     """
     schedule = context.split.schedule
     if schedule is None or not context.split.stage_bubbles:
+        if change.kind == "microbatches" and context.split.layout.pipelines:
+            return _estimate_by_pace(context, change.count)
         raise UsageError("cannot change the schedule: no pipeline detected in the recording")
     stages, costs = len(context.split.layout.pipelines[0]), _compute_median_costs(context)
     before = _simulate_makespan_ns(
@@ -197,6 +210,52 @@ def compute_window_gain_ns(context: ReplayContext, change: WhatIfChange) -> floa
     return before - _simulate_makespan_ns(
         _find_schedule(change.name), stages, schedule, schedule.microbatches, costs
     )
+
+
+def _estimate_by_pace(context: ReplayContext, count: int) -> float:
+    """The gain of count microbatches for the same work, in ns, without annotated forwards.
+
+    With one chunk per stage, each further microbatch of the same size makes the step longer by the
+    pace: the time between two microbatches in the steady phase.
+    """
+    line = context.split.layout.pipelines[0]
+    if len(line) > 2 and _list_message_ends(context, line[0], line[-1]):
+        raise UsageError("cannot change the microbatches: several chunks per stage, not annotated")
+    forward = _list_message_ends(context, line[0], line[1])
+    backward = _list_message_ends(context, line[1], line[0])
+    counts = {len(one) for one in (*forward, *backward)}
+    if len(counts) != 1 or min(counts) <= len(line):
+        raise UsageError(
+            "cannot change the microbatches: forwards and backwards are not annotated, and the "
+            f"messages of a step are not more than the {len(line)} stages in each direction"
+        )
+    microbatches = counts.pop()
+    pace = _average_pace_ns(backward)
+    if all(sent[-1] < received[0] for sent, received in zip(forward, backward, strict=True)):
+        pace += _average_pace_ns(forward)
+    changed = context.mean_ns + (count - microbatches) * pace
+    return context.mean_ns - changed * microbatches / count
+
+
+def _average_pace_ns(ends: Sequence[Int64]) -> float:
+    """The mean time between two messages of a step."""
+    return float(np.mean([(one[-1] - one[0]) / (len(one) - 1) for one in ends]))
+
+
+def _list_message_ends(context: ReplayContext, sender: int, receiver: int) -> list[Int64]:
+    """When the messages between two ranks ended at the receiver, in order, for each full step in
+    which there are any."""
+    matched, kernels, steps = context.split.matched, context.graph.kernels, context.graph.steps
+    place = {rank: index for index, rank in enumerate(context.ranks.tolist())}
+    if sender not in place or receiver not in place:
+        return []
+    own, others = (matched.slice_trace(place[rank]) for rank in (receiver, sender))
+    sent = matched.shared[others][matched.op[others] == OP_CODE["send"]]
+    received = (matched.op[own] == OP_CODE["recv"]) & (matched.shared[own] >= 0)
+    kernel = kernels.of_row[own][received & np.isin(matched.shared[own], sent)]
+    kernel = kernel[(kernels.step[kernel] >= 0) & context.counted[kernels.step[kernel]]]
+    ends, step = context.graph.at_ns[kernels.end[kernel]], steps.step[kernels.step[kernel]]
+    return [np.sort(ends[step == number]) for number in np.unique(step).tolist()]
 
 
 def _find_schedule(name: str) -> Schedule:
@@ -253,19 +312,30 @@ def apply_change(context: ReplayContext, change: WhatIfChange) -> DependencyGrap
         case "link":
             kernels = _find_axis_kernels(context, change.axis)
             return scale_transfers(context.graph, kernels, np.full(len(kernels), 1 / change.times))
+        case "buckets":
+            return _merge_buckets(context, change.count)
     return _scale_replicas(context, change.count)
 
 
 def _find_axis_kernels(context: ReplayContext, axis: str) -> Int64:
-    """The collectives and messages on an axis; all of them for "all"."""
+    """The collectives and messages over the links of an axis; all of them for "all"."""
     if axis == "all":
         return np.arange(len(context.graph.kernels))
-    kernels = context.find_kernels(lambda axes: axis in axes)
+    layout = context.split.layout
+    kernels = context.find_kernels(lambda axes: axis in _find_slowest_links(layout, axes))
     if not len(kernels):
-        every = map(context.split.layout.find_axes, context.split.matched.groups)
-        known = ", ".join(sorted({one for axes in every for one in axes})) or "no axis"
+        every = map(layout.find_axes, context.split.matched.groups)
+        links = {one for axes in every for one in _find_slowest_links(layout, axes)}
+        known = ", ".join(sorted(links)) or "no axis"
         raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
     return kernels
+
+
+def _find_slowest_links(layout: RankLayout, axes: frozenset[str]) -> frozenset[str]:
+    """The axis whose links limit a group of several axes: the outermost one of the mesh."""
+    order = layout.mesh.axes if layout.mesh else ()
+    outermost = next((axis for axis in order if axis in axes), None)
+    return frozenset({outermost}) if outermost else axes
 
 
 def _scale_replicas(context: ReplayContext, times: int) -> DependencyGraph:
@@ -282,17 +352,87 @@ def _scale_replicas(context: ReplayContext, times: int) -> DependencyGraph:
     return scale_transfers(context.graph, kernels, then / share)
 
 
+def _merge_buckets(context: ReplayContext, count: int) -> DependencyGraph:
+    """The gradient reductions of each group in so many buckets per step, in the recorded order.
+
+    A bucket starts with the last of its parts, and takes as long as all of them less the latency of
+    all but one.
+    """
+    graph, matched = context.graph, context.split.matched
+    kernels = np.flatnonzero(find_sync_kernels(context))
+    kernels = kernels[matched.op[graph.kernels.row[kernels]] != OP_CODE["all_gather"]]
+    row = graph.kernels.row[kernels]
+    series = group_ids(graph.kernels.step[kernels], matched.group[row])
+    order = np.lexsort((graph.at_ns[graph.kernels.start[kernels]], series))
+    kernels, series, row = kernels[order], series[order], row[order]
+    calls = np.bincount(series)
+    if not len(kernels) or calls.max() <= count:
+        most = int(calls.max(initial=0))
+        raise UsageError(
+            f"buckets={count}: the recording has at most {most} gradient reductions per step on a "
+            "group, and buckets can only be merged"
+        )
+    part = _place_in_buckets(series, matched.message_bytes[row], count)
+    bucket = group_ids(series, np.where(calls[series] > count, part, np.arange(len(series))))
+    ends = graph.kernels.end[kernels]
+    saved = (np.bincount(bucket) - 1) * _compute_latency_ns(context, kernels)[first_rows(bucket)]
+    merged = np.bincount(bucket, graph.rest_ns[ends]) - saved
+    last = len(bucket) - 1 - first_rows(bucket[::-1])
+    rest = graph.rest_ns.copy()
+    rest[ends] = 0
+    rest[ends[last]] = np.maximum(np.rint(merged), 0)
+    return replace(graph, rest_ns=rest)
+
+
+def _place_in_buckets(series: Int64, size: Int64, count: int) -> Int64:
+    """The bucket of each call of a series, of count of equal size; a series is together."""
+    reached = np.cumsum(size)
+    first = first_rows(series)
+    before = (reached - size)[first][series]
+    middle = reached - before - size / 2
+    return np.asarray(middle * count // np.bincount(series, size)[series], dtype=np.int64)
+
+
+def _compute_latency_ns(context: ReplayContext, kernels: Int64) -> Float:
+    """The time of a call of no bytes on the group of each of these calls, by the line through the
+    smallest and largest; 0 if all are of one size."""
+    matched, row = context.split.matched, context.graph.kernels.row[kernels]
+    latency = np.zeros(len(kernels))
+    for number in np.unique(matched.group[row]).tolist():
+        own = np.flatnonzero((matched.group[row] == number) & (matched.shared[row] >= 0))
+        if not len(own):
+            continue
+        shared = matched.shared[row[own]]
+        first = own[first_rows(group_ids(shared))]
+        size = matched.message_bytes[row[first]]
+        took = compute_service_ns(context, kernels[own], shared)
+        least, most = size.min(), size.max()
+        if least < most:
+            short, long = (np.median(took[size == one]) for one in (least, most))
+            latency[matched.group[row] == number] = max(
+                0.0, (short * most - long * least) / (most - least)
+            )
+    return latency
+
+
 # Changes as text: "link:tp=2", "microbatches=8".
 
 PLAIN_KINDS = ("even", "even-ranks", "even-stages", "no-slow-ranks", "no-idle", "overlap")
 
-EXAMPLES = (*PLAIN_KINDS, "link:tp=2", "microbatches=8", "schedule=zb-h1", "replicas=2")
+EXAMPLES = (
+    *PLAIN_KINDS,
+    "link:tp=2",
+    "microbatches=8",
+    "schedule=zb-h1",
+    "replicas=2",
+    "buckets=2",
+)
 
 DEFAULT_CHANGES = (*PLAIN_KINDS, "link:all=2", "replicas=2")
 """The changes that are estimated by default."""
 
 _CHANGE_PATTERN = re.compile(
-    r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas)=(\d+)|(schedule)=([a-z0-9-]+)"
+    r"(link):([a-z_]+)=([0-9.]+)|(microbatches|replicas|buckets)=(\d+)|(schedule)=([a-z0-9-]+)"
 )
 
 
@@ -302,10 +442,10 @@ class WhatIfChange:
 
     Attributes:
         kind: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap, link, microbatches,
-            replicas or schedule.
+            replicas, buckets or schedule.
         axis: axis of a link change, "all" for every axis. Default "".
         times: speed-up factor of a link change. Default 1.0.
-        count: number of microbatches, or factor of the replicas. Default 0.
+        count: number of microbatches or gradient buckets, or factor of the replicas. Default 0.
         name: schedule name. Default "".
 
     Examples:
@@ -326,7 +466,7 @@ class WhatIfChange:
                 return f"link:{self.axis}={self.times:g}"
             case "schedule":
                 return f"schedule={self.name}"
-            case "microbatches" | "replicas":
+            case "microbatches" | "replicas" | "buckets":
                 return f"{self.kind}={self.count}"
         return self.kind
 
@@ -394,6 +534,8 @@ def build_ideal_grid(measured: Boxes, schedule: str | None, microbatches: int) -
     """
     ranks, positions = np.unique(measured.rank), len(np.unique(measured.stage))
     if schedule not in SCHEDULES or not len(ranks) or positions % len(ranks):
+        return None
+    if int(measured.stage.max()) != positions - 1:
         return None
     shape = (schedule, len(ranks), microbatches, positions // len(ranks))
     chunks = 1 if schedule in ("zb-v", "dualpipe", "dualpipe-v") else shape[3]

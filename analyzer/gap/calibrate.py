@@ -11,6 +11,7 @@ from statistics import fmean, geometric_mean, median
 
 import numpy as np
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.gap.config_from_trace import infer_job
@@ -145,6 +146,7 @@ def to_json(calibration: Calibration) -> str:
         "hardware": asdict(calibration.hardware),
         "transfers": [asdict(one) for one in calibration.transfers],
         "stages": [_encode_stage(one) for one in calibration.stages],
+        "refused": calibration.refused,
     }
     return json.dumps(body, indent=1) + "\n"
 
@@ -189,12 +191,15 @@ class Calibration:
         hardware: hardware with the fitted constants.
         transfers: measured transfer times by op, group and message size.
         stages: measured and predicted steps with the fitted constants.
+        refused: constants that were not fitted because the hardware cannot be that fast, as
+            sentences. Default: none.
     """
 
     known: HardwareConfig
     hardware: HardwareConfig
     transfers: tuple[TransferSweep, ...]
     stages: tuple[ExplainedStage, ...]
+    refused: tuple[str, ...] = ()
 
     @property
     def rates(self) -> Rates:
@@ -248,14 +253,17 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     )
     rates = Rates(transfers)
     stages = tuple(each for one in runs for each in _explain_run(one, fitted, rates))
-    return Calibration(known, fitted, transfers, stages)
+    impossible = find_impossible_rates(fit_efficiency(runs, known.efficiency), runs)
+    refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
+    return Calibration(known, fitted, transfers, stages, refused)
 
 
 def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> HardwareConfig:
     linked = fit_links(runs, known)
     dtypes = dict.fromkeys(one.job.training.dtype for one in runs)
+    measured = fit_efficiency(runs, known.efficiency)
     efficiency = replace(
-        fit_efficiency(runs, known.efficiency),
+        _refuse(measured, known.efficiency, find_impossible_rates(measured, runs)),
         frameworks=(),
         devices=(known.name,),
         dtypes=tuple(dtypes),
@@ -646,6 +654,84 @@ def _count_launches(job: JobConfig, layers: int) -> float:
     return found.forward_ns + found.input_ns
 
 
+# Rates that the hardware cannot reach are refused.
+
+MAX_OVER_PEAK = 1.1
+"""A measured rate may exceed the published peak by this much: clocks vary."""
+
+CPU_FLOPS_PER_S = {"fp32": 64 * 6e9}
+"""Upper bound for a core: two fused multiply-adds of 512 bits a cycle, at 6 GHz."""
+
+MATRIX_FLOPS_PER_S = 2048 * 6e9
+"""The same for shorter dtypes: a core with matrix units."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImpossibleRate:
+    """A constant of Efficiency by its name, and why it is not what the hardware did."""
+
+    name: str
+    reason: str
+
+
+def find_impossible_rates(
+    fitted: Efficiency, runs: Sequence[CalibrationSample]
+) -> tuple[ImpossibleRate, ...]:
+    """The fitted rates above what the hardware can do: GEMM first, which limits attention on CPUs.
+
+    A rate is too high if the job of the model has more work than what ran.
+    """
+    dtype, hardware = runs[0].job.training.dtype, runs[0].job.hardware
+    peak = hardware.peak_flops_per_s(dtype) or 0.0
+    limit, name = _find_limit(runs, dtype)
+    gemm, attention = fitted.gemm * peak, fitted.attention * peak
+    found = []
+    if gemm > limit:
+        why = "the job has more work than what ran: check [model] and [training]"
+        found.append(ImpossibleRate("gemm", f"{_format_rate(gemm)} is above {name}; {why}"))
+    elif hardware.family == "cpu" and attention > gemm:
+        limit, name = gemm, f"the GEMMs' {_format_rate(gemm)}"
+    if attention > limit:
+        why = "not all of its kernels are known as attention, or the job has more of it than ran"
+        found.append(
+            ImpossibleRate("attention", f"{_format_rate(attention)} is above {name}; {why}")
+        )
+    return tuple(found)
+
+
+def _find_limit(runs: Sequence[CalibrationSample], dtype: str) -> tuple[float, str]:
+    """FLOPs per second that the hardware cannot exceed, and what they are."""
+    hardware = runs[0].job.hardware
+    if hardware.family == "cpu":
+        cores = min(one.cores for one in runs)
+        limit = cores * CPU_FLOPS_PER_S.get(dtype, MATRIX_FLOPS_PER_S) or math.inf
+        return limit, f"what {cores} cores can do"
+    peaks = dict(hardware.peaks_flops_per_s)
+    # GEMMs of fp32 may run as TF32.
+    peak = max(peaks.get(dtype, math.inf), peaks.get("bf16", 0.0) / 2 if dtype == "fp32" else 0.0)
+    return peak * MAX_OVER_PEAK, f"the peak of {hardware.name}"
+
+
+def _format_rate(flops_per_s: float) -> str:
+    return f"{units.format_flops(flops_per_s)}/s"
+
+
+def _refuse(
+    fitted: Efficiency, known: Efficiency, impossible: Sequence[ImpossibleRate]
+) -> Efficiency:
+    """The constants, those of impossible rates as known; attention is no faster than GEMMs."""
+    names = {one.name for one in impossible}
+    gemm = known.gemm if "gemm" in names else fitted.gemm
+    if "attention" not in names:
+        return replace(fitted, gemm=gemm)
+    return replace(
+        fitted,
+        gemm=gemm,
+        attention=min(known.attention, gemm),
+        unfused_attention=min(known.unfused_attention, gemm),
+    )
+
+
 # Peaks that a run exceeded are raised to the measured rate.
 
 
@@ -706,12 +792,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSample:
-    """One recorded run: job config, recorded stages and transfers."""
+    """One recorded run: job config, recorded stages and transfers, cores of a host (0: unknown)."""
 
     name: str
     job: JobConfig
     stages: tuple[StageSample, ...]
     transfers: tuple[Transfer, ...]
+    cores: int = 0
 
 
 def read_sample(
@@ -727,7 +814,9 @@ def read_sample(
     if not stages:
         raise DataError(place, "no full step", "record at least three complete steps")
     job = infer_job(recording.spec, split, job_table)
-    return CalibrationSample(recording.name, job, stages, collect_transfers(split))
+    hosts = () if recording.spec is None else recording.spec.hosts
+    cores = max((host.cores for host in hosts), default=0)
+    return CalibrationSample(recording.name, job, stages, collect_transfers(split), cores)
 
 
 def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, ...]:

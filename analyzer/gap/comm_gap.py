@@ -66,10 +66,11 @@ class MeasuredComm:
         self, rank: RankSplit, windows: Sequence[StepWindow]
     ) -> dict[Call, tuple[int, int]]:
         """(transfer time, exposed part) of a rank within the windows, by axis and op."""
-        axes, pieces = list_group_names(self.split, rank), rank.pieces
+        axes = list_group_names(self.split, rank)[:-1]
         rows = compute_overlaps(
-            rank.trace.rank, rank.trace.calls, axes[:-1], windows, pieces, rank.work.compute
-        )
+            rank.trace.rank, rank.trace.calls, axes, windows,
+            rank.pieces, rank.held, rank.work.compute,
+        )  # fmt: skip
         sums: dict[Call, tuple[int, int]] = {}
         for row in rows:
             kind = self._identify_call(row.axis or UNKNOWN_GROUP, row.op)
@@ -407,7 +408,7 @@ def format_group_axis(split: RunSplit, group: Group) -> str:
     """
     layout, axis = split.layout, split.layout.find_axis(group)
     along = {one.axis for one in split.strategies if one.size == len(group.ranks)} - {None}
-    inferred = next(iter(along)) if len(along) == 1 and layout.source != "run.json" else None
+    inferred = next(iter(along)) if len(along) == 1 and not layout.is_stated else None
     if inferred is not None and (inferred == "cp" or (axis is None and layout.mesh is None)):
         return inferred
     described = group.description or f"{len(group.ranks)} ranks"

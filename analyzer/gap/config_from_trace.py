@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     MAX_NUMBER,
@@ -65,18 +67,30 @@ def build_job_table(
     spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
 ) -> TomlTable:
     """The job.toml of the recording as a table. Raises UsageError if keys are missing."""
-    inferred = (
-        infer_model(spec),
-        infer_parallel(spec, split),
-        infer_training(spec, split),
-        infer_hardware(spec, split),
-    )
+    inferred = infer_tables(spec, split)
     where = "run.json" if job_table is None else job_table.where
     if job_table is not None:
         decode_table(job_table, dict.fromkeys(NAMES, dict[str, object]))
     tables = {table.name: _merge_tables(table, job_table).values for table in inferred}
     _check_complete(tables, split, job_table)
     return TomlTable(where, "", tables)
+
+
+def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]:
+    """What run.json and the trace say of [model], [parallel], [training] and [hardware].
+
+    run.json takes precedence over the shapes of the ops.
+    """
+    parallel = infer_parallel(spec, split)
+    vocab = parallel.values.get("split_vocab")
+    split_vocab = vocab if isinstance(vocab, bool) else None
+    shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
+    return (
+        infer_model(spec, shape),
+        parallel,
+        infer_training(spec, split, shape),
+        infer_hardware(spec, split),
+    )
 
 
 def _merge_tables(inferred: TomlTable, job_table: TomlTable | None) -> TomlTable:
@@ -102,7 +116,7 @@ def _check_complete(
     ]
     if not missing:
         return
-    hint = "add them to a job.toml and pass it with --job"
+    hint = "analyze --write-job job.toml writes the rest; add them and pass it with --job"
     if job_table is not None:
         hint = f"add them to {job_table.where}"
     raise UsageError(f"cannot infer {_join_words(missing)} from the recording; {hint}")
@@ -120,7 +134,7 @@ def _list_missing(
 def _list_required(name: str, table: Mapping[str, object], split: RunSplit) -> tuple[str, ...]:
     match name:
         case "model":
-            experts = any(one.name == "ep" for one in split.strategies)
+            experts = "experts" in table or any(one.name == "ep" for one in split.strategies)
             return (
                 "layers", "hidden", "heads", "vocab",
                 *(("ffn",) if table.get("gated") else ()),
@@ -138,6 +152,95 @@ def _list_required(name: str, table: Mapping[str, object], split: RunSplit) -> t
 
 def _join_words(parts: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+# A job.toml to fill in: what was inferred, and by name what could not be.
+
+_MEANINGS = {
+    "layers": "transformer layers",
+    "hidden": "width of the residual stream",
+    "heads": "attention heads",
+    "vocab": "size of the vocabulary",
+    "ffn": "width of the MLP",
+    "experts": "experts of a mixture-of-experts layer",
+    "top_k": "experts of a token",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dp": "data-parallel ranks",
+    "seq_len": "tokens of a sequence",
+    "micro_batch": "sequences of a microbatch of one rank",
+    "global_batch": "sequences of a step, all ranks together",
+    "preset": 'such as "h100-sxm"',
+}
+
+_OPTIONAL = {
+    "model": {
+        "kv_heads": "as heads",
+        "ffn": "4 x hidden",
+        "gated": "false",
+        "tied": "true unless gated",
+        "learned_positions": "0",
+        "norm": '"rms" if gated, else "layer"',
+        "biases": "true unless gated",
+    },
+    "training": {"dtype": '"bf16"', "optimizer": '"adam"'},
+}
+"""Keys with a default that changes the prediction much, and the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobDraft:
+    """A job.toml of a recording.
+
+    Attributes:
+        text: The file. Keys that could not be inferred are comments, with their meaning.
+        missing: Those of them that the model needs, such as "[model] heads, vocab".
+        has_shapes: Whether the recording has the input shapes of ops.
+    """
+
+    text: str
+    missing: tuple[str, ...]
+    has_shapes: bool
+
+
+def draft_job(
+    spec: RunSpec | None, split: RunSplit, job_table: TomlTable | None = None
+) -> JobDraft:
+    """Write what can be inferred as a job.toml; values of job_table take precedence."""
+    inferred = infer_tables(spec, split)
+    tables = {table.name: _merge_tables(table, job_table).values for table in inferred}
+    missing = {name: _list_missing(name, tables, split) for name in NAMES}
+    lines = ["# Inferred from a recording. Keys after a # were not: fill in those that are needed."]
+    for name in NAMES:
+        lines += ["", f"[{name}]", *map(_format_line, tables[name].items())]
+        lines += (f"# {key} =   # needed: {_MEANINGS[key]}" for key in missing[name])
+        lines += (
+            f"# {key} =   # not inferred; default {default}"
+            for key, default in _OPTIONAL.get(name, {}).items()
+            if key not in (*tables[name], *missing[name], *_whole_table(tables[name]))
+        )
+    needed = (f"[{name}] {', '.join(keys)}" for name, keys in missing.items() if keys)
+    has_shapes = any(len(rank.trace.shapes) for rank in split.ranks)
+    return JobDraft("\n".join(lines) + "\n", tuple(needed), has_shapes)
+
+
+def _whole_table(table: Mapping[str, object]) -> tuple[str, ...]:
+    """The optional keys that a preset defines."""
+    return tuple(_MEANINGS | _OPTIONAL["model"]) if "preset" in table else ()
+
+
+def _format_line(item: tuple[str, object]) -> str:
+    return f"{item[0]} = {_format_value(item[1])}"
+
+
+def _format_value(value: object) -> str:
+    match value:
+        case Mapping():
+            return "{ " + ", ".join(map(_format_line, value.items())) + " }"
+        case list() | tuple() | set() | frozenset():
+            return f"[{', '.join(map(_format_value, value))}]"
+    # JSON's numbers, texts and truth values are TOML's.
+    return json.dumps(value)
 
 
 # The [hardware] table of a recording: the preset of its device name.
@@ -204,19 +307,26 @@ def _count_ranks_per_node(split: RunSplit) -> int | None:
 # The [model] table of a recording.
 
 
-def infer_model(spec: RunSpec | None) -> TomlTable:
-    """The model shape in run.json; empty if it has none."""
-    return build_table("model", select_known(spec.model if spec else None, MODEL_KEYS))
+def infer_model(spec: RunSpec | None, shape: ModelShape = NO_SHAPE) -> TomlTable:
+    """The model in run.json, completed by the shapes of the ops."""
+    recorded = select_known(spec.model if spec else None, MODEL_KEYS)
+    return build_table("model", select_known(shape, MODEL_KEYS) | _drop_unknown(recorded))
 
 
-def select_known(spec: ModelSpec | Training | None, keys: tuple[str, ...]) -> dict[str, object]:
-    """The values in run.json whose names are keys of the table, unknown ones as None."""
+def _drop_unknown(values: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def select_known(
+    spec: ModelSpec | Training | ModelShape | None, keys: tuple[str, ...]
+) -> dict[str, object]:
+    """The values whose names are keys of the table, unknown ones as None."""
     return {} if spec is None else {k: v for k, v in asdict(spec).items() if k in keys}
 
 
 def build_table(name: str, values: Mapping[str, object]) -> TomlTable:
     """The table of the known values."""
-    return TomlTable("run.json", name, {k: v for k, v in values.items() if v is not None})
+    return TomlTable("run.json", name, _drop_unknown(values))
 
 
 # The [parallel] table of a recording.
@@ -334,8 +444,10 @@ _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "f
 """dtype names of traces and torch -> names in job.toml; fp8 never appears in messages."""
 
 
-def infer_training(spec: RunSpec | None, split: RunSplit) -> TomlTable:
-    """The training settings in run.json, completed by those inferred from the steps."""
+def infer_training(
+    spec: RunSpec | None, split: RunSplit, shape: ModelShape = NO_SHAPE
+) -> TomlTable:
+    """The training settings in run.json, completed by those inferred from the trace."""
     recorded = (spec.training if spec else None) or Training()
     values = {
         **{
@@ -343,8 +455,11 @@ def infer_training(spec: RunSpec | None, split: RunSplit) -> TomlTable:
             for k, v in select_known(recorded, TRAINING_KEYS).items()
             if k not in _INFERRED_KEYS
         },
-        "microbatches": recorded.microbatches or _infer_microbatches(split),
-        "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split),
+        "seq_len": recorded.seq_len or shape.seq_len,
+        "micro_batch": recorded.micro_batch or shape.micro_batch,
+        "microbatches": recorded.microbatches or shape.microbatches or _infer_microbatches(split),
+        "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split, shape),
+        "optimizer": recorded.optimizer or _infer_optimizer(split),
         "recompute": recorded.recompute or _find_detail(split, "recompute"),
         "offload": _infer_offload(recorded, split),
         "framework": infer_framework(spec, split),
@@ -364,15 +479,30 @@ def _infer_microbatches(split: RunSplit) -> int | None:
     return 1 if split.strategies and not split.layout.pipelines else None
 
 
-def _infer_dtype(split: RunSplit) -> str | None:
-    """fp8 if detected, else the dtype of most communicated bytes."""
+def _infer_dtype(split: RunSplit, shape: ModelShape) -> str | None:
+    """fp8 if detected, else the dtype of the GEMMs, else that of most communicated bytes."""
     if _find_detail(split, "fp8") is not None:
         return "fp8"
+    if shape.dtype is not None:
+        return shape.dtype
     moved: Counter[str] = Counter()
     for one in split.collectives:
         moved[(one.dtype or "").lower()] += one.count * (one.message_bytes or 0)
     names = [_DTYPES[name] for name, _ in moved.most_common() if name in _DTYPES]
     return next(iter(names), None)
+
+
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "lion": "lion", "muon": "muon"}
+"""Optimizers by torch's name of their class; SGD may have a momentum."""
+
+_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#(?:Fused)?(?P<name>\w+)\.step")
+
+
+def _infer_optimizer(split: RunSplit) -> str | None:
+    """The optimizer whose steps torch's ranges mark, if it is the only one."""
+    names = {name for rank in split.ranks for name in rank.trace.events.names}
+    steps = {step["name"].lower() for name in names if (step := _OPTIMIZER_STEP.match(name))}
+    return _OPTIMIZERS.get(steps.pop()) if len(steps) == 1 else None
 
 
 def _infer_offload(recorded: Training, split: RunSplit) -> list[str] | None:

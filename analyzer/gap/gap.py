@@ -12,7 +12,7 @@ from msgspec import structs
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.gap.comm_gap import (
     Call,
     Key,
@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.predict import compute_call_ns, predict, read_hard
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory, group_axis
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
-from stepsplit.analyzer.report.build import explain_idle
+from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     MIN_GAIN_SHARE,
@@ -44,6 +44,7 @@ from stepsplit.analyzer.report.report import (
     GapRow,
     MemoryRow,
     Report,
+    WarningRow,
     compute_step_median_ns,
 )
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -76,15 +77,93 @@ def compare_to_model(
     table = build_job_table(recording.spec, split, job_table if job_table.values else None)
     notes = check_layout(decode_layout(table), recording.spec, split, table.where)
     job = decode_job(table)
+    notes = (*notes, *note_inferred_keys(table, job, job_table))
     rates = read_hardware_rates(table, job.hardware)
     prediction = predict(job, rates)
     gap = compute_gap(
         split, prediction, build_comm_cost(job, rates), report, notes, build_link_lookup(job)
     )
     compared = _add_comparison(report, table, prediction, gap)
+    mismatch = describe_mismatch(compared, prediction, job_table)
+    if mismatch is not None and job.hardware.family != UNCALIBRATED_FAMILY:
+        return _doubt_comparison(compared, report.findings, mismatch)
     if job.hardware.family == UNCALIBRATED_FAMILY and prediction.confidence != "calibrated":
         return structs.replace(compared, mfu=None, hfu=None, findings=report.findings)
     return compared
+
+
+def _doubt_comparison(
+    compared: Report, measured_findings: tuple[Finding, ...], mismatch: str
+) -> Report:
+    """The comparison with a job of another recording: no findings, and no impossible MFU."""
+    assert compared.gap is not None
+    is_possible = compared.mfu is None or compared.mfu <= 1
+    return structs.replace(
+        compared,
+        gap=structs.replace(compared.gap, confidence="low", notes=(mismatch, *compared.gap.notes)),
+        mfu=compared.mfu if is_possible else None,
+        hfu=compared.hfu if is_possible else None,
+        findings=measured_findings,
+        warnings=(*compared.warnings, WarningRow("job_mismatch", mismatch)),
+    )
+
+
+_MOST_STEP_RATIO = 3.0
+"""A measured step this many times the predicted one, or the reverse, is of another job."""
+
+
+def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTable) -> str | None:
+    """Why the job cannot be that of the recording; None if it can.
+
+    report is compared with the prediction of the job in job_table.
+    """
+    step_ns, predicted_ns = compute_step_median_ns(report.steps), prediction.split.step_ns
+    if not step_ns or not predicted_ns:
+        return None
+    if report.mfu is not None and report.mfu > 1:
+        reason = f"the MFU would be {report.mfu:.0%}"
+    elif step_ns > _MOST_STEP_RATIO * predicted_ns:
+        reason = f"the measured step is {step_ns / predicted_ns:.1f} times the predicted one"
+    elif predicted_ns > _MOST_STEP_RATIO * step_ns:
+        reason = f"the predicted step is {predicted_ns / step_ns:.1f} times the measured one"
+    else:
+        return None
+    job = f"this {Path(job_table.where).name}" if job_table.values else "the inferred job"
+    return f"{job} does not describe this recording: {reason}"
+
+
+def note_inferred_keys(table: TomlTable, job: JobConfig, job_table: TomlTable) -> tuple[str, ...]:
+    """Why the prediction is not that of `stepsplit model` for the same complete job.toml.
+
+    table is the job.toml completed from the recording, job its config.
+    """
+    try:
+        if not job_table.values or decode_job(job_table) == job:
+            return ()
+    except StepsplitError:
+        return ()
+    own = {name: job_table.get_subtable(name).values for name in table.values}
+    keys = [
+        f"[{name}] {key}"
+        for name in table.values
+        for key in table.get_subtable(name).values
+        if key not in own[name] and _changes_job(table, name, key, job)
+    ]
+    if not keys:
+        return ()
+    return (
+        f"{job_table.where} leaves out {', '.join(keys)}: here as in the recording, in `stepsplit"
+        " model` the defaults",
+    )
+
+
+def _changes_job(table: TomlTable, name: str, key: str, job: JobConfig) -> bool:
+    """Whether the config is another one without this key."""
+    rest = {k: v for k, v in table.get_subtable(name).values.items() if k != key}
+    try:
+        return decode_job(TomlTable(table.where, "", {**table.values, name: rest})) != job
+    except StepsplitError:
+        return True
 
 
 def _add_comparison(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
@@ -219,7 +298,7 @@ def _build_finding(gap: Gap, row: GapRow) -> Finding:
     return Finding(
         code=_FINDING_CODES[row.cause],
         bucket=row.bucket,
-        gain_ns=row.ns,
+        gain_ns=min(row.ns, measured),
         measured_ns=measured,
         predicted_ns=predicted,
         ranks=(gap.shown.rank,),
@@ -269,7 +348,8 @@ def list_caveats(
     estimated = [step.estimated for rank in split.ranks for step in rank.steps]
     if any(estimated):
         caveats.append(
-            f"{sum(estimated)} of {len(estimated)} steps are estimates (peer ranks missing)"
+            f"{sum(estimated)} of {len(estimated)} steps are estimates "
+            "(ranks or ends of calls missing)"
         )
     return caveats
 
@@ -403,11 +483,11 @@ def _split_compute_gap(sides: StageComparison) -> list[GapRow]:
 
 
 def _describe_skew(sides: StageComparison) -> str:
-    """The text for skew, with the rank that caused most of the waiting in the step."""
+    """The text for skew, with the rank that caused most of it."""
     blamed: dict[tuple[int, str], int] = defaultdict(int)
-    for one in sides.comm.split.blame:
-        if one.rank is not None and one.step == sides.stage.step and one.skew_ns:
-            blamed[one.rank, one.cause] += one.skew_ns
+    for row in sides.report.blame:
+        if row.rank is not None and row.caused_skew_ns:
+            blamed[row.rank, row.cause] += row.caused_skew_ns
     words = sides.choose_text("skew", "more", "less") + " waiting within the stage than predicted"
     if not blamed:
         return words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -12,12 +11,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, parse_toml, read_toml
 from stepsplit.analyzer.model.config import KEY, MAX_NUMBER, AsDecimal, NumberLimits
 
 _T = TypeVar("_T")
-
-_MAX_BYTES = 1 << 20
 
 _MAX_CHOICES = 4
 
@@ -56,23 +53,12 @@ class TomlTable:
 
 def read_table(path: str | Path) -> TomlTable:
     """Reads a TOML file as one table. Raises DataError."""
-    try:
-        with Path(path).open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise DataError(path, error.strerror or "unreadable", "check the path") from None
-    if len(text) > _MAX_BYTES:
-        raise DataError(path, "too large for a TOML config", "check the path")
-    return parse_table(path, text)
+    return TomlTable(str(path), "", read_toml(path))
 
 
 def parse_table(where: str | Path, text: bytes) -> TomlTable:
     """Parses TOML text; where is the file name in errors. Raises DataError."""
-    try:
-        values: dict[str, Any] = tomllib.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise DataError(where, f"not valid TOML ({error})", "fix that line") from None
-    return TomlTable(str(where), "", values)
+    return TomlTable(str(where), "", parse_toml(where, text))
 
 
 # Mistakes are collected and raised together in one line.

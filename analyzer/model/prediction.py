@@ -179,6 +179,9 @@ _TEXT_KEYS = ("strategy", "op", "axis", "phase")
 
 _BUCKET_KEYS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 
+_MEMO_KEYS = tuple(name for name in MEMOS if name != "ambiguous_ns")
+"""The memos of a predicted step: only a recording is ambiguous."""
+
 _FORMULAS = "formulas"
 """The field that rows leave out: the JSON lists the formulas once, at the top level."""
 
@@ -247,7 +250,7 @@ def _build_body(prediction: Prediction) -> dict[str, Any]:
 def _build_split_row(split: Split) -> dict[str, int]:
     """The buckets, their sum, then the memos."""
     buckets = dict(zip(_BUCKET_KEYS, split.buckets_ns, strict=True))
-    memos = {name: getattr(split, name) for name in MEMOS}
+    memos = {name: getattr(split, name) for name in _MEMO_KEYS}
     return buckets | {"step_ns": split.step_ns} | memos
 
 
@@ -287,7 +290,7 @@ def _parse_prediction(body: Mapping[str, Any]) -> Prediction:
 
 
 def _parse_split(row: Mapping[str, Any]) -> Split:
-    split = Split(**{name: _read_int(row, name) for name in (*_BUCKET_KEYS, *MEMOS)})
+    split = Split(**{name: _read_int(row, name) for name in (*_BUCKET_KEYS, *_MEMO_KEYS)})
     _check_sum(row, "step_ns", split.step_ns)
     return split
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Schedule
+from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.schedule import (
     ChunkPositions,
@@ -556,21 +556,24 @@ def compute_ideal_bubble_fraction(
 
     stages is the number of pipeline ranks (p), chunks the number of stages on each (v);
     microbatches (m) counts both directions in dualpipe. The window is from the first forward to the
-    last backward of all ranks. None if the schedule is not modelled, or if it splits the backward
-    and times_ns is unknown.
+    last backward of all ranks: of a schedule that splits the backward, by a simulation of its order
+    with times_ns. None if the schedule is not modelled, or if it splits the backward and times_ns
+    is unknown.
     """
     if min(stages, microbatches, chunks) < 1:
         return None
     passes = _count_bubble_passes(schedule, stages, microbatches, chunks)
     if passes is not None:
         return passes / (chunks * microbatches + passes)
-    if times_ns is None or sum(times_ns) <= 0:
+    known = next((one for one in SCHEDULES if one == schedule), None)
+    if known is None or times_ns is None or sum(times_ns) <= 0:
         return None
-    bubble_ns = _compute_split_bubble_ns(schedule, stages, microbatches, times_ns)
-    if bubble_ns is None:
+    model_stages = 1 + max(map(max, list_chunk_positions(known, stages, chunks)))
+    costs = (times_ns,) * model_stages
+    try:
+        return compute_pipeline_time(known, stages, microbatches, chunks, costs).bubble_fraction
+    except UsageError:
         return None
-    chunks_per_rank = {"zb-v": 2, "dualpipe-v": 2, "dualpipe": 1}.get(schedule, chunks)
-    return bubble_ns / (chunks_per_rank * microbatches * sum(times_ns) + bubble_ns)
 
 
 def _count_bubble_passes(schedule: str, p: int, m: int, v: int) -> int | None:
@@ -588,29 +591,4 @@ def _count_bubble_passes(schedule: str, p: int, m: int, v: int) -> int | None:
             return p - 1
         case "interleaved":
             return p - 1 + (v - 1) * max(0, p - m)
-    return None
-
-
-def _compute_split_bubble_ns(schedule: str, p: int, m: int, times_ns: Times) -> float | None:
-    """A rank's bubble with a split backward; None for schedules that are not modelled.
-
-    Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241: table 2 (ZB-H1: (p-1)(F+I-W),
-    ZB-H2: (p-1)(F+I-2W)), appendix H (m <= p), section 6 (ZB-V: none where F = I = W). DeepSeek,
-    README of DualPipe: (p/2-1)(F&B + B - 3W) with B = I + W and F&B the time of both overlapped;
-    here the overlap makes neither faster, so F&B = F + B. DualPipeV folds its p stages onto p/2
-    ranks.
-    These count each rank from its own first forward. The window is that of the whole pipeline, so
-    that the last rank's bubble is at least the forwards it waits for.
-    """
-    forward, inputs, weights = times_ns
-    match schedule:
-        case "zb-h1" | "zb-h2":
-            spare = p - 1 if schedule == "zb-h1" else 2 * (p - 1)
-            bubble = (p - 1) * (forward + inputs) - min(m - 1, spare) * weights
-            return max((p - 1) * forward, bubble)
-        case "zb-v":
-            return (p - 1) * forward
-        case "dualpipe" | "dualpipe-v":
-            far = p - 1 if schedule == "dualpipe-v" else p // 2 - 1
-            return far * max(forward, forward + 2 * inputs - weights)
     return None

@@ -152,13 +152,18 @@ def _list_zip_members(path: Path, shown: str) -> Iterator[Source]:
 
 
 def _extract_tar_members(path: Path, shown: str, folder: Path) -> Iterator[Source]:
-    """Unpacks the files of a tar under numbers; of a damaged one, those before the damage."""
+    """Unpacks the files of a tar under numbers; of a damaged one, those before the damage.
+
+    The size of a member is that of its contents, also if the tar holds only parts of a sparse file.
+    """
     members: list[DiskFile] = []
+    unpacked_bytes = 0
     with open_unpacked(DiskFile(path, shown)) as content:
         try:
             with tarfile.open(fileobj=content, mode="r|") as archive:  # type: ignore[call-overload]
-                for member in archive:
-                    _refuse_bomb(shown, len(members), 0, path)
+                for member in filter(tarfile.TarInfo.isreg, archive):
+                    unpacked_bytes += member.size
+                    _refuse_bomb(shown, len(members) + 1, unpacked_bytes, path)
                     if (packed := archive.extractfile(member)) is not None:
                         target = folder / str(len(members))
                         members.append(DiskFile(target, f"{shown}/{member.name}"))

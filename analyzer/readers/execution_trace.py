@@ -23,7 +23,16 @@ from stepsplit.analyzer.ops import (
 )
 from stepsplit.analyzer.readers.compression import UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Call, Group, Int32, Int64, Note, RankCalls, build_calls
+from stepsplit.analyzer.trace import (
+    MAX_NAME_LENGTH,
+    Call,
+    Group,
+    Int32,
+    Int64,
+    Note,
+    RankCalls,
+    build_calls,
+)
 
 COMM, GROUPS = "record_param_comms", "## process_group:init ##"
 
@@ -188,7 +197,7 @@ class _TraceCollector:
             tid=tid,
             fw_tid=fw_tid,
             name_id=name_id.astype(np.int32),
-            names=tuple(self._names),
+            names=tuple(name[:MAX_NAME_LENGTH] for name in self._names),
         )
 
     def build_rank_calls(self, source: str, rank: int) -> RankCalls:
@@ -239,7 +248,7 @@ MAX_RANKS = 1 << 20
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
-_TENSOR = re.compile(r"Tensor\(([^)]*)\)")
+_TENSOR = re.compile(r"Tensor\(([^()]*)\)")
 
 _CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 

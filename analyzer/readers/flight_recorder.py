@@ -31,7 +31,7 @@ from stepsplit.analyzer.trace import Call, Group, Note, RankCalls, build_calls
 
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)", re.I)
 
-_ENDS_IN_NUMBER = re.compile(r"(?<!\d)(\d{1,7})(?:\.[a-z]\w*)*$", re.I)
+_ENDS_IN_NUMBER = re.compile(r"(?<!\d)(\d{1,7})(?:\.[a-z]\w*){0,8}$", re.I)
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from stepsplit.analyzer.arrays import list_distinct
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, read_toml
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.trace import (
     OPS,
@@ -26,6 +26,7 @@ from stepsplit.analyzer.trace import (
     Events,
     Int32,
     Int64,
+    UInt8,
 )
 
 SCHEMA = "stepsplit.rules/1"
@@ -33,12 +34,11 @@ SCHEMA = "stepsplit.rules/1"
 _KINDS: Mapping[str, KernelKind] = {
     "communication": "communication",
     "compute": "compute",
+    "copy": "copy",
     "fused": "fused",
 }
 
 _OPS = OPS[1:]
-
-_MAX_BYTES = 1 << 20
 
 _BACKREFERENCE = re.compile(r"\\[1-9]|\(\?P")
 
@@ -50,8 +50,8 @@ def read_rules(place: str | Path) -> Rules:
 
     Args:
         place: Path of the file. A [[kernel]] table has `match` (a regular expression, searched
-            anywhere in the name, case-insensitive), `is` ("communication", "compute" or "fused")
-            and optionally `op`; a [[family]] table has `match` and `family`.
+            anywhere in the name, case-insensitive), `is` ("communication", "compute", "copy" or
+            "fused") and optionally `op`; a [[family]] table has `match` and `family`.
 
     Returns:
         The rules. Those of the file come first; the built-in ones apply to all other names.
@@ -81,27 +81,13 @@ def read_own_rules(place: str | Path) -> Rules:
 
 def _decode_rules(place: str | Path) -> tuple[tuple[KernelRule, ...], tuple[FamilyRule, ...]]:
     """The rules of the file; their patterns are not checked yet."""
-    table = _read_table(place)
+    table = read_toml(place, "see docs/rules.md for the format")
     _check_keys(place, "", table, ("schema", "kernel", "family"))
     if table.get("schema", SCHEMA) != SCHEMA:
         problem = f"schema: {table['schema']!r} is not {SCHEMA!r}"
         raise DataError(place, problem, "convert them to this version's format")
     kernels = tuple(_build_rules(place, table, "kernel", _build_kernel_rule))
     return kernels, tuple(_build_rules(place, table, "family", _build_family_rule))
-
-
-def _read_table(place: str | Path) -> dict[str, Any]:
-    try:
-        with Path(place).open("rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise DataError(place, error.strerror or "unreadable", "check the path") from None
-    if len(text) > _MAX_BYTES:
-        raise DataError(place, "too large for rules", "name a TOML file of rules")
-    try:
-        return tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(place, f"not TOML ({error})", "see docs/rules.md for the format") from None
 
 
 _RuleBuilder = Callable[[str | Path, str, Mapping[str, Any]], _T]
@@ -145,8 +131,9 @@ def _read_pattern(place: str | Path, at: str, entry: Mapping[str, Any]) -> str:
 
 def _check_pattern(place: str | Path, key: str, match: str) -> None:
     try:
-        pattern = compile_pattern(match)
-    except (re.error, RecursionError, OverflowError) as error:
+        with warnings.catch_warnings(action="error", category=FutureWarning):
+            pattern = compile_pattern(match)
+    except (re.error, RecursionError, OverflowError, FutureWarning) as error:
         problem = f"{key}: {match!r} is not a regular expression ({error})"
         raise DataError(place, problem, "fix the pattern") from None
     if _BACKREFERENCE.search(match):
@@ -173,7 +160,7 @@ def _check_keys(
 
 BUILT_IN_FILE = Path(__file__).with_name("rules.toml")
 
-KernelKind = Literal["communication", "compute", "fused"]
+KernelKind = Literal["communication", "compute", "copy", "fused"]
 """fused kernels compute and communicate at once, and count as compute."""
 
 
@@ -183,7 +170,7 @@ class KernelRule:
 
     Attributes:
         match: The regular expression.
-        kind: "communication", "compute" or "fused".
+        kind: "communication", "compute", "copy" or "fused".
         op: The op of a communication kernel; "" infers it from the name.
     """
 
@@ -268,6 +255,8 @@ class Rules:
 
     def classify_kernel(self, name: str) -> KernelKind:
         """The kind of a kernel or copy of this name; compute if no rule matches."""
+        if (stated := parse_stated_class(name)) is not None:
+            return stated.kind
         rule = self._find_kernel_rule(name)
         return "compute" if rule is None else rule.kind
 
@@ -277,11 +266,15 @@ class Rules:
 
     def find_op(self, name: str) -> str:
         """The op of a communication kernel of this name, "unknown" if not determined."""
+        if (stated := parse_stated_class(name)) is not None:
+            return stated.op
         rule = self._find_kernel_rule(name)
         return rule.op if rule is not None and rule.op else parse_op(name)
 
     def find_family(self, name: str) -> str:
         """The family of a compute kernel, or of an op of a CPU run; "other" if no rule matches."""
+        if (stated := parse_stated_class(name)) is not None:
+            return stated.family
         families = (
             rule.family for rule in self.families if compile_pattern(rule.match).search(name)
         )
@@ -294,6 +287,35 @@ class Rules:
         return next(matching, None)
 
 
+# The class that a redacted name states: it is used before any rule.
+
+_STATED = re.compile(
+    r"\A[a-z]+\d+(?:::)? \{kind=(communication|compute|copy|fused) op=(\w+) family=([^{}]+)\}"
+    r"(?: Backward)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StatedClass:
+    """Kind, op ("unknown" if it has none) and family of a kernel or op whose name is redacted."""
+
+    kind: KernelKind
+    op: str
+    family: str
+
+
+def parse_stated_class(name: str) -> StatedClass | None:
+    """The class that a redacted name states; None for other names."""
+    match = _STATED.fullmatch(name) if "{kind=" in name else None
+    return match and StatedClass(_KINDS[match[1]], match[2], match[3])
+
+
+def format_stated_class(rules: Rules, name: str) -> str:
+    """The class of a name by the rules, as it follows the pseudonym of the name in a trace."""
+    family = re.sub(r"[{}]", "", rules.find_family(name)) or OTHER
+    return f"{{kind={rules.classify_kernel(name)} op={rules.find_op(name)} family={family}}}"
+
+
 BUILT_IN = Rules(*_decode_rules(BUILT_IN_FILE))
 """The rules that come with stepsplit; family patterns are compiled on first use."""
 
@@ -303,14 +325,14 @@ class EventClassifier:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._is_fused, self._family = dict[str, bool](), dict[str, str]()
+        self._kind, self._family = dict[str, EventKind](), dict[str, str]()
 
     def classify(self, events: Events, calls: Calls) -> EventKinds:
         """The kind of each event; calls are the communication calls of these events.
 
-        On a device, all kernels except pure communication are compute, and copies that are not part
-        of a call are copies. In a CPU run, compute is the ops of training threads that only
-        compute.
+        On a device, all kernels except pure communication and copies are compute, and copies that
+        are not part of a call are copies. In a CPU run, compute is the ops of training threads that
+        only compute.
         """
         kind = np.zeros(len(events), dtype=np.uint8)
         kernels = events.is_category(Category.KERNEL)
@@ -318,22 +340,25 @@ class EventClassifier:
         kind[events.is_category(Category.MEMCPY, Category.MEMSET)] = EventKind.COPY
         kind[calls.event] = EventKind.COMMUNICATION
         if events.on_device:
-            kind[kernels & self._find_fused(events, kernels)] = EventKind.FUSED
+            named = self._classify_kernels(events, kernels)
+            kind[named == EventKind.FUSED] = EventKind.FUSED
+            kind[(named == EventKind.COPY) & (kind == EventKind.COMPUTE)] = EventKind.COPY
         else:
             kind[_find_computing_ops(events)] = EventKind.COMPUTE
         computes = (kind == EventKind.COMPUTE) | (kind == EventKind.FUSED)
         family, families = self._assign_families(events, list_distinct(events.name_id[computes]))
         return EventKinds(kind, family, families)
 
-    def _find_fused(self, events: Events, kernels: Bool) -> Bool:
-        """Which events are fused kernels; only names of kernels are looked up."""
-        is_fused = np.zeros(len(events.names), dtype=np.bool_)
+    def _classify_kernels(self, events: Events, kernels: Bool) -> UInt8:
+        """The kind of each kernel by its name, OTHER for all else; only names of kernels are looked
+        up."""
+        kind = np.zeros(len(events.names), dtype=np.uint8)
         for number in list_distinct(events.name_id[kernels]).tolist():
             name = events.names[number]
-            if name not in self._is_fused:
-                self._is_fused[name] = self._rules.classify_kernel(name) == "fused"
-            is_fused[number] = self._is_fused[name]
-        return is_fused[events.name_id]
+            if name not in self._kind:
+                self._kind[name] = EventKind[self._rules.classify_kernel(name).upper()]
+            kind[number] = self._kind[name]
+        return np.where(kernels, kind[events.name_id], EventKind.OTHER).astype(np.uint8)
 
     def _assign_families(self, events: Events, computing: Int64) -> tuple[Int32, tuple[str, ...]]:
         """The index into families for each name; computing are the names to look up."""
@@ -375,10 +400,16 @@ def _find_computing_ops(events: Events) -> Bool:
 
 
 def _find_training_lanes(events: Events) -> Bool:
-    """Which threads train: those that step the profiler or run autograd."""
+    """Which threads train: those that step the profiler or run autograd.
+
+    Without marks, or if no op ran on the marked threads, all threads but gloo's train.
+    """
     steps = events.match_prefix("ProfilerStep#")
     marks = steps | events.match_prefix("autograd::engine")
-    if not steps.any():
+    has_op = np.bincount(
+        events.lane[events.is_category(Category.OP) & ~steps], minlength=len(events.lanes)
+    )
+    if not has_op[events.lane[marks]].any() or not steps.any():
         marks = ~(events.match_prefix("gloo:") & ~_find_messages(events))
         moves_bytes = np.bincount(events.lane[~marks], minlength=len(events.lanes)) > 0
         return np.asarray(~moves_bytes)

@@ -257,9 +257,9 @@ CATEGORIES = (
 
 _ROW = re.compile(rb"\[\s*(-1|[0-8]?\d{1,18})\s*,\s*([1-4])\s*,\s*(-?\d{1,15})\s*,\s*([0-7])\s*\]")
 
-_RAW = re.compile(rb"\s*\[\s*" + _ROW.pattern)
+_RAW = re.compile(rb"\A\s*\[\s*" + _ROW.pattern)
 
-_SUMMED = re.compile(rb"\s*\[\s*\[\s*1\d{15}\s*[,\]]")
+_SUMMED = re.compile(rb"\A\s*\[\s*\[\s*1\d{15}\s*[,\]]")
 
 _MAX_ROW_BYTES = 256
 

@@ -24,6 +24,7 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, R
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
+    MAX_NAME_LENGTH,
     Call,
     CallsWithGroups,
     Category,
@@ -577,7 +578,7 @@ def _build_process(activity: _Activity, key: int) -> Process:
         name_id=name_id.astype(np.int32),
         lane=lane.astype(np.int32),
         correlation=np.where(correlation > 0, correlation, -1),
-        names=tuple(activity.names[name] for name in names.tolist()),
+        names=tuple(activity.names[name][:MAX_NAME_LENGTH] for name in names.tolist()),
         lanes=tuple(_build_lane(pid, place) for place in lanes.tolist()),
     )
     return Process(key, int(start[0]), events, activity.row[rows])

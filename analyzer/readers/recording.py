@@ -33,7 +33,7 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.workers import Progress, ignore_progress
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
-from stepsplit.collectors.run_spec import RunSpec, from_json
+from stepsplit.collectors.run_spec import RunSpec, from_json, replace_surrogates
 
 _MAX_RUN_BYTES = 64 << 20
 
@@ -76,16 +76,18 @@ def read_recording_files(
     candidates, trace_notes = _read_all_traces(files, files.places, workers, progress, rules)
     records, record_notes = _read_records(files.records)
     spec = _read_spec(files.runs) or (build_spec(records) if records else None)
-    notes = (*files.notes, *trace_notes, *record_notes)
+    notes = (*files.notes, *trace_notes, *record_notes, *_note_device_stops(records))
     if not candidates:
         raise _make_no_trace_error(files.places[0], files, notes)
     traces, guessed = assign_ranks(candidates)
     notes += (*guessed, *_check_mixed_runs(traces))
     name = spec.name if spec else _infer_name(files.places[0])
     run_traces, notes = _drop_stale_ranks(fill_group_members(traces), spec, notes)
+    run_traces = _mark_ends(run_traces, records)
     ranks = {trace.rank for trace in run_traces}
     run_records = tuple(record for record in records if record.rank.rank in ranks)
-    return Recording(name, spec, run_traces, notes, run_records)
+    notes = tuple(replace(note, message=replace_surrogates(note.message)) for note in notes)
+    return Recording(replace_surrogates(name), spec, run_traces, notes, run_records)
 
 
 def _read_records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], list[Note]]:
@@ -97,6 +99,27 @@ def _read_records(sources: Sequence[Source]) -> tuple[tuple[RankRecord, ...], li
         except DataError as error:
             notes.append(make_skipped_note(source, error))
     return tuple(sorted(records, key=lambda record: record.rank.rank)), notes
+
+
+def _note_device_stops(records: Sequence[RankRecord]) -> Iterator[Note]:
+    for record in records:
+        if record.device_stopped_step is not None:
+            text = (
+                f"the profiler's GPU buffers were full in step {record.device_stopped_step}: from"
+                " then on kernels are missing and steps are partial; record fewer steps, or set a"
+                " larger ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB"
+            )
+            yield Note("device_stopped", text, record.rank.rank)
+
+
+def _mark_ends(traces: Sequence[RankTrace], records: Sequence[RankRecord]) -> tuple[RankTrace, ...]:
+    by_rank = {record.rank.rank: record for record in records}
+    return tuple(
+        replace(trace, device_stopped_step=record.device_stopped_step, end_step=record.end_step)
+        if (record := by_rank.get(trace.rank))
+        else trace
+        for trace in traces
+    )
 
 
 def _read_all_traces(
@@ -282,7 +305,11 @@ def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordin
     """Sorts the files by kind. Unknown files are ignored, or are errors if they were named."""
     by_kind: dict[str, list[Source]] = defaultdict(list)
     refused, notes = [], []
+    present = {source.where for source in sources}
     for source in sources:
+        if f"{source.where}.gz" in present and source.where not in places:
+            # The recorder removes a raw file only after its packed file is complete.
+            continue
         try:
             kinds = _find_kinds(source, source.where in places)
         except DataError as error:
@@ -375,7 +402,7 @@ _RANK_IN_NAME = re.compile(
 
 _LAST_NUMBER = re.compile(r"(\d{1,7})\D*$")
 
-_SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite))+$", re.I)
+_SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite)){1,8}$", re.I)
 
 _NUMBER = re.compile(r"\d+")
 

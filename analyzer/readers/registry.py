@@ -20,7 +20,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, is_kineto, 
 from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord, is_memory_snapshot, read_memory
 from stepsplit.analyzer.readers.nccl import inspector, log
 from stepsplit.analyzer.readers.nccl.inspector import InspectorLog
-from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps, is_sweep, read_sweeps
+from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps, is_sweep, read_intact_sweeps
 from stepsplit.analyzer.readers.nccl.records import NcclLog
 from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import Source
@@ -36,7 +36,7 @@ from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_recor
 
 # The metadata file that the profiler writes for each rank: the file -> RankRecord.
 
-_BEGIN = re.compile(rb'\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
+_BEGIN = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
 
 _MAX_BYTES = 64 << 20
 
@@ -208,7 +208,7 @@ KINDS = (
     Kind("golden values", is_golden_values, read_golden_values),
     TRACE,
     Kind("NCCL log", log.is_nccl_log, log.read_nccl_log),
-    Kind("nccl-tests output", is_sweep, read_sweeps),
+    Kind("nccl-tests output", is_sweep, read_intact_sweeps),
     Kind("training log", is_training_log, read_train_log),
 )
 """A text file may be of several kinds at once: a job's output contains all that was printed."""

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -101,18 +102,21 @@ class ZipMember:
 
     @contextmanager
     def open_local(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
-            target = Path(folder, "member")
+        with tempfile.NamedTemporaryFile(prefix="stepsplit-") as unpacked:
             try:
-                with (
-                    zipfile.ZipFile(self.archive) as archive,
-                    archive.open(self.member) as packed,
-                    target.open("wb") as unpacked,
-                ):
+                archive = _open_zip(DiskFile(self.archive).stamp, self.archive)
+                with archive.open(self.member) as packed:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
+                unpacked.flush()
             except (OSError, EOFError, ValueError, RuntimeError, *ZIP_ERRORS) as error:
                 raise DataError(self.where, f"damaged archive ({error})", "pack it again") from None
-            yield target
+            yield Path(unpacked.name)
+
+
+@lru_cache(maxsize=1)
+def _open_zip(stamp: str, path: Path) -> zipfile.ZipFile:
+    """The archive with its list of members, which takes long to read for each member anew."""
+    return zipfile.ZipFile(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class _Series(msgspec.Struct):
         }
 
 
-_BEGIN = re.compile(rb'\s*\{\s*"[^"]{1,80}":\s*\{\s*"start_step":\s*\d')
+_BEGIN = re.compile(rb'\A\s*\{\s*"[^"]{1,80}":\s*\{\s*"start_step":\s*\d')
 
 
 def is_golden_values(head: bytes) -> bool:
@@ -74,7 +74,7 @@ def read_golden_values(source: Source) -> TrainLog:
         torn = content.torn
     try:
         decoded = msgspec.json.decode(body, type=dict[str, _Series])
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DataError(
             source.where, f"not golden values ({torn or error})", "copy it again"
         ) from None
@@ -163,11 +163,11 @@ class TrainLog:
     notes: tuple[Note, ...] = ()
 
 
-_JSON = re.compile(rb'\s*(?:\{\s*"|\[\s*[\[{"])')
+_JSON = re.compile(rb'\A\s*(?:\{\s*"|\[\s*[\[{"])')
 
 _ECHO = re.compile(rb"(?m)^\++ .*(?:torch|deepspeed|megatron)")
 
-_QUOTES = re.compile(rb"#!|\s*#+ .*\n(?s:.*)\n```")
+_QUOTES = re.compile(rb"\A(?:#!|\s*#+ .*\n(?s:.*)\n```)")
 
 
 def is_training_log(head: bytes) -> bool:
@@ -209,7 +209,7 @@ _WIDE = " " * 16
 _WIDER = re.compile(r"\s{16,}")
 """Long runs of spaces, as in damaged lines, cost the patterns quadratic time."""
 
-_UNFINISHED = re.compile(r"[\d.,]+$")
+_UNFINISHED = re.compile(r"(?<![\d.,])[\d.,]+$")
 
 _MAX_LINE_BYTES = 1 << 16
 

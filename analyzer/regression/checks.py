@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.errors import DataError, UsageError, read_toml
 from stepsplit.analyzer.regression.metrics import (
     METRICS,
     Metric,
@@ -22,6 +21,7 @@ from stepsplit.analyzer.regression.metrics import (
     find_metric,
     require_metric,
 )
+from stepsplit.analyzer.report.io import Document
 
 # Budgets in TOML: a table [budgets] with metric = "limit".
 
@@ -40,14 +40,10 @@ def parse_budgets(rules: Sequence[str]) -> tuple[Budget, ...]:
 
 def read_budgets(path: Path) -> list[Budget]:
     """Read the budgets in a TOML file. Raises UsageError and DataError."""
-    try:
-        body = tomllib.loads(path.read_text())
-    except OSError as error:
+    if not path.is_file():
         hint = 'pass a TOML file or a rule such as "exposed_comm:5%"'
-        raise UsageError(f"{path}: {error.strerror or 'unreadable'}; {hint}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(path, f"not TOML ({error})", 'write [budgets] and exposed_comm = "5%"') \
-            from None  # fmt: skip
+        raise UsageError(f"{path}: no such file; {hint}")
+    body = read_toml(path, 'write [budgets] and exposed_comm = "5%"')
     table = body.get("budgets")
     if not isinstance(table, dict) or not table:
         raise DataError(path, "has no table [budgets]", 'write [budgets] and exposed_comm = "5%"')
@@ -169,6 +165,7 @@ def _build_limit_error(name: str, text: str) -> UsageError:
 SCHEMA = "stepsplit.verdict/1"
 
 Answer = Literal["pass", "regressed", "inconclusive"]
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
 class CheckedSide(Struct, frozen=True):
@@ -202,6 +199,10 @@ class CheckedMetric(Struct, frozen=True):
         detectable: minimum detectable change at 80 % power. low, high, p and detectable are None
             for counted metrics, and if there are too few runs to estimate the noise.
         note: further explanation, "" if none.
+        runs_needed: runs per side that would decide at this noise; None if the result is not
+            inconclusive, the noise is not known, or more than 200 would be needed.
+        decidable: the smallest budget that as many runs per side as now would decide; None as
+            above.
     """
 
     metric: str
@@ -216,6 +217,8 @@ class CheckedMetric(Struct, frozen=True):
     p: float | None = None
     detectable: float | None = None
     note: str = ""
+    runs_needed: int | None = None
+    decidable: float | None = None
 
 
 class ShiftedMetric(Struct, frozen=True):
@@ -326,14 +329,5 @@ def to_json(result: CheckResult) -> bytes:
 
 def from_json(text: bytes, source: object = "verdict.json") -> CheckResult:
     """Decode a result. Raises DataError if the text does not have this schema."""
-    try:
-        result = msgspec.json.decode(text, type=CheckResult)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            source, f"not a result of stepsplit check ({error})", "run the check again"
-        ) from None
-    if result.schema != SCHEMA:
-        raise DataError(
-            source, f"schema {result.schema} instead of {SCHEMA}", "run the check again"
-        )
-    return result
+    document = Document(CheckResult, SCHEMA, "a result of stepsplit check", "run the check again")
+    return document.decode(text, source)

@@ -7,21 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median
+from typing import Protocol
 
 import msgspec
 
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
-from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
+from stepsplit.analyzer.report.io import Document
 from stepsplit.analyzer.report.report import (
+    MIN_GAIN_SHARE,
     GroupRow,
     Report,
     StepRow,
     compute_step_median_ns,
+    compute_token_rate,
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.collectors.run_spec import Mesh
 
 # Two reports -> comparison of their runs.
 
@@ -29,16 +34,119 @@ from stepsplit.analyzer.split.kernels import KernelFamily
 def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     """Compare two runs. Raises UsageError if one of them has no step.
 
-    Runs with different layouts are compared as well; the settings list the differences.
+    Runs with different layouts are compared as well; the settings list the differences. If a mesh
+    was inferred from the calls, groups are compared by their ranks.
     """
+    settings = find_changed_settings(baseline, candidate)
+    baseline, candidate = align_axes(baseline, candidate)
     return RunComparison(
         baseline=build_side(baseline),
         candidate=build_side(candidate),
-        settings=find_changed_settings(baseline, candidate),
+        settings=settings,
         exposed=compare_exposed(baseline, candidate),
         collectives=compare_collectives(baseline, candidate),
         kernels=compare_families(baseline, candidate),
+        findings=compare_findings(baseline, candidate),
     )
+
+
+# The bottlenecks of both runs.
+
+
+def compare_findings(baseline: Report, candidate: Report) -> tuple[FindingChange, ...]:
+    """A row for each bottleneck, by cause and ranks, in either run."""
+    one, other = (
+        {(found.code, found.ranks): found for found in report.findings}
+        for report in (baseline, candidate)
+    )
+    rows = [
+        FindingChange(
+            baseline_ns=one[key].gain_ns if key in one else 0,
+            candidate_ns=other[key].gain_ns if key in other else 0,
+            code=key[0],
+            ranks=key[1],
+            message=(other.get(key) or one[key]).message,
+        )
+        for key in dict.fromkeys((*other, *one))
+    ]
+    return tuple(sorted(rows, key=order_by_change))
+
+
+# Meshes that were inferred from the calls, and differ because the calls do.
+
+MESH_FROM_CALLS = ("rank sets and operations", "messages")
+"""The sources of a mesh that is inferred from the calls, and may change with them."""
+
+
+class AxisGroup(Protocol):
+    """A process group with its axis."""
+
+    @property
+    def axis(self) -> str | None:
+        """The axis of the mesh; None if it is not a single one."""
+
+    @property
+    def description(self) -> str:
+        """The description of the group in the trace."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks."""
+
+
+def align_axes(baseline: Report, candidate: Report) -> tuple[Report, Report]:
+    """Both reports with the axes of one mesh, in which groups of the same ranks are on one axis.
+
+    A mesh that is stated or named is that of the job, else the baseline's is. A report with another
+    stated mesh stays as it is.
+    """
+    known = [report for report in (baseline, candidate) if report.run.mesh is not None]
+    stated = [report for report in known if not _is_inferred(report)]
+    if not known:
+        return baseline, candidate
+    reference = next(iter(stated or known)).run
+    mesh = Mesh.of({row.axis: row.size for row in reference.mesh or ()})
+    aligned = [
+        _take_axes(report, mesh)
+        if _is_inferred(report) and report.run.mesh != reference.mesh
+        else report
+        for report in (baseline, candidate)
+    ]
+    return aligned[0], aligned[1]
+
+
+def _is_inferred(report: Report) -> bool:
+    return report.run.mesh is None or report.run.mesh_source in MESH_FROM_CALLS
+
+
+def _take_axes(report: Report, mesh: Mesh) -> Report:
+    if report.run.world_size != mesh.world_size:
+        return report
+    names = map_axes(mesh, report.groups)
+    renamed = [
+        msgspec.structs.replace(group, axis=names.get(format_axis(group), group.axis))
+        for group in report.groups
+    ]
+    exposed = [
+        msgspec.structs.replace(row, axis=names.get(row.axis or "", row.axis))
+        for row in report.exposed
+    ]
+    coverage = [replace(row, axis=names.get(row.axis or "", row.axis)) for row in report.coverage]
+    return msgspec.structs.replace(
+        report, groups=tuple(renamed), exposed=tuple(exposed), coverage=tuple(coverage)
+    )
+
+
+def map_axes(mesh: Mesh, groups: Iterable[AxisGroup]) -> Mapping[str, str]:
+    """The mesh's axis for each axis of the groups: the one along which the ranks of all differ."""
+    options: dict[str, set[str]] = defaultdict(set)
+    for group in groups:
+        options[format_axis(group)] |= {
+            axis
+            for axis in mesh.axes
+            if len({mesh.coordinate(rank, axis) for rank in group.ranks}) > 1
+        }
+    return {name: next(iter(found)) for name, found in options.items() if len(found) == 1}
 
 
 # The collectives and messages of both runs.
@@ -77,7 +185,7 @@ def _collect_call_stats(report: Report) -> Mapping[_Kind, CallStats]:
     return {kind: _merge_calls(rows, report, groups) for kind, rows in same.items()}
 
 
-def format_axis(group: GroupRow | None) -> str:
+def format_axis(group: AxisGroup | None) -> str:
     """The axis of the group, else its description."""
     return (group and (group.axis or group.description)) or UNKNOWN
 
@@ -182,7 +290,13 @@ def find_changed_settings(baseline: Report, candidate: Report) -> tuple[Setting,
     """One row for each setting that differs."""
     both = zip(_list_settings(baseline), _list_settings(candidate), strict=True)
     rows = (Setting(one.name, one.value, other.value) for one, other in both)
-    return tuple(row for row in rows if row.baseline != row.candidate)
+    changed = [row for row in rows if row.baseline != row.candidate]
+    known = baseline.run.mesh is not None and candidate.run.mesh is not None
+    inferred = known and (_is_inferred(baseline) or _is_inferred(candidate))
+    return tuple(
+        replace(row, name="inferred mesh") if row.name == "mesh" and inferred else row
+        for row in changed
+    )
 
 
 def _list_settings(report: Report) -> tuple[_RunSetting, ...]:
@@ -225,6 +339,8 @@ def build_side(report: Report) -> Side:
         bubble_fraction=None if report.pipeline is None else report.pipeline.bubble_fraction,
         peak_allocated_bytes=find_peak_bytes(report),
         mfu=report.mfu,
+        microbatches=None if report.pipeline is None else report.pipeline.microbatches,
+        tokens_per_s=compute_token_rate(report),
     )
 
 
@@ -254,7 +370,8 @@ def find_peak_bytes(report: Report) -> int | None:
 #
 # baseline, candidate   one run each: name, steps (number of full ones), median_ns, low_ns, high_ns,
 #                       mean (the split: seven buckets and the memos), bubble_fraction,
-#                       peak_allocated_bytes and mfu, null if unknown
+#                       peak_allocated_bytes, mfu, microbatches and tokens_per_s (of one GPU), null
+#                       if unknown
 # step                  for the median step: difference_ns (candidate - baseline), ratio
 #                       (candidate / baseline), within_noise (null: too few steps)
 # settings              name, baseline, candidate: configuration differences, null if unknown
@@ -266,6 +383,8 @@ def find_peak_bytes(report: Report) -> int | None:
 #                       without such calls
 # kernels               family, baseline_ns, candidate_ns, baseline_count, candidate_count: per step
 #                       and rank
+# findings              code, ranks, message (the candidate's if both have it), baseline_ns,
+#                       candidate_ns: the gain of fixing it, 0 on a side without it
 #
 # Rows are sorted by the size of the change.
 
@@ -297,17 +416,8 @@ def to_json(comparison: RunComparison) -> bytes:
 
 def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
     """Decode a comparison. Raises DataError if the text does not have this schema."""
-    try:
-        schema = msgspec.json.decode(text, type=_SchemaField).schema
-        if schema == SCHEMA:
-            return msgspec.json.decode(text, type=RunComparison)
-    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-        raise DataError(source, f"not a stepsplit comparison ({error})", _HINT) from None
-    raise DataError(source, f"schema {schema} instead of {SCHEMA}", _HINT)
-
-
-class _SchemaField(msgspec.Struct, frozen=True):
-    schema: str
+    document = Document(RunComparison, SCHEMA, "a stepsplit comparison", _HINT)
+    return document.decode(text, source)
 
 
 def _build_bucket(row: BucketChange) -> _Bucket:
@@ -353,6 +463,8 @@ class Side:
         bubble_fraction: pipeline bubble; None without a pipeline.
         peak_allocated_bytes: peak memory of the fullest rank; None if unknown.
         mfu: model FLOPs utilization, 0..1; None if unknown.
+        microbatches: microbatches of a step; None without a pipeline.
+        tokens_per_s: tokens/s of one GPU; None if the job is unknown.
     """
 
     name: str
@@ -364,6 +476,18 @@ class Side:
     bubble_fraction: float | None
     peak_allocated_bytes: int | None
     mfu: float | None
+    microbatches: int | None = None
+    tokens_per_s: float | None = None
+
+    @property
+    def microbatch_ns(self) -> float | None:
+        """Median step per microbatch."""
+        return self.median_ns / self.microbatches if self.microbatches else None
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of a step and GPU."""
+        return None if self.tokens_per_s is None else self.tokens_per_s * self.median_ns / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +553,23 @@ class FamilyChange(Change):
 
 
 @dataclass(frozen=True, slots=True)
+class FindingChange(Change):
+    """The change of a bottleneck.
+
+    Attributes:
+        baseline_ns: estimated saving per step in the baseline; 0 if it is not among its findings.
+        candidate_ns: the same in the candidate.
+        code: identifier, such as "slow_rank".
+        ranks: ranks to blame; empty if all.
+        message: the finding in one sentence, the candidate's if it has it.
+    """
+
+    code: str
+    ranks: tuple[int, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStats:
     """Calls of one kind.
 
@@ -477,6 +618,10 @@ class CallsChange:
 _NO_CALLS = CallStats(0.0, 0, 0, None)
 
 
+_SAME_TOKENS = 0.005
+"""Steps whose numbers of tokens differ by less, which is rounding, do the same work."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunComparison:
     """The comparison of a candidate with a baseline; see `compare_runs`.
@@ -490,6 +635,7 @@ class RunComparison:
         exposed: exposed communication by axis and bucket.
         collectives: calls by axis, op, dtype and size.
         kernels: compute by kernel family.
+        findings: bottlenecks by cause and ranks.
     """
 
     baseline: Side
@@ -498,6 +644,7 @@ class RunComparison:
     exposed: tuple[ExposedChange, ...]
     collectives: tuple[CallsChange, ...]
     kernels: tuple[FamilyChange, ...]
+    findings: tuple[FindingChange, ...] = ()
 
     def __post_init__(self) -> None:
         explained = sum(row.difference_ns for row in self.buckets)
@@ -530,6 +677,26 @@ class RunComparison:
         )
 
     @property
+    def token_ratio(self) -> float | None:
+        """Tokens/s of a GPU, candidate / baseline, if their steps process different numbers of
+        tokens; else None."""
+        one, other = self.baseline, self.candidate
+        if not one.tokens or not other.tokens or not one.tokens_per_s or not other.tokens_per_s:
+            return None
+        same = abs(other.tokens / one.tokens - 1) < _SAME_TOKENS
+        return None if same else other.tokens_per_s / one.tokens_per_s
+
+    @property
+    def microbatch_ratio(self) -> float | None:
+        """Time per microbatch, candidate / baseline, if their numbers differ; else None."""
+        one, other = self.baseline, self.candidate
+        if one.microbatches == other.microbatches:
+            return None
+        if not one.microbatch_ns or not other.microbatch_ns:
+            return None
+        return other.microbatch_ns / one.microbatch_ns
+
+    @property
     def within_noise(self) -> bool | None:
         """Whether the median step of each side lies in the range of the other side's steps.
 
@@ -544,9 +711,20 @@ class RunComparison:
         )
 
     @property
+    def changed_findings(self) -> tuple[FindingChange, ...]:
+        """The bottlenecks whose saving changed by at least a fiftieth of the baseline's step.
+
+        Below a hundredth a saving is unknown. None if the steps differ by no more than noise.
+        """
+        if self.within_noise:
+            return ()
+        least = 2 * MIN_GAIN_SHARE * self.baseline.mean.step_ns
+        return tuple(row for row in self.findings if row.changed_ns >= least)
+
+    @property
     def same(self) -> bool:
         """Whether the runs are equal except for the name."""
-        rows = (*self.exposed, *self.kernels)
+        rows = (*self.exposed, *self.kernels, *self.findings)
         return (
             replace(self.baseline, name="") == replace(self.candidate, name="")
             and not self.settings

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from msgspec.structs import replace
+
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, WAITS
 from stepsplit.analyzer.errors import DataError, UsageError
@@ -20,16 +22,29 @@ from stepsplit.analyzer.regression.checks import (
     CheckResult,
     ShiftedMetric,
 )
-from stepsplit.analyzer.regression.metrics import COMMUNICATION, METRICS, CallMetrics, RunMetrics
+from stepsplit.analyzer.regression.compare import format_axis, map_axes
+from stepsplit.analyzer.regression.metrics import (
+    COMMUNICATION,
+    METRICS,
+    BucketTime,
+    CallMetrics,
+    RunMetrics,
+    Value,
+    has_stated_mesh,
+)
 from stepsplit.analyzer.regression.statistics import (
     ALPHA,
     BANDWIDTH,
+    DETECTABLE_RATIO,
     Difference,
     Sample,
     adjust_holm,
     build_sample,
+    compute_decidable,
+    count_runs_needed,
     expand_budgets,
 )
+from stepsplit.collectors.run_spec import Mesh
 
 # Runs and budgets -> result.
 
@@ -50,6 +65,8 @@ def check_candidate(
     """
     if not candidate or not budgets:
         raise UsageError("nothing to check: pass a candidate and at least one budget")
+    mesh_difference = _describe_difference("mesh", [*baseline, *candidate], "unknown")
+    baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
     gated = _check_budgets(
         candidate, baseline, list(expand_budgets(budgets, (*baseline, *candidate)))
@@ -66,9 +83,15 @@ def check_candidate(
         else (),
         calls=tuple(row for row in calls if row.baseline != row.candidate) if baseline else (),
         others=tuple(_find_other_shifts(candidate, baseline, {one.metric for one in gated})),
-        warnings=warnings,
+        warnings=(*_list_mesh_warnings(mesh_difference, warnings), *warnings),
         low_confidence=_has_noise(budgets) and 1 in (len(candidate), len(baseline)),
     )
+
+
+def _list_mesh_warnings(difference: str | None, others: Sequence[str]) -> Iterator[str]:
+    """The warning about meshes that were inferred differently, unless it is among the others."""
+    if difference is not None and difference not in others:
+        yield f"{difference}, inferred from the calls; groups are compared by their ranks"
 
 
 def _has_noise(budgets: Sequence[Budget]) -> bool:
@@ -81,7 +104,8 @@ def _check_budgets(
 ) -> list[CheckedMetric]:
     """The answer for each budget, in order."""
     measured = [budget for budget in budgets if not budget.meaning.exact]
-    answers = check_measured([build_sample(budget, baseline, candidate) for budget in measured])
+    samples = [build_sample(budget, baseline, candidate) for budget in measured]
+    answers = check_measured(samples, min(len(baseline) or len(candidate), len(candidate)))
     by_budget = dict(zip(measured, answers, strict=True))
     return [
         by_budget.get(budget) or check_counted(budget, baseline, candidate) for budget in budgets
@@ -224,28 +248,30 @@ def _count(name: str, row: CallMetrics) -> int:
 
 ZERO_NOTE = ""
 
-DETECTABLE_RATIO = 1.5
-"""A pass requires a minimum detectable change of at most this multiple of the budget, because the
-noise of a few runs may look small by chance."""
-
 TOO_FEW_NOTE = "noise unknown with one run per side: record 3 to 5 runs per side"
 
 NOISE_NOTE = "over the budget, but within the noise of the runs"
 
-TOO_NOISY_NOTE = "too noisy to decide: record more runs"
+TOO_NOISY_NOTE = "too noisy to decide"
 
 
-def check_measured(samples: Sequence[Sample]) -> list[CheckedMetric]:
-    """The answer for each metric; the false-alarm rate is controlled over all of them."""
+def check_measured(samples: Sequence[Sample], n_runs: int) -> list[CheckedMetric]:
+    """The answer for each metric; the false-alarm rate is controlled over all of them.
+
+    n_runs: the runs of the smaller side.
+    """
     differences = [None if sample.zero else sample.difference for sample in samples]
     adjusted = iter(adjust_holm([one.p for one in differences if one is not None]))
     ps = [None if one is None else next(adjusted) for one in differences]
-    return [_build_measured(sample, p) for sample, p in zip(samples, ps, strict=True)]
+    return [_build_measured(sample, p, n_runs) for sample, p in zip(samples, ps, strict=True)]
 
 
-def _build_measured(sample: Sample, p: float | None) -> CheckedMetric:
+def _build_measured(sample: Sample, p: float | None, n_runs: int) -> CheckedMetric:
     difference = None if p is None else sample.difference
     answer, note = _decide_answer(sample, difference, p)
+    runs_needed = decidable = None
+    if answer == "inconclusive" and sample.budget.against == "baseline":
+        runs_needed, decidable = _propose_decision(sample, n_runs)
     return CheckedMetric(
         metric=sample.budget.metric,
         budget=sample.budget.text,
@@ -259,7 +285,18 @@ def _build_measured(sample: Sample, p: float | None) -> CheckedMetric:
         p=p,
         detectable=None if difference is None else difference.compute_detectable(sample.allowed),
         note=note,
+        runs_needed=runs_needed,
+        decidable=decidable,
     )
+
+
+def _propose_decision(sample: Sample, n_runs: int) -> tuple[int | None, float | None]:
+    """What would decide: more runs per side, or a larger budget with n_runs per side."""
+    if sample.noise is None:
+        return None, None
+    needed = count_runs_needed(sample.noise, sample.allowed)
+    more = None if needed is None else max(needed, n_runs + 1)
+    return more, compute_decidable(sample.noise, max(n_runs, 2))
 
 
 def _decide_answer(
@@ -334,11 +371,17 @@ def _check_distinct(side: Sequence[RunMetrics]) -> None:
         names[run.values] = run.name
 
 
-def _describe_difference(name: str, runs: Sequence[RunMetrics]) -> str | None:
-    """The different values of a setting with an example run each; None if all are equal."""
+def _describe_difference(
+    name: str, runs: Sequence[RunMetrics], unknown: str | None = None
+) -> str | None:
+    """The different values of a setting with an example run each; None if all are equal.
+
+    unknown is the value of runs without the setting; None leaves them out.
+    """
     values: dict[object, str] = {}
     for run in runs:
         value = getattr(run.setup, name)
+        value = unknown if value is None else value
         if value is not None:
             values.setdefault(value, run.name)
     if len(values) < 2:
@@ -505,6 +548,99 @@ def _format_time_delta(row: TimeDelta) -> str:
     return (
         f"{row.bucket}{where}: {units.format_signed_milliseconds(row.delta_ns)} per step and rank"
     )
+
+
+# Runs whose meshes were inferred from their calls, and differ because the calls do.
+
+
+def align_meshes(
+    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
+) -> tuple[list[RunMetrics], list[RunMetrics]]:
+    """Both sides with the axes of one run, in which groups of the same ranks are on the same axis.
+
+    A mesh that is stated or named is that of the job, else the baseline's is. Runs with another
+    stated mesh, or without a group in common, stay as they are.
+    """
+    runs = [*baseline, *candidate]
+    known = [run for run in runs if run.setup.mesh is not None]
+    reference = next((run for run in known if has_stated_mesh(run.setup)), next(iter(known), None))
+    if reference is None:
+        return list(baseline), list(candidate)
+    aligned = [
+        run
+        if run.setup.mesh == reference.setup.mesh or has_stated_mesh(run.setup)
+        else _take_axes(run, reference)
+        for run in runs
+    ]
+    return aligned[: len(baseline)], aligned[len(baseline) :]
+
+
+def _take_axes(run: RunMetrics, reference: RunMetrics) -> RunMetrics:
+    """The run with the reference's mesh: the axis of each group is the one along which its ranks
+    differ."""
+    mesh = _parse_mesh(reference.setup.mesh or "")
+    if run.setup.world_size != mesh.world_size or not run.groups:
+        return run
+    names = map_axes(mesh, run.groups)
+    return replace(
+        run,
+        setup=replace(run.setup, mesh=reference.setup.mesh),
+        calls=None if run.calls is None else _rename_calls(run.calls, names),
+        times=_rename_times(run.times, names),
+        values=_rename_values(run.values, names),
+        blame=tuple(replace(row, axis=names.get(row.axis or "", row.axis)) for row in run.blame),
+        groups=tuple(
+            replace(group, axis=names.get(format_axis(group), group.axis)) for group in run.groups
+        ),
+    )
+
+
+def _parse_mesh(text: str) -> Mesh:
+    """The mesh of a text such as "pp 2 tp 4"."""
+    words = text.split()
+    return Mesh.of(dict(zip(words[::2], map(int, words[1::2]), strict=True)))
+
+
+def _rename_calls(
+    calls: Sequence[CallMetrics], names: Mapping[str, str]
+) -> tuple[CallMetrics, ...]:
+    """The calls on the renamed axes; those that are now of one kind are added up."""
+    same: dict[_Kind, list[CallMetrics]] = defaultdict(list)
+    for row in calls:
+        same[names.get(row.axis, row.axis), row.op, row.dtype, row.message_bytes].append(row)
+    return tuple(
+        CallMetrics(
+            *kind,
+            sum(row.calls for row in rows),
+            any(row.varies for row in rows),
+            int(median(row.transfer_ns for row in rows)),
+            int(median(row.wait_ns for row in rows)),
+        )
+        for kind, rows in same.items()
+    )
+
+
+def _rename_times(times: Sequence[BucketTime], names: Mapping[str, str]) -> tuple[BucketTime, ...]:
+    sums: dict[tuple[str, str | None], int] = defaultdict(int)
+    for row in times:
+        sums[row.bucket, names.get(row.axis or "", row.axis)] += row.mean_ns
+    return tuple(BucketTime(*key, mean_ns) for key, mean_ns in sums.items())
+
+
+def _rename_values(values: Sequence[Value], names: Mapping[str, str]) -> tuple[Value, ...]:
+    """The values by renamed axis. Of two bandwidths that are now of one axis the lower is kept;
+    others are added up."""
+    found: dict[str, float] = {}
+    for one in values:
+        metric, *rest = one.metric.split(".")
+        name = ".".join((metric, *(names.get(part, part) for part in rest)))
+        if name not in found:
+            found[name] = one.value
+        else:
+            found[name] = (
+                min(found[name], one.value) if metric == BANDWIDTH else found[name] + one.value
+            )
+    return tuple(Value(name, value) for name, value in found.items())
 
 
 # Differences between the sides: calls by kind, and times by bucket and axis.

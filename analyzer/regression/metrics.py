@@ -17,7 +17,13 @@ from msgspec import Struct
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_busbw_factor
-from stepsplit.analyzer.regression.compare import compute_mean_split, find_peak_bytes, format_axis
+from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
+from stepsplit.analyzer.regression.compare import (
+    MESH_FROM_CALLS,
+    compute_mean_split,
+    find_peak_bytes,
+    format_axis,
+)
 from stepsplit.analyzer.report.io import extract_prediction
 from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
@@ -40,6 +46,7 @@ class Setup(Struct, frozen=True):
         torch: torch version.
         nccl: NCCL version.
         driver: driver version.
+        mesh_source: origin of the mesh, such as "run.json".
     """
 
     world_size: int
@@ -53,6 +60,12 @@ class Setup(Struct, frozen=True):
     torch: str | None
     nccl: str | None
     driver: str | None
+    mesh_source: str | None = None
+
+
+def has_stated_mesh(setup: Setup) -> bool:
+    """Whether the job states its mesh, in run.json or in the names of its groups."""
+    return setup.mesh is not None and setup.mesh_source not in MESH_FROM_CALLS
 
 
 class Value(Struct, frozen=True):
@@ -176,6 +189,7 @@ def _build_setup(report: Report) -> Setup:
         torch=run.torch,
         nccl=run.nccl,
         driver=run.driver,
+        mesh_source=run.mesh_source,
     )
 
 
@@ -428,7 +442,7 @@ def find_metric(name: str) -> Metric | None:
 
 SCHEMA = "stepsplit.baseline/1"
 
-_HEAD = re.compile(rb'\s*\{\s*"schema"\s*:\s*"stepsplit\.baseline/')
+_HEAD = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"stepsplit\.baseline/')
 
 _HINT = "write it again with stepsplit baseline"
 
@@ -441,9 +455,20 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_json(runs: Sequence[RunMetrics]) -> bytes:
-    """The runs as JSON text, one value per line for readable diffs; groups are omitted."""
-    body = b",\n".join(_encode_run(msgspec.structs.replace(run, groups=())) for run in runs)
+    """The runs as JSON text, one value per line for readable diffs.
+
+    Groups are omitted, except one of each axis if the mesh is inferred from the calls or unknown.
+    """
+    body = b",\n".join(
+        _encode_run(msgspec.structs.replace(run, groups=_list_examples(run))) for run in runs
+    )
     return b'{"schema": "%s", "runs": [\n%s\n]}\n' % (SCHEMA.encode(), body)
+
+
+def _list_examples(run: RunMetrics) -> tuple[GroupRanks, ...]:
+    if has_stated_mesh(run.setup):
+        return ()
+    return tuple({format_axis(group): group for group in reversed(run.groups)}.values())
 
 
 def _encode_run(run: RunMetrics) -> bytes:
@@ -476,7 +501,7 @@ def read_baseline(path: Path) -> tuple[RunMetrics, ...]:
         baseline = msgspec.json.decode(path.read_bytes(), type=Baseline)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "pass a baseline file") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(path, f"not a stepsplit baseline ({error})", _HINT) from None
     if baseline.schema != SCHEMA:
         raise DataError(path, f"schema {baseline.schema} instead of {SCHEMA}", _HINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.regression.checks import Budget
+from stepsplit.analyzer.regression.checks import Budget, build_budget
 from stepsplit.analyzer.regression.metrics import RunMetrics
 
 # The values of a metric on both sides, one per run.
@@ -26,7 +27,8 @@ class Sample:
     """A metric on both sides, as means over runs.
 
     harm is how much worse the candidate is, allowed how much worse it may be, in the metric's unit.
-    zero: whether the metric is 0 in every run.
+    zero: whether the metric is 0 in every run. noise: standard deviation of one run around the mean
+    of its side; None if no side has two runs.
     """
 
     budget: Budget
@@ -36,6 +38,7 @@ class Sample:
     allowed: float
     difference: Difference | None
     zero: bool
+    noise: float | None = None
 
 
 def build_sample(
@@ -65,6 +68,7 @@ def _compare_to_baseline(
         allowed=max(budget.ratio * abs(middle), budget.amount),
         difference=compute_difference([worse * v for v in before], [worse * v for v in own]),
         zero=not any((*before, *own)),
+        noise=estimate_noise(before, own),
     )
 
 
@@ -84,6 +88,7 @@ def _compare_to_limit(
         allowed=0.0,
         difference=compute_excess(over, [worse * value for value in before]),
         zero=False,
+        noise=estimate_noise(own) if len(own) > 1 else estimate_noise(before),
     )
 
 
@@ -144,6 +149,10 @@ ALPHA = 0.02
 
 MISS_RATE = 0.01
 """Rate at which a metric just over its budget may pass."""
+
+DETECTABLE_RATIO = 1.5
+"""A pass requires a minimum detectable change of at most this multiple of the budget, because the
+noise of a few runs may look small by chance."""
 
 POWER = 0.8
 """Power that defines the minimum detectable change."""
@@ -255,6 +264,99 @@ def _compute_p(mean: float, error: float, degrees_of_freedom: float) -> float:
     if error == 0:
         return 0.0 if mean > 0 else 1.0
     return compute_t_probability(degrees_of_freedom, -mean / error)
+
+
+# How many runs, or which budget, would decide at this noise.
+
+MOST_RUNS = 200
+"""No larger number of runs is proposed."""
+
+
+def estimate_noise(*sides: Sequence[float]) -> float | None:
+    """The standard deviation of a run around the mean of its side; None if no side has two."""
+    known = [side for side in sides if len(side) > 1]
+    if not known:
+        return None
+    squares = sum(variance(side) * (len(side) - 1) for side in known)
+    return math.sqrt(squares / sum(len(side) - 1 for side in known))
+
+
+def count_runs_needed(noise: float, allowed: float) -> int | None:
+    """The runs per side with which equal sides pass in POWER of all cases; None above MOST_RUNS.
+
+    noise: standard deviation of one run. allowed: the budget, in the same unit.
+    """
+    counts = range(2, MOST_RUNS + 1)
+    at = bisect_left(counts, True, key=lambda n: compute_decidable(noise, n) <= allowed)
+    return counts[at] if at < len(counts) else None
+
+
+def compute_decidable(noise: float, runs: int) -> float:
+    """The smallest budget with which so many runs per side, at least 2, pass in POWER of all cases.
+
+    noise: standard deviation of one run.
+    """
+    return noise * _compute_decidable_ratio(runs) if noise else 0.0
+
+
+@cache
+def _compute_decidable_ratio(runs: int) -> float:
+    """The smallest budget, in standard deviations of one run."""
+    low, high = 0.0, 1.0
+    while compute_pass_rate(1.0, high, runs) < POWER:
+        low, high = high, 2 * high
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        enough = compute_pass_rate(1.0, middle, runs) >= POWER
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+_PRECISION = 1e-3
+
+_N_QUANTILES = 200
+
+
+def propose_budgets(budgets: Sequence[Budget], runs: Sequence[RunMetrics]) -> list[Budget]:
+    """The budgets, raised where equal sides of so many runs would not pass in POWER of all cases.
+
+    Raises UsageError for a run without a metric.
+    """
+    return [_raise_budget(budget, runs) for budget in expand_budgets(budgets, runs)]
+
+
+def _raise_budget(budget: Budget, runs: Sequence[RunMetrics]) -> Budget:
+    if budget.meaning.exact or budget.against != "baseline" or len(runs) < 2:
+        return budget
+    values = _collect_values(budget.metric, runs)
+    noise, middle = estimate_noise(values), abs(fmean(values))
+    needed = compute_decidable(noise, len(runs)) if noise else 0.0
+    if needed <= max(budget.ratio * middle, budget.amount):
+        return budget
+    # Rounded up, to a limit that people can read.
+    if budget.meaning.unit == "share":
+        return build_budget(budget.metric, f"{math.ceil(1000 * needed) / 10:g}pt")
+    return build_budget(budget.metric, f"{math.ceil(100 * needed / middle)}%")
+
+
+def compute_pass_rate(noise: float, allowed: float, runs: int) -> float:
+    """How often so many runs per side, which differ by normal noise above 0 only, pass the check.
+
+    The noise that the check itself estimates varies too: the mean is taken over its quantiles.
+    """
+    from scipy.special import gammaincinv, ndtr
+
+    error, degrees_of_freedom = noise * math.sqrt(2 / runs), 2.0 * runs - 2
+    levels = (np.arange(_N_QUANTILES) + 0.5) / _N_QUANTILES
+    half = degrees_of_freedom / 2
+    estimated = error * np.sqrt(gammaincinv(half, levels) / half)
+    limit, detection, power = (
+        compute_t_quantile(degrees_of_freedom, p) for p in (1 - MISS_RATE, 1 - ALPHA, POWER)
+    )
+    detectable = np.maximum(allowed, detection * estimated) + power * estimated
+    telling = detectable <= DETECTABLE_RATIO * allowed
+    passes = telling * ndtr((allowed - limit * estimated) / error)
+    return float(np.mean(passes))
 
 
 # scipy takes twice as long to import as numpy, and only the check needs it.

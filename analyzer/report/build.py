@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from statistics import median
@@ -13,6 +13,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.report import (
+    UNKNOWN_HOST,
     AxisSize,
     BlameRow,
     ClockRow,
@@ -30,43 +31,45 @@ from stepsplit.analyzer.report.report import (
     StepRow,
     WarningRow,
 )
-from stepsplit.analyzer.split.blame import Blame
-from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+from stepsplit.analyzer.split.blame import Blame, blame
+from stepsplit.analyzer.split.critical_path import CriticalPaths, find_critical_paths
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepDurations
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.rank_record import MemoryState, RankRecord
+from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
-
-UNKNOWN_HOST = "unknown"
 
 
 def build_report(
     recording: Recording,
     split: RunSplit,
+    graph: DependencyGraph,
     findings: Sequence[Finding] = (),
     notes: Sequence[Note] = (),
 ) -> Report:
     """Build the report of a split recording; times count from the start of its earliest step.
 
-    findings are its bottlenecks, notes the analyses that were skipped.
+    graph is its dependency graph; findings are its bottlenecks, notes the analyses that were
+    skipped.
     """
     origin = find_origin_ns(split)
     steps = tuple(_build_step(step, origin) for rank in split.ranks for step in rank.steps)
-    blamed = _build_blame(split.blame)
+    blamed = _build_blame(blame(split, graph))
+    notes = (*notes, *_note_unexplained(blamed))
     pipeline = _build_pipeline(split)
-    parts, path_steps = build_path_rows(split, origin)
+    paths = build_paths(split, graph, origin)
     idle = build_idle_rows(split)
     detail = split.detail
+    run = build_run(recording, split, origin)
+    all_notes = (*recording.notes, *split.notes, *notes, *_note_lasting_slowdown(run))
     return Report(
-        run=build_run(recording, split, origin),
-        warnings=tuple(
-            WarningRow(n.code, n.message, n.rank) for n in (*recording.notes, *split.notes, *notes)
-        ),
+        run=run,
+        warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
         groups=_build_groups(split),
         steps=steps,
         exposed=tuple(row for rank in split.ranks for row in _build_exposed(rank)),
@@ -81,8 +84,9 @@ def build_report(
         contention=build_contention_rows(split),
         overlap=detail.overlaps,
         lateness=detail.lateness,
-        critical_path=parts,
-        path_steps=path_steps,
+        critical_path=paths.parts,
+        path_steps=paths.steps,
+        path_kernels=paths.kernels,
         step_times=build_step_times(split),
         slow_steps=detail.variation.slow,
         coverage=detail.coverage,
@@ -97,7 +101,8 @@ def find_origin_ns(split: RunSplit) -> int:
 
 
 def build_run(recording: Recording, split: RunSplit, origin: int) -> Run:
-    traces, spec, mesh = recording.traces, recording.spec, split.layout.mesh
+    traces = [rank.trace for rank in split.ranks]
+    spec, mesh = recording.spec, split.layout.mesh
     where = {info.rank: info for info in spec.ranks} if spec else {}
     hosts: dict[str, list[int]] = defaultdict(list)
     for trace in traces:
@@ -122,6 +127,7 @@ def build_run(recording: Recording, split: RunSplit, origin: int) -> Run:
         t0_unix_ns=str(split.alignment.t0_unix_ns + origin),
         strategies=split.strategies,
         profiling_slowdown=compute_profiling_slowdown(recording.records),
+        slowdown_after_profiling=compute_slowdown_after(recording.records),
     )
 
 
@@ -183,6 +189,25 @@ def _build_blame(blamed: Sequence[Blame]) -> tuple[BlameRow, ...]:
         for (rank, cause, axis), same in together.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -row.caused_ns))
+
+
+_MAX_UNEXPLAINED_SHARE = 0.05
+"""More unexplained waiting than this fraction is a warning."""
+
+
+def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
+    """A note if much of the waiting has no recorded cause."""
+    total = sum(row.caused_ns for row in blamed)
+    unexplained = sum(row.caused_ns for row in blamed if row.cause == "unexplained")
+    if unexplained <= _MAX_UNEXPLAINED_SHARE * total:
+        return []
+    share = units.format_percent(unexplained / total)
+    text = (
+        f"{share} of the waiting is not explained by launches, streams and the other ranks: "
+        "collectives start later than everything that they were seen to depend on; estimated "
+        "savings may be off by as much"
+    )
+    return [Note("unexplained_waits", text)]
 
 
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
@@ -274,20 +299,18 @@ def build_contention_rows(split: RunSplit) -> tuple[ContentionRow, ...]:
     )
 
 
-def build_path_rows(
-    split: RunSplit, origin: int
-) -> tuple[tuple[PathPart, ...], tuple[PathStep, ...]]:
-    """The critical paths of the steps that are full on some rank."""
+def build_paths(split: RunSplit, graph: DependencyGraph, origin: int) -> CriticalPaths:
+    """The critical paths of the steps that are full on some rank, from t0."""
     steps = [rank.steps for rank in split.ranks]
     full = {of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank)}
-    paths = split.detail.paths
-    return (
-        tuple(part for part in paths.parts if part.step in full),
-        tuple(
+    paths = find_critical_paths(split, graph, full)
+    return CriticalPaths(
+        steps=tuple(
             replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
             for step in paths.steps
-            if step.step in full
         ),
+        parts=paths.parts,
+        kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
     )
 
 
@@ -299,8 +322,11 @@ def build_step_times(split: RunSplit) -> tuple[StepDurations, ...]:
 
 # Records of the ranks -> rows of the report: memory and profiling overhead.
 
-MIN_UNPROFILED_STEPS = 3
-"""Number of steps without the profiler needed to estimate its overhead."""
+MIN_TIMED_STEPS = 3
+"""Number of steps before and after the profiler that an estimate of its overhead needs."""
+
+LASTING_SLOWDOWN = 0.03
+"""Slowdown after the profiler that is worth a warning."""
 
 
 def build_memory_rows(records: Sequence[RankRecord]) -> tuple[MemoryRow, ...] | None:
@@ -313,15 +339,51 @@ def compute_profiling_slowdown(records: Sequence[RankRecord]) -> float | None:
     """Profiling overhead: how much longer profiled steps take, as a fraction of unprofiled steps.
 
     The median over the ranks of the ratio of their medians, minus 1; None if too few steps were
-    timed without the profiler. A small negative value is noise.
+    timed without the profiler. A small negative value is noise. The steps before count; those after
+    only where too few are known, as CUPTI may slow them down as well.
     """
-    ratios = [
-        median(times.profiled_ns) / median(beside) - 1
-        for times in (record.steps for record in records)
-        if len(beside := (*times.before_ns, *times.after_ns)) >= MIN_UNPROFILED_STEPS
-        and times.profiled_ns
-    ]
+    times = [_choose_clock(record.steps) for record in records]
+    return _compute_slowdown(
+        (each.profiled_ns, each.before_ns if _are_enough(each.before_ns) else each.after_ns)
+        for each in times
+        if each.profiled_ns
+    )
+
+
+def compute_slowdown_after(records: Sequence[RankRecord]) -> float | None:
+    """How much longer the steps after the profiler take than those before, as a fraction."""
+    times = [_choose_clock(record.steps) for record in records]
+    return _compute_slowdown((t.after_ns, t.before_ns) for t in times if _are_enough(t.after_ns))
+
+
+def _choose_clock(times: StepTimes) -> StepTimes:
+    """The times on the GPU, if the rank has them; the host runs ahead of it."""
+    if not times.gpu_profiled_ns:
+        return times
+    return StepTimes(times.gpu_before_ns, times.gpu_profiled_ns, times.gpu_after_ns)
+
+
+def _compute_slowdown(
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> float | None:
+    ratios = [median(slower) / median(usual) - 1 for slower, usual in pairs if _are_enough(usual)]
     return median(ratios) if ratios else None
+
+
+def _are_enough(times_ns: Sequence[int]) -> bool:
+    return len(times_ns) >= MIN_TIMED_STEPS
+
+
+def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
+    """The note on steps that stay slower after the profiler; on a CPU that is noise."""
+    slowdown = run.slowdown_after_profiling
+    if run.device == "cpu" or slowdown is None or slowdown < LASTING_SLOWDOWN:
+        return ()
+    text = (
+        f"steps after the recording take {slowdown:.1%} longer than before it: CUPTI stays attached"
+        " and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later)"
+    )
+    return (Note("profiler_lasting", text),)
 
 
 def _build_memory_row(rank: int, memory: MemoryState) -> MemoryRow:
@@ -336,42 +398,3 @@ def _build_memory_row(rank: int, memory: MemoryState) -> MemoryRow:
         transient_bytes=None,
         other_bytes=None,
     )
-
-
-# The causes of idle time as text.
-
-IDLE_MEANING = {
-    "data_loading": "waiting for the data loader",
-    "allocation": "memory allocation",
-    "synchronize": "late launches after a synchronization",
-    "launch_bound": "launch-bound host work",
-    "python": "Python code between ops",
-    "launch_latency": "kernel launch latency",
-    "dependency": "waiting for another stream",
-    "late_start": "late start of work launched in time",
-    "other": "host work",
-    "unknown": "idle time of unknown cause",
-}
-
-_MAX_CHARS = 60
-
-
-def explain_idle(causes: Iterable[IdleCause]) -> str:
-    """The largest cause of idle time, its share of it and its main op; "" without idle time."""
-    sums: dict[str, Counter[str]] = defaultdict(Counter)
-    for one in causes:
-        sums[one.cause][one.op or ""] += one.idle_ns
-    total = sum(ops.total() for ops in sums.values())
-    if not total:
-        return ""
-    cause = max(sums, key=lambda name: sums[name].total())
-    op = sums[cause].most_common(1)[0][0]
-    where = f" in {_shorten(op)}" if op else ""
-    return (
-        f"{units.format_percent(sums[cause].total() / total)} of it is {IDLE_MEANING[cause]}{where}"
-    )
-
-
-def _shorten(op: str) -> str:
-    op = op.removeprefix("autograd::engine::evaluate_function: ")
-    return op if len(op) <= _MAX_CHARS else op[: _MAX_CHARS - 3] + "..."

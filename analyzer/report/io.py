@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -13,8 +15,11 @@ from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.hardware_config import read_hardware_file
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
+from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
-from stepsplit.analyzer.report.tables import Tables, write_tables
+from stepsplit.analyzer.report.tables import Tables, read_tables, write_tables
+
+_T = TypeVar("_T")
 
 # A report's folder: report.json and tables/.
 
@@ -24,20 +29,49 @@ TABLES_NAME = "tables"
 def save(folder: Path, report: Report, tables: Tables) -> None:
     """Write the tables, then report.json, so that a folder with a report is complete.
 
-    Raises UsageError if the folder is not writable.
+    Both are read back before report.json is there. Raises UsageError if the folder is not
+    writable, and DataError if what was written cannot be read.
     """
+    text = to_json(report)
+    _verify_readable(text, report)
     try:
         write_tables(folder / TABLES_NAME, tables)
     except OSError as error:
         raise make_write_error(folder, error) from None
-    write(folder / REPORT_NAME, to_json(report))
+    # A pipe or device in the place of a table cannot be read back.
+    if all(path.is_file() for path in (folder / TABLES_NAME).iterdir()):
+        load_tables(folder / TABLES_NAME)
+    write(folder / REPORT_NAME, text)
+
+
+def _verify_readable(text: bytes, report: Report) -> None:
+    hint = "please report it as a bug, with the recording"
+    try:
+        differs = from_json(text) != report
+    except DataError as error:
+        raise DataError(REPORT_NAME, f"cannot be read back: {error.problem}", hint) from None
+    if differs:
+        raise DataError(REPORT_NAME, "differs once it is read back", hint)
+
+
+def load_tables(folder: Path) -> Tables:
+    """The tables that `save` wrote into the folder. Raises DataError if one cannot be read."""
+    try:
+        return read_tables(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # Not the whole path, which is the server's in a store.
+        where = f"{folder.parent.name}/{folder.name}"
+        problem = " ".join(str(error).replace(str(folder), where).split())
+        raise DataError(
+            where, f"cannot read a table ({problem})", "analyze the run again"
+        ) from None
 
 
 # report.json.
 
 REPORT_NAME = "report.json"
 
-_HEAD = re.compile(rb'\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
+_HEAD = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
 
 _HEAD_BYTES = 256
 
@@ -49,17 +83,33 @@ def to_json(report: Report) -> bytes:
 
 def from_json(text: bytes, source: object = REPORT_NAME) -> Report:
     """Decode a report. Raises DataError if the text does not have this schema."""
-    try:
-        report = msgspec.json.decode(text, type=Report)
-    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-        raise DataError(
-            source, f"not a stepsplit report ({error})", "analyze the run again"
-        ) from None
-    if report.schema != SCHEMA:
-        raise DataError(
-            source, f"schema {report.schema} instead of {SCHEMA}", "analyze the run again"
-        )
-    return report
+    document = Document(Report, SCHEMA, "a stepsplit report", "analyze the run again")
+    return document.decode(text, source)
+
+
+class _SchemaField(msgspec.Struct, frozen=True):
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document(Generic[_T]):
+    """A JSON format of stepsplit: the type of its content, its schema, its name in errors, and what
+    to do about a file that is not of this format."""
+
+    content: type[_T]
+    schema: str
+    name: str
+    hint: str
+
+    def decode(self, text: bytes, source: object) -> _T:
+        """Decode a text; source is the file name in errors. Raises DataError."""
+        try:
+            schema = msgspec.json.decode(text, type=_SchemaField).schema
+            if schema == self.schema:
+                return msgspec.json.decode(text, type=self.content)
+        except (*UNDECODABLE, AssertionError) as error:
+            raise DataError(source, f"not {self.name} ({error})", self.hint) from None
+        raise DataError(source, f"schema {schema} instead of {self.schema}", self.hint)
 
 
 def is_report(path: Path) -> bool:

@@ -18,7 +18,7 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Kind, Split
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepDurations
@@ -203,9 +203,12 @@ class Run(Struct, frozen=True):
         torch: torch version.
         nccl: NCCL version.
         t0_unix_ns: Unix time of time 0 of the report, in ns, as text.
-        profiling_slowdown: relative slowdown of profiled steps.
+        profiling_slowdown: relative slowdown of profiled steps, against the steps before them
+            where enough are known.
         strategies: detected parallelism; empty in older reports.
         driver: driver version.
+        slowdown_after_profiling: relative slowdown of the steps after the profiled ones, against
+            the steps before: on CUDA, CUPTI may stay attached. None if too few are known.
     """
 
     name: str
@@ -222,6 +225,19 @@ class Run(Struct, frozen=True):
     profiling_slowdown: float | None = None
     strategies: tuple[Strategy, ...] = ()
     driver: str | None = None
+    slowdown_after_profiling: float | None = None
+
+
+UNKNOWN_HOST = "unknown"
+"""Stands for the host of ranks whose recording names none."""
+
+
+def format_hosts(run: Run) -> str:
+    """How many hosts the recorded ranks ran on, such as "2 hosts"."""
+    number = sum(host.host != UNKNOWN_HOST for host in run.hosts)
+    if number == 0:
+        return "hosts not recorded"
+    return f"{number:,} host{'' if number == 1 else 's'}"
 
 
 class WarningRow(Struct, frozen=True):
@@ -273,7 +289,10 @@ class StepRow(Struct, frozen=True):
         overlapped_ns: communication overlapped by compute; part of compute_ns.
         bubble_covered_ns: communication inside the pipeline bubble.
         fused_ns: kernels that compute and communicate; part of compute_ns.
-        estimated: whether peer ranks were missing for some calls.
+        estimated: whether peer ranks were missing for some calls, or calls whose range in the trace
+            ends late were split by the last arrival.
+        ambiguous_ns: gaps of compute for which it is not certain, within the accuracy of the
+            timestamps, whether communication or something else held them up.
     """
 
     rank: int
@@ -292,6 +311,7 @@ class StepRow(Struct, frozen=True):
     bubble_covered_ns: int
     fused_ns: int
     estimated: bool
+    ambiguous_ns: int = 0
 
     def __post_init__(self) -> None:
         assert self.split.step_ns == self.step_ns, f"time is lost in {self}"
@@ -647,6 +667,7 @@ class Report(Struct, frozen=True, kw_only=True):
         lateness: late arrivals by rank.
         critical_path: parts of the critical path.
         path_steps: critical path of each step.
+        path_kernels: the kernels with the most time on the critical paths.
         step_times: distribution of step durations.
         slow_steps: outlier steps.
         coverage: coverage of the steps by known events.
@@ -684,6 +705,7 @@ class Report(Struct, frozen=True, kw_only=True):
     lateness: tuple[Lateness, ...] = ()
     critical_path: tuple[PathPart, ...] = ()
     path_steps: tuple[PathStep, ...] = ()
+    path_kernels: tuple[PathKernel, ...] = ()
     step_times: tuple[StepDurations, ...] = ()
     slow_steps: tuple[SlowStep, ...] = ()
     coverage: tuple[Coverage, ...] = ()
@@ -756,6 +778,14 @@ def compute_step_median_ns(steps: Iterable[StepRow]) -> int:
     return int(median([row.step_ns for row in select_full_steps(steps)] or [0]))
 
 
+def compute_token_rate(report: Report) -> float | None:
+    """Measured tokens/s of one GPU; None without a job, which gives the tokens of a step."""
+    step_ns, predicted = compute_step_median_ns(report.steps), report.prediction
+    if predicted is None or not step_ns:
+        return None
+    return predicted.tokens_per_s_per_gpu * predicted.split.step_ns / step_ns
+
+
 def compute_bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
     """One row per bucket in the order of BUCKETS. Shares are taken of the sums and add up to 1."""
     rows = select_full_steps(steps)
@@ -771,3 +801,18 @@ def _compute_bucket_median(bucket: str, rows: Sequence[StepRow], total: int) -> 
     return BucketMedian(
         bucket, int(median(value.values())), sum(value.values()) / total, worst, of_rank[worst]
     )
+
+
+def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:
+    """Calls of each kind per full step and member, of messages per step; 0 if in no full step."""
+    members = {group.id: len({*group.ranks} & {*report.run.ranks}) for group in report.groups}
+    counted = {(row.group, row.op, row.dtype, row.message_bytes): row for row in report.step_calls}
+    counts = {}
+    for row in report.collectives:
+        found = counted.get((row.group, row.op, row.dtype, row.message_bytes))
+        shared = 1 if row.op in _MESSAGES else max(1, members.get(row.group, 1))
+        counts[row] = 0.0 if found is None else found.calls / shared
+    return counts
+
+
+_MESSAGES = ("send", "recv")

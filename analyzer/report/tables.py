@@ -389,7 +389,7 @@ _NUMBER_COLUMNS = {
 
 
 def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
-    """Write the slices of all ranks atomically, one row group per rank."""
+    """Write the slices of all ranks atomically, one row group per rank that has any."""
     import pyarrow.parquet as pq
 
     with (
@@ -398,7 +398,8 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     ):
         for rank in slices:
             table = _build_slice_table(rank, slices[rank])
-            writer.write_table(table, row_group_size=max(1, len(table)))
+            if len(table):
+                writer.write_table(table, row_group_size=len(table))
 
 
 class StoredSlices(Mapping[int, Slices]):
@@ -409,9 +410,11 @@ class StoredSlices(Mapping[int, Slices]):
         import pyarrow.parquet as pq
 
         self._path = path
-        groups = pq.read_metadata(path)
+        metadata = pq.read_metadata(path)
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        # Files of earlier versions also have empty groups, of ranks without slices.
         self._group = {
-            groups.row_group(i).column(0).statistics.min: i for i in range(groups.num_row_groups)
+            group.column(0).statistics.min: i for i, group in enumerate(groups) if group.num_rows
         }
 
     def __getitem__(self, rank: int) -> Slices:

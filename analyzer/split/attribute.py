@@ -14,12 +14,14 @@ from stepsplit.analyzer.arrays import (
     intersect,
     is_inside,
     list_distinct,
+    make_empty_intervals,
     overlap_ns,
     trim_overlaps,
     union,
 )
-from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.split.classify import Work, parse_marks
+from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
+from stepsplit.analyzer.split.classify import DDP_FORWARD, Work, parse_marks
+from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.steps import StepWindow
@@ -58,17 +60,27 @@ def infer_phases(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLa
             ),
             when,
         ),
-        forward=is_inside(_merge_spans(events, _mask_microbatch_marks(events, "forward")), when),
+        forward=is_inside(
+            _merge_spans(
+                events,
+                events.match_prefix(DDP_FORWARD) | _mask_microbatch_marks(events, "forward"),
+            ),
+            when,
+        ),
         early=_mask_before_backward(events, windows, when),
     )
     ahead = _compute_stage_distance(trace, layout)
     sends, receives = calls.op == OP_CODE["send"], calls.op == OP_CODE["recv"]
+    # A device runs behind its host: there, calls before the first backward of a window may be those
+    # that end the step before it.
+    own_early = marks.early & (not trace.on_device)
     phase_names = np.select(
         [
             sends & (ahead > 0) | receives & (ahead < 0),
             sends & (ahead < 0) | receives & (ahead > 0),
-            marks.optimizer,
-            ~marks.forward & _find_gradient_syncs(trace, layout),
+            # An optimizer that is given a closure, as by Lightning, runs the passes itself.
+            marks.optimizer & ~marks.forward & ~marks.backward,
+            ~marks.forward & ~own_early & _find_gradient_syncs(trace, layout),
             marks.backward,
             marks.forward | marks.early,
         ],
@@ -92,12 +104,12 @@ class _Marks:
 
 def _find_gradient_syncs(trace: RankTrace, layout: RankLayout) -> Bool:
     """Whether each call reduces gradients, by its group and op."""
-    syncs = [_list_gradient_sync_ops(layout.find_axes(group)) for group in trace.groups]
+    syncs = [list_gradient_sync_ops(layout.find_axes(group)) for group in trace.groups]
     table = np.array([[op in of_group for op in OPS] for of_group in (*syncs, frozenset())])
     return np.asarray(table[trace.calls.group_id, trace.calls.op])
 
 
-def _list_gradient_sync_ops(axes: frozenset[str]) -> frozenset[str]:
+def list_gradient_sync_ops(axes: frozenset[str]) -> frozenset[str]:
     """The ops that reduce gradients on a group of these axes.
 
     Data and context parallel ranks have the same weights. On cp alone, reduce_scatter belongs to
@@ -184,14 +196,15 @@ def compute_overlaps(
     axes: Sequence[str | None],
     windows: Sequence[StepWindow],
     pieces: Pieces,
+    held: HeldGaps,
     compute: Intervals,
 ) -> tuple[Overlap, ...]:
     """The rows of one rank, by axis and op, for transfers inside the windows.
 
     axes has one entry per group of the rank; waits are excluded. The windows are in order.
     """
-    moving = _select_rows(pieces, np.isin(pieces.bucket, (COLLECTIVE, P2P)))
-    blocking = apply_gap_rule(moving, compute)
+    moving = pieces.select(np.isin(pieces.bucket, (COLLECTIVE, P2P)))
+    blocking = held.select_blocking(moving)
     inside = union(
         np.array([window.start_ns for window in windows], dtype=np.int64),
         np.array([window.end_ns for window in windows], dtype=np.int64),
@@ -204,9 +217,10 @@ def compute_overlaps(
     for number, moved in _split_by_kind(kind, moving, inside):
         call = int(np.flatnonzero(kind == number)[0])
         hidden = overlap_ns(moved, compute)
-        exposed = exposed_by_kind[number].total_ns if number in exposed_by_kind else 0
+        exposed = exposed_by_kind.get(number, make_empty_intervals())
+        exposed_ns = exposed.total_ns - overlap_ns(exposed, compute)
         name = names[int(axis[call])]
-        rows.append(Overlap(rank, name, OPS[calls.op[call]], moved.total_ns, hidden, exposed))
+        rows.append(Overlap(rank, name, OPS[calls.op[call]], moved.total_ns, hidden, exposed_ns))
     return tuple(rows)
 
 
@@ -237,20 +251,13 @@ def _split_by_kind(
             yield number, Intervals(both.start_ns, both.end_ns)
 
 
-def _select_rows(pieces: Pieces, rows: Bool) -> Pieces:
-    return Pieces(
-        pieces.call[rows], pieces.bucket[rows], pieces.start_ns[rows],
-        pieces.end_ns[rows], pieces.life_end_ns[rows], pieces.owner[rows],
-    )  # fmt: skip
-
-
 # The bucket of each instant of a step.
 
 COMPUTE, IDLE = 0, 6
 
-_MOVING, _FUSED = 6, 7
+_MOVING, _FUSED, _AMBIGUOUS = 6, 7, 8
 
-_CLASSES = 8
+_CLASSES = 9
 
 _MASK_TO_BUCKET = np.array(
     [next((c for c in range(IDLE) if mask >> c & 1), IDLE) for mask in range(1 << _CLASSES)],
@@ -290,7 +297,8 @@ class Exposed:
 class Attribution:
     """Attribution of one rank: a Split per window, and the intervals that it sums.
 
-    gap numbers the gap of compute in which each of the rank's calls was exposed, -1 for none.
+    gap is the gap of compute that each of the rank's calls held up, -1 for none: the index of the
+    compute interval that ended it.
     """
 
     splits: tuple[Split, ...]
@@ -299,16 +307,18 @@ class Attribution:
     gap: Int64
 
 
-def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attribution:
+def attribute(
+    windows: Sequence[StepWindow], work: Work, pieces: Pieces, held: HeldGaps
+) -> Attribution:
     """Splits the windows of a rank into buckets, to the nanosecond."""
-    blocking = apply_gap_rule(pieces, work.compute)
+    blocking = held.select_blocking(pieces)
     sets = [
         work.compute,
         *(_merge_bucket(blocking, b) for b in range(COLLECTIVE, BUBBLE + 1)),
         work.copy,
     ]
     moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
-    sets += [union(pieces.start_ns[moving], pieces.end_ns[moving]), work.fused]
+    sets += [union(pieces.start_ns[moving], pieces.end_ns[moving]), work.fused, held.ambiguous]
     band, mask = _sweep_windows(windows, sets)
     splits = _sum_splits(len(windows), band, mask)
     for window, split in zip(windows, splits, strict=True):
@@ -316,28 +326,9 @@ def attribute(windows: Sequence[StepWindow], work: Work, pieces: Pieces) -> Attr
     band = _merge_bands(band)
     exposed = _build_exposed(blocking, band)
     _check(splits, exposed)
-    gap = np.full(int(pieces.call.max(initial=-1)) + 1, -1, dtype=np.int64)
-    gap[blocking.call] = np.searchsorted(work.compute.start_ns, blocking.life_end_ns)
+    gap = np.full(len(held.gap), -1, dtype=np.int64)
+    gap[blocking.call] = held.gap[blocking.call]
     return Attribution(splits, band, exposed, gap)
-
-
-def apply_gap_rule(pieces: Pieces, compute: Intervals) -> Pieces:
-    """Applies the gap rule: keeps of each piece the part in the gap in which its call ends.
-
-    A gap is an interval without compute. Communication that is still open when compute resumes
-    blocked nothing. So a call that ends under compute is dropped, and of the others only the last
-    gap counts.
-    """
-    end = pieces.life_end_ns
-    later = np.searchsorted(compute.start_ns, end, side="left")
-    before = np.where(later > 0, compute.end_ns[later - 1], np.iinfo(np.int64).min) \
-        if len(compute) else np.full(len(end), np.iinfo(np.int64).min)  # fmt: skip
-    start = np.maximum(pieces.start_ns, before)
-    blocking = (before <= end) & (pieces.end_ns > start)
-    return Pieces(
-        pieces.call[blocking], pieces.bucket[blocking], start[blocking],
-        pieces.end_ns[blocking], pieces.life_end_ns[blocking], pieces.owner[blocking],
-    )  # fmt: skip
 
 
 def _merge_bucket(pieces: Pieces, bucket: int) -> Intervals:
@@ -370,9 +361,10 @@ def _sum_splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]
     length = band.end_ns - band.start_ns
     totals = np.zeros((count, len(BUCKETS)), dtype=np.int64)
     np.add.at(totals, (band.window, band.bucket), length)
-    memos = np.zeros((count, 3), dtype=np.int64)
+    memos = np.zeros((count, len(MEMOS)), dtype=np.int64)
     np.add.at(memos[:, 0], band.window, length * (mask >> COMPUTE & mask >> _MOVING & 1))
     np.add.at(memos[:, 2], band.window, length * (mask >> _FUSED & 1))
+    np.add.at(memos[:, 3], band.window, length * (mask >> _AMBIGUOUS & 1))
     return tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
 
 

@@ -1,127 +1,41 @@
-"""Blame: which rank caused each wait, and why."""
+"""Blame: which rank caused each wait, and why.
+
+A wait ends when the last rank arrives. The begin of the wait and that arrival each have a chain of
+events that determined them, back to their last common event: paths of the dependency graph along
+its binding dependencies. They begin at the same instant, so the wait is what the path of the last
+rank has in addition: compute, copies, idle time (late host) or transfers, of whichever rank they
+are. A rank that waited itself is thus not blamed for it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import first_rows, group_ids
+from stepsplit.analyzer.arrays import first_rows, group_ids, group_max
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.split.attribute import Attribution
-from stepsplit.analyzer.split.kernels import compute_self_ns
-from stepsplit.analyzer.split.matching import Clock
+from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
+from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
-from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace, UInt8
-
-# The exposed waits of all ranks in one table.
-
-
-@dataclass(frozen=True, slots=True)
-class ExposedWaits:
-    """The exposed waits of all ranks, by rank and time; columns of one length.
-
-    who and waited_for index the waiting and the awaited rank (-1: not recorded); origin numbers the
-    pairs of axis and bucket.
-    """
-
-    who: Int64
-    waited_for: Int64
-    rank: Int64
-    owner: Int64
-    step: Int64
-    bucket: Int64
-    origin: Int64
-    length_ns: Int64
-    end_ns: Int64
-    axes: tuple[str | None, ...]
-    first: Int64
-
-    @property
-    def origins(self) -> int:
-        """The number of pairs of axis and bucket."""
-        return 2 * len(self.axes)
-
-    def iterate_by_axis(self, amounts: Sequence[int]) -> Iterator[tuple[str | None, int, int]]:
-        """Yields (axis, skew, bubble) from amounts by origin."""
-        for i, axis in enumerate(self.axes):
-            yield axis, amounts[2 * i], amounts[2 * i + 1]
-
-    @classmethod
-    def collect(cls, ranks: Sequence[RankTime]) -> ExposedWaits:
-        """Collects the waits of these ranks."""
-        index = {one.rank: i for i, one in enumerate(ranks)}
-        axes = tuple(dict.fromkeys(axis for one in ranks for axis in one.axis))
-        number = {axis: i for i, axis in enumerate(axes)}
-        count = [len(one.window) for one in ranks]
-        owner = np.concatenate([one.owner for one in ranks]).astype(np.int64)
-        bucket = np.concatenate([one.bucket for one in ranks]).astype(np.int64)
-        axis = np.array([number[axis] for one in ranks for axis in one.axis], dtype=np.int64)
-        return cls(
-            who=np.repeat(np.arange(len(ranks)), count),
-            waited_for=np.array([index.get(rank, -1) for rank in owner.tolist()], dtype=np.int64),
-            rank=np.repeat([one.rank for one in ranks], count),
-            owner=owner,
-            step=np.concatenate([one.step[one.window] for one in ranks]),
-            bucket=bucket,
-            origin=2 * axis + (bucket == BUBBLE),
-            length_ns=np.concatenate([one.length_ns for one in ranks]),
-            end_ns=np.concatenate([one.end_ns for one in ranks]),
-            axes=axes,
-            first=np.concatenate(([0], np.cumsum(count))),
-        )
-
-
-# Cumulative time of a rank in each bucket.
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
-    i-th."""
-
-    start_ns: Int64
-    end_ns: Int64
-    bucket: UInt8
-    sums_ns: Int64
-
-    @classmethod
-    def build(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
-        """The activity of these intervals, at least one."""
-        spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
-        spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
-        return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
-
-    def sum_spent_ns(self, at_ns: Int64) -> Int64:
-        """The time in each bucket before each instant, shape (instants, buckets)."""
-        part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
-        spent = self.sums_ns[part].copy()
-        within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
-        spent[np.arange(len(at_ns)), self.bucket[part]] += within
-        return spent
-
-
-# The cause of each wait.
-#
-# A wait ends when the last rank arrives. Its delay relative to the waiting rank is the additional
-# time it spent per bucket since their last sync point: the end of the waiting rank's previous wait
-# in a call of the same ranks. That bucket is the cause: compute, copy, transfer, or idle (late
-# host). If the last rank waited longer itself, the blame is passed on, transitively, to the ranks
-# that it waited for, in proportion to those waits.
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
+from stepsplit.analyzer.trace import Bool, Int64, RankTrace
 
 Float = npt.NDArray[np.float64]
 
-CAUSES = ("compute", "imbalance", "host", "copy", "transfer")
+CAUSES = ("compute", "slower", "imbalance", "copy", "host", "transfer", "unexplained")
+"""Kinds of time on a path. Compute is that of a usual rank; beside it stands what the rank computes
+longer because it is slower, which is blamed as compute as well, or because it has more work. A
+collective or message that starts late, though it was launched, its stream was free and the work
+launched before it was done, is unexplained."""
 
-_MAX_ROUNDS = 24
-"""Maximum number of ranks through which blame is passed on."""
-
-_SETTLED = 1e-4
-
-_Key = tuple[int | None, str, int]
+_COMPUTES = 3
+"""So many of the causes, the first ones, are compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,107 +50,523 @@ class Blame:
     bubble_ns: int
 
 
-def blame(
-    ranks: Sequence[RankTime], schedule_ns: Mapping[tuple[int, int], int]
-) -> tuple[Blame, ...]:
+def blame(split: RunSplit, graph: DependencyGraph) -> tuple[Blame, ...]:
     """Attributes all skew and bubble of all ranks to causes, each instant once.
 
-    schedule_ns is the ideal bubble of each (rank, step). That much of its bubble is attributed to
-    the schedule, starting with waits that no rank caused by above-average work.
+    As much of a rank's bubble as its schedule makes inevitable is attributed to the schedule,
+    starting with waits that no rank caused by above-average work. Delays that are no larger than
+    their variation between steps are summed in rows of no rank, `variation`.
     """
-    waits = ExposedWaits.collect(ranks)
-    if not len(waits.length_ns):
+    splits = [step.split for rank in split.ranks for step in rank.steps]
+    if not any(one.skew_ns or one.bubble_ns for one in splits):
         return ()
-    delays = compute_delay_causes(ranks, waits)
-    schedule = _compute_schedule_part(waits, delays, schedule_ns)
-    propagated = _propagate_blame(waits, delays, schedule)
-    return _build_rows(waits, _compute_shares(waits, delays, propagated, schedule))
-
-
-def _compute_schedule_part(
-    waits: ExposedWaits, delays: DelayCauses, schedule_ns: Mapping[tuple[int, int], int]
-) -> Float:
-    """The part of each wait that the schedule itself causes, first from waits without another
-    cause."""
-    part = np.zeros(len(waits.length_ns))
-    bubble = waits.bucket == BUBBLE
-    uncaused = np.where(
-        bubble, waits.length_ns * (1 - _compute_caused_fraction(waits, delays)), 0.0
+    waits = ExposedWaits.collect(split, graph)
+    paths = BindingPaths.build(split, graph)
+    common, added = _compare_paths(paths, waits)
+    amount = _divide_by_cause(waits, added)
+    ideal_ns = _compute_ideal_ns(split)
+    schedule = _take_schedule_part(waits, amount, ideal_ns)
+    caused = amount - schedule
+    charges = _charge_ranks(split, paths, waits, common, caused)
+    significant = _find_significant(graph, charges)
+    shares = _collect_shares(
+        waits, charges, significant, caused[:, -1], schedule.sum(axis=1), any(ideal_ns.values())
     )
-    whole = np.where(bubble, waits.length_ns, 0.0)
-    for (rank, step), ideal_ns in schedule_ns.items():
+    blamed = _build_rows(waits, shares)
+    _check_blame(split.ranks, blamed)
+    return blamed
+
+
+def _compute_ideal_ns(split: RunSplit) -> Mapping[tuple[int, int], int]:
+    """The ideal bubble of the schedule for each (rank, step), in ns."""
+    ideal = (split.schedule.ideal_bubble_fraction if split.schedule else None) or 0.0
+    return {
+        (bubble.rank, bubble.step): int(bubble.window_ns * ideal) for bubble in split.stage_bubbles
+    }
+
+
+def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
+    """Asserts that every instant of skew and bubble is blamed exactly once."""
+    splits = [step.split for rank in ranks for step in rank.steps]
+    for bucket, caused in (
+        (SKEW, [b.skew_ns for b in blamed]),
+        (BUBBLE, [b.bubble_ns for b in blamed]),
+    ):
+        total_ns = sum(split.buckets_ns[bucket] for split in splits)
+        assert sum(caused) == total_ns, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {total_ns} ns"
+
+
+# The exposed waits of all ranks in one table.
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedWaits:
+    """The exposed waits of all ranks, by rank and time; columns of one length.
+
+    A rank whose compute stands still may wait for several calls, one after the other. begin and
+    last_arrival are nodes of the graph: where the rank's work stopped, and the arrival of the rank
+    that it waited for last, both the same for all waits of a gap of compute; last_arrival is -1
+    where the rank waited for is not recorded. moved_ns is the exposed transfer time in between.
+    owner is the number of the rank waited for, -1 if unknown; origin numbers the pairs of axis and
+    bucket.
+    """
+
+    rank: Int64
+    owner: Int64
+    step: Int64
+    bucket: Int64
+    origin: Int64
+    length_ns: Int64
+    begin: Int64
+    last_arrival: Int64
+    moved_ns: Int64
+    axes: tuple[str | None, ...]
+
+    @property
+    def origins(self) -> int:
+        """The number of pairs of axis and bucket."""
+        return 2 * len(self.axes)
+
+    @property
+    def traced(self) -> Bool:
+        """Which waits are for a recorded rank."""
+        return self.last_arrival >= 0
+
+    def iterate_by_axis(self, amounts: Sequence[int]) -> Iterator[tuple[str | None, int, int]]:
+        """Yields (axis, skew, bubble) from amounts by origin."""
+        for i, axis in enumerate(self.axes):
+            yield axis, amounts[2 * i], amounts[2 * i + 1]
+
+    @classmethod
+    def collect(cls, split: RunSplit, graph: DependencyGraph) -> ExposedWaits:
+        """Collects the waits of all ranks."""
+        all_rows = _ExposedRows.concatenate(split, graph)
+        waits = all_rows.select(np.isin(all_rows.bucket, (SKEW, BUBBLE)))
+        axes = tuple(dict.fromkeys(waits.axis.tolist()))
+        number = {axis: i for i, axis in enumerate(axes)}
+        axis = np.array([number[name] for name in waits.axis.tolist()], dtype=np.int64)
+        arrival = _find_owner_arrivals(split, graph, waits)
+        gap = group_ids(waits.place, waits.gap)
+        count = int(gap.max(initial=-1)) + 1
+        order = np.lexsort((waits.end_ns, arrival >= 0, gap))
+        last = order[np.append(np.diff(gap[order]) > 0, True)[: len(order)]]
+        moves = all_rows.select(np.isin(all_rows.bucket, (COLLECTIVE, P2P)))
+        return cls(
+            rank=np.array([rank.trace.rank for rank in split.ranks])[waits.place],
+            owner=waits.owner,
+            step=waits.step,
+            bucket=waits.bucket,
+            origin=2 * axis + (waits.bucket == BUBBLE),
+            length_ns=waits.length_ns,
+            begin=-group_max(gap, -waits.node, count)[gap],
+            last_arrival=np.where(arrival >= 0, arrival[last][gap], -1),
+            moved_ns=_sum_moved_ns(moves, waits, last)[gap],
+            axes=axes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ExposedRows:
+    """Exposed communication of all ranks; columns of one length.
+
+    place indexes the ranks, row all calls; gap numbers the gaps of compute of a rank. start_ns and
+    end_ns are on the common clock, length_ns on the rank's own. node is the timeline node at the
+    start.
+    """
+
+    place: Int64
+    row: Int64
+    gap: Int64
+    bucket: Int64
+    owner: Int64
+    step: Int64
+    node: Int64
+    start_ns: Int64
+    end_ns: Int64
+    length_ns: Int64
+    axis: npt.NDArray[np.object_]
+
+    @classmethod
+    def concatenate(cls, split: RunSplit, graph: DependencyGraph) -> _ExposedRows:
+        """The rows of all ranks."""
+        parts = [cls._list_rows(split, graph, i, rank) for i, rank in enumerate(split.ranks)]
+        columns: list[Any] = [
+            np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)
+        ]
+        return cls(*columns)
+
+    @classmethod
+    def _list_rows(
+        cls, split: RunSplit, graph: DependencyGraph, place: int, rank: RankSplit
+    ) -> _ExposedRows:
+        exposed, to_common = rank.attribution.exposed, rank.clock.map_to_common_ns
+        return cls(
+            place=np.full(len(exposed.call), place, dtype=np.int64),
+            row=exposed.call + split.matched.slice_trace(place).start,
+            gap=rank.attribution.gap[exposed.call],
+            bucket=exposed.bucket.astype(np.int64),
+            owner=exposed.owner.astype(np.int64),
+            step=np.array(rank.numbers, dtype=np.int64)[exposed.window],
+            node=graph.timelines.find(place, to_common(exposed.start_ns)),
+            start_ns=to_common(exposed.start_ns),
+            end_ns=to_common(exposed.end_ns),
+            length_ns=exposed.end_ns - exposed.start_ns,
+            axis=np.array(rank.axis, dtype=np.object_),
+        )
+
+    def select(self, rows: Bool) -> _ExposedRows:
+        """Some of the rows."""
+        columns: list[Any] = [getattr(self, one.name)[rows] for one in fields(self)]
+        return _ExposedRows(*columns)
+
+
+def _sum_moved_ns(moves: _ExposedRows, waits: _ExposedRows, last: Int64) -> Int64:
+    """The exposed transfer time of each gap before the end of its last wait."""
+    found = _look_up(
+        waits.place[last] << 32 | waits.gap[last],
+        np.arange(len(last)),
+        moves.place << 32 | moves.gap,
+    )
+    before = np.flatnonzero((found >= 0) & (moves.start_ns < waits.end_ns[last[found]]))
+    total = np.zeros(len(last), dtype=np.int64)
+    np.add.at(total, found[before], moves.length_ns[before])
+    return total
+
+
+def _find_owner_arrivals(split: RunSplit, graph: DependencyGraph, waits: _ExposedRows) -> Int64:
+    """The arrival of the rank waited for at each wait's call, -1 if it is not recorded.
+
+    A kernel of several messages waits for the peer of one of them, whichever the wait is part of.
+    """
+    matched, of_row = split.matched, graph.kernels.of_row
+    index = {rank.trace.rank: i for i, rank in enumerate(split.ranks)}
+    who = np.array([index.get(rank, -1) for rank in waits.owner.tolist()], dtype=np.int64)
+    many, known = len(split.ranks), np.flatnonzero((matched.shared >= 0) & matched.leads)
+    call = matched.shared[waits.row]
+    member = matched.shared[known] * many + matched.trace[known]
+    found = _look_up(member, known, np.where(call >= 0, call * many + who, -1))
+    messages = known[matched.is_message[known]]
+    order = messages[np.argsort(matched.shared[messages], kind="stable")]
+    pair = np.flatnonzero(matched.shared[order][1:] == matched.shared[order][:-1])
+    end = np.concatenate((order[pair], order[pair + 1]))
+    other = np.concatenate((order[pair + 1], order[pair]))
+    peer = _look_up(
+        of_row[end] * many + matched.trace[other], other, of_row[waits.row] * many + who
+    )
+    found = np.where(who >= 0, np.where(found >= 0, found, peer), -1)
+    return np.where(found >= 0, graph.kernels.start[of_row[found]], -1)
+
+
+def _look_up(keys: Int64, values: Int64, wanted: Int64) -> Int64:
+    """The value of the first of the keys that equals each wanted one, -1 for none."""
+    if not len(keys):
+        return np.full(len(wanted), -1)
+    order = np.argsort(keys, kind="stable")
+    at = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+    return np.where(keys[order][at] == wanted, values[order][at], -1)
+
+
+# Paths back along the binding dependencies.
+
+
+@dataclass(frozen=True, slots=True)
+class BindingPaths:
+    """The binding dependencies of a graph, with the time that each node adds to its path.
+
+    spent_ns, shape (nodes + 1, CAUSES), is the time from the binding predecessor to the node, of
+    rank (an index, -1 for a synchronization). The last row stands for the begin of the recording:
+    previous leads to it from all nodes without a predecessor. position is the topological order.
+    """
+
+    previous: Int64
+    position: Int64
+    rank: Int64
+    spent_ns: Float
+
+    @classmethod
+    def build(cls, split: RunSplit, graph: DependencyGraph) -> BindingPaths:
+        """The paths of the recording, as measured."""
+        begin, kernels = len(graph), graph.kernels
+        position = np.full(begin + 1, -1)
+        position[graph.levels.node] = np.arange(begin)
+        spent = np.zeros((begin + 1, len(CAUSES)))
+        along = np.flatnonzero((graph.binding == graph.before) & (graph.before >= 0))
+        work = {kind: graph.work_ns[along, i] for i, kind in enumerate(WORK)}
+        slower, more = _list_workloads(split)[graph.step[along]].T
+        spent[along] = np.stack(
+            [
+                work["compute"] * (1 - slower - more),
+                work["compute"] * slower,
+                work["compute"] * more,
+                work["copy"],
+                work["idle"],
+                np.zeros(len(along)),
+                np.zeros(len(along)),
+            ],
+            axis=1,
+        )
+        bound = graph.binding >= 0
+        late, moved = (nodes[bound[nodes]] for nodes in (kernels.start, kernels.end))
+        launched = _find_launches_ns(split, graph)[bound[kernels.start]]
+        host = np.clip(launched + LAUNCH_LATENCY_NS - graph.at_ns[graph.binding[late]], 0, None)
+        delay = np.maximum(graph.rest_ns[late], 0)
+        host = np.where(delay <= LAUNCH_LATENCY_NS, delay, np.minimum(host, delay))
+        spent[late, CAUSES.index("host")] += host
+        spent[late, CAUSES.index("unexplained")] += delay - host
+        spent[moved, CAUSES.index("transfer")] += np.maximum(graph.rest_ns[moved], 0)
+        previous = np.append(np.where(bound, graph.binding, begin), begin)
+        return cls(previous, position, np.append(graph.list_ranks(), -1), spent)
+
+
+def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
+    """When each collective and message was launched, on the common clock; the smallest int64 / 2 if
+    unknown."""
+    kernels = graph.kernels
+    launched = np.full(len(kernels), np.iinfo(np.int64).min // 2)
+    for i, rank in enumerate(split.ranks):
+        mine = np.flatnonzero(kernels.rank == i)
+        own = rank.trace.events.launch_ns()[rank.trace.calls.event[kernels.call[mine]]]
+        launched[mine] = np.where(own >= 0, rank.clock.map_to_common_ns(own), launched[mine])
+    return launched
+
+
+def _list_workloads(split: RunSplit) -> Float:
+    """The slower and the additional fraction of compute in each step of all ranks."""
+    loads = compute_workloads(
+        [rank.trace for rank in split.ranks],
+        [rank.windows.windows for rank in split.ranks],
+        [split.layout.find_stage(rank.trace.rank) for rank in split.ranks],
+    )
+    both: Float = np.concatenate([np.stack((one.slower, one.more), axis=1) for one in loads])
+    return both
+
+
+def _compare_paths(paths: BindingPaths, waits: ExposedWaits) -> tuple[Int64, Float]:
+    """(last common node of the two paths of each wait, time that the path of the rank waited for
+    has in addition, shape (waits, CAUSES)); both paths are followed back, always the later one."""
+    first, other = waits.begin.copy(), waits.last_arrival.copy()
+    other[~waits.traced] = first[~waits.traced]
+    added = np.zeros((len(first), len(CAUSES)))
+    open_rows = np.flatnonzero(first != other)
+    while len(open_rows):
+        later = paths.position[other[open_rows]] > paths.position[first[open_rows]]
+        rows = open_rows[later]
+        added[rows] += paths.spent_ns[other[rows]]
+        other[rows] = paths.previous[other[rows]]
+        rows = open_rows[~later]
+        added[rows] -= paths.spent_ns[first[rows]]
+        first[rows] = paths.previous[first[rows]]
+        open_rows = open_rows[first[open_rows] != other[open_rows]]
+    added[:, CAUSES.index("transfer")] -= waits.moved_ns
+    return first, added
+
+
+def _divide_by_cause(waits: ExposedWaits, added: Float) -> Float:
+    """The length of each wait by cause, shape (waits, CAUSES + 1); the last column is a wait for a
+    rank that is not recorded."""
+    share: Float = np.append(np.maximum(added, 0.0), np.zeros((len(added), 1)), axis=1)
+    share[:, :_COMPUTES] = _divide_compute(added[:, :_COMPUTES])
+    share[~waits.traced] = np.arange(len(CAUSES) + 1) == len(CAUSES)
+    share[share.sum(axis=1) <= 0, CAUSES.index("transfer")] = 1.0
+    share *= (waits.length_ns / share.sum(axis=1))[:, np.newaxis]
+    return share
+
+
+def _divide_compute(added: Float) -> Float:
+    """Additional compute: what is due to a slower rank or more work first, the rest usual."""
+    total = np.maximum(added.sum(axis=1, keepdims=True), 0.0)
+    excess = np.maximum(added[:, 1:], 0.0)
+    excess *= np.minimum(1.0, total / np.maximum(excess.sum(axis=1, keepdims=True), 1e-9))
+    divided: Float = np.append(total - excess.sum(axis=1, keepdims=True), excess, axis=1)
+    return divided
+
+
+def _take_schedule_part(
+    waits: ExposedWaits, amount: Float, ideal_ns: Mapping[tuple[int, int], int]
+) -> Float:
+    """The part of each amount that the schedule itself causes, first from usual compute."""
+    part = np.zeros_like(amount)
+    usual = CAUSES.index("compute")
+    bubble = waits.bucket == BUBBLE
+    for (rank, step), ideal in ideal_ns.items():
         rows = np.flatnonzero(bubble & (waits.rank == rank) & (waits.step == step))
-        free, total = float(uncaused[rows].sum()), float(whole[rows].sum())
-        part[rows] += uncaused[rows] * (min(ideal_ns, free) / free if free else 0.0)
-        rest = whole[rows] - part[rows]
-        left = min(float(ideal_ns), total) - float(part[rows].sum())
+        free = float(amount[rows, usual].sum())
+        part[rows, usual] = amount[rows, usual] * (min(ideal, free) / free if free else 0.0)
+        rest = amount[rows] - part[rows]
+        left = min(float(ideal), float(amount[rows].sum())) - float(part[rows].sum())
         part[rows] += rest * (left / float(rest.sum()) if left > 0 and rest.any() else 0.0)
     return part
 
 
-def _compute_caused_fraction(waits: ExposedWaits, delays: DelayCauses) -> Float:
-    """Fraction of each wait caused by a rank with above-average work."""
-    direct_fraction = 1 - delays.passed - delays.fair
-    fraction = direct_fraction
-    for _ in range(_MAX_ROUNDS):
-        fraction, before = (
-            direct_fraction + delays.passed * delays.compute_mean(fraction * waits.length_ns),
-            fraction,
-        )
-        if float(np.abs(fraction - before).max()) < _SETTLED:
-            break
-    return np.clip(fraction, 0, 1)
+# Waits charged to the ranks on the paths.
 
 
-def _propagate_blame(waits: ExposedWaits, delays: DelayCauses, schedule: Float) -> Float:
-    """The waiting time of each origin that ends at the cause of each wait, shape (waits, origins).
+@dataclass(frozen=True, slots=True)
+class _Charges:
+    """The waits that each rank caused; table has the shape (ranks, steps, origins, CAUSES)."""
 
-    An origin is an (axis, bucket) of the waits. What is left after the last round stays where it
-    is.
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    table: Float
+
+
+def _charge_ranks(
+    split: RunSplit, paths: BindingPaths, waits: ExposedWaits, common: Int64, amount: Float
+) -> _Charges:
+    """Distributes the amounts over the paths of the ranks waited for, in proportion to their
+    time."""
+    total = np.zeros((len(amount), len(CAUSES)))
+    for rows, node in _follow_paths(paths, waits, common):
+        total[rows] += paths.spent_ns[node]
+    recorded = amount[:, : len(CAUSES)]
+    density = np.divide(recorded, total, out=np.zeros_like(recorded), where=total > 0)
+    steps, step = np.unique(waits.step, return_inverse=True)
+    shape = (len(split.ranks), len(steps), waits.origins)
+    charged = np.zeros((*shape, len(CAUSES)))
+    for rows, node in _follow_paths(paths, waits, common):
+        cell = (paths.rank[node], step[rows], waits.origin[rows])
+        np.add.at(charged, cell, density[rows] * paths.spent_ns[node])
+    rest = np.flatnonzero(waits.traced & ((recorded > 0) & (total <= 0)).any(axis=1))
+    cell = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
+    np.add.at(charged, cell, np.where(total[rest] > 0, 0.0, recorded[rest]))
+    return _Charges(tuple(rank.trace.rank for rank in split.ranks), tuple(steps.tolist()), charged)
+
+
+def _follow_paths(
+    paths: BindingPaths, waits: ExposedWaits, common: Int64
+) -> Iterator[tuple[Int64, Int64]]:
+    """Yields (rows of waits, nodes): the nodes of ranks on the paths of the ranks waited for."""
+    rows = np.flatnonzero(waits.traced)
+    node = waits.last_arrival[rows]
+    while len(rows := rows[(ahead := node != common[rows])]):
+        node = node[ahead]
+        of_rank = paths.rank[node] >= 0
+        yield rows[of_rank], node[of_rank]
+        node = paths.previous[node]
+
+
+# A cause counts only beyond its variation between steps.
+
+_SIGNIFICANCE = 3.0
+"""A rank is blamed if what it causes exceeds that of the median rank by this many standard
+errors."""
+
+_OUTLIER = 6.0
+"""A rank is blamed in a step in which its work exceeds its median step by this many standard
+deviations."""
+
+_TO_STANDARD_DEVIATION = 1.4826
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
+
+
+def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
+    """Which (rank, step, cause) are more than variation, shape (ranks, steps, CAUSES); all of them
+    in a recording of one step.
+
+    A rank causes waits in all steps if their mean is significant: its standard error is that of the
+    rank's steps or, if larger, of all ranks. It causes waits in one step if its work there is an
+    outlier.
     """
-    moving = np.zeros((len(waits.length_ns), waits.origins))
-    moving[np.arange(len(moving)), waits.origin] = waits.length_ns - schedule
-    settled = np.zeros_like(moving)
-    for _ in range(_MAX_ROUNDS):
-        settled += moving * (1 - delays.passed)[:, np.newaxis]
-        moving = delays.distribute(moving * delays.passed[:, np.newaxis])
-        if moving.sum() < _SETTLED * waits.length_ns.sum():
-            break
-    return settled + moving
+    per_step = charges.table.sum(axis=2)
+    steps = per_step.shape[1]
+    if steps < 2:
+        return np.ones(per_step.shape, dtype=np.bool_)
+    variance = per_step.var(axis=1, ddof=1)
+    error = np.sqrt(np.maximum(variance, variance.mean(axis=0)) / steps)
+    mean = per_step.mean(axis=1)
+    lasting = mean - np.median(mean, axis=0) > _SIGNIFICANCE * error
+    return np.asarray(lasting[:, np.newaxis] | _find_outliers(graph, charges))
 
 
-def _compute_shares(
-    waits: ExposedWaits, delays: DelayCauses, propagated: Float, schedule: Float
+def _find_outliers(graph: DependencyGraph, charges: _Charges) -> Bool:
+    """Which (rank, step, cause) have far more work than the rank's median step."""
+    work = _sum_work(graph, charges)
+    recorded = ~np.isnan(work).all(axis=(1, 2))
+    if not recorded.any():
+        return np.zeros(work.shape, dtype=np.bool_)
+    beyond = np.full(work.shape, np.nan)
+    beyond[recorded] = work[recorded] - np.nanmedian(work[recorded], axis=1, keepdims=True)
+    deviation = _TO_STANDARD_DEVIATION * np.nanmedian(np.abs(beyond), axis=(0, 1))
+    return np.asarray(beyond > _OUTLIER * deviation)
+
+
+def _sum_work(graph: DependencyGraph, charges: _Charges) -> Float:
+    """The time that each rank spends per step on what each cause is about, shape (ranks, steps,
+    CAUSES); nan for a step that a rank does not have."""
+    kernels, ends = graph.kernels, graph.rest_ns[graph.kernels.end]
+    of_row = np.zeros((len(graph.steps.rank), len(WORK) + 1))
+    nodes = np.flatnonzero(graph.step >= 0)
+    for column in range(len(WORK)):
+        np.add.at(of_row[:, column], graph.step[nodes], graph.work_ns[nodes, column])
+    moved = np.flatnonzero((kernels.step >= 0) & (ends > 0))
+    np.add.at(of_row[:, -1], kernels.step[moved], ends[moved])
+    table = np.full((len(charges.ranks), len(charges.steps), len(WORK) + 1), np.nan)
+    step = np.searchsorted(charges.steps, graph.steps.step)
+    known = np.flatnonzero(np.isin(graph.steps.step, charges.steps))
+    table[graph.steps.rank[known], step[known]] = of_row[known]
+    compute, copy, idle = (WORK.index(kind) for kind in ("compute", "copy", "idle"))
+    return table[:, :, [compute, compute, compute, copy, idle, len(WORK), idle]]
+
+
+_Key = tuple[int | None, str, int]
+
+
+def _collect_shares(
+    waits: ExposedWaits,
+    charges: _Charges,
+    significant: Bool,
+    unrecorded: Float,
+    schedule: Float,
+    has_ideal: bool,
 ) -> dict[_Key, Float]:
-    """The waits caused by each (rank, cause, step), by origin."""
+    """The caused waits of each (rank, cause, step) by origin; unrecorded and schedule have one
+    amount per wait. Without an ideal bubble, how much of a bubble is the schedule's is unknown."""
     shares: dict[_Key, Float] = {}
-    alone = np.where(delays.passed < 1, 1 - delays.passed, 1.0)
-    no_owner = np.full(len(propagated), -1)
-    for number, cause in enumerate(CAUSES):
-        share = np.where(delays.known, delays.direct[:, number] / alone, 0.0)
-        _add_share(shares, waits.owner, waits.step, cause, propagated * share[:, np.newaxis])
-    missing, unknown = ~delays.known & delays.named, ~delays.known & ~delays.named
-    _add_share(shares, waits.owner, waits.step, "missing", propagated * missing[:, np.newaxis])
-    _add_share(shares, no_owner, waits.step, "unknown", propagated * unknown[:, np.newaxis])
-    of_schedule = np.zeros_like(propagated)
-    of_schedule[np.arange(len(propagated)), waits.origin] = schedule
-    _add_share(shares, no_owner, waits.step, "schedule", of_schedule)
+    for who, at, kind in zip(*np.nonzero(charges.table.any(axis=2)), strict=True):
+        key = _name_cause(charges.ranks[who], CAUSES[kind], bool(significant[who, at, kind]))
+        amount, step = charges.table[who, at, :, kind], charges.steps[at]
+        if key == (None, "variation") and CAUSES[kind] == "compute" and not has_ideal:
+            bubble = np.arange(waits.origins) % 2 == 1
+            _add_share(shares, (None, "unknown", step), np.where(bubble, amount, 0.0))
+            amount = np.where(bubble, 0.0, amount)
+        _add_share(shares, (*key, step), amount)
+    missing = np.where(waits.owner >= 0, unrecorded, 0.0)
+    _add_waits(shares, waits, waits.owner, "missing", missing)
+    no_rank = np.full(len(waits.owner), -1)
+    _add_waits(shares, waits, no_rank, "unknown", unrecorded - missing)
+    _add_waits(shares, waits, no_rank, "schedule", schedule)
     return shares
 
 
-def _add_share(
-    shares: dict[_Key, Float], owner: Int64, step: Int64, cause: str, amount: Float
+def _name_cause(rank: int, kind: str, significant: bool) -> tuple[int | None, str]:
+    """(rank, cause) as reported; rank None for what is not the fault of one rank."""
+    if kind == "unexplained":
+        return None, kind
+    if not significant:
+        return None, "variation"
+    return rank, "compute" if kind == "slower" else kind
+
+
+def _add_waits(
+    shares: dict[_Key, Float], waits: ExposedWaits, owner: Int64, cause: str, amount: Float
 ) -> None:
-    """Adds the amounts of each (owner, step) to the shares of a cause; owner -1 means no single
-    rank."""
-    label = group_ids(owner, step)
+    """Adds an amount of each wait to the shares of its owner (-1: no rank)."""
+    label = group_ids(owner, waits.step)
     first = first_rows(label)
-    sums = np.zeros((len(first), amount.shape[1]))
-    np.add.at(sums, label, amount)
-    for rank, number, row in zip(owner[first].tolist(), step[first].tolist(), sums, strict=True):
+    sums = np.zeros((len(first), waits.origins))
+    np.add.at(sums, (label, waits.origin), amount)
+    for rank, step, row in zip(
+        owner[first].tolist(), waits.step[first].tolist(), sums, strict=True
+    ):
         if row.any():
-            key = (None if rank < 0 else rank, cause, number)
-            shares[key] = shares[key] + row if key in shares else row
+            _add_share(shares, (None if rank < 0 else rank, cause, step), row)
+
+
+def _add_share(shares: dict[_Key, Float], key: _Key, amount: Float) -> None:
+    shares[key] = shares[key] + amount if key in shares else amount
+
+
+# Whole nanoseconds.
 
 
 def _build_rows(waits: ExposedWaits, shares: Mapping[_Key, Float]) -> tuple[Blame, ...]:
@@ -268,226 +598,6 @@ def _round_to_total(amount: Float, total: int) -> Int64:
     return whole
 
 
-# For each wait: what the last rank did in addition to what the waiting rank did.
-
-COMPUTE, COPY, IDLE = (BUCKETS.index(name) for name in ("compute", "copy", "idle"))
-
-_MOVING = [BUCKETS.index(name) for name in ("collective", "p2p")]
-
-_WAITING = [SKEW, BUBBLE]
-
-_MIN_EXCESS = 0.01
-"""Minimum excess over the peers' compute, as a fraction, to distinguish slower from more work."""
-
-
-@dataclass(frozen=True, slots=True)
-class DelayCauses:
-    """The causes of each wait as fractions, 0..1.
-
-    direct has one column per cause in CAUSES, passed is the part that the owner itself waited; they
-    add up to 1 if known, that is if the owner is a recorded rank. named: the owner's rank number is
-    known. fair is the part of direct that is average compute. low and high delimit the owner's
-    waits (rows) that receive the passed part.
-    """
-
-    direct: Float
-    passed: Float
-    fair: Float
-    known: Bool
-    named: Bool
-    low: Int64
-    high: Int64
-    length_ns: Int64
-
-    def compute_mean(self, amount: Float) -> Float:
-        """The sum of amount over the length of the owner's waits, for each wait's range."""
-        sums = np.concatenate(([0.0], np.cumsum(amount)))
-        length = np.concatenate(([0], np.cumsum(self.length_ns)))
-        total = length[self.high] - length[self.low]
-        return np.where(total > 0, (sums[self.high] - sums[self.low]) / np.maximum(total, 1), 0.0)
-
-    def distribute(self, amount: Float) -> Float:
-        """Distributes amounts (waits, origins) over the waits of the ranges, in proportion to their
-        length."""
-        length = np.concatenate(([0], np.cumsum(self.length_ns)))
-        density = amount / np.maximum(length[self.high] - length[self.low], 1)[:, np.newaxis]
-        edges = np.zeros((len(amount) + 1, amount.shape[1]))
-        np.add.at(edges, self.low, density)
-        np.add.at(edges, self.high, -density)
-        distributed = np.cumsum(edges, axis=0)[:-1] * self.length_ns[:, np.newaxis]
-        return np.maximum(distributed, 0.0)
-
-
-def compute_delay_causes(ranks: Sequence[RankTime], waits: ExposedWaits) -> DelayCauses:
-    """Computes the causes of each wait."""
-    sync_ns = np.concatenate([one.sync_ns for one in ranks])
-    arrived_ns = np.concatenate([one.arrived_ns for one in ranks])
-    owner_arrived_ns = np.concatenate([one.owner_arrived_ns for one in ranks])
-    begin = np.array([one.activity.start_ns[0] for one in ranks])
-    known = (waits.waited_for >= 0) & (waits.waited_for != waits.who)
-    sync_ns = np.maximum(sync_ns, np.maximum(begin[waits.who], begin[waits.waited_for]))
-    sync_ns = np.minimum(sync_ns, arrived_ns)
-    more = _sum_spent(ranks, waits.waited_for, sync_ns, owner_arrived_ns) - _sum_spent(
-        ranks, waits.who, sync_ns, arrived_ns
-    )
-    during = _sum_spent(ranks, waits.waited_for, arrived_ns, owner_arrived_ns)
-    more = np.maximum(more, 0)
-    more = np.where(more.sum(axis=1, keepdims=True) > 0, more, during)
-    low, high = _find_wait_ranges(ranks, waits, sync_ns, owner_arrived_ns)
-    return _split_causes(ranks, waits, more.astype(np.float64), known, low, high)
-
-
-def _sum_spent(ranks: Sequence[RankTime], who: Int64, since: Int64, until: Int64) -> Int64:
-    """Time per bucket that ranks spent between two instants; 0 for an unknown rank."""
-    spent = np.zeros((len(who), len(BUCKETS)), dtype=np.int64)
-    until = np.maximum(until, since)
-    for i, rank in enumerate(ranks):
-        rows = np.flatnonzero(who == i)
-        if len(rows):
-            spent[rows] = rank.activity.sum_spent_ns(until[rows]) - rank.activity.sum_spent_ns(
-                since[rows]
-            )
-    return spent
-
-
-def _find_wait_ranges(
-    ranks: Sequence[RankTime], waits: ExposedWaits, since: Int64, until: Int64
-) -> tuple[Int64, Int64]:
-    """The row range of the owner's waits that end between two instants."""
-    low, high = (np.zeros(len(waits.waited_for), dtype=np.int64) for _ in range(2))
-    for i, rank in enumerate(ranks):
-        rows = np.flatnonzero(waits.waited_for == i)
-        low[rows] = waits.first[i] + np.searchsorted(rank.end_ns, since[rows], side="right")
-        high[rows] = waits.first[i] + np.searchsorted(rank.end_ns, until[rows], side="right")
-    return low, np.maximum(low, high)
-
-
-def _split_causes(
-    ranks: Sequence[RankTime],
-    waits: ExposedWaits,
-    more: Float,
-    known: Bool,
-    low: Int64,
-    high: Int64,
-) -> DelayCauses:
-    length = np.concatenate(([0], np.cumsum(waits.length_ns)))
-    can_pass = known & (length[high] > length[low])
-    waited = np.where(can_pass, more[:, _WAITING].sum(axis=1), 0.0)
-    moved = more[:, _MOVING].sum(axis=1)
-    slower, extra = _compute_excess(ranks, waits)
-    computed = more[:, COMPUTE]
-    direct = np.stack(
-        [computed * (1 - extra), computed * extra, more[:, IDLE], more[:, COPY], moved], axis=1
-    )
-    total = direct.sum(axis=1) + waited
-    nothing = total <= 0
-    direct[nothing, -1], total = 1.0, np.where(nothing, 1.0, total)
-    fair = computed * (1 - slower) / total
-    fair = np.where(waits.bucket == BUBBLE, fair, 0.0)
-    share = direct / total[:, np.newaxis]
-    passed = np.where(known, waited / total, 0.0)
-    return DelayCauses(share, passed, fair, known, waits.owner >= 0, low, high, waits.length_ns)
-
-
-def _compute_excess(ranks: Sequence[RankTime], waits: ExposedWaits) -> tuple[Float, Float]:
-    """(fraction of the owner's compute beyond its peers', fraction of that which is more work)."""
-    beyond, extra = np.zeros(len(waits.waited_for)), np.zeros(len(waits.waited_for))
-    for i, rank in enumerate(ranks):
-        rows = np.flatnonzero(waits.waited_for == i)
-        place = np.clip(np.searchsorted(rank.step, waits.step[rows]), 0, len(rank.step) - 1)
-        slower, more = rank.workload.slower[place], rank.workload.more[place]
-        beyond[rows] = slower + more
-        significant = beyond[rows] > _MIN_EXCESS
-        extra[rows] = np.where(significant, more / np.maximum(beyond[rows], 1e-12), 0.0)
-    return beyond, extra
-
-
-# Input of the blame analysis for one rank: activity, waits and sync points.
-
-
-@dataclass(frozen=True, slots=True)
-class RankTime:
-    """One rank on the common clock; the columns of its exposed waits have one length.
-
-    window indexes step and the workload; owner is the rank waited for (-1: unknown), axis the mesh
-    axis. came_ns is this rank's arrival at the call, late_ns the owner's, and level_ns the last
-    sync point: the end of this rank's previous wait in a call of the same ranks.
-    """
-
-    rank: int
-    step: Int64
-    activity: Activity
-    workload: Workload
-    window: Int32
-    bucket: UInt8
-    owner: Int32
-    axis: tuple[str | None, ...]
-    length_ns: Int64
-    end_ns: Int64
-    arrived_ns: Int64
-    owner_arrived_ns: Int64
-    sync_ns: Int64
-
-
-def build_rank_time(
-    trace: RankTrace,
-    rows: slice,
-    attribution: Attribution,
-    steps: Sequence[int],
-    axis: Sequence[str | None],
-    clock: Clock,
-    arrivals: Arrivals,
-    workload: Workload,
-) -> RankTime:
-    """Builds the input for one rank; axis has one entry per exposed row, rows are the rank's in
-    arrivals."""
-    band, exposed = attribution.band, attribution.exposed
-    waits = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
-    call = exposed.call[waits]
-    level = _find_sync_points_ns(trace, rows, attribution, arrivals)
-    end = clock.map_to_common_ns(exposed.end_ns[waits])
-    return RankTime(
-        rank=trace.rank,
-        step=np.array(steps, dtype=np.int64),
-        activity=Activity.build(
-            clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns), band.bucket
-        ),
-        workload=workload,
-        window=exposed.window[waits],
-        bucket=exposed.bucket[waits],
-        owner=exposed.owner[waits],
-        axis=tuple(axis[i] for i in waits.tolist()),
-        length_ns=(exposed.end_ns - exposed.start_ns)[waits],
-        end_ns=end,
-        arrived_ns=arrivals.start_ns[rows][call],
-        owner_arrived_ns=np.minimum(np.maximum(arrivals.moves_ns[rows][call], level[call]), end),
-        sync_ns=level[call],
-    )
-
-
-def _find_sync_points_ns(
-    trace: RankTrace, rows: slice, attribution: Attribution, arrivals: Arrivals
-) -> Int64:
-    """For each call, the end of the previous call of the same ranks that blocked this rank.
-
-    Calls in one gap of compute blocked it together, so only calls of an earlier gap count. The
-    smallest int64 if there is none.
-    """
-    calls = trace.calls
-    start, end = arrivals.start_ns[rows], arrivals.end_ns[rows]
-    peer = np.where(calls.is_message, calls.peer, -1)
-    same = group_ids(np.where(calls.is_message, -1, calls.group_id), peer)
-    level = np.full(len(start), np.iinfo(np.int64).min)
-    blocking = np.flatnonzero(attribution.gap >= 0)
-    order = blocking[np.lexsort((attribution.gap[blocking], same[blocking]))]
-    for part in np.split(order, np.flatnonzero(np.diff(same[order])) + 1):
-        over = np.maximum.accumulate(end[part])
-        before = np.searchsorted(attribution.gap[part], attribution.gap[part], side="left") - 1
-        level[part] = np.where(before >= 0, over[before], level[part])
-    before_call: Int64 = np.minimum(level, start)
-    return before_call
-
-
 # Why a rank computes longer than others: slower kernels, or more work.
 
 
@@ -495,8 +605,8 @@ def _find_sync_points_ns(
 class Workload:
     """The fraction of a rank's compute beyond that of its peers, per window, 0..1.
 
-    slower: the same kernels took longer than on the median rank; more: it ran more kernels. Both of
-    shape (windows,).
+    slower: the same kernels took longer than on the median rank; more: it ran more kernels, or the
+    same on larger inputs. Both of shape (windows,).
     """
 
     slower: Float
@@ -504,18 +614,20 @@ class Workload:
 
 
 def compute_workloads(
-    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]]
+    traces: Sequence[RankTrace], windows: Sequence[Sequence[StepWindow]], stages: Sequence[int]
 ) -> list[Workload]:
-    """The workload of every rank; kernels are identified by name."""
-    names: dict[str, int] = {}
-    for trace in traces:
-        for name in trace.events.names:
-            names.setdefault(name, len(names))
+    """The workload of every rank; stages has one entry per trace.
+
+    Kernels are identified by name and shapes; without shapes, the kernels of the only rank of a
+    stage are compared with no others.
+    """
+    peers = Counter(stages)
     tables = [
-        _build_kernel_table(trace, own, names) for trace, own in zip(traces, windows, strict=True)
+        _build_kernel_table(trace, own, None if peers[stage] > 1 or len(peers) == 1 else stage)
+        for trace, own, stage in zip(traces, windows, stages, strict=True)
     ]
-    usual = _compute_median_ns(tables)
-    work = [(table.count * usual).sum(axis=1) for table in tables]
+    usual_ns = _compute_median_ns(tables)
+    work = [table.count @ usual for table, usual in zip(tables, usual_ns, strict=True)]
     fair = _compute_expected_ns(work, windows)
     return [
         _compute_workload(table.total_ns.sum(axis=1), done, expected)
@@ -525,37 +637,49 @@ def compute_workloads(
 
 @dataclass(frozen=True, slots=True)
 class _KernelTable:
-    """Number of runs and total time of each kernel per window, shape (windows, names)."""
+    """Number of runs and total time of each kernel of a rank per window, shape (windows, work).
 
+    work holds what ranks have in common: the kernel, and its stage if it is comparable only there.
+    """
+
+    work: tuple[tuple[KernelWork, int | None], ...]
     count: Int64
     total_ns: Int64
 
 
 def _build_kernel_table(
-    trace: RankTrace, windows: Sequence[StepWindow], names: dict[str, int]
+    trace: RankTrace, windows: Sequence[StepWindow], only_stage: int | None
 ) -> _KernelTable:
     events = trace.events
     rows = np.flatnonzero(trace.kinds.computes)
     took = events.dur_ns[rows] if trace.on_device else compute_self_ns(events, rows)
     window = np.searchsorted([w.start_ns for w in windows], events.start_ns[rows], side="right") - 1
     rows, took, window = rows[window >= 0], took[window >= 0], window[window >= 0]
-    number = np.array([names[name] for name in events.names], dtype=np.int64)
-    shape = (len(windows), len(names))
-    cell = window * shape[1] + number[events.name_id[rows]]
+    work, work_id = find_kernel_work(trace, rows)
+    shape = (len(windows), len(work))
+    cell = window * shape[1] + work_id
     count = np.bincount(cell, minlength=shape[0] * shape[1])
     total = np.bincount(cell, weights=took, minlength=shape[0] * shape[1])
-    return _KernelTable(count.reshape(shape), total.astype(np.int64).reshape(shape))
+    comparable = ((one, only_stage if one.shapes is None else None) for one in work)
+    return _KernelTable(
+        tuple(comparable), count.reshape(shape), total.astype(np.int64).reshape(shape)
+    )
 
 
-def _compute_median_ns(tables: Sequence[_KernelTable]) -> Float:
-    """The duration of each kernel on the median rank that runs it."""
-    count = np.stack([table.count.sum(axis=0) for table in tables])
-    total = np.stack([table.total_ns.sum(axis=0) for table in tables])
-    mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-    some = (count > 0).any(axis=0)
-    usual = np.zeros(count.shape[1])
-    usual[some] = np.nanmedian(mean[:, some], axis=0)
-    return usual
+def _compute_median_ns(tables: Sequence[_KernelTable]) -> list[Float]:
+    """For each rank, the duration of each of its kernels on the median rank that runs it."""
+    numbers: dict[tuple[KernelWork, int | None], int] = {}
+    place = [
+        np.array([numbers.setdefault(one, len(numbers)) for one in table.work], dtype=np.int64)
+        for table in tables
+    ]
+    label = np.concatenate(place)
+    mean = np.concatenate([t.total_ns.sum(axis=0) / t.count.sum(axis=0) for t in tables])
+    order = np.lexsort((mean, label))
+    first = np.searchsorted(label[order], np.arange(len(numbers) + 1))
+    low, high = (first[:-1] + first[1:] - 1) // 2, (first[:-1] + first[1:]) // 2
+    usual = (mean[order][low] + mean[order][high]) / 2
+    return [usual[own] for own in place]
 
 
 def _compute_expected_ns(

@@ -481,9 +481,9 @@ _USUAL, _MOST = 2e-5, 1e-4
 """Free-running computer clocks drift by about 20 ppm, two against each other by at most 100 ppm:
 the uncertainty of the drift without data, and its upper limit."""
 
-_SURE, _WORTH_NS = 3.0, 2_000
-"""A drift is applied if it exceeds its uncertainty by this factor and the clock shift by this
-time."""
+_SURE, _WORTH_NS = 3.0, 5_000
+"""A drift is applied if it exceeds its uncertainty by this factor, and if it shifts the clock by
+more than the biases of the calls can."""
 
 _NORMAL = 1.4826
 """For normal noise: standard deviation / median absolute value."""

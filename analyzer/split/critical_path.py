@@ -1,47 +1,26 @@
 """Critical path of each step across ranks.
 
-The path is followed backward in time from the rank that finishes last. If that rank waited for
-another one, the path continues on the other rank at the end of the wait, which is the other's
-arrival. A wait stays on the path only if the awaited rank is unknown or not recorded, or if two
-ranks wait for each other at the same instant (a transfer slower than its link usually is, or small
-clock errors).
+The path is followed backward in time from the rank that finishes last, along the dependency of each
+event that determined its time. If the rank waited for another one, the path continues on the other
+rank at the end of the wait, which is the other's arrival. A wait stays on the path only if no
+recorded rank caused it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, intersect
+from stepsplit.analyzer.arrays import Intervals, group_ids, group_rows, intersect, union
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.split.attribute import IDLE, Attribution
-from stepsplit.analyzer.split.matching import Clock
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW
-from stepsplit.analyzer.trace import Int32, Int64, RankTrace, UInt8
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One rank on the common clock: its steps, and its time in intervals of one bucket each.
-
-    The intervals are sorted and disjoint; their columns have one length. owner is the rank waited
-    for (-1: none), op indexes OPS (0: none), axis indexes axes (None: no axis).
-    """
-
-    rank: int
-    step: Int64
-    step_start_ns: Int64
-    step_end_ns: Int64
-    start_ns: Int64
-    end_ns: Int64
-    bucket: UInt8
-    owner: Int32
-    op: UInt8
-    axis: Int32
-    axes: tuple[str | None, ...]
+from stepsplit.analyzer.split.attribute import IDLE
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
+from stepsplit.analyzer.trace import EventKind, Int32, Int64, UInt8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +39,7 @@ class PathPart:
     Examples:
         >>> report = analyze("sample_traces/tp2_pp2")
         >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
-        547681158
+        526965904
     """
 
     step: int
@@ -95,21 +74,36 @@ class PathStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Jumps:
-    """Rank changes of the paths, backward in time within each step; columns of one length.
+class PathKernel:
+    """Time of the kernels of one name and stream on the critical paths; copies, collectives and
+    messages, and in CPU runs ops, count as kernels.
 
-    from_rank waited for to_rank until at_ns (common clock). op indexes OPS.
+    Where kernels overlap, the time is that of the one that began first.
+
+    Attributes:
+        rank: Global rank.
+        kernel: Name of the kernel.
+        stream: CUDA stream; None in CPU runs.
+        bucket: Bucket of that time, one of BUCKETS.
+        ns: Duration on the path, summed over the full steps, in ns.
+        count: Number of kernels on the path.
+        start_ns: Start of the one that is longest on the path, from the report's t0 in ns.
+        dur_ns: Duration of that one.
+
+    Examples:
+        >>> report = analyze("sample_traces/tp2_pp2")
+        >>> report.path_kernels[0].kernel
+        'MmBackward0'
     """
 
-    step: Int64
-    at_ns: Int64
-    from_rank: Int32
-    to_rank: Int32
-    op: UInt8
-    axis: tuple[str | None, ...]
-
-    def __len__(self) -> int:
-        return len(self.step)
+    rank: int
+    kernel: str
+    stream: int | None
+    bucket: str
+    ns: int
+    count: int
+    start_ns: int
+    dur_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,180 +111,230 @@ class CriticalPaths:
     """The critical path of each step; the parts of a step add up to its length, to the nanosecond.
 
     Steps of different ranks overlap slightly, so the first part of a path may belong to the
-    previous step on another rank. Time without a record on the rank counts as idle.
+    previous step on another rank. Time without a record on the rank counts as idle. kernels are
+    those of all steps, longest first; their start is on the common clock.
     """
 
     steps: tuple[PathStep, ...]
     parts: tuple[PathPart, ...]
-    jumps: Jumps
+    kernels: tuple[PathKernel, ...]
 
 
-def build_timeline(
-    trace: RankTrace,
-    attribution: Attribution,
-    steps: Sequence[int],
-    axis: Sequence[str | None],
-    clock: Clock,
-) -> Timeline:
-    """The timeline of one rank; steps has one number per window, axis one entry per exposed row."""
-    band, exposed = attribution.band, attribution.exposed
-    alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
-    axes = (None, *dict.fromkeys(name for name in axis if name is not None))
-    number = {name: i for i, name in enumerate(axes)}
-    start = clock.map_to_common_ns(np.concatenate((band.start_ns[alone], exposed.start_ns)))
-    end = clock.map_to_common_ns(np.concatenate((band.end_ns[alone], exposed.end_ns)))
-    order = np.argsort(start, kind="stable")
-    order = order[end[order] > start[order]]
-    none = np.zeros(len(alone), dtype=np.int32)
-    window = np.arange(len(steps))
-    first = np.searchsorted(band.window, window, side="left")
-    last = np.searchsorted(band.window, window, side="right") - 1
-    return Timeline(
-        rank=trace.rank,
-        step=np.array(steps, dtype=np.int64),
-        step_start_ns=clock.map_to_common_ns(band.start_ns[first]),
-        step_end_ns=clock.map_to_common_ns(band.end_ns[last]),
-        start_ns=start[order],
-        end_ns=end[order],
-        bucket=np.concatenate((band.bucket[alone], exposed.bucket))[order],
-        owner=np.concatenate((none - 1, exposed.owner))[order],
-        op=np.concatenate((none.astype(np.uint8), trace.calls.op[exposed.call]))[order],
-        axis=np.concatenate((none, np.array([number[name] for name in axis], np.int32)))[order],
-        axes=axes,
-    )
-
-
-def find_critical_paths(ranks: Sequence[Timeline]) -> CriticalPaths:
-    """The critical path of every step of any rank, by step number."""
-    waits = _collect_waits(ranks)
+def find_critical_paths(
+    split: RunSplit, graph: DependencyGraph, numbers: Iterable[int]
+) -> CriticalPaths:
+    """The critical paths of the steps of these numbers, which some rank has."""
+    activity = [_RankActivity.build(rank) for rank in split.ranks]
+    places = _NodePlaces.build(graph)
     steps: list[PathStep] = []
     parts: list[PathPart] = []
-    jumps: list[tuple[int, _PathSegment]] = []
-    for number in sorted({step for one in ranks for step in one.step.tolist()}):
-        begin, end, last = _find_span(ranks, number)
-        segments = _walk_back(waits, last, begin, end)
-        step_parts = tuple(_sum_parts(ranks, segments, number))
+    on_path: dict[int, list[_PathSegment]] = defaultdict(list)
+    for number in sorted(numbers):
+        begin, end, last = _find_span(graph, number)
+        segments = _walk_back(places, last, begin)
+        step_parts = tuple(_sum_parts(activity, segments, number))
         assert sum(part.ns for part in step_parts) == end - begin, (
             f"path of step {number} is incomplete"
         )
         parts += step_parts
-        jumps += [(number, stay) for stay in segments[:-1]]
-        steps.append(PathStep(number, begin, end, ranks[last].rank, len(segments) - 1))
-    return CriticalPaths(tuple(steps), tuple(parts), _build_jumps(ranks, jumps))
+        last_rank = activity[segments[0].rank].rank
+        steps.append(PathStep(number, begin, end, last_rank, jumps=len(segments) - 1))
+        for segment in segments:
+            on_path[segment.rank].append(segment)
+    kernels = [
+        kernel
+        for rank, own in on_path.items()
+        for kernel in _list_path_kernels(split.ranks[rank], _merge_segments(own))
+    ]
+    kernels.sort(key=lambda one: (-one.ns, one.rank, one.kernel, one.stream or 0))
+    return CriticalPaths(tuple(steps), tuple(parts), tuple(kernels[:MOST_KERNELS]))
+
+
+def _find_span(graph: DependencyGraph, step: int) -> tuple[int, int, int]:
+    """(first start, last end, node of the last end) of a step over all ranks."""
+    rows = graph.steps.step == step
+    ends = graph.steps.end[rows]
+    last = int(ends[graph.at_ns[ends].argmax()])
+    return int(graph.at_ns[graph.steps.begin[rows]].min()), int(graph.at_ns[last]), last
+
+
+# The way back.
 
 
 @dataclass(frozen=True, slots=True)
-class _Waits:
-    """The waits of one rank for other recorded ranks, in order; owner indexes the ranks."""
+class _NodePlaces:
+    """For each node its time, the index of its rank (-1: a synchronization) and the node that
+    determined it (-1: none)."""
 
-    part: list[int]
-    start_ns: list[int]
-    end_ns: list[int]
-    owner: list[int]
+    at_ns: list[int]
+    rank: list[int]
+    binding: list[int]
+
+    @classmethod
+    def build(cls, graph: DependencyGraph) -> _NodePlaces:
+        return cls(graph.at_ns.tolist(), graph.list_ranks().tolist(), graph.binding.tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class _PathSegment:
-    """A segment of the path on one rank; it starts where the wait of that part ends (-1: no wait).
-
-    rank and owner (the rank waited for) index the ranks.
-    """
+    """A segment of the path on one rank; rank indexes the ranks."""
 
     rank: int
     start_ns: int
     end_ns: int
-    part: int
-    owner: int
 
 
-def _collect_waits(ranks: Sequence[Timeline]) -> list[_Waits]:
-    index = {one.rank: i for i, one in enumerate(ranks)}
-    rank_waits = []
-    for timeline in ranks:
-        present = [rank for rank in index if rank != timeline.rank]
-        waits = np.isin(timeline.bucket, (SKEW, BUBBLE)) & np.isin(timeline.owner, present)
-        part = np.flatnonzero(waits)
-        owner = [index[rank] for rank in timeline.owner[part].tolist()]
-        rank_waits.append(
-            _Waits(
-                part.tolist(),
-                timeline.start_ns[part].tolist(),
-                timeline.end_ns[part].tolist(),
-                owner,
-            )
-        )
-    return rank_waits
-
-
-def _find_span(ranks: Sequence[Timeline], step: int) -> tuple[int, int, int]:
-    """(first start, last end, index of the rank that ends last) of a step over all ranks."""
-    edges = [
-        (int(one.step_start_ns[window]), int(one.step_end_ns[window]), place)
-        for place, one in enumerate(ranks)
-        for window in np.flatnonzero(one.step == step).tolist()
-    ]
-    _, end, last = max(edges, key=lambda edge: edge[1])
-    return min(start for start, _, _ in edges), end, last
-
-
-def _walk_back(waits: Sequence[_Waits], rank: int, begin: int, end: int) -> list[_PathSegment]:
-    """The path segments from end back to begin.
-
-    Going to a rank that was already visited at the current instant would loop, so such waits are
-    skipped.
-    """
+def _walk_back(places: _NodePlaces, node: int, begin: int) -> list[_PathSegment]:
+    """The path segments from a node back to the time begin."""
     segments: list[_PathSegment] = []
-    at = before = end
-    visited = {rank}
-    while (row := bisect_left(waits[rank].start_ns, before) - 1) >= 0:
-        leave, owner = min(waits[rank].end_ns[row], at), waits[rank].owner[row]
-        if leave <= begin:
-            break
-        if leave < at:
-            visited = {rank}
-        elif owner in visited:
-            before = waits[rank].start_ns[row]
-            continue
-        segments.append(_PathSegment(rank, leave, at, waits[rank].part[row], owner))
-        visited.add(owner)
-        rank, at, before = owner, leave, leave
-    return [*segments, _PathSegment(rank, begin, at, -1, -1)]
+    rank, end = places.rank[node], places.at_ns[node]
+    while (node := places.binding[node]) >= 0 and places.at_ns[node] > begin:
+        if places.rank[node] not in (rank, -1):
+            leave = min(end, places.at_ns[node])
+            segments.append(_PathSegment(rank, leave, end))
+            rank, end = places.rank[node], leave
+    return [*segments, _PathSegment(rank, begin, end)]
+
+
+# The time of each rank on the path, by bucket and axis.
+
+
+@dataclass(frozen=True, slots=True)
+class _RankActivity:
+    """The time of one rank on the common clock, in sorted and disjoint intervals of one bucket
+    each; axis indexes axes."""
+
+    rank: int
+    start_ns: Int64
+    end_ns: Int64
+    bucket: UInt8
+    axis: Int32
+    axes: tuple[str | None, ...]
+
+    @classmethod
+    def build(cls, rank: RankSplit) -> _RankActivity:
+        band, exposed = rank.attribution.band, rank.attribution.exposed
+        alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
+        axes = (None, *dict.fromkeys(name for name in rank.axis if name is not None))
+        number = {name: i for i, name in enumerate(axes)}
+        to_common = rank.clock.map_to_common_ns
+        start = to_common(np.concatenate((band.start_ns[alone], exposed.start_ns)))
+        end = to_common(np.concatenate((band.end_ns[alone], exposed.end_ns)))
+        order = np.argsort(start, kind="stable")
+        order = order[end[order] > start[order]]
+        none = np.zeros(len(alone), dtype=np.int32)
+        axis = np.concatenate((none, np.array([number[name] for name in rank.axis], np.int32)))
+        return cls(
+            rank=rank.trace.rank,
+            start_ns=start[order],
+            end_ns=end[order],
+            bucket=np.concatenate((band.bucket[alone], exposed.bucket))[order],
+            axis=axis[order],
+            axes=axes,
+        )
+
+    def sum_ns(self, segments: Intervals) -> Int64:
+        """The time of the segments by bucket and axis: shape (buckets, axes)."""
+        both = intersect(segments, Intervals(self.start_ns, self.end_ns))
+        sums = np.zeros((len(BUCKETS), len(self.axes)), dtype=np.int64)
+        cell = (self.bucket[both.right], self.axis[both.right])
+        np.add.at(sums, cell, both.end_ns - both.start_ns)
+        sums[IDLE, 0] += segments.total_ns - int(sums.sum())
+        return sums
 
 
 def _sum_parts(
-    ranks: Sequence[Timeline], segments: Sequence[_PathSegment], step: int
+    activity: Sequence[_RankActivity], segments: Sequence[_PathSegment], step: int
 ) -> Iterator[PathPart]:
     """Sums the time of the segments of one step by rank, bucket and axis."""
-    who = np.array([stay.rank for stay in segments])
-    start = np.array([stay.start_ns for stay in segments], dtype=np.int64)
-    end = np.array([stay.end_ns for stay in segments], dtype=np.int64)
+    who = np.array([segment.rank for segment in segments])
+    start = np.array([segment.start_ns for segment in segments], dtype=np.int64)
+    end = np.array([segment.end_ns for segment in segments], dtype=np.int64)
     for place in np.unique(who).tolist():
         rows = np.flatnonzero(who == place)[::-1]
-        sums = _sum_by_bucket(ranks[place], Intervals(start[rows], end[rows]))
+        of_rank = activity[place]
+        sums = of_rank.sum_ns(Intervals(start[rows], end[rows]))
         for bucket, axis in np.argwhere(sums).tolist():
-            name = ranks[place].axes[axis]
             ns = int(sums[bucket, axis])
-            yield PathPart(step, ranks[place].rank, BUCKETS[bucket], name, ns)
+            yield PathPart(step, of_rank.rank, BUCKETS[bucket], of_rank.axes[axis], ns)
 
 
-def _sum_by_bucket(timeline: Timeline, stays: Intervals) -> Int64:
-    """The time of the segments on one rank, by bucket and axis: shape (buckets, axes)."""
-    both = intersect(stays, Intervals(timeline.start_ns, timeline.end_ns))
-    sums = np.zeros((len(BUCKETS), len(timeline.axes)), dtype=np.int64)
-    cell = (timeline.bucket[both.right], timeline.axis[both.right])
-    np.add.at(sums, cell, both.end_ns - both.start_ns)
-    sums[IDLE, 0] += stays.total_ns - int(sums.sum())
-    return sums
+# The kernels on the path.
+
+MOST_KERNELS = 20
+"""Rows of PathKernel in a report."""
+
+_COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
 
 
-def _build_jumps(ranks: Sequence[Timeline], segments: Iterable[tuple[int, _PathSegment]]) -> Jumps:
-    segments = tuple(segments)
-    waited = [(ranks[stay.rank], stay.part) for _, stay in segments]
-    return Jumps(
-        step=np.array([step for step, _ in segments], dtype=np.int64),
-        at_ns=np.array([stay.start_ns for _, stay in segments], dtype=np.int64),
-        from_rank=np.array([one.rank for one, _ in waited], dtype=np.int32),
-        to_rank=np.array([ranks[stay.owner].rank for _, stay in segments], dtype=np.int32),
-        op=np.array([one.op[part] for one, part in waited], dtype=np.uint8),
-        axis=tuple(one.axes[one.axis[part]] for one, part in waited),
-    )
+def _merge_segments(segments: Sequence[_PathSegment]) -> Intervals:
+    """The time of the segments of one rank; those of consecutive steps may overlap."""
+    start = np.array([segment.start_ns for segment in segments], dtype=np.int64)
+    end = np.array([segment.end_ns for segment in segments], dtype=np.int64)
+    return union(start, end)
+
+
+def _list_path_kernels(rank: RankSplit, path: Intervals) -> Iterator[PathKernel]:
+    """The kernels of one rank that lie in these intervals of the common clock."""
+    events = rank.trace.events
+    pieces = _KernelPieces.build(rank)
+    both = intersect(path, Intervals(pieces.start_ns, pieces.end_ns))
+    if not len(both.right):
+        return
+    event, bucket = pieces.event[both.right], pieces.bucket[both.right]
+    took = both.end_ns - both.start_ns
+    kind = group_ids(events.name_id[event], events.lane[event], bucket)
+    part_of = group_ids(event)
+    by_event = np.bincount(part_of, took)[part_of]
+    order, first = group_rows(kind)
+    for rows in np.split(order, first[1:]):
+        longest = int(event[rows[by_event[rows].argmax()]])
+        lane = events.lanes[events.lane[longest]]
+        yield PathKernel(
+            rank=rank.trace.rank,
+            kernel=events.name_of(longest),
+            stream=lane.stream if lane.stream >= 0 else None,
+            bucket=BUCKETS[bucket[rows[0]]],
+            ns=int(took[rows].sum()),
+            count=len(np.unique(event[rows])),
+            start_ns=rank.clock.map_instant_to_common_ns(int(events.start_ns[longest])),
+            dur_ns=int(events.dur_ns[longest]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _KernelPieces:
+    """The time of a rank's kernels on the common clock, each instant once; sorted columns."""
+
+    start_ns: Int64
+    end_ns: Int64
+    event: Int64
+    bucket: UInt8
+
+    @classmethod
+    def build(cls, rank: RankSplit) -> _KernelPieces:
+        exposed, kinds = rank.attribution.exposed, rank.trace.kinds
+        columns = [
+            (exposed.start_ns, exposed.end_ns, rank.trace.calls.event[exposed.call], exposed.bucket)
+        ]
+        columns += [
+            _cut_pieces(rank, np.flatnonzero(kinds.computes), _COMPUTE),
+            _cut_pieces(rank, np.flatnonzero(kinds.is_kind(EventKind.COPY)), _COPY),
+        ]
+        start, end, event, bucket = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+        order = np.argsort(start, kind="stable")
+        to_common = rank.clock.map_to_common_ns
+        return cls(to_common(start[order]), to_common(end[order]), event[order], bucket[order])
+
+
+def _cut_pieces(rank: RankSplit, event: Int64, bucket: int) -> tuple[Int64, Int64, Int64, UInt8]:
+    """The start, end, event and bucket of each piece of these events that is time of the bucket."""
+    events, band = rank.trace.events, rank.attribution.band
+    reached = np.maximum.accumulate(np.append(0, events.end_ns[event]))[:-1]
+    start = np.maximum(events.start_ns[event], reached)
+    seen = events.end_ns[event] > start
+    own = Intervals(start[seen], events.end_ns[event][seen])
+    rows = band.bucket == bucket
+    both = intersect(own, Intervals(band.start_ns[rows], band.end_ns[rows]))
+    number = np.full(len(both.left), bucket, dtype=np.uint8)
+    return both.start_ns, both.end_ns, event[seen][both.left], number

@@ -59,21 +59,22 @@ class IdleCause:
     count: int
 
 
-def find_idle_causes(trace: RankTrace, band: BucketBands) -> tuple[IdleCause, ...]:
-    """The causes of a rank's idle time, one row per window, cause and op; by window, longest first.
+def find_idle_parts(trace: RankTrace, band: BucketBands) -> IdleParts:
+    """The parts of a rank's idle time, each with its cause; gap is a row of the band.
 
     band is on the rank's own clock. The time from a gap's start to the return of the call that
     launched the next event is attributed to the host, the rest to the device.
     """
-    idle = band.bucket == IDLE
-    window, gaps = band.window[idle], Intervals(band.start_ns[idle], band.end_ns[idle])
+    rows = np.flatnonzero(band.bucket == IDLE)
+    gaps = Intervals(band.start_ns[rows], band.end_ns[rows])
     parts = explain_gaps(trace, gaps)
     _check(gaps, parts)
-    return _sum_causes(trace.events, window, parts)
+    return replace(parts, gap=rows[parts.gap])
 
 
-def _sum_causes(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
-    """Sums the parts by window, cause and op; count is the number of gaps."""
+def sum_idle_causes(events: Events, window: Int32, parts: IdleParts) -> tuple[IdleCause, ...]:
+    """Sums the parts by window, cause and op; by window, longest first. window is that of each gap,
+    count the number of gaps."""
     ops = {"": 0}
     op_of = [ops.setdefault(_ADDRESS.sub("", name), len(ops)) for name in events.names]
     op = np.array([*op_of, 0])[np.where(parts.row >= 0, events.name_id[parts.row], -1)]
@@ -206,7 +207,7 @@ def _attribute_waits(
     """Attributes the delay by a wait to it, except parts with a more specific cause."""
     of_gap = np.searchsorted(gaps, parts.gap)
     wait = waits.row[of_gap]
-    allocates = match_names(events, ALLOCATES)[wait]
+    allocates = events.match_names(ALLOCATES)[wait]
     specific = np.isin(parts.cause, (_CODE["data_loading"], _CODE["allocation"]))
     cause = np.where(allocates, _CODE["allocation"], _CODE["synchronize"])
     row = np.full(len(wait), -1, dtype=np.int64)
@@ -320,7 +321,7 @@ def _bound_launch_times(events: Events, device: Int64, launches: Int64) -> Int64
 
 def _find_ordered(events: Events, launch: Int64, launches: Int64) -> Bool:
     """Whether the launching call is a graph launch, or directly follows a stream wait."""
-    ordering = events.is_category(Category.RUNTIME) & match_names(events, _ORDERS)
+    ordering = events.is_category(Category.RUNTIME) & events.match_names(_ORDERS)
     orders = np.flatnonzero(ordering)
     when = events.start_ns[launch]
     order = np.searchsorted(events.start_ns[orders], when, side="right")
@@ -366,11 +367,11 @@ def find_waiting_calls(events: Events) -> Int64:
     """
     calls = events.is_category(Category.RUNTIME)
     waits = calls & (
-        match_names(events, SYNCHRONIZES)
-        | match_names(events, ALLOCATES)
-        | match_names(events, _BLOCKING_COPY)
+        events.match_names(SYNCHRONIZES)
+        | events.match_names(ALLOCATES)
+        | events.match_names(_BLOCKING_COPY)
     )
-    copies = np.flatnonzero(events.is_category(Category.MEMCPY) & match_names(events, _TO_HOST))
+    copies = np.flatnonzero(events.is_category(Category.MEMCPY) & events.match_names(_TO_HOST))
     launches = events.find_launches(copies)
     pageable = events.name_mask(tuple("Pageable" in name for name in events.names))[copies]
     blocked = (launches >= 0) & (pageable | (events.end_ns[copies] <= events.end_ns[launches]))
@@ -475,7 +476,7 @@ def find_host_threads(events: Events) -> HostThreads:
         dtype=np.int64,
     )
     lanes = list_distinct(
-        events.lane[events.is_category(Category.OP) & match_names(events, _BACKWARD)]
+        events.lane[events.is_category(Category.OP) & events.match_names(_BACKWARD)]
     )
     gradients = np.isin(of_lane, of_lane[lanes])
     main = _find_main_thread(events, of_lane, gradients)
@@ -633,9 +634,9 @@ def build_thread(events: Events, lanes: Int64) -> HostThread:
     labeled = (ops | notes) & ~events.match_prefix(STEP)
     optimizer = labeled & events.match_prefix(_OPTIMIZER)
     python = here & events.is_category(Category.PYTHON)
-    loading = labeled & match_names(events, _LOADS)
+    loading = labeled & events.match_names(_LOADS)
     if not loading.any():
-        loading = python & match_names(events, _LOADS_IN_PYTHON)
+        loading = python & events.match_names(_LOADS_IN_PYTHON)
     recorded = np.flatnonzero(ops | calls | notes | python)
     ops &= labeled & ~optimizer & ~loading
     return HostThread(
@@ -644,13 +645,13 @@ def build_thread(events: Events, lanes: Int64) -> HostThread:
         begins_ns=events.start_ns[recorded],
         last_ns=int(events.end_ns[recorded].max(initial=0)),
         loading=_find_outermost(events, loading),
-        allocating=_find_outermost(events, calls & match_names(events, ALLOCATES)),
-        synchronizing=_find_outermost(events, calls & match_names(events, SYNCHRONIZES)),
+        allocating=_find_outermost(events, calls & events.match_names(ALLOCATES)),
+        synchronizing=_find_outermost(events, calls & events.match_names(SYNCHRONIZES)),
         ops=_find_outermost(events, ops),
         work=_find_outermost(events, ops | optimizer),
         calls=_find_outermost(events, calls),
-        annotations=_build_nested(events, (notes & labeled) | optimizer),
-        python=_build_nested(events, python),
+        annotations=build_nested(events, (notes & labeled) | optimizer),
+        python=build_nested(events, python),
     )
 
 
@@ -661,7 +662,8 @@ def _find_outermost(events: Events, mask: Bool) -> Int64:
     return rows[np.concatenate(([True], events.start_ns[rows[1:]] >= reach[:-1]))[: len(rows)]]
 
 
-def _build_nested(events: Events, mask: Bool) -> NestedEvents:
+def build_nested(events: Events, mask: Bool) -> NestedEvents:
+    """The chosen events of one thread as nested ranges."""
     rows = _sort_outer_first(events, mask)
     start, end = events.start_ns[rows], events.end_ns[rows]
     ends, order = np.sort(end), np.arange(len(rows))
@@ -681,11 +683,6 @@ def _find_open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
     at = np.searchsorted(events.start_ns[rows], when_ns, side="right") - 1
     inside = (at >= 0) & (when_ns < events.end_ns[rows[at]])
     return np.where(inside, rows[at], -1)
-
-
-def match_names(events: Events, pattern: re.Pattern[str]) -> Bool:
-    """Which events have a name that the pattern matches."""
-    return events.name_mask(tuple(pattern.search(name) is not None for name in events.names))
 
 
 def pick_first(*choices: Int64) -> Int64:

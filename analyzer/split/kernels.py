@@ -46,9 +46,9 @@ class KernelFamily:
 class ComputeEvents:
     """Compute events that start in the full steps of a rank (in all steps if none is full).
 
-    Columns of one length, sorted by start: step is the step number, name_id indexes names, kinds
-    gives the family of a name. took_ns is the duration of a kernel; for an op of a CPU run it is
-    the self time, without nested ops.
+    Columns of one length, sorted by start: step is the step number, row the row of the event,
+    name_id indexes names, kinds gives the family of a name. took_ns is the duration of a kernel,
+    for an op of a CPU run the self time, without nested ops.
     """
 
     rank: int
@@ -56,6 +56,7 @@ class ComputeEvents:
     kinds: EventKinds
     steps: tuple[int, ...]
     step: Int64
+    row: Int64
     name_id: Int64
     took_ns: Int64
 
@@ -90,6 +91,7 @@ def collect_compute(trace: RankTrace, steps: Steps) -> ComputeEvents:
         kinds=trace.kinds,
         steps=tuple(numbers.tolist()),
         step=numbers[at[inside]],
+        row=rows[inside],
         name_id=events.name_id[rows[inside]].astype(np.int64),
         took_ns=took[inside],
     )
@@ -127,6 +129,32 @@ def _find_parents(start: Int64, end: Int64) -> Int64:
             parent[level] = outer[np.searchsorted(start[outer], start[level], side="right") - 1]
         left, outer = left[~on_top], level
     return parent
+
+
+@dataclass(frozen=True, slots=True)
+class KernelWork:
+    """What a kernel or op does: its name, and its input shapes or launch grid, None if unknown.
+
+    Runs of one name with equal shapes do the same work.
+    """
+
+    name: str
+    shapes: str | None
+
+
+def find_kernel_work(trace: RankTrace, rows: Int64) -> tuple[tuple[KernelWork, ...], Int64]:
+    """(the distinct work of these events, the index of each event's in it)."""
+    names, texts = trace.events.names, trace.shapes.texts
+    shapes = len(texts) + 1
+    name_id = trace.events.name_id[rows].astype(np.int64)
+    codes, work_id = np.unique(
+        name_id * shapes + trace.shapes.find_ids(rows) + 1, return_inverse=True
+    )
+    work = (divmod(code, shapes) for code in codes.tolist())
+    return (
+        tuple(KernelWork(names[name], texts[shape - 1] if shape else None) for name, shape in work),
+        work_id,
+    )
 
 
 def _sum_families(compute: ComputeEvents) -> list[KernelFamily]:

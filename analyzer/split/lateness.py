@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, lgamma, log, log1p
@@ -11,9 +11,9 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import group_ids
+from stepsplit.analyzer.arrays import first_rows, group_ids
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.kernels import ComputeEvents, collect_compute
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.steps import Steps
@@ -206,6 +206,8 @@ Float = npt.NDArray[np.float64]
 MIN_RATIO = 1.05
 """Healthy devices of one type differ by less."""
 
+_LEAST_APART = log(MIN_RATIO)
+
 MIN_COUNT = 12
 """Minimum runs of a kernel to estimate its noise."""
 
@@ -233,6 +235,8 @@ class SlowKernel:
         ratio: Duration on this rank over that on the median rank, above 1.
         lost_ns: Time that this costs the rank per step in ns.
         count: Number of runs on this rank.
+        shapes: Input shapes or launch grid of the runs, equal on all ranks; None if they were not
+            recorded: the rank may have more work instead.
 
     Examples:
         >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
@@ -247,13 +251,15 @@ class SlowKernel:
     ratio: float
     lost_ns: int
     count: int
+    shapes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
     """The slow kernels of one family on one rank; ratio is their total time over that of the peers.
 
-    lost_ns is the cost per step; kernel is the most expensive kernel.
+    lost_ns is the cost per step; kernel is the most expensive kernel. same_work: for most of the
+    cost it is known that the peers did the same work.
     """
 
     rank: int
@@ -262,16 +268,17 @@ class SlowRank:
     lost_ns: int
     kernels: int
     kernel: str
+    same_work: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparableRuns:
-    """The runs of one kernel on the ranks that ran it equally often in each step.
+    """The runs of one kernel, of equal shapes, on the ranks that ran it equally often in each step.
 
     took_ns has shape (ranks, runs), in order of time; counts is the number of runs per step.
     """
 
-    kernel: str
+    work: KernelWork
     family: str
     rank: Int64
     counts: Int64
@@ -283,25 +290,27 @@ def find_slow_kernels(
 ) -> tuple[SlowKernel, ...]:
     """Finds the kernels that are slower on one rank than on its peers, by decreasing cost.
 
-    A trace has no shapes, so the n-th run of a name in a step is compared with the n-th run on the
-    other ranks, in steps that are full on all ranks, and only among ranks that ran it equally often
-    in each step. Ranks are compared within their pipeline stage (stages, one per trace) if at least
-    _MIN_PEERS ranks of the stage ran it, because the n-th runs of two stages do different work in
-    most schedules. The ratio of a rank is the median over those runs, relative to the median rank.
-    It counts if it is at least LEAST_RATIO and exceeds the noise between runs, between steps and
-    between ranks (each from the MAD) by more than is expected once in 1 / FALSE_ALARMS recordings.
+    The n-th run of a name in a step is compared with the n-th run of this name and the same shapes
+    on the other ranks, in steps that are full on all ranks, and only among ranks that ran it
+    equally often in each step: a kernel on larger inputs is more work, not slower. Ranks are
+    compared within their pipeline stage (stages, one per trace) if at least _MIN_PEERS ranks of the
+    stage ran it, because the n-th runs of two stages do different work in most schedules; without
+    shapes the only rank of a stage is compared with no other. The ratio of a rank is the median
+    over those runs, relative to the median rank. It counts if it is at least MIN_RATIO and exceeds
+    the noise between runs, between steps and between ranks (each from the MAD) by more than is
+    expected once in 1 / FALSE_ALARMS recordings.
     """
-    all_compute = [
-        collect_compute(trace, found) for trace, found in zip(traces, steps, strict=True)
-    ]
-    common = set.intersection(*(set(one.steps) for one in all_compute)) if all_compute else set()
+    full = [_collect_runs(trace, found) for trace, found in zip(traces, steps, strict=True)]
+    common = set.intersection(*(set(one.steps) for one in full)) if full else set()
     comparable = [
-        one for one in _group_comparable(all_compute, stages, sorted(common)) if one.took_ns.any()
+        one for one in _group_comparable(full, stages, sorted(common)) if one.took_ns.any()
     ]
     tests = sum(len(one.rank) for one in comparable) or 1
     sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
     rows = [row for one in comparable for row in _compare_ranks(one, sigmas, len(common))]
-    return tuple(sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.kernel)))
+    return tuple(
+        sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.kernel, row.shapes or ""))
+    )
 
 
 def sum_slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
@@ -317,57 +326,93 @@ def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank
     lost = sum(one.lost_ns for one in kernels)
     usual = sum(one.lost_ns / (one.ratio - 1) for one in kernels)
     worst = max(kernels, key=lambda one: one.lost_ns)
-    return SlowRank(rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel)
+    known = sum(one.lost_ns for one in kernels if one.shapes is not None)
+    return SlowRank(
+        rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel, 2 * known > lost
+    )
 
 
 _MIN_PEERS = 3
 """With two ranks the median is between them: neither is known to be the slow one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _RankRuns:
+    """The compute of one rank in its full steps; work_id indexes work and families."""
+
+    rank: int
+    steps: tuple[int, ...]
+    work: tuple[KernelWork, ...]
+    families: tuple[str, ...]
+    step: Int64
+    work_id: Int64
+    took_ns: Int64
+
+
+def _collect_runs(trace: RankTrace, steps: Steps) -> _RankRuns:
+    compute = collect_compute(trace, steps)
+    work, work_id = find_kernel_work(trace, compute.row)
+    name_id = compute.name_id[first_rows(work_id)].tolist()
+    families = tuple(compute.kinds.find_family(name) for name in name_id)
+    return _RankRuns(
+        trace.rank, compute.steps, work, families, compute.step, work_id, compute.took_ns
+    )
+
+
 def _group_comparable(
-    all_compute: Sequence[ComputeEvents], stages: Sequence[int], common: Sequence[int]
+    all_runs: Sequence[_RankRuns], stages: Sequence[int], common: Sequence[int]
 ) -> Iterator[_ComparableRuns]:
     """The kernels that at least two ranks ran often enough, and equally often in each step."""
-    stage_of = {one.rank: stage for one, stage in zip(all_compute, stages, strict=True)}
-    runs = defaultdict[str, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
-    families = dict[str, str]()
-    for one in all_compute:
-        for name_id, counts, took in _split_by_kernel(one, np.array(common, dtype=np.int64)):
-            if len(took) >= MIN_COUNT:
-                kernel = one.names[name_id]
-                families[kernel] = one.kinds.find_family(name_id)
-                runs[kernel][counts].append((one.rank, took))
-    for kernel, alternatives in runs.items():
+    stage_of = {one.rank: stage for one, stage in zip(all_runs, stages, strict=True)}
+    runs = defaultdict[KernelWork, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
+    families = dict[KernelWork, str]()
+    for one in all_runs:
+        for work_id, counts, took in _split_by_kernel(one, np.array(common, dtype=np.int64)):
+            work = one.work[work_id]
+            families[work] = one.families[work_id]
+            runs[work][counts].append((one.rank, took))
+    for work, alternatives in runs.items():
         for counts, equal in alternatives.items():
-            for same in _split_by_stage(equal, stage_of):
+            for same in _split_by_stage(equal, stage_of, is_known=work.shapes is not None):
                 ranks = np.array([rank for rank, _ in same], dtype=np.int64)
                 by_step = np.frombuffer(counts, dtype=np.int64)
                 yield _ComparableRuns(
-                    kernel, families[kernel], ranks, by_step, np.stack([took for _, took in same])
+                    work, families[work], ranks, by_step, np.stack([took for _, took in same])
                 )
 
 
 def _split_by_stage(
-    runs: Sequence[tuple[int, Int64]], stage_of: Mapping[int, int]
+    runs: Sequence[tuple[int, Int64]], stage_of: Mapping[int, int], *, is_known: bool
 ) -> Iterator[list[tuple[int, Int64]]]:
-    """The runs of each stage with enough ranks, and those of all other ranks together."""
+    """The runs of each stage with enough ranks, and those of all other ranks together.
+
+    If the shapes are not known, these are without the only ranks of stages.
+    """
     by_stage = defaultdict[int, list[tuple[int, Int64]]](list)
     for rank, took in runs:
         by_stage[stage_of[rank]].append((rank, took))
-    others = [run for same in by_stage.values() if len(same) < _MIN_PEERS for run in same]
+    peers = Counter(stage_of.values())
+    is_comparable = len(peers) == 1 or is_known
+    others = [
+        run
+        for stage, same in by_stage.items()
+        if len(same) < _MIN_PEERS and (is_comparable or peers[stage] > 1)
+        for run in same
+    ]
     yield from (same for same in by_stage.values() if len(same) >= _MIN_PEERS)
     if len(others) > 1:
         yield others
 
 
-def _split_by_kernel(compute: ComputeEvents, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
-    """Per kernel: name_id, counts per step, and durations in order of time."""
-    rows = np.flatnonzero(np.isin(compute.step, common))
-    rows = rows[np.argsort(compute.name_id[rows], kind="stable")]
-    first = np.flatnonzero(np.diff(compute.name_id[rows], prepend=-1))
+def _split_by_kernel(runs: _RankRuns, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
+    """Per kernel with enough runs: its work_id, counts per step, and durations in order of time."""
+    rows = np.flatnonzero(np.isin(runs.step, common))
+    rows = rows[np.argsort(runs.work_id[rows], kind="stable")]
+    first = np.flatnonzero(np.diff(runs.work_id[rows], prepend=-1))
     for same in np.split(rows, first[1:]) if len(rows) else ():
-        counts = np.bincount(np.searchsorted(common, compute.step[same]), minlength=len(common))
-        yield int(compute.name_id[same[0]]), counts.tobytes(), compute.took_ns[same]
+        if len(same) >= MIN_COUNT:
+            counts = np.bincount(np.searchsorted(common, runs.step[same]), minlength=len(common))
+            yield int(runs.work_id[same[0]]), counts.tobytes(), runs.took_ns[same]
 
 
 def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator[SlowKernel]:
@@ -376,19 +421,21 @@ def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator
     by_rank = np.median(took - usual, axis=1)
     middle = _compute_low_median(by_rank)
     apart = by_rank - middle
-    least = np.maximum(
-        np.log(MIN_RATIO), sigmas * _estimate_noise(took - usual, by_rank, runs.counts)
-    )
+    if not (apart >= _LEAST_APART).any():
+        return
+    noise = _estimate_noise(took - usual, by_rank, runs.counts)
+    least = np.maximum(_LEAST_APART, sigmas * noise)
     expected_ns = float(np.exp(usual + middle).sum()) / steps
     for row in np.flatnonzero(apart >= least).tolist():
         ratio = float(np.exp(apart[row]))
         yield SlowKernel(
             rank=int(runs.rank[row]),
-            kernel=runs.kernel,
+            kernel=runs.work.name,
             family=runs.family,
             ratio=ratio,
             lost_ns=round(expected_ns * (ratio - 1)),
             count=runs.took_ns.shape[1],
+            shapes=runs.work.shapes,
         )
 
 

@@ -154,7 +154,7 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
         groups=groups,
-        notes=_build_notes(groups),
+        notes=_build_notes(groups, traces),
     )
     return _assign_keys(rows, traces, alignment)
 
@@ -188,26 +188,12 @@ def _merge_groups(traces: Sequence[RankTrace]) -> tuple[tuple[Group, ...], list[
             local.append(numbers[key])
         lookup = np.array([*local, -1], dtype=np.int32)
         columns.append(lookup[trace.calls.group_id])
-    return _assign_unnamed(traces, groups, columns)
+    return tuple(groups), columns
 
 
 def _find_repeated(groups: Sequence[Group]) -> list[tuple[int, ...]]:
     counts = Counter(group.ranks for group in groups)
     return [ranks for ranks, count in counts.items() if count > 1]
-
-
-def _assign_unnamed(
-    traces: Sequence[RankTrace], groups: list[Group], columns: list[Int32]
-) -> tuple[tuple[Group, ...], list[Int32]]:
-    """Assigns calls without a group to the world group if they are its collectives."""
-    world = infer_world_group(traces)
-    if world is None:
-        return tuple(groups), columns
-    assigned = [
-        np.where((column < 0) & (trace.calls.peer < 0), len(groups), column).astype(np.int32)
-        for trace, column in zip(traces, columns, strict=True)
-    ]
-    return (*groups, world), assigned
 
 
 def _assign_keys(
@@ -306,9 +292,28 @@ def _count_expected(rows: MatchedCalls, label: Int64, count: int) -> Int64:
     return group_max(label, np.where(rows.is_message, 2, sizes[rows.group]), count)
 
 
-def _build_notes(groups: Sequence[Group]) -> tuple[Note, ...]:
+def _build_notes(groups: Sequence[Group], traces: Sequence[RankTrace]) -> tuple[Note, ...]:
     text = "collectives without a process group were assigned to the group of all ranks"
-    return (Note("groups_inferred", text),) if any(g.name == UNNAMED for g in groups) else ()
+    if any(group.name == UNNAMED for group in groups):
+        return (Note("groups_inferred", text),)
+    unnamed = [(trace, _find_unnamed(trace)) for trace in traces if trace.on_device]
+    most = max((len(events) for _, events in unnamed), default=0)
+    if not most:
+        return ()
+    replayed = max(_count_replayed(trace, events) for trace, events in unnamed)
+    some = f" ({replayed:,} of them replayed in CUDA graphs)" if replayed else ""
+    text = (
+        f"up to {most:,} collectives per rank{some} carry no process group: their axis is unknown, "
+        "and their time is not separated into waiting and transfer"
+    )
+    return (Note("groups_unknown", text),)
+
+
+def _count_replayed(trace: RankTrace, events: Int64) -> int:
+    """How many of these events a graph launch started."""
+    launches = trace.events.find_launches(events)
+    graph = trace.events.name_mask(tuple("GraphLaunch" in name for name in trace.events.names))
+    return int(graph[launches[launches >= 0]].sum())
 
 
 # Identity of calls across ranks: by sequence number, else by position in order.
@@ -505,9 +510,10 @@ def _is_out_of_order(rows: CallRows, sent: Int64, received: Int64) -> bool:
 
 # Collectives without a process group in the trace.
 #
-# Old traces, and some frameworks, record communication kernels without arguments. They are treated
-# as collectives of all ranks if every rank of the job is recorded, all ran the same communication
-# kernels in the same order, and no kernel ends before the last member's kernel has started.
+# Old traces, some frameworks, and replays of CUDA graphs have communication kernels without
+# arguments. They are treated as collectives of all ranks if every rank of the job is recorded, no
+# smaller process group is known, all ran the same communication kernels in the same order, and no
+# kernel ends before the last member's kernel has started.
 
 UNNAMED = "unnamed"
 
@@ -516,11 +522,27 @@ EARLY_NS = 100_000
 kernels."""
 
 
+def assign_world_group(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """The traces with calls without a group on the world group, if they are its collectives."""
+    world = infer_world_group(traces)
+    return list(traces) if world is None else [_add_group(trace, world) for trace in traces]
+
+
+def _add_group(trace: RankTrace, group: Group) -> RankTrace:
+    """The trace with its calls without group and peer on this group."""
+    calls, groups = trace.calls, (*trace.groups, group)
+    unnamed = (calls.group_id < 0) & (calls.peer < 0)
+    group_id = np.where(unnamed, len(groups) - 1, calls.group_id).astype(np.int32)
+    return replace(trace, calls=replace(calls, group_id=group_id), groups=groups)
+
+
 def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
     """The group of all ranks if the calls without a group are its collectives, else None."""
     rows = [_find_unnamed(trace) for trace in traces]
     complete = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
     if not complete or not len(rows[0]) or len({len(one) for one in rows}) > 1:
+        return None
+    if any(1 < len(group.ranks) < len(traces) for trace in traces for group in trace.groups):
         return None
     if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
         return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.split.classify import find_call_purposes
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
     build_mesh,
@@ -16,11 +20,13 @@ from stepsplit.analyzer.split.mesh_groups import (
 from stepsplit.analyzer.split.mesh_inference import (
     Exchanges,
     find_exchanges,
+    find_marked_axes,
+    find_sharded_groups,
     infer_axes,
     infer_lines,
 )
 from stepsplit.analyzer.trace import Group, Note, RankTrace
-from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh, RunSpec
+from stepsplit.collectors.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
 
 # Rank layout: mesh, pipeline coordinate of each rank, axis of each group.
 
@@ -35,6 +41,9 @@ STAGE_AXES = frozenset({"tp", "cp", "ep"})
 NAMES, MESSAGES, USE = "group names", "messages", "rank sets and operations"
 """Possible sources of a layout that run.json does not define."""
 
+RUN_JSON, STATED = "run.json", "stated"
+"""The sources of a mesh that the job or, for the analysis, the user states."""
+
 _NO_MESH = "run.json has no mesh"
 
 _UNKNOWN = "unknown mesh: all waits count as skew, none as bubble"
@@ -44,6 +53,8 @@ _EVIDENCE = {
     MESSAGES: "messages between ranks",
     USE: "the ranks and operations of the process groups",
 }
+
+_MARKED = "the code that issued the calls of the process groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,11 @@ class RankLayout:
     stage_of: Mapping[int, int]
     notes: tuple[Note, ...] = ()
     known_axes: Mapping[Group, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether the user or run.json states the mesh."""
+        return self.source in (STATED, RUN_JSON)
 
     @classmethod
     def build(
@@ -90,9 +106,7 @@ class RankLayout:
         if self.mesh is None:
             described = parse_described_axis(group)
             return frozenset({described} if described else ())
-        axes = self.mesh.axes
-        spread = {a: {self.mesh.coordinate(rank, a) for rank in group.ranks} for a in axes}
-        return frozenset(axis for axis in axes if len(spread[axis]) > 1)
+        return _find_spread_axes(self.mesh, tuple(group.ranks))
 
     def find_axis(self, group: Group) -> str | None:
         """The single axis of the group; None for several axes or a group of one rank."""
@@ -104,16 +118,103 @@ class RankLayout:
         stages = {self.find_stage(rank) for rank in group.ranks}
         return "pp" if len(stages) == len(group.ranks) else None
 
+    def find_line(self, rank: int, peer: int) -> tuple[int, ...]:
+        """All ranks that differ from both ranks only along the one axis in which the two differ; ()
+        if they differ along several axes, or if the axes are unknown."""
+        if self.mesh is not None:
+            if max(rank, peer) >= self.mesh.world_size:
+                return ()
+            lines = [self.mesh.line(rank, axis) for axis in self.mesh.axes]
+        else:
+            lines = [line for line in self.pipelines if rank in line]
+        along = [line for line in lines if peer in line and peer != rank]
+        return along[0] if len(along) == 1 else ()
 
-def infer_layout(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayout:
-    """The layout from run.json, else inferred from group names, messages and usage."""
+
+@lru_cache(maxsize=65_536)
+def _find_spread_axes(mesh: Mesh, ranks: tuple[int, ...]) -> frozenset[str]:
+    """The axes along which these ranks differ; asked for again with every call of a group."""
+    spread = {axis: {mesh.coordinate(rank, axis) for rank in ranks} for axis in mesh.axes}
+    return frozenset(axis for axis in mesh.axes if len(spread[axis]) > 1)
+
+
+def infer_layout(
+    spec: RunSpec | None, traces: Sequence[RankTrace], mesh: Mesh | None = None
+) -> RankLayout:
+    """The layout from the mesh that the user states, else from run.json, else inferred from group
+    names, messages and usage.
+
+    Stated axes are compared with the names of the groups and the code that issued their calls; a
+    contradiction is a note.
+    """
     groups = _collect_groups(spec, traces)
-    if spec is not None and spec.mesh is not None:
-        known_axes = find_expert_axes(groups)
-        return RankLayout.build(
-            spec.mesh, "run.json", _list_pipelines(spec.mesh), known_axes=known_axes
-        )
-    world_size = spec.world_size if spec else max(trace.world_size for trace in traces)
+    world_size = _read_world_size(spec, traces)
+    notes: tuple[Note, ...] = ()
+    if mesh is not None and mesh.world_size != world_size:
+        text = f"stated mesh {mesh.format()} has {mesh.world_size} ranks, but the job has"
+        notes, mesh = (Note("mesh_ignored", f"{text} {world_size}: it is ignored"),), None
+    stated, source = mesh, STATED
+    if stated is None and spec is not None:
+        stated, source = spec.mesh, RUN_JSON
+    if stated is None:
+        layout = _shard_weights(_infer_unstated(spec, traces, groups), traces)
+        return replace(layout, notes=(*notes, *layout.notes))
+    known_axes = find_expert_axes(groups)
+    layout = RankLayout.build(stated, source, _list_pipelines(stated), known_axes=known_axes)
+    return replace(layout, notes=(*notes, *_find_contradictions(layout, traces, groups)))
+
+
+def _read_world_size(spec: RunSpec | None, traces: Sequence[RankTrace]) -> int:
+    return spec.world_size if spec else max(trace.world_size for trace in traces)
+
+
+def _find_contradictions(
+    layout: RankLayout, traces: Sequence[RankTrace], groups: Sequence[Group]
+) -> Iterator[Note]:
+    """A note on the first group that is on another axis than the stated mesh says, and one on the
+    first pipeline that it lacks."""
+    named = {g: axis for g in groups if (axis := parse_described_axis(g)) and len(g.ranks) > 1}
+    for seen, evidence in (
+        (find_marked_axes(traces), "the code that issued their calls shows"),
+        (named, "the name of their group shows"),
+    ):
+        for group, axis in seen.items():
+            if not _is_possible(axis, layout.find_axes(group), marked=seen is not named):
+                yield _note_contradiction(layout, group.ranks, axis, evidence)
+                return
+    for ranks in find_exchanges(traces).pipelines:
+        if not any(set(ranks) <= set(pipeline) for pipeline in layout.pipelines):
+            yield _note_contradiction(layout, ranks, "pp", "their messages show")
+            return
+
+
+def _is_possible(axis: str, along: frozenset[str], *, marked: bool) -> bool:
+    """Whether a group along these stated axes can be on this one.
+
+    Names do not distinguish sharded from replicated weights. Ranks along cp reduce gradients too.
+    """
+    if not along or axis in along:
+        return True
+    same = "cp" in along or (not marked and bool(along & {*DATA_PARALLEL}))
+    return axis in DATA_PARALLEL and same
+
+
+def _note_contradiction(layout: RankLayout, ranks: Sequence[int], axis: str, evidence: str) -> Note:
+    along = layout.find_axes(Group("", tuple(ranks), ""))
+    where = " x ".join(sorted(along, key=AXES.index)) or "no axis"
+    some = units.format_number_list(ranks)
+    return Note(
+        "mesh_contradicted",
+        f"stated mesh {layout.mesh.format() if layout.mesh else ''}: ranks {some} are along "
+        f"{where}, but {evidence} {axis}",
+    )
+
+
+def _infer_unstated(
+    spec: RunSpec | None, traces: Sequence[RankTrace], groups: Sequence[Group]
+) -> RankLayout:
+    """The layout from group names, messages and usage."""
+    world_size = _read_world_size(spec, traces)
     lines = find_named_lines(groups)
     if (mesh := build_mesh(lines, groups, world_size)) is not None:
         note = Note("mesh_inferred", f"{_NO_MESH}: inferred from process group names")
@@ -122,6 +223,27 @@ def infer_layout(spec: RunSpec | None, traces: Sequence[RankTrace]) -> RankLayou
     if world_size == 1:
         return RankLayout.build(None, None, ())
     return _infer_from_traffic(traces, groups, lines, world_size)
+
+
+def _shard_weights(layout: RankLayout, traces: Sequence[RankTrace]) -> RankLayout:
+    """The layout with the data parallel axis of groups that gather weights as dp_shard.
+
+    Megatron-LM's and DeepSpeed's names of these groups are the same for sharded and for replicated
+    weights.
+    """
+    mesh, known_axes = layout.mesh, dict(layout.known_axes)
+    axes = {g: layout.find_axes(g) for g in {*known_axes, *(g for t in traces for g in t.groups)}}
+    replicated = {g for g, found in axes.items() if "dp_replicate" in found and "ep" not in found}
+    if not replicated or any("dp_shard" in found for found in axes.values()):
+        return layout
+    named = {group for group in replicated if parse_group_name(group.description).whole}
+    if not named or not named & find_sharded_groups(traces):
+        return layout
+    if mesh is not None:
+        renamed = ["dp_shard" if axis == "dp_replicate" else axis for axis in mesh.axes]
+        mesh = replace(mesh, axes=tuple(renamed))
+    known_axes |= {g: axes[g] - {"dp_replicate"} | {"dp_shard"} for g in replicated}
+    return replace(layout, mesh=mesh, known_axes=known_axes)
 
 
 def parse_described_axis(group: Group) -> str | None:
@@ -136,7 +258,8 @@ def _infer_from_traffic(
     traffic = find_exchanges(traces)
     pipelines = find_named_pipelines(groups, lines, world_size) or traffic.pipelines
     stage = {rank: i for line in pipelines for i, rank in enumerate(line)}
-    used = infer_axes(traces, traffic.rings, stage)
+    inferred = infer_axes(traces, traffic.rings, stage)
+    used = inferred.axes
     known_axes = find_named_axes(groups, lines) | {g: frozenset({axis}) for g, axis in used.items()}
     axis_lines = {**infer_lines(used, traffic, {trace.rank for trace in traces}), **lines}
     mesh = build_mesh(axis_lines, groups, world_size)
@@ -146,15 +269,24 @@ def _infer_from_traffic(
         and _is_unambiguous(traces, traffic, axis_lines)
     ):
         source = USE if set(used.values()) - {"ep", "cp"} else MESSAGES
-        text = f"{_NO_MESH}: inferred from {_EVIDENCE[source]}"
-        note = Note("mesh_inferred", text)
+        by_use = {group for group, axis in used.items() if axis not in ("ep", "cp")}
+        sure = bool(by_use) and by_use <= inferred.marked
+        note = Note("mesh_inferred", _format_inference(source, sure))
         return RankLayout.build(mesh, source, _list_pipelines(mesh), note, known_axes=known_axes)
     if pipelines:
         source = MESSAGES if pipelines == traffic.pipelines else NAMES
         note = Note("mesh_inferred", f"{_NO_MESH}: stages inferred from {_EVIDENCE[source]}")
         return RankLayout.build(None, source, pipelines, note, known_axes=known_axes)
-    note = Note("mesh_unknown", _UNKNOWN + _format_doubt(traffic))
+    doubt = _format_doubt(traffic) + _format_tensor_layers(traces, world_size)
+    note = Note("mesh_unknown", _UNKNOWN + doubt)
     return RankLayout.build(None, USE if used else None, (), note, known_axes=known_axes)
+
+
+def _format_inference(source: str, sure: bool) -> str:
+    """sure: the ranges around the calls show the axis of every group that is inferred from use."""
+    evidence = _MARKED if source == USE and sure else _EVIDENCE[source]
+    grade = {USE: f" (confidence: {'high' if sure else 'medium'})"}.get(source, "")
+    return f"{_NO_MESH}: inferred from {evidence}{grade}"
 
 
 def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Lines) -> bool:
@@ -167,6 +299,46 @@ def _format_doubt(traffic: Exchanges) -> str:
     some = units.format_number_list(traffic.doubtful)
     text = f"; messages between ranks {some} could be a pipeline or a ring"
     return text if traffic.doubtful else ""
+
+
+def _format_tensor_layers(traces: Sequence[RankTrace], world_size: int) -> str:
+    """What the names of modules say of calls without a group: tp, but not of how many ranks."""
+    unnamed = [
+        find_call_purposes(trace).activations & (trace.calls.group_id < 0) for trace in traces
+    ]
+    if not any(calls.any() for calls in unnamed):
+        return ""
+    return (
+        "; layers of tensor parallelism issued calls without a group: if all ranks are in one,"
+        f" state --mesh tp={world_size}"
+    )
+
+
+def assign_message_groups(trace: RankTrace, layout: RankLayout) -> RankTrace:
+    """The trace with its messages on the groups of their endpoints.
+
+    A send over a group of several axes (often the world) between ranks that differ along one axis
+    is communication on that axis: it gets a group of the ranks along it, with the name and the
+    description of its own group. Other messages keep theirs.
+    """
+    calls = trace.calls
+    rows = np.flatnonzero(calls.is_message & (calls.peer >= 0))
+    own = [layout.find_axis(group) is not None for group in trace.groups]
+    rows = rows[~np.array([*own, False])[calls.group_id[rows]]]
+    ends = np.stack((calls.group_id[rows], calls.peer[rows]), axis=1)
+    kinds, kind = np.unique(ends, axis=0, return_inverse=True)
+    groups, assigned = list(trace.groups), []
+    for group_id, peer in kinds.tolist():
+        base = trace.groups[group_id] if group_id >= 0 else Group("", (), "")
+        line = replace(base, ranks=layout.find_line(trace.rank, peer))
+        if line.ranks and line not in groups:
+            groups.append(line)
+        assigned.append(groups.index(line) if line.ranks else group_id)
+    if len(groups) == len(trace.groups):
+        return trace
+    group_id = calls.group_id.copy()
+    group_id[rows] = np.array(assigned, dtype=np.int32)[kind.ravel()]
+    return replace(trace, calls=replace(calls, group_id=group_id), groups=tuple(groups))
 
 
 def _list_pipelines(mesh: Mesh) -> list[tuple[int, ...]]:

@@ -10,15 +10,23 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import Intervals, is_inside, union
-from stepsplit.analyzer.split.classify import collect_work, parse_marks
+from stepsplit.analyzer.arrays import Intervals
+from stepsplit.analyzer.split.classify import (
+    DDP_FORWARD,
+    CallPurposes,
+    classify_parts,
+    collect_work,
+    find_call_purposes,
+    find_step_starts,
+    parse_marks,
+)
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
     fit_line,
     parse_group_name,
     parse_single_axis,
 )
-from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
+from stepsplit.analyzer.trace import OP_CODE, OPS, Calls, Events, Group, Int64, RankTrace
 
 # Axes of groups without a known name, from their ranks and usage.
 
@@ -32,9 +40,18 @@ class _AxisEvidence:
     closest: int
 
 
+@dataclass(frozen=True, slots=True)
+class InferredAxes:
+    """The axis of each group that has one; marked holds the groups whose axis the ranges around
+    their calls show."""
+
+    axes: Mapping[Group, str]
+    marked: Set[Group]
+
+
 def infer_axes(
     traces: Sequence[RankTrace], rings: Collection[tuple[int, ...]], stage: Mapping[int, int]
-) -> dict[Group, str]:
+) -> InferredAxes:
     """The axis of each group without a known name whose usage and ranks are unambiguous.
 
     A group gets the axis for which all groups of its shape are used. Groups across stages get none:
@@ -59,9 +76,32 @@ def infer_axes(
     for group, axis in (named_axes | clear).items():
         lines[axis].add(fit_line(group.ranks))
     one_line = {g: axis for g, axis in clear.items() if axis == "ep" or len(lines[axis]) == 1}
-    return one_line | {
-        g: axis for g, axis in named_axes.items() if not parse_group_name(g.description).axes
-    }
+    rings_only = {g: a for g, a in named_axes.items() if not parse_group_name(g.description).axes}
+    marked = {g for g, axis in one_line.items() if used[g].find_marked_axis() == axis}
+    return InferredAxes(one_line | rings_only, marked)
+
+
+def find_marked_axes(traces: Sequence[RankTrace]) -> dict[Group, str]:
+    """The axis of each group whose axis the ranges around its calls show."""
+    marked = {group: usage.find_marked_axis() for group, usage in measure_usage(traces).items()}
+    return {group: axis for group, axis in marked.items() if axis and len(group.ranks) > 1}
+
+
+def find_sharded_groups(traces: Sequence[RankTrace]) -> set[Group]:
+    """The groups on which weights are gathered for each use: FSDP issues all their gathers, or
+    gathers run in the backward, where an optimizer with sharded states gathers none."""
+    found: set[Group] = set()
+    for trace in traces:
+        calls = trace.calls
+        gathers = (calls.op == _GATHER) & (calls.message_bytes != 0)
+        purposes = find_call_purposes(trace)
+        weights, backward = purposes.weights, purposes.backward
+        for group_id in set(calls.group_id[gathers & (weights | backward)].tolist()) - {-1}:
+            rows = gathers & (calls.group_id == group_id)
+            scatters = (calls.group_id == group_id) & (calls.op == _SCATTER)
+            if weights[rows].all() or ((backward & rows).any() and scatters.any()):
+                found.add(trace.groups[group_id])
+    return found
 
 
 def infer_lines(
@@ -82,8 +122,12 @@ def infer_lines(
 
 
 def _infer_by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> dict[Group, str]:
-    """The axes of groups by usage, if all groups of a shape within a stage agree."""
-    axes_by_line: dict[RankLine, set[str]] = defaultdict(set)
+    """The axes of groups by usage, if all groups of a shape within a stage agree.
+
+    Groups whose calls are marked outweigh the others.
+    """
+    by_line: dict[RankLine, set[str]] = defaultdict(set)
+    marked_by_line: dict[RankLine, set[str]] = defaultdict(set)
     axes: dict[Group, str] = {}
     for group, usage in used.items():
         axis, line = usage.infer_axis(), fit_line(group.ranks)
@@ -91,12 +135,12 @@ def _infer_by_shape(used: Mapping[Group, Usage], stage: Mapping[int, int]) -> di
             axes[group] = axis
         elif axis is not None and line and len({stage.get(rank) for rank in group.ranks}) == 1:
             axes[group] = axis
-            axes_by_line[line].add(axis)
-    lines = {group: fit_line(group.ranks) for group in axes}
+            (marked_by_line if usage.find_marked_axis() else by_line)[line].add(axis)
+    agreed = {line: found for line, found in (by_line | marked_by_line).items() if len(found) == 1}
     return {
         g: a
         for g, a in axes.items()
-        if a == "ep" or len(axes_by_line[lines[g] or RankLine(1, 1)]) == 1
+        if a == "ep" or agreed.get(fit_line(g.ranks) or RankLine(1, 1)) == {a}
     }
 
 
@@ -140,52 +184,84 @@ def _list_message_groups(traces: Sequence[RankTrace]) -> list[Group]:
 # Usage of each group in a step: collectives before and after the first backward.
 
 SCALAR_BYTES = 1024
-"""Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor."""
+"""Collectives of at most this many bytes reduce a loss, a norm or a flag, not a tensor, unless a
+range shows their purpose."""
 
 MIN_REPEATS = 4
 """Minimum all_reduces before the first backward of a step: two per layer for two layers."""
 
-_GATHERS = "FSDP::all_gather"
+ODD_SHARE = 0.5
+"""Calls that move less than this fraction of the bytes do not decide what a group is for."""
 
 Counts = npt.NDArray[np.float64]
+
+_GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Mean calls per step and rank, shape (ops,), before the first backward of a step and after it.
 
-    sizes: number of distinct all_to_all sizes on the group. sharded: the group's gathers carry FSDP
-    annotations.
+    early_bytes: bytes of the early calls. hooked: reductions in a hook of autograd, which are of
+    gradients. sizes: number of distinct all_to_all sizes on the group. sharded: FSDP issued the
+    group's gathers. activations: layers of tensor parallelism reduce on the group. replicated:
+    DistributedDataParallel can reduce its gradients on no other group. late_share: fraction of the
+    all_reduced bytes that are reduced outside of the backward, in sizes that no forward reduces.
     """
 
     early: Counts
     late: Counts
-    sizes: int
-    sharded: bool
+    early_bytes: Counts
+    hooked: Counts
+    sizes: int = 0
+    sharded: bool = False
+    activations: bool = False
+    replicated: bool = False
+    late_share: float = 0.0
 
     def infer_axis(self) -> str | None:
-        """The axis of a group with this usage; None if several axes are possible.
+        """The axis of a group with this usage; None if several axes are possible."""
+        return self.find_marked_axis() or self._infer_by_pattern()
+
+    def find_marked_axis(self) -> str | None:
+        """The axis that the ranges around the calls show; None without such ranges."""
+        if self.sharded:
+            return "dp_shard"
+        if self.activations:
+            return "tp"
+        return "dp_replicate" if self.replicated or self.hooked[_SUM] else None
+
+    def _infer_by_pattern(self) -> str | None:
+        """The axis by the number, the order and the bytes of the calls.
 
         Layers of tp reduce, or gather and scatter, activations in both passes. Sharded weights are
         gathered in both passes and reduce-scattered only in the backward. Replicated weights have
-        no collective before the backward. Expert all_to_alls vary in size, all_to_alls of attention
-        heads do not.
+        no collective before the backward, or small ones: a loop averages their gradients after it.
+        Expert all_to_alls vary in size, all_to_alls of attention heads do not.
         """
-        if self.sharded:
-            return "dp_shard"
         if self._is_frequent("all_to_all", early=0, late=0):
             return "ep" if self.sizes > MIN_REPEATS else None
+        if self.late_share > ODD_SHARE and not self.early[[_GATHER, _SCATTER]].any():
+            return "dp_replicate"
         if self._is_frequent("all_reduce", early=MIN_REPEATS, late=MIN_REPEATS):
             return "tp"
         if self._is_frequent("reduce_scatter", early=MIN_REPEATS, late=MIN_REPEATS):
-            return "tp" if self.early[OP_CODE["all_gather"]] >= MIN_REPEATS else None
-        if self.early[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any():
+            return "tp" if self.early[_GATHER] >= MIN_REPEATS else None
+        if self.early[_SCATTER] or self._reduces_early():
             return None
-        gathers, scatters = OP_CODE["all_gather"], OP_CODE["reduce_scatter"]
-        both_late = bool(self.late[gathers] and self.late[scatters])
-        if self.early[gathers]:
+        both_late = bool(self.late[_GATHER] and self.late[_SCATTER])
+        if self.early[_GATHER]:
             return "dp_shard" if both_late else None
-        return "dp_replicate" if self.late[OP_CODE["all_reduce"]] or both_late else None
+        return "dp_replicate" if self.late[_SUM] or both_late else None
+
+    def _reduces_early(self) -> bool:
+        """Whether the all_reduces before the backward may be of activations.
+
+        They are not if gradients are scattered in hooks, or if they are small against the weights
+        that are gathered.
+        """
+        small = self.early_bytes[_SUM] < ODD_SHARE * self.early_bytes[_GATHER]
+        return bool(self.early[_SUM] and not self.hooked[_SCATTER] and not small)
 
     def _is_frequent(self, op: str, *, early: float, late: float) -> bool:
         """Whether the op is called, and at least this often in both parts of a step."""
@@ -196,83 +272,96 @@ class Usage:
     @property
     def sums_gradients(self) -> bool:
         """Whether tensors are reduced after the start of the first backward."""
-        return bool(self.late[[OP_CODE["all_reduce"], OP_CODE["reduce_scatter"]]].any())
+        return bool(self.late[[_SUM, _SCATTER]].any())
+
+
+@dataclass(slots=True)
+class _GroupCalls:
+    """The calls of a group, over the ranks: per step (early, late, early bytes, hooked), sizes of
+    all_to_alls, whether FSDP issued each rank's gathers, and bytes reduced late and in all."""
+
+    per_step: list[Counts] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
+    sharded: list[bool] = field(default_factory=list)
+    activations: bool = False
+    late_bytes: int = 0
+    summed_bytes: int = 0
+
+    def summarize(self, *, replicated: bool) -> Usage:
+        early, late, early_bytes, hooked = np.mean(self.per_step or [np.zeros((4, len(OPS)))], 0)
+        return Usage(
+            early=early,
+            late=late,
+            early_bytes=early_bytes,
+            hooked=hooked,
+            sizes=len(self.sizes),
+            sharded=bool(self.sharded) and all(self.sharded),
+            activations=self.activations,
+            replicated=replicated,
+            late_share=self.late_bytes / max(1, self.summed_bytes),
+        )
 
 
 def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
     """The usage of groups, from traces that show which calls precede the first backward."""
-    counts: dict[Group, list[Counts]] = defaultdict(list)
-    sizes: dict[Group, set[int]] = defaultdict(set)
-    sharded: dict[Group, bool] = {}
+    found: dict[Group, _GroupCalls] = defaultdict(_GroupCalls)
     for trace in traces:
-        parts, marked = _classify_parts(trace), _find_marked_gathers(trace)
+        purposes, steps = find_call_purposes(trace), max(1, len(find_step_starts(trace.events)))
+        size = trace.calls.message_bytes
+        parts = classify_parts(trace, (size < 0) | (size > SCALAR_BYTES) | purposes.known)
         for group_id in np.unique(trace.calls.group_id[parts >= 0]).tolist():
-            rows = (parts >= 0) & (trace.calls.group_id == group_id)
             if group_id >= 0:
-                group = trace.groups[group_id]
-                counts[group].append(_count_calls_per_step(trace, rows, parts))
-                gathers = marked[rows & (trace.calls.op == OP_CODE["all_gather"])]
-                sharded[group] = sharded.get(group, True) and bool(len(gathers) and gathers.all())
-                exchanged = rows & (trace.calls.op == OP_CODE["all_to_all"])
-                sizes[group] |= set(trace.calls.message_bytes[exchanged].tolist())
-    means = {group: np.mean(found, axis=0) for group, found in counts.items()}
-    return {g: Usage(m[0], m[1], len(sizes[g]), sharded[g]) for g, m in means.items()}
+                rows = np.flatnonzero((parts >= 0) & (trace.calls.group_id == group_id))
+                group = found[trace.groups[group_id]]
+                _add_calls(group, trace.calls, rows, parts[rows], purposes, steps)
+    replicated = _find_replicated_groups(traces)
+    every = dict.fromkeys([*replicated, *found])
+    return {g: found[g].summarize(replicated=g in replicated) for g in every}
 
 
-def _find_marked_gathers(trace: RankTrace) -> Bool:
-    """Which calls the host issued within an FSDP2 all_gather."""
-    events, calls = trace.events, trace.calls
-    marks = events.match_prefix(_GATHERS) & events.is_category(Category.OP, Category.ANNOTATION)
-    spans = union(events.start_ns[marks], events.end_ns[marks])
-    when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
-    return is_inside(spans, when)
+def _add_calls(
+    group: _GroupCalls,
+    calls: Calls,
+    rows: Int64,
+    part: Int64,
+    purposes: CallPurposes,
+    steps: int,
+) -> None:
+    """Adds the calls of one rank in these rows, which are of so many steps."""
+    op, size = calls.op[rows], np.maximum(calls.message_bytes[rows], 0)
+    early, hooked = part == 0, purposes.gradients[rows]
+    columns = [(early, None), (~early, None), (early, size), (hooked, None)]
+    group.per_step.append(np.stack([
+        np.bincount(op[mask], None if weights is None else weights[mask], len(OPS)) / steps
+        for mask, weights in columns
+    ]))  # fmt: skip
+    gathers = purposes.weights[rows][op == _GATHER]
+    group.sharded.append(bool(len(gathers) and gathers.all()))
+    group.activations |= bool((purposes.activations[rows] & np.isin(op, (_SUM, _SCATTER))).any())
+    group.sizes |= set(size[op == OP_CODE["all_to_all"]].tolist())
+    sums = op == _SUM
+    after = sums & ~early & ~purposes.backward[rows]
+    after &= ~np.isin(size, size[sums & early])
+    group.late_bytes += int(size[after].sum())
+    group.summed_bytes += int(size[sums].sum())
 
 
-def _count_calls_per_step(trace: RankTrace, rows: Bool, parts: Int64) -> Counts:
-    """Calls per step in the early and late part, shape (2, ops)."""
-    place = parts[rows] * len(OPS) + trace.calls.op[rows]
-    steps = max(1, len(_find_step_starts(trace.events)))
-    return np.bincount(place, minlength=2 * len(OPS)).reshape(2, len(OPS)) / steps
+def _find_replicated_groups(traces: Sequence[RankTrace]) -> dict[Group, None]:
+    """The groups on which DistributedDataParallel reduces gradients.
 
-
-def _classify_parts(trace: RankTrace) -> Int64:
-    """0 for calls before the first backward of their step, 1 for later ones, -1 for ignored ones.
-
-    Ignored are messages, scalars, calls of unknown time, and calls outside steps with a backward.
+    It reduces in the backward. Where it is used and all all_reduces after the start of a backward
+    are on one group, it is that group, whatever else is reduced there: also calls of a loop or a
+    module in the forward, and gradients of any size.
     """
-    calls, events = trace.calls, trace.events
-    starts = events.start_ns[calls.event]
-    known = calls.issued_ns >= 0
-    when = np.where(known, calls.issued_ns, starts)
-    tensors = (calls.message_bytes < 0) | (calls.message_bytes > SCALAR_BYTES)
-    counts = tensors & ~calls.is_message & (known | (not trace.on_device))
-    backward = _find_first_backward_ns(events, when)
-    return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
-
-
-def _find_first_backward_ns(events: Events, when: Int64) -> Int64:
-    """The first backward in the step of each instant; -1 if there is none."""
-    marks = events.match_prefix("autograd::engine") & events.is_category(
-        Category.OP, Category.ANNOTATION
-    )
-    backward = events.start_ns[marks]
-    steps = _find_step_starts(events)
-    steps = steps if len(steps) else events.start_ns[:1]
-    if not len(backward) or not len(steps):
-        return np.full(len(when), -1, dtype=np.int64)
-    ends = np.append(steps[1:], np.iinfo(np.int64).max)
-    first = np.searchsorted(backward, steps)
-    start = backward[np.minimum(first, len(backward) - 1)]
-    of_step = np.where((first < len(backward)) & (start < ends), start, -1)
-    step = np.searchsorted(steps, when, side="right") - 1
-    return np.where(step >= 0, of_step[np.maximum(step, 0)], -1)
-
-
-def _find_step_starts(events: Events) -> Int64:
-    mask = events.match_prefix("ProfilerStep#") & events.is_category(
-        Category.OP, Category.ANNOTATION
-    )
-    return events.start_ns[mask]
+    found: dict[Group, None] = {}
+    for trace in traces:
+        if any(name.startswith(DDP_FORWARD) for name in trace.events.names):
+            parts = classify_parts(trace, np.ones(len(trace.calls.op), dtype=np.bool_))
+            sums = (parts == 1) & (trace.calls.op == _SUM)
+            groups = np.unique(trace.calls.group_id[sums]).tolist()
+            if len(groups) == 1 and groups[0] >= 0:
+                found[trace.groups[groups[0]]] = None
+    return found
 
 
 # Pipelines and rings in the messages between ranks.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS, StepSplit
+from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.split.attribute import (
     Attribution,
     BucketBands,
@@ -25,22 +25,10 @@ from stepsplit.analyzer.split.bandwidth import (
     compute_collective_stats,
     count_step_calls,
 )
-from stepsplit.analyzer.split.blame import (
-    Blame,
-    RankTime,
-    Workload,
-    blame,
-    build_rank_time,
-    compute_workloads,
-)
 from stepsplit.analyzer.split.classify import Work, collect_work
 from stepsplit.analyzer.split.clock_sync import align
-from stepsplit.analyzer.split.critical_path import (
-    CriticalPaths,
-    build_timeline,
-    find_critical_paths,
-)
-from stepsplit.analyzer.split.idle import IdleCause, find_idle_causes
+from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
+from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
 from stepsplit.analyzer.split.kernels import (
     Contention,
     KernelFamily,
@@ -53,8 +41,14 @@ from stepsplit.analyzer.split.lateness import (
     compute_lateness,
     find_slow_kernels,
 )
-from stepsplit.analyzer.split.matching import Alignment, Clock, MatchedCalls, match
-from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
+from stepsplit.analyzer.split.matching import (
+    Alignment,
+    Clock,
+    MatchedCalls,
+    assign_world_group,
+    match,
+)
+from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
 from stepsplit.analyzer.split.pipeline import (
     MicrobatchSlot,
     StageBubble,
@@ -69,24 +63,23 @@ from stepsplit.analyzer.split.pipeline import (
 from stepsplit.analyzer.split.steps import (
     Steps,
     StepWindow,
+    UsableRanks,
     Variation,
     compute_variation,
-    find_steps,
+    select_usable_ranks,
     unify_step_numbers,
 )
 from stepsplit.analyzer.split.strategies import detect_strategies
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.analyzer.split.transfers import (
-    BUBBLE,
-    SKEW,
     Arrivals,
     Pieces,
     compute_arrivals,
-    remove_lag,
+    map_call_times,
     split_calls,
 )
-from stepsplit.analyzer.trace import Note, RankTrace
-from stepsplit.collectors.run_spec import RunSpec
+from stepsplit.analyzer.trace import Category, Note, RankTrace
+from stepsplit.collectors.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
 
@@ -96,6 +89,9 @@ times_ns are the forward, input-gradient and weight-gradient times of one microb
 stage."""
 
 _UNKNOWN = "unknown"
+
+_MOST_IDLE = 0.95
+"""Share of idle time from which a CPU run is suspected to be incomplete."""
 
 _NO_GRID = Note(
     "no_grid",
@@ -132,20 +128,30 @@ class RunSplit:
     step_calls: tuple[StepCallsRow, ...]
     schedule: Schedule | None
     stage_bubbles: tuple[StageBubble, ...]
-    blame: tuple[Blame, ...]
     detail: Detail
     notes: tuple[Note, ...]
     strategies: tuple[Strategy, ...]
 
 
 def split_run(
-    traces: Sequence[RankTrace], spec: RunSpec | None, ideal_bubble: IdealBubble
+    traces: Sequence[RankTrace],
+    spec: RunSpec | None,
+    ideal_bubble: IdealBubble,
+    mesh: Mesh | None = None,
 ) -> RunSplit:
-    """Splits all ranks of a recording; traces are in rank order and not empty."""
-    layout = infer_layout(spec, traces)
+    """Splits all ranks of a recording; traces are in rank order and not empty.
+
+    mesh is the job's mesh as the user states it, which outweighs that of run.json.
+
+    A rank without device data or steps is left out, with a note. Raises DataError if none is left.
+    """
+    usable = select_usable_ranks(traces)
+    traces = assign_world_group(usable.traces)
+    layout = infer_layout(spec, traces, mesh)
+    traces = [assign_message_groups(trace, layout) for trace in traces]
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
-    steps = unify_step_numbers([find_steps(trace) for trace in traces], matched)
+    steps = unify_step_numbers(usable.steps, matched)
     context = RunContext(matched, compute_arrivals(traces, matched, alignment), alignment, layout)
     ranks = [
         split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))
@@ -153,13 +159,8 @@ def split_run(
     grids = {(g.rank, g.step): g for rank in ranks for g in rank.grids}
     stage_bubbles = compute_stage_bubbles(layout.pipelines, grids)
     schedule = _infer_schedule(layout, ranks, spec, ideal_bubble) if stage_bubbles else None
-    work_done = compute_workloads(traces, [one.windows for one in steps])
-    times = [
-        _build_time(i, *one, context) for i, one in enumerate(zip(ranks, work_done, strict=True))
-    ]
-    blame_rows = blame(times, _compute_ideal_ns(stage_bubbles, schedule))
-    _check_blame(ranks, blame_rows)
-    notes = _collect_notes(traces, steps, layout, alignment, matched)
+    notes = _collect_notes(usable, steps, layout, alignment, matched)
+    notes += tuple(note for rank in ranks if (note := _note_few_ops(rank)) is not None)
     if layout.pipelines and not any(grid.slots for grid in grids.values()):
         notes += (_NO_GRID,)
     return RunSplit(
@@ -172,7 +173,6 @@ def split_run(
         step_calls=count_step_calls(traces, steps, matched),
         schedule=schedule,
         stage_bubbles=stage_bubbles,
-        blame=blame_rows,
         detail=compute_detail(ranks, context),
         notes=notes,
         strategies=detect_strategies(traces, steps, matched, layout, _find_schedule_name(schedule)),
@@ -212,45 +212,21 @@ def _find_schedule_name(schedule: Schedule | None) -> str | None:
     return None if schedule is None or schedule.name == _UNKNOWN else schedule.name
 
 
-def _compute_ideal_ns(
-    bubbles: Sequence[StageBubble], schedule: Schedule | None
-) -> Mapping[tuple[int, int], int]:
-    """The ideal bubble of the schedule for each (rank, step), in ns."""
-    ideal = (schedule.ideal_bubble_fraction if schedule else None) or 0.0
-    return {(bubble.rank, bubble.step): int(bubble.window_ns * ideal) for bubble in bubbles}
-
-
-def _build_time(index: int, rank: RankSplit, work: Workload, context: RunContext) -> RankTime:
-    rows, arrivals = context.matched.slice_trace(index), context.arrivals
-    return build_rank_time(
-        rank.trace, rows, rank.attribution, rank.numbers, rank.axis, rank.clock, arrivals, work
-    )
-
-
-def _check_blame(ranks: Sequence[RankSplit], blame_rows: Sequence[Blame]) -> None:
-    """Asserts that every instant of skew and bubble is blamed exactly once."""
-    splits = [step.split for rank in ranks for step in rank.steps]
-    for bucket, caused in (
-        (SKEW, [b.skew_ns for b in blame_rows]),
-        (BUBBLE, [b.bubble_ns for b in blame_rows]),
-    ):
-        total_ns = sum(split.buckets_ns[bucket] for split in splits)
-        assert sum(caused) == total_ns, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {total_ns} ns"
-
-
 def _collect_notes(
-    traces: Sequence[RankTrace],
+    usable: UsableRanks,
     steps: Sequence[Steps],
     layout: RankLayout,
     alignment: Alignment,
     matched: MatchedCalls,
 ) -> tuple[Note, ...]:
+    traces = usable.traces
     rank_notes = [
         replace(note, rank=trace.rank)
         for trace, found in zip(traces, steps, strict=True)
         for note in (*trace.notes, *found.notes)
     ]
-    present, world_size = {t.rank for t in traces}, max(t.world_size for t in traces)
+    present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
+    world_size = max(trace.world_size for trace in traces)
     missing = [rank for rank in range(world_size) if rank not in present]
     of_traces = [matched.key[matched.slice_trace(i)] for i in range(len(traces))]
     unmatched = [
@@ -259,7 +235,22 @@ def _collect_notes(
         if (keys < 0).any()
     ]
     absent = [_note_missing_ranks(missing, world_size)] if missing else []
-    return (*absent, *layout.notes, *alignment.notes, *rank_notes, *matched.notes, *unmatched)
+    return (
+        *absent, *usable.left_out, *layout.notes, *alignment.notes, *rank_notes, *matched.notes,
+        *unmatched,
+    )  # fmt: skip
+
+
+def _note_few_ops(rank: RankSplit) -> Note | None:
+    """A note on a CPU run that shows hardly any work: part of a trace, or of other threads."""
+    step_ns = sum(step.split.step_ns for step in rank.steps)
+    idle_ns = sum(step.split.idle_ns for step in rank.steps)
+    if rank.trace.on_device or idle_ns <= _MOST_IDLE * step_ns:
+        return None
+    count = int(rank.trace.events.is_category(Category.OP).sum())
+    length, share = units.format_milliseconds(step_ns), units.format_percent(idle_ns / step_ns)
+    text = f"{count:,} ops in {length} leave {share} idle: the trace may be a fragment of the work"
+    return Note("few_ops", text, rank.trace.rank)
 
 
 def _note_unmatched(rank: int, count: int, total: int) -> Note:
@@ -275,23 +266,23 @@ def _note_missing_ranks(missing: Sequence[int], world_size: int) -> Note:
     return Note("ranks_missing", text)
 
 
-# Detail of the split: idle causes, kernel families, slow kernels, stragglers, critical path.
+# Detail of the split: idle causes, kernel families, slow kernels, stragglers.
 
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """Derived results of a recording; idle and contention have one entry per rank.
+    """Derived results of a recording; idle_parts, idle and contention have one entry per rank.
 
-    The window of an idle cause is an index into the steps of its rank; contention is None if it
-    cannot be measured on that rank.
+    The gap of an idle part is a row of the rank's bucket bands, the window of an idle cause an
+    index into the steps of its rank; contention is None if it cannot be measured on that rank.
     """
 
+    idle_parts: tuple[IdleParts, ...]
     idle: tuple[tuple[IdleCause, ...], ...]
     families: tuple[KernelFamily, ...]
     slow_kernels: tuple[SlowKernel, ...]
     contention: tuple[Contention | None, ...]
     variation: Variation
-    paths: CriticalPaths
     lateness: tuple[Lateness, ...]
     overlaps: tuple[Overlap, ...]
     coverage: tuple[Coverage, ...]
@@ -302,21 +293,19 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
     matched, arrivals, layout = context.matched, context.arrivals, context.layout
+    idle_parts = tuple(find_idle_parts(one.trace, one.attribution.band) for one in ranks)
     return Detail(
-        idle=tuple(find_idle_causes(one.trace, one.attribution.band) for one in ranks),
+        idle_parts=idle_parts,
+        idle=tuple(
+            sum_idle_causes(one.trace.events, one.attribution.band.window, parts)
+            for one, parts in zip(ranks, idle_parts, strict=True)
+        ),
         families=sum_kernel_families(traces, windows),
         slow_kernels=find_slow_kernels(
             traces, windows, [layout.find_stage(trace.rank) for trace in traces]
         ),
         contention=tuple(_measure_contention(one) for one in ranks),
         variation=compute_variation([step for one in ranks for step in one.steps]),
-        paths=find_critical_paths(
-            [
-                build_timeline(one.trace, one.attribution, one.numbers, one.axis, one.clock)
-                for one in ranks
-                if one.steps
-            ]
-        ),
         lateness=compute_lateness(traces, matched, arrivals, layout, [one.steps for one in ranks]),
         overlaps=tuple(row for one in ranks for row in _compute_overlaps(one, context)),
         coverage=compute_coverage(traces, matched, layout),
@@ -332,8 +321,10 @@ def _measure_contention(rank: RankSplit) -> Contention | None:
 
 def _compute_overlaps(rank: RankSplit, context: RunContext) -> tuple[Overlap, ...]:
     axes = [context.layout.find_axis(group) for group in rank.trace.groups]
-    windows, compute = rank.windows.counted, rank.work.compute
-    return compute_overlaps(rank.trace.rank, rank.trace.calls, axes, windows, rank.pieces, compute)
+    return compute_overlaps(
+        rank.trace.rank, rank.trace.calls, axes, rank.windows.counted,
+        rank.pieces, rank.held, rank.work.compute,
+    )  # fmt: skip
 
 
 # The split of one rank.
@@ -360,6 +351,7 @@ class RankSplit:
     windows: Steps
     work: Work
     pieces: Pieces
+    held: HeldGaps
     attribution: Attribution
     steps: tuple[StepSplit, ...]
     grids: tuple[StepGrid, ...]
@@ -379,20 +371,22 @@ def split_rank(
     """Splits one rank; index is the position of its trace."""
     clock, layout = context.alignment.clocks[index], context.layout
     rows = context.matched.slice_trace(index)
-    pieces = split_calls(trace, rows, context.arrivals, clock, layout)
-    if not trace.on_device:
-        pieces = remove_lag(pieces, work.compute)
-    attribution = attribute(windows.windows, work, pieces)
+    times = map_call_times(trace, rows, context.arrivals, clock)
+    held = find_held_gaps(trace, times, work.compute)
+    pieces = held.end_calls(split_calls(trace, times, context.arrivals.last[rows], layout))
+    attribution = attribute(windows.windows, work, pieces, held)
     slots = find_slots(trace, layout).slots
     bands = [_select_window(attribution.band, i, clock) for i in range(len(windows.windows))]
     grids = _build_grids(trace.rank, windows.windows, slots, bands, clock)
-    guessed = attribution.exposed.window[context.arrivals.estimated[rows][attribution.exposed.call]]
+    guesses = context.arrivals.estimated[rows] | held.estimated
+    guessed = attribution.exposed.window[guesses[attribution.exposed.call]]
     phases = infer_phases(trace, windows.windows, layout)
     return RankSplit(
         trace=trace,
         windows=windows,
         work=work,
         pieces=pieces,
+        held=held,
         attribution=attribution,
         steps=_build_step_splits(windows, attribution, grids, bands, set(guessed.tolist()), clock),
         grids=grids,

@@ -6,12 +6,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import group_ids, group_max
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import group_ids, group_max, list_distinct
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
+from stepsplit.analyzer.split.device_data import (
+    collect_launches,
+    find_lost_steps,
+    note_lost_work,
+    select_recorded,
+)
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
@@ -22,6 +29,248 @@ from stepsplit.analyzer.trace import (
     Note,
     RankTrace,
 )
+
+# Steps of a rank on the host: marked, named by ranges, inferred from what repeats, or one.
+
+
+# ProfilerStep marks, else numbered ranges.
+
+STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
+
+_NO_MARKS = "no ProfilerStep in the trace"
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    step: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedSteps:
+    """The steps of a rank on the host, in order, and the notes on how they were found.
+
+    partial has the numbers of the steps that the recording may have cut off; whole: the trace is
+    one step.
+    """
+
+    steps: tuple[HostStep, ...]
+    notes: tuple[Note, ...] = ()
+    partial: tuple[int, ...] = ()
+    whole: bool = False
+
+
+def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
+    """The steps marked by ProfilerStep, else by ranges such as "Step 3"; None without either."""
+    events = trace.events
+    marked = _read_profiler_steps(events)
+    if marked:
+        return _close_open_steps(trace, marked)
+    ranges = find_step_ranges(events)
+    if ranges is None:
+        return None
+    starts, ends = events.start_ns[ranges.rows].tolist(), events.end_ns[ranges.rows].tolist()
+    steps = [HostStep(*one) for one in zip(ranges.numbers, starts, ends, strict=True)]
+    note = _note_inferred(f"ranges such as {events.name_of(int(ranges.rows[0]))!r}", trace.rank)
+    found = _close_open_steps(trace, steps)
+    return replace(found, notes=(note, *found.notes))
+
+
+def _read_profiler_steps(events: Events) -> list[HostStep]:
+    mask = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
+        "ProfilerStep#"
+    )
+    by_number = {}
+    for row in np.flatnonzero(mask).tolist():
+        if (match := STEP.match(events.names[events.name_id[row]])) is not None:
+            start = int(events.start_ns[row])
+            by_number[int(match[1])] = HostStep(
+                int(match[1]), start, start + int(events.dur_ns[row])
+            )
+    return sorted(by_number.values(), key=lambda step: step.start_ns)
+
+
+def _close_open_steps(trace: RankTrace, steps: Sequence[HostStep]) -> MarkedSteps:
+    """The steps; one whose mark has no duration ends where the next begins, or with the trace."""
+    is_open = [step.end_ns <= step.start_ns for step in steps]
+    if not any(is_open):
+        return MarkedSteps(tuple(steps))
+    trace_end_ns = int(trace.events.end_ns.max())
+    next_ns = [*(step.start_ns for step in steps[1:]), trace_end_ns]
+    closed = tuple(
+        replace(step, end_ns=end_ns) if without_end else step
+        for step, end_ns, without_end in zip(steps, next_ns, is_open, strict=True)
+    )
+    text = "step marks without a duration: each step ends where the next begins"
+    note = Note("steps_open", text, trace.rank)
+    return MarkedSteps(closed, (note,), (closed[-1].step,) if is_open[-1] else ())
+
+
+def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
+    """The steps of a trace without marks: by repetition, else one whole step."""
+    boundaries = find_boundaries(trace)
+    if boundaries is None:
+        return _take_whole_trace(trace)
+    steps = _build_repeated_steps(trace.events, boundaries.ends_ns)
+    note = _note_inferred(boundaries.source, trace.rank)
+    return MarkedSteps(tuple(steps), (note,), (steps[0].step, steps[-1].step))
+
+
+def _note_inferred(source: str, rank: int) -> Note:
+    return Note("steps_inferred", f"{_NO_MARKS}: steps were inferred from {source}", rank)
+
+
+def _build_repeated_steps(events: Events, ends_ns: Int64) -> list[HostStep]:
+    """The steps between these ends, plus the incomplete ones at both edges of the recording."""
+    first, last = int(events.start_ns.min()), int(events.end_ns.max())
+    edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
+    return [HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
+
+
+def _take_whole_trace(trace: RankTrace) -> MarkedSteps:
+    """One step from the first event of host or device to the last one of the device, if any."""
+    events = trace.events
+    rows = ~events.is_category(Category.OTHER)
+    rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
+    until = events.is_category(*DEVICE_CATEGORIES) if trace.on_device else rows
+    step = HostStep(0, int(events.start_ns[rows].min()), int(events.end_ns[until].max()))
+    note = Note("no_steps", f"{_NO_MARKS}: the whole trace counts as one step", trace.rank)
+    return MarkedSteps((step,), (note,), whole=True)
+
+
+# Ranges such as "Step 3", "iteration_7" or "train_step".
+
+_STEP_RANGE = re.compile(
+    r"\A(?:(?:.*[^a-z])?(?:train(?:ing)?|global)?"
+    r"(?:step|iter|iteration|(?<!micro[ _-])(?<!mini[ _-])batch)s?"
+    r"[\s_#:=.-]*\d{1,9}(?:\s*(?:/|of)\s*\d{1,9})?[\])}]?$"
+    r"|(?:train(?:ing)?[\s_-]?)?(?:step|iter|iteration)$)",
+    re.I,
+)
+
+_DIGITS = re.compile(r"\d{1,9}")
+
+_TOTAL = re.compile(r"(?<!\s)\s*(?:/|of)\s*\d{1,9}[\])}]?$")
+"""The number of steps behind that of the step: "step 3/100"."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRanges:
+    """The ranges that are the steps of a rank, in order, and the number of each step."""
+
+    rows: Int64
+    numbers: tuple[int, ...]
+
+
+def find_step_ranges(events: Events) -> StepRanges | None:
+    """The ranges of the host that are steps by name; None if there are none.
+
+    They have one name apart from its numbers, which increase, and do not overlap. Of several such
+    names the one whose ranges take the most time counts: the others are steps within a step, or
+    parts of one. Ranges without a number count if there are at least two.
+    """
+    families: dict[tuple[int, str], list[int]] = defaultdict(list)
+    rows = np.flatnonzero(events.is_category(Category.ANNOTATION))
+    names = list_distinct(events.name_id[rows]).tolist()
+    named = [number for number in names if _STEP_RANGE.match(events.names[number])]
+    for row in rows[np.isin(events.name_id[rows], named)].tolist():
+        family = _DIGITS.sub("#", _TOTAL.sub("", events.name_of(row))).lower()
+        families[int(events.lane[row]), family].append(row)
+    found = [
+        ranges
+        for rows in families.values()
+        if (ranges := _number_ranges(events, np.array(rows, dtype=np.int64))) is not None
+    ]
+    return max(found, key=lambda one: int(events.dur_ns[one.rows].sum()), default=None)
+
+
+def _number_ranges(events: Events, rows: Int64) -> StepRanges | None:
+    """The ranges with the number of each; None if they overlap or their numbers do not increase."""
+    if (events.end_ns[rows[:-1]] > events.start_ns[rows[1:]]).any():
+        return None
+    names = [_TOTAL.sub("", events.name_of(row)) for row in rows.tolist()]
+    numbers = [tuple(map(int, _DIGITS.findall(name))) for name in names]
+    if not numbers[0]:
+        return StepRanges(rows, tuple(range(len(rows)))) if len(rows) > 1 else None
+    if any(first >= second for first, second in pairwise(numbers)):
+        return None
+    last = [one[-1] for one in numbers]
+    is_unique = all(first < second for first, second in pairwise(last))
+    return StepRanges(rows, tuple(last if is_unique else range(len(rows))))
+
+
+# Steps of a trace without marks, inferred from what repeats.
+
+_FEWEST_CALLS, _FEWEST_TIMES = 4, 3
+"""Minimum calls per period and minimum number of periods to infer steps from the call sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBoundaries:
+    """Host times at which one step ends and the next begins, and what they were inferred from."""
+
+    ends_ns: Int64
+    source: str
+
+
+def find_boundaries(trace: RankTrace) -> StepBoundaries | None:
+    """Infers step boundaries from optimizer steps, else from the sequence of calls, else None."""
+    ends = _find_optimizer_ends(trace.events)
+    if len(ends):
+        return StepBoundaries(ends, "optimizer steps")
+    ends = _find_period_ends(trace)
+    return StepBoundaries(ends, "the repeating sequence of collectives") if len(ends) else None
+
+
+def _find_optimizer_ends(events: Events) -> Int64:
+    """The end of the last optimizer of each step; several optimizers may follow one backward."""
+    ends = np.sort(events.end_ns[_select_optimizer_steps(events)])
+    backward = np.sort(events.start_ns[events.match_prefix("autograd::engine")])
+    if not len(backward):
+        return ends
+    before = np.searchsorted(backward, ends)
+    last = np.ones(len(ends), dtype=np.bool_)
+    last[:-1] = before[1:] > before[:-1]
+    return ends[last]
+
+
+def _select_optimizer_steps(events: Events) -> Bool:
+    return events.match_prefix("Optimizer.step#") & events.is_category(
+        Category.ANNOTATION, Category.OP
+    )
+
+
+def _find_period_ends(trace: RankTrace) -> Int64:
+    """The issue time of the last call of each period of the call sequence.
+
+    Only a period in which some call occurs exactly once counts: such a call is issued per step, not
+    per layer.
+    """
+    calls = trace.calls
+    known = np.flatnonzero(calls.issued_ns >= 0)
+    known = known[np.argsort(calls.issued_ns[known], kind="stable")]
+    if len(known) < _FEWEST_TIMES * _FEWEST_CALLS:
+        return np.empty(0, dtype=np.int64)
+    kind = group_ids(calls.group_id[known], calls.op[known], calls.message_bytes[known])
+    count = np.bincount(kind)
+    rarest = int(np.flatnonzero(count == count[count > 0].min())[0])
+    at = np.flatnonzero(kind == rarest)
+    if not _is_period(kind, at):
+        return np.empty(0, dtype=np.int64)
+    return calls.issued_ns[known[at]] + 1
+
+
+def _is_period(kind: Int64, at: Int64) -> bool:
+    """Whether the calls between consecutive occurrences of the rarest call are always the same."""
+    if len(at) < _FEWEST_TIMES:
+        return False
+    length = np.diff(at)
+    period = int(length[0])
+    if period < _FEWEST_CALLS or (length != period).any():
+        return False
+    return bool((kind[:-period] == kind[period:]).all())
+
 
 # Corresponding steps of different ranks: those that share matched calls.
 
@@ -101,8 +350,6 @@ def _shift_numbers(steps: Steps, votes: Mapping[int, int]) -> Steps:
 
 # Start and end of each step of a rank.
 
-STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
-
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
@@ -129,89 +376,138 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class _HostStep:
-    step: int
-    start_ns: int
-    end_ns: int
+class UsableRanks:
+    """The traces that can be split and their steps; left_out has a note on each other rank."""
+
+    traces: tuple[RankTrace, ...]
+    steps: tuple[Steps, ...]
+    left_out: tuple[Note, ...]
 
 
-def find_steps(trace: RankTrace) -> Steps:
-    """Finds the steps of a rank by ProfilerStep marks, else by repetition, else as one whole
-    step."""
-    marked = _read_marked_steps(trace.events)
-    boundaries = find_boundaries(trace) if not marked else None
-    if boundaries is not None:
-        marked = _build_repeated_steps(trace.events, boundaries.ends_ns)
-    if not marked:
-        return _take_whole_trace(trace)
-    windows = (
-        _build_device_windows(trace, marked) if trace.on_device else _build_host_windows(marked)
+def select_usable_ranks(traces: Sequence[RankTrace]) -> UsableRanks:
+    """Leaves out ranks without device data or without steps.
+
+    Raises DataError if no rank has data.
+    """
+    recorded, left_out = select_recorded(traces)
+    steps = find_steps_of_ranks(recorded)
+    has_steps = [bool(one.windows) for one in steps]
+    if not any(has_steps):
+        return UsableRanks(recorded, tuple(steps), left_out)
+    text = "no work of this rank lies in its marked steps: left out"
+    empty = [
+        Note("no_steps_on_rank", text, trace.rank)
+        for trace, usable in zip(recorded, has_steps, strict=True)
+        if not usable
+    ]
+    return UsableRanks(
+        tuple(compress(recorded, has_steps)),
+        tuple(compress(steps, has_steps)),
+        (*left_out, *empty),
     )
+
+
+def find_steps_of_ranks(traces: Sequence[RankTrace]) -> list[Steps]:
+    """Finds the steps of each rank.
+
+    A rank whose steps are not found while those of another rank are has one partial step.
+    """
+    marked = [read_marked_steps(trace) for trace in traces]
+    host = [one or find_unmarked_steps(trace) for one, trace in zip(marked, traces, strict=True)]
+    found = [_build_steps(*one) for one in zip(traces, host, strict=True)]
+    if all(one.whole for one in host):
+        return found
+    return [
+        _mark_all_partial(steps) if one.whole else steps
+        for steps, one in zip(found, host, strict=True)
+    ]
+
+
+def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
+    """The windows of the steps, with their kinds; empty ones are dropped with a note."""
+    marked = host.steps
+    if host.whole or not trace.on_device:
+        windows = _build_host_windows(marked)
+    else:
+        windows = _build_device_windows(trace, marked)
     kinds = _classify_steps(trace, marked)
     windows = [
         w if w.kind == "partial" else replace(w, kind=k)
         for w, k in zip(windows, kinds, strict=True)
     ]
-    inferred = () if boundaries is None else (_note_inferred(boundaries.source, trace.rank),)
-    if boundaries is not None:
-        windows = [_mark_partial(w, marked) for w in windows]
-    nonempty = tuple(w for w in windows if w.end_ns > w.start_ns)
-    notes = tuple(
-        Note("empty_step", f"step {w.step} is empty and was dropped", trace.rank)
-        for w in windows
-        if w.end_ns <= w.start_ns
-    )
-    return Steps(nonempty, (*inferred, *notes))
+    ends = [step for step in (trace.device_stopped_step, trace.end_step) if step is not None]
+    if ends:
+        windows = [replace(w, kind="partial") if w.step >= min(ends) else w for w in windows]
+    windows = [replace(w, kind="partial") if w.step in host.partial else w for w in windows]
+    notes = [*host.notes]
+    if not host.whole and marked[-1].step not in host.partial and _is_torn(trace, marked):
+        torn = marked[-1].step
+        windows = [replace(w, kind="partial") if w.step == torn else w for w in windows]
+        notes.append(Note("step_torn", _TORN_TEXT.format(torn), trace.rank))
+    if trace.on_device:
+        windows, lost = _mark_lost_work(trace, marked, windows)
+        notes += [*lost, *_note_several_devices(trace)]
+    notes += [_note_empty(w, trace.rank) for w in windows if w.end_ns <= w.start_ns]
+    return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
 
 
-def _note_inferred(source: str, rank: int) -> Note:
-    text = f"no ProfilerStep in the trace: steps were inferred from {source}"
-    return Note("steps_inferred", text, rank)
+_TORN_TEXT = "step {} has no optimizer step, as before a crash: partial"
+
+_MIN_STEPPED = 2
 
 
-def _build_repeated_steps(events: Events, ends_ns: Int64) -> list[_HostStep]:
-    """The steps between these ends, plus the incomplete ones at both edges of the recording."""
-    first, last = int(events.start_ns.min()), int(events.end_ns.max())
-    edges = [first, *(end for end in ends_ns.tolist() if first < end < last), last]
-    return [_HostStep(i, start, end) for i, (start, end) in enumerate(pairwise(edges))]
+def _is_torn(trace: RankTrace, marked: Sequence[HostStep]) -> bool:
+    """Whether the last step alone has no optimizer step: the job crashed or stopped in it."""
+    starts = trace.events.start_ns[_select_optimizer_steps(trace.events)]
+    begins = [step.start_ns for step in marked]
+    step_of = np.searchsorted(begins, starts, side="right") - 1
+    count = np.bincount(step_of[step_of >= 0], minlength=len(marked))
+    return len(marked) > _MIN_STEPPED and bool(count[:-1].all()) and not count[-1]
 
 
-def _mark_partial(window: StepWindow, marked: Sequence[_HostStep]) -> StepWindow:
-    """Marks the first and the last inferred step as partial: the recording may cut them off."""
-    outer = window.step in (marked[0].step, marked[-1].step)
-    return replace(window, kind="partial") if outer else window
+def _note_empty(window: StepWindow, rank: int) -> Note:
+    return Note("empty_step", f"step {window.step} is empty and was dropped", rank)
 
 
-def _read_marked_steps(events: Events) -> list[_HostStep]:
-    mask = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
-        "ProfilerStep#"
-    )
-    by_number = {}
-    for row in np.flatnonzero(mask).tolist():
-        if (match := STEP.match(events.names[events.name_id[row]])) is not None:
-            start = int(events.start_ns[row])
-            by_number[int(match[1])] = _HostStep(
-                int(match[1]), start, start + int(events.dur_ns[row])
-            )
-    return sorted(by_number.values(), key=lambda step: step.start_ns)
-
-
-def _take_whole_trace(trace: RankTrace) -> Steps:
+def _note_several_devices(trace: RankTrace) -> list[Note]:
+    """A note if the process computes on more than one device."""
     events = trace.events
-    rows = (
-        events.is_category(*DEVICE_CATEGORIES)
-        if trace.on_device
-        else events.is_category(Category.OP)
+    lanes = np.unique(events.lane[trace.kinds.computes]).tolist()
+    devices = sorted({events.lanes[lane].device for lane in lanes} - {-1})
+    if len(devices) < 2:
+        return []
+    text = (
+        f"the process computes on devices {', '.join(map(str, devices))}: time in which any of "
+        "them computes counts as compute; with one process per device each is split by itself"
     )
-    rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
-    window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
-    note = Note(
-        "no_steps", "no ProfilerStep in the trace: the whole trace counts as one step", trace.rank
-    )
-    return Steps((window,) if window.end_ns > window.start_ns else (), (note,))
+    return [Note("several_devices", text, trace.rank)]
 
 
-def _build_host_windows(marked: Sequence[_HostStep]) -> list[StepWindow]:
+def _mark_all_partial(steps: Steps) -> Steps:
+    windows: tuple[StepWindow, ...] = tuple(replace(w, kind="partial") for w in steps.windows)
+    return replace(steps, windows=windows)
+
+
+def _mark_lost_work(
+    trace: RankTrace, marked: Sequence[HostStep], windows: Sequence[StepWindow]
+) -> tuple[list[StepWindow], list[Note]]:
+    """Marks steps whose device work was lost by the profiler as partial."""
+    launches = collect_launches(trace.events)
+    cut = find_lost_steps(launches, trace.events, [step.start_ns for step in marked])
+    notes = list(note_lost_work(launches, trace.events, trace.rank))
+    partial: list[StepWindow] = [
+        replace(w, kind="partial") if is_cut else w
+        for w, is_cut in zip(windows, cut.tolist(), strict=True)
+    ]
+    numbers = [w.step for w in compress(windows, cut.tolist()) if w.end_ns > w.start_ns]
+    if numbers:
+        listed = units.format_number_list(numbers)
+        text = f"the profiler lost device work of step {listed}: partial"
+        notes.append(Note("device_work_cut", text, trace.rank))
+    return partial, notes
+
+
+def _build_host_windows(marked: Sequence[HostStep]) -> list[StepWindow]:
     """Each window runs from the end of the previous step to its own, even if the marks overlap."""
     edges = [marked[0].start_ns, *accumulate((step.end_ns for step in marked), max)]
     return [
@@ -220,8 +516,8 @@ def _build_host_windows(marked: Sequence[_HostStep]) -> list[StepWindow]:
     ]
 
 
-def _build_device_windows(trace: RankTrace, marked: Sequence[_HostStep]) -> list[StepWindow]:
-    """Windows on the device: a step ends with the last kernel that it launched on the main compute
+def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[StepWindow]:
+    """Windows on the device: a step ends with the last kernel that it launched on a main compute
     stream."""
     events = trace.events
     device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
@@ -245,8 +541,13 @@ def _build_device_windows(trace: RankTrace, marked: Sequence[_HostStep]) -> list
     return windows
 
 
+_MAIN_SHARE = 0.1
+"""A stream with this share of the compute of the busiest one is a main compute stream."""
+
+
 def is_on_main_stream(trace: RankTrace, device: Int64) -> Bool:
-    """Whether each device event (given by row) is a kernel on the stream with the most compute.
+    """Whether each device event (given by row) is a kernel on a main compute stream: on the stream
+    with the most compute, or on one with a tenth of it, on any device of the process.
 
     True for all events if no kernel computes.
     """
@@ -258,10 +559,10 @@ def is_on_main_stream(trace: RankTrace, device: Int64) -> Bool:
     if not busy.max(initial=0.0):
         return np.ones(len(device), dtype=np.bool_)
     kernel = events.category[device] == Category.KERNEL
-    return np.asarray(kernel & (events.lane[device] == int(busy.argmax())))
+    return np.asarray(kernel & (busy >= _MAIN_SHARE * busy.max())[events.lane[device]])
 
 
-def _classify_steps(trace: RankTrace, marked: Sequence[_HostStep]) -> list[Kind]:
+def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     """The kind of each step: full for the usual communication sequence, other for the rest.
 
     A call belongs to the step in which the host issued it, because step boundaries shift on the
@@ -284,75 +585,6 @@ def _build_signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int)
     pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
     edges = np.searchsorted(step_of[rows], np.arange(count + 1)).tolist()
     return [pairs[low:high].tobytes() for low, high in pairwise(edges)]
-
-
-# Steps of a trace without ProfilerStep marks, inferred from what repeats.
-
-_FEWEST_CALLS, _FEWEST_TIMES = 4, 3
-"""Minimum calls per period and minimum number of periods to infer steps from the call sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBoundaries:
-    """Host times at which one step ends and the next begins, and what they were inferred from."""
-
-    ends_ns: Int64
-    source: str
-
-
-def find_boundaries(trace: RankTrace) -> StepBoundaries | None:
-    """Infers step boundaries from optimizer steps, else from the sequence of calls, else None."""
-    ends = _find_optimizer_ends(trace.events)
-    if len(ends):
-        return StepBoundaries(ends, "optimizer steps")
-    ends = _find_period_ends(trace)
-    return StepBoundaries(ends, "the repeating sequence of collectives") if len(ends) else None
-
-
-def _find_optimizer_ends(events: Events) -> Int64:
-    """The end of the last optimizer of each step; several optimizers may follow one backward."""
-    marks = events.match_prefix("Optimizer.step#") & events.is_category(
-        Category.ANNOTATION, Category.OP
-    )
-    ends = np.sort(events.end_ns[marks])
-    backward = np.sort(events.start_ns[events.match_prefix("autograd::engine")])
-    if not len(backward):
-        return ends
-    before = np.searchsorted(backward, ends)
-    last = np.ones(len(ends), dtype=np.bool_)
-    last[:-1] = before[1:] > before[:-1]
-    return ends[last]
-
-
-def _find_period_ends(trace: RankTrace) -> Int64:
-    """The issue time of the last call of each period of the call sequence.
-
-    Only a period in which some call occurs exactly once counts: such a call is issued per step, not
-    per layer.
-    """
-    calls = trace.calls
-    known = np.flatnonzero(calls.issued_ns >= 0)
-    known = known[np.argsort(calls.issued_ns[known], kind="stable")]
-    if len(known) < _FEWEST_TIMES * _FEWEST_CALLS:
-        return np.empty(0, dtype=np.int64)
-    kind = group_ids(calls.group_id[known], calls.op[known], calls.message_bytes[known])
-    count = np.bincount(kind)
-    rarest = int(np.flatnonzero(count == count[count > 0].min())[0])
-    at = np.flatnonzero(kind == rarest)
-    if not _is_period(kind, at):
-        return np.empty(0, dtype=np.int64)
-    return calls.issued_ns[known[at]] + 1
-
-
-def _is_period(kind: Int64, at: Int64) -> bool:
-    """Whether the calls between consecutive occurrences of the rarest call are always the same."""
-    if len(at) < _FEWEST_TIMES:
-        return False
-    length = np.diff(at)
-    period = int(length[0])
-    if period < _FEWEST_CALLS or (length != period).any():
-        return False
-    return bool((kind[:-period] == kind[period:]).all())
 
 
 # Step time variation: median, tail, and the causes of slow steps.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer.arrays import is_inside
+from stepsplit.analyzer.split.classify import find_spans
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.steps import Steps
@@ -25,7 +26,6 @@ from stepsplit.analyzer.split.strategy_evidence import (
     count_gradient_sums,
     detect_data_strategies,
     detect_wrapped_ddp,
-    find_spans,
     format_axes,
 )
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Group, Int64, RankTrace
@@ -156,7 +156,7 @@ def _count_calls(evidence: RankEvidence, group: Group, *ops: str) -> int:
 
 # Model parallel strategies: tp, sp, cp, ep.
 
-_LOSS = re.compile(r"XX+\|")
+_LOSS = re.compile(r"(?<!X)XX+\|")
 
 _LOOK_UP = re.compile(r"EX")
 
@@ -369,7 +369,9 @@ def detect_accumulation(evidence: RankEvidence, sums: int) -> list[Strategy]:
     sums is the number of backward passes, over all steps, after which gradients are reduced.
     """
     spans = evidence.marks.optimizer
-    updates = int((evidence.steps.find_step(spans.start_ns) >= 0).sum())
+    starts_ns = spans.start_ns[evidence.steps.find_step(spans.start_ns) >= 0]
+    # ZeRO-3 updates its groups of weights one after the other.
+    updates = len(np.unique(evidence.passes.find_latest(starts_ns)))
     updates = updates or (len(evidence.steps) if evidence.steps.marked else len(evidence.passes))
     count, rest = divmod(len(evidence.passes), updates)
     if count < 2 or rest or any(evidence.trace.rank in line for line in evidence.layout.pipelines):

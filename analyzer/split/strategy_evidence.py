@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
+from stepsplit.analyzer.split.classify import DDP_FORWARD, find_call_purposes, find_spans
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import Steps, StepWindow
@@ -32,8 +33,6 @@ _RETURNS = ("all_gather", "broadcast")
 _LEAST_WEIGHTS = 0.2
 """Minimum bytes of updated weights per byte of gradients: fp8 weights of fp32 gradients give 0.25,
 evaluations and checkpoints gather less."""
-
-_DDP = "DistributedDataParallel.forward"
 
 _ZERO = "Optimizer.step#ZeroRedundancyOptimizer"
 
@@ -116,7 +115,7 @@ def detect_wrapped_ddp(evidence: RankEvidence, groups: Collection[Group]) -> lis
         for use in _list_uses(evidence)
         if use.group in groups and use.is_called(BACKWARD, *_SUMS)
     ]
-    sizes = [len(use.group.ranks) for use in uses] if _has_event(evidence, _DDP) else []
+    sizes = [len(use.group.ranks) for use in uses] if _has_event(evidence, DDP_FORWARD) else []
     return [Strategy("ddp", "cp", size) for size in sizes]
 
 
@@ -304,9 +303,6 @@ Counts = npt.NDArray[np.float64]
 
 CALL, BACKWARD_BEGINS = "X", "|"
 
-_SHARDS = ("FSDP::", "FullyShardedDataParallel._")
-"""Prefixes of the annotations of PyTorch's fully sharded data parallelism."""
-
 _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 
 
@@ -314,7 +310,8 @@ _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 class RankEvidence:
     """The calls of a rank in its full steps, one row each in trace order; columns of one length.
 
-    part is FORWARD, BACKWARD or AFTER, -1 if unknown; shards: issued by FSDP.
+    part is FORWARD, BACKWARD or AFTER, -1 if unknown; shards: issued by FSDP. has_purpose: a range
+    around the call shows that it moves gradients, weights or activations.
     """
 
     trace: RankTrace
@@ -326,6 +323,7 @@ class RankEvidence:
     when: Int64
     part: Int64
     shards: Bool
+    has_purpose: Bool
 
     @property
     def op(self) -> Int64:
@@ -343,7 +341,7 @@ class RankEvidence:
     def is_tensor(self) -> Bool:
         """Which calls may move tensors, as opposed to losses, norms or flags."""
         size = self.message_bytes
-        return (size < 0) | (size > SCALAR_BYTES)
+        return (size < 0) | (size > SCALAR_BYTES) | self.has_purpose
 
     def is_op(self, *ops: str) -> Bool:
         """Which calls have one of these ops."""
@@ -401,6 +399,7 @@ def collect_evidence(
     row = np.flatnonzero(leads & (steps.find_step(when) >= 0))
     when = when[row]
     ends = np.isin(trace.calls.op[row], _REDUCES) | is_inside(marks.optimizer, when)
+    purposes = find_call_purposes(trace)
     return RankEvidence(
         trace=trace,
         layout=layout,
@@ -410,7 +409,8 @@ def collect_evidence(
         row=row,
         when=when,
         part=passes.classify_part(when, steps, ends),
-        shards=is_inside(find_spans(trace.events, *_SHARDS), when),
+        shards=purposes.weights[row],
+        has_purpose=purposes.known[row],
     )
 
 
@@ -525,7 +525,7 @@ def find_landmarks(events: Events) -> Landmarks:
     rows = np.flatnonzero(events.is_category(Category.OP) & (letters[events.name_id] != ord(" ")))
     start = events.start_ns[rows]
     engine = find_spans(events, "autograd::engine")
-    optimizer = find_spans(events, "Optimizer.step#")
+    optimizer = _skip_closures(find_spans(events, "Optimizer.step#"), engine)
     return Landmarks(
         start_ns=start,
         letter=letters[events.name_id[rows]],
@@ -535,11 +535,14 @@ def find_landmarks(events: Events) -> Landmarks:
     )
 
 
-def find_spans(events: Events, *prefixes: str) -> Intervals:
-    """The intervals of host events whose name has one of these prefixes."""
-    named = events.name_mask(tuple(name.startswith(prefixes) for name in events.names))
-    mask = named & events.is_category(Category.OP, Category.ANNOTATION)
-    return union(events.start_ns[mask], events.end_ns[mask])
+def _skip_closures(optimizer: Intervals, engine: Intervals) -> Intervals:
+    """The optimizers' own work: a step may call a closure with forward and backward first."""
+    if not len(engine):
+        return optimizer
+    last = np.searchsorted(engine.start_ns, optimizer.end_ns) - 1
+    within = (last >= 0) & (engine.start_ns[last] >= optimizer.start_ns)
+    own_ns = np.where(within, engine.end_ns[last], optimizer.start_ns)
+    return Intervals(np.minimum(own_ns, optimizer.end_ns), optimizer.end_ns)
 
 
 @cache

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from stepsplit.analyzer.arrays import Intervals, group_ids, group_max, group_min, group_rows
+from stepsplit.analyzer.arrays import group_ids, group_max, group_min, group_rows
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
@@ -17,17 +17,14 @@ from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64,
 COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
 """Indices of the communication buckets in BUCKETS."""
 
-LAG_NS, LONG_NS, TIMES = 5_000_000, 500_000, 4
-"""A gloo worker's range may end up to LAG_NS after the waiting thread has resumed. The wait then is
-a gap of compute longer than LONG_NS and than TIMES the lag."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """The calls of one rank cut into pieces of one bucket each, on the rank's own clock.
 
-    Columns of one length: call indexes the rank's Calls; life_end_ns is the end of the whole call;
-    owner is the rank waited for, -1 if none or unknown.
+    Columns of one length: call indexes the rank's Calls; life_end_ns is the end of the whole call,
+    or when the rank resumed if that was earlier; owner is the rank waited for, -1 if none or
+    unknown.
     """
 
     call: Int32
@@ -37,18 +34,54 @@ class Pieces:
     life_end_ns: Int64
     owner: Int32
 
+    def select(self, rows: Bool) -> Pieces:
+        """Only these pieces."""
+        return Pieces(
+            self.call[rows], self.bucket[rows], self.start_ns[rows],
+            self.end_ns[rows], self.life_end_ns[rows], self.owner[rows],
+        )  # fmt: skip
 
-def split_calls(
-    trace: RankTrace, rows: slice, arrivals: Arrivals, clock: Clock, layout: RankLayout
-) -> Pieces:
-    """Splits each call of one rank (rows) into wait, transfer, and wait after the transfer."""
+
+@dataclass(frozen=True, slots=True)
+class RankCallTimes:
+    """The times of one rank's calls on its own clock, columns of one length.
+
+    Data moves from moves_ns, the last arrival, to moved_ns; matched: whether the arrivals of all
+    members were recorded.
+    """
+
+    start_ns: Int64
+    moves_ns: Int64
+    moved_ns: Int64
+    end_ns: Int64
+    matched: Bool
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+def map_call_times(
+    trace: RankTrace, rows: slice, arrivals: Arrivals, clock: Clock
+) -> RankCallTimes:
+    """The times of the calls of one rank (rows) on its own clock."""
     start = trace.events.start_ns[trace.calls.event]
     end = trace.events.end_ns[trace.calls.event]
     if not trace.on_device:
         start = clock.map_to_own_ns(arrivals.start_ns[rows])
     moves = np.clip(clock.map_to_own_ns(arrivals.moves_ns[rows]), start, end)
     moved = np.clip(clock.map_to_own_ns(arrivals.moved_ns[rows]), moves, end)
-    last = _find_last_of_kernel(trace, moves, _find_awaited_rank(trace, arrivals.last[rows]))
+    return RankCallTimes(start, moves, moved, end, ~arrivals.estimated[rows])
+
+
+def split_calls(
+    trace: RankTrace, times: RankCallTimes, last_rank: Int32, layout: RankLayout
+) -> Pieces:
+    """Splits each call of one rank into wait, transfer, and wait after the transfer.
+
+    last_rank is the rank that arrived last at each call.
+    """
+    start, moves, moved, end = times.start_ns, times.moves_ns, times.moved_ns, times.end_ns
+    last = _find_last_of_kernel(trace, moves, _find_awaited_rank(trace, last_rank))
     waits = _classify_waits(trace, last, layout)
     moving = np.where(trace.calls.is_message, P2P, COLLECTIVE)
     call = np.arange(len(start), dtype=np.int32)
@@ -78,31 +111,6 @@ def _find_last_of_kernel(trace: RankTrace, moves: Int64, last: Int32) -> Int32:
         if len(part) > 1:
             owner[part] = last[part[int(moves[part].argmax())]]
     return owner
-
-
-def remove_lag(pieces: Pieces, compute: Intervals) -> Pieces:
-    """Ends the pieces of a gloo run when the waiting thread resumed.
-
-    A worker's range ends up to LAG_NS after the waiting thread has resumed. So a call ends with the
-    longest gap of compute that closes within that time before its end, if the gap is long enough.
-    """
-    end = pieces.life_end_ns
-    gap_start, gap_end = compute.end_ns[:-1], compute.start_ns[1:]
-    first = np.searchsorted(gap_end, end - LAG_NS, side="left").tolist()
-    after = np.searchsorted(gap_end, end, side="left").tolist()
-    resumed = end.copy()
-    for row, (low, high) in enumerate(zip(first, after, strict=True)):
-        if high > low:
-            longest = low + int((gap_end[low:high] - gap_start[low:high]).argmax())
-            lag = int(end[row] - gap_end[longest])
-            if gap_end[longest] - gap_start[longest] > max(LONG_NS, TIMES * lag):
-                resumed[row] = gap_end[longest]
-    return replace(
-        pieces,
-        start_ns=np.minimum(pieces.start_ns, resumed),
-        end_ns=np.minimum(pieces.end_ns, resumed),
-        life_end_ns=resumed,
-    )
 
 
 def _find_awaited_rank(trace: RankTrace, last: Int32) -> Int32:

@@ -3,39 +3,72 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
+import json
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import count, pairwise
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.protocol import (
-    MARGIN_STEPS,
     POLL_S,
     AgentAnswer,
+    LookAnswer,
     Status,
+    WatchLine,
     ask_record,
     ask_status,
     build_socket_path,
+    build_stack_path,
     format_answer,
+    leave_state,
     list_agents,
     parse_request,
-    read_identity,
-    read_job_name,
     read_line,
+    remove_old_states,
 )
 from stepsplit.collectors.guard import warn_on_failure
-from stepsplit.collectors.nccl import build_log_path, limit_log_size, truncate_log
-from stepsplit.collectors.optimizers import Listener, add_listener, call_listener
-from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, parse_plan
+from stepsplit.collectors.launcher import read_identity, read_job_name
+from stepsplit.collectors.nccl import (
+    build_log_path,
+    limit_log_size,
+    read_flight_json,
+    truncate_log,
+)
+from stepsplit.collectors.optimizers import (
+    Listener,
+    add_listener,
+    call_listener,
+    count_optimizer_steps,
+)
+from stepsplit.collectors.rank_record import (
+    ENDED,
+    RAISED,
+    RUNNING,
+    STEPS_TIMED_BEFORE,
+    CodeFrame,
+    Look,
+    RankState,
+)
+from stepsplit.collectors.record import (
+    PLAN_VARIABLE,
+    RecordPlan,
+    build_kineto_environment,
+    parse_plan,
+)
+from stepsplit.collectors.run_spec import GroupInfo
 
 if TYPE_CHECKING:
     from stepsplit.collectors.profiler import ActiveRecording
@@ -51,42 +84,97 @@ class Agent:
 
     def __init__(self, plan: RecordPlan) -> None:
         self._plan: RecordPlan | None = plan if plan.first is not None else None
+        self._first = plan.first
         self._counter = StepCounter(self._handle_step_end)
         self._times: deque[int] = deque(maxlen=16)
         self._recording: ActiveRecording | None = None
+        self._early: ActiveRecording | None = None
         self._pid = 0
+        self._steps_before = 0
         self._log: Path | None = None
+        self._observer = SelfObserver()
+        self._watchdog = StackWatchdog(self._describe_for_watchdog)
 
     def install(self) -> None:
         """Starts to count steps once torch's optimizers are imported."""
+        self._watchdog.install()
         when_imported("torch.optim.optimizer", self._counter.install)
+        when_imported("torch.optim.optimizer", _configure_kineto)
+        when_joined(self._handle_join)
+
+    def _handle_join(self) -> None:
+        """Runs when the process group is initialized: a job may hang before its first step."""
+        with warn_on_failure(read_identity().rank, "its place in the job"):
+            self._observer.note_join()
+        if not self._pid:
+            self._listen()
 
     def _handle_step_end(self, step: int) -> None:
         """Runs on the training thread at the end of each step."""
         self._times.append(time.perf_counter_ns())
+        self._observer.note_step_end()
         if not self._pid:
             self._listen()
+        if step == _UNSTEADY_STEPS:
+            self._steps_before = self._counter.read_steps_before(step + 1)
         if self._recording is not None:
             self._recording.end_step(step)
             if self._recording.over:
                 self._close()
-        elif self._plan is not None and step + 1 >= self._compute_begin_step(self._plan):
+        if self._early is not None:
+            self._end_early_step(self._early, step)
+        if self._plan is not None and step + 1 >= self._compute_begin_step(self._plan):
             self._begin(step + 1)
+        elif self._plan is not None and step == 0:
+            self._begin_early(self._plan)
 
     @staticmethod
     def _compute_begin_step(plan: RecordPlan) -> int:
         """The step before which the recording begins; some steps are timed before the warmup."""
-        return max(1, (plan.first or 0) - plan.warmup - MARGIN_STEPS)
+        earliest = (plan.first or 0) - plan.warmup
+        return max(1, _count_early_steps(plan) + 2, earliest - STEPS_TIMED_BEFORE)
+
+    def _begin_early(self, plan: RecordPlan) -> None:
+        """Records the first steps, which are kept if the job ends before those of the plan."""
+        steps = _count_early_steps(plan)
+        if not steps:
+            return
+        with warn_on_failure(read_identity().rank, "the first steps"):
+            from stepsplit.collectors.profiler import ActiveRecording, UserSpec, can_detach
+
+            if can_detach():
+                early = replace(plan, first=1, steps=steps, warmup=0)
+                read = self._counter.read_steps_before
+                self._early = ActiveRecording(early, UserSpec(), True, read)
+                self._early.begin(1)
+
+    def _end_early_step(self, early: ActiveRecording, step: int) -> None:
+        """Drops the early recording with the first step of the plan, which all ranks share."""
+        early.end_step(step)
+        if step == self._first:
+            self._early = None
+            early.discard()
 
     def _begin(self, next_step: int) -> None:
+        # An earlier recording may still time the steps after it.
+        self._close()
         plan, self._plan = self._plan, None
         if plan is not None:
             with warn_on_failure(read_identity().rank, "the recording"):
                 # Import only now: at install, torch itself was only partly imported.
-                from stepsplit.collectors.profiler import ActiveRecording, UserSpec
+                from stepsplit.collectors.profiler import ActiveRecording, state_mesh
 
-                self._recording = ActiveRecording(plan, UserSpec())
-                self._recording.begin(next_step)
+                self._recording = ActiveRecording(
+                    plan,
+                    state_mesh(plan.mesh),
+                    read_steps_before=self._counter.read_steps_before,
+                )
+                self._recording.begin(next_step, self._list_step_times(next_step))
+
+    def _list_step_times(self, next_step: int) -> list[int]:
+        """The times of the last steps, without the first ones of the job."""
+        times_ns = [later - earlier for earlier, later in pairwise(self._times)]
+        return times_ns[max(0, _UNSTEADY_STEPS - (next_step - len(times_ns))) :]
 
     def _close(self) -> None:
         recording, self._recording = self._recording, None
@@ -98,9 +186,16 @@ class Agent:
         if os.getpid() != self._pid:
             return
         recording, self._recording = self._recording, None
-        if recording is not None:
+        early, self._early = self._early, None
+        if early is not None and early.has_steps:
+            if recording is not None:
+                recording.discard()
+            early.close()
+        elif recording is not None:
             recording.close()
+        self._watchdog.stop()
         with warn_on_failure(read_identity().rank, "its socket"):
+            leave_state(self._observer.describe_end(self._counter.steps))
             build_socket_path(self._pid).unlink(missing_ok=True)
         if self._log is not None:
             truncate_log(self._log)
@@ -112,6 +207,8 @@ class Agent:
         self._log = build_log_path(os.environ, self._pid) if started else None
         atexit.register(self._close_at_exit)
         with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):
+            remove_old_states()
+            leave_state(self._observer.describe_loss())
             path = build_socket_path(self._pid)
             path.unlink(missing_ok=True)
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -121,6 +218,7 @@ class Agent:
                 target=self._serve, args=(server,), name="stepsplit-agent", daemon=True
             ).start()
             forward_plans()
+            self._watchdog.start()
             if self._log is not None:
                 limit_log_size(self._log)
 
@@ -131,26 +229,48 @@ class Agent:
                 connection.settimeout(2.0)
                 connection.sendall(format_answer(self._answer(read_line(connection))))
 
-    def _answer(self, line: bytes) -> Status | AgentAnswer:
+    def _answer(self, line: bytes) -> Status | AgentAnswer | LookAnswer:
         question = parse_request(line)
         plan = question.plan
+        if question.look:
+            return self._look(question.flight)
         if plan is None:
             return self._build_status()
         done = self._counter.steps
-        if self._recording is not None or self._plan is not None:
+        if self._is_busy():
             return AgentAnswer(False, done, "it is already being recorded")
         if done + 1 > (plan.first or 0) - plan.warmup:
             return AgentAnswer(
                 False, done, f"step {plan.first} is too soon: {done} steps have ended"
             )
+        if not question.relayed and (refusal := claim_recording(plan, done)):
+            return AgentAnswer(False, done, refusal)
         self._plan = plan
         if not question.relayed:
             publish_plan(plan)
         return AgentAnswer(True, done)
 
+    def _is_busy(self) -> bool:
+        recording = self._recording
+        return self._plan is not None or (recording is not None and recording.is_recording)
+
+    def _look(self, flight: bool) -> LookAnswer:
+        state = self._observer.describe(self._counter.steps, self._list_recent_times())
+        return LookAnswer(state, read_flight_json() if flight else "")
+
+    def _describe_for_watchdog(self) -> WatchLine:
+        return WatchLine(
+            main_thread=threading.main_thread().ident or 0,
+            at_unix_ns=time.time_ns(),
+            steps=self._counter.steps,
+            since_step_ns=self._observer.measure_since_step_ns(),
+        )
+
+    def _list_recent_times(self) -> list[int]:
+        return [later - earlier for earlier, later in pairwise(list(self._times))]
+
     def _build_status(self) -> Status:
-        own_identity, times = read_identity(), list(self._times)
-        gaps = [later - earlier for earlier, later in pairwise(times)]
+        own_identity, gaps = read_identity(), self._list_recent_times()
         return Status(
             pid=os.getpid(),
             rank=own_identity.rank,
@@ -160,8 +280,36 @@ class Agent:
             job=read_job_name(),
             steps=self._counter.steps,
             step_ns=min(gaps, default=0),
-            busy=self._recording is not None or self._plan is not None,
+            busy=self._is_busy(),
+            since_step_ns=self._observer.measure_since_step_ns(),
+            longest_step_ns=max(gaps, default=0),
+            steps_before=self._steps_before,
         )
+
+
+EARLY_STEPS = 3
+"""Steps recorded at the begin of a job, which may be shorter than its plan expects."""
+
+_MIN_TIMED_BEFORE = 4
+"""Steps that are still timed without the profiler between those steps and the plan's."""
+
+
+def _count_early_steps(plan: RecordPlan) -> int:
+    """Steps 1, 2, ... to record early; none if the plan's own steps follow at once."""
+    earliest = (plan.first or 0) - plan.warmup
+    room = earliest - 2 - _MIN_TIMED_BEFORE
+    return min(plan.steps, EARLY_STEPS, max(room, 1)) if earliest > 2 else 0
+
+
+_UNSTEADY_STEPS = 3
+"""The first steps of a job compile and allocate."""
+
+
+def _configure_kineto() -> None:
+    """Sets Kineto's variables while torch is imported: no thread reads the environment yet."""
+    cuda = getattr(sys.modules.get("torch.version"), "cuda", None)
+    if cuda:
+        os.environ.update(build_kineto_environment(os.environ, cuda))
 
 
 # Counts optimizer steps from the hooks that torch calls around every optimizer's step.
@@ -182,6 +330,7 @@ class StepCounter:
         self._running: list[Any] = []
         self._leader: int | None = None
         self._others: Counter[int] = Counter()
+        self._stepped: Any = None
         self.steps = 0
         """Number of steps that have ended."""
 
@@ -190,6 +339,14 @@ class StepCounter:
         listener = Listener(self._enter_step, self._exit_step)
         add_listener(listener)
         wrap_engines(listener)
+
+    def read_steps_before(self, steps_ended: int) -> int:
+        """The steps of a resumed job before this process, by its optimizer; 0 if unknown.
+
+        Call it within `ended`.
+        """
+        count = None if self._stepped is None else count_optimizer_steps(self._stepped)
+        return 0 if count is None else max(0, count - steps_ended)
 
     def _enter_step(self, optimizer: Any) -> None:
         if self._running and not _is_stepping(self._running[0]):
@@ -205,7 +362,12 @@ class StepCounter:
         if not running and self._is_leader(id(optimizer)):
             self._others.clear()
             self.steps += 1
-            self._handle_step_end(self.steps - 1)
+            self._stepped = optimizer
+            try:
+                self._handle_step_end(self.steps - 1)
+            finally:
+                # Not kept, as the script may drop it.
+                self._stepped = None
 
     def _is_leader(self, optimizer: int) -> bool:
         self._others[optimizer] += 1
@@ -262,6 +424,30 @@ def has_several_hosts() -> bool:
     return own_identity.local_world_size < own_identity.world_size
 
 
+def claim_recording(plan: RecordPlan, done: int) -> str:
+    """Claims the next recording for all hosts of the job; why it is refused, or "".
+
+    Attaches on two hosts at the same moment would otherwise each win the ranks of their host.
+    """
+    if not has_several_hosts():
+        return ""
+
+    from stepsplit.collectors import job_info
+
+    own = plan.format_json()
+    winner = job_info.claim_value("attach/claim", own, lambda text: _is_over(text, done))
+    if winner == own:
+        return ""
+    other = parse_plan(winner)
+    first = other.first or 0
+    return f"an attach on another host records steps {first} to {first + other.steps - 1}"
+
+
+def _is_over(claimed: str, done: int) -> bool:
+    plan = parse_plan(claimed)
+    return done >= (plan.first or 0) + plan.steps
+
+
 def publish_plan(plan: RecordPlan) -> None:
     """Publishes the plan for the other hosts, from one rank of this host."""
     if has_several_hosts() and read_identity().local_rank == 0:
@@ -300,3 +486,253 @@ def _ask_ranks(plan: RecordPlan) -> None:
         status = ask_status(pid)
         if status is not None and status.job == read_job_name():
             ask_record(pid, plan, relayed=True)
+
+
+# Looks at this process from the agent's thread: Python stack, number of calls, exception.
+
+MAX_FRAMES = 64
+
+_MAX_ERROR = 500
+
+
+class SelfObserver:
+    """Describes this process; it only reads, and never waits for another thread or rank."""
+
+    def __init__(self) -> None:
+        self._joined_s = time.monotonic()
+        self._last_step_s: float | None = None
+        self._place = (0, 1)
+
+    def note_join(self) -> None:
+        """Notes that this process is a rank from now on."""
+        self._joined_s = time.monotonic()
+
+    def note_step_end(self) -> None:
+        """Notes the time at which a step has ended."""
+        self._last_step_s = time.monotonic()
+
+    def measure_since_step_ns(self) -> int:
+        """The time since the last step ended, or since this process joined the job."""
+        since = self._joined_s if self._last_step_s is None else self._last_step_s
+        return int((time.monotonic() - since) * 1e9)
+
+    def describe(self, steps: int, step_times_ns: Sequence[int]) -> RankState:
+        """The state of this process, with one look."""
+        self._place = _read_place()
+        error, error_stack = _read_exception()
+        look = Look(
+            at_unix_ns=time.time_ns(),
+            steps=steps,
+            since_step_ns=self.measure_since_step_ns(),
+            calls=_count_calls(),
+            stack=read_main_stack(),
+            busy_ns=_read_main_busy_ns(),
+            io_bytes=_read_io_bytes(),
+        )
+        return replace(
+            self._build_state(RAISED if error else RUNNING),
+            step_ns=max(step_times_ns, default=0),
+            looks=(look,),
+            groups=_list_groups(),
+            error=error,
+            error_stack=error_stack,
+        )
+
+    def describe_loss(self) -> RankState:
+        """What is to be read of this process if it ends without a chance to say so."""
+        self._place = _read_place()
+        return self._build_state(ENDED)
+
+    def describe_end(self, steps: int) -> RankState:
+        """The state of this process at its end, when its process groups may be gone."""
+        error, error_stack = _read_exception()
+        return replace(
+            self._build_state(ENDED),
+            looks=(Look(time.time_ns(), steps, self.measure_since_step_ns(), 0, ()),),
+            error=error,
+            error_stack=error_stack,
+        )
+
+    def _build_state(self, condition: str) -> RankState:
+        """The state of this process without looks, at the place that was read last."""
+        rank, world_size = self._place
+        return RankState(
+            rank=rank,
+            world_size=world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=read_job_name(),
+            condition=condition,
+        )
+
+
+# Stacks that can be read while a thread holds Python's lock.
+
+WATCHDOG_S, _ARM_S = 8.0, 2.0
+"""The lock held for longer than the first is taken for a hang; how often that is postponed."""
+
+
+class StackWatchdog:
+    """Has faulthandler write the stacks to a file if this class cannot run for a while.
+
+    faulthandler has one such watchdog per process: once the script uses it, ours ends. A process
+    that was frozen as a whole (a debugger, SIGSTOP) may write its stacks too, when it goes on.
+    """
+
+    def __init__(self, describe: Callable[[], WatchLine]) -> None:
+        self._describe = describe
+        self._ended = threading.Event()
+        self._arm = faulthandler.dump_traceback_later
+        self._cancel = faulthandler.cancel_dump_traceback_later
+        self._thread: threading.Thread | None = None
+        self._file: Any = None
+
+    def install(self) -> None:
+        """Notices from now on if the script uses faulthandler's watchdog itself."""
+        for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+            setattr(faulthandler, name, self._wrap(getattr(faulthandler, name)))
+
+    def start(self) -> None:
+        """Watches from now on, from a thread of its own."""
+        if not self._ended.is_set():
+            name = "stepsplit-watchdog"
+            self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch and removes its file."""
+        is_ours = self._file is not None and not self._ended.is_set()
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+        if is_ours:
+            self._cancel()
+        with suppress(OSError):
+            build_stack_path(os.getpid()).unlink(missing_ok=True)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def used_by_script(*args: Any, **kwargs: Any) -> Any:
+            self._ended.set()
+            return original(*args, **kwargs)
+
+        return used_by_script
+
+    def _watch(self) -> None:
+        what = "its stacks while Python's lock is held"
+        path = build_stack_path(os.getpid())
+        with warn_on_failure(read_identity().rank, what), path.open("w+") as self._file:
+            while not self._ended.is_set():
+                self._file.seek(0)
+                self._file.truncate()
+                self._file.write(json.dumps(asdict(self._describe())) + "\n")
+                self._file.flush()
+                self._arm(WATCHDOG_S, file=self._file)
+                self._ended.wait(_ARM_S)
+
+
+def read_main_stack() -> tuple[CodeFrame, ...]:
+    """The stack of the main thread, innermost frame first."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[CodeFrame] = []
+    while frame is not None and len(frames) < MAX_FRAMES:
+        code = frame.f_code
+        frames.append(CodeFrame(code.co_name, code.co_filename, frame.f_lineno or 0))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def _read_main_busy_ns() -> int:
+    """Time in which the main thread has run or, on a crowded machine, has waited for a CPU."""
+    with suppress(OSError, ValueError):
+        # The main thread has the number of the process.
+        fields = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
+        return int(fields[0]) + int(fields[1])
+    with suppress(OSError, AttributeError):
+        clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        return time.clock_gettime_ns(clock)
+    return 0
+
+
+def _read_io_bytes() -> int:
+    """What this process has read and written; 0 if the system does not count it."""
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
+    return 0
+
+
+def _read_exception() -> tuple[str, tuple[CodeFrame, ...]]:
+    """The exception that ended the main thread; "" if none has."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None:
+        return "", ()
+    lines = traceback.format_exception_only(type(error), error)
+    text = lines[-1].strip()[:_MAX_ERROR] if lines else type(error).__name__
+    return text, _list_frames(error.__traceback__)
+
+
+def _list_frames(trace: TracebackType | None) -> tuple[CodeFrame, ...]:
+    frames = traceback.extract_tb(trace)[-MAX_FRAMES:]
+    return tuple(CodeFrame(one.name, one.filename, one.lineno or 0) for one in reversed(frames))
+
+
+def _has_process_group() -> bool:
+    """Whether torch.distributed is imported and initialized; imports nothing."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module is not None and bool(module.is_initialized())
+
+
+def _read_place() -> tuple[int, int]:
+    place = read_identity()
+    if not _has_process_group():
+        return place.rank, place.world_size
+    from stepsplit.collectors import job_info
+
+    rank, world_size, _ = job_info.read_job()
+    return rank, world_size
+
+
+def _list_groups() -> tuple[GroupInfo, ...]:
+    if not _has_process_group():
+        return ()
+    from stepsplit.collectors import job_info
+
+    return job_info.list_groups()
+
+
+def _count_calls() -> int:
+    """The collectives that this rank has called in all groups, by their sequence numbers."""
+    if not _has_process_group():
+        return 0
+    from stepsplit.collectors import job_info
+
+    return job_info.count_calls()
+
+
+# The moment at which a process becomes a rank.
+
+_C10D = "torch.distributed.distributed_c10d"
+
+
+def when_joined(then: Callable[[], None]) -> None:
+    """Calls `then` each time this process has initialized its process group."""
+    when_imported(_C10D, lambda: _wrap_initialization(then))
+
+
+def _wrap_initialization(then: Callable[[], None]) -> None:
+    """Wraps init_process_group, from which every launcher's ranks begin."""
+    module = sys.modules[_C10D]
+    original = getattr(module, "init_process_group", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def init_process_group(*args: object, **kwargs: object) -> object:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    for place in (module, sys.modules.get("torch.distributed")):
+        if getattr(place, "init_process_group", None) is original:
+            place.init_process_group = init_process_group  # type: ignore[union-attr]

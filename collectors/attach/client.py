@@ -1,47 +1,81 @@
-"""attach: records a running job through its agents, Kineto's daemon protocol or PEP 768."""
+"""Records or observes a running job through its agents, Kineto's daemon protocol or PEP 768."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
+import socket
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from stepsplit.collectors.attach.protocol import (
     MARGIN_STEPS,
     POLL_S,
     AgentAnswer,
     CapturedTrace,
+    LookAnswer,
     Status,
+    ask_look,
     ask_record,
     ask_status,
     capture,
     find_daemon_ranks,
+    is_process_alive,
+    is_process_stopped,
     list_agents,
     list_ancestors,
     list_process_tree,
+    make_socket_folder,
     read_command_line,
     read_environment,
+    read_left_states,
+    read_stack,
 )
 from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.launcher import read_identity, read_job_name
+from stepsplit.collectors.nccl import ask_ras
+from stepsplit.collectors.pack import name_raw, try_lock
 from stepsplit.collectors.rank_files import Packer, PackTask
-from stepsplit.collectors.rank_record import build_record_path, build_trace_path
+from stepsplit.collectors.rank_record import (
+    ENDED,
+    RAS_NAME,
+    SILENT,
+    STOPPED,
+    USUAL_STEPS,
+    RankState,
+    build_record_path,
+    build_trace_path,
+    read_record,
+    write_state,
+)
 from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan
-from stepsplit.collectors.run_spec import RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
 
 # Attaches through the job's agents, Kineto's protocol, or PEP 768, whichever works.
 
 
 def attach_and_wait(
-    target: int | None, out: Path | None, build_plan: Callable[[Path], RecordPlan], timeout_s: float
+    target: int | None,
+    out: Path | None,
+    build_plan: Callable[[Path], RecordPlan],
+    timeout_s: float,
+    explain_stop: ExplainStop | None = None,
 ) -> str:
     """Records a running job, waits for the recording, and returns a message for the user.
 
-    plan_in: builds the plan for an output folder. Raises CollectError.
+    build_plan: builds the plan for an output folder. explain_stop: says why the steps of a job
+    have stopped, given one of its ranks; None if they have not. Raises CollectError.
     """
+    watch = StopWatch(explain_stop)
     folder = out or choose_out(target)
     plan = build_plan(folder)
     if target is not None and not _has_agent(target):
@@ -50,7 +84,7 @@ def attach_and_wait(
         for pid in list_process_tree(target):
             if read_environment(pid).get("RANK") is not None or pid == target:
                 inject(pid, plan)
-    return _record_by_agents(target, plan, timeout_s)
+    return _record_by_agents(target, plan, timeout_s, watch)
 
 
 def _has_agent(target: int) -> bool:
@@ -59,15 +93,30 @@ def _has_agent(target: int) -> bool:
     )
 
 
-def _record_by_agents(target: int | None, plan: RecordPlan, timeout_s: float) -> str:
-    agreed = attach(target, plan)
+def _record_by_agents(
+    target: int | None, plan: RecordPlan, timeout_s: float, watch: StopWatch
+) -> str:
+    deadline = time.monotonic() + timeout_s
+    with _take_turn(_wait_for_two_steps(target, watch)[0].job, deadline):
+        _wait_until_free(target, deadline, watch)
+        return _record_next_steps(target, plan, timeout_s, watch)
+
+
+def _record_next_steps(
+    target: int | None, plan: RecordPlan, timeout_s: float, watch: StopWatch
+) -> str:
+    agreed = attach(target, plan, watch)
     last = agreed.first + plan.steps - 1
     here, all_ranks = len(agreed.ranks), agreed.ranks[0].world_size
     elsewhere = f"; {all_ranks - here} ranks on other hosts notified" if all_ranks > here else ""
-    _say(f"ranks {_format_ranks(agreed)} record steps {agreed.first} to {last}{elsewhere}")
+    before = max(rank.steps_before for rank in agreed.ranks)
+    _say(
+        f"ranks {_format_ranks(agreed)} record steps {before + agreed.first} to"
+        f" {before + last}{elsewhere}"
+    )
     for refusal in agreed.refused:
         _say(f"refused: {refusal}")
-    if not wait_for_steps(agreed, timeout_s, _say):
+    if not wait_for_steps(agreed, timeout_s, _say, watch):
         raise CollectError(f"step {last} was not reached in {timeout_s:.0f} s; raise --timeout")
     if not wait_until_written(agreed, timeout_s):
         raise CollectError(f"{plan.out}: some files are missing; was a rank lost?")
@@ -90,15 +139,26 @@ def _build_spec(plan: RecordPlan, captured: tuple[CapturedTrace, ...]) -> RunSpe
     environments = {each.pid: read_environment(each.pid) for each in captured}
     sizes = [int(env.get("WORLD_SIZE", "0")) for env in environments.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
+    world_size = max(*sizes, len(captured), max(each.rank for each in captured) + 1)
     return RunSpec(
         name=plan.name,
-        world_size=max(*sizes, len(captured), max(each.rank for each in captured) + 1),
+        world_size=world_size,
         backend="",
+        mesh=_check_mesh(plan.mesh, world_size),
         ranks=tuple(
             RankInfo(e.rank, int(environments[e.pid].get("LOCAL_RANK", "0")), host, e.pid, "")
             for e in captured
         ),
     )
+
+
+def _check_mesh(text: str, world_size: int) -> Mesh | None:
+    """The mesh that the user states; None, with a message, if it does not match the job."""
+    mesh = Mesh.parse(text) if text else None
+    if mesh is None or mesh.world_size == world_size:
+        return mesh
+    _say(f"--mesh has {mesh.world_size} ranks but the job has {world_size}: it is ignored")
+    return None
 
 
 def _format_ranks(agreed: AttachedJob) -> str:
@@ -107,6 +167,39 @@ def _format_ranks(agreed: AttachedJob) -> str:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+
+
+# One recording of a job at a time.
+
+
+@contextmanager
+def _take_turn(job: str, deadline: float) -> Iterator[None]:
+    """Waits for other attaches of this host to the job: each must win all ranks, or none."""
+    name = hashlib.sha256(job.encode()).hexdigest()[:16]
+    with (make_socket_folder() / f"attach-{name}.lock").open("ab") as lock:
+        said = False
+        while not try_lock(lock):
+            if not said:
+                _say("another attach records this job: waiting for its end")
+            said = True
+            if time.monotonic() > deadline:
+                raise CollectError("another attach still records this job; raise --timeout")
+            time.sleep(_POLL_S)
+        yield
+
+
+def _wait_until_free(target: int | None, deadline: float, watch: StopWatch) -> None:
+    """Waits for the end of a recording in progress, such as that of `record` itself."""
+    said, ranks = False, _find_job_ranks(target)
+    while any(rank.busy for rank in ranks):
+        watch.check(ranks)
+        if not said:
+            _say("the job is already being recorded: waiting for the end of that recording")
+        said = True
+        if time.monotonic() > deadline:
+            raise CollectError("the job is still being recorded; raise --timeout")
+        time.sleep(_POLL_S)
+        ranks = _find_job_ranks(target)
 
 
 # Requests that all ranks of a running job record the same steps.
@@ -130,13 +223,53 @@ class AttachedJob:
         return self.plan.first or 0
 
 
-def attach(target: int | None, plan: RecordPlan) -> AttachedJob:
+ExplainStop: TypeAlias = Callable[[int], str | None]
+
+STOPPED_S = 5.0
+"""Steps that have stopped for less are not looked into."""
+
+UNKNOWN_STEP_S = 60.0
+"""As long as that a first step may take, which compiles and allocates."""
+
+_LOOK_AGAIN_S = 20.0
+
+
+class StopWatch:
+    """Notices that the steps of a job have stopped.
+
+    explain: says why, given the process of a rank; None if the job is not stuck after all, such as
+    in an evaluation. Without it, the user is pointed to `stepsplit hang` once.
+    """
+
+    def __init__(self, explain: ExplainStop | None = None) -> None:
+        self._explain, self._look_at_s = explain, 0.0
+
+    def check(self, ranks: Sequence[Status]) -> None:
+        """Raises CollectError with the reason if the steps of the ranks have stopped for good."""
+        stopped_s = min((rank.since_step_ns for rank in ranks), default=0) / 1e9
+        usual_s = max((rank.longest_step_ns for rank in ranks), default=0) / 1e9
+        limit_s = max(STOPPED_S, USUAL_STEPS * usual_s) if usual_s else UNKNOWN_STEP_S
+        if stopped_s < limit_s or time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + _LOOK_AGAIN_S
+        what, pid = f"no step has ended for {stopped_s:.0f} s", ranks[0].pid
+        if self._explain is None:
+            self._look_at_s = math.inf
+            _say(f"{what}; where the job hangs: stepsplit hang {pid}")
+        elif (why := self._explain(pid)) is not None:
+            raise CollectError(f"{what}: {why}; see stepsplit hang {pid}")
+
+
+def attach(target: int | None, plan: RecordPlan, watch: StopWatch | None = None) -> AttachedJob:
     """Asks the ranks of the job to record, beginning at the next step that all can reach.
 
     target: a rank of the job or a process that started it; None if there is only one job. Ranks on
-    other hosts are notified through the job's store. Raises CollectError if no rank accepts.
+    other hosts are notified through the job's store. Raises CollectError if no rank accepts, or if
+    `watch` finds that the steps have stopped.
     """
-    ranks = _wait_for_two_steps(target)
+    watch = watch or StopWatch()
+    ranks = _wait_for_two_steps(target, watch)
+    watch.check(ranks)
     steps_done = max(rank.steps for rank in ranks)
     wait_s = _REACT_S + (2 * POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0)
     # Use the fastest step of all ranks: recent steps may have been slow.
@@ -152,40 +285,62 @@ def attach(target: int | None, plan: RecordPlan) -> AttachedJob:
     return AttachedJob(agreed, ranks, refused)
 
 
-def wait_for_steps(attached: AttachedJob, timeout_s: float, report: Callable[[str], None]) -> bool:
-    """Waits for the last recorded step of all ranks; False on timeout. `said` gets progress."""
+def wait_for_steps(
+    attached: AttachedJob,
+    timeout_s: float,
+    report: Callable[[str], None],
+    watch: StopWatch | None = None,
+) -> bool:
+    """Waits for the last recorded step of all ranks; False on timeout. `report` gets progress."""
+    watch = watch or StopWatch()
     start_s, last = time.monotonic(), attached.first + attached.plan.steps
     waiting, report_at = {rank.pid for rank in attached.ranks}, start_s + _TELL_S
     while waiting and (now := time.monotonic()) < start_s + timeout_s:
         statuses = [ask_status(pid) for pid in sorted(waiting)]
         waiting = {one.pid for one in statuses if one is not None and one.steps < last}
+        watch.check([one for one in statuses if one is not None and one.steps < last])
         if waiting and now >= report_at:
             steps_done = min(one.steps for one in statuses if one is not None)
-            report(f"{steps_done} of {last} steps have ended")
+            before = max(one.steps_before for one in attached.ranks)
+            report(f"{before + steps_done} of {before + last} steps have ended")
             report_at = now + _TELL_S
         time.sleep(_POLL_S)
     return not waiting
 
 
 def wait_until_written(attached: AttachedJob, timeout_s: float) -> bool:
-    """Waits until the files of all asked ranks are complete; False on timeout."""
+    """Waits until the files of all asked ranks are packed; False on timeout if one is missing.
+
+    A raw file that could not be packed in time has its own name, and is not missing.
+    """
     folder, deadline = Path(attached.plan.out), time.monotonic() + timeout_s
-    records = [build_record_path(folder, rank.rank) for rank in attached.ranks]
-
-    def whole() -> bool:
-        return all(path.exists() for path in records) and not any(folder.glob(".rank*"))
-
-    while not whole() and time.monotonic() < deadline:
+    ranks = [rank.rank for rank in attached.ranks]
+    while time.monotonic() < deadline:
+        flights = folder.glob("rank*_flight.json")
+        if all(_is_packed(folder, rank) for rank in ranks) and not any(flights):
+            return True
         time.sleep(_POLL_S)
-    return whole()
+    return all(_is_packed(folder, rank, or_raw=True) for rank in ranks)
 
 
-def _wait_for_two_steps(target: int | None) -> tuple[Status, ...]:
+def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
+    """Whether the rank's record is there and its trace, if it has one, is packed (or kept raw)."""
+    try:
+        record = read_record(build_record_path(folder, rank).read_bytes())
+    except (OSError, ValueError):
+        return False
+    trace = build_trace_path(folder, rank)
+    kept = or_raw and name_raw(trace).exists()
+    return record.detail == "none" or trace.exists() or kept
+
+
+def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[Status, ...]:
     """The ranks, once each has ended two steps, so that its step time is known."""
     deadline, ranks = time.monotonic() + _SECOND_STEP_S, _find_job_ranks(target)
     while not all(rank.step_ns for rank in ranks):
         if time.monotonic() > deadline:
             raise CollectError(f"no second step in {_SECOND_STEP_S:.0f} s; is the job running?")
+        watch.check(ranks)
         time.sleep(_POLL_S)
         ranks = _find_job_ranks(target)
     return ranks
@@ -282,3 +437,184 @@ def _await_agent(pid: int) -> None:
         if time.monotonic() > deadline:
             raise CollectError(f"process {pid} did not end a step in {_AGENT_TIMEOUT_S:.0f} s")
         time.sleep(0.2)
+
+
+# Observes a running job whose steps may have stopped: looks at every rank of this host.
+
+LOOK_INTERVAL_S = 1.5
+
+MAX_LOOKS = 5
+
+
+def observe_job(target: int | None, out: Path) -> tuple[RankState, ...]:
+    """Looks at every rank of the job on this host, and writes their states and dumps to a folder.
+
+    Each rank's agent answers from its own thread; nothing else in the ranks runs or changes. The
+    looks go on for a few seconds until it is clear whether steps end or calls are made; Flight
+    Recorders are read only if neither happens.
+
+    Args:
+        target: a rank of the job or a process that started it; None if there is only one job.
+        out: folder for rank{rank}_state.json and rank{rank}_flight.json.
+
+    Returns:
+        The states of the ranks of this host, sorted by rank.
+
+    Raises:
+        CollectError: no job, or several, or the folder cannot be written.
+    """
+    pids = _find_ranks(target)
+    looks = [_look_at_all(pids)]
+    while len(looks) < 2 or (len(looks) < MAX_LOOKS and not _is_decided(looks)):
+        time.sleep(LOOK_INTERVAL_S)
+        looks.append(_look_at_all(pids))
+    stopped = not _has_progress(*looks[-2:])
+    answers = _look_at_all(pids, flight=True) if stopped else looks[-1]
+    states = [_join_looks(pid, answer, looks[-2]) for pid, answer in answers.items()]
+    states = _add_ended(states)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for state in states:
+            write_state(out, state)
+        _write_dumps(out, answers)
+        if stopped:
+            _write_ras(out, pids)
+    except OSError as error:
+        raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
+    return tuple(states)
+
+
+_Answers = Mapping[int, LookAnswer | None]
+
+
+def _look_at_all(pids: Sequence[int], flight: bool = False) -> dict[int, LookAnswer | None]:
+    def look(pid: int) -> LookAnswer | None:
+        return None if is_process_stopped(pid) else ask_look(pid, flight)
+
+    with ThreadPoolExecutor(len(pids)) as pool:
+        return dict(zip(pids, pool.map(look, pids), strict=True))
+
+
+def _has_progress(earlier: _Answers, later: _Answers) -> bool:
+    return any(
+        before is not None
+        and after is not None
+        and _read_progress(after.state) != _read_progress(before.state)
+        for before, after in ((earlier[pid], later[pid]) for pid in later)
+    )
+
+
+def _is_decided(looks: Sequence[_Answers]) -> bool:
+    """Whether the ranks have stood still for longer than a step takes, or go on after all."""
+    if _has_progress(*looks[-2:]):
+        return len(looks) > 2
+    states = [answer.state for answer in looks[-1].values() if answer is not None]
+    usual_ns = max((state.step_ns for state in states), default=0)
+    age_ns = min((state.looks[-1].since_step_ns for state in states), default=0)
+    return age_ns > USUAL_STEPS * usual_ns
+
+
+def _read_progress(state: RankState) -> tuple[int, int]:
+    return state.looks[-1].steps, state.looks[-1].calls
+
+
+def _join_looks(pid: int, answer: LookAnswer | None, earlier: _Answers) -> RankState:
+    """The state of a rank with its looks in order, or what its process says without an agent."""
+    if answer is None:
+        return _describe_silent(pid)
+    before = earlier[pid]
+    if before is None:
+        return answer.state
+    return replace(answer.state, looks=(*before.state.looks, *answer.state.looks))
+
+
+def _describe_silent(pid: int) -> RankState:
+    """The state of a rank that does not answer, by what it has left or else its environment."""
+    condition = SILENT if is_process_alive(pid) else ENDED
+    condition = STOPPED if is_process_stopped(pid) else condition
+    look = read_stack(pid) if condition == SILENT else None
+    looks = () if look is None else (look,)
+    left = next((one for one in read_left_states() if one.pid == pid), None)
+    if left is not None:
+        return replace(left, condition=condition, looks=looks or left.looks)
+    environment = read_environment(pid)
+    place, job = read_identity(environment), read_job_name(environment)
+    return RankState(
+        place.rank, place.world_size, pid=pid, job=job, condition=condition, looks=looks
+    )
+
+
+def _add_ended(states: Sequence[RankState]) -> list[RankState]:
+    """The states, and those of the ranks of this host whose processes have ended."""
+    known = {state.rank: state for state in states}
+    first = min(states, key=lambda state: state.condition in (SILENT, STOPPED))
+    for left in read_left_states():
+        if left.job == first.job and left.rank < first.world_size:
+            known.setdefault(left.rank, left)
+    return [known[rank] for rank in sorted(known)]
+
+
+def _write_dumps(out: Path, answers: _Answers) -> None:
+    for answer in answers.values():
+        if answer is not None and answer.flight:
+            (out / f"rank{answer.state.rank}_flight.json").write_text(answer.flight)
+
+
+def _write_ras(out: Path, pids: Sequence[int]) -> None:
+    """Writes what NCCL's RAS says of this job, if it answers; it may be that of another job."""
+    said = ask_ras(read_environment(pids[0]))
+    named = {int(number) for number in _RAS_PROCESS.findall(said)}
+    if named & set(pids):
+        (out / RAS_NAME).write_text(said)
+
+
+_RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')
+
+
+def _find_ranks(target: int | None) -> list[int]:
+    """The processes of the job's ranks on this host. Raises CollectError if it is not one job."""
+    if target is not None and not is_process_alive(target):
+        raise CollectError(f"no process {target} on this host; name a rank or the launcher")
+    jobs: dict[str, list[int]] = {}
+    for pid in filter(is_process_alive, list_agents()):
+        jobs.setdefault(_name_job(pid), []).append(pid)
+    if target is not None:
+        jobs = {
+            name: pids
+            for name, pids in jobs.items()
+            if any(target in (pid, *list_ancestors(pid)) for pid in pids)
+        }
+    if len(jobs) != 1:
+        raise CollectError(_explain_choice(list(jobs.values()), target))
+    return next(iter(jobs.values()))
+
+
+def _name_job(pid: int) -> str:
+    """The name of the process's job, by what it has left or else by its agent."""
+    left = next((one for one in read_left_states() if one.pid == pid), None)
+    if left is not None:
+        return left.job
+    answer = ask_look(pid)
+    return f"process {pid}" if answer is None else answer.state.job
+
+
+def _explain_choice(jobs: Sequence[Sequence[int]], target: int | None) -> str:
+    if jobs:
+        pids = ", ".join(f"{job[0]} ({read_command_line(job[0])})" for job in jobs)
+        return f"{len(jobs)} jobs have an agent on this host; choose a process of one: {pids}"
+    what = "no job on this host" if target is None else f"no rank of process {target}"
+    return (
+        f"{what} has an agent; start the job with stepsplit record [--standby] -- ..., or name"
+        " a folder with the Flight Recorder dumps of the ranks"
+    )
+
+
+def find_running_rank(spec: RunSpec) -> int | None:
+    """The process of a recorded rank that still runs on this host; None if none does."""
+    host, agents = socket.gethostname(), set(list_agents())
+    for rank in spec.ranks:
+        if rank.host == host and rank.pid in agents and is_process_alive(rank.pid):
+            answer = ask_look(rank.pid)
+            if answer is not None and answer.state.rank == rank.rank:
+                return rank.pid
+    return None

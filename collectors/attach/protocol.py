@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.record import _RANK, RecordPlan, decode_plan, is_rank
+from stepsplit.collectors.launcher import is_rank, read_identity
+from stepsplit.collectors.rank_record import (
+    CodeFrame,
+    Look,
+    RankState,
+    format_state,
+    read_state,
+)
+from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, decode_plan
 from stepsplit.collectors.run_spec import select_known_fields
 
 MARGIN_STEPS = 3
@@ -28,10 +37,18 @@ POLL_S = 2.0
 
 _MAX_BYTES = 1 << 16
 
+_MAX_LOOK_BYTES = 256 << 20
+
+_LOOK_TIMEOUT_S = 3.0
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of one rank: its number of steps, its fastest recent step, if it is recording."""
+    """Status of one rank: its number of steps, its fastest recent step, if it is recording.
+
+    since_step_ns: the time since its last step ended. longest_step_ns: its slowest recent step.
+    steps_before: the steps that a resumed job had done before this process.
+    """
 
     pid: int
     rank: int
@@ -42,6 +59,9 @@ class Status:
     steps: int
     step_ns: int
     busy: bool
+    since_step_ns: int = 0
+    longest_step_ns: int = 0
+    steps_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +75,20 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request to an agent: a plan to record, or None to ask for the status."""
+    """A request to an agent: a plan to record, a look at the rank, or else its status."""
 
     plan: RecordPlan | None
     relayed: bool = False
+    look: bool = False
+    flight: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookAnswer:
+    """The state of a rank, and its Flight Recorder dump if it was asked for; "" if it is empty."""
+
+    state: RankState
+    flight: str = ""
 
 
 def make_socket_folder() -> Path:
@@ -108,45 +138,151 @@ def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer
     return None if body is None else AgentAnswer(**select_known_fields(AgentAnswer, body))
 
 
-def format_answer(status: Status | AgentAnswer) -> bytes:
-    """The answer as a line, as read by ask_status or ask_record."""
-    return json.dumps(asdict(status)).encode() + b"\n"
+def ask_look(pid: int, flight: bool = False) -> LookAnswer | None:
+    """Asks the agent of the process how its rank is; None if no agent answers in time."""
+    body = _ask(pid, {"do": "look", "flight": flight}, _LOOK_TIMEOUT_S, _MAX_LOOK_BYTES)
+    try:
+        return LookAnswer(read_state(body["state"]), str(body["flight"])) if body else None
+    except (KeyError, ValueError):
+        return None
+
+
+def format_answer(answer: Status | AgentAnswer | LookAnswer) -> bytes:
+    """The answer as a line, as read by ask_status, ask_record or ask_look."""
+    if isinstance(answer, LookAnswer):
+        body = {"state": format_state(answer.state), "flight": answer.flight}
+        return json.dumps(body).encode() + b"\n"
+    return json.dumps(asdict(answer)).encode() + b"\n"
 
 
 def parse_request(line: bytes) -> AgentRequest:
     """Parses a request. Raises ValueError if it is invalid."""
     body = json.loads(line)
-    if not isinstance(body, dict) or body.get("do") not in ("status", "record"):
-        raise ValueError("the request is neither status nor record")
+    if not isinstance(body, dict) or body.get("do") not in ("status", "record", "look"):
+        raise ValueError("the request is neither status, record nor look")
     if body["do"] == "status":
         return AgentRequest(None)
+    if body["do"] == "look":
+        return AgentRequest(None, look=True, flight=bool(body.get("flight")))
     try:
         return AgentRequest(decode_plan(body["plan"]), bool(body.get("relayed")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"invalid plan: {error}") from None
 
 
-def read_line(connection: socket.socket) -> bytes:
+def read_line(connection: socket.socket, max_bytes: int = _MAX_BYTES) -> bytes:
     """Reads a line, or the data received before the connection ended."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _MAX_BYTES:
-        part = connection.recv(4096)
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < max_bytes:
+        part = connection.recv(_MAX_BYTES)
         if not part:
             break
         line += part
-    return line
+    return bytes(line)
 
 
-def _ask(pid: int, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
+def _ask(
+    pid: int, question: Mapping[str, Any], timeout_s: float, max_bytes: int = _MAX_BYTES
+) -> dict[str, Any] | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
             connection.connect(str(build_socket_path(pid)))
             connection.sendall(json.dumps(question).encode() + b"\n")
-            body = json.loads(read_line(connection))
+            body = json.loads(read_line(connection, max_bytes))
         except (OSError, ValueError):
             return None
     return body if isinstance(body, dict) else None
+
+
+# What a rank leaves for those that ask why the others wait, in case that it cannot answer.
+
+_LEFT_SUFFIX = ".rank"
+
+_KEEP_LEFT_S = 24 * 3600.0
+
+
+def leave_state(state: RankState) -> None:
+    """Leaves the state of this process; it replaces what it or an earlier job's rank has left."""
+    if state.world_size > 1:
+        for path, left in _list_left():
+            if (left.job, left.rank) == (state.job, state.rank) and left.pid != state.pid:
+                path.unlink(missing_ok=True)
+        build_socket_path(state.pid).with_suffix(_LEFT_SUFFIX).write_text(format_state(state))
+
+
+def read_left_states() -> tuple[RankState, ...]:
+    """What the ranks of all jobs on this host have left."""
+    return tuple(state for _, state in _list_left())
+
+
+def remove_old_states() -> None:
+    """Removes what ranks that have ended left a day ago or earlier."""
+    for path, state in _list_left():
+        with suppress(OSError):
+            old = time.time() - path.stat().st_mtime > _KEEP_LEFT_S
+            if old and not is_process_alive(state.pid):
+                path.unlink()
+                build_stack_path(state.pid).unlink(missing_ok=True)
+
+
+def _list_left() -> Iterator[tuple[Path, RankState]]:
+    for path in make_socket_folder().glob(f"*{_LEFT_SUFFIX}"):
+        with suppress(OSError, ValueError):
+            yield path, read_state(path.read_bytes())
+
+
+# The stack of a process that does not answer because a thread holds Python's lock. Its agent writes
+# a line about itself to a file from time to time, and faulthandler's thread, which needs no lock,
+# adds the stacks of all threads if the agent cannot do so again.
+
+_STACK_SUFFIX = ".stack"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchLine:
+    """The line of an agent: its main thread, and its steps at that time."""
+
+    main_thread: int
+    at_unix_ns: int
+    steps: int
+    since_step_ns: int
+
+
+def build_stack_path(pid: int) -> Path:
+    """The file with the stacks of the process."""
+    return build_socket_path(pid).with_suffix(_STACK_SUFFIX)
+
+
+def read_stack(pid: int) -> Look | None:
+    """The state of the process when its stacks were written; None if they were not."""
+    try:
+        first, _, dump = build_stack_path(pid).read_text(errors="replace").partition("\n")
+        line = WatchLine(**json.loads(first))
+    except (OSError, ValueError, TypeError):
+        return None
+    stack = parse_stack(dump, line.main_thread)
+    if not stack:
+        return None
+    now_ns = time.time_ns()
+    since_ns = line.since_step_ns + now_ns - line.at_unix_ns
+    return Look(now_ns, line.steps, since_ns, calls=0, stack=stack)
+
+
+_THREAD = re.compile(
+    r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):\n"
+    r"((?:  File [^\n]*\n?)*)",
+    re.MULTILINE,
+)
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def parse_stack(dump: str, thread: int) -> tuple[CodeFrame, ...]:
+    """The stack of a thread in the text of faulthandler, innermost frame first."""
+    stacks = {int(number, 16): lines for number, lines in _THREAD.findall(dump)}
+    frames = _FRAME.findall(stacks.get(thread, ""))
+    return tuple(CodeFrame(function, file, int(line)) for file, line, function in frames)
 
 
 # Attaches to jobs started with KINETO_USE_DAEMON=1, by acting as their profiler daemon.
@@ -300,47 +436,6 @@ def _is_complete(trace: Path) -> bool:
         return False
 
 
-_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
-_JOB = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """One rank of a job, and its place on its host."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-def read_identity(environment: Mapping[str, str] = os.environ) -> Identity:
-    """The identity set by torchrun, Slurm or MPI, in this order; else a job of one rank."""
-    world_size = max(1, _read_number(environment, _SIZE, 1))
-    return Identity(
-        rank=_read_number(environment, _RANK, 0),
-        world_size=world_size,
-        local_rank=_read_number(environment, _LOCAL_RANK, 0),
-        local_world_size=max(1, _read_number(environment, _LOCAL_SIZE, world_size)),
-    )
-
-
-def read_job_name(environment: Mapping[str, str] = os.environ) -> str:
-    """A name that all ranks of the job share and other jobs do not have."""
-    parts = [environment[name] for name in _JOB if environment.get(name)]
-    return ":".join(parts) or f"pid {os.getpid()}"
-
-
-def _read_number(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
-    values = (environment.get(name, "") for name in names)
-    return next((int(each) for each in values if each.isdigit()), default)
-
-
 # Other processes of this user, from /proc.
 
 
@@ -354,12 +449,34 @@ def read_environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
+def find_ranks_of_plan(plan: RecordPlan) -> dict[int, int]:
+    """{rank: pid} of the processes that were started with the plan and are still running."""
+    pids = sorted(int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+    environments = {pid: read_environment(pid) for pid in pids if pid != os.getpid()}
+    found: dict[int, int] = {}
+    for pid, environment in environments.items():
+        if environment.get(PLAN_VARIABLE) == plan.format_json() and is_rank(environment):
+            # Data loaders and compilers of a rank have its environment, and are started later.
+            found.setdefault(read_identity(environment).rank, pid)
+    return found
+
+
 def read_command_line(pid: int) -> str:
     """The command line of the process; empty if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def is_process_stopped(pid: int) -> bool:
+    """Whether the process is stopped, by SIGSTOP or a debugger."""
+    return _read_stat(pid)[:1] in (["T"], ["t"])
+
+
+def is_process_alive(pid: int) -> bool:
+    """Whether the process exists and has not ended (a zombie has)."""
+    return _read_stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def list_ancestors(pid: int) -> list[int]:
@@ -377,9 +494,15 @@ def list_process_tree(pid: int) -> list[int]:
 
 
 def _read_parent(pid: int) -> int:
+    fields = _read_stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _read_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0
+        return []
     # The name in parentheses may itself contain spaces and parentheses.
-    return int(text.rpartition(")")[2].split()[1])
+    return text.rpartition(")")[2].split()

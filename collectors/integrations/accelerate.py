@@ -23,10 +23,12 @@ from stepsplit.collectors.integrations.common import (
     LazyRecording,
     Options,
     choose_data_axis,
+    describe_fsdp_offload,
     import_library,
     normalize_dtype,
     normalize_optimizer,
     read_model_spec,
+    read_zero_config,
 )
 from stepsplit.collectors.integrations.deepspeed import read_engine_spec
 from stepsplit.collectors.run_spec import Training
@@ -87,6 +89,7 @@ def _read_accelerator_spec(accelerator: Any) -> FrameworkSpec:
         dtype=normalize_dtype(accelerator.mixed_precision),
         optimizer=optimizer and normalize_optimizer(type(optimizer.optimizer).__name__),
         framework="fsdp2" if state.distributed_type.name == "FSDP" else "ddp",
+        offload=read_sharding(state)[1],
     )
     model = next(iter(accelerator._models), None)
     return FrameworkSpec(read_mesh(state), read_model_spec(model), training)
@@ -115,6 +118,14 @@ def count_replicas(state: Any) -> int:
         return int(state.num_processes)
     sizes = zip(mesh.mesh_dim_names, mesh.shape, strict=True)
     return math.prod(size for name, size in sizes if name not in _NOT_DATA)
+
+
+def read_sharding(state: Any) -> tuple[int | None, str | None]:
+    """The ZeRO stage, None without DeepSpeed, and the states in host memory, None for none."""
+    kind = state.distributed_type.name
+    if kind == "DEEPSPEED":
+        return read_zero_config(state.deepspeed_plugin.deepspeed_config)
+    return None, describe_fsdp_offload(state.fsdp_plugin.cpu_offload) if kind == "FSDP" else None
 
 
 def infer_framework(state: Any, plain: str) -> str:

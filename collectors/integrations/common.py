@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -41,11 +41,15 @@ _Spec = TypeVar("_Spec", ModelSpec, Training)
 
 @dataclass(frozen=True, slots=True)
 class FrameworkSpec:
-    """Mesh, model and training setup as reported by the framework; None means unknown."""
+    """Mesh, model and training setup as reported by the framework; None means unknown.
+
+    steps_before: the steps of a resumed training that have ended before.
+    """
 
     mesh: MeshLike = None
     model: ModelSpec | None = None
     training: Training | None = None
+    steps_before: int | None = None
 
 
 class LazyRecording:
@@ -71,7 +75,7 @@ class LazyRecording:
             known = read_spec()
         with warn_on_failure(read_job()[0], "the recording"):
             self._run = profile_run(self._out, **_fill_options(self._options, known))
-            self._run.start()
+            self._run.start(known.steps_before)
             atexit.register(self.end, failed=True)
 
     def step(self) -> None:
@@ -206,6 +210,32 @@ def normalize_optimizer(name: object) -> str:
     if "adam" in plain and "8bit" in plain:
         return "adam-8bit"
     return next((word for word in _OPTIMIZERS if word in plain), plain)
+
+
+_ALL_STATES = "optimizer, parameters"
+
+
+def read_zero_config(config: Mapping[str, Any]) -> tuple[int, str | None]:
+    """The ZeRO stage and the states in host memory, from DeepSpeed's config; None for none."""
+    zero = config.get("zero_optimization") or {}
+    optimizer, parameters = (
+        (zero.get(f"offload_{part}") or {}).get("device") for part in ("optimizer", "param")
+    )
+    return zero.get("stage", 0), describe_offload(optimizer, parameters)
+
+
+def describe_offload(optimizer_device: Any, parameters_device: Any) -> str | None:
+    """The states in host memory, given the devices that DeepSpeed moves them to."""
+    devices = {"optimizer": optimizer_device, "parameters": parameters_device}
+    return ", ".join(state for state, device in devices.items() if device == "cpu") or None
+
+
+def describe_fsdp_offload(policy: Any) -> str | None:
+    """The states in host memory under a policy of FSDP or fully_shard; None for none."""
+    offloads = type(policy).__name__ == "CPUOffloadPolicy" or getattr(
+        policy, "offload_params", False
+    )
+    return _ALL_STATES if offloads else None
 
 
 def choose_data_axis(zero_stage: int) -> str:

@@ -21,6 +21,7 @@ from stepsplit.collectors.integrations.common import (
     LazyRecording,
     Options,
     choose_data_axis,
+    describe_offload,
     normalize_dtype,
     normalize_optimizer,
     read_model_spec,
@@ -58,6 +59,7 @@ def _find_step_method(kind: type) -> tuple[type, str]:
 
 def read_engine_spec(engine: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup from the engine."""
+    moved = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     training = Training(
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         global_batch=engine.train_batch_size(),
@@ -67,9 +69,9 @@ def read_engine_spec(engine: Any) -> FrameworkSpec:
         schedule="1f1b" if hasattr(engine, "grid") else None,
         framework="deepspeed",
         zero=engine.zero_optimization_stage(),
-        offload="optimizer" if engine.zero_cpu_offload() else None,
+        offload=describe_offload(*(getattr(each, "device", None) for each in moved)),
     )
-    return FrameworkSpec(_read_mesh(engine), _read_model(engine), training)
+    return FrameworkSpec(_read_mesh(engine), _read_model(engine), training, engine.global_steps)
 
 
 def _read_model(engine: Any) -> ModelSpec | None:

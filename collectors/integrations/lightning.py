@@ -17,10 +17,12 @@ from stepsplit.collectors.integrations.common import (
     LazyRecording,
     Options,
     choose_data_axis,
+    describe_fsdp_offload,
     import_library,
     normalize_dtype,
     normalize_optimizer,
     read_model_spec,
+    read_zero_config,
 )
 from stepsplit.collectors.run_spec import Training
 
@@ -71,7 +73,11 @@ class StepsplitCallback(_import_callback()):  # type: ignore[misc]
 
 # Metadata from Lightning's Trainer.
 
-_FRAMEWORKS = {"FSDPStrategy": "fsdp2", "ModelParallelStrategy": "fsdp2"}
+_FRAMEWORKS = {
+    "DeepSpeedStrategy": "deepspeed",
+    "FSDPStrategy": "fsdp2",
+    "ModelParallelStrategy": "fsdp2",
+}
 
 _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 """Dim names of ModelParallelStrategy's mesh, as mesh axes."""
@@ -80,7 +86,8 @@ _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 def read_trainer_spec(trainer: Any, module: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup of a running fit."""
     mesh = _read_mesh(trainer)
-    return FrameworkSpec(mesh, read_model_spec(module), _read_training(trainer, mesh))
+    training = _read_training(trainer, mesh)
+    return FrameworkSpec(mesh, read_model_spec(module), training, trainer.global_step)
 
 
 def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
@@ -89,7 +96,11 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
     sequences = None
     if micro_batch is not None and mesh is not None:
         sequences = micro_batch * microbatches * _count_replicas(mesh)
-    kind = type(trainer.strategy).__name__
+    strategy = trainer.strategy
+    kind = type(strategy).__name__
+    zero, offload = None, describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
+    if kind == "DeepSpeedStrategy":
+        zero, offload = read_zero_config(strategy.config)
     return Training(
         micro_batch=micro_batch,
         global_batch=sequences,
@@ -98,7 +109,9 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
         optimizer=next(
             (normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
         ),
-        framework="deepspeed" if kind == "DeepSpeedStrategy" else _FRAMEWORKS.get(kind, "ddp"),
+        framework=_FRAMEWORKS.get(kind, "ddp"),
+        zero=zero,
+        offload=offload,
     )
 
 
@@ -116,13 +129,15 @@ def _read_mesh(trainer: Any) -> dict[str, int] | None:
     if kind == "FSDPStrategy":
         return _read_fsdp_mesh(strategy, ranks)
     if kind == "DeepSpeedStrategy":
-        stage = strategy.config.get("zero_optimization", {}).get("stage", 0)
-        return {choose_data_axis(stage): ranks}
+        return {choose_data_axis(read_zero_config(strategy.config)[0]): ranks}
     return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None
 
 
 def _read_fsdp_mesh(strategy: Any, ranks: int) -> dict[str, int] | None:
     name = strategy.sharding_strategy.name
     if "HYBRID" in name:
-        return None
+        # Without a mesh, its groups are not known here.
+        mesh = strategy.kwargs.get("device_mesh")
+        sizes = mesh if isinstance(mesh, tuple) else getattr(mesh, "shape", ())
+        return dict(zip(("dp_replicate", "dp_shard"), sizes, strict=True)) if sizes else None
     return {"dp_replicate" if name == "NO_SHARD" else "dp_shard": ranks}

@@ -40,7 +40,8 @@ class StepsplitProfiler(_Profiler):  # type: ignore[misc]
             active=config.profiler_active,
             record_shapes=True,
         )
-        run.begin(lambda: FrameworkSpec(training=Training(framework="fsdp2")))
+        training = Training(framework="fsdp2")
+        run.begin(lambda: FrameworkSpec(training=training, steps_before=global_step))
         return _Handle(run)
 
 

@@ -10,7 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.accelerate import count_replicas, infer_framework, read_mesh
+from stepsplit.collectors.integrations.accelerate import (
+    count_replicas,
+    infer_framework,
+    read_mesh,
+    read_sharding,
+)
 from stepsplit.collectors.integrations.common import (
     FrameworkSpec,
     LazyRecording,
@@ -33,7 +38,7 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins the recording; process groups exist and the model is on its device."""
-        self._run.begin(lambda: _read_trainer_spec(args, kwargs.get("model")))
+        self._run.begin(lambda: _read_trainer_spec(args, state, kwargs.get("model")))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends a step with all its microbatches; Trainer calls this once per global_step."""
@@ -44,10 +49,11 @@ class StepsplitCallback(_Callback):  # type: ignore[misc]
         self._run.end()
 
 
-def _read_trainer_spec(args: Any, model: Any) -> FrameworkSpec:
+def _read_trainer_spec(args: Any, progress: Any, model: Any) -> FrameworkSpec:
     state = import_library("accelerate.state", "accelerate").AcceleratorState()
     micro_batch = args.per_device_train_batch_size
     microbatches = args.gradient_accumulation_steps
+    zero, offload = read_sharding(state)
     training = Training(
         micro_batch=micro_batch,
         global_batch=micro_batch * microbatches * count_replicas(state),
@@ -55,8 +61,10 @@ def _read_trainer_spec(args: Any, model: Any) -> FrameworkSpec:
         dtype=_read_dtype(args, model),
         optimizer=normalize_optimizer(args.optim),
         framework=infer_framework(state, "huggingface"),
+        zero=zero,
+        offload=offload,
     )
-    return FrameworkSpec(read_mesh(state), read_model_spec(model), training)
+    return FrameworkSpec(read_mesh(state), read_model_spec(model), training, progress.global_step)
 
 
 def _read_dtype(args: Any, model: Any) -> str:

@@ -1,18 +1,24 @@
-"""stepsplit analyze and stepsplit export."""
+"""stepsplit analyze, stepsplit hang, stepsplit export and stepsplit redact."""
 
 from __future__ import annotations
 
 import gzip
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import DataError, make_write_error, write
+from stepsplit.analyzer.errors import (
+    StepsplitError,
+    make_write_error,
+    write,
+)
 from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
+    parse_mesh,
     put_json,
     require_package,
     rules_option,
@@ -21,6 +27,7 @@ from stepsplit.dashboard.commands.common import (
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
     from stepsplit.analyzer.diagnose.hang_progress import Hang
+    from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.readers.kernel_rules import Rules
 
 
@@ -44,6 +51,11 @@ if TYPE_CHECKING:
 @click.option("--job", metavar="FILE",
               help="Compare with the model of this job.toml, which only needs what cannot be "
                    "inferred from the recording; auto: infer everything.")  # fmt: skip
+@click.option("--write-job", "job_out", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write what can be inferred of the job.toml; what cannot is named.")  # fmt: skip
+@click.option("--mesh", "mesh_text", metavar="AXES",
+              help="The job's mesh, outermost axis first, such as pp=2,dp=2,tp=2; by default from "
+                   "run.json, else inferred. A contradiction is a warning.")  # fmt: skip
 @rules_option
 def analyze_command(
     places: tuple[str, ...],
@@ -52,6 +64,8 @@ def analyze_command(
     html_file: Path | None,
     workers: int | None,
     job: str | None,
+    job_out: Path | None,
+    mesh_text: str | None,
     rules_file: Path | None,
 ) -> None:
     """Split each step into compute, communication, bubble and idle.
@@ -68,9 +82,11 @@ def analyze_command(
 
     if html_file is not None:
         require_package("dash", "dashboard")
-    rules = load_rules(rules_file)
+    rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
     with show_reading_bar() as progress:
-        analysis = examine_or_find_hang(places, workers or count_cores(), progress, rules, job)
+        analysis = examine_or_find_hang(
+            places, workers or count_cores(), progress, rules, job, mesh, job_out is not None
+        )
     if not isinstance(analysis, Analysis):
         _show_hang(analysis, json_file, out)
         return
@@ -80,6 +96,17 @@ def analyze_command(
         _write_page(html_file, analysis)
     if not put_json(analysis.report, to_json, json_file):
         Console(highlight=False).print(build_report_screen(analysis.report))
+    if job_out is not None and analysis.job_draft is not None:
+        _write_job(job_out, analysis.job_draft)
+
+
+def _write_job(file: Path, draft: JobDraft) -> None:
+    """Writes the job.toml and names on stderr what is to be filled in."""
+    write(file, draft.text.encode())
+    needed = f"fill in {' and '.join(draft.missing)}, then " if draft.missing else ""
+    without_shapes = draft.missing and not draft.has_shapes
+    hint = "; a recording with --shapes gives most of them" if without_shapes else ""
+    click.echo(f"{file}: {needed}pass it with --job{hint}", err=True)
 
 
 def _write_page(file: Path, analysis: Analysis) -> None:
@@ -102,6 +129,77 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
         write(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):
         Console(highlight=False).print(build_hang_screen(hang))
+
+
+# stepsplit hang: where a running job, a recording or a folder of dumps hangs.
+
+STUCK_STATUS = 1
+
+
+@click.command()
+@click.argument("target", required=False, metavar="[TARGET]")
+@click.option("--json", "json_file", metavar="FILE",
+              help="Write hang.json here; - for standard output.")  # fmt: skip
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path),
+              help="Keep what the ranks answer, and hang.json, in this folder.")  # fmt: skip
+@click.pass_context
+def hang_command(
+    context: click.Context, target: str | None, json_file: str | None, out: Path | None
+) -> None:
+    """Say which rank a hanging job waits for, and what it does.
+
+    TARGET is a process of a running job (a rank or its launcher), a recording, or a folder with
+    Flight Recorder dumps. A running job answers through the agents of `stepsplit record`, with the
+    Python stacks of its ranks; nothing in it is stopped or changed. If a recorded job still runs,
+    its ranks are asked too. Without TARGET the only job with an agent on this host is asked. The
+    exit status is 1 if the job is stuck.
+    """
+    from rich.console import Console
+
+    from stepsplit.analyzer.diagnose.hang import STUCK
+    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json
+    from stepsplit.dashboard.reporters.terminal import build_hang_screen
+
+    hang = examine_target(target, out)
+    if out is not None:
+        write(out / HANG_NAME, to_json(hang))
+    if not put_json(hang, to_json, json_file):
+        Console(highlight=False, soft_wrap=True).print(build_hang_screen(hang))
+    context.exit(STUCK_STATUS if hang.condition == STUCK else 0)
+
+
+def examine_target(target: str | None, out: Path | None) -> Hang:
+    """The state of the calls of a running job, a recording or dumps. Raises StepsplitError."""
+    from stepsplit.analyzer.diagnose.hang import read_calls
+
+    if target is None or (target.isdigit() and not Path(target).exists()):
+        return examine_job(None if target is None else int(target), out)
+    pid = _find_running_rank(target)
+    return read_calls([target]) if pid is None else examine_job(pid, out)
+
+
+def examine_job(pid: int | None, out: Path | None) -> Hang:
+    """Asks the ranks of a running job and examines their answers. Raises StepsplitError."""
+    from stepsplit.analyzer.diagnose.hang import read_calls
+    from stepsplit.collectors.attach.client import observe_job
+    from stepsplit.collectors.guard import CollectError
+
+    with tempfile.TemporaryDirectory(prefix="stepsplit-hang-") as temporary:
+        folder = Path(temporary) if out is None else out
+        try:
+            observe_job(pid, folder)
+        except CollectError as error:
+            raise StepsplitError(str(error)) from None
+        return read_calls([folder])
+
+
+def _find_running_rank(place: str) -> int | None:
+    """A rank of a recorded job that still runs on this host; None if none does."""
+    from stepsplit.analyzer.diagnose.hang import read_spec
+    from stepsplit.collectors.attach.client import find_running_rank
+
+    spec = read_spec([place])
+    return None if spec is None else find_running_rank(spec)
 
 
 # stepsplit export: writes a recording, or a saved analysis of it, for another tool.
@@ -136,19 +234,13 @@ def export_command(
 def _load_saved(places: Sequence[str]) -> Analysis | None:
     """Reads the analysis that analyze --out wrote; None if the path is not such a folder."""
     from stepsplit.analyzer.analysis import Analysis
-    from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, read_report
-    from stepsplit.analyzer.report.tables import read_tables
+    from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, load_tables, read_report
 
     folder = Path(places[0])
     tables = folder / TABLES_NAME
     if len(places) > 1 or not (folder / REPORT_NAME).is_file() or not tables.is_dir():
         return None
-    report = read_report(folder)
-    try:
-        return Analysis(report, read_tables(tables))
-    except (OSError, ValueError, KeyError) as error:
-        problem = f"cannot read a table ({error})"
-        raise DataError(tables, problem, "analyze the run again") from None
+    return Analysis(read_report(folder), load_tables(tables))
 
 
 def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
@@ -172,3 +264,42 @@ def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
                 packed.writelines(chunks)
     except OSError as error:
         raise make_write_error(file, error) from None
+
+
+# stepsplit redact: a copy of a recording that can be passed on.
+
+
+@click.command()
+@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path),
+              help="Folder of the copy; empty or missing.")  # fmt: skip
+@click.option("--names", is_flag=True,
+              help="Also replace your own names of kernels, modules, ops and ranges.")  # fmt: skip
+@click.option("--word", "words", metavar="WORD", multiple=True,
+              help="Replace this text wherever it occurs; may be repeated.")  # fmt: skip
+@click.option("--key", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write what was replaced here; only you can read it.")  # fmt: skip
+@rules_option
+def redact_command(
+    places: tuple[str, ...],
+    out: Path,
+    names: bool,
+    words: tuple[str, ...],
+    key: Path | None,
+    rules_file: Path | None,
+) -> None:
+    """Copy a recording without hosts, users, paths and stacks.
+
+    PATH is as for analyze. Times, structure, counts, sizes and groups are kept, so that the copy
+    gives the same split. Each text gets one pseudonym in all files (host1). Prints what was
+    replaced, and which files were left out.
+    """
+    from stepsplit.analyzer.redact import redact_recording
+
+    rules = load_rules(rules_file)
+    done = redact_recording(places, out, names=names, words=words, key=key, rules=rules)
+    click.echo(f"{out}: {len(done.files)} files")
+    for row in done.replaced:
+        click.echo(f"replaced {row.field}: {row.distinct:,} in {row.places:,} places")
+    for place, reason in done.left_out:
+        click.echo(f"left out {place}: {reason}")

@@ -18,8 +18,10 @@ from stepsplit.dashboard.commands.common import (
     load_rules,
     open_store,
     put_json,
+    record_command,
     rules_option,
-    store_option,
+    runs_option,
+    token_option,
 )
 
 if TYPE_CHECKING:
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunMetrics
+    from stepsplit.analyzer.report.report import Report
     from stepsplit.dashboard.store.runs import RunRow
     from stepsplit.dashboard.store.store import Store
+    from stepsplit.dashboard.upload import RemoteRun, RemoteStore
 
 
 # stepsplit check: candidate runs against a baseline; the result is the exit status.
@@ -76,8 +80,9 @@ def _build_file_option(
 )
 @click.option("--dashboard", "dashboard_url", metavar="URL",
               help="Address of the dashboard that shows the store's runs, for links.")  # fmt: skip
-@store_option
+@runs_option
 @artifacts_option
+@token_option
 def check_command(
     candidates: tuple[str, ...],
     baselines: tuple[str, ...],
@@ -89,6 +94,7 @@ def check_command(
     dashboard_url: str | None,
     url: str,
     artifacts: str,
+    token: str | None,
     **files: Path | None,
 ) -> int:
     """Check runs against budgets: pass, regressed or inconclusive.
@@ -100,11 +106,12 @@ def check_command(
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.checks import to_json
 
-    store = cache(lambda: open_store(url, artifacts))
+    store = cache(lambda: open_runs(url, artifacts, token))
     rules = load_rules(rules_file)
     baseline_runs = load_runs(baselines, store, None, rules)
     candidate_runs = load_runs(candidates, store, job_file, rules)
-    verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, dashboard_url)
+    shown_at = dashboard_url or (url if is_dashboard(url) else None)
+    verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, shown_at)
     write_files(verdict, files, _find_issue_file(budgets, baselines))
     if any(run.id for run in candidate_runs):
         _record(store(), candidate_runs, verdict)
@@ -146,13 +153,20 @@ def _find_issue_file(budgets: Sequence[str], baselines: Sequence[str]) -> str:
     return files[0] if files else "stepsplit"
 
 
-def _record(store: Store, candidate: Sequence[SideRun], verdict: CheckResult) -> None:
+def _record(store: Store | RemoteStore, candidate: Sequence[SideRun], verdict: CheckResult) -> None:
     """Records the result with the candidate runs that are in the store."""
     from stepsplit.dashboard.reporters.verdict import format_headline
+    from stepsplit.dashboard.upload import RemoteStore
 
+    headline = format_headline(verdict)
     for run in candidate:
-        if run.id is not None:
-            store.verdicts.record(run.id, verdict.answer, format_headline(verdict))
+        if run.id is None:
+            continue
+        if isinstance(store, RemoteStore):
+            store.record_check(run.id, verdict.answer, headline)
+        else:
+            store.verdicts.record(run.id, verdict.answer, headline)
+            record_command(store.audit, "check recorded", f"{run.id}: {verdict.answer}")
 
 
 def _show_check(verdict: CheckResult) -> None:
@@ -176,11 +190,20 @@ RECOMMENDED_RUNS = 3
 @click.argument("places", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", required=True, metavar="FILE", type=click.Path(path_type=Path),
               help="File to write, such as a JSON file next to the tests.")  # fmt: skip
+@click.option("--budgets-out", metavar="FILE", type=click.Path(path_type=Path),
+              help="Write budgets that such runs decide, for check --budget.")  # fmt: skip
 @rules_option
-@store_option
+@runs_option
 @artifacts_option
+@token_option
 def baseline_command(
-    places: tuple[str, ...], out: Path, rules_file: Path | None, url: str, artifacts: str
+    places: tuple[str, ...],
+    out: Path,
+    budgets_out: Path | None,
+    rules_file: Path | None,
+    url: str,
+    artifacts: str,
+    token: str | None,
 ) -> None:
     """Write a baseline file for check from recorded runs.
 
@@ -192,10 +215,12 @@ def baseline_command(
     from stepsplit.analyzer.regression.judge import check_setups
     from stepsplit.analyzer.regression.metrics import to_json
 
-    store, rules = cache(lambda: open_store(url, artifacts)), load_rules(rules_file)
+    store, rules = cache(lambda: open_runs(url, artifacts, token)), load_rules(rules_file)
     runs = [run.facts for run in load_runs(places, store, None, rules)]
     for warning in check_setups(runs, (), across_setups=False):
         click.echo(f"warning: {warning}", err=True)
+    if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
+        raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
     write(out, to_json(runs))
     advice = (
         ""
@@ -203,6 +228,29 @@ def baseline_command(
         else f"; {RECOMMENDED_RUNS} to 5 runs estimate the noise better"
     )
     click.echo(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
+    if len(runs) >= RECOMMENDED_RUNS:
+        _propose_budgets(runs, budgets_out)
+
+
+def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
+    """Prints or writes the budgets that as many equal runs would pass."""
+    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+    from stepsplit.analyzer.errors import write
+    from stepsplit.analyzer.regression.checks import parse_budgets
+    from stepsplit.analyzer.regression.statistics import propose_budgets
+
+    budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
+    if out is not None:
+        lines = [f'"{budget.metric}" = "{budget.text}"' for budget in budgets]
+        write(out, "\n".join(["[budgets]", *lines, ""]).encode())
+        click.echo(f"{out}: budgets for check --budget {out}")
+    rules = [f"{budget.metric}:{budget.text}" for budget in budgets]
+    raised = [rule for rule in rules if rule not in DEFAULT_BUDGETS]
+    if raised:
+        click.echo(
+            f"at the noise of these runs, {len(runs)} runs per side cannot decide the default"
+            f" budgets; proposed: {', '.join(raised)}"
+        )
 
 
 # The runs of one side of a check, from files or from a store.
@@ -214,7 +262,7 @@ DEFAULT_LAST = 10
 
 _EXAMPLE = f"write {STORE_PREFIX}branch=main,last=10 or {STORE_PREFIX}ID"
 
-OpenStore = Callable[[], "Store"]
+OpenStore = Callable[[], "Store | RemoteStore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,26 +328,56 @@ def parse_query(text: str) -> Query:
     return Query(tuple(tags.items()), int(last))
 
 
-def _load_stored_runs(store: Store, query: Query) -> list[SideRun]:
+def open_runs(url: str, artifacts: str, token: str | None) -> Store | RemoteStore:
+    """Opens the store at the URL: a database, or a dashboard's address."""
+    if not is_dashboard(url):
+        return open_store(url, artifacts)
+    from stepsplit.dashboard.upload import Connection, RemoteStore
+
+    return RemoteStore(Connection(url, token))
+
+
+def is_dashboard(url: str) -> bool:
+    """Whether the URL of a store is a dashboard's address."""
+    return url.startswith(("http://", "https://"))
+
+
+def _load_stored_runs(store: Store | RemoteStore, query: Query) -> list[SideRun]:
     """The finished runs that match the query, oldest first. Raises UsageError if none matches."""
     from stepsplit.analyzer.regression.metrics import extract_metrics
+    from stepsplit.analyzer.report.io import from_json
+    from stepsplit.dashboard.upload import RemoteStore
 
-    done = [run for run in store.list_runs() if run.state == "done" and _is_selected(run, query)]
+    if isinstance(store, RemoteStore):
+        done: Sequence[RunRow | RemoteRun] = _find_remote(store, query)
+    else:
+        done = [run for run in store.list_runs() if _is_selected(run, query)][: query.last]
     if not done:
         wanted = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
         raise UsageError(f"the store has no finished run for {wanted}; see the list of runs")
-    selected = reversed(done[: query.last])
+
+    def load(run_id: str) -> Report:
+        if isinstance(store, RemoteStore):
+            return from_json(store.fetch_report(run_id), f"the report of {run_id}")
+        return store.load_report(run_id)
+
     return [
-        SideRun(extract_metrics(store.load_report(run.id), f"{run.name} ({run.id})"), run.id)
-        for run in selected
+        SideRun(extract_metrics(load(run.id), f"{run.name} ({run.id})"), run.id)
+        for run in reversed(done)
     ]
 
 
+def _find_remote(store: RemoteStore, query: Query) -> tuple[RemoteRun, ...]:
+    if query.id is None:
+        return store.list_done(query.tags, query.last)
+    run = store.find_done(query.id)
+    return () if run is None else (run,)
+
+
 def _is_selected(run: RunRow, query: Query) -> bool:
-    if query.id is not None:
-        return run.id == query.id
-    tags = {(tag.key, tag.value) for tag in run.tags}
-    return all(pair in tags for pair in query.tags)
+    if run.state != "done":
+        return False
+    return run.has_tags(query.tags) if query.id is None else run.id == query.id
 
 
 # The output files of a check.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +16,8 @@ from stepsplit.analyzer.errors import UsageError, write
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.readers.kernel_rules import Rules
+    from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.dashboard.store.audit import AuditLog
     from stepsplit.dashboard.store.store import Store
 
 
@@ -30,6 +34,7 @@ def count_cores() -> int:
 # JSON output of a command.
 
 ResultT = TypeVar("ResultT")
+_Command = TypeVar("_Command", bound=Callable[..., object])
 
 
 def put_json(
@@ -76,14 +81,28 @@ STORE_URL = f"sqlite:///{HOME / 'store.db'}"
 
 ARTIFACTS = HOME / "artifacts"
 
-store_option = click.option(
-    "--store",
-    "url",
-    default=STORE_URL,
-    show_default=True,
-    envvar="STEPSPLIT_STORE",
-    metavar="URL",
-    help="Database of the runs.",
+
+def _build_store_option(text: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        "--store",
+        "url",
+        default=STORE_URL,
+        show_default=True,
+        envvar="STEPSPLIT_STORE",
+        metavar="URL",
+        help=text,
+    )
+
+
+store_option = _build_store_option("Database of the runs.")
+
+runs_option = _build_store_option("Database of the runs, or the address of a dashboard.")
+
+token_option = click.option(
+    "--token",
+    metavar="TOKEN",
+    envvar="STEPSPLIT_TOKEN",
+    help="Access token of the dashboard; by default STEPSPLIT_TOKEN.",
 )
 
 artifacts_option = click.option(
@@ -110,6 +129,44 @@ def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store
     from stepsplit.dashboard.store.store import Store
 
     return Store.open(url, artifacts)
+
+
+def record_command(audit: AuditLog, action: str, target: str) -> None:
+    """Records an action of the command line in the audit log."""
+    try:
+        account = getpass.getuser()
+    except (KeyError, OSError):
+        account = str(os.getuid())
+    audit.record(action, target, user_name=f"command line, {account}", role="admin")
+
+
+# Tags and dates of runs.
+
+
+def parse_tag(tag: str) -> tuple[str, str]:
+    """Parses --tag KEY=VALUE. Raises UsageError if it is invalid."""
+    key, equals, value = tag.partition("=")
+    if not key or not equals:
+        raise UsageError(f"--tag {tag}: write KEY=VALUE, such as branch=main")
+    return key, value
+
+
+def format_date(unix_ns: int) -> str:
+    """The time in UTC, to the minute."""
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+# The mesh as the user states it.
+
+
+def parse_mesh(text: str | None) -> Mesh | None:
+    """Parses --mesh. Raises UsageError if it is invalid."""
+    from stepsplit.collectors.run_spec import Mesh
+
+    try:
+        return None if text is None else Mesh.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--mesh: {error}") from None
 
 
 # Optional packages.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import UsageError, write
-from stepsplit.dashboard.commands.common import load_rules, put_json, rules_option
+from stepsplit.analyzer.errors import StepsplitError, UsageError, write
+from stepsplit.dashboard.commands.common import (
+    count_cores,
+    load_rules,
+    put_json,
+    require_package,
+    rules_option,
+)
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.gap.calibrate import Calibration
@@ -126,7 +133,16 @@ def _show_plan(job: JobConfig, plan: Plan) -> None:
 
 
 @click.command()
-@click.argument("places", nargs=-1, required=True, metavar="RUN...")
+@click.argument("places", nargs=-1, metavar="[RUN...]")
+@click.option(
+    "--quick", is_flag=True,
+    help="Without recordings: train the demo's GPT here for some seconds, and calibrate from that.",
+)  # fmt: skip
+@click.option(
+    "--ranks", metavar="N", type=click.IntRange(min=1),
+    help="Processes of --quick; as many as the job to predict has on one machine. "
+         "Default: one per GPU or core.",
+)  # fmt: skip
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
     help='Write the constants to this file; use it in job.toml as [hardware] file = "FILE".',
@@ -142,6 +158,8 @@ def _show_plan(job: JobConfig, plan: Plan) -> None:
 @rules_option
 def calibrate_command(
     places: tuple[str, ...],
+    quick: bool,
+    ranks: int | None,
     out: Path | None,
     job_file: Path | None,
     json_file: str | None,
@@ -150,16 +168,49 @@ def calibrate_command(
     """Fit the model's hardware constants to your own recordings.
 
     RUN is the folder of a recording. Several runs may differ in layout but not in hardware. The
-    constants also apply to other layouts on the same machine.
+    constants also apply to other layouts on the same machine. With --quick none is needed.
     """
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware, to_json
 
-    calibration = calibrate(*places, job=job_file, rules=load_rules(rules_file))
+    if quick and places:
+        raise UsageError("--quick takes no recordings; leave out one of them")
+    if ranks is not None and not quick:
+        raise UsageError("--ranks is for --quick; recordings have their own ranks")
+    rules = load_rules(rules_file)
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        runs = (_record_quick(Path(folder), ranks),) if quick else places
+        calibration = calibrate(*runs, job=job_file, rules=rules)
     if out is not None:
         write(out, format_hardware(calibration).encode())
     if not put_json(calibration, to_json, json_file):
         _show_calibrate(calibration, out)
+
+
+def _record_quick(folder: Path, ranks: int | None) -> Path:
+    """Records a short training on this machine; returns its folder. Raises StepsplitError."""
+    require_package("torch", "collect")
+    from stepsplit.collectors.record import (
+        CALIBRATION,
+        LaunchError,
+        choose_calibration_mesh,
+        launch_workload,
+    )
+    from stepsplit.collectors.run_spec import Mesh
+
+    count = ranks or _count_gpus() or count_cores()
+    mesh = choose_calibration_mesh(Mesh.of({"pp": count}))
+    click.echo(f"training a small GPT on {mesh.format()} for some seconds", err=True)
+    try:
+        return launch_workload(mesh, folder / "quick", CALIBRATION).out
+    except LaunchError as error:
+        raise StepsplitError(f"the training failed: {error}") from None
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count())
 
 
 def _show_calibrate(calibration: Calibration, out: Path | None) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.analyzer.errors import StepsplitError, UsageError, write
 from stepsplit.dashboard.commands.common import require_package
 
 if TYPE_CHECKING:
@@ -28,9 +29,18 @@ def build_collectors_command(verb: str, summary: str) -> click.Command:
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
     @click.pass_context
     def command(context: click.Context, arguments: tuple[str, ...]) -> None:
-        context.exit(main([verb, *arguments]))
+        context.exit(main([verb, *arguments], _explain_stop))
 
     return command
+
+
+def _explain_stop(pid: int) -> str | None:
+    """Why the job of the rank hangs; None if it does not."""
+    from stepsplit.analyzer.diagnose.hang import STUCK
+    from stepsplit.dashboard.commands.analyze import examine_job
+
+    hang = examine_job(pid, None)
+    return hang.verdict if hang.condition == STUCK else None
 
 
 # stepsplit gather, attach and record, which the collectors implement.
@@ -89,8 +99,11 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     if not no_serve:
         require_package("dash", "dashboard")
     folder = out or find_free_folder(Path("runs/demo"))
-    _train(_choose_mesh(parallel), folder)
-    analysis = examine_with_inferred_job([folder])
+    mesh = _choose_mesh(parallel)
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as calibration:
+        _train(mesh, folder, Path(calibration))
+        job = _write_calibrated_job(Path(calibration), mesh, folder)
+    analysis = examine_with_inferred_job([folder], job=job)
     save(folder, analysis.report, analysis.tables)
     click.echo(f"recorded in {folder}\n")
     Console(highlight=False).print(build_report_screen(analysis.report))
@@ -101,13 +114,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
 def _choose_mesh(parallel: str) -> Mesh:
     """The requested layout, reduced if this machine has too little memory for it."""
     from stepsplit.analyzer import units
-    from stepsplit.collectors.record import (
-        DemoArgs,
-        check_mesh,
-        fit_to_memory,
-        format_parallel,
-        parse_parallel,
-    )
+    from stepsplit.collectors.record import DemoArgs, check_mesh, fit_to_memory, parse_parallel
 
     try:
         requested = parse_parallel(parallel)
@@ -119,24 +126,43 @@ def _choose_mesh(parallel: str) -> Mesh:
     if mesh != requested:
         free = units.format_gibibytes(available or 0)
         click.echo(
-            f"only {free} of memory available: using {format_parallel(mesh)} instead of "
-            f"{format_parallel(requested)}"
+            f"only {free} of memory available: using {mesh.format()} instead of "
+            f"{requested.format()}"
         )
     return mesh
 
 
-def _train(mesh: Mesh, folder: Path) -> None:
-    from stepsplit.collectors.record import LaunchError, format_parallel, launch_workload
+def _train(mesh: Mesh, folder: Path, calibration: Path) -> None:
+    from stepsplit.collectors.record import LaunchError, launch_workload
 
     ranks = mesh.world_size
-    click.echo(
-        f"training a small GPT on {format_parallel(mesh)}: {ranks} processes, about half a minute"
-    )
+    click.echo(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
     try:
-        result = launch_workload(mesh, folder)
+        result = launch_workload(mesh, folder, calibration=calibration)
     except LaunchError as error:
         raise StepsplitError(f"the demo's training failed: {error}") from None
     click.echo(result.output.strip())
+
+
+def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path | None:
+    """Writes the hardware that was calibrated around the demo, and a job.toml that names it.
+
+    Returns the job.toml; None if the hardware is not known to the model.
+    """
+    from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware
+    from stepsplit.collectors.record import choose_calibration_mesh
+
+    try:
+        hardware = calibrate(*sorted(calibration.iterdir()))
+    except StepsplitError as error:
+        click.echo(f"not calibrated: {error}")
+        return None
+    write(folder / "hardware.toml", format_hardware(hardware).encode())
+    job = folder / "job.toml"
+    write(job, b'[hardware]\nfile = "hardware.toml"\n')
+    layout = choose_calibration_mesh(mesh).format()
+    click.echo(f"calibrated on short trainings of {layout} before and after: {job}")
+    return job
 
 
 def _serve(analysis: Analysis, port: int) -> None:

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
 from stepsplit.analyzer.report.report import (
+    UNKNOWN_HOST,
     Gap,
     GapRow,
     Pipeline,
@@ -62,7 +63,8 @@ class Bar:
 
 def draw_split_by_rank(report: Report) -> go.Figure:
     """One bar per rank, in ms: the median of each bucket over full steps."""
-    hosts = {rank: host.host for host in report.run.hosts for rank in host.ranks}
+    known = [host for host in report.run.hosts if host.host != UNKNOWN_HOST]
+    hosts = {rank: host.host for host in known for rank in host.ranks}
     rows = _group_rows(select_full_steps(report.steps), "rank")
     bars = []
     for rank, steps in rows:

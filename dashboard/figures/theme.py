@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,13 @@ from stepsplit.analyzer.buckets import BUCKETS
 CLEAR = "rgba(0,0,0,0)"
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+GRAPH_CONFIG: Final[Any] = {
+    "displaylogo": False,
+    "modeBarButtons": [["toImage", "resetScale2d"]],
+    "plotlyServerURL": "",
+}
+"""Plotly's options for all figures. Its other buttons include the upload to Plotly Cloud."""
 
 _LEGEND = {
     "orientation": "h",

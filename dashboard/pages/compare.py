@@ -83,6 +83,7 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
         _build_names(baseline, candidate),
         _build_cards(comparison),
         *_build_settings(comparison),
+        *_build_findings(comparison),
         html.Div(
             [
                 build_section("Mean step", "over ranks and full steps",
@@ -111,10 +112,25 @@ def _build_names(baseline: View, candidate: View) -> html.P:
     )
 
 
+def _build_work_cards(comparison: RunComparison) -> list[html.Div]:
+    """The change for the same work, where the work of a step differs."""
+    baseline, candidate = comparison.baseline, comparison.candidate
+    if comparison.token_ratio is not None:
+        was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
+        change = format_signed_percent(comparison.token_ratio - 1)
+        return [build_card("tokens/s per GPU", change, f"{was}; steps of other sizes")]
+    if comparison.microbatch_ratio is not None:
+        was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
+        change = format_signed_percent(comparison.microbatch_ratio - 1)
+        return [build_card("time per microbatch", change, was)]
+    return []
+
+
 def _build_cards(comparison: RunComparison) -> html.Div:
     baseline, candidate = comparison.baseline, comparison.candidate
     change = "unknown" if comparison.ratio is None else format_signed_percent(comparison.ratio - 1)
     shown = [
+        *_build_work_cards(comparison),
         build_card("median step", change, _NOISE[comparison.within_noise]),
         build_card(
             "baseline", format_milliseconds(baseline.median_ns), f"{baseline.steps} full steps"
@@ -136,6 +152,21 @@ def _build_cards(comparison: RunComparison) -> html.Div:
             build_card("MFU", format_percent(candidate.mfu), f"was {format_percent(baseline.mfu)}")
         )
     return html.Div(shown, className="cards")
+
+
+def _build_findings(comparison: RunComparison) -> list[html.Section]:
+    changed = comparison.changed_findings
+    if not changed:
+        return []
+    rows = [
+        [
+            Cell(one.message if one.candidate_ns else f"no longer: {one.message}"),
+            *_build_change_cells(one),
+        ]
+        for one in changed
+    ]
+    shown = build_table(("bottleneck", "baseline", "candidate", "difference"), rows)
+    return [build_section("Bottlenecks that changed", "estimated saving per step", shown)]
 
 
 def _build_settings(comparison: RunComparison) -> list[html.Section]:

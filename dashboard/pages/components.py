@@ -13,10 +13,10 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from plotly.graph_objects import Figure
 
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.report import Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import format_milliseconds, format_percent
-from stepsplit.dashboard.figures.theme import BUCKET_STYLES, BucketStyle
+from stepsplit.dashboard.figures.theme import BUCKET_STYLES, GRAPH_CONFIG, BucketStyle
 from stepsplit.dashboard.store.metrics import Headline, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
 
@@ -104,7 +104,7 @@ def format_subtitle(report: Report) -> str:
     mesh = None if run.mesh is None else " ".join(f"{part.axis}{part.size}" for part in run.mesh)
     parts = [
         f"{len(run.ranks):,} of {run.world_size:,} ranks",
-        _format_count(len(run.hosts), "host"),
+        format_hosts(run),
         run.device,
         mesh if mesh is None else f"mesh {mesh} (from {run.mesh_source or 'unknown'})",
         report.pipeline.schedule if report.pipeline else None,
@@ -112,6 +112,9 @@ def format_subtitle(report: Report) -> str:
         None if run.torch is None else f"torch {run.torch}",
         None if run.nccl is None else f"NCCL {run.nccl}",
         None if run.profiling_slowdown is None else f"profiling {run.profiling_slowdown:+.1%}",
+        None
+        if run.slowdown_after_profiling is None
+        else f"after profiling {run.slowdown_after_profiling:+.1%}",
     ]
     return "  ·  ".join(part for part in parts if part)
 
@@ -248,11 +251,7 @@ def build_link(text: str, url: str | None) -> Content:
 
 def build_graph(name: str, figure: Figure) -> dcc.Graph:
     """A figure on the page; `name` is its HTML id."""
-    return dcc.Graph(
-        id=name,
-        figure=figure,
-        config={"displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
-    )
+    return dcc.Graph(id=name, figure=figure, config=GRAPH_CONFIG)
 
 
 def build_share_bar(shares: Sequence[float]) -> html.Div:
@@ -345,7 +344,10 @@ class Address:
 
 def parse_address(path: str | None, search: str | None) -> Address | None:
     """The page of a URL path and query; None if there is no such page."""
-    chosen = AddressQuery(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
+    try:
+        chosen = AddressQuery(dict(parse_qsl((search or "").lstrip("?"), max_num_fields=64)))
+    except ValueError:
+        return None
     found = _RUN.fullmatch(path or "")
     if found:
         return Address(found.group(2) or RUN_PAGES[0], found.group(1), chosen)

@@ -10,7 +10,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
-from stepsplit.analyzer.report.build import IDLE_MEANING
+from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.io import extract_job, extract_prediction
 from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
 from stepsplit.analyzer.split.kernels import KernelFamily

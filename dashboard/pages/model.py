@@ -133,12 +133,15 @@ def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split)
 def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> html.Div:
     step, peak = prediction.split.step_ns, max(one.total_bytes for one in prediction.memory)
     change = format_signed_percent(step / recorded.step_ns - 1) if recorded.step_ns else "?"
+    plural = "" if job.microbatches == 1 else "es"
     shown = [
         build_card(
             "predicted step", format_milliseconds(step), f"{change} compared with the recorded job"
         ),
         build_card(
-            "GPUs", f"{job.parallel.world_size:,}", f"{job.microbatches:,} microbatches/rank"
+            "GPUs",
+            f"{job.parallel.world_size:,}",
+            f"{job.microbatches:,} microbatch{plural}/rank",
         ),
         build_card(
             "bubble_fraction", format_percent(prediction.bubble_fraction), "of the schedule"

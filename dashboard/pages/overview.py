@@ -8,22 +8,27 @@ from collections.abc import Sequence
 from dash import html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.report import (
     NO_MODEL,
     BlameRow,
+    EventRef,
     Finding,
     GroupRow,
     Report,
     compute_step_median_ns,
+    count_calls_per_step,
     select_full_steps,
 )
 from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import (
     format_gigabytes_per_second,
     format_milliseconds,
     format_milliseconds_range,
+    format_per_step,
     format_percent,
     format_signed_percent,
     format_size,
@@ -65,7 +70,14 @@ def build_overview(view: View) -> list[Component]:
     return [
         html.P(format_subtitle(report), className="subtitle"),
         build_cards(build_headline(report), report),
-        html.Div([_build_left_column(view), _build_right_column(view)], className="columns"),
+        html.Div(
+            [
+                html.Div(build_findings(view)),
+                html.Div([*build_model_comparison(report), *build_exposed_table(report)]),
+            ],
+            className="columns",
+        ),
+        _build_splits(view),
         *build_critical_path(view),
         *build_coverage(report),
         *build_warnings(report),
@@ -97,30 +109,28 @@ def build_model_comparison(report: Report) -> list[html.Section]:
 def _build_missing_model(report: Report) -> list[html.Section]:
     warning = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
     text = "This report has no prediction to compare with."
-    hint = "Add a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
+    hint = (
+        'Add a job.toml next to the traces, or by "describe the job" at the top of the run, or run:'
+        " stepsplit analyze RUN --job job.toml"
+    )
     words = [html.P(warning or text), html.P(hint, className="note")]
     return [build_section("Model comparison", "not available", *words)]
 
 
-def _build_left_column(view: View) -> html.Div:
-    """Top bottlenecks, and the time split by rank and by step."""
+def _build_splits(view: View) -> html.Div:
+    """The time split by rank and by step."""
     ranks = build_graph("by-rank", draw_split_by_rank(view.report))
     steps = build_graph("by-step", draw_split_by_step(view.report))
     click_hint = "; click a bar to open its timeline" if view.run_id else ""
     return html.Div(
         [
-            *build_findings(view),
             build_section("By rank", f"median of each bucket over full steps{click_hint}", ranks),
             build_section(
                 "By step", f"mean over ranks; pale steps are not in medians{click_hint}", steps
             ),
-        ]
+        ],
+        className="columns",
     )
-
-
-def _build_right_column(view: View) -> html.Div:
-    """Model comparison and exposed communication."""
-    return html.Div([*build_model_comparison(view.report), *build_exposed_table(view.report)])
 
 
 # The tables of a run's page; each is an empty list if the report has no rows for it.
@@ -138,8 +148,8 @@ def build_findings(view: View) -> list[html.Section]:
     """Bottlenecks by estimated saving, largest first, each with a link to the timeline."""
     report = view.report
     if not report.findings:
-        empty = html.P("No bottleneck found: no cause accounts for 1 % of the step.")
-        return [build_section("Top bottlenecks", "", empty)]
+        empty = html.P("No fix is known that would save 1 % of the step.")
+        return [build_section("Top bottlenecks", "", empty, *_build_unexplained(report))]
     step_ns = compute_step_median_ns(report.steps)
     items = [
         _build_finding(finding, step_ns, view.run_id) for finding in report.findings[:MAX_ROWS]
@@ -149,7 +159,25 @@ def build_findings(view: View) -> list[html.Section]:
     if items[MAX_OPEN_FINDINGS:]:
         rest = html.Ol(items[MAX_OPEN_FINDINGS:], className="findings")
         shown.append(build_collapsed(f"{len(items) - MAX_OPEN_FINDINGS:,} smaller", rest))
-    return [build_section("Top bottlenecks", note, *shown)]
+    return [build_section("Top bottlenecks", note, *shown, *_build_unexplained(report))]
+
+
+def _build_unexplained(report: Report) -> list[Component]:
+    """The large buckets without a finding, each with its largest part."""
+    items = [
+        html.Li(
+            [
+                html.B(f"{one.bucket} {format_percent(one.share)}"),
+                html.Span(f" of the step{f': {one.part}' if one.part else ''}"),
+            ],
+            style={"borderLeftColor": COLOR[one.bucket]},
+        )
+        for one in list_unexplained_buckets(report)
+    ]
+    if not items:
+        return []
+    head = html.P("Other large parts of the step", className="note")
+    return [head, html.Ul(items, className="findings")]
 
 
 def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
@@ -170,12 +198,15 @@ def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
 def _link_to_finding(finding: Finding, run_id: str) -> str:
     """The URL of the finding's first event with some margin, or of its first rank and step."""
     if finding.events:
-        event = finding.events[0]
-        edge = max(event.dur_ns, 1_000)
-        window = {"from": event.start_ns - edge, "to": event.start_ns + event.dur_ns + edge}
-        return build_page_url(run_id, "timeline", rank=event.rank, **window)
+        return _link_to_event(finding.events[0], run_id)
     step = finding.steps[0] if finding.steps else None
     return build_page_url(run_id, "timeline", rank=finding.ranks[0], step=step)
+
+
+def _link_to_event(event: EventRef | PathKernel, run_id: str) -> str:
+    edge = max(event.dur_ns, 1_000)
+    window = {"from": event.start_ns - edge, "to": event.start_ns + event.dur_ns + edge}
+    return build_page_url(run_id, "timeline", rank=event.rank, **window)
 
 
 def build_warnings(report: Report) -> list[html.Details]:
@@ -249,10 +280,11 @@ def build_collective_table(report: Report) -> list[html.Section]:
         return []
     groups = {group.id: group for group in report.groups}
     largest = sorted(report.collectives, key=estimate_total_ns, reverse=True)[:MAX_COLLECTIVES]
-    rows = [_build_collective_row(row, groups.get(row.group)) for row in largest]
+    per_step = count_calls_per_step(report)
+    rows = [_build_collective_row(row, groups.get(row.group), per_step[row]) for row in largest]
     note = "medians; busbw over the transfer part only"
     note += format_hidden_rows(report.collectives, MAX_COLLECTIVES)
-    heads = ("axis", "group", "op", "size", "calls", "transfer", "wait", "busbw")
+    heads = ("axis", "group", "op", "size", "calls/step", "transfer", "wait", "busbw")
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
 
 
@@ -261,14 +293,16 @@ def estimate_total_ns(row: CollectiveRow) -> int:
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
-def _build_collective_row(row: CollectiveRow, group: GroupRow | None) -> list[Cell]:
+def _build_collective_row(
+    row: CollectiveRow, group: GroupRow | None, per_step: float
+) -> list[Cell]:
     bytes_, busbw = row.message_bytes, row.busbw_bytes_per_s
     return [
         Cell((group.axis if group else None) or "other"),
         Cell(_format_members(row, group)),
         Cell(row.op if row.dtype is None else f"{row.op} {row.dtype}"),
         Cell("unknown" if bytes_ is None else format_size(bytes_), number=True),
-        build_count_cell(row.count),
+        Cell(format_per_step(per_step), number=True),
         build_time_cell(row.transfer_ns_median),
         build_time_cell(row.wait_ns_median),
         Cell("unknown" if busbw is None else format_gigabytes_per_second(busbw), number=True),
@@ -285,13 +319,13 @@ def _format_members(row: CollectiveRow, group: GroupRow | None) -> str:
 
 # The critical path, and slow steps.
 
-PARTS, STEPS = 6, 8
+PARTS, KERNELS, STEPS = 6, 8, 8
 
 
 def build_critical_path(view: View) -> list[html.Section]:
     """The critical path of the average step, and one sentence per slow step."""
     report = view.report
-    shown = [*_build_path(report), *_build_slow_steps(view)]
+    shown = [*_build_path(report), *_build_path_kernels(view), *_build_slow_steps(view)]
     return [build_section("Critical path", _format_last_rank(report), *shown)] if shown else []
 
 
@@ -312,6 +346,26 @@ def _build_path(report: Report) -> list[Component]:
     ]
     heads = ("bucket", "mostly on", "share of path", "per step")
     return [build_graph("critical-path", draw_critical_path(report)), build_table(heads, rows)]
+
+
+def _build_path_kernels(view: View) -> list[Component]:
+    """The kernels with the most time on the path, each with a link to the longest of them."""
+    report = view.report
+    total = sum(part.ns for part in report.critical_path)
+    if len(report.run.ranks) < 2 or not report.path_kernels:
+        return []
+    rows = [
+        [
+            Cell(one.kernel),
+            Cell(f"rank {one.rank}" + (f", stream {one.stream}" if one.stream is not None else "")),
+            build_share_cell(one.ns / total),
+            build_time_cell(one.ns // len(report.path_steps)),
+            Cell(build_link("longest", _link_to_event(one, view.run_id))),
+        ]
+        for one in report.path_kernels[:KERNELS]
+    ]
+    heads = ("kernel on the path", "of", "share of path", "per step", "in the timeline")
+    return [build_table(heads, rows)]
 
 
 def _format_last_rank(report: Report) -> str:

@@ -27,9 +27,11 @@ from stepsplit.dashboard.pages.components import (
     build_empty_card,
     build_legend,
     build_link,
+    build_menu,
     build_page_url,
     build_progress_bar,
     build_share_bar,
+    build_share_cell,
     build_state_pill,
     build_table,
     build_text_field,
@@ -38,6 +40,12 @@ from stepsplit.dashboard.pages.components import (
 from stepsplit.dashboard.pages.compute import build_compute, build_idle, build_memory_page
 from stepsplit.dashboard.pages.model import build_model_page
 from stepsplit.dashboard.pages.overview import build_overview
+from stepsplit.dashboard.pages.run_actions import (
+    RunRights,
+    build_run_actions,
+    build_run_labels,
+    build_tags,
+)
 from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.runs import RunRow
 
@@ -50,8 +58,14 @@ _COLUMN_ORDER = (
     "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
 )  # fmt: skip
 
-_COMMON_COLUMNS = 3
+_COMMON_COLUMNS = ("name", "added", "verdict")
 """Columns that are shown for runs without metrics too."""
+
+_HIDDEN_IF_EMPTY = ("verdict", "mesh", "mfu")
+
+
+_MESH = r"\s*\w+=[0-9]+(\s*,\s*\w+=[0-9]+)*\s*"
+"""Axes and sizes; the analysis refuses unknown axes."""
 
 
 def build_upload_zone() -> html.Section:
@@ -70,6 +84,15 @@ def build_upload_zone() -> html.Section:
                 ],
                 className="drop-buttons",
             ),
+            html.Div(
+                [
+                    _build_field("name", "upload-name", "of the folder or files", maxLength=200),
+                    _build_field("tags", "upload-tags", "branch=main, gpus=8"),
+                    _build_field("mesh", "upload-mesh", "pp=2,dp=2,tp=2", pattern=_MESH),
+                ],
+                className="drop-hint drop-fields",
+            ),
+            html.Div(id="upload-question", className="drop-question", role="group"),
             html.Div(html.Div(id="upload-bar"), id="upload-track", className="track"),
             html.Div(id="upload-status", className="drop-status", role="status"),
         ],
@@ -78,18 +101,26 @@ def build_upload_zone() -> html.Section:
     )
 
 
-def build_runs_page(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
+def _build_field(label: str, field_id: str, example: str, **more: Any) -> html.Label:
+    return html.Label([f"{label}: ", dcc.Input(id=field_id, placeholder=example, **more)])
+
+
+def build_runs_page(
+    runs: Sequence[RunRow], chosen: AddressQuery, *, may_upload: bool = True
+) -> html.Div:
     """The list of runs that match the URL, newest first by default."""
     if not runs:
-        hint = "No runs yet. Drop a recording above, or create one with stepsplit demo."
+        upload = " Drop a recording above, or create one with stepsplit demo."
+        hint = "No runs yet." + (upload if may_upload else "")
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
     matches = filter_runs(runs, chosen.find_text("q"))
     ordered = sort_runs(matches, chosen.find_text("sort") or NEWEST)
-    rows = [_build_row(run) for run in ordered[:MAX_LISTED]]
+    columns = choose_columns(ordered[:MAX_LISTED])
+    rows = [_build_row(run, columns) for run in ordered[:MAX_LISTED]]
     n_hidden = len(ordered) - len(rows)
     note = f"{n_hidden:,} more runs: search or sort to see them" if n_hidden else ""
     body: Component = html.Div(
-        build_table(_build_table_head(chosen), rows), className="card scroll"
+        build_table(_build_table_head(chosen, columns), rows), className="card scroll"
     )
     if not rows:
         body = html.P("No run matches this search.", className="card empty")
@@ -102,15 +133,18 @@ def _build_heading(chosen: AddressQuery) -> html.Div:
     return html.Div([html.H1("Runs"), search, compare, build_legend()], className="heading")
 
 
-def _build_table_head(chosen: AddressQuery) -> list[Content]:
+def choose_columns(runs: Sequence[RunRow]) -> tuple[str, ...]:
+    """The columns of the list, without those that are empty for all of the runs."""
+    empty = {name for name in _HIDDEN_IF_EMPTY if all(COLUMNS[name].key(r) is None for r in runs)}
+    return tuple(name for name in _COLUMN_ORDER if name not in empty)
+
+
+def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
     current = chosen.find_text("sort") or NEWEST
     return [
         html.Span("compare", className="unseen"),
-        *(
-            _build_sort_link(name, current, chosen) if name else "time split"
-            for name in _COLUMN_ORDER
-        ),
+        *(_build_sort_link(name, current, chosen) if name else "time split" for name in columns),
     ]
 
 
@@ -123,12 +157,20 @@ def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> Content:
     return build_link(COLUMNS[name].head + mark, where)
 
 
-def _build_row(run: RunRow) -> list[Cell]:
-    tags = [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
+def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
     name = dcc.Link(run.name, href=build_page_url(run.id), className="run-link")
+    note = [html.Div(run.note, className="run-note")] if run.note else []
     added = html.Span(_format_upload_time(run), className="when")
-    known = [Cell(html.Div([name, *tags])), Cell(added), Cell(build_check_pill(run))]
-    return [Cell(_build_pick_box(run)), *known, *_build_number_cells(run)]
+    cells = {
+        "name": Cell(html.Div([name, *build_tags(run), *note])),
+        "added": Cell(added),
+        "verdict": Cell(build_check_pill(run)),
+        **_build_number_cells(run),
+    }
+    shown = [cells[name] for name in columns if name in cells]
+    if len(cells) == len(_COMMON_COLUMNS):
+        shown.append(Cell(_build_state(run), columns=len(columns) - len(shown)))
+    return [Cell(_build_pick_box(run)), *shown]
 
 
 def _build_pick_box(run: RunRow) -> Content:
@@ -144,20 +186,21 @@ def _build_pick_box(run: RunRow) -> Content:
                        **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
 
 
-def _build_number_cells(run: RunRow) -> list[Cell]:
+def _build_number_cells(run: RunRow) -> dict[str, Cell]:
+    """The cells with metrics by column; none for a run without metrics."""
     numbers = run.headline
     if numbers is None or numbers.median_step is None:
-        return [Cell(_build_state(run), columns=len(_COLUMN_ORDER) - _COMMON_COLUMNS)]
+        return {}
     middle = numbers.median_step
-    shares = (middle.sum_share(*COMPUTE), middle.sum_share(*COLLECTIVE), middle.sum_share(*BUBBLE))
-    return [
-        Cell(f"{numbers.world_size:,}", number=True),
-        Cell(numbers.mesh or "unknown"),
-        Cell(format_milliseconds(middle.step_ns), number=True),
-        Cell(build_share_bar(middle.shares)),
-        *(Cell(format_percent(share), number=True) for share in shares),
-        Cell("" if numbers.mfu is None else format_percent(numbers.mfu), number=True),
-    ]
+    shares = {"compute": COMPUTE, "collective": COLLECTIVE, "bubble": BUBBLE}
+    return {
+        "world": Cell(f"{numbers.world_size:,}", number=True),
+        "mesh": Cell(numbers.mesh or "unknown"),
+        "step": Cell(format_milliseconds(middle.step_ns), number=True),
+        "": Cell(build_share_bar(middle.shares)),
+        **{name: build_share_cell(middle.sum_share(*of)) for name, of in shares.items()},
+        "mfu": Cell("" if numbers.mfu is None else format_percent(numbers.mfu), number=True),
+    }
 
 
 def _build_state(run: RunRow) -> html.Div:
@@ -172,6 +215,18 @@ def _build_state(run: RunRow) -> html.Div:
 def _format_upload_time(run: RunRow) -> str:
     moment = datetime.fromtimestamp(run.created_unix_ns // 10**9, UTC)
     return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def build_run_pickers(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
+    """The menus that choose the two runs to compare, newest first."""
+    done = [run for run in runs if run.headline is not None and run.headline.median_step]
+    picked = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
+    listed = [run for n, run in enumerate(done) if n < MAX_LISTED or run.id in picked.values()]
+    names = {"": "choose a run"} | {
+        run.id: f"{run.name}, {_format_upload_time(run)}" for run in listed
+    }
+    menus = [build_menu(side, names, run_id, "") for side, run_id in picked.items()]
+    return html.Div(menus, className="pickers")
 
 
 # Filter and order of the list of runs.
@@ -242,6 +297,8 @@ def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
 
 # One run: its name, tabs, and the selected page.
 
+_ALL = RunRights()
+
 _WAITING = {
     "uploading": "The upload is not finished.",
     "queued": "Queued for analysis.",
@@ -249,16 +306,18 @@ _WAITING = {
 }
 
 
-def build_run_page(view: View, address: Address) -> html.Div:
+def build_run_page(view: View, address: Address, run: RunRow, rights: RunRights = _ALL) -> html.Div:
     """The page of a finished run that the URL selects."""
     report = f"/api/v1/runs/{view.run_id}/report.json"
     more = [
         html.A("report.json", href=report),
         html.A("download as HTML", href=_build_export_url(view)),
+        *build_run_actions(run, rights),
     ]
     links = html.Span(more, className="heading-links")
     head = html.Div([html.H1(view.name), links], className="heading")
-    return html.Div([head, _build_tabs(view.run_id, address.page), *_build_content(view, address)])
+    tabs = _build_tabs(view.run_id, address.page)
+    return html.Div([head, *build_run_labels(run, rights), tabs, *_build_content(view, address)])
 
 
 def _build_export_url(view: View) -> str:
@@ -300,14 +359,16 @@ def build_compute_page(view: View) -> list[Component]:
     return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
 
 
-def build_waiting_page(run: RunRow) -> html.Div:
+def build_waiting_page(run: RunRow, rights: RunRights = _ALL) -> html.Div:
     """The page of a run without a report: not analyzed yet, or failed with an error."""
-    head = html.Div([html.H1(run.name), build_state_pill(run)], className="heading")
+    links = html.Span(build_run_actions(run, rights), className="heading-links")
+    head = html.Div([html.H1(run.name), build_state_pill(run), links], className="heading")
     message = run.error if run.state == "failed" else _WAITING.get(run.state, "")
     parts: list[str | Component] = [message or ""]
     if run.state == "running" and run.progress is not None:
         parts += [html.Br(), build_progress_bar(run.progress), f" {run.progress_note or ''}"]
-    return html.Div([head, html.P(parts, className=f"card status {run.state}")])
+    status = html.P(parts, className=f"card status {run.state}")
+    return html.Div([head, *build_run_labels(run, rights), status])
 
 
 def build_missing_page(message: str = "Page or run not found") -> html.Div:

@@ -255,7 +255,9 @@ def build_band(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
 
 
 def build_lanes(slices: Slices) -> tuple[TimelineRow, ...]:
-    """One row per lane and depth, the lane with the most compute first."""
+    """One row per lane and depth, the lane with the most compute first; () without slices."""
+    if not len(slices.lane):
+        return ()
     place = slices.lane.astype(np.int64) * 256 + slices.depth
     first = np.flatnonzero(np.diff(place, prepend=-1)).tolist()
     edges = zip(first, [*first[1:], len(place)], strict=True)

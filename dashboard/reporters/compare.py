@@ -46,8 +46,10 @@ def build_comparison_screen(comparison: RunComparison) -> RenderableType:
         return Group(*parts)
     if comparison.settings:
         parts += [Text(), _build_settings_table(comparison), *_list_notes(comparison)]
-    parts += [Text(), build_bucket_table(comparison)]
     parts += [
+        *build_findings_section(comparison),
+        Text(),
+        build_bucket_table(comparison),
         *build_exposed_section(comparison),
         *build_calls_section(comparison),
         *build_kernels_section(comparison),
@@ -60,10 +62,28 @@ def format_headline(comparison: RunComparison) -> Text:
     if comparison.same:
         return Text("no differences: same settings, steps, buckets, calls and kernels", "bold")
     named = ", ".join(_format_bucket(row) for row in _find_largest_changes(comparison))
-    text = Text(f"candidate is {_format_difference(comparison)}", style="bold").append(
+    text = Text(f"candidate {describe_difference(comparison)}", style="bold").append(
         _format_noise(comparison), "yellow"
     )
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
+
+
+def describe_difference(comparison: RunComparison) -> str:
+    """How much faster the candidate is, for the same work where the work of a step differs."""
+    ns, candidate = comparison.difference_ns, comparison.candidate
+    length = f"its step is {units.format_milliseconds(abs(ns))} {'longer' if ns > 0 else 'shorter'}"
+    if (tokens := comparison.token_ratio) is not None and candidate.tokens_per_s is not None:
+        rate = units.format_tokens_per_second(candidate.tokens_per_s)
+        return f"processes {rate} per GPU, {_format_more(tokens)} ({length})"
+    per_microbatch, of_one = comparison.microbatch_ratio, candidate.microbatch_ns
+    if per_microbatch is not None and of_one is not None:
+        time = units.format_milliseconds(of_one)
+        return f"takes {time} per microbatch, {_format_more(per_microbatch)} ({length})"
+    return f"is {_format_difference(comparison)}"
+
+
+def _format_more(ratio: float) -> str:
+    return f"{units.format_percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'}"
 
 
 def _format_difference(comparison: RunComparison) -> str:
@@ -75,6 +95,9 @@ def _format_difference(comparison: RunComparison) -> str:
 
 
 def _format_noise(comparison: RunComparison) -> str:
+    """What the noise between steps makes of the difference of steps that do the same work."""
+    if comparison.token_ratio is not None or comparison.microbatch_ratio is not None:
+        return ""
     if comparison.within_noise is None:
         return _NO_NOISE
     return ", within noise" if comparison.within_noise else ""
@@ -103,10 +126,13 @@ def _build_runs_table(comparison: RunComparison) -> Table:
 def _describe_side(side: Side) -> tuple[tuple[str, str], ...]:
     """(name, value) rows about a run; "" is unknown."""
     fraction, peak, mfu = side.bubble_fraction, side.peak_allocated_bytes, side.mfu
+    per_one, tokens = side.microbatch_ns, side.tokens_per_s
     return (
         ("run", side.name),
         ("median step", units.format_milliseconds(side.median_ns)),
         ("fastest, slowest", units.format_milliseconds_range(side.low_ns, side.high_ns)),
+        ("per microbatch", "" if per_one is None else units.format_milliseconds(per_one)),
+        ("tokens/s per GPU", "" if tokens is None else f"{tokens:,.0f}"),
         ("full steps", f"{side.steps:,}"),
         ("bubble fraction", "" if fraction is None else units.format_percent(fraction)),
         ("peak memory", "" if peak is None else units.format_gibibytes(peak)),
@@ -165,6 +191,23 @@ def build_bucket_table(comparison: RunComparison) -> Table:
     share = _format_share(after_ns - whole_ns, whole_ns)
     table.add_row("step", *_format_times(whole_ns, after_ns), share, style="bold")
     return table
+
+
+def build_findings_section(comparison: RunComparison) -> list[RenderableType]:
+    """The bottlenecks whose saving changed; empty if the steps differ by no more than noise."""
+    rows = comparison.changed_findings
+    if not rows:
+        return []
+    table = build_table("saving", "baseline", "candidate")
+    table.add_column("bottlenecks (estimated saving per step)", overflow="fold")
+    for row in rows[:MAX_ROWS]:
+        sides = (row.baseline_ns, row.candidate_ns)
+        table.add_row(
+            units.format_signed_milliseconds(row.difference_ns),
+            *(units.format_milliseconds(ns) if ns else "" for ns in sides),
+            row.message if row.candidate_ns else f"no longer: {row.message}",
+        )
+    return [Text(), table, *_format_rest(len(rows), "bottleneck", "bottlenecks")]
 
 
 def build_exposed_section(comparison: RunComparison) -> list[RenderableType]:
@@ -299,4 +342,7 @@ def _describe_change(change: WhatIfChange) -> str:
             return f"pipeline schedule {change.name}"
         case "replicas":
             return f"{change.count}x the data-parallel ranks, on equally fast links"
+        case "buckets":
+            buckets = "bucket" if change.count == 1 else "buckets"
+            return f"gradients of a step reduced in {change.count} {buckets} per group"
     return _DESCRIPTIONS[change.kind]

@@ -274,6 +274,8 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
         _build_constants_table(calibration),
         Text(),
     ]
+    if calibration.refused:
+        parts += [*(Text(f"not calibrated: {one}") for one in calibration.refused), Text()]
     if calibration.transfers:
         parts += [_build_transfers_table(calibration.transfers), Text()]
     parts += [_build_stages_table(calibration.stages), *_build_usage_hint(calibration, out)]
@@ -303,7 +305,8 @@ def _build_constants_table(calibration: Calibration) -> Table:
 def _list_constants(hardware: HardwareConfig) -> Iterable[tuple[str, str]]:
     """(name, formatted value) of each constant, in the same order for any hardware."""
     known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
-    peak = hardware.peaks_flops_per_s[0][1]
+    dtype = next(iter(known.dtypes), hardware.peaks_flops_per_s[0][0])
+    peak = hardware.peak_flops_per_s(dtype) or 0.0
     bytes_per_s = known.memory * hardware.memory_bytes_per_s
     return (
         ("GEMM", f"{units.format_flops(known.gemm * peak)}/s"),

@@ -89,7 +89,9 @@ def format_profiling(run: Run) -> str:
     """The profiler overhead, "" if too few steps were timed without the profiler."""
     if run.profiling_slowdown is None:
         return ""
-    return f"profiler overhead {units.format_signed_percent(run.profiling_slowdown)}"
+    after = run.slowdown_after_profiling
+    steps_after = "" if after is None else f" ({units.format_signed_percent(after)} after it)"
+    return f"profiler overhead {units.format_signed_percent(run.profiling_slowdown)}{steps_after}"
 
 
 _MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -10,14 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from rich.bar import Bar
-from rich.console import (
-    Console,
-    ConsoleOptions,
-    Group,
-    JustifyMethod,
-    RenderableType,
-    RenderResult,
-)
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,6 +19,7 @@ from rich.text import Text
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.workers import Progress as OnProgress
+from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
     BucketMedian,
@@ -38,6 +32,9 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
     compute_bucket_medians,
     compute_step_median_ns,
+    compute_token_rate,
+    count_calls_per_step,
+    format_hosts,
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
@@ -56,7 +53,14 @@ from stepsplit.dashboard.reporters.tables import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang_progress import Hang, LastCall, Missing, Stuck, StuckGroup
+    from stepsplit.analyzer.diagnose.hang_progress import (
+        Hang,
+        LastCall,
+        Missing,
+        RankNow,
+        Stuck,
+        StuckGroup,
+    )
 
 
 # The screen of a report: what ran, where the step went, which ranks and causes matter.
@@ -95,14 +99,14 @@ def build_report_screen(report: Report) -> RenderableType:
         parts += [Text(), *build_gap_section(report.gap)]
     if report.findings:
         parts += [Text(), *_list_bottlenecks(report.findings)]
+    parts += _list_unexplained(report)
     parts += format_slow_steps(report)
     return Group(*parts)
 
 
 def _describe_run(run: Run) -> Text:
     mesh = " ".join(f"{a.axis} {a.size}" for a in run.mesh) if run.mesh else "mesh unknown"
-    hosts = f"{len(run.hosts)} host" + ("s" if len(run.hosts) > 1 else "")
-    known = [f"run {run.name}", f"{run.world_size} x {run.device} ({hosts})", mesh]
+    known = [f"run {run.name}", f"{run.world_size} x {run.device} ({format_hosts(run)})", mesh]
     known += [run.backend or "", f"torch {run.torch}" if run.torch else ""]
     known += [
         f"NCCL {run.nccl}" if run.nccl else "",
@@ -129,9 +133,10 @@ def _describe_steps(report: Report) -> list[Text]:
     """Which steps and ranks were used, and how long a step took."""
     numbers = {row.step for row in report.steps}
     full = {row.step for row in report.steps if row.kind == "full"}
-    left_out = ", ".join(f"#{n}" for n in sorted(numbers - full))
+    reasons = [_format_left_out(report, n) for n in sorted(numbers)]
+    left_out = ", ".join(filter(None, reasons))
     steps = f"steps {len(full)} of {len(numbers)} used" + (
-        f" ({left_out} left out)" if left_out else ""
+        f" (left out: {left_out})" if left_out else ""
     )
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
     first = (steps, ranks, format_clock_error(report))
@@ -139,6 +144,20 @@ def _describe_steps(report: Report) -> list[Text]:
     return [
         Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
     ]
+
+
+_LEFT_OUT = {"partial": "partial", "other": "other calls"}
+
+
+def _format_left_out(report: Report, number: int) -> str:
+    """Why a step is not used, such as "#13 partial on rank 1"; "" if all ranks use it."""
+    rows = [row for row in report.steps if row.step == number]
+    why = {row.kind: _LEFT_OUT[row.kind] for row in rows if row.kind in _LEFT_OUT}
+    if not why:
+        return ""
+    left = [row.rank for row in rows if row.kind in _LEFT_OUT]
+    on = f" on {_name_ranks(left)}" if len(left) < len(rows) else ""
+    return f"#{number} {' or '.join(why.values())}{on}"
 
 
 def _format_step_time(report: Report) -> str:
@@ -153,10 +172,9 @@ def _format_step_time(report: Report) -> str:
 
 def _format_throughput(report: Report) -> list[str]:
     """Tokens a second and MFU, which only the job's model gives."""
-    step_ns, prediction = compute_step_median_ns(report.steps), report.prediction
-    if prediction is None or not step_ns:
+    per_s = compute_token_rate(report)
+    if per_s is None:
         return []
-    per_s = prediction.tokens_per_s_per_gpu * prediction.split.step_ns / step_ns
     device = "rank" if report.run.device == "cpu" else "GPU"
     mfu = [f"MFU {units.format_percent(report.mfu)}"] if report.mfu is not None else []
     return [f"{units.format_tokens_per_second(per_s)}/{device}", *mfu]
@@ -188,6 +206,7 @@ def _format_memo(report: Report) -> Text:
         return Text("no step in the recording")
     overlapped = median(row.overlapped_ns for row in rows)
     covered = median(row.bubble_covered_ns for row in rows)
+    ambiguous = median(row.ambiguous_ns for row in rows)
     estimated = sum(row.estimated for row in rows)
     axes = "medians (by axis: means). " if list_axes(report) else "medians. "
     memo = (
@@ -196,8 +215,10 @@ def _format_memo(report: Report) -> Text:
     )
     if covered:
         memo += f"; inside the pipeline bubble: {units.format_milliseconds(covered)}"
+    if ambiguous:
+        memo += f"; ambiguous gaps: {units.format_milliseconds(ambiguous)}"
     if estimated:
-        memo += f"; {estimated} of {len(rows)} steps are estimates (peer ranks missing)"
+        memo += f"; {estimated} of {len(rows)} steps are estimates (ranks or ends of calls missing)"
     return Text(memo, style="bright_black")
 
 
@@ -210,6 +231,19 @@ def _list_bottlenecks(findings: Sequence[Finding]) -> list[RenderableType]:
     for place, finding in enumerate(findings, 1):
         table.add_row(str(place), units.format_milliseconds(finding.gain_ns), finding.message)
     return [Text(f"TOP BOTTLENECKS (estimated saving per step{more})", style="bold"), table]
+
+
+def _list_unexplained(report: Report) -> list[RenderableType]:
+    large = list_unexplained_buckets(report)
+    if not large:
+        return []
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for one in large:
+        table.add_row(one.bucket, units.format_percent(one.share), one.part)
+    return [Text(), Text("OTHER LARGE PARTS OF THE STEP", style="bold"), table]
 
 
 # The tables of the report: buckets, pipeline stages, collectives.
@@ -401,8 +435,8 @@ def _format_peak(report: Report, ranks: set[int]) -> str:
 def build_collectives_table(report: Report) -> Table:
     """The kinds of calls that transferred data for the longest time."""
     axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
-    table = build_table("axis", "op", "size", "calls", "transfer", "wait", "busbw")
-    rows = _merge_groups(report.collectives, axis)
+    table = build_table("axis", "op", "size", "calls/step", "transfer", "wait", "busbw")
+    rows = _merge_groups(count_calls_per_step(report), axis)
     for row in rows[:MAX_COLLECTIVES]:
         table.add_row(*row)
     if len(rows) > MAX_COLLECTIVES:
@@ -410,15 +444,20 @@ def build_collectives_table(report: Report) -> Table:
     return table
 
 
-def _merge_groups(rows: Sequence[CollectiveRow], axis: dict[int, str]) -> list[tuple[str, ...]]:
-    """One line for the groups of one axis with the same calls: the medians of their medians."""
+def _merge_groups(
+    per_step: Mapping[CollectiveRow, float], axis: dict[int, str]
+) -> list[tuple[str, ...]]:
+    """One line for the groups of one axis with the same calls: the medians of their medians.
+
+    per_step: the calls of each row per step, of which the median too is shown.
+    """
     same: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}
-    for row in rows:
+    for row in per_step:
         same.setdefault((axis.get(row.group, "unknown"), row.op, row.message_bytes), []).append(row)
     return [
         (
             name, op, units.format_size(size) if size is not None else units.UNKNOWN,
-            f"{sum(r.count for r in group):,}",
+            units.format_per_step(median(per_step[r] for r in group)),
             units.format_milliseconds(median(r.transfer_ns_median for r in group)),
             units.format_milliseconds(median(r.wait_ns_median for r in group)),
             _format_rate([r.busbw_bytes_per_s for r in group if r.busbw_bytes_per_s is not None]),
@@ -440,11 +479,10 @@ LONG_BYTES = 200 << 20
 @contextmanager
 def show_reading_bar() -> Iterator[OnProgress]:
     """A callback for a reader: (bytes done, total bytes). Draws only on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with _show_progress() as bar:
+        if bar is None:
+            yield lambda done_bytes, all_bytes: None
+            return
         task = bar.add_task("reading", visible=False)
 
         def show(done_bytes: int, all_bytes: int) -> None:
@@ -456,13 +494,27 @@ def show_reading_bar() -> Iterator[OnProgress]:
 @contextmanager
 def show_sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
     """A callback for an upload: the bytes of each part that arrived. Draws only on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("sending"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with _show_progress() as bar:
+        if bar is None:
+            yield lambda sent_bytes: None
+            return
         task = bar.add_task("sending", total=all_bytes)
         yield lambda sent_bytes: bar.advance(task, sent_bytes)
+
+
+@contextmanager
+def _show_progress() -> Iterator[Progress | None]:
+    """A bar on stderr; None if that is no terminal, where rich up to 14 writes an empty line even
+    with a disabled bar."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield bar
 
 
 # The comparison with the model: what a step should take, and why it takes longer or less.
@@ -588,6 +640,8 @@ MAX_RANKS = 8
 
 MAX_FRAMES = 6
 
+MAX_ERROR = 160
+
 MAX_LETTERS = 28
 
 _COLUMNS = ("group", "description", "call", "size", "waiting", "missing", "completed")
@@ -603,20 +657,64 @@ def build_hang_screen(hang: Hang) -> RenderableType:
     parts += [_format_hang_warning(one.message, one.rank) for one in hang.warnings]
     if hang.stuck:
         parts += [Text(), _build_calls_table(hang), *_count_hidden_calls(hang)]
+    if hang.states:
+        parts += _list_states(hang)
+    elif hang.stuck:
         parts += [Text(), *_list_stacks(hang)]
+    if hang.ras:
+        parts += [Text(), Text("NCCL RAS", style="bold")]
+        parts += [Text(sentence) for sentence in hang.ras[:MAX_RANKS]]
     return Group(*parts)
+
+
+def _list_states(hang: Hang) -> list[Text]:
+    """What each rank does and its stack; ranks at the same place are one entry."""
+    same: dict[tuple[object, ...], list[RankNow]] = {}
+    for one in hang.states:
+        same.setdefault((one.condition, one.error, one.stack), []).append(one)
+    to_blame = {rank for one in hang.culprits for rank in one.ranks}
+    ordered = sorted(same.values(), key=lambda ones: not to_blame & {one.rank for one in ones})
+    lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
+    for ones in ordered[:MAX_RANKS]:
+        lines.append(Text(f"{_name_ranks([one.rank for one in ones])}  {_describe_state(ones)}"))
+        lines += [Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0])]
+    return lines
+
+
+def _describe_state(ones: Sequence[RankNow]) -> str:
+    """The condition that ranks share, their steps, and the shortest time since the last one."""
+    steps = sorted({one.steps for one in ones if one.steps is not None})
+    since_ns = min((o.since_step_ns for o in ones if o.since_step_ns is not None), default=None)
+    parts = [ones[0].condition]
+    if steps:
+        parts.append(f"{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps ended")
+    if since_ns is not None:
+        parts.append(f"the last {since_ns / 1e9:.1f} s ago")
+    return ", ".join([*parts, *([_cut(ones[0].error)] if ones[0].error else [])])
+
+
+def _cut(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else f"{error[: MAX_ERROR - 3]}..."
+
+
+def _list_frames(one: RankNow) -> tuple[str, ...]:
+    shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in one.stack)
+    more = len(shown) - MAX_FRAMES
+    return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
 
 
 def _list_culprits(hang: Hang) -> Group:
     from stepsplit.analyzer.diagnose.hang import format_verdict
 
-    lines = format_verdict([one.message for one in hang.culprits])
-    return Group(*(Text(line, style="bold") for line in lines))
+    lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
+    return Group(*(Text(line, style="bold") for line in lines if line))
 
 
 def _build_hang_heading(hang: Hang) -> Text:
-    known = [_format_count(len(hang.ranks), "dump", "dumps")]
-    if hang.no_dump:
+    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
+    if hang.states:
+        known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
+    if hang.no_dump and hang.ranks:
         known.append(f"no dump from {_name_ranks(hang.no_dump)}")
     if hang.stuck:
         first = min(int(call.called_unix_ns) for call in hang.stuck)

@@ -17,6 +17,7 @@ from stepsplit.analyzer.regression.checks import (
     ShiftedMetric,
 )
 from stepsplit.analyzer.regression.metrics import require_metric
+from stepsplit.analyzer.regression.statistics import MOST_RUNS
 from stepsplit.dashboard.reporters.tables import build_table
 
 # The screen of check.
@@ -46,7 +47,7 @@ def build_verdict_screen(verdict: CheckResult) -> RenderableType:
 
 def _build_gated_table(verdict: CheckResult) -> Table:
     table = build_table("  metric", "budget", "baseline", "candidate", "change", "96 % interval")
-    for result in verdict.gated:
+    for result in sort_exact_first(verdict.gated):
         table.add_row(
             Text(f"{MARKS[result.answer]} {result.metric}", STYLE[result.answer]),
             result.budget,
@@ -63,7 +64,8 @@ def _list_notes(verdict: CheckResult) -> list[Text]:
     notes = [Text(_format_note(one), STYLE[one.answer]) for one in noted]
     shown = [f"{one.metric} {text}" for one in verdict.gated if (text := format_detectable(one))]
     minimum = f"minimum detectable change (80 % power): {', '.join(shown)}"
-    return [*notes, *([Text(minimum, _DIM)] if shown else [])]
+    needs = [Text(text, "yellow") for one in verdict.gated if (text := format_needs(one))]
+    return [*notes, *needs, *([Text(minimum, _DIM)] if shown else [])]
 
 
 def _format_note(result: CheckedMetric) -> str:
@@ -120,16 +122,18 @@ _MOST_CALLS = 20
 
 def format_markdown(verdict: CheckResult, most_bytes: int = COMMENT_BYTES) -> str:
     """The check result as markdown, truncated to most_bytes."""
+    gated = sort_exact_first(verdict.gated)
     blocks = [
         f"### stepsplit {MARKS[verdict.answer]} {_escape_text(format_headline(verdict))}",
         _escape_text(format_sides(verdict)),
         *(f"> {_escape_text(one)}" for one in verdict.warnings),
-        _format_table(_GATED_COLUMNS, [_format_gated_row(one) for one in verdict.gated]),
+        _format_table(_GATED_COLUMNS, [_format_gated_row(one) for one in gated]),
         *(
             f"{_escape_code(one.metric)}: {_escape_text(one.note)}"
             for one in verdict.gated
             if one.note
         ),
+        *(_escape_text(text) for one in verdict.gated if (text := format_needs(one))),
         *_format_causes(verdict),
         *_format_calls(verdict),
     ]
@@ -211,9 +215,40 @@ _HEADLINES: dict[Answer, str] = {
 
 
 def format_headline(verdict: CheckResult) -> str:
-    """The result, with the metrics that regressed."""
-    regressed = [one.metric for one in verdict.gated if one.answer == "regressed"]
-    return _HEADLINES[verdict.answer] + (f": {', '.join(regressed)}" if regressed else "")
+    """The result, with the metrics that regressed, and the exact ones first."""
+    gated = sort_exact_first(verdict.gated)
+    regressed = [one.metric for one in gated if one.answer == "regressed"]
+    if regressed:
+        return f"{_HEADLINES[verdict.answer]}: {', '.join(regressed)}"
+    exact = [one.metric for one in gated if _is_exact(one) and one.answer == "pass"]
+    if verdict.answer == "pass" or not exact:
+        return _HEADLINES[verdict.answer]
+    undecided = [one.metric for one in gated if one.answer == "inconclusive"]
+    return (
+        f"INCONCLUSIVE: {' and '.join(exact)} within budget (exact);"
+        f" {', '.join(undecided)} not decided by these runs"
+    )
+
+
+def sort_exact_first(gated: Sequence[CheckedMetric]) -> list[CheckedMetric]:
+    """The counted metrics, which one run decides, before the measured ones."""
+    return sorted(gated, key=lambda one: not _is_exact(one))
+
+
+def _is_exact(result: CheckedMetric) -> bool:
+    return require_metric(result.metric).exact
+
+
+def format_needs(result: CheckedMetric) -> str:
+    """What would decide an inconclusive metric at this noise, "" if that is not known."""
+    if result.decidable is None:
+        return ""
+    runs = f"more than {MOST_RUNS}" if result.runs_needed is None else f"{result.runs_needed:,}"
+    budget = format_difference(result.metric, result.decidable, result.baseline).lstrip("+")
+    return (
+        f"to decide {result.metric} at this noise (4 of 5 times): {runs} runs per side, or a budget"
+        f" of {budget} with as many as now"
+    )
 
 
 def format_sides(verdict: CheckResult) -> str:

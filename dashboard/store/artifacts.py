@@ -29,8 +29,8 @@ class Artifacts(Protocol):
     def find_folder(self, run_id: str) -> Path:
         """The run's local folder; uploads are written to its input/."""
 
-    def keep_upload(self, run_id: str, path: str) -> None:
-        """Stores a completely uploaded file, given by its path below input/."""
+    def keep_upload(self, run_id: str, path: str, received: Path) -> None:
+        """Stores a completely received file, and moves it to its path below input/."""
 
     def fetch_uploads(self, run_id: str) -> Path:
         """The local folder with all uploads of the run; downloads them if missing."""
@@ -62,8 +62,9 @@ class FolderArtifacts:
     def find_folder(self, run_id: str) -> Path:
         return self.root / run_id
 
-    def keep_upload(self, run_id: str, path: str) -> None:
+    def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         target = self.find_folder(run_id) / INPUT_NAME / path
+        move_file(received, target)
         for folder in (target.parent, *target.parent.parents):
             sync(folder)
             if folder == self.root:
@@ -116,6 +117,12 @@ def save_synced(folder: Path, report: Report, tables: Tables) -> None:
     sync(folder)
 
 
+def move_file(file: Path, target: Path) -> None:
+    """Moves the file to the target, creating its folder; replaces an existing file at once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file.replace(target)
+
+
 def sync(path: Path) -> None:
     """Flushes the file or folder to disk."""
     opened = os.open(path, os.O_RDONLY)
@@ -130,7 +137,8 @@ def sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteArtifacts:
-    """Files under one URL. Results never change, so local copies stay valid."""
+    """Files under one URL. Another analysis replaces the results: a local copy of others is dropped
+    when it is read."""
 
     url: str
     local: Path
@@ -140,8 +148,9 @@ class RemoteArtifacts:
     def find_folder(self, run_id: str) -> Path:
         return self.local / run_id
 
-    def keep_upload(self, run_id: str, path: str) -> None:
-        self._put(f"{run_id}/{INPUT_NAME}/{path}")
+    def keep_upload(self, run_id: str, path: str, received: Path) -> None:
+        self._put(received, f"{run_id}/{INPUT_NAME}/{path}")
+        move_file(received, self.find_folder(run_id) / INPUT_NAME / path)
 
     def fetch_uploads(self, run_id: str) -> Path:
         for name in self._list_files(f"{run_id}/{INPUT_NAME}"):
@@ -156,18 +165,28 @@ class RemoteArtifacts:
         save_synced(folder, report, tables)
         for path in (folder / TABLES_NAME).rglob("*"):
             if path.is_file():
-                self._put(f"{run_id}/{path.relative_to(folder)}")
+                self._put(path, f"{run_id}/{path.relative_to(folder)}")
         # The report last: if it exists, the results are complete.
-        self._put(f"{run_id}/{REPORT_NAME}")
+        self._put(folder / REPORT_NAME, f"{run_id}/{REPORT_NAME}")
 
     def fetch_results(self, run_id: str) -> Path:
         folder = self.find_folder(run_id)
+        self._drop_outdated_results(run_id)
         if not (folder / REPORT_NAME).exists():
             for name in self._list_files(f"{run_id}/{TABLES_NAME}"):
                 self._fetch(name)
             with suppress(FileNotFoundError):
                 self._fetch(f"{run_id}/{REPORT_NAME}")
         return folder
+
+    def _drop_outdated_results(self, run_id: str) -> None:
+        report = self.find_folder(run_id) / REPORT_NAME
+        # Without a connection the copy is all there is.
+        with suppress(OSError):
+            newest = self._files.cat_file(f"{self._root}/{run_id}/{REPORT_NAME}")
+            if report.read_bytes() != newest:
+                shutil.rmtree(report.parent / TABLES_NAME, ignore_errors=True)
+                report.unlink()
 
     def remove(self, run_id: str) -> None:
         with suppress(FileNotFoundError):
@@ -182,10 +201,10 @@ class RemoteArtifacts:
             return [name.removeprefix(prefix) for name in paths]
         return []
 
-    def _put(self, name: str) -> None:
+    def _put(self, file: Path, name: str) -> None:
         target = f"{self._root}/{name}"
         self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(self.local / name), target)
+        self._files.put_file(str(file), target)
 
     def _fetch(self, name: str) -> None:
         target = self.local / name

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from threading import Lock
 
 from sqlalchemy import (
     BigInteger,
@@ -53,6 +54,7 @@ class Database:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._writer = engine, engine.execution_options(writes=True)
+        self._turns = _take_turns(engine)
 
     @contextmanager
     def begin_read(self) -> Iterator[Connection]:
@@ -63,16 +65,26 @@ class Database:
     @contextmanager
     def begin_write(self) -> Iterator[Connection]:
         """A write transaction: committed at the end, rolled back on an exception."""
-        with self._writer.begin() as connection:
+        with self._turns, self._writer.begin() as connection:
             yield connection
 
     def reconnect(self) -> None:
         """Drops connections that belong to the parent process."""
         self._engine.dispose(close=False)
+        # A thread of the parent may have held the lock.
+        self._turns = _take_turns(self._engine)
 
     def close(self) -> None:
         """Closes the connections."""
         self._engine.dispose()
+
+
+def _take_turns(engine: Engine) -> AbstractContextManager[object]:
+    """A lock for this process's write transactions, which SQLite allows one at a time.
+
+    Threads that wait in SQLite itself poll, and one may wait in vain while others get their turn.
+    """
+    return Lock() if engine.dialect.name == "sqlite" else nullcontext()
 
 
 def open_database(url: str) -> Database:
@@ -204,7 +216,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0003"
+VERSION = "0006"
 """The newest migration."""
 
 METADATA = MetaData()
@@ -224,6 +236,7 @@ RUNS = Table(
     Column("created_unix_ns", BigInteger, nullable=False, index=True),
     Column("state", String(16), nullable=False),
     Column("error", Text),
+    Column("note", String(1000), nullable=False, server_default=""),
     Column("world_size", Integer),
     Column("mesh", String(200)),
     Column("backend", String(100)),
@@ -295,6 +308,32 @@ TOKENS = Table(
     Column("created_unix_ns", BigInteger, nullable=False),
     Column("last_used_unix_ns", BigInteger),
     Column("revoked", Boolean, nullable=False, server_default=false()),
+    Column("role", String(16), nullable=False, server_default="viewer"),
+)
+
+SESSIONS = Table(
+    "sessions",
+    METADATA,
+    Column("sha256", String(64), primary_key=True),
+    Column("token_id", String(32), ForeignKey("tokens.id", ondelete="CASCADE")),
+    Column("proof", String(64)),
+    Column("created_unix_ns", BigInteger, nullable=False),
+    Column("last_used_unix_ns", BigInteger, nullable=False, index=True),
+)
+"""Logins: proof shows which password was entered; token_id names the token that was."""
+
+AUDIT = Table(
+    "audit",
+    METADATA,
+    # Only an INTEGER is numbered by SQLite; it has 64 bits there.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("at_unix_ns", BigInteger, nullable=False, index=True),
+    Column("user_name", String(200), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("address", String(100), nullable=False),
+    Column("action", String(32), nullable=False),
+    Column("target", String(300), nullable=False),
+    Column("outcome", String(200), nullable=False),
 )
 
 VERDICTS = Table(
@@ -304,6 +343,15 @@ VERDICTS = Table(
     Column("answer", String(16), nullable=False),
     Column("words", String(500), nullable=False),
     Column("judged_unix_ns", BigInteger, nullable=False),
+)
+
+LOGIN_FAILURES = Table(
+    "login_failures",
+    METADATA,
+    Column("key", String(100), primary_key=True),
+    Column("failures", Integer, nullable=False),
+    Column("last_unix_ns", BigInteger, nullable=False),
+    Column("blocked_until_unix_ns", BigInteger, nullable=False),
 )
 
 DELETED = Table("deleted", METADATA, Column("run_id", String(32), primary_key=True))

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
 from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.analysis import Analysis, examine, examine_with_inferred_job
+from stepsplit.analyzer.analysis import Analysis, examine_with_inferred_job
 from stepsplit.analyzer.errors import DataError, StepsplitError
-from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.hardware_config import list_referenced_files
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
 from stepsplit.analyzer.readers.workers import Progress
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.units import format_memory_size, format_size
+from stepsplit.collectors.run_spec import MESH_FILE, Mesh
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
+from stepsplit.dashboard.store.job_files import check_named_files, find_job_file, list_unused_files
 from stepsplit.dashboard.store.runs import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.store import Store
 
-# A worker: runs queued analyses one after the other and renews its lease meanwhile.
+# A worker: runs queued analyses one after the other, each in a process of its own.
 
 _JOBS_LOG = logging.getLogger("stepsplit.jobs")
 
 _RENEWALS_PER_LEASE = 4
 
-EXIT_TIMEOUT = 75
-"""Exit status of a worker whose analysis exceeded the time limit."""
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Options of a worker. parent: pid of the process whose end stops the worker after its job;
-    None for never."""
+    """Options of a worker.
+
+    limit_s, memory_bytes: what one analysis may take. parent: pid of the process whose end stops
+    the worker after its job; None for never.
+    """
 
     name: str
     limit_s: float = 3_600.0
+    memory_bytes: int = 1 << 40
     lease_s: float = LEASE_S
     poll_s: float = 0.5
     parent: int | None = None
@@ -55,19 +61,21 @@ class WorkerOptions:
 
 def analyze_upload(folder: Path, progress: Progress) -> Analysis:
     """Analyzes the uploaded folder, with a model comparison if the config is known from a job.toml
-    in it or from the recording. Raises StepsplitError."""
-    job_file = find_job_file(folder)
-    if job_file is None:
-        return examine_with_inferred_job([folder], 1, progress)
-    _check_named_files(job_file, folder)
-    return examine([folder], 1, progress, BUILT_IN, job_file)
+    in it or from the recording, and with the mesh that a mesh.txt in it states. Raises
+    StepsplitError."""
+    job_file, mesh = find_job_file(folder), read_mesh_file(folder)
+    if job_file is not None:
+        check_named_files(job_file, folder)
+    made = examine_with_inferred_job([folder], 1, progress, mesh, job_file)
+    warnings = (*made.report.warnings, *list_unused_files(folder, job_file))
+    return replace(made, report=structs.replace(made.report, warnings=warnings))
 
 
 def run_worker(
     store: Store, options: WorkerOptions, analyze: AnalyzeFunction = analyze_upload
 ) -> None:
     """Runs jobs until the parent process ends. On an exception, such as a signal, the current job
-    is queued again."""
+    is queued again. Main thread only."""
     while options.parent is None or os.getppid() == options.parent:
         try:
             if not _run_next_job(store, options, analyze):
@@ -84,53 +92,140 @@ def _run_next_job(store: Store, options: WorkerOptions, analyze: AnalyzeFunction
     if job is None:
         return False
     begun = time.monotonic()
-    try:
-        with _keep_lease(store, job, options):
-            outcome = process_job(store, job, analyze)
-    except SQLAlchemyError:
-        raise
-    except BaseException:
-        store.jobs.put_back(job)
-        raise
+    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+        process = _start_analysis(store, job, analyze, Path(folder))
+        try:
+            outcome = _watch_analysis(store, job, options, process)
+        except BaseException:
+            _kill(process)
+            store.jobs.put_back(job)
+            raise
     fields = {"run": job.run_id, "ended": outcome, "attempt": job.attempt, "worker": options.name}
     seconds = round(time.monotonic() - begun, 3)
     _JOBS_LOG.info("job", extra={"fields": fields | {"seconds": seconds}})
     return True
 
 
-@contextmanager
-def _keep_lease(store: Store, job: AnalysisJob, options: WorkerOptions) -> Iterator[None]:
-    """Renews the lease in a thread, and ends this process if the job exceeds the time limit."""
-    over = threading.Event()
-    deadline = time.monotonic() + options.limit_s
-    pause = min(options.lease_s / _RENEWALS_PER_LEASE, options.limit_s)
+# The process of one analysis: it can be stopped at any time, and its end harms nothing else.
 
-    def extend_lease() -> None:
-        while not over.wait(max(0.0, min(pause, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                _give_up_work(store, job, options.limit_s)
+_OUTCOMES = ("done", "failed", "lost", "unavailable")
+"""Results of an analysis; the exit status of its process is the index."""
+
+_WATCH_S = 0.2
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _start_analysis(
+    store: Store, job: AnalysisJob, analyze: AnalyzeFunction, folder: Path
+) -> BaseProcess:
+    # fork: what the worker has imported need not be imported for each job.
+    context = multiprocessing.get_context("fork")
+    arguments = (store, job, analyze, folder, os.getpid())
+    process = context.Process(target=_run_in_process, args=arguments, name="analysis")
+    process.start()
+    return process
+
+
+def _run_in_process(
+    store: Store, job: AnalysisJob, analyze: AnalyzeFunction, folder: Path, parent: int
+) -> None:
+    """Runs the job in this process, with its temporary files in the folder."""
+    # The worker decides what a signal to both of them means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent(parent, signal.SIGKILL)
+    tempfile.tempdir = str(folder)
+    store.reconnect()
+    try:
+        outcome = process_job(store, job, analyze)
+    except SQLAlchemyError as error:
+        _JOBS_LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
+        outcome = "unavailable"
+    raise SystemExit(_OUTCOMES.index(outcome))
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Has this process sent the signal when its parent, which has this pid, ends (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            raise SystemExit(0)
+
+
+def _watch_analysis(
+    store: Store, job: AnalysisJob, options: WorkerOptions, process: BaseProcess
+) -> str:
+    """Renews the lease until the process ends, and stops it if it exceeds a limit."""
+    begun = renewed = time.monotonic()
+    while process.exitcode is None:
+        process.join(_WATCH_S)
+        now = time.monotonic()
+        excess = _find_excess(options, now - begun, process)
+        if excess is not None and process.exitcode is None:
+            _kill(process)
+            _clean_up(store, job, store.jobs.fail(job, _describe_excess(store, job, *excess)))
+            return "failed"
+        if now - renewed > options.lease_s / _RENEWALS_PER_LEASE:
+            renewed = now
             with suppress(SQLAlchemyError):
                 store.jobs.extend_lease(job, options.lease_s)
+    if process.exitcode in range(len(_OUTCOMES)):
+        return _OUTCOMES[process.exitcode]
+    # Such as by the kernel when memory is short: tried again, or failed after the last attempt.
+    store.jobs.release_worker(options.name)
+    return "crashed"
 
-    thread = threading.Thread(target=extend_lease, name="heart", daemon=True)
-    thread.start()
+
+def _find_excess(
+    options: WorkerOptions, seconds: float, process: BaseProcess
+) -> tuple[str, str] | None:
+    """Which limit the analysis exceeds, and the option that raises it; None within the limits."""
+    if seconds > options.limit_s:
+        return f"took longer than {options.limit_s / 60:g} minutes", "--limit"
+    if process.pid is not None and measure_memory_bytes(process.pid) > options.memory_bytes:
+        return f"needed more than {format_memory_size(options.memory_bytes)} of memory", "--memory"
+    return None
+
+
+def _describe_excess(store: Store, job: AnalysisJob, what: str, option: str) -> str:
+    """The error of a run: what was exceeded, by how large an upload, and what to do."""
+    stored = store.files.sum_size(job.run_id)
+    number = f"{stored.files} file{'' if stored.files == 1 else 's'}"
+    size = f"{number}, {format_size(stored.bytes)}"
+    return f"the analysis {what} ({size}); upload fewer steps or ranks, or raise {option}"
+
+
+def _kill(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+
+
+_MEMORY_LINE = re.compile(r"^(?:RssAnon|RssShmem|VmSwap):\s*(\d+) kB$", re.MULTILINE)
+
+
+def measure_memory_bytes(pid: int) -> int:
+    """Memory that only the end of the process frees, also where it is swapped out; 0 without
+    /proc."""
     try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(int(kib) for kib in _MEMORY_LINE.findall(status))
 
 
-def _give_up_work(
-    store: Store, job: AnalysisJob, limit_s: float, end: Callable[[int], None] = os._exit
-) -> None:
-    """Fails the job and ends this process with its children, as threads cannot be stopped."""
-    message = f"the analysis took over {limit_s / 60:g} minutes; upload fewer steps or ranks"
-    with suppress(SQLAlchemyError):
-        store.jobs.fail(job, message)
-    for child in multiprocessing.active_children():
-        child.kill()
-    end(EXIT_TIMEOUT)
+_MEMORY_SHARE = 0.75
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def choose_memory_bytes(workers: int) -> int:
+    """The default limit of an analysis: three quarters of this machine's memory, or of its
+    container's, divided by the number of workers."""
+    bytes_of_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):
+        bytes_of_all = min(bytes_of_all, int(_CGROUP_LIMIT.read_text()))
+    return int(_MEMORY_SHARE * bytes_of_all / max(workers, 1))
 
 
 # The worker processes of a dashboard: start, watch, restart, stop.
@@ -228,11 +323,12 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
     has taken the job. Raises SQLAlchemyError if the database is unavailable."""
     try:
         analysis = _analyze_uploads(store, job, analyze)
-        store.artifacts.save(job.run_id, analysis.report, analysis.tables)
-        is_owner = store.jobs.complete(job, analysis.report)
+        report = _strip_folder_of_warnings(store, job, analysis.report)
+        store.artifacts.save(job.run_id, report, analysis.tables)
+        is_owner = store.jobs.complete(job, report)
         outcome = "done"
     except StepsplitError as error:
-        is_owner = store.jobs.fail(job, _strip_folder(store, job, error))
+        is_owner = store.jobs.fail(job, _strip_folder(store, job, str(error)))
         outcome = "failed"
     except SQLAlchemyError:
         raise
@@ -274,10 +370,18 @@ def throttle_progress(
     return report_progress
 
 
-def _strip_folder(store: Store, job: AnalysisJob, error: StepsplitError) -> str:
+def _strip_folder(store: Store, job: AnalysisJob, message: str) -> str:
     # The uploader knows the files by their upload names, without the server's folder.
     folder = str(store.artifacts.find_folder(job.run_id) / INPUT_NAME)
-    return str(error).replace(f"{folder}/", "").replace(folder, "the upload")
+    return message.replace(f"{folder}/", "").replace(folder, "the upload")
+
+
+def _strip_folder_of_warnings(store: Store, job: AnalysisJob, report: Report) -> Report:
+    stripped = tuple(
+        structs.replace(one, message=_strip_folder(store, job, one.message))
+        for one in report.warnings
+    )
+    return structs.replace(report, warnings=stripped)
 
 
 def _clean_up(store: Store, job: AnalysisJob, is_owner: bool) -> None:
@@ -286,30 +390,21 @@ def _clean_up(store: Store, job: AnalysisJob, is_owner: bool) -> None:
         store.artifacts.remove(job.run_id)
 
 
-# The job file of an upload.
-
-JOB_FILES = ("job.toml", "run.toml")
-"""File names of a job config in an upload; the second one is used by older recordings."""
+# The mesh of an upload.
 
 AnalyzeFunction = Callable[[Path, Progress], Analysis]
 
 
-def find_job_file(folder: Path) -> Path | None:
-    """The job.toml (else run.toml) nearest to the top of the folder; None without either."""
-    for name in JOB_FILES:
-        paths = sorted(folder.rglob(name), key=lambda path: (len(path.parts), path))
-        if paths:
-            return paths[0]
-    return None
-
-
-def _check_named_files(job_file: Path, folder: Path) -> None:
-    """Raises DataError if the job file refers to files outside of the upload."""
-    root = folder.resolve()
-    for name in list_referenced_files(read_table(job_file)):
-        if not (job_file.parent / name).resolve().is_relative_to(root):
-            problem = f"refers to {name}, which is not in the upload"
-            raise DataError(job_file, problem, "upload that file too, and use a relative path")
+def read_mesh_file(folder: Path) -> Mesh | None:
+    """The mesh in the folder's mesh.txt, such as pp=2,dp=2,tp=2; None without it. Raises
+    DataError."""
+    path = folder / MESH_FILE
+    try:
+        return Mesh.parse(path.read_text().strip())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DataError(path, str(error), "upload it again, or without the mesh") from None
 
 
 # Logs of the server and its workers: text, or one JSON object per line.

@@ -134,6 +134,17 @@ def add_job(connection: Connection, run_id: str) -> None:
     connection.execute(insert(JOBS).values(row))
 
 
+def queue_again(connection: Connection, run_id: str) -> bool:
+    """Queues another analysis of a run. False unless its last one has ended."""
+    ended = (RUNS.c.id == run_id, RUNS.c.state.in_(("done", "failed")))
+    queued = update(RUNS).where(*ended).values(state="queued", error=None)
+    if connection.execute(queued).rowcount != 1:
+        return False
+    connection.execute(delete(JOBS).where(JOBS.c.run_id == run_id))
+    add_job(connection, run_id)
+    return True
+
+
 def _build_claim(worker: str, now: int, lease_s: float) -> Any:
     oldest = (
         select(JOBS.c.id)
@@ -186,7 +197,7 @@ def _end_job(connection: Connection, job: AnalysisJob, **values: Any) -> bool:
 
 # The rows of runs.
 
-NAME_LENGTH, ERROR_LENGTH = 200, 2_000
+NAME_LENGTH, NOTE_LENGTH, ERROR_LENGTH = 200, 1_000, 2_000
 
 
 def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State) -> str:
@@ -194,11 +205,40 @@ def add_run(connection: Connection, name: str, tags: Iterable[Tag], state: State
     run_id = uuid.uuid4().hex[:12]
     row = {"id": run_id, "name": clean_text(name, NAME_LENGTH), "state": state}
     connection.execute(insert(RUNS), {**row, "created_unix_ns": time.time_ns()})
+    _add_tags(connection, run_id, tags)
+    return run_id
+
+
+def _add_tags(connection: Connection, run_id: str, tags: Iterable[Tag]) -> None:
     values = {clean_text(tag.key, 64): clean_text(tag.value, 200) for tag in tags}
     if values:
         rows = [{"run_id": run_id, "key": k, "value": v} for k, v in values.items()]
         connection.execute(insert(TAGS), rows)
-    return run_id
+
+
+def edit_run(connection: Connection, run_id: str, edit: RunEdit) -> bool:
+    """Changes the run's name, note and tags. False if there is no such run."""
+    values = {}
+    if edit.name is not None:
+        values["name"] = clean_text(edit.name, NAME_LENGTH)
+    if edit.note is not None:
+        values["note"] = clean_text(edit.note, NOTE_LENGTH)
+    # A run that is being deleted gets no tags.
+    locked = select(RUNS.c.id).where(RUNS.c.id == run_id).with_for_update()
+    if connection.execute(locked).first() is None:
+        return False
+    if values:
+        connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+    if edit.tags is not None:
+        connection.execute(delete(TAGS).where(TAGS.c.run_id == run_id))
+        _add_tags(connection, run_id, edit.tags)
+    return True
+
+
+def name_unnamed(connection: Connection, run_id: str, name: str) -> None:
+    """Names a run that was added without a name."""
+    unnamed = update(RUNS).where(RUNS.c.id == run_id, RUNS.c.name == "")
+    connection.execute(unnamed.values(name=clean_text(name, NAME_LENGTH)))
 
 
 def list_runs(connection: Connection) -> tuple[RunRow, ...]:
@@ -259,7 +299,8 @@ def forget_removed_run(connection: Connection, run_id: str) -> None:
 
 
 def _select_runs() -> Select[Any]:
-    columns = (*RUNS.c, JOBS.c.progress, JOBS.c.progress_note, VERDICTS.c.answer, VERDICTS.c.words)
+    job = (JOBS.c.queued_unix_ns, JOBS.c.progress, JOBS.c.progress_note)
+    columns = (*RUNS.c, *job, VERDICTS.c.answer, VERDICTS.c.words)
     with_jobs = select(*columns).outerjoin(JOBS, JOBS.c.run_id == RUNS.c.id)
     return with_jobs.outerjoin(VERDICTS, VERDICTS.c.run_id == RUNS.c.id)
 
@@ -272,6 +313,24 @@ def _read_run_rows(
         by_run.setdefault(tag.run_id, []).append(Tag(tag.key, tag.value))
     rows = connection.execute(runs)
     return tuple(build_run_row(row, sorted(by_run.get(row.id, ()))) for row in rows)
+
+
+def describe_edit(run: RunRow, edit: RunEdit) -> str:
+    """The run and its changed fields, for the audit log."""
+    name = [] if edit.name is None else [f"name {edit.name}"]
+    note = [] if edit.note is None else [f"note {edit.note}" if edit.note else "no note"]
+    pairs = " ".join(f"{tag.key}={tag.value}" for tag in edit.tags or ())
+    tags = [] if edit.tags is None else [f"tags {pairs}" if pairs else "no tags"]
+    return f"{run.id} {run.name}: {', '.join([*name, *tags, *note])}"
+
+
+def explain_no_retry(run: RunRow) -> str:
+    """Why the run cannot be analyzed again."""
+    if run.pending:
+        return "its analysis has not ended yet"
+    if run.state == "uploading":
+        return "its upload is not finished"
+    return "the store has only its report, not its files; upload the recording"
 
 
 # A run in the list of runs, and its conversion to and from a row.
@@ -292,10 +351,21 @@ class Tag:
 
 
 @dataclass(frozen=True, slots=True)
+class RunEdit:
+    """New name, note and tags of a run; None leaves what it has. tags replace all of its tags."""
+
+    name: str | None = None
+    note: str | None = None
+    tags: tuple[Tag, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunRow:
     """A run in the list of runs. error is set if it failed; headline if it is done.
 
-    progress (0..1) and progress_note are set during the analysis, if known.
+    progress (0..1) and progress_note are set during the analysis, if known. queued_unix_ns: when
+    its last analysis was queued, which tells one report of the run from the next; 0 if it was
+    added with its report.
     """
 
     id: str
@@ -308,6 +378,17 @@ class RunRow:
     progress: float | None = None
     progress_note: str | None = None
     verdict: CheckRow | None = None
+    note: str = ""
+    queued_unix_ns: int = 0
+
+    def has_tags(self, pairs: Iterable[tuple[str, str]]) -> bool:
+        """Whether the run has all the tags, each a key and a value."""
+        return {(tag.key, tag.value) for tag in self.tags} >= set(pairs)
+
+    @property
+    def can_be_analyzed_again(self) -> bool:
+        """Whether its last analysis has ended, unless it was added with its report."""
+        return self.state in ("done", "failed") and self.queued_unix_ns > 0
 
     @property
     def pending(self) -> bool:
@@ -322,8 +403,8 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     verdict = None if row.answer is None else CheckRow(row.answer, row.words)
     progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
     return RunRow(
-        row.id, row.name, row.created_unix_ns, state, row.error, numbers, tuple(tags),
-        progress, note, verdict,
+        row.id, row.name or row.id, row.created_unix_ns, state, row.error, numbers, tuple(tags),
+        progress, note, verdict, row.note, row.queued_unix_ns or 0,
     )  # fmt: skip
 
 

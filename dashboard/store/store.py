@@ -1,39 +1,50 @@
-"""The store of runs: SQL rows, their files, and API tokens."""
+"""The store of runs: SQL rows and their files."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-import secrets
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.io import TABLES_NAME, read_report
+from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import Tables, read_tables
+from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import runs
-from stepsplit.dashboard.store.artifacts import Artifacts, open_artifacts
+from stepsplit.dashboard.store.artifacts import (
+    Artifacts,
+    RemoteArtifacts,
+    open_artifacts,
+    open_remote,
+)
+from stepsplit.dashboard.store.audit import AuditLog
 from stepsplit.dashboard.store.database import (
     FILES,
     JOBS,
     RUNS,
-    TOKENS,
     Database,
-    clean_text,
     open_database,
 )
+from stepsplit.dashboard.store.job_files import JOB_FILE, check_job_text
+from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore
-from stepsplit.dashboard.store.runs import AnalysisQueue, RunRow, Tag, add_job, can_add_files
+from stepsplit.dashboard.store.runs import (
+    AnalysisQueue,
+    RunEdit,
+    RunRow,
+    Tag,
+    add_job,
+    can_add_files,
+)
 
 # Runs in SQL and their files.
 
@@ -49,7 +60,8 @@ class Store:
         self.url, self.artifacts, self._database = url, artifacts, database
         self.jobs, self.files = AnalysisQueue(database), RunFiles(database)
         self.tokens, self.numbers = Tokens(database), MetricStore(database)
-        self.verdicts = CheckResults(database)
+        self.verdicts, self.login_failures = CheckResults(database), LoginFailures(database)
+        self.sessions, self.audit = Sessions(database), AuditLog(database)
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:
@@ -64,6 +76,8 @@ class Store:
     def reconnect(self) -> None:
         """Drops connections that belong to the parent process."""
         self._database.reconnect()
+        if isinstance(self.artifacts, RemoteArtifacts):
+            self.artifacts = open_remote(self.artifacts.url, self.artifacts.local)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -87,17 +101,44 @@ class Store:
         with self._database.begin_write() as connection:
             return runs.add_run(connection, name, tags, "uploading")
 
-    def queue(self, run_id: str) -> bool:
-        """Queues the analysis after the upload. False if the run is not being uploaded, or has no
-        files or an incomplete one."""
+    def queue(self, run_id: str, name: str = "") -> bool:
+        """Queues the analysis after the upload; name is for a run that has none. False if the run
+        is not being uploaded, or has no files or an incomplete one."""
         with self._database.begin_write() as connection:
             is_complete = runs.can_add_files(connection, run_id) and has_all_files(
                 connection, run_id
             )
             if is_complete:
+                runs.name_unnamed(connection, run_id, name)
                 runs.set_run_state(connection, run_id, "uploading", "queued")
                 add_job(connection, run_id)
         return is_complete
+
+    def edit(self, run_id: str, edit: RunEdit) -> bool:
+        """Changes the run's name, note and tags. False if it does not exist."""
+        with self._database.begin_write() as connection:
+            return runs.edit_run(connection, run_id, edit)
+
+    def analyze_again(self, run_id: str) -> bool:
+        """Queues another analysis of the run's files. False if its last one has not ended, or if
+        the run has no files, as an imported report."""
+        with self._database.begin_write() as connection:
+            return has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
+
+    def attach_job(self, run_id: str, text: bytes) -> bool:
+        """Adds a job.toml to the run's files, or replaces it, and queues another analysis. False as
+        for analyze_again. Raises DataError if it is not a job.toml."""
+        check_job_text(text)
+        draft = self.find_folder(run_id) / f"{JOB_FILE}.{uuid.uuid4().hex}"
+        with self._database.begin_write() as connection:
+            is_queued = has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
+            if is_queued:
+                draft.parent.mkdir(parents=True, exist_ok=True)
+                draft.write_bytes(text)
+                # Before the commit: the worker that takes the job finds the file.
+                self.artifacts.keep_upload(run_id, JOB_FILE, draft)
+                _write_file_row(connection, run_id, FileRow(JOB_FILE, len(text), True))
+        return is_queued
 
     def import_report(
         self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()
@@ -120,6 +161,9 @@ class Store:
 
     def find_run(self, run_id: str) -> RunRow | None:
         """The run of this id; None if there is none."""
+        # Not all databases accept any text.
+        if not _ID.fullmatch(run_id):
+            return None
         with self._database.begin_read() as connection:
             return runs.find_run(connection, run_id)
 
@@ -129,12 +173,11 @@ class Store:
         return read_report(self.artifacts.fetch_results(run_id))
 
     def load_tables(self, run_id: str) -> Tables | None:
-        """The tables of a finished run; None if they were deleted to save space."""
+        """The tables of a finished run; None if they were deleted to save space. Raises
+        DataError."""
         self.find_folder(run_id)
-        try:
-            return read_tables(self.artifacts.fetch_results(run_id) / TABLES_NAME)
-        except FileNotFoundError:
-            return None
+        folder = self.artifacts.fetch_results(run_id) / TABLES_NAME
+        return load_tables(folder) if any(folder.glob("*.parquet")) else None
 
     def delete(self, run_id: str) -> bool:
         """Deletes the run with its files. False if it does not exist."""
@@ -283,83 +326,3 @@ def _count_by_state(
 ) -> dict[str, int]:
     query = select(state, func.count()).select_from(table).group_by(state)
     return {name: int(number) for name, number in connection.execute(query)}
-
-
-# API tokens for scripts: shown once, stored as a hash.
-
-PREFIX = "sst_"
-
-_USED_EVERY_NS = 60 * 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A stored token; last_used_unix_ns has a resolution of a minute, None for never."""
-
-    id: str
-    name: str
-    created_unix_ns: int
-    last_used_unix_ns: int | None
-    revoked: bool
-
-
-class Tokens:
-    """The tokens of a store."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def create(self, name: str) -> str:
-        """Creates a token and returns it, to be shown once: only its hash is stored."""
-        secret = PREFIX + secrets.token_urlsafe(32)
-        row = {"id": uuid.uuid4().hex[:8], "name": clean_text(name, 200), "sha256": _hash(secret)}
-        with self._database.begin_write() as connection:
-            new = insert(TOKENS).values(row | {"created_unix_ns": time.time_ns(), "revoked": False})
-            connection.execute(new)
-        return secret
-
-    def list_tokens(self) -> tuple[Token, ...]:
-        """All tokens including revoked ones, oldest first."""
-        columns = [TOKENS.c[name] for name in Token.__dataclass_fields__]
-        with self._database.begin_read() as connection:
-            rows = connection.execute(select(*columns).order_by(TOKENS.c.created_unix_ns))
-            return tuple(Token(*row) for row in rows)
-
-    def has_active(self) -> bool:
-        """Whether there is a token that is not revoked."""
-        counted = select(func.count()).select_from(TOKENS).where(TOKENS.c.revoked.is_(False))
-        with self._database.begin_read() as connection:
-            return bool(connection.execute(counted).scalar())
-
-    def revoke(self, token_id: str) -> bool:
-        """Revokes the token. False if there is none of this id."""
-        with self._database.begin_write() as connection:
-            return _update_token(connection, TOKENS.c.id == token_id, revoked=True)
-
-    def verify(self, secret: str) -> bool:
-        """Whether the secret is a valid token; records its use."""
-        if not secret.startswith(PREFIX):
-            return False
-        of_secret = TOKENS.c.sha256 == _hash(secret)
-        known = select(TOKENS.c.last_used_unix_ns).where(of_secret, TOKENS.c.revoked.is_(False))
-        with self._database.begin_read() as connection:
-            row = connection.execute(known).one_or_none()
-        if row is None:
-            return False
-        self._record_use(of_secret, row.last_used_unix_ns)
-        return True
-
-    def _record_use(self, of_secret: ColumnElement[bool], last_used_ns: int | None) -> None:
-        now = time.time_ns()
-        if last_used_ns is None or last_used_ns < now - _USED_EVERY_NS:
-            with self._database.begin_write() as connection:
-                _update_token(connection, of_secret, last_used_unix_ns=now)
-
-
-def _update_token(connection: Connection, which: ColumnElement[bool], **values: Any) -> bool:
-    return bool(connection.execute(update(TOKENS).where(which).values(values)).rowcount)
-
-
-def _hash(secret: str) -> str:
-    # A plain hash is enough: the token is random and as long as its hash.
-    return hashlib.sha256(secret.encode()).hexdigest()

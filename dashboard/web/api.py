@@ -1,21 +1,35 @@
-"""The HTTP API: uploads, runs, health and metrics."""
+"""The HTTP API: uploads, runs, the audit log, health and metrics."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from flask import Blueprint, Response, jsonify, request, send_file
+import orjson
+from flask import Blueprint, Response, current_app, jsonify, request, send_file
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
-from stepsplit.dashboard.store.runs import RunRow, Tag
+from stepsplit.dashboard.store.audit import audit_to_json, parse_since
+from stepsplit.dashboard.store.runs import (
+    NOTE_LENGTH,
+    RunEdit,
+    RunRow,
+    Tag,
+    describe_edit,
+    explain_no_retry,
+)
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
+from stepsplit.dashboard.upload import choose_run_name
+from stepsplit.dashboard.web.auth import record_action
 from stepsplit.dashboard.web.uploads import (
     JSON_BYTES,
     HttpError,
@@ -24,14 +38,25 @@ from stepsplit.dashboard.web.uploads import (
     build_offset_headers,
     build_whole_file_part,
     delete_file,
+    discard_drafts,
     parse_next_part,
     parse_relative_path,
     receive_part,
+    require_open_upload,
 )
 
 # The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
 
 RUNS = "/api/v1/runs"
+
+AUDIT = "/api/v1/audit"
+
+SESSIONS = "/api/v1/sessions"
+
+_DEFAULT_LAST = 100
+"""Number of runs in a list by default."""
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +69,36 @@ class Api:
     def create(self) -> tuple[Response, int]:
         """POST {name, tags}: creates a run that accepts files."""
         request.max_content_length = JSON_BYTES
-        new = parse_new_run(request.get_json(silent=True))
+        new = parse_new_run(read_json())
         return jsonify(id=self.store.add(new.name, new.tags)), 201
+
+    def list_runs(self) -> Response:
+        """GET ?tag=KEY=VALUE&state=done&last=N: the newest runs that have all tags."""
+        pairs = [pair.partition("=") for pair in request.args.getlist("tag")]
+        state, last = request.args.get("state"), _read_last()
+        if last is None or not all(key and equals for key, equals, _ in pairs):
+            raise HttpError(400, "list runs with ?tag=branch=main&state=done&last=10")
+        tags = [(key, value) for key, _, value in pairs]
+        found = [
+            run
+            for run in self.store.list_runs()
+            if run.has_tags(tags) and state in (None, run.state)
+        ]
+        rows = [{"id": run.id, "name": run.name, "state": run.state} for run in found[:last]]
+        return jsonify(runs=rows)
+
+    def record_check(self, run_id: str) -> Response:
+        """POST {answer, headline}: shows the result of a check with the run."""
+        request.max_content_length = JSON_BYTES
+        run = self._find_run(run_id)
+        body = read_json()
+        fields = body if isinstance(body, Mapping) else {}
+        answer, headline = fields.get("answer"), fields.get("headline")
+        if answer not in ANSWERS or not isinstance(headline, str):
+            raise HttpError(400, f"send JSON with answer ({', '.join(ANSWERS)}) and headline")
+        self.store.verdicts.record(run_id, answer, headline)
+        record_action(self.store.audit, "check recorded", f"{_describe_run(run)}: {answer}")
+        return Response(status=204)
 
     def put(self, run_id: str, path: str) -> Response:
         """PUT: stores the body as one file of the run."""
@@ -76,13 +129,54 @@ class Api:
     def finish(self, run_id: str) -> tuple[Response, int]:
         """POST: ends the upload and queues the analysis."""
         self._find_run(run_id)
-        if not self.store.queue(run_id):
+        paths = [row.path for row in self.store.files.list_files(run_id)]
+        if not self.store.queue(run_id, choose_run_name(paths) if paths else ""):
             raise self._explain_refusal(run_id)
+        record_action(self.store.audit, "upload", _describe_run(self._find_run(run_id)))
+        discard_drafts(self.store, run_id)
         return self._build_status(run_id), 202
 
     def read_status(self, run_id: str) -> Response:
         """GET: the state of the run."""
         return self._build_status(run_id)
+
+    def delete_run(self, run_id: str) -> Response:
+        """DELETE: deletes the run with its files and its report."""
+        run = self._find_run(run_id)
+        if not self.store.delete(run.id):
+            raise HttpError(404, "run not found")
+        record_action(self.store.audit, "run deleted", _describe_run(run))
+        return Response(status=204)
+
+    def edit_run(self, run_id: str) -> Response:
+        """PATCH {name, note, tags}: changes those of them that are sent."""
+        request.max_content_length = JSON_BYTES
+        run, edit = self._find_run(run_id), parse_run_edit(read_json())
+        if not self.store.edit(run.id, edit):
+            raise HttpError(404, "run not found")
+        record_action(self.store.audit, "run edited", describe_edit(run, edit))
+        return self._build_status(run_id)
+
+    def analyze_again(self, run_id: str) -> tuple[Response, int]:
+        """POST: queues another analysis of the run's files."""
+        run = self._find_run(run_id)
+        if not self.store.analyze_again(run.id):
+            raise HttpError(409, explain_no_retry(run))
+        record_action(self.store.audit, "run queued", _describe_run(run))
+        return self._build_status(run_id), 202
+
+    def attach_job(self, run_id: str) -> tuple[Response, int]:
+        """PUT: adds or replaces the run's job.toml, and queues another analysis."""
+        request.max_content_length = JSON_BYTES
+        run = self._find_run(run_id)
+        try:
+            is_queued = self.store.attach_job(run.id, request.get_data())
+        except DataError as error:
+            raise HttpError(400, str(error)) from None
+        if not is_queued:
+            raise HttpError(409, explain_no_retry(run))
+        record_action(self.store.audit, "job attached", _describe_run(run))
+        return self._build_status(run_id), 202
 
     def report(self, run_id: str) -> Response:
         """GET: report.json of the run."""
@@ -92,12 +186,30 @@ class Api:
             raise HttpError(404, f"no report: the run is {run.state}")
         return send_file(path, mimetype="application/json", download_name=f"{run_id}.{REPORT_NAME}")
 
+    def list_audit(self) -> Response:
+        """GET ?since=DATE&last=N: the newest entries of the audit log."""
+        last = _read_last()
+        if last is None:
+            raise HttpError(400, "last must be a number of entries")
+        try:
+            since_ns = parse_since(request.args["since"]) if "since" in request.args else 0
+        except UsageError as error:
+            raise HttpError(400, str(error)) from None
+        body = audit_to_json(self.store.audit.list_entries(last, since_ns))
+        return Response(body, mimetype="application/json", headers={"Cache-Control": "no-store"})
+
+    def end_sessions(self) -> Response:
+        """DELETE: ends all sessions, so that everyone has to log in again."""
+        number = self.store.sessions.end_all()
+        record_action(self.store.audit, "sessions ended", f"{number} sessions")
+        return jsonify(ended=number)
+
     def _open_body(self) -> BinaryIO:
         request.max_content_length = self.limits.file_bytes
         return cast(BinaryIO, request.stream)
 
     def _receive_part(self, run_id: str, path: str, part: UploadPart, status: int) -> Response:
-        self._find_run(run_id)
+        require_open_upload(self._find_run(run_id).state == "uploading")
         row = receive_part(self.store, run_id, parse_relative_path(path), part, self.limits)
         answer = jsonify(path=row.path, bytes=row.received_bytes, complete=row.complete)
         answer.status_code = status
@@ -122,6 +234,7 @@ class Api:
             state=run.state,
             error=run.error,
             tags={tag.key: tag.value for tag in run.tags},
+            note=run.note,
             progress=run.progress,
             progress_note=run.progress_note,
             files=stored.files,
@@ -135,6 +248,16 @@ class Api:
         return run
 
 
+def _describe_run(run: RunRow) -> str:
+    return f"{run.id} {run.name}"
+
+
+def _read_last() -> int | None:
+    """The number of rows that the query asks for; None if it is no number."""
+    last = request.args.get("last", str(_DEFAULT_LAST))
+    return int(last) if _NUMBER.fullmatch(last) else None
+
+
 def _refuse_incomplete(row: FileRow) -> HttpError:
     stored = f"{row.received_bytes} bytes received"
     return HttpError(409, f"{row.path} is incomplete: {stored}; send the rest, or DELETE it")
@@ -146,38 +269,97 @@ def build_api_routes(api: Api) -> Blueprint:
     run = f"{RUNS}/<run_id>"
     file = f"{run}/files/<path:path>"
     routes.add_url_rule(RUNS, "create", api.create, methods=["POST"])
+    routes.add_url_rule(RUNS, "list", api.list_runs)
+    routes.add_url_rule(f"{run}/check", "check", api.record_check, methods=["POST"])
     routes.add_url_rule(file, "put", api.put, methods=["PUT"])
     routes.add_url_rule(file, "patch", api.patch, methods=["PATCH"])
     routes.add_url_rule(file, "head", api.head_file, methods=["HEAD"])
     routes.add_url_rule(file, "remove", api.remove, methods=["DELETE"])
     routes.add_url_rule(f"{run}/finish", "finish", api.finish, methods=["POST"])
     routes.add_url_rule(run, "status", api.read_status)
+    routes.add_url_rule(run, "delete_run", api.delete_run, methods=["DELETE"])
+    routes.add_url_rule(run, "edit", api.edit_run, methods=["PATCH"])
+    routes.add_url_rule(f"{run}/analyze", "analyze", api.analyze_again, methods=["POST"])
+    routes.add_url_rule(f"{run}/job", "attach_job", api.attach_job, methods=["PUT"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
+    routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
+    routes.add_url_rule(SESSIONS, "end_sessions", api.end_sessions, methods=["DELETE"])
+    # All other addresses; else the pages, which answer every address, would answer them.
+    for unknown in ("/api", "/api/", "/api/<path:path>"):
+        routes.add_url_rule(unknown, "unknown", _refuse_unknown, methods=_METHODS)
     return routes
 
 
-# Name and tags of a new run.
+def _refuse_unknown(path: str = "") -> Response:
+    """Refuses a request that no other route answers: 405 if it does for another method."""
+    routes = current_app.create_url_adapter(request)
+    matched = [
+        method for method in _METHODS
+        if routes is not None and routes.match(method=method)[0] != f"{request.blueprint}.unknown"
+    ]  # fmt: skip
+    if not matched:
+        raise HttpError(404, "no such address; the API is described in docs/dashboard.md")
+    allowed = ", ".join(matched)
+    raise HttpError(405, f"the method must be one of {allowed}", {"Allow": allowed})
+
+
+def read_json() -> object:
+    """The JSON body of the request; None if it is not JSON, nested too deeply, or not Unicode."""
+    try:
+        return orjson.loads(request.get_data()) if request.is_json else None
+    except orjson.JSONDecodeError:
+        return None
+
+
+# Name, tags and note of a run.
 
 _KEY_LENGTH, _VALUE_LENGTH, _MOST_TAGS = 64, 200, 32
 
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """Validated name and tags."""
+    """Validated name and tags; without a name the run is named by its files."""
 
     name: str
     tags: tuple[Tag, ...]
 
 
 def parse_new_run(body: object) -> NewRun:
-    """Name and tags from the JSON body. Raises Refused if they are invalid."""
-    fields = body if isinstance(body, Mapping) else {}
-    name, tags = fields.get("name"), fields.get("tags") or {}
+    """Name and tags from the JSON body. Raises HttpError if they are invalid."""
+    if not isinstance(body, Mapping):
+        raise HttpError(400, _NAME_HINT)
+    name = _parse_name(body["name"]) if "name" in body else ""
+    return NewRun(name, _parse_tags(body.get("tags") or {}))
+
+
+def parse_run_edit(body: object) -> RunEdit:
+    """What to change, from the JSON body. Raises HttpError if it is invalid."""
+    known = ("name", "note", "tags")
+    if not isinstance(body, Mapping) or not body or not set(body) <= set(known):
+        raise HttpError(400, f"send JSON with what to change: {', '.join(known)}")
+    note = body.get("note")
+    if note is not None and not (isinstance(note, str) and len(note) <= NOTE_LENGTH):
+        raise HttpError(400, f"note must be text of at most {NOTE_LENGTH} characters")
+    return RunEdit(
+        _parse_name(body["name"]) if "name" in body else None,
+        note,
+        _parse_tags(body["tags"]) if "tags" in body else None,
+    )
+
+
+_NAME_HINT = 'send JSON with a name: {"name": "my run"}'
+
+
+def _parse_name(name: object) -> str:
     if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
-        raise HttpError(400, 'send JSON with a name: {"name": "my run"}')
+        raise HttpError(400, _NAME_HINT)
+    return name.strip()
+
+
+def _parse_tags(tags: object) -> tuple[Tag, ...]:
     if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
         raise HttpError(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
-    return NewRun(name.strip(), tuple(_tag(key, value) for key, value in tags.items()))
+    return tuple(_tag(key, value) for key, value in tags.items())
 
 
 def _tag(key: object, value: object) -> Tag:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from hashlib import sha256
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import PreventUpdate
-from flask import Blueprint, Flask, Response, request
+from flask import Blueprint, Flask, Response, current_app, request
 from plotly import graph_objects as go
 from plotly.io.json import to_json_plotly
 
@@ -30,19 +32,26 @@ from stepsplit.dashboard.pages.components import (
     build_page_url,
     parse_address,
 )
+from stepsplit.dashboard.pages.run_actions import RunRights
 from stepsplit.dashboard.pages.runs import (
     build_missing_page,
     build_run_page,
+    build_run_pickers,
     build_runs_page,
     build_upload_zone,
     build_waiting_page,
 )
 from stepsplit.dashboard.pages.timeline import TimelineView, build_index_json, build_window_json
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
+from stepsplit.dashboard.store.logins import Role, User
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.api import read_json
+from stepsplit.dashboard.web.auth import current_user
 from stepsplit.dashboard.web.html_export import build_export_routes
+from stepsplit.dashboard.web.login import LOGOUT_PATH
 from stepsplit.dashboard.web.report_cache import LruCache, ReportCache, require_tables
+from stepsplit.dashboard.web.uploads import HttpError
 
 # The Dash application: one layout, and a callback that renders the page of a URL.
 
@@ -88,9 +97,10 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
         suppress_callback_exceptions=True,
         add_log_handler=False,
     )
-    app.layout = _build_layout
+    app.layout = lambda: _build_layout(current_user())
     _add_page_callback(app, PageBuilder(store, cache))
     _add_timeline_link(app)
+    _refuse_odd_callbacks(server, app)
     _warm()
     return tuple(app.csp_hashes())
 
@@ -110,14 +120,16 @@ def _warm() -> None:
         to_json_plotly(figure)
 
 
-def _build_layout() -> html.Div:
+def _build_layout(user: User) -> html.Div:
     links = [("Runs", "/"), ("Compare", "/compare"), ("History", "/history")]
     nav = html.Nav([dcc.Link(text, href=href) for text, href in links], className="pages")
     brand = dcc.Link("stepsplit", href="/", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
     theme = html.Button("light / dark", id="theme", type="button", className="theme")
-    header = html.Div([brand, tagline, nav, theme], className="inner")
-    zone = html.Div(build_upload_zone(), id="zone", hidden=True)
+    log_out = [_build_log_out(user)] if user.in_session else []
+    header = html.Div([brand, tagline, nav, theme, *log_out], className="inner")
+    may_upload = user.role >= Role.UPLOADER
+    zone = html.Div(build_upload_zone() if may_upload else None, id="zone", hidden=True)
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
@@ -127,6 +139,13 @@ def _build_layout() -> html.Div:
             html.Main([zone, html.Div(id="page")]),
         ]
     )
+
+
+def _build_log_out(user: User) -> html.Form:
+    """The button that ends the session."""
+    title = f"logged in as {user.role.label}"
+    button = html.Button("log out", id="log-out", type="submit", className="theme", title=title)
+    return html.Form(button, action=LOGOUT_PATH, method="POST", className="log-out")
 
 
 def _add_page_callback(app: Dash, contents: PageBuilder) -> None:
@@ -143,8 +162,8 @@ def _add_page_callback(app: Dash, contents: PageBuilder) -> None:
     def show(
         path: str | None, search: str | None, _: int | None, mark: str | None
     ) -> tuple[Any, bool, bool, str]:
-        address = parse_address(path, search)
-        content = contents.build_content(address)
+        address = parse_address(_require_text(path), _require_text(search))
+        content = contents.build_content(address, current_user().role)
         if callback_context.triggered_id == "tick" and content.fingerprint == mark:
             raise PreventUpdate
         at_home = address is not None and address.page == "runs"
@@ -155,24 +174,86 @@ def _add_timeline_link(app: Dash) -> None:
     """Opens the timeline on a click on the bar of a rank or step."""
 
     @app.callback(
-        Output("url", "href"),
+        # Not href: that changes the address alone.
+        Output("url", "pathname"),
+        Output("url", "search"),
         *(Input(bars, "clickData", allow_optional=True) for bars in _BARS),
         State("url", "pathname"),
         prevent_initial_call=True,
     )
-    def open_timeline(rank: Any, step: Any, path: str | None) -> str:
-        address = parse_address(path, "")
+    def open_timeline(rank: Any, step: Any, path: str | None) -> tuple[str, str]:
+        address = parse_address(_require_text(path), "")
         of_rank = callback_context.triggered_id == _BARS[0]
         which, clicked = ("rank", rank) if of_rank else ("step", step)
         if address is None or not clicked:
             raise PreventUpdate
-        number = str(clicked["points"][0]["x"]).split()[0]
-        return build_page_url(address.run_id, "timeline", **{which: number})
+        try:
+            number = str(clicked["points"][0]["x"]).split()[0]
+        except (LookupError, TypeError):
+            raise HttpError(400, "the click is on no bar") from None
+        url = urlsplit(build_page_url(address.run_id, "timeline", **{which: number}))
+        return url.path, f"?{url.query}"
+
+
+# Dash answers a callback request that it did not send itself with an internal error.
+
+
+def _refuse_odd_callbacks(server: Flask, app: Dash) -> None:
+    """Refuses callback requests that do not name a callback of this app with its inputs."""
+    endpoint = "/_dash-update-component"
+    answer = server.view_functions[endpoint]
+
+    def check_and_answer() -> Any:
+        body = read_json()
+        if not isinstance(body, dict) or not _is_callback(app, body):
+            raise HttpError(400, "this is not a request of the dashboard's pages")
+        return current_app.ensure_sync(answer)()
+
+    server.view_functions[endpoint] = check_and_answer
+
+
+def _is_callback(app: Dash, body: dict[str, Any]) -> bool:
+    output, changed = body.get("output"), body.get("changedPropIds", [])
+    known = app.callback_map.get(output) if isinstance(output, str) else None
+    if known is None or not isinstance(changed, list):
+        return False
+    inputs = [_name_property(one) for one in known["inputs"]]
+    outputs = body.get("outputs")
+    named = [_name_property(one) for one in (outputs if isinstance(outputs, list) else [outputs])]
+    expected = output.strip(".").split("...") if isinstance(output, str) else []
+    return (
+        named == expected
+        and set(map(str, changed)) <= set(inputs)
+        and _list_properties(body.get("inputs")) == inputs
+        and _list_properties(body.get("state", [])) == [_name_property(s) for s in known["state"]]
+    )
+
+
+def _list_properties(sent: object) -> list[str | None] | None:
+    return [_name_property(one) for one in sent] if isinstance(sent, list) else None
+
+
+def _name_property(sent: object) -> str | None:
+    """The component and property, such as url.search; None for anything else."""
+    return f"{sent.get('id')}.{sent.get('property')}" if isinstance(sent, dict) else None
+
+
+def _require_text(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise HttpError(400, "the address must be text")
 
 
 # Page contents by URL, with a cache for finished runs.
 
 _CACHED_PAGES = 64
+
+_ODD_DATA = (
+    "Its data is of a kind that this page does not expect; the server's log names the error. Please"
+    " report it with the recording."
+)
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +273,8 @@ class PageBuilder:
         self._store, self._loaded = store, loaded
         self._kept: LruCache[dict[str, Any]] = LruCache(_CACHED_PAGES)
 
-    def build_content(self, address: Address | None) -> PageContent:
-        """The content of the page at this address."""
+    def build_content(self, address: Address | None, role: Role = Role.VIEWER) -> PageContent:
+        """The content of the page at this address, with the buttons that the role may use."""
         if address is None:
             return PageContent(build_missing_page())
         match address.page:
@@ -201,38 +282,44 @@ class PageBuilder:
                 rows = self._store.list_runs()
                 pending = any(row.pending for row in rows)
                 return PageContent(
-                    build_runs_page(rows, address.chosen), pending, _compute_fingerprint(rows)
+                    build_runs_page(rows, address.chosen, may_upload=role >= Role.UPLOADER),
+                    pending,
+                    _compute_fingerprint(rows),
                 )
             case "compare":
                 return PageContent(self._build_comparison(address.chosen))
             case "history":
                 return PageContent(self._build_history(address.chosen))
-        return self._build_run(address)
+        return self._build_run(
+            address, RunRights(edit=role >= Role.UPLOADER, delete=role >= Role.ADMIN)
+        )
 
-    def _build_run(self, address: Address) -> PageContent:
+    def _build_run(self, address: Address, rights: RunRights) -> PageContent:
         run = self._store.find_run(address.run_id)
         if run is None:
             return PageContent(build_missing_page())
         if run.state != "done":
             return PageContent(
-                build_waiting_page(run), run.state != "failed", _compute_fingerprint(run)
+                build_waiting_page(run, rights),
+                run.state != "failed",
+                _compute_fingerprint(run),
             )
         try:
             return PageContent(
                 self._kept.get(
-                    _build_cache_key(address, run), lambda: self._render_run(run, address)
+                    (*_build_cache_key(address, run), rights),
+                    lambda: self._render_run(run, address, rights),
                 )
             )
         except DataError as error:
-            return PageContent(
-                html.Div(
-                    [html.H1(run.name), build_empty_card("This run cannot be read", str(error))]
-                )
-            )
+            return PageContent(_build_problem(run.name, "This run cannot be read", str(error)))
+        except Exception:  # noqa: BLE001 - a bug met by odd data; other pages may still work
+            _LOG.exception("page %s of run %s failed", address.page, run.id)
+            return PageContent(_build_problem(run.name, "This page cannot be shown", _ODD_DATA))
 
-    def _render_run(self, run: RunRow, address: Address) -> dict[str, Any]:
+    def _render_run(self, run: RunRow, address: Address, rights: RunRights) -> dict[str, Any]:
         """The page as plain JSON values, cheap to send again."""
-        page = build_run_page(self._loaded.load_view(run), address)
+        page = build_run_page(self._loaded.load_view(run), address, run, rights)
         rendered: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
         return rendered
 
@@ -241,16 +328,19 @@ class PageBuilder:
             self._store.find_run(chosen.find_text(side) or "") for side in ("baseline", "candidate")
         ]
         done = [run for run in runs if run is not None and run.state == "done"]
+        pickers = build_run_pickers(self._store.list_runs(), chosen)
         if len(done) < len(runs):
-            hint = "Select two finished runs in the list with the checkboxes next to their names."
-            return html.Div([html.H1("Compare"), build_empty_card("Select two runs", hint)])
+            hint = "Choose two finished runs, or mark them in the list of runs."
+            empty = build_empty_card("Select two runs", hint)
+            return html.Div([html.H1("Compare"), pickers, empty])
         try:
             baseline, candidate = (self._loaded.load_view(run) for run in done)
+            return html.Div([html.H1("Compare"), pickers, *compare_page(baseline, candidate)])
         except DataError as error:
-            return html.Div(
-                [html.H1("Compare"), build_empty_card("A run cannot be read", str(error))]
-            )
-        return html.Div([html.H1("Compare"), *compare_page(baseline, candidate)])
+            return _build_problem("Compare", "A run cannot be read", str(error))
+        except Exception:  # noqa: BLE001 - as above
+            _LOG.exception("the comparison of runs %s failed", [run.id for run in done])
+            return _build_problem("Compare", "These runs cannot be compared", _ODD_DATA)
 
     def _build_history(self, chosen: AddressQuery) -> html.Div:
         rows = {row.id: row for row in self._store.list_runs()}
@@ -261,12 +351,16 @@ class PageBuilder:
         return html.Div([html.H1("History"), *build_history_page(own, tags, chosen)])
 
 
+def _build_problem(title: str, problem: str, detail: str) -> html.Div:
+    return html.Div([html.H1(title), build_empty_card(problem, detail)])
+
+
 def _compute_fingerprint(shown: object) -> str:
     return sha256(repr(shown).encode()).hexdigest()[:16]
 
 
 def _build_cache_key(address: Address, run: RunRow) -> tuple[object, ...]:
-    return address.page, run.id, run.name, tuple(sorted(address.chosen.values.items()))
+    return address.page, run, tuple(sorted(address.chosen.values.items()))
 
 
 def _list_tags(run: RunRow | None) -> set[str]:
@@ -276,6 +370,9 @@ def _list_tags(run: RunRow | None) -> set[str]:
 # JSON routes for the timeline: ranks and steps of a run, and time windows of it.
 
 SLOTS, RANKS = 2_000, 256
+
+_MAX_NUMBER = 1 << 61
+"""Largest time in ns, so that the length of a window fits into 64 bits."""
 
 _RUN = "/api/v1/runs/<run_id>"
 
@@ -325,9 +422,12 @@ def _read_window(scene: TimelineView) -> dict[str, Any]:
 
 def _parse_number(name: str) -> int:
     try:
-        return int(float(request.args.get(name, "")))
+        number = int(float(request.args.get(name, "")))
     except (ValueError, OverflowError):
         raise ValueError(f"{name} must be a number") from None
+    if abs(number) > _MAX_NUMBER:
+        raise ValueError(f"{name} must be at most {_MAX_NUMBER}")
+    return number
 
 
 def _parse_numbers(name: str) -> list[int]:

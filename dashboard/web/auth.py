@@ -1,20 +1,26 @@
-"""Server options and access control: tokens, passwords, throttling, security headers."""
+"""Server options and access control: who sends a request and what it may do, waits after failed
+logins, security headers."""
 
 from __future__ import annotations
 
 import hmac
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from flask import Flask, Request, Response, request
+from flask import Flask, Request, Response, g, request
+from werkzeug.datastructures import Headers
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.store.audit import OK, AuditLog
 from stepsplit.dashboard.store.ingest import LogFormat
-from stepsplit.dashboard.store.store import Tokens
+from stepsplit.dashboard.store.logins import ROLES, Guessed, Role, User
+from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.uploads import HttpError, Limits
 
 # Options of the production server.
@@ -24,54 +30,62 @@ Ready = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Access control, upload limits, number of analysis workers and log format of the server."""
+    """Access control, upload limits, analysis workers and log format of the server.
+
+    limit_s, memory_bytes: what one analysis may take; memory None for the default.
+    """
 
     access: Access
     limits: Limits = field(default_factory=Limits)
     workers: int = 1
+    limit_s: float = 3_600.0
+    memory_bytes: int | None = None
     log_format: LogFormat = "text"
 
 
-# Throttling of failed logins.
+# Waiting after failed logins: by the client's address, and by the account, which is the password
+# that all share. Clients that have logged in before, and valid tokens, do not wait.
 
-MOST_FAILURES, WINDOW_S = 10, 60.0
+FREE_FAILURES, MAX_WAIT_S = 5, 900
+"""Of one address: wrong passwords without a wait, and the longest wait."""
 
-_MAX_ADDRESSES = 10_000
+FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S = 50, 60
+"""Of all addresses together: more and shorter, because everyone who is new has to wait."""
+
+KNOWN_CLIENT = "stepsplit-known-client"
+"""Cookie of a client that has logged in. It replaces no password."""
+
+_KNOWN_S = 30 * 86_400
 
 
-class Throttle:
-    """Failed logins by client address; thread-safe. Each server process counts separately."""
+def list_guessed(address: str) -> tuple[Guessed, ...]:
+    """What a wrong password from the address counts for."""
+    return (
+        Guessed(f"address {_find_network(address)}", FREE_FAILURES, MAX_WAIT_S),
+        Guessed("account password", FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S),
+    )
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._lock = now, threading.Lock()
-        self._failures: dict[str, list[float]] = {}
 
-    def record_failure(self, address: str) -> None:
-        """Records a failed login from the address."""
-        with self._lock:
-            recent = self._list_recent(address)
-            # Bounded: with too many addresses the oldest one is dropped.
-            self._failures.pop(address, None)
-            self._failures[address] = [*recent, self._now()][-MOST_FAILURES:]
-            if len(self._failures) > _MAX_ADDRESSES:
-                del self._failures[next(iter(self._failures))]
-
-    def compute_wait_s(self, address: str) -> float:
-        """Seconds until the address may try again; 0 if it is not throttled."""
-        with self._lock:
-            recent = self._list_recent(address)
-            if len(recent) < MOST_FAILURES:
-                return 0.0
-            return recent[0] + WINDOW_S - self._now()
-
-    def _list_recent(self, address: str) -> list[float]:
-        since = self._now() - WINDOW_S
-        return [at for at in self._failures.get(address, ()) if at > since]
+def _find_network(address: str) -> str:
+    """The IPv4 address, or the /64 of an IPv6 address: one host may use all of its addresses."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return "unknown"
+    if isinstance(parsed, IPv6Address) and not parsed.ipv4_mapped:
+        return str(ip_network((parsed.packed[:8] + bytes(8), 64)))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 # Protection against other sites: allowed host names, same-origin writes, a strict CSP.
 
 HEALTH = ("health.healthz", "health.readyz")
+
+LOGIN_PATH = "/login"
+
+_BEFORE_LOGIN = ("login.show", "login.enter", "login.leave")
+
+_ASSETS_BEFORE_LOGIN = ("/assets/style.css", "/assets/theme.js", "/assets/favicon.svg")
 
 _SAFE_METHODS = ("GET", "HEAD")
 
@@ -81,17 +95,31 @@ def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence
     policy = build_content_policy(script_hashes)
 
     @server.before_request
-    def check_request() -> None:
+    def check_request() -> Response | None:
+        g.address = authenticator.find_client_address(request)
         if authenticator.access.local:
             _refuse_other_names(request)
         _refuse_other_sites(request)
-        if request.endpoint not in HEALTH:
-            authenticator.check(request)
+        if request.endpoint in HEALTH + _BEFORE_LOGIN or request.path in _ASSETS_BEFORE_LOGIN:
+            return None
+        try:
+            g.user = authenticator.identify(request)
+        except HttpError as error:
+            if error.status == 401 and _is_navigation(request):
+                return _build_way_to_login(request)
+            raise
+        _refuse_lower_roles(authenticator.store.audit, request)
+        return None
 
     @server.after_request
     def add_headers(response: Response) -> Response:
         response.headers["Content-Security-Policy"] = policy
         response.headers["X-Content-Type-Options"] = "nosniff"
+        if "known_client" in g:
+            response.set_cookie(
+                KNOWN_CLIENT, g.known_client, _KNOWN_S,
+                secure=is_encrypted(request), httponly=True, samesite="Strict",
+            )  # fmt: skip
         response.headers["Referrer-Policy"] = "same-origin"
         response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
         return response
@@ -125,6 +153,11 @@ def _refuse_other_sites(incoming: Request) -> None:
         raise HttpError(403, "writes from another site are refused")
 
 
+def is_encrypted(incoming: Request) -> bool:
+    """Whether the browser uses https. Behind a proxy that ends TLS, only its own word shows it."""
+    return incoming.is_secure or incoming.headers.get("Origin", "").startswith("https://")
+
+
 def _parse_host(url: str) -> str | None:
     try:
         return urlsplit(url).hostname
@@ -132,7 +165,73 @@ def _parse_host(url: str) -> str | None:
         return None
 
 
-# Authentication by password, token or trusted proxy.
+def _is_navigation(incoming: Request) -> bool:
+    return incoming.method == "GET" and "text/html" in incoming.headers.get("Accept", "")
+
+
+def _build_way_to_login(incoming: Request) -> Response:
+    """A page that opens the login page, from where the browser also sends the session of who has
+    followed a link of another site."""
+    page = f"{LOGIN_PATH}?next={quote(incoming.full_path.rstrip('?'), safe='')}"
+    refresh = f'<meta http-equiv="refresh" content="0; url={page}">'
+    link = f'<a href="{page}">Log in</a>'
+    body = f'<!DOCTYPE html><html lang="en"><title>stepsplit</title>{refresh}<p>{link}</p></html>'
+    # Not the Basic scheme, for which a browser would ask in a window of its own.
+    headers = {"WWW-Authenticate": 'Bearer realm="stepsplit"', "Cache-Control": "no-store"}
+    return Response(body, 401, headers)
+
+
+# Authorization: which role a request needs. Writes that are not listed need an admin.
+
+_ADMIN_READS = ("api.list_audit",)
+
+_UPLOADS = (
+    "api.create", "api.check", "api.put", "api.patch", "api.remove", "api.finish", "api.edit",
+    "api.analyze", "api.attach_job",
+)  # fmt: skip
+
+_CALLBACKS = "/_dash-update-component"
+"""The callbacks of the pages only read."""
+
+
+def find_needed_role(endpoint: str | None, method: str) -> Role:
+    """The role that a request to the endpoint needs."""
+    if endpoint in _ADMIN_READS:
+        return Role.ADMIN
+    # What no route answers is refused later, with a better reason.
+    if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, _CALLBACKS, "api.unknown"):
+        return Role.VIEWER
+    return Role.UPLOADER if endpoint in _UPLOADS else Role.ADMIN
+
+
+def _refuse_lower_roles(audit: AuditLog, incoming: Request) -> None:
+    needed, role = find_needed_role(incoming.endpoint, incoming.method), current_user().role
+    if role < needed:
+        reason = f"this needs the role {needed.label}; yours is {role.label}"
+        record_action(audit, "refused", f"{incoming.method} {incoming.path}", reason)
+        raise HttpError(403, reason)
+
+
+UNKNOWN = User("unknown", Role.VIEWER)
+
+
+def current_user() -> User:
+    """Who sends the request that is being answered."""
+    user: User = g.get("user", UNKNOWN)
+    return user
+
+
+def record_action(audit: AuditLog, action: str, target: str = "", outcome: str = OK) -> None:
+    """Adds an action of the current user to the audit log."""
+    user = current_user()
+    role = "" if user is UNKNOWN else user.role.label
+    audit.record(action, target, user_name=user.name, role=role, address=g.address, outcome=outcome)
+
+
+# Authentication by session, password, token or trusted proxy.
+
+SESSION = "stepsplit-session"
+"""Cookie with the id of a session."""
 
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
 
@@ -142,37 +241,85 @@ class Authenticator:
     """Authentication of all requests except health checks."""
 
     access: Access
-    tokens: Tokens
-    throttle: Throttle = field(default_factory=Throttle)
+    store: Store
+    # One unproven password at a time, so that no others pass while a wrong one is recorded.
+    _guessing: threading.Lock = field(default_factory=threading.Lock)
 
-    def check(self, request: Request) -> None:
-        """Raises Refused if the request is not authorized."""
-        if not self.access.guarded or self._is_from_proxy(request):
-            return
-        address = self._find_client_address(request)
-        wait_s = self.throttle.compute_wait_s(address)
-        if wait_s > 0:
-            headers = {"Retry-After": str(int(wait_s) + 1)}
-            raise HttpError(429, "too many wrong passwords; wait a minute", headers)
+    def identify(self, request: Request) -> User:
+        """Who sends the request. Raises HttpError if it is not authorized."""
+        known = self.find_user(request)
+        if known is not None:
+            return known
         secret = _read_secret(request)
         if secret is None:
-            raise HttpError(401, "this server requires a password or a token", _CHALLENGE)
-        if not self._is_valid_secret(secret):
-            self.throttle.record_failure(address)
-            raise HttpError(401, "wrong password or token", _CHALLENGE)
+            reason = "this server requires a password or a token"
+            raise HttpError(401, reason, _choose_challenge(request))
+        return self.check_secret(request, secret)
 
-    def _is_valid_secret(self, secret: str) -> bool:
-        password = self.access.password
-        if password is not None and hmac.compare_digest(secret.encode(), password.encode()):
-            return True
-        return self.tokens.verify(secret)
+    def find_user(self, request: Request) -> User | None:
+        """The user by the access mode, the proxy or the session; None if they name none."""
+        if not self.access.guarded:
+            return User("local" if self.access.local else "anyone", Role.ADMIN)
+        named = self._find_proxy_user(request)
+        session_id = request.cookies.get(SESSION)
+        if named is not None or not session_id:
+            return named
+        return self.store.sessions.find(session_id, self.access.passwords)
 
-    def _is_from_proxy(self, request: Request) -> bool:
+    def check_secret(self, request: Request, secret: str) -> User:
+        """The user of a token or password. Raises HttpError if it is wrong, or too early."""
+        # A token is too long to be guessed, so that a valid one need not wait.
+        token = self.store.tokens.verify(secret)
+        if token is not None:
+            return User(f"token {token.name}", token.role, token.id)
+        guessed = list_guessed(self.find_client_address(request))
+        if self._is_known_client(request):
+            return self._check_password(secret, guessed)
+        with self._guessing:
+            self._refuse_early_guess(guessed)
+            user = self._check_password(secret, guessed)
+        g.known_client = self._build_known_client()
+        return user
+
+    def _refuse_early_guess(self, guessed: Sequence[Guessed]) -> None:
+        wait_s = self.store.login_failures.compute_wait_s(guessed)
+        if wait_s > 0:
+            seconds = int(wait_s) + 1
+            reason = f"too many wrong passwords; wait {seconds} s"
+            raise HttpError(429, reason, {"Retry-After": str(seconds)})
+
+    def _check_password(self, secret: str, guessed: Sequence[Guessed]) -> User:
+        entered = secret.encode()
+        matched = [
+            role for role, password in self.access.passwords.items()
+            if hmac.compare_digest(entered, password.encode())
+        ]  # fmt: skip
+        if not matched:
+            self.store.login_failures.record(guessed)
+            record_action(self.store.audit, "login", outcome="wrong password or token")
+            raise HttpError(401, "wrong password or token", _choose_challenge(request))
+        return User("password", matched[0])
+
+    def _build_known_client(self) -> str:
+        until_s = str(int(time.time()) + _KNOWN_S)
+        return f"{until_s}.{self._sign(until_s)}"
+
+    def _is_known_client(self, request: Request) -> bool:
+        until_s, _, signature = request.cookies.get(KNOWN_CLIENT, "").partition(".")
+        is_signed = hmac.compare_digest(signature.encode(), self._sign(until_s).encode())
+        return is_signed and int(until_s) > time.time()
+
+    def _sign(self, text: str) -> str:
+        return hmac.new(self.access.cookie_key, text.encode(), "sha256").hexdigest()
+
+    def _find_proxy_user(self, request: Request) -> User | None:
         proxy = self.access.proxy
-        named = proxy is not None and bool(request.headers.get(proxy.header, "").strip())
-        return named and proxy is not None and proxy.is_at(request.remote_addr or "")
+        name = "" if proxy is None else request.headers.get(proxy.header, "").strip()
+        if proxy is None or not name or not proxy.is_at(request.remote_addr or ""):
+            return None
+        return User(f"proxy user {name}", proxy.find_role(request.headers))
 
-    def _find_client_address(self, request: Request) -> str:
+    def find_client_address(self, request: Request) -> str:
         """The client address for throttling; behind the proxy, from X-Forwarded-For."""
         remote, proxy = request.remote_addr or "", self.access.proxy
         if proxy is None or not proxy.is_at(remote):
@@ -188,18 +335,37 @@ def _read_secret(request: Request) -> str | None:
     return credentials.token if credentials.type == "bearer" else credentials.password
 
 
+def _choose_challenge(request: Request) -> Mapping[str, str]:
+    """The challenge for programs; a browser would ask for it in a window, over an open page."""
+    return {} if "Referer" in request.headers else _CHALLENGE
+
+
 # Access modes: local requests only, with a secret, through a trusted proxy, or open.
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+_ROLES = ", ".join(ROLES[:-1]) + f" or {ROLES[-1]}"
+
+
 @dataclass(frozen=True, slots=True)
 class TrustedProxy:
     """A proxy that authenticates users and names them in a header; trusted only if it connects
-    from one of these networks."""
+    from one of these networks. All users have the role, or that which role_header names."""
 
     header: str
     networks: tuple[IPv4Network | IPv6Network, ...]
+    role: Role = Role.ADMIN
+    role_header: str | None = None
+
+    def find_role(self, headers: Headers) -> Role:
+        """The role of who sends these headers. Raises HttpError if they name none."""
+        if self.role_header is None:
+            return self.role
+        role = Role.parse(headers.get(self.role_header, "").strip())
+        if role is None:
+            raise HttpError(403, f"the proxy names no role in {self.role_header}; use {_ROLES}")
+        return role
 
     def is_at(self, address: str) -> bool:
         """Whether the address is in the proxy's networks."""
@@ -216,31 +382,56 @@ class TrustedProxy:
 class Access:
     """The access mode.
 
-    local: only requests to this machine's own names. guarded: only with the password, a token of
-    the store, or through the trusted proxy.
+    local: only requests to this machine's own names. guarded: only with a password, a token of
+    the store, or through the trusted proxy. password: of the role admin.
     """
 
     local: bool = True
     guarded: bool = False
     password: str | None = field(default=None, repr=False)
+    uploader_password: str | None = field(default=None, repr=False)
+    viewer_password: str | None = field(default=None, repr=False)
+    # Made before the server forks: all of its processes know each other's clients.
+    cookie_key: bytes = field(
+        default_factory=partial(secrets.token_bytes, 32), repr=False, compare=False
+    )
     proxy: TrustedProxy | None = None
+
+    @property
+    def passwords(self) -> dict[Role, str]:
+        """The passwords that there are, by role."""
+        given = {
+            Role.ADMIN: self.password,
+            Role.UPLOADER: self.uploader_password,
+            Role.VIEWER: self.viewer_password,
+        }
+        return {role: password for role, password in given.items() if password is not None}
 
 
 def choose_access(
     host: str,
     *,
     password: str | None = None,
+    uploader_password: str | None = None,
+    viewer_password: str | None = None,
     proxy: TrustedProxy | None = None,
     has_tokens: bool = False,
     open_to_anyone: bool = False,
 ) -> Access:
-    """The access mode of a server that listens on host. Raises UsageError if it is reachable from
-    other machines and no access control is set."""
+    """The access mode of a server that listens on host. password: of the role admin. Raises
+    UsageError if it is reachable from other machines and no access control is set, or if two roles
+    have the same password."""
     local = host in LOOPBACK
     if open_to_anyone:
         return Access(local=False)
-    if password is not None or proxy is not None:
-        return Access(local=False, guarded=True, password=password, proxy=proxy)
+    guarded = Access(
+        local=False, guarded=True, password=password, uploader_password=uploader_password,
+        viewer_password=viewer_password, proxy=proxy,
+    )  # fmt: skip
+    if len(set(guarded.passwords.values())) < len(guarded.passwords):
+        raise UsageError("two roles have the same password; choose another one for each role")
+    if guarded.passwords or proxy is not None:
+        return guarded
     if local:
         return Access()
     if has_tokens:
@@ -249,9 +440,16 @@ def choose_access(
     raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
 
 
-def parse_trusted_proxy(header: str | None, addresses: Sequence[str]) -> TrustedProxy | None:
+def parse_trusted_proxy(
+    header: str | None,
+    addresses: Sequence[str],
+    role: Role | None = None,
+    role_header: str | None = None,
+) -> TrustedProxy | None:
     """The trusted proxy from the options; None without them. Raises UsageError."""
-    if header is None and not addresses:
+    if role is not None and role_header is not None:
+        raise UsageError("choose --trusted-proxy-role or --trusted-proxy-role-header")
+    if header is None and not addresses and role is None and role_header is None:
         return None
     if header is None or not addresses:
         raise UsageError("--trusted-proxy-header and --trusted-proxy must be used together")
@@ -259,4 +457,4 @@ def parse_trusted_proxy(header: str | None, addresses: Sequence[str]) -> Trusted
         networks = tuple(ip_network(address, strict=False) for address in addresses)
     except ValueError as error:
         raise UsageError(f"--trusted-proxy: {error}; write 10.0.0.5 or 10.0.0.0/24") from None
-    return TrustedProxy(header, networks)
+    return TrustedProxy(header, networks, role or Role.ADMIN, role_header)

@@ -16,6 +16,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.dashboard.figures.theme import GRAPH_CONFIG
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import AddressQuery, View
 from stepsplit.dashboard.pages.compute import build_memory_page
@@ -57,9 +58,8 @@ _NAMES = {"className": "class", "colSpan": "colspan"}
 
 _MOUNT = """
 JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =>
-  Plotly.newPlot("figure-" + i, figure.data, figure.layout, 
-    {responsive: true, displaylogo: false}));
-"""
+  Plotly.newPlot("figure-" + i, figure.data, figure.layout, {responsive: true, ...CONFIG}));
+""".replace("CONFIG", orjson.dumps(GRAPH_CONFIG).decode())
 
 
 def export_html(view: View) -> str:

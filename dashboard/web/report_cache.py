@@ -1,4 +1,4 @@
-"""Cache of reports and tables of finished runs, which never change."""
+"""Cache of reports and tables of finished runs; another analysis of a run makes new ones."""
 
 from __future__ import annotations
 
@@ -60,19 +60,25 @@ class ReportCache:
 
     def load_view(self, run: RunRow) -> View:
         """The report and tables of a finished run. Raises DataError."""
-        return self._views.get((run.id, run.name), lambda: self._read(run))
+        return self._views.get((run.id, run.name, run.queued_unix_ns), lambda: self._read(run))
 
     def load_finished_run(self, run_id: str) -> View:
         """The finished run of that id. Raises DataError if there is none."""
-        run = self._store.find_run(run_id)
-        if run is None or run.state != "done":
-            raise DataError(run_id, "no finished run has this id", "choose a run from the list")
-        return self.load_view(run)
+        return self.load_view(self._find_finished(run_id))
 
     def load_timeline(self, run_id: str) -> TimelineView:
         """The timeline of a finished run. Raises DataError if it is missing."""
-        view = self.load_finished_run(run_id)
-        return self._scenes.get(run_id, lambda: TimelineView(view.report, require_tables(view)))
+        run = self._find_finished(run_id)
+        view = self.load_view(run)
+        return self._scenes.get(
+            (run_id, run.queued_unix_ns), lambda: TimelineView(view.report, require_tables(view))
+        )
+
+    def _find_finished(self, run_id: str) -> RunRow:
+        run = self._store.find_run(run_id)
+        if run is None or run.state != "done":
+            raise DataError(run_id, "no finished run has this id", "choose a run from the list")
+        return run
 
     def _read(self, run: RunRow) -> View:
         return View(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +14,12 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.store.ingest import Workers, set_up_logs
+from stepsplit.dashboard.store.ingest import (
+    Workers,
+    choose_memory_bytes,
+    end_with_parent,
+    set_up_logs,
+)
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import Ready, ServeOptions, choose_access
 
@@ -40,13 +43,20 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     set_up_logs(options.log_format)
     store.sweep()
-    workers = Workers(store, options.workers, ("--log-format", options.log_format))
+    workers = Workers(store, options.workers, build_worker_arguments(options))
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         # Server processes share their request counters in this folder.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         server = _ServerProcess(store, f"{shown}:{port}", ready, options)
         status = run_until_stopped(server.run, workers)
     raise SystemExit(status)
+
+
+def build_worker_arguments(options: ServeOptions) -> tuple[str, ...]:
+    """The arguments of the server's workers."""
+    memory_gib = (options.memory_bytes or choose_memory_bytes(options.workers)) / 2**30
+    limits = ("--limit", f"{options.limit_s / 60:g}", "--memory", f"{memory_gib:g}")
+    return ("--log-format", options.log_format, *limits)
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
@@ -137,10 +147,5 @@ def _terminate(process: BaseProcess) -> None:
 
 def _run_as_child(server: Callable[[], None], parent: int) -> None:
     """Runs the server and ends it with its parent; otherwise it would keep the port."""
-    from stepsplit.dashboard.web.server import _PR_SET_PDEATHSIG
-
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            return
+    end_with_parent(parent, signal.SIGTERM)
     server()

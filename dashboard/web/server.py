@@ -23,6 +23,8 @@ from stepsplit.dashboard.web.api import (
 )
 from stepsplit.dashboard.web.app import add_pages
 from stepsplit.dashboard.web.auth import Access, Authenticator, Ready, ServeOptions, protect
+from stepsplit.dashboard.web.connections import MOST_WAITING, PatientWorker
+from stepsplit.dashboard.web.login import build_login_routes
 from stepsplit.dashboard.web.uploads import (
     HttpError,
     Limits,
@@ -30,7 +32,7 @@ from stepsplit.dashboard.web.uploads import (
     handle_database_error,
 )
 
-# gunicorn with this server's settings: few processes, threads that stream uploads.
+# gunicorn with this server's settings: few processes with threads for complete requests.
 
 PROCESSES, THREADS = 2, 8
 
@@ -46,8 +48,11 @@ class GunicornServer(BaseApplication):  # type: ignore[misc]
         settings = {
             "bind": self._bind,
             "workers": PROCESSES,
-            "worker_class": "gthread",
+            "worker_class": PatientWorker,
+            "worker_connections": 2 * MOST_WAITING,
             "threads": THREADS,
+            # Else a thread waits until the client has taken the file.
+            "sendfile": False,
             "timeout": 300,
             "graceful_timeout": 5,
             "loglevel": "warning",
@@ -99,10 +104,12 @@ def create_server(
     server.register_error_handler(HttpError, build_error_response)
     server.register_error_handler(SQLAlchemyError, handle_database_error)
     server.register_error_handler(HTTPException, _convert_error)
+    authenticator = Authenticator(access or Access(), store)
+    server.register_blueprint(build_login_routes(authenticator))
     # The pages come last, because they catch all remaining routes.
     script_hashes = add_pages(server, store)
     _render_once(server)
-    protect(server, Authenticator(access or Access(), store.tokens), script_hashes)
+    protect(server, authenticator, script_hashes)
     return server
 
 
@@ -125,8 +132,6 @@ def _convert_error(error: HTTPException) -> Response | HTTPException:
 _POLL_S = 0.2
 
 _STOP_TIMEOUT_S = 15.0
-
-_PR_SET_PDEATHSIG = 1
 
 # Counting and logging of requests.
 

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -43,6 +43,8 @@ class Limits:
 
 _NAME_BYTES = 240
 
+_SAME_NAME = "a file and a folder of the upload have the same name"
+
 _CUT_OFF = "the upload was cut off; get the stored size (HEAD) and send the rest"
 
 
@@ -58,42 +60,30 @@ def parse_relative_path(path: str) -> PurePosixPath:
 def receive_part(
     store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
 ) -> FileRow:
-    """Appends the part to the file and returns what is stored of it.
+    """Replaces the file by the body, or appends the body to it; returns what is stored of it.
 
     Raises Refused; the file is then unchanged, or longer if a part without a digest was cut off.
     """
-    folder = store.find_folder(run_id)
-    _check_size(store, run_id, path, part, limits)
-    with _lock_file(folder / INPUT_NAME / path) as file:
-        stored = _prepare_file(store, run_id, str(path), part, file)
-        try:
-            quota = _compute_quota(store, run_id, stored, limits)
-            quota.check_disk(part.length or 0)
-            received = append_body(part, file, quota)
-            _check_received(store, run_id, stored, part, received, limits)
-        except BaseException:
-            _roll_back(store, run_id, stored, part, file, folder / INPUT_NAME / path)
-            raise
-        row = FileRow(
-            stored.path, stored.received_bytes + received.bytes, _is_whole(part, received)
-        )
-        if row.complete:
-            store.artifacts.keep_upload(run_id, row.path)
-        store.files.write(run_id, row)
-    if received.cut_off:
-        raise HttpError(400, _CUT_OFF, build_offset_headers(row))
-    return row
+    upload = _FileUpload(store, run_id, str(path), limits)
+    upload.check_size(part)
+    with _lock_file(upload) as draft:
+        return _replace_file(upload, part, draft) if part.whole else _extend_file(upload, part)
 
 
 def delete_file(store: Store, run_id: str, path: PurePosixPath) -> None:
     """Removes a file from an unfinished upload. Raises Refused."""
     if store.files.find_file(run_id, str(path)) is None:
         raise HttpError(404, "file not found")
-    target = store.find_folder(run_id) / INPUT_NAME / path
-    with _lock_file(target):
-        _require_open_upload(store.files.begin_upload(run_id, FileRow(str(path), 0, False)))
-        target.unlink()
+    upload = _FileUpload(store, run_id, str(path), Limits())
+    with _lock_file(upload):
+        upload.write_row(FileRow(str(path), 0, False))
+        _remove_file(upload)
         store.files.forget(run_id, str(path))
+
+
+def discard_drafts(store: Store, run_id: str) -> None:
+    """Removes bytes that unfinished requests have left in the run's folder."""
+    shutil.rmtree(store.find_folder(run_id) / _DRAFTS_NAME, ignore_errors=True)
 
 
 def build_offset_headers(row: FileRow) -> dict[str, str]:
@@ -102,102 +92,242 @@ def build_offset_headers(row: FileRow) -> dict[str, str]:
     return {"Upload-Offset": str(row.received_bytes), "Upload-Complete": complete}
 
 
-def _check_size(
-    store: Store, run_id: str, path: PurePosixPath, part: UploadPart, limits: Limits
-) -> None:
-    """Refuses a part that exceeds the limits before receiving it."""
-    if part.offset + (part.length or 0) > limits.file_bytes:
-        raise HttpError(
-            413, f"the file exceeds the limit of this server ({limits.file_bytes} bytes)"
-        )
-    new = store.files.find_file(run_id, str(path)) is None
-    if new and store.files.sum_size(run_id).files >= limits.run_files:
-        most = f"a run may have at most {limits.run_files} files"
-        raise HttpError(413, f"{most}; pack small files into a zip or tar archive")
-
-
-@contextmanager
-def _lock_file(target: Path) -> Iterator[BinaryIO]:
-    """Opens the file, creating it if missing, and locks it for this request."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        opened = os.open(target, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except (FileExistsError, NotADirectoryError, IsADirectoryError):
-        raise HttpError(409, "a file and a folder of the upload have the same name") from None
-    except OSError as error:
-        raise HttpError(507, f"the server cannot store the file: {error.strerror}") from None
-    with os.fdopen(opened, "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            again = {"Retry-After": "1"}
-            raise HttpError(409, "another request is sending this file", again) from None
-        if not os.fstat(opened).st_nlink:
-            raise HttpError(409, "another request has removed this file; send it again")
-        yield file
-
-
-def _prepare_file(
-    store: Store, run_id: str, path: str, part: UploadPart, file: BinaryIO
-) -> FileRow:
-    """What is stored before the part; truncates the file on disk to that size. Raises Refused."""
-    known = None if part.whole else store.files.find_file(run_id, path)
-    row = known or FileRow(path, 0, False)
-    # The disk may have more bytes (from an unfinished request) or fewer (after a crash).
-    stored_bytes = min(row.received_bytes, os.fstat(file.fileno()).st_size)
-    now = FileRow(path, stored_bytes, row.complete)
-    if row.complete or stored_bytes != part.offset:
-        reason = f"{stored_bytes} bytes of the file are stored: this is not the next part"
-        raise HttpError(409, reason, build_offset_headers(now))
-    _require_open_upload(store.files.begin_upload(run_id, now))
-    os.ftruncate(file.fileno(), stored_bytes)
-    file.seek(stored_bytes)
-    return now
-
-
-def _require_open_upload(is_open: bool) -> None:
+def require_open_upload(is_open: bool) -> None:
+    """Raises Refused unless the run accepts files."""
     if not is_open:
         raise HttpError(409, "this upload is finished; create a new run")
 
 
-def _compute_quota(store: Store, run_id: str, stored: FileRow, limits: Limits) -> Quota:
-    of_run = limits.run_bytes - store.files.sum_size(run_id).bytes
-    most = min(limits.file_bytes - stored.received_bytes, of_run)
-    return Quota(most, store.find_folder(run_id), limits.spare_bytes)
+@dataclass(frozen=True, slots=True)
+class _FileUpload:
+    """One file of a run, which a request writes."""
+
+    store: Store
+    run_id: str
+    path: str
+    limits: Limits
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.store.find_folder(self.run_id)
+
+    @property
+    def target(self) -> Path:
+        """Where the analysis reads the file."""
+        return self.folder / INPUT_NAME / self.path
+
+    def find_row(self) -> FileRow | None:
+        """What is stored of the file; None if it is unknown."""
+        return self.store.files.find_file(self.run_id, self.path)
+
+    def write_row(self, row: FileRow) -> None:
+        """Records what is stored of the file. Raises Refused if the upload is finished."""
+        require_open_upload(self.store.files.begin_upload(self.run_id, row))
+
+    def restore_row(self, row: FileRow | None) -> None:
+        """Records what was stored before a request that failed."""
+        if row is None:
+            self.store.files.forget(self.run_id, self.path)
+        else:
+            self.store.files.begin_upload(self.run_id, row)
+
+    def check_size(self, part: UploadPart) -> None:
+        """Refuses a part that exceeds the limits before receiving it."""
+        limits = self.limits
+        if part.offset + (part.length or 0) > limits.file_bytes:
+            raise HttpError(
+                413, f"the file exceeds the limit of this server ({limits.file_bytes} bytes)"
+            )
+        is_full = self.store.files.sum_size(self.run_id).files >= limits.run_files
+        if is_full and self.find_row() is None:
+            most = f"a run may have at most {limits.run_files} files"
+            raise HttpError(413, f"{most}; pack small files into a zip or tar archive")
+
+    def check_place(self) -> None:
+        """Refuses a path that is also a folder of the upload, or lies below a file of it."""
+        root = self.folder / INPUT_NAME
+        parents = [place for place in self.target.parents if place.is_relative_to(root)]
+        if self.target.is_dir() or any(place.exists() and not place.is_dir() for place in parents):
+            raise HttpError(409, _SAME_NAME)
 
 
-def _check_received(
-    store: Store,
-    run_id: str,
-    stored: FileRow,
-    part: UploadPart,
-    received: ReceivedBody,
-    limits: Limits,
-) -> None:
+# The draft of a file: it takes the body of a PUT until that is complete, and locks the file.
+
+_DRAFTS_NAME = "drafts"
+"""Folder of drafts in a run's folder; outside of input/, so that no analysis reads a draft."""
+
+
+@contextmanager
+def _lock_file(upload: _FileUpload) -> Iterator[_Draft]:
+    """Locks the file for this request by an empty draft, which is removed at the end."""
+    name = hashlib.sha256(upload.path.encode()).hexdigest()
+    place = upload.folder / _DRAFTS_NAME / name
+    with _open_locked(place) as file:
+        os.ftruncate(file.fileno(), 0)
+        draft = _Draft(place, file)
+        try:
+            yield draft
+        finally:
+            if draft.is_in_place():
+                place.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """An open file, and its path while it is a draft."""
+
+    place: Path
+    file: BinaryIO
+
+    def is_in_place(self) -> bool:
+        """Whether the file still has this path; not after it was renamed or removed."""
+        try:
+            return os.path.samestat(self.place.stat(), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def _open_locked(place: Path) -> Iterator[BinaryIO]:
+    while True:
+        with _open_file(place) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                again = {"Retry-After": "1"}
+                raise HttpError(409, "another request is sending this file", again) from None
+            # The request before this one may have renamed or removed the file meanwhile.
+            if _Draft(place, file).is_in_place():
+                yield file
+                return
+
+
+def _open_file(place: Path) -> BinaryIO:
+    """Opens the file for reading and writing, creating it if missing."""
+    with _refuse_disk_errors():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        opened = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    return os.fdopen(opened, "r+b")
+
+
+@contextmanager
+def _refuse_disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise HttpError(409, _SAME_NAME) from None
+    except OSError as error:
+        raise HttpError(507, f"the server cannot store the file: {error.strerror}") from None
+
+
+# A PUT replaces the file once its body is complete; a PATCH extends it.
+
+
+def _replace_file(upload: _FileUpload, part: UploadPart, draft: _Draft) -> FileRow:
+    known, empty = upload.find_row(), FileRow(upload.path, 0, False)
+    upload.check_place()
+    upload.write_row(known or empty)
+    try:
+        received = _receive_body(upload, known or empty, part, draft.file)
+        # The upload cannot finish between here and the last line; a crash leaves an empty file.
+        upload.write_row(empty)
+        row = FileRow(upload.path, received.bytes, True)
+        with _refuse_disk_errors():
+            upload.store.artifacts.keep_upload(upload.run_id, upload.path, draft.place)
+        upload.write_row(row)
+    except BaseException:
+        upload.restore_row(known)
+        raise
+    return row
+
+
+def _extend_file(upload: _FileUpload, part: UploadPart) -> FileRow:
+    known = upload.find_row()
+    stored = _require_next_part(upload, known, part)
+    upload.check_place()
+    upload.write_row(stored)
+    try:
+        row, received = _append_part(upload, stored, part)
+        if row.complete:
+            upload.store.artifacts.keep_upload(upload.run_id, row.path, upload.target)
+        upload.write_row(row)
+    except BaseException:
+        if stored.received_bytes == 0:
+            _remove_file(upload)
+        upload.restore_row(known)
+        raise
+    if received.cut_off:
+        raise HttpError(400, _CUT_OFF, build_offset_headers(row))
+    return row
+
+
+def _require_next_part(upload: _FileUpload, known: FileRow | None, part: UploadPart) -> FileRow:
+    """What is stored of the file before the part. Raises Refused for another offset."""
+    row = known or FileRow(upload.path, 0, False)
+    # The disk may have more bytes (from an unfinished request) or fewer (after a crash).
+    on_disk = upload.target.stat().st_size if upload.target.is_file() else 0
+    stored = FileRow(upload.path, min(row.received_bytes, on_disk), row.complete)
+    if row.complete or stored.received_bytes != part.offset:
+        reason = f"{stored.received_bytes} bytes of the file are stored: this is not the next part"
+        raise HttpError(409, reason, build_offset_headers(stored))
+    return stored
+
+
+def _append_part(
+    upload: _FileUpload, stored: FileRow, part: UploadPart
+) -> tuple[FileRow, ReceivedBody]:
+    """Appends the part to the file; truncates the file to its previous size if that fails."""
+    with _open_file(upload.target) as file:
+        os.ftruncate(file.fileno(), stored.received_bytes)
+        file.seek(stored.received_bytes)
+        try:
+            received = _receive_body(upload, stored, part, file)
+        except BaseException:
+            file.flush()
+            os.ftruncate(file.fileno(), stored.received_bytes)
+            raise
+    is_complete = part.ends and not received.cut_off
+    return FileRow(stored.path, stored.received_bytes + received.bytes, is_complete), received
+
+
+def _receive_body(
+    upload: _FileUpload, stored: FileRow, part: UploadPart, file: BinaryIO
+) -> ReceivedBody:
+    """Writes the body to the file. Raises Refused if it breaks a limit or is not what was sent."""
+    quota = _compute_quota(upload, stored, part)
+    quota.check_disk(part.length or 0)
+    received = append_body(part, file, quota)
     # A part with a digest must be complete; concurrent uploads may exceed the limit together.
     if received.cut_off and (part.whole or part.sha256 is not None):
         raise HttpError(400, _CUT_OFF, build_offset_headers(stored))
     if received.digest_mismatch:
         reason = "the body does not match Content-Digest; send the part again"
         raise HttpError(422, reason, build_offset_headers(stored))
-    if store.files.sum_size(run_id).bytes + received.bytes > limits.run_bytes:
-        raise HttpError(413, f"the run exceeds the limit of this server ({limits.run_bytes} bytes)")
+    most = upload.limits.run_bytes
+    if upload.store.files.sum_size(upload.run_id).bytes + received.bytes > most:
+        raise HttpError(413, f"the run exceeds the limit of this server ({most} bytes)")
+    return received
 
 
-def _is_whole(part: UploadPart, received: ReceivedBody) -> bool:
-    return part.ends and not received.cut_off
+def _compute_quota(upload: _FileUpload, stored: FileRow, part: UploadPart) -> Quota:
+    """What the body may have: a file counts until it is replaced, and so do all drafts."""
+    limits = upload.limits
+    of_run = limits.run_bytes - upload.store.files.sum_size(upload.run_id).bytes
+    of_file = limits.file_bytes - (0 if part.whole else stored.received_bytes)
+    drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
+    return Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
 
 
-def _roll_back(
-    store: Store, run_id: str, stored: FileRow, part: UploadPart, file: BinaryIO, target: Path
-) -> None:
-    """Removes a file that failed as a whole; truncates other files to their previous size."""
-    if part.whole or stored.received_bytes == 0:
-        target.unlink(missing_ok=True)
-        store.files.forget(run_id, stored.path)
-    else:
-        file.flush()
-        os.ftruncate(file.fileno(), stored.received_bytes)
+def _remove_file(upload: _FileUpload) -> None:
+    """Removes the file, and folders of the upload that are then empty."""
+    upload.target.unlink(missing_ok=True)
+    root = upload.folder / INPUT_NAME
+    for folder in upload.target.parents:
+        if folder == root:
+            return
+        with suppress(OSError):
+            folder.rmdir()
 
 
 # Writing a request body to a file in blocks, checking size, digest and disk space.
@@ -217,10 +347,10 @@ class Quota:
 
     def check_disk(self, more_bytes: int = 0) -> None:
         """Raises Refused if that many more bytes would not leave enough free disk space."""
-        if shutil.disk_usage(self.folder).free - more_bytes < self.spare_bytes:
-            raise HttpError(
-                507, "the server's disk is full; ask its administrator to delete old runs"
-            )
+        with _refuse_disk_errors():
+            free_bytes = shutil.disk_usage(self.folder).free
+        if free_bytes - more_bytes < self.spare_bytes:
+            raise HttpError(507, "the server's disk is full; delete old runs (stepsplit delete)")
 
 
 @dataclass(frozen=True, slots=True)

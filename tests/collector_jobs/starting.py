@@ -36,7 +36,7 @@ class Ended:
     @property
     def lost(self) -> list[str]:
         """What the ranks said that they lost, in order of rank."""
-        return sorted(re.findall(r"stepsplit, (rank \d: lost .*)", self.err))
+        return sorted(re.findall(r"stepsplit: (rank \d: lost .*)", self.err))
 
 
 def start(command: Sequence[str], **environment: str) -> subprocess.Popen[str]:

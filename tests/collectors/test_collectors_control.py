@@ -1,5 +1,7 @@
 """Attaching to a running job through its agents or Kineto's daemon protocol."""
 
+import faulthandler
+import json
 import os
 import socket
 import struct
@@ -8,33 +10,40 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import for_each
 
 from stepsplit.collectors.attach import protocol
-from stepsplit.collectors.attach.client import attach
+from stepsplit.collectors.attach.agent import StackWatchdog
+from stepsplit.collectors.attach.client import StopWatch, attach
 from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.protocol import (
     AgentAnswer,
-    Identity,
+    LookAnswer,
     Status,
+    ask_look,
     ask_record,
     ask_status,
     build_socket_path,
     capture,
     format_answer,
+    leave_state,
     list_ancestors,
     list_process_tree,
     make_socket_folder,
     parse_request,
     read_environment,
-    read_identity,
+    read_left_states,
     read_line,
+    remove_old_states,
 )
 from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.launcher import Identity, read_identity
+from stepsplit.collectors.rank_record import CodeFrame, Look, RankState
 from stepsplit.collectors.record import RecordPlan
 
 NO_PROCESS = 1 << 22
@@ -129,6 +138,97 @@ def test_a_request_without_an_agent_returns_none() -> None:
     assert ask_record(NO_PROCESS, PLAN) is None
 
 
+def stopped(rank: int, for_s: float, usual_s: float = 0.1) -> Status:
+    since_ns, usual_ns = int(for_s * 1e9), int(usual_s * 1e9)
+    return replace(status(rank, 40), since_step_ns=since_ns, longest_step_ns=usual_ns)
+
+
+def test_attach_to_a_job_whose_steps_have_stopped_says_why() -> None:
+    Rank(stopped(0, 9.0))
+    Rank(stopped(1, 7.0))
+    watch = StopWatch(lambda pid: f"rank 1 of {pid} waits" if pid == NO_PROCESS else None)
+
+    with pytest.raises(CollectError) as raised:
+        attach(None, PLAN, watch)
+
+    assert str(raised.value) == (
+        "no step has ended for 7 s: rank 1 of 4194304 waits; see stepsplit hang 4194304"
+    )
+
+
+@for_each(
+    ("for_s", "usual_s"),
+    [(4.0, 0.1), (20.0, 10.0), (50.0, 0.0)],
+)
+def test_a_step_is_waited_for_as_long_as_it_may_take(for_s: float, usual_s: float) -> None:
+    def explain(pid: int) -> str | None:
+        raise AssertionError(pid)
+
+    StopWatch(explain).check([stopped(0, for_s, usual_s)])
+
+
+def test_a_job_that_is_not_stuck_is_looked_at_again_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    looked: list[int] = []
+    watch = StopWatch(looked.append)
+    for _ in range(3):
+        watch.check([stopped(0, 60.0)])
+    assert looked == [NO_PROCESS]
+
+    for _ in range(2):
+        (alone := StopWatch()).check([stopped(0, 60.0)])
+        alone.check([stopped(0, 60.0)])
+    assert capsys.readouterr().err.splitlines() == 2 * [
+        "no step has ended for 60 s; where the job hangs: stepsplit hang 4194304"
+    ]
+
+
+def rank_state(rank: int, **more: Any) -> RankState:
+    look = Look(10**18, 3, 10**9, 7, (CodeFrame("load", "data.py", 7),))
+    pid = NO_PROCESS + rank
+    return RankState(rank, 2, "host", pid, "host:29500", looks=(look,), **more)
+
+
+def test_a_look_and_a_dump_of_several_megabytes_pass_the_socket(tmp_path: Path) -> None:
+    answer = LookAnswer(rank_state(0), "x" * (4 << 20))
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(build_socket_path(NO_PROCESS)))
+    server.listen()
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with server, connection:
+            assert parse_request(read_line(connection)).flight
+            connection.sendall(format_answer(answer))
+
+    threading.Thread(target=serve, daemon=True).start()
+
+    assert ask_look(NO_PROCESS, flight=True) == answer
+
+
+def test_what_a_rank_has_left_replaces_that_of_the_same_rank_of_an_earlier_job() -> None:
+    leave_state(replace(rank_state(0), pid=7))
+    leave_state(rank_state(1, condition="ended", error="ValueError: no"))
+    leave_state(rank_state(0))
+
+    assert sorted(read_left_states(), key=lambda one: one.rank) == [
+        rank_state(0),
+        rank_state(1, condition="ended", error="ValueError: no"),
+    ]
+
+
+def test_what_ended_ranks_have_left_is_removed_after_a_day() -> None:
+    leave_state(rank_state(0))
+    leave_state(replace(rank_state(1), pid=os.getpid()))
+    for path in make_socket_folder().glob("*.rank"):
+        os.utime(path, (0, 0))
+
+    remove_old_states()
+
+    assert [one.rank for one in read_left_states()] == [1]
+
+
 def test_a_socket_folder_accessible_to_others_is_refused() -> None:
     make_socket_folder().chmod(0o755)
 
@@ -155,6 +255,26 @@ def test_torchrun_variables_take_precedence_over_slurm_and_mpi() -> None:
     assert read_identity(slurm) == Identity(3, 8, 1, 8)
     assert read_identity(slurm | torchrun) == Identity(5, 16, 1, 4)
     assert read_identity({}) == Identity(0, 1, 0, 1)
+
+
+@for_each(
+    ("tasks", "node", "local"),
+    [
+        ("4(x2)", "1", 4),
+        ("8(x3),4", "3", 4),
+        ("8,4", "1", 4),
+        ("2(x4)", "0", 2),
+        ("1(x2)", "0", None),  # a launcher on each node, which starts the ranks
+        ("odd", "0", None),
+    ],
+)
+def test_slurm_tells_how_many_ranks_a_host_has(tasks: str, node: str, local: int | None) -> None:
+    n_ranks = {"8(x3),4": 28, "8,4": 12}.get(tasks, 8)
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": str(n_ranks), "SLURM_NODEID": node}
+
+    place = read_identity(slurm | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+
+    assert place.local_world_size == (n_ranks if local is None else local)
 
 
 def test_the_import_callback_runs_once_after_the_module(
@@ -247,3 +367,60 @@ def test_a_socket_in_use_by_another_daemon_is_an_error(asker: Asker, tmp_path: P
         other.bind(str(tmp_path / "dynolog"))
         with pytest.raises(CollectError, match="another daemon uses it"):
             capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=1)
+
+
+DUMP = """Timeout (0:00:08)!
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/selectors.py", line 416 in select
+
+Thread 0x00007f02 [MainThread] (most recent call first):
+  File "/home/me/my train.py", line 12 in load batch
+  File "/home/me/my train.py", line 40 in <module>
+"""
+
+
+def test_the_stack_of_the_main_thread_is_read_from_what_faulthandler_wrote() -> None:
+    assert protocol.parse_stack(DUMP, 0x7F02) == (
+        CodeFrame("load batch", "/home/me/my train.py", 12),
+        CodeFrame("<module>", "/home/me/my train.py", 40),
+    )
+    assert protocol.parse_stack(DUMP, 0x7F03) == ()
+    assert protocol.parse_stack("", 0x7F02) == ()
+
+
+def test_a_process_that_holds_the_lock_has_a_stack_and_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
+    path = protocol.build_stack_path(41)
+    line = protocol.WatchLine(0x7F02, time.time_ns() - 9 * 10**9, 17, 2 * 10**9)
+    assert protocol.read_stack(41) is None
+    path.write_text(json.dumps(asdict(line)) + "\n")
+    assert protocol.read_stack(41) is None
+    path.write_text(json.dumps(asdict(line)) + "\n" + DUMP)
+    look = protocol.read_stack(41)
+    assert look is not None
+    assert (look.steps, look.stack[0].line) == (17, 12)
+    assert 11 * 10**9 <= look.since_step_ns < 60 * 10**9
+
+
+def test_a_script_that_uses_the_watchdog_of_faulthandler_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
+    armed: list[str] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **more: armed.append("x"))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append("end"))
+    line = protocol.WatchLine(0, 0, 0, 0)
+    watchdog = StackWatchdog(lambda: line)
+    watchdog.install()
+    watchdog.start()
+    while not armed:
+        time.sleep(0.01)
+    assert protocol.build_stack_path(os.getpid()).exists()
+
+    faulthandler.dump_traceback_later(60)
+    watchdog.stop()
+
+    assert armed == ["x", "x"]
+    assert not protocol.build_stack_path(os.getpid()).exists()

@@ -1,11 +1,16 @@
-"""A SIGTERM while files are written is delivered afterwards."""
+"""Failures of the recorder: a delayed SIGTERM, and one line for each thing that is lost."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from stepsplit.collectors.guard import delay_sigterm
+import pytest
+from stderr_lines import warns
+
+from stepsplit.collectors.guard import delay_sigterm, forget_full_folder, warn_on_failure
 
 SCRIPT = """
 import os, signal, time
@@ -34,3 +39,22 @@ def test_the_users_handler_gets_the_signal_afterwards() -> None:
         assert got == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_full_disk_is_one_line_with_its_folder(tmp_path: Path) -> None:
+    for _ in range(2):
+        with warns("ENOSPC") as lines:
+            for name in ("its trace", "its record"):
+                with warn_on_failure(3, name):
+                    raise OSError(errno.ENOSPC, "no space", str(tmp_path / "file"))
+        forget_full_folder(tmp_path)
+
+        full = "rank 3: lost its files: No space left on device (ENOSPC) in"
+        assert lines == [f"{full} {tmp_path}"]
+
+
+def test_a_warning_has_one_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    with warn_on_failure(3, "its record"):
+        raise ValueError("why\nand where")
+
+    assert capsys.readouterr().err == "stepsplit: rank 3: lost its record: why\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,12 @@ from collector_jobs.starting import (
     steps,
 )
 
-from stepsplit.collectors.attach.protocol import Status, ask_status, list_agents
+from stepsplit.collectors.attach.protocol import (
+    Status,
+    ask_status,
+    list_agents,
+    list_process_tree,
+)
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
@@ -131,7 +137,7 @@ def test_the_next_recording_removes_files_of_an_interrupted_export(
     assert names(tmp_path) == [*RANK_0, "run.json"]
     assert len(drafts(tmp_path)) == 1
 
-    assert alike(recorded("nothing", tmp_path), undisturbed)
+    assert alike(recorded("nothing", tmp_path, "--overwrite"), undisturbed)
     assert (names(tmp_path), drafts(tmp_path)) == (WHOLE, [])
     assert steps(tmp_path, 1) == [6, 7, 8]
 
@@ -145,9 +151,9 @@ def test_a_full_disk_loses_only_the_traces(disk: Disk, undisturbed: Ended) -> No
     job = recorded("nothing", folder)
 
     assert alike(job, undisturbed)
-    assert [name for name in names(folder) if "trace" in name] == []
-    assert not drafts(folder)
-    assert "the disk" in job.err or "No space left" in job.err
+    full = f"lost its files: No space left on device (ENOSPC) in {folder}"
+    assert job.lost == [f"rank {rank}: {full}" for rank in (0, 1)]
+    assert not folder.exists()
 
 
 def test_record_does_not_start_the_job_if_the_folder_is_not_writable(tmp_path: Path) -> None:
@@ -178,8 +184,9 @@ def test_an_unwritable_folder_loses_only_the_recording(disk: Disk, undisturbed: 
     [
         # Rank 0's runs from the first step on; rank 1 starts one in step 7.
         ("own_profiler_throughout_or_in_a_recorded_step", (None, [6, 7])),
-        # Rank 0's is warm when ours is to warm up; rank 1's warms up when ours is warm.
-        ("own_profiler_warm_or_begun_as_ours_is_warm", (None, None)),
+        # Rank 0's is warm when ours is to warm up; rank 1's warms up when ours is warm. Ours begins
+        # again after theirs has ended, and is cut off by the end of the job, after step 11.
+        ("own_profiler_warm_or_begun_as_ours_is_warm", ([11, 12], [10, 11, 12])),
     ],
 )
 def test_the_recorder_yields_to_the_users_profiler_with_one_warning(
@@ -194,7 +201,8 @@ def test_the_recorder_yields_to_the_users_profiler_with_one_warning(
     job = recorded(scenario, out)
 
     assert alike(job, plain(scenario))
-    assert [line.split(":")[0] for line in job.lost] == ["rank 0", "rank 1"]
+    warnings = re.findall(r"^stepsplit: (rank \d): .*torch.profiler", job.err, re.MULTILINE)
+    assert sorted(warnings) == ["rank 0", "rank 1"]
     traces = [name for name in names(out) if "trace" in name]
     assert [f"rank{rank}_trace.json.gz" in traces for rank in (0, 1)] == [
         wanted is not None for wanted in recorded_steps
@@ -255,16 +263,34 @@ def test_a_training_that_exits_early_has_its_files(tmp_path: Path) -> None:
     assert names(tmp_path) == WHOLE
 
 
-def test_a_training_that_ends_before_the_first_recorded_step_warns(
+def test_a_training_shorter_than_the_first_step_has_its_own_first_steps_recorded(
     tmp_path: Path, undisturbed: Ended
 ) -> None:
     job = recorded("nothing", tmp_path, "--first", "14")
 
     assert alike(job, undisturbed)
-    assert names(tmp_path) == ["run.json"]
-    early = "lost its trace: the run ended before the first recorded step"
-    assert job.lost == [f"rank {rank}: {early}" for rank in (0, 1)]
-    assert "no trace was recorded; did any rank reach step 14?" in job.err
+    assert (names(tmp_path), job.lost) == (WHOLE, [])
+    assert steps(tmp_path, 0) == steps(tmp_path, 1) == [1, 2, 3]
+    assert "recorded 2 ranks, its first steps because the job ended before step 14" in job.err
+
+
+def test_ranks_that_outlive_their_launcher_are_named(tmp_path: Path) -> None:
+    """SIGKILL of torchrun leaves its ranks running."""
+    job = start([*recording(tmp_path), *TORCHRUN, TRAIN, "never_ends"])
+    with ended_at_last(job):
+        assert job.stdout is not None and job.stderr is not None
+        for _ in (0, 1):
+            assert job.stdout.readline() == "in step 8\n"
+        launcher = next(pid for pid in list_process_tree(job.pid) if pid != job.pid)
+        ranks = [pid for pid in list_process_tree(launcher) if pid != launcher]
+        os.kill(launcher, signal.SIGKILL)
+        said = next(line for line in job.stderr if line.startswith("stepsplit: "))
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+
+    listed = [f"{rank} (process {pid})" for rank, pid in enumerate(ranks)]
+    assert said.startswith(f"stepsplit: the command was killed (SIGKILL), but ranks {listed[0]}, ")
+    assert listed[1] in said and said.endswith(f" go on; what they record is in {tmp_path}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -277,7 +303,7 @@ def test_a_signal_ends_the_job_as_without_the_recorder(
 
     assert with_us.status == signalled(job, number).status
     # Ctrl-C is an exception in the ranks, which end in order; SIGTERM kills them.
-    found = [name for name in names(tmp_path) if "trace" in name]
+    found = list(tmp_path.glob("*trace*"))
     assert len(found) == (2 if number == signal.SIGINT else 0)
     assert all(steps(tmp_path, rank)[:2] == [6, 7] for rank in range(len(found)))
     assert not drafts(tmp_path)
@@ -325,7 +351,8 @@ def test_a_script_without_torch_runs_as_it_is(tmp_path: Path) -> None:
     job = run([*recording(tmp_path), sys.executable, "-c", code])
 
     assert (job.status, job.out) == (3, "False False\n")
-    assert job.err == "no trace was recorded; did any rank reach step 6?\n"
+    assert job.err.count("\n") == 1 and "no process of the command has ended two steps" in job.err
+    assert not tmp_path.exists()
 
 
 SAYS_ITS_START = """
@@ -433,17 +460,19 @@ def test_attach_records_the_same_steps_on_all_ranks_once_at_a_time(tmp_path: Pat
         first = start(attach(tmp_path / "first", str(job.pid)))
         with ended_at_last(first):
             when(lambda ranks: all(status.busy for status in ranks))
-            assert refused(run(attach(tmp_path / "second")), "it is already being recorded")
+            second = run(attach(tmp_path / "second"))
             attached = end(first)
         assert attached.status == 0, attached.err
+        assert second.err.startswith("another attach records this job: waiting for its end\n")
         # All files must exist when attach reports success; rank 1 takes a second to write.
-        assert names(tmp_path / "first") == WHOLE
+        assert names(tmp_path / "first") == names(tmp_path / "second") == WHOLE
+        assert refused(run(attach(tmp_path / "first")), "or replace it with --overwrite")
         stop.touch()
         ended = end(job)
 
-    seen = steps(tmp_path / "first", 0)
-    assert len(seen) == 3 and seen == steps(tmp_path / "first", 1)
-    assert not (tmp_path / "second").exists()
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        seen = steps(folder, 0)
+        assert len(seen) == 3 and seen == steps(folder, 1)
     assert ended.out.count("torch is as it was: True") == 2
     losses = [line for line in ended.out.splitlines() if "loss" in line]
     again = run([*RANKS, TRAIN, "nothing"], STEPS=losses[0].split()[-1])

@@ -10,7 +10,10 @@ from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.rank_files import gather
 from stepsplit.collectors.rank_record import (
     ClockProbe,
+    CodeFrame,
+    GcPause,
     GpuState,
+    HostSamples,
     MemoryState,
     RankRecord,
     StepTimes,
@@ -36,10 +39,18 @@ FIRST = RankRecord(
     versions=(("torch", "2.13.0"),),
     machine=HostInfo("a", "Xeon", 2, 1 << 30),
     first_step=10,
-    steps=StepTimes((5, 6), (7,), (5,)),
-    memory=MemoryState(1, 2, 3, 4, None, None),
+    steps=StepTimes((5, 6), (7,), (5,), (6, 6), (8,), (6,)),
+    memory=MemoryState(1, 2, 3, 4, None, None, 2),
     clocks=(ClockProbe(-30, 200, 1_700_000_000_000_000_000),),
     gpu=(GpuState(1, 1980, 0, None),),
+    device_stopped_step=12,
+    gpu_note="a MIG instance",
+    host=HostSamples(
+        ((CodeFrame("load", "lib/data.py", 7), CodeFrame("main", "train.py", 3)),),
+        (5, 9),
+        (0, 0),
+        (GcPause(6, 2, 1),),
+    ),
 )
 SECOND = replace(FIRST, rank=RankInfo(1, 0, "b", 9, "cpu"), machine=HostInfo("b"))
 
@@ -48,6 +59,16 @@ def host(folder: Path, record: RankRecord, content: str = "trace") -> Path:
     write_record(folder, record)
     (folder / f"rank{record.rank.rank}_trace.json.gz").write_text(content)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("places", "place"), [((), (0,)), (((),), (0,)), (((CodeFrame("f", "a.py", 1),),), (0, 0))]
+)
+def test_looks_without_a_place_or_a_time_are_refused(
+    places: tuple[tuple[CodeFrame, ...], ...], place: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="host: looks without a time or a place"):
+        HostSamples(places, (5,), place)
 
 
 def test_a_record_round_trips(tmp_path: Path) -> None:

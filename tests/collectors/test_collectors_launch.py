@@ -10,12 +10,14 @@ from cases import for_each
 
 from stepsplit.collectors import record
 from stepsplit.collectors.record import (
+    CALIBRATION,
     RANK_BYTES,
     Command,
     DemoArgs,
     LaunchError,
+    check_mesh,
+    choose_calibration_mesh,
     fit_to_memory,
-    format_parallel,
     parse_command,
     parse_parallel,
 )
@@ -57,9 +59,26 @@ def test_low_memory_halves_dp_first_then_pp_then_tp() -> None:
 def test_demo_arguments_round_trip_through_the_command_line() -> None:
     recipe = DemoArgs(steps=9, microbatches=8, slow_rank=1, slow_ms=150, slow_kind="sleep")
     mesh = parse_parallel("tp=2,pp=2")
-    line = ["--out", "runs/a", "--parallel", format_parallel(mesh), *recipe.format_arguments()]
+    line = ["--out", "runs/a", "--parallel", mesh.format(), *recipe.format_arguments()]
 
     assert parse_command(line) == Command(Path("runs/a"), mesh, recipe)
+
+
+@for_each(
+    ("layout", "other"),
+    [
+        ("tp=2,pp=2,dp=2", "dp=4,tp=2"),
+        ("dp=4,tp=2", "dp=8"),
+        ("pp=2", "tp=2"),
+        ("tp=2", "dp=2"),
+        ("dp=3", "fsdp=3"),
+        ("dp=1", "dp=1"),
+    ],
+)
+def test_a_calibration_is_of_another_layout_with_as_many_ranks(layout: str, other: str) -> None:
+    found = choose_calibration_mesh(parse_parallel(layout))
+    assert found == parse_parallel(other)
+    check_mesh(CALIBRATION, found)
 
 
 def test_layers_must_be_divisible_by_pp(capsys: pytest.CaptureFixture[str]) -> None:

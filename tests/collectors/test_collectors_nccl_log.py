@@ -1,6 +1,10 @@
 """The size of NCCL's log is limited while NCCL writes to it."""
 
+import socket
 from pathlib import Path
+
+import pytest
+from cases import for_each
 
 from stepsplit.collectors.nccl import build_log_path, truncate_log
 
@@ -35,3 +39,20 @@ def test_only_a_log_per_process_is_truncated() -> None:
     assert build_log_path({"NCCL_DEBUG_FILE": "/shared.log"}, 7) is None
     found = build_log_path({"NCCL_DEBUG_FILE": "/nccl/%h.%p.log"}, 7)
     assert found is not None and found.name.endswith(".7.log")
+
+
+@for_each(
+    ("host", "file"),
+    [
+        ("node7", "node7.7.log"),
+        ("node7.cluster.example.org", "node7.7.log"),
+        ("ip-10-0-0-1.ec2.internal", "ip-10-0-0-1.7.log"),
+    ],
+)
+def test_the_name_of_the_host_ends_at_its_first_dot_as_in_nccl(host: str, file: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: host)
+
+        path = build_log_path({"NCCL_DEBUG_FILE": "/nccl/%h.%p.log"}, 7)
+
+    assert path == Path("/nccl", file)

@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer import analyze
+from stepsplit.collectors import pack as packing
 from stepsplit.collectors.pack import pack, pack_all
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -77,7 +80,7 @@ def test_a_truncated_raw_file_is_not_packed(
     raw, out = tmp_path / "raw", tmp_path / "rank0_trace.json.gz"
     raw.write_text('{"traceEvents": [{"ph": "X", "na')
 
-    assert pack_all([str(raw), str(out)]) == 1
+    assert pack_all([(raw, out)]) == 1
 
     assert list(tmp_path.iterdir()) == []
     assert "the file is truncated; is the disk full?" in capsys.readouterr().err
@@ -86,9 +89,73 @@ def test_a_truncated_raw_file_is_not_packed(
 def test_one_lost_file_does_not_affect_the_others(tmp_path: Path) -> None:
     good = write_raw(tmp_path / "raw", STEP)
 
-    assert pack_all([str(tmp_path / "none"), str(tmp_path / "a.gz"), str(good), f"{good}.gz"]) == 1
+    files = [(tmp_path / "none", tmp_path / "a.gz"), (good, tmp_path / "raw.gz")]
+    assert pack_all(files) == 1
 
     assert [path.name for path in tmp_path.iterdir()] == ["raw.gz"]
+
+
+def test_a_whole_file_that_cannot_be_packed_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
+    out.mkdir()
+
+    assert pack_all([(raw, out)]) == 1
+
+    assert json.loads((tmp_path / "rank0_trace.json").read_text())["traceEvents"] == STEP
+    assert "is not packed" in capsys.readouterr().err
+
+
+def test_thin_packing_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_WINDOW", "_CHUNK"):
+        monkeypatch.setattr(packing, name, 1 << 16, raising=False)
+    events = [event("aten::mm", start, start + 1, shapes=["x" * 100]) for start in range(10_000)]
+    raw = write_raw(tmp_path / "raw", events)
+
+    tracemalloc.start()
+    pack(raw, tmp_path / "rank0_trace.json.gz", thin=True)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    # It once took eight times the size of the raw file.
+    assert peak_bytes < raw.stat().st_size / 2
+    assert len(names(tmp_path / "rank0_trace.json.gz")) == 10_000
+
+
+@for_each("window", [1, 7, 100, 1000])
+def test_events_may_be_read_in_pieces_of_any_size(window: int, tmp_path: Path) -> None:
+    raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
+    pack(raw, out, thin=True)
+    whole = gzip.decompress(out.read_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_WINDOW", window)
+        pack(raw, out, thin=True)
+
+    assert gzip.decompress(out.read_bytes()) == whole
+
+
+def test_a_thread_whose_ops_are_out_of_order_is_packed_in_full(tmp_path: Path) -> None:
+    late_parent = [event("aten::addmm", 5, 15), event("aten::linear", 0, 20)]
+    raw, out = write_raw(tmp_path / "raw", late_parent), tmp_path / "rank0_trace.json.gz"
+
+    pack(raw, out, thin=True)
+
+    assert names(out) == ["aten::addmm", "aten::linear"]
+
+
+def test_a_trace_with_an_invalid_event_is_packed_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, out = write_raw(tmp_path / "raw", STEP), tmp_path / "rank0_trace.json.gz"
+    broken = raw.read_text().replace('"aten::div"', '"aten::"div""')
+    raw.write_text(broken)
+
+    pack(raw, out, thin=True)
+
+    assert gzip.decompress(out.read_bytes()).decode() == broken
+    assert "packed in full instead of thin" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sample", ["tp2_pp2", "fsdp4", "dp4", "pp2_m2"])

@@ -1,5 +1,7 @@
 """The plan of a recording: steps, ranks and detail."""
 
+from dataclasses import replace
+
 import pytest
 from cases import for_each
 
@@ -9,6 +11,7 @@ from stepsplit.collectors.run_spec import GroupInfo
 
 def test_a_plan_round_trips() -> None:
     asked = RecordPlan(out="/runs/a", name="a", first=10, steps=3, ranks="0-7,16", memory=True)
+    asked = replace(asked, mesh="pp=2,tp=4")
 
     assert parse_plan(asked.format_json()) == asked
 
@@ -19,7 +22,8 @@ def test_unknown_fields_of_a_newer_plan_are_ignored() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["3", "{}", '{"out": "o", "name": "n", "first": -1}', "["])
+@pytest.mark.parametrize("text", ["3", "{}", '{"out": "o", "name": "n", "first": -1}', "[",
+    '{"out": "o", "name": "n", "first": 1, "mesh": "tp"}'])  # fmt: skip
 def test_an_invalid_plan_raises_value_error(text: str) -> None:
     with pytest.raises(ValueError):
         parse_plan(text)

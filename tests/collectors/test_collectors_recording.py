@@ -1,16 +1,19 @@
 """Real trainings with the recorder: the files in the folder afterwards."""
 
 import gzip
+import inspect
 import json
 import re
-import warnings
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stderr_lines import warns
 
-from stepsplit.collectors import Mesh, ModelSpec
+from stepsplit.collectors import Mesh, ModelSpec, profile_run
+from stepsplit.collectors.rank_record import HostSamples, read_record
 from stepsplit.collectors.record import DemoArgs, LaunchError, LaunchResult, launch_workload
 from stepsplit.collectors.run_spec import GroupInfo, RunSpec, from_json
 
@@ -96,6 +99,45 @@ def test_the_trace_holds_the_last_steps_and_the_flight_record_their_collectives(
         assert steps == ["ProfilerStep#9", "ProfilerStep#10", "ProfilerStep#11"]
         assert data_parallel.names(rank, "gloo:all_reduce")
         assert any(e["profiling_name"] == "gloo:all_reduce" for e in data_parallel.flight(rank))
+
+
+def test_looks_at_the_stack_are_of_the_recorded_steps(tmp_path: Path) -> None:
+    """Steps of 0.1 s, of which two are recorded; with Python stacks in the trace there are none."""
+    times: list[int] = []
+    with profile_run(tmp_path, wait=0, warmup=1, active=2) as run:
+        for _ in range(4):
+            times.append(time.time_ns())
+            time.sleep(0.1)
+            run.step()
+    host = read_record((tmp_path / "rank0_record.json").read_bytes()).host
+    assert len(host.at_unix_ns) >= 4
+    assert times[1] <= host.at_unix_ns[0]
+    assert host.at_unix_ns[-1] <= times[3]
+    line = times_line(test_looks_at_the_stack_are_of_the_recorded_steps)
+    assert (host.places[host.place[1]][0].function, host.places[host.place[1]][0].line) == line
+    with profile_run(tmp_path, wait=0, warmup=1, active=1, with_stack=True) as run:
+        for _ in range(3):
+            time.sleep(0.05)
+            run.step()
+    assert read_record((tmp_path / "rank0_record.json").read_bytes()).host == HostSamples()
+
+
+def test_run_json_is_there_before_any_thread_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training may leave by os._exit as soon as its steps are recorded."""
+    monkeypatch.setattr("stepsplit.collectors.profiler.has_other_ranks", lambda: True)
+    monkeypatch.setattr("threading.Thread.start", lambda thread: None)
+    with profile_run(tmp_path, wait=0, warmup=1, active=2) as run:
+        for _ in range(4):
+            run.step()
+        assert (tmp_path / "run.json").is_file()
+
+
+def times_line(function: Any) -> tuple[str, int]:
+    """The name of this test, and the line in which it first sleeps."""
+    lines, first = inspect.getsourcelines(function)
+    return function.__name__, first + next(i for i, t in enumerate(lines) if "time.sleep" in t)
 
 
 def losses(result: LaunchResult) -> tuple[float, float]:
@@ -201,14 +243,12 @@ def test_an_unwritable_folder_loses_the_recording_not_the_training(
 
     (tmp_path / "file").touch()
     done = 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with profile_run(tmp_path / "file" / "run") as run:
-            steps(run, 8)
-            done = 8
+    with warns("lost") as caught, profile_run(tmp_path / "file" / "run") as run:
+        steps(run, 8)
+        done = 8
 
     assert done == 8
-    assert [str(warning.message).split(": ")[1] for warning in caught] == [
+    assert [line.split(": ")[1] for line in caught] == [
         "lost its trace",
         "lost run.json",
     ]
@@ -218,7 +258,7 @@ def test_a_mesh_of_the_wrong_size_is_ignored_with_a_warning(tmp_path: Path) -> N
     from stepsplit.collectors import profile_run
 
     with (
-        pytest.warns(RuntimeWarning, match="the mesh has 2 ranks but the job has 1"),
+        warns("the mesh has 2 ranks but the job has 1"),
         profile_run(tmp_path, mesh={"tp": 2}, active=1) as run,
     ):
         steps(run, 4)
@@ -246,7 +286,7 @@ def test_a_run_that_ends_too_early_warns(tmp_path: Path) -> None:
     from stepsplit.collectors import profile_run
 
     with (
-        pytest.warns(RuntimeWarning, match="ended before the first recorded step"),
+        warns("ended before the first recorded step"),
         profile_run(tmp_path, wait=5) as run,
     ):
         steps(run, 2)
@@ -261,7 +301,7 @@ def test_torch_distributed_debug_detail_warns(
 
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     with (
-        pytest.warns(RuntimeWarning, match="DETAIL adds collectives"),
+        warns("DETAIL adds collectives"),
         profile_run(tmp_path, active=1) as run,
     ):
         steps(run, 3)

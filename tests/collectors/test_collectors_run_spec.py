@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import for_each
 
 from stepsplit.collectors.run_spec import (
     GroupInfo,
@@ -51,6 +52,25 @@ def test_an_invalid_mesh_is_refused(sizes: dict[str, int], complaint: str) -> No
         Mesh.of(sizes)
 
 
+def test_a_mesh_is_parsed_in_the_order_in_which_it_is_written() -> None:
+    assert Mesh.parse("pp=2, fsdp=4,tp=1") == Mesh(("pp", "dp_shard", "tp"), (2, 4, 1))
+
+
+@for_each(
+    ("text", "complaint"),
+    [
+        ("ep=2", "'ep=2' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
+        ("tp", "'tp' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
+        ("tp=0", "'tp=0' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
+        ("dp=2,dp_replicate=2", "dp_replicate is given twice in 'dp=2,dp_replicate=2'"),
+    ],
+)
+def test_an_invalid_text_of_a_mesh_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Mesh.parse(text)
+    assert str(refused.value) == complaint
+
+
 def test_a_mesh_must_have_as_many_ranks_as_the_job() -> None:
     with pytest.raises(ValueError, match=r"the mesh tp=2 has 2 ranks but the job has 3"):
         RunSpec("exp1", 3, "gloo", mesh=Mesh.of({"tp": 2}))
@@ -75,6 +95,75 @@ def test_unknown_fields_of_a_newer_run_json_are_ignored() -> None:
 def test_other_json_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        (("ranks", 0, "host"), {"a": 1}, 'ranks[0].host: {"a": 1} is not a text'),
+        (("ranks", 0, "rank"), "0", 'ranks[0].rank: "0" is not an integer'),
+        (("ranks", 0, "pid"), True, "ranks[0].pid: true is not an integer"),
+        (("ranks", 0), None, "ranks[0]: null is not an object"),
+        (("ranks",), {}, "ranks: {} is not a list"),
+        (("groups", 1, "ranks"), [0, 1.5], "groups[1].ranks[1]: 1.5 is not an integer"),
+        (("groups", 1, "ranks", 0), 2**70, f"groups[1].ranks[0]: {2**70} is not an integer"),
+        (("training", "schedule"), {"a": 1}, 'training.schedule: {"a": 1} is not a text'),
+        (("model", "gated"), 0, "model.gated: 0 is not true or false"),
+        (("mesh", 0, "size"), "2", 'mesh[0].size: "2" is not an integer'),
+        (("versions",), [], "versions is not an object"),
+        (("training", "microbatches"), 0, "training.microbatches: 0 is less than 1"),
+        (("model", "layers"), -1, "model.layers: -1 is less than 1"),
+        (("ranks", 0, "rank"), 4, "ranks[0].rank: 4 is not a rank of 4"),
+        (("groups", 1, "ranks"), [0, -2], "groups[1].ranks: -2 is not a rank of 4"),
+        (("hosts",), [{"host": "a", "gpus": -1}], "hosts[0].gpus: -1 is less than 0"),
+        (("world_size",), 0, "world_size: 0 is not a number of ranks"),
+        (("world_size",), 10**9, "world_size: 1000000000 is not a number of ranks"),
+    ],
+)
+def test_a_field_of_another_type_or_out_of_range_is_named(
+    place: tuple[str | int, ...], value: object, problem: str
+) -> None:
+    body = json.loads(to_json(SPEC))
+    parent = body
+    for key in place[:-1]:
+        parent = parent[key]
+    parent[place[-1]] = value
+    with pytest.raises(ValueError, match=r".") as error:
+        from_json(json.dumps(body))
+    assert str(error.value) == problem
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_json_does_not_have_are_refused(number: str) -> None:
+    text = to_json(SPEC).replace('"world_size": 4', f'"world_size": {number}')
+    with pytest.raises(ValueError, match=f"{number} is not valid JSON"):
+        from_json(text)
+
+
+def test_text_that_utf_8_cannot_encode_is_replaced() -> None:
+    """Python writes other bytes of the environment or of file names as lone surrogates."""
+    body = json.loads(to_json(SPEC))
+    body["name"], body["versions"]["torch"] = "exp\udcff", "2.13\ud800"
+    spec = from_json(json.dumps(body))
+    assert (spec.name, spec.version("torch")) == ("exp?", "2.13?")
+
+
+def test_a_missing_field_of_a_rank_is_named() -> None:
+    body = json.loads(to_json(SPEC))
+    del body["ranks"][0]["host"]
+    with pytest.raises(ValueError, match=r"ranks\[0\].host is missing"):
+        from_json(json.dumps(body))
+
+
+def test_whole_numbers_may_be_written_as_decimals() -> None:
+    body = json.loads(to_json(SPEC))
+    body["training"]["seq_len"] = 64.0
+    assert from_json(json.dumps(body)) == SPEC
+
+
+def test_json_nested_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        from_json("[" * 100_000)
 
 
 def test_importing_the_collectors_does_not_import_torch() -> None:

@@ -1,14 +1,31 @@
 """Counting training steps by optimizer steps."""
 
+import gzip
+import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import for_each
+from stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors import optimizers  # noqa: E402
-from stepsplit.collectors.attach.agent import LEADER_CHANGE_STEPS, StepCounter  # noqa: E402
+from stepsplit.collectors import job_info, optimizers, profile_run  # noqa: E402
+from stepsplit.collectors.attach.agent import (  # noqa: E402
+    LEADER_CHANGE_STEPS,
+    Agent,
+    StepCounter,
+    claim_recording,
+)
+from stepsplit.collectors.attach.protocol import AgentAnswer, ask_record  # noqa: E402
+from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.record import RecordPlan  # noqa: E402
 
 
 @pytest.fixture
@@ -25,6 +42,15 @@ def adam() -> Any:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     return torch.optim.Adam([weight])
+
+
+def resumed_adam(steps: int) -> Any:
+    """An optimizer that has done these steps in an earlier process."""
+    earlier, optimizer = adam(), adam()
+    for _ in range(steps):
+        earlier.step()
+    optimizer.load_state_dict(earlier.state_dict())
+    return optimizer
 
 
 def test_each_step_of_the_only_optimizer_is_a_step(ended: list[int]) -> None:
@@ -130,8 +156,148 @@ def test_a_listener_that_raises_is_removed_and_the_training_continues(ended: lis
     optimizers.add_listener(optimizers.Listener(broken, broken))
     optimizer = adam()
 
-    with pytest.warns(RuntimeWarning, match="ours"):
+    with warns("ours"):
         optimizer.step()
     optimizer.step()
 
     assert ended == [0, 1]
+
+
+@pytest.fixture
+def run_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Trains 45 steps under an agent; returns the record."""
+    monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
+
+    def train(first: int, attached_after: int | None = None, resumed: int = 0) -> RankRecord:
+        optimizer = resumed_adam(resumed)
+        plan = RecordPlan(str(tmp_path / "run"), "run", first, steps=2)
+        agent = Agent(plan if attached_after is None else replace(plan, first=None))
+        agent.install()
+        for step in range(45):
+            if step == attached_after:
+                assert ask_record(os.getpid(), plan) == AgentAnswer(True, step)
+            optimizer.step()
+        for thread in threading.enumerate():
+            if thread.name == "stepsplit-close":
+                thread.join()
+        return read_record((tmp_path / "run" / "rank0_record.json").read_bytes())
+
+    yield train
+    for listener in optimizers._listeners:
+        optimizers.remove_listener(listener)
+
+
+def test_six_steps_are_timed_before_the_warmup(run_agent: Callable[..., RankRecord]) -> None:
+    times = run_agent(first=10).steps
+
+    # Steps 3 to 8; 9 is the warmup.
+    assert (len(times.before_ns), len(times.profiled_ns)) == (6, 2)
+    assert len(times.after_ns) == 20
+
+
+def test_an_attach_knows_the_steps_before_it(run_agent: Callable[..., RankRecord]) -> None:
+    times = run_agent(first=16, attached_after=12).steps
+
+    # Steps 3 to 14, although the request came after step 11.
+    assert (len(times.before_ns), len(times.profiled_ns)) == (12, 2)
+
+
+def list_marks(folder: Path) -> list[str]:
+    """The steps that the trace of rank 0 names."""
+    raw = folder / "rank0_trace.json"
+    deadline = time.monotonic() + 20
+    while raw.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with gzip.open(folder / "rank0_trace.json.gz") as file:
+        names = {each.get("name", "") for each in json.load(file)["traceEvents"]}
+    return sorted(name for name in names if name.startswith("ProfilerStep#"))
+
+
+def test_the_steps_of_a_resumed_job_count_on(
+    run_agent: Callable[..., RankRecord], tmp_path: Path
+) -> None:
+    record = run_agent(first=10, resumed=300)
+
+    assert (record.first_step, record.steps_before, record.end_step) == (310, 300, 312)
+    assert list_marks(tmp_path / "run") == ["ProfilerStep#310", "ProfilerStep#311"]
+
+
+def test_a_step_that_only_creates_the_state_before_it_is_loaded_is_not_counted_twice(
+    tmp_path: Path,
+) -> None:
+    optimizer = adam()
+    with profile_run(tmp_path, wait=2, warmup=0, active=1) as run:
+        # torch.distributed.checkpoint creates the state by a step with a learning rate of 0.
+        optimizer.step()
+        run.step()
+        optimizer.load_state_dict(resumed_adam(300).state_dict())
+        for _ in range(2):
+            optimizer.step()
+            run.step()
+
+    assert list_marks(tmp_path) == ["ProfilerStep#301"]
+
+
+@for_each(
+    ("optimizer", "steps"),
+    [
+        ("adam", 0),
+        ("sgd", 0),
+        ("engine", 697),
+    ],
+)
+def test_the_steps_before_are_those_of_the_optimizer_beyond_the_ended_ones(
+    optimizer: str, steps: int
+) -> None:
+    class Engine:
+        """Like DeepSpeed's, which steps as an optimizer does."""
+
+        global_steps = 700
+
+    resumed = optimizers.ResumedSteps()
+    if optimizer == "engine":
+        stepping: Any = Engine()
+    else:
+        stepping = adam() if optimizer == "adam" else torch.optim.SGD(adam().param_groups, lr=0.1)
+    resumed._note(stepping)
+
+    assert resumed.read(3) == steps
+
+
+def test_a_framework_that_knows_the_steps_before_is_believed(tmp_path: Path) -> None:
+    optimizer = adam()
+    run = profile_run(tmp_path, wait=1, warmup=0, active=1).start(steps_before=40)
+    for _ in range(2):
+        optimizer.step()
+        run.step()
+    run.stop()
+
+    assert list_marks(tmp_path) == ["ProfilerStep#41"]
+
+
+def test_of_attaches_on_two_hosts_at_the_same_moment_one_wins_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(job_info, "_own_store", lambda: store)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    here = RecordPlan("runs/a", "a", first=20, steps=3)
+    there = RecordPlan("runs/b", "b", first=22, steps=3)
+
+    refused = "an attach on another host records steps 20 to 22"
+    # Both ranks of this host, then one of the other, which has ended a step more.
+    asked = ((here, 10), (here, 10), (there, 11))
+    assert [claim_recording(plan, done) for plan, done in asked] == ["", "", refused]
+    assert claim_recording(there, 22) == refused
+    assert claim_recording(replace(there, first=40), 23) == ""
+    assert claim_recording(replace(here, first=41), 24) == (
+        "an attach on another host records steps 40 to 42"
+    )
+
+
+def test_a_job_of_one_host_asks_no_store_before_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_info, "_own_store", lambda: pytest.fail("asked"))
+    assert claim_recording(RecordPlan("runs/a", "a", first=20), 10) == ""

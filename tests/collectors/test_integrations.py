@@ -5,22 +5,27 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cases import for_each
+from stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors import ModelSpec, Training, profile_run  # noqa: E402
+from stepsplit.collectors.integrations.accelerate import read_sharding  # noqa: E402
 from stepsplit.collectors.integrations.calls import call_after_each, profile_calls  # noqa: E402
 from stepsplit.collectors.integrations.common import (  # noqa: E402  # noqa: E402
     FrameworkSpec,
     LazyRecording,
     Options,
+    describe_fsdp_offload,
     import_library,
     normalize_dtype,
     normalize_optimizer,
     read_model_spec,
+    read_zero_config,
 )
 
 LIBRARIES = ("transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed", "ray")
@@ -103,7 +108,7 @@ class Counted:
 def test_a_failing_callback_does_not_fail_the_call() -> None:
     counted = Counted()
 
-    lost = pytest.warns(RuntimeWarning, match="lost the count of its steps")
+    lost = warns("lost the count of its steps")
     with call_after_each(Counted, "step", lambda each: [][each.calls]), lost:
         assert counted.step() == 1
 
@@ -113,7 +118,7 @@ def test_a_failing_callback_does_not_fail_the_call() -> None:
 def test_failing_framework_metadata_is_a_warning(tmp_path: Path) -> None:
     run = LazyRecording(tmp_path / "run", wait=0, warmup=0, active=1)
 
-    with pytest.warns(RuntimeWarning, match="description of the run: no mesh"):
+    with warns("description of the run: no mesh"):
         run.begin(lambda: FrameworkSpec(mesh=exec("raise RuntimeError('no mesh')")))
     run.step()
     run.end()
@@ -161,3 +166,54 @@ def test_each_call_of_a_function_is_a_step(tmp_path: Path) -> None:
     assert [step(1), step(2), step(3)] == [2, 3, 4]
 
     assert (tmp_path / "run.json").exists()
+
+
+@for_each(
+    ("zero", "said"),
+    [
+        (None, (0, None)),
+        ({"stage": 2}, (2, None)),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, (2, None)),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, (1, "optimizer")),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+            (3, "optimizer, parameters"),
+        ),
+        # Not host memory, which is what run.json states.
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, (3, None)),
+    ],
+)
+def test_zero_and_its_offloading_are_read_from_deepspeeds_config(
+    zero: dict[str, object] | None, said: tuple[int, str | None]
+) -> None:
+    config = {"train_batch_size": 8, "zero_optimization": zero}
+    assert read_zero_config(config) == said
+    plugin = SimpleNamespace(deepspeed_config=config)
+    kind = SimpleNamespace(name="DEEPSPEED")
+    assert read_sharding(SimpleNamespace(distributed_type=kind, deepspeed_plugin=plugin)) == said
+
+
+def test_the_offloading_of_fsdp_is_read_from_its_policy() -> None:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    policies = (None, CPUOffload(), OffloadPolicy(), CPUOffload(True), CPUOffloadPolicy())
+    said = "optimizer, parameters"
+    assert [describe_fsdp_offload(each) for each in policies] == [None, None, None, said, said]
+    kind = SimpleNamespace(name="FSDP")
+    plugin = SimpleNamespace(cpu_offload=CPUOffloadPolicy())
+    state = SimpleNamespace(distributed_type=kind, fsdp_plugin=plugin)
+    assert read_sharding(state) == (None, said)
+
+
+def test_the_steps_before_a_resumption_are_those_of_the_framework(tmp_path: Path) -> None:
+    run = LazyRecording(tmp_path, wait=0, warmup=0, active=1)
+    run.begin(lambda: FrameworkSpec(steps_before=500))
+    run.step()
+    run.end()
+
+    record = json.loads((tmp_path / "rank0_record.json").read_text())
+    assert (record["first_step"], record["steps_before"]) == (500, 500)

@@ -10,15 +10,18 @@ from gate_builders import CALLS, run
 from msgspec.structs import replace
 from report_builders import analysis
 from rich.console import Console
+from store_builders import Serving
 
 from stepsplit.analyzer.analysis import check_runs
 from stepsplit.analyzer.regression.checks import from_json
-from stepsplit.analyzer.regression.metrics import CallMetrics, to_json
+from stepsplit.analyzer.regression.metrics import CallMetrics, read_baseline, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.server import create_server
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 ONE, OTHER = str(SAMPLES / "tp2_pp2"), str(SAMPLES / "tp2_pp2_dp2")
@@ -191,9 +194,48 @@ def test_runs_of_a_store_record_their_result_and_link_to_the_comparison(
     assert judged is not None and judged.verdict is not None
     assert judged.verdict.answer == found.answer
     assert store.find_run(ids[0]).verdict is None  # type: ignore[union-attr]
+    (entry,) = store.audit.list_entries(10)
+    recorded = f"{ids[3]}: {found.answer}"
+    assert (entry.action, entry.target) == ("check recorded", recorded)
     assert check(f"store:{ids[3]}", "--baseline", f"store:{ids[0]}", *words) == 3
     store.close()
     capsys.readouterr()
+
+
+def test_a_dashboard_is_asked_for_runs_by_tag_over_http(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.open(f"sqlite:///{tmp_path / 'store.db'}", tmp_path / "artifacts")
+    report = replace(analysis().report, collectives=())
+    ids = [add(store, f"run{i}", report, branch) for i, branch in enumerate(("main", "a/b", "pr"))]
+    store.add("not finished", [Tag("branch", "main")])
+    token = store.tokens.create("ci")
+    server = create_server(store, Access(local=False, guarded=True))
+    verdict, baseline = tmp_path / "verdict.json", tmp_path / "baseline.json"
+    with Serving(server) as url:
+        words = ("--budget", "step:200%", "--json", str(verdict), "--store", url)
+        assert check("store:branch=pr", "--baseline", "store:branch=main", *words) == 2
+        assert "set it with --token or STEPSPLIT_TOKEN" in capsys.readouterr().err
+        words = (*words, "--token", token)
+        status = check("store:branch=pr", "--baseline", "store:branch=main", *words)
+        found = from_json(verdict.read_bytes())
+        assert found.baseline is not None
+        # The run that is not finished does not count.
+        assert (len(found.baseline.runs), len(found.candidate.runs)) == (1, 1)
+        assert status == {"pass": 0, "inconclusive": 3}[found.answer]
+        assert found.compare_url == f"{url}/compare?baseline={ids[0]}&candidate={ids[2]}"
+        assert check(f"store:{ids[2]}", "--baseline", "store:branch=a/b", *words) == status
+        assert check(f"store:{ids[2]}", "--baseline", "store:branch=c", *words) == 2
+        assert "the store has no finished run for branch=c" in capsys.readouterr().err
+        assert check("store:nothing", "--baseline", "store:branch=main", *words) == 2
+        assert "the server refused: run not found" in capsys.readouterr().err
+        made = ("--store", url, "--token", token, "--out", str(baseline))
+        assert cli.run(["baseline", "store:branch=main,last=1", *made]) == 0
+    judged = store.find_run(ids[2])
+    assert judged is not None and judged.verdict is not None
+    assert judged.verdict.answer == found.answer
+    assert len(read_baseline(baseline)) == 1
+    store.close()
 
 
 def slower(row: StepRow, by: int) -> StepRow:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from builders import GpuTrace
+from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.tables import read_tables
@@ -28,6 +28,11 @@ def test_analyze_prints_the_split_of_the_step(
     screen = capsys.readouterr().out
     assert "compute" in screen
     assert "90.0 %" in screen
+
+
+def test_analyze_takes_a_stated_mesh(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["analyze", str(trace), "--mesh", "tp=1"]) == 0
+    assert "mesh: stated" in capsys.readouterr().out
 
 
 def test_json_on_standard_output_is_json_alone(
@@ -53,11 +58,24 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["analyze", "nowhere.json"], ["nowhere.json", "check the path"]),
         (["analyze"], ["PATH"]),
         (["analyse"], ["analyse"]),
+        (["analyze", "x", "--mesh", "tp"], ["--mesh", "'tp'", "tp=2,pp=2"]),
+        (["record", "--mesh", "ep=2", "--", "true"], ["'ep=2'", "tp=2,pp=2"]),
         (["demo", "--parallel", "tp=two", "--no-serve"], ["tp=two"]),
         (["dashboard", "--host", "0.0.0.0"], ["0.0.0.0", "--password-file", "--open-to-anyone"]),
         (["dashboard", "--trusted-proxy", "10.0.0.1"], ["--trusted-proxy-header"]),
         (["dashboard", "--password-file", "nowhere"], ["nowhere"]),
+        (["dashboard", "--viewer-password-file", "nowhere"], ["nowhere"]),
+        (["dashboard", "--trusted-proxy-role", "viewer"], ["--trusted-proxy-header"]),
+        (["audit", "--since", "yesterday"], ["2026-11-30"]),
         (["token", "revoke", "absent"], ["absent", "token list"]),
+        (["delete"], ["--older-than DAYS"]),
+        (["delete", "0123456789ab", "--older-than", "3"], ["--older-than DAYS"]),
+        (["delete", "--older-than", "-1"], ["--older-than"]),
+        (["edit", "0123456789ab"], ["--name", "--untag"]),
+        (["edit", "0123456789ab", "--tag", "main"], ["--tag main", "KEY=VALUE"]),
+        (["edit", "0123456789ab", "--name", "x"], ["no run has the id 0123456789ab"]),
+        (["retry", "0123456789ab"], ["no run has the id 0123456789ab"]),
+        (["delete", "0123456789ab"], ["no run has the id 0123456789ab"]),
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
         (["demo", "--parallel", "tp=2000"], ["tp (2000)"]),
@@ -119,45 +137,68 @@ def test_an_unwritable_report_leaves_no_partial_files(
 HELP = {
     (): [*cli.COMMANDS, "--version", "--help"],
     ("analyze",): [
-        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--job FILE", "--rules FILE",
+        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--job FILE",
+        "--write-job FILE", "--mesh AXES", "--rules FILE",
         "--help",
     ],
-    ("baseline",): ["--out FILE", "--rules FILE", "--store URL", "--artifacts URL", "--help"],
+    ("baseline",): [
+        "--out FILE", "--budgets-out FILE", "--rules FILE", "--store URL", "--artifacts URL",
+        "--token TOKEN", "--help",
+    ],
     ("check",): [
         "--baseline B", "--budget FILE|RULE", "--job job.toml", "--rules FILE", "--across-setups",
         "--json FILE", "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
         "--openmetrics FILE", "--bencher FILE", "--benchmark-action FILE", "--dashboard URL",
-        "--store URL", "--artifacts URL", "--help",
+        "--store URL", "--artifacts URL", "--token TOKEN", "--help",
     ],
-    ("calibrate",): ["--out FILE", "--job FILE", "--json FILE", "--rules FILE", "--help"],
+    ("calibrate",): [
+        "--quick", "--ranks N", "--out FILE", "--job FILE", "--json FILE", "--rules FILE", "--help",
+    ],
     ("compare",): ["--json FILE", "--rules FILE", "--help"],
     ("dashboard",): [
         "--store URL", "--artifacts URL", "--host TEXT", "--port PORT", "--workers N",
-        "--password-file FILE", "--trusted-proxy-header NAME", "--trusted-proxy ADDRESS",
+        "--limit MINUTES", "--memory GIB",
+        "--password-file FILE", "--uploader-password-file FILE", "--viewer-password-file FILE",
+        "--trusted-proxy-header NAME", "--trusted-proxy ADDRESS",
+        "--trusted-proxy-role [viewer|uploader|admin]", "--trusted-proxy-role-header NAME",
         "--open-to-anyone", "--log-format [text|json]", "--help",
     ],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
     ("attach",): [
-        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
-        "--stacks", "--timeout S",
+        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
+        "--memory", "--shapes",
+        "--stacks", "--timeout S", "--overwrite",
     ],
+    ("doctor",): ["--json FILE", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
     ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
     ("plan",): ["--gpus N", "--top K", "--keep KEY", "--json FILE", "--help"],
     ("record",): [
-        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--memory", "--shapes",
-        "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
+        "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
+        "--memory", "--shapes",
+        "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector", "--overwrite",
     ],
-    ("token", "create"): ["--store URL", "--help"],
+    ("edit",): [
+        "--name NAME", "--note TEXT", "--tag KEY=VALUE", "--untag KEY", "--store URL",
+        "--artifacts URL", "--help",
+    ],
+    ("retry",): ["--job FILE", "--store URL", "--artifacts URL", "--help"],
+    ("delete",): [
+        "--older-than DAYS", "--dry-run", "--store URL", "--artifacts URL", "--help",
+    ],
+    ("audit",): ["--since DATE", "--last N", "--json FILE", "--store URL", "--help"],
+    ("token", "create"): ["--role [viewer|uploader|admin]", "--store URL", "--help"],
     ("token", "list"): ["--store URL", "--help"],
     ("token", "revoke"): ["--store URL", "--help"],
     ("upload",): [
-        "--to URL", "--name NAME", "--tag KEY=VALUE", "--token TOKEN", "--resume ID", "--wait",
+        "--to URL", "--name NAME", "--tag KEY=VALUE", "--mesh AXES", "--token TOKEN",
+        "--resume ID", "--redact", "--each", "--wait",
         "--help",
     ],
     ("worker",): [
-        "--store URL", "--artifacts URL", "--limit MINUTES", "--log-format [text|json]", "--help",
+        "--store URL", "--artifacts URL", "--limit MINUTES", "--memory GIB",
+        "--log-format [text|json]", "--help",
     ],
     ("what-if",): ["--change CHANGE", "--json FILE", "--rules FILE", "--help"],
     ("validate",): ["--json FILE", "--rows", "--help"],
@@ -203,3 +244,52 @@ def test_the_list_of_commands_shows_the_first_line_of_each_help() -> None:
     for verb, (_, line) in cli.COMMANDS.items():
         command = cli.stepsplit.get_command(context, verb)
         assert command is not None and command.get_short_help_str(200) == line, verb
+
+
+IDLE = CpuTrace().step(0, 0, 100).step(1, 100, 200).op("aten::mm", 300, 360)
+"""A CPU run whose ops lie outside of its steps."""
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed"),
+    [
+        (IDLE, 0),
+        (GpuTrace().step(1, 0, 10).kernel("gemm", 20, 30, launched=15), 2),
+        (GpuTrace().step(1, 0, 0).kernel("gemm", 20, 30), 0),
+    ],
+    ids=["idle", "no step", "open step"],
+)
+def test_steps_without_work_end_in_every_output(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    recorded: CpuTrace | GpuTrace,
+    replayed: int,
+) -> None:
+    file, out, page = str(recorded.write(tmp_path)), tmp_path / "out", tmp_path / "page.html"
+    assert cli.run(["analyze", file, "--out", str(out), "--html", str(page)]) == 0
+    assert cli.run(["export", str(out), "--perfetto", str(tmp_path / "saved.json")]) == 0
+    assert cli.run(["export", file, "--perfetto", str(tmp_path / "read.json")]) == 0
+    capsys.readouterr()
+    assert cli.run(["what-if", file]) == replayed
+    assert (capsys.readouterr().err.count("\n") == 1) == bool(replayed)
+
+
+def test_a_wrong_run_json_is_one_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"schema": "stepsplit.run/1", "name": "a", "world_size": 1, "backend": "nccl"}
+    run = trace.parent / "run.json"
+    run.write_text(json.dumps(body | {"training": {"schedule": {"a": 1}}}))
+    assert cli.run(["analyze", str(trace.parent)]) == 2
+    assert capsys.readouterr().err == (
+        f'stepsplit: {run}: training.schedule: {{"a": 1}} is not a text; fix it or leave it out\n'
+    )
+
+
+def test_a_gpu_trace_without_kernels_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = GpuTrace().step(1, 0, 100).op("aten::mm", 0, 90).kernel("gemm", 10, 20)
+    trace.events.pop()
+    assert cli.run(["analyze", str(trace.write(tmp_path))]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "device activity was not recorded: none of 1 launches led to a kernel" in lines[0]

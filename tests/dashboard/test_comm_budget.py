@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,66 @@ def test_only_the_plugin_is_imported_without_the_fixture(tmp_path: Path) -> None
 
 
 EXPECTED = ["stepsplit", "stepsplit.dashboard", "stepsplit.dashboard.pytest_plugin"]
+
+
+FAILS = f"""{STEP}
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job():
+    distributed.init_process_group("gloo")
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def disk():
+    if distributed.get_rank() == 1:
+        raise OSError("no space left")
+
+
+def test_before_it_begins(comm_budget, disk):
+    with comm_budget("calls:<=9") as run:
+        train(run)
+
+
+def test_in_its_block(comm_budget):
+    with comm_budget("calls:<=9") as run:
+        train(run)
+        assert distributed.get_rank() == 0, "a loss is nan"
+
+
+def test_after_its_block(comm_budget):
+    with comm_budget("calls:<=9") as run:
+        train(run)
+    assert distributed.get_rank() == 1, "rank 0 is wrong"
+
+
+def test_skipped(comm_budget):
+    if distributed.get_rank() == 1:
+        pytest.skip("no such device")
+    with comm_budget("calls:<=9") as run:
+        train(run)
+
+
+def test_afterwards(comm_budget):
+    with comm_budget("calls:<=9") as run:
+        train(run)
+"""
+
+
+def test_a_failure_on_one_rank_ends_the_test_on_the_others_and_the_next_one_runs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_fails.py").write_text(FAILS)
+    began = time.monotonic()
+    # With its 300 s of patience for each of four tests, this would be killed.
+    found = said(tmp_path, ranks=2)
+    assert time.monotonic() - began < 120
+    assert found.returncode == 1
+    assert "the test failed on rank 1: no space left" in found.stdout, found.stdout
+    assert "the test failed on rank 1: a loss is nan" in found.stdout
+    assert "the test failed on rank 0: rank 0 is wrong" in found.stdout
+    assert "the test was skipped on rank 1: no such device" in found.stdout
+    assert found.stdout.count("PASSED") == 2 and "test_afterwards" in found.stdout

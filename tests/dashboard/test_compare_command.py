@@ -40,10 +40,12 @@ def lines(found: RunComparison, width: int) -> list[str]:
 def test_more_microbatches_take_longer_with_a_smaller_bubble(found: RunComparison) -> None:
     screen = lines(found, 120)
     assert screen[0] == (
-        "candidate is 260 ms (210.5 %) slower: compute +229 ms, bubble +14.9 ms, idle +10.1 ms"
+        "candidate takes 48.0 ms per microbatch, 22.4 % less (its step is 260 ms longer): compute"
+        " +229 ms, bubble +14.9 ms, idle"
     )
     for line in (
         "median step       124 ms      384 ms",
+        "per microbatch    61.8 ms     48.0 ms",
         "bubble fraction   35.3 %      16.1 %",
         "microbatches               2         8",
         "different microbatch count: a step may do more or less work",
@@ -81,7 +83,7 @@ def test_the_same_run_twice_has_no_differences(capsys: pytest.CaptureFixture[str
     assert cli.run(["compare", str(TWO), str(TWO)]) == 0
     screen = capsys.readouterr().out.splitlines()
     assert screen[0] == "no differences: same settings, steps, buckets, calls and kernels"
-    assert len(screen) == 8
+    assert len(screen) == 9
 
 
 def test_the_headline_mentions_noise_and_its_absence(found: RunComparison) -> None:
@@ -129,7 +131,7 @@ def test_json_on_standard_output_is_json_alone(
     assert cli.run(["compare", str(TWO), str(EIGHT), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert list(body) == ["schema", "baseline", "candidate", "step", "settings", "buckets",
-                          "exposed", "collectives", "kernels"]  # fmt: skip
+                          "exposed", "collectives", "kernels", "findings"]  # fmt: skip
     assert body["schema"] == "stepsplit.compare/1"
     assert body["step"] == {
         "difference_ns": found.difference_ns, "ratio": found.ratio, "within_noise": False
@@ -143,7 +145,7 @@ def test_json_in_a_file_leaves_the_screen(
 ) -> None:
     file = tmp_path / "out" / "compare.json"
     assert cli.run(["compare", str(TWO), str(EIGHT), "--json", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("candidate is ")
+    assert capsys.readouterr().out.startswith("candidate takes ")
     assert from_json(file.read_bytes()) == found
 
 

@@ -19,25 +19,32 @@ from dashboard_processes import is_gone, open_store, running_dashboard, store_ur
 from store_builders import queued, settled, state
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.units import format_size
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
 pytestmark = pytest.mark.slow
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 _WORKER = """
-import sys, time
-from pathlib import Path
+import json, os, signal, sys, tempfile, time
 from store_builders import known_analysis
 from stepsplit.dashboard.store.ingest import set_up_logs
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
-def slow(folder, progress):
+options = json.loads(sys.argv[3])
+def analyze(folder, progress):
     print("begun", flush=True)
-    time.sleep(60)
-import signal
+    tempfile.NamedTemporaryFile(delete=False)
+    taken = [bytearray(b"x" * (1 << 20)) for _ in range(int(options.get("allocate_mib", 0)))]
+    if options["sleep_s"] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(options["sleep_s"])
+    return known_analysis(folder, progress)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 set_up_logs("json")
 store = Store.open(sys.argv[1], sys.argv[2])
-run_worker(store, WorkerOptions("w1", limit_s=float(sys.argv[3])), slow)
+memory_bytes = int(options.get("memory_mib", 1 << 20)) << 20
+limit_s = options.get("limit_s", 60)
+run_worker(store, WorkerOptions("w1", limit_s, memory_bytes, poll_s=0.1), analyze)
 """
 
 
@@ -127,28 +134,94 @@ def test_processes_count_together_and_end_together(tmp_path: Path) -> None:
     assert codes == [b"4", b"4", b"4"]
 
 
-@pytest.mark.parametrize("ending", ["limit", "signal"])
-def test_a_worker_in_the_middle_of_a_job_ends_well(ending: str, tmp_path: Path) -> None:
+def test_a_stopped_worker_returns_its_job(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         run_id = queued(store)
-        limit_s = "0.5" if ending == "limit" else "60"
-        worker = _worker(tmp_path, limit_s)
+        worker = _worker(tmp_path, sleep_s=60)
         assert worker.stdout is not None and worker.stdout.readline() == "begun\n"
-        if ending == "signal":
-            worker.terminate()
+        worker.terminate()
         worker.communicate(timeout=20)
 
-        over = "the analysis took over 0.00833333 minutes; upload fewer steps or ranks"
-        expected = {"limit": (75, ("failed", over)), "signal": (0, ("queued", None))}
-        assert (worker.returncode, state(store, run_id)) == expected[ending]
+        assert (worker.returncode, state(store, run_id)) == (0, ("queued", None))
         job = store.jobs.claim("w2")
-    assert (job is None) == (ending == "limit")
-    assert job is None or job.attempt == 1
+    assert job is not None and job.attempt == 1
 
 
-def _worker(folder: Path, limit_s: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    place = [store_url(folder), str(folder / "artifacts"), limit_s]
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [
+        (("--limit", "0.01"), "took longer than 0.01 minutes (#); upload fewer steps or ranks, or "
+         "raise --limit"),
+        (("--memory", "0.01"), "needed more than 10 MiB of memory (#); upload fewer steps or "
+         "ranks, or raise --memory"),
+    ],
+    ids=["time", "memory"],
+)  # fmt: skip
+def test_a_large_upload_beyond_the_dashboards_limits_fails(
+    limits: tuple[str, str], error: str, tmp_path: Path
+) -> None:
+    files = _slow_upload()
+    size = f"{len(files)} files, {format_size(sum(map(len, files.values())))}"
+    with running_dashboard(tmp_path, *limits) as dashboard, open_store(tmp_path) as store:
+        run_id = queued(store, **files)
+
+        assert settled(store, run_id, 90.0) == (
+            "failed",
+            f"the analysis {error.replace('#', size)}",
+        )
+        urllib.request.urlopen(f"{dashboard.url}/run/{run_id}").close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"limit_s": 0.3, "sleep_s": 60}, "took longer than 0.005 minutes (1 file, 5 B)"),
+        ({"memory_mib": 400, "allocate_mib": 4_000, "sleep_s": 60},
+         "needed more than 400 MiB of memory (1 file, 5 B)"),
+    ],
+    ids=["time", "memory"],
+)  # fmt: skip
+def test_an_analysis_beyond_a_limit_fails_alone(
+    options: dict[str, float], error: str, tmp_path: Path
+) -> None:
+    """Its process ends with its temporary files, and the worker takes the next job."""
+    with open_store(tmp_path) as store:
+        large = queued(store)
+        worker = _worker(tmp_path, **options)
+        failure = settled(store, large, 90.0)
+        assert worker.poll() is None
+        second = queued(store)
+        settled(store, second, 90.0)
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
+        until(lambda: not children.read_text().strip())
+        worker.terminate()
+        worker.communicate(timeout=20)
+
+    option = "--limit" if "limit_s" in options else "--memory"
+    advice = f"upload fewer steps or ranks, or raise {option}"
+    assert failure == ("failed", f"the analysis {error}; {advice}")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_an_analysis_that_is_killed_is_tried_three_times(tmp_path: Path) -> None:
+    """As by the kernel, when memory is short: the worker stays."""
+    with open_store(tmp_path) as store:
+        run_id = queued(store)
+        worker = _worker(tmp_path, sleep_s=-9)
+
+        assert settled(store, run_id, 90.0)[1] == (
+            "the analysis crashed 3 times without an error message, perhaps out of memory; "
+            "upload fewer ranks or steps"
+        )
+        assert worker.poll() is None
+        worker.terminate()
+        worker.communicate(timeout=20)
+
+
+def _worker(folder: Path, **options: float) -> subprocess.Popen[str]:
+    (folder / "tmp").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "TMPDIR": f"{folder}/tmp"}
+    place = [store_url(folder), str(folder / "artifacts"), json.dumps(options)]
     command = [sys.executable, "-c", _WORKER, *place]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from doctor_builders import HEALTHY
+from gate_builders import run as run_of
 
+from stepsplit.analyzer.regression.metrics import to_json
 from stepsplit.analyzer.report.tables import read_tables
 from stepsplit.collectors.run_spec import replace_whole, write_whole
 from stepsplit.dashboard import cli
@@ -39,6 +42,9 @@ CHECK = ["check", SAMPLE, "--baseline", SAMPLE, "--budget", "calls:exact"]
 COMMANDS = {
     "analyze --json": ["analyze", SAMPLE, "--json"],
     "analyze --html": ["analyze", SAMPLE, "--html"],
+    "analyze --write-job": ["analyze", SAMPLE, "--write-job"],
+    "audit --json": ["audit", "--store", "sqlite:///audit.db", "--json"],
+    "baseline --budgets-out": ["baseline", "runs.json", "--out", "same.json", "--budgets-out"],
     "baseline --out": ["baseline", SAMPLE, "--out"],
     "calibrate --json": ["calibrate", SAMPLE, "--json"],
     "calibrate --out": ["calibrate", SAMPLE, "--out"],
@@ -51,22 +57,29 @@ COMMANDS = {
     "check --openmetrics": [*CHECK, "--openmetrics"],
     "check --summary": [*CHECK, "--summary"],
     "compare --json": ["compare", SAMPLE, SAMPLE, "--json"],
+    "doctor --json": ["doctor", "--json"],
     "export --perfetto": ["export", SAMPLE, "--perfetto"],
+    "hang --json": ["hang", str(SAMPLES / "dp4"), "--json"],
     "model --json": ["model", "job.toml", "--json"],
     "plan --json": ["plan", "job.toml", "--gpus", "2", "--json"],
     "validate --json": ["validate", "--json"],
     "what-if --json": ["what-if", SAMPLE, "--json"],
 }
 """Every option of every command that names a file to write, as the last word of its command."""
+NEW_ONLY = {"redact --key"}
+"""A key is only written to a file that does not exist."""
 LARGE = "analyze --html"
 PLACES = ("device", "link to a device", "pipe", "link to a file", "file")
 
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with job.toml, in which the command runs."""
+    """A folder with job.toml and a baseline of three runs, in which the command runs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stepsplit.dashboard.commands.doctor.read_environment", lambda: HEALTHY)
     Path("job.toml").write_text(JOB)
+    runs = [run_of(f"run{i}", {"exposed_comm": 10 + i, "bubble": 5 + i}) for i in range(3)]
+    Path("runs.json").write_bytes(to_json(runs))
 
 
 def null_device(path: Path) -> Path:
@@ -120,7 +133,7 @@ def test_every_option_that_names_a_file_is_tried_here(capsys: pytest.CaptureFixt
             words = line.split()
             if words[1:2] == ["FILE"] and ("rite" in line or "Append" in line):
                 found.add(f"{verb} {words[0]}")
-    assert found == set(COMMANDS)
+    assert found == set(COMMANDS) | NEW_ONLY
 
 
 @pytest.mark.parametrize("name", COMMANDS)

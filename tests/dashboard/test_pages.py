@@ -126,7 +126,7 @@ def test_with_a_model_the_overview_shows_the_waterfall_and_its_caveats() -> None
 
 def test_a_pages_tabs_name_the_page() -> None:
     for name in ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model"):
-        page = build_run_page(view(), Address(name, RUN, AddressQuery()))
+        page = build_run_page(view(), Address(name, RUN, AddressQuery()), listed("x", 1, "done"))
         (on,) = [link for link in found(page, dcc.Link) if getattr(link, "className", "") == "on"]
         assert on.children == name.capitalize()
 
@@ -202,7 +202,8 @@ def test_two_runs_are_compared_bucket_by_bucket() -> None:
     one, other = (View(n, analyze(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
     page = compare_page(one, other)
     assert graphs(page) == ["splits", "difference"]
-    for words in ("microbatches", "beyond step-to-step noise", "+210.5 %", "recv float32", "gemm"):
+    for words in ("microbatches", "beyond step-to-step noise", "+210.5 %", "recv float32", "gemm",
+                  "Bottlenecks that changed", "idle 3.7 % of the step on both ranks"):  # fmt: skip
         assert words in text(page)
     empty = View("empty", msgspec.structs.replace(one.report, steps=()), None, RUN)
     assert "cannot be compared" in text(compare_page(empty, other))
@@ -298,3 +299,13 @@ def test_history_lists_and_draws_level_changes() -> None:
     (level,) = [trace for trace in figure.data if trace.name == "level"]
     assert list(level.y) == pytest.approx([100.33, 120.5, 120.5], abs=0.01)
     assert [one.text for one in figure.layout.annotations] == ["+20.1 %"]
+
+
+def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them() -> None:
+    report = analyze(SAMPLES / "built_tp_pp_dp_slow_rank")
+    page = build_overview(View("a run", report, analysis().tables, RUN))
+    first = report.path_kernels[0]
+    assert f"{first.kernel} rank 3, stream 7" in text(page)
+    links = [one.href for one in found(page, dcc.Link) if text(one) == "longest"]
+    assert links[0].startswith(f"/run/{RUN}/timeline?rank=3&from={first.start_ns - first.dur_ns}")
+    assert len(links) == 8

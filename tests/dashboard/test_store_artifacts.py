@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from report_builders import analysis
-from store_builders import claimed, known_analysis, queued, state
+from store_builders import claimed, known_analysis, queued, state, uploaded
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError, UsageError
@@ -63,6 +67,44 @@ def test_a_worker_elsewhere_sees_the_uploads(place: str, tmp_path: Path) -> None
     assert here.load_report(run_id) == analysis().report
     if place.startswith("memory"):
         assert not (tmp_path / "there" / run_id / "input").exists()
+
+
+class _BoundFiles(LocalFileSystem):
+    """As the file systems of clouds: usable only in the process that has made it."""
+
+    protocol = "bound"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.owner = os.getpid()
+
+    def find(self, path: str, *args: Any, **options: Any) -> Any:
+        """All files below. Raises RuntimeError in another process."""
+        if os.getpid() != self.owner:
+            raise RuntimeError("this class is not fork-safe")
+        return super().find(path, *args, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("bound://")))
+
+
+def test_a_forked_process_opens_remote_artifacts_again(tmp_path: Path) -> None:
+    fsspec.register_implementation("bound", _BoundFiles, clobber=True)
+    store = Store.open(
+        f"sqlite:///{tmp_path}/runs.db", f"bound://{tmp_path}/remote", tmp_path / "a"
+    )
+    run_id = uploaded(store)
+
+    def fetch() -> None:
+        store.reconnect()
+        assert (store.artifacts.fetch_uploads(run_id) / "rank0").read_bytes() == b"trace"
+
+    process = multiprocessing.get_context("fork").Process(target=fetch)
+    process.start()
+    process.join()
+
+    assert process.exitcode == 0
 
 
 def test_results_are_read_from_the_copy_once_it_is_here(tmp_path: Path) -> None:

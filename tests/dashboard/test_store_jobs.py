@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from report_builders import analysis
 from store_builders import claimed, found, known_analysis, queued, state
@@ -40,6 +41,24 @@ def test_the_oldest_job_is_next(store: Store) -> None:
     ]
     assert store.jobs.claim("w3") is None
     assert state(store, first) == ("running", None)
+
+
+def test_a_report_that_cannot_be_read_back_is_not_done(store: Store) -> None:
+    """The device is an object, as a reader may have let it pass."""
+    run_id = queued(store)
+
+    def analyze(folder: Path, progress: Progress) -> Analysis:
+        report = analysis().report
+        odd = msgspec.structs.replace(report.run, device={"a": 1})
+        return Analysis(msgspec.structs.replace(report, run=odd), analysis().tables)
+
+    assert process_job(store, claimed(store), analyze) == "failed"
+
+    assert state(store, run_id)[1] == (
+        "report.json: cannot be read back: not a stepsplit report (Expected `str`, got `object` -"
+        " at `$.run.device`); please report it as a bug, with the recording"
+    )
+    assert not (store.find_folder(run_id) / "report.json").exists()
 
 
 def test_of_many_workers_one_gets_a_job(store: Store) -> None:

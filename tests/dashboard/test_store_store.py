@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from report_builders import analysis
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from store_builders import found, queued, state, uploaded
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.report.report import MemoryRow
-from stepsplit.dashboard.store import runs
+from stepsplit.dashboard.store import database, runs
 from stepsplit.dashboard.store.database import VERDICTS
 from stepsplit.dashboard.store.metrics import METRIC_NAMES, CheckRow, RankRow
 from stepsplit.dashboard.store.runs import Tag
@@ -202,6 +204,26 @@ def test_the_store_counts_runs_jobs_and_bytes(store: Store) -> None:
     assert (counts.runs, counts.jobs) == ({"uploading": 1, "queued": 1}, {"queued": 1})
     assert counts.upload_bytes == 5 and 0 < counts.oldest_queued_s < 60
     assert store.is_ready()
+
+
+def test_writers_of_one_process_wait_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight writes of 50 ms take longer than SQLite itself lets one of them wait."""
+    monkeypatch.setattr(database, "_WAIT_MS", 200)
+    opened = database.open_database(f"sqlite:///{tmp_path}/runs.db")
+
+    def write(number: int) -> None:
+        with opened.begin_write() as connection:
+            connection.execute(insert(database.DELETED).values(run_id=str(number)))
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+
+    with opened.begin_read() as connection:
+        assert len(connection.execute(select(database.DELETED)).all()) == 8
+    opened.close()
 
 
 def test_an_id_cannot_escape_the_folder(store: Store) -> None:

@@ -54,3 +54,13 @@ def test_the_screen_shows_profiler_overhead_and_memory_of_the_fullest_rank() -> 
     assert lines[2].endswith("profiler overhead +33.1 %)")
     memory = "weights 2.00 MB, gradients 2.00 MB, optimizer 4.00 MB, activations 600 kB"
     assert f"memory (largest on r1): {memory}" in lines
+
+
+def test_the_screen_shows_how_much_of_the_gaps_is_ambiguous() -> None:
+    report = analysis().report
+    rows = tuple(
+        msgspec.structs.replace(row, ambiguous_ns=1_234_000, estimated=True) for row in report.steps
+    )
+    text = " ".join(shown(250, msgspec.structs.replace(report, steps=rows)))
+    assert "ambiguous gaps: 1.23 ms" in text
+    assert "steps are estimates (ranks or ends of calls missing)" in text

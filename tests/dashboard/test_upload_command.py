@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import pytest
 from flask import Flask
-from store_builders import claimed, known_analysis, settled, state
+from store_builders import App, Serving, claimed, known_analysis, settled, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload
-from stepsplit.dashboard.store.ingest import process_job
+from stepsplit.dashboard.store.ingest import analyze_upload, process_job
+from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload import Connection, FileToSend
@@ -22,14 +23,7 @@ from stepsplit.dashboard.web.auth import Access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 
-App = Callable[..., Any]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
-    yield opened
-    opened.close()
+SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 
 
 @pytest.fixture(autouse=True)
@@ -49,30 +43,10 @@ def recording(tmp_path: Path) -> Path:
     return folder
 
 
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class _Serving:
-    def __init__(self, app: App) -> None:
-        self.server: WSGIServer = make_server("127.0.0.1", 0, app, handler_class=_Quiet)
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
-
-    def __enter__(self) -> str:
-        self.thread.start()
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-
-
 def test_a_folder_arrives_whole(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _Serving(_server(store)) as url:
+    with Serving(_server(store)) as url:
         asked = ["upload", str(recording), "--to", url, "--tag", "branch=main"]
         assert cli.run(asked) == 0
 
@@ -83,6 +57,24 @@ def test_a_folder_arrives_whole(
     assert (kept / "rank0.json").read_bytes() == b"0" * 2500
     assert (kept / "nccl" / "debug é#1.log").read_bytes() == b""
     assert store.files.sum_size(run.id).files == 2
+
+
+def test_a_redacted_upload_names_neither_the_folder_nor_the_host(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = shutil.copytree(SAMPLE, tmp_path / "acme")
+    with Serving(_server(store)) as url:
+        assert cli.run(["upload", str(private), "--to", url, "--redact"]) == 0
+
+    (run,) = store.list_runs()
+    sent = store.find_folder(run.id) / "input" / "redacted"
+    assert run.name == "redacted"
+    assert sorted(path.name for path in sent.iterdir()) == [
+        "rank0_trace.json.gz",
+        "rank1_trace.json.gz",
+        "run.json",
+    ]
+    assert b'"vm"' not in (sent / "run.json").read_bytes()
 
 
 def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: Path) -> None:
@@ -99,7 +91,7 @@ def test_a_server_that_fails_now_and_then_gets_it_all(store: Store, recording: P
             raise ConnectionResetError
         return inner(environ, start)
 
-    with _Serving(_without_noise(flaky)) as url:
+    with Serving(_without_noise(flaky)) as url:
         sender = upload.Sender(Connection(url, None), sleep=lambda _: None)
         run_id = sender.create("run", {})
         size = (recording / "rank0.json").stat().st_size
@@ -121,7 +113,7 @@ def test_giving_up_prints_how_to_resume(
             return [b""]
         return inner(environ, start)
 
-    with _Serving(dying) as url:
+    with Serving(dying) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
     (run,) = store.list_runs()
     error = capsys.readouterr().err
@@ -129,11 +121,43 @@ def test_giving_up_prints_how_to_resume(
     assert error.endswith(f"the server answered 503; resume with: {again}\n")
     assert store.files.sum_size(run.id).bytes == 1000
 
-    with _Serving(inner) as url:
+    with Serving(inner) as url:
         assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
         assert cli.run(["upload", str(recording), "--to", url, "--resume", run.id]) == 0
     assert state(store, run.id) == ("queued", None)
     assert store.files.sum_size(run.id).bytes == 2500
+
+
+def test_the_mesh_of_the_job_may_be_stated(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = [str(file) for file in sorted(SAMPLE.glob("*_trace.json.gz"))]
+    with Serving(_server(store)) as url:
+        assert cli.run(["upload", *recorded, "--to", url, "--mesh", "tp=2"]) == 0
+        assert cli.run(["upload", *recorded, "--to", url, "--mesh", "ep=2"]) == 2
+    assert "stepsplit: --mesh: 'ep=2' is not an axis and a size" in capsys.readouterr().err
+
+    (run,) = store.list_runs()
+    assert run.name == f"{Path(recorded[0]).name} and {len(recorded) - 1} more"
+    process_job(store, claimed(store), analyze_upload)
+    report = store.load_report(run.id)
+    assert (report.run.mesh_source, report.run.world_size) == ("stated", 2)
+
+
+def test_a_resumed_upload_keeps_its_mesh(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusing(environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        if environ["REQUEST_METHOD"] == "PATCH":
+            start("503 Service Unavailable", [("Content-Length", "0")])
+            return [b""]
+        return _server(store)(environ, start)
+
+    with Serving(refusing) as url:
+        assert cli.run(["upload", str(recording), "--to", url, "--mesh", "dp=2"]) == 2
+    (run,) = store.list_runs()
+    again = f"stepsplit upload {recording} --mesh dp=2 --to {url} --resume {run.id}"
+    assert capsys.readouterr().err.endswith(f"{again}\n")
 
 
 def test_a_missing_token_is_an_error(
@@ -142,11 +166,25 @@ def test_a_missing_token_is_an_error(
     server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
     token = store.tokens.create("ci")
 
-    with _Serving(server) as url:
+    with Serving(server) as url:
         asked = ["upload", str(recording), "--to", url]
         assert cli.run(asked) == 2
         assert "set it with --token or STEPSPLIT_TOKEN" in capsys.readouterr().err
         assert cli.run([*asked, "--token", token]) == 0
+
+
+def test_a_viewers_token_is_refused_with_the_role_that_is_needed(
+    store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
+    token = store.tokens.create("wall", Role.VIEWER)
+
+    with Serving(server) as url:
+        assert cli.run(["upload", str(recording), "--to", url, "--token", token]) == 2
+
+    refused = "this needs the role uploader; yours is viewer"
+    assert capsys.readouterr().err == f"stepsplit: the server refused: {refused}\n"
+    assert store.list_runs() == ()
 
 
 def test_waiting_ends_with_the_analysis(
@@ -159,7 +197,7 @@ def test_waiting_ends_with_the_analysis(
 
     worker = threading.Thread(target=work)
     worker.start()
-    with _Serving(_server(store)) as url:
+    with Serving(_server(store)) as url:
         assert cli.run(["upload", str(recording), "--to", url, "--wait"]) == 2
     worker.join()
 
@@ -171,7 +209,7 @@ def test_a_refusal_is_one_line(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = create_server(store, limits=Limits(file_bytes=1500, spare_bytes=0))
-    with _Serving(server) as url:
+    with Serving(server) as url:
         assert cli.run(["upload", str(recording), "--to", url]) == 2
 
     message = "the server refused: the file exceeds the limit of this server (1500 bytes)"
@@ -184,7 +222,7 @@ def test_a_refusal_is_one_line(
         (["nowhere", "--to", "http://x"], "nowhere: no such file or folder"),
         (["{empty}", "--to", "http://x"], "no files to upload"),
         (["{file}", "--to", "ftp://x"], "not a dashboard address"),
-        (["{file}", "--to", "http://x:port"], "--to http://x:port"),
+        (["{file}", "--to", "http://x:port"], "http://x:port"),
         (["{file}", "--to", "http://x", "--tag", "a"], "write KEY=VALUE"),
         (["{file}", "{file}", "--to", "http://x"], "is given twice"),
     ],
@@ -202,7 +240,7 @@ def test_bad_input_is_one_line_and_exit_2(
 
 
 def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -> None:
-    with _Serving(_server(store)) as url:
+    with Serving(_server(store)) as url:
         sender = upload.Sender(Connection(url, None))
         run_id = sender.create("run", {})
         path = recording / "rank0.json"
@@ -215,7 +253,7 @@ def test_a_file_that_became_shorter_is_not_sent(store: Store, recording: Path) -
 
 
 def test_the_answer_is_there_once_a_worker_has_it(store: Store, recording: Path) -> None:
-    with _Serving(_server(store)) as url:
+    with Serving(_server(store)) as url:
         assert cli.run(["upload", str(recording / "rank0.json"), "--to", url]) == 0
     (run,) = store.list_runs()
 

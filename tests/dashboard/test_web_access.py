@@ -5,20 +5,24 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.store.database import open_database
+from stepsplit.dashboard.store.logins import FORGET_S, LoginFailures
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import (
-    MOST_FAILURES,
-    WINDOW_S,
+    FREE_FAILURES,
+    FREE_FAILURES_OF_ACCOUNT,
+    MAX_WAIT_S,
     Access,
     Authenticator,
-    Throttle,
     choose_access,
+    list_guessed,
     parse_trusted_proxy,
 )
 from stepsplit.dashboard.web.serve import find_free_port, serve
@@ -26,13 +30,6 @@ from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}
 PASSWORD = "correct horse"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
-    yield opened
-    opened.close()
 
 
 def _client(store: Store, access: Access) -> FlaskClient:
@@ -127,26 +124,70 @@ def test_a_proxy_is_a_header_and_addresses(header: str | None, addresses: list[s
         parse_trusted_proxy(header, addresses)
 
 
-def test_guessing_is_throttled(store: Store) -> None:
-    client = _client(store, choose_access("0.0.0.0", password=PASSWORD))
-    for _ in range(MOST_FAILURES):
-        assert client.get("/", headers=HOST | _basic("guess")).status_code == 401
+def test_guessing_waits_in_every_process_of_the_server(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD)
+    others = Store.open(store.url, store.artifacts.url)
+    clients = [_client(store, access), _client(others, access)]
+    guesses = [
+        clients[number % 2].get("/", headers=HOST | _basic(f"guess {number}")).status_code
+        for number in range(FREE_FAILURES + 4)
+    ]
 
-    waiting = client.get("/", headers=HOST | _basic(PASSWORD))
-    elsewhere = client.get(
+    waiting = clients[1].get("/", headers=HOST | _basic(PASSWORD))
+    elsewhere = clients[0].get(
         "/", headers=HOST | _basic(PASSWORD), environ_base={"REMOTE_ADDR": "10.9.9.9"}
     )
 
-    assert (waiting.status_code, elsewhere.status_code) == (429, 200)
-    assert 1 <= int(waiting.headers["Retry-After"]) <= WINDOW_S + 1
-    assert client.get("/healthz", headers=HOST).status_code == 200
+    assert guesses == [401] * FREE_FAILURES + [429] * 4
+    assert (waiting.status_code, waiting.headers["Retry-After"]) == (429, "1")
+    assert elsewhere.status_code == 200
+    assert clients[0].get("/healthz", headers=HOST).status_code == 200
+    others.close()
+
+
+def test_guesses_at_once_do_not_pass_together(store: Store) -> None:
+    server = create_server(store, choose_access("0.0.0.0", password=PASSWORD))
+
+    def guess(number: int) -> int:
+        headers = HOST | _basic(f"guess {number}")
+        return server.test_client().get("/", headers=headers).status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        codes = list(pool.map(guess, range(32)))
+
+    assert codes.count(401) == FREE_FAILURES
+    assert set(codes) == {401, 429}
+
+
+def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD)
+    known, token = _client(store, access), store.tokens.create("ci")
+    first = known.get("/", headers=HOST | _basic(PASSWORD))
+    guesser = _client(store, access)
+    for _ in range(FREE_FAILURES):
+        guesser.get("/", headers=HOST | _basic("guess"))
+
+    assert guesser.get("/", headers=HOST | _basic(PASSWORD)).status_code == 429
+    assert known.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
+    assert _client(store, access).get("/", headers=HOST | _basic(token)).status_code == 200
+    cookie = first.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    # The cookie is no password, and only this server's counts.
+    assert known.get("/", headers=HOST).status_code == 401
+    assert known.get("/", headers=HOST | _basic("wrong")).status_code == 401
+    name, _, signed = cookie.partition(";")[0].partition("=")
+    until, _, signature = signed.partition(".")
+    for forged in ("", "x.y", f"{int(until) + 1}.{signature}", f"{until}.{'0' * 64}", "\xff.\xff"):
+        headers = HOST | _basic(PASSWORD) | {"Cookie": f"{name}={forged}"}
+        stranger = create_server(store, access).test_client(use_cookies=False)
+        assert stranger.get("/", headers=headers).status_code == 429
 
 
 def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:
     proxy = parse_trusted_proxy("X-User", ["127.0.0.1"])
     client = _client(store, choose_access("127.0.0.1", password=PASSWORD, proxy=proxy))
     guesser = HOST | {"X-Forwarded-For": "1.2.3.4, 6.6.6.6"}
-    for _ in range(MOST_FAILURES):
+    for _ in range(FREE_FAILURES):
         client.get("/", headers=guesser | _basic("guess"))
 
     assert client.get("/", headers=guesser | _basic(PASSWORD)).status_code == 429
@@ -154,23 +195,56 @@ def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:
     assert client.get("/", headers=other | _basic(PASSWORD)).status_code == 200
 
 
-def test_failures_are_forgotten_after_a_while() -> None:
-    now = 0.0
-    throttle = Throttle(lambda: now)
-    for _ in range(MOST_FAILURES):
-        throttle.record_failure("a")
-    assert (throttle.compute_wait_s("a"), throttle.compute_wait_s("b")) == (WINDOW_S, 0.0)
-
-    now = WINDOW_S + 1
-
-    assert throttle.compute_wait_s("a") == 0.0
+@pytest.fixture
+def clock() -> list[int]:
+    """The time in ns, as the only entry."""
+    return [10**18]
 
 
-def test_many_addresses_do_not_fill_the_memory() -> None:
-    throttle = Throttle()
-    for number in range(12_000):
-        throttle.record_failure(str(number))
-    assert len(throttle._failures) == 10_000
+@pytest.fixture
+def failures(database_url: str, clock: list[int]) -> Iterator[LoginFailures]:
+    database = open_database(database_url)
+    yield LoginFailures(database, lambda: clock[0])
+    database.close()
+
+
+def test_each_wrong_password_doubles_the_wait(failures: LoginFailures, clock: list[int]) -> None:
+    guessed = list_guessed("6.6.6.6")
+    waits = []
+    for _ in range(FREE_FAILURES + 12):
+        failures.record(guessed)
+        waits.append(failures.compute_wait_s(guessed))
+        clock[0] += int(waits[-1] * 1e9)
+        assert failures.compute_wait_s(guessed) == 0
+
+    doubled = [float(min(1 << n, MAX_WAIT_S)) for n in range(13)]
+    assert waits == [0.0] * (FREE_FAILURES - 1) + doubled
+    assert failures.compute_wait_s(list_guessed("6.6.6.7")) == 0
+
+
+def test_failures_are_forgotten_after_a_while(failures: LoginFailures, clock: list[int]) -> None:
+    guessed = list_guessed("6.6.6.6")
+    for _ in range(FREE_FAILURES - 1):
+        failures.record(guessed)
+    clock[0] += (FORGET_S + 1) * 10**9
+
+    failures.record(guessed)
+
+    assert failures.compute_wait_s(guessed) == 0
+
+
+def test_guesses_from_many_addresses_wait_too(failures: LoginFailures) -> None:
+    for number in range(FREE_FAILURES_OF_ACCOUNT):
+        failures.record(list_guessed(f"10.0.0.{number}"))
+
+    assert failures.compute_wait_s(list_guessed("10.1.1.1")) == 1
+
+
+def test_the_addresses_of_one_ipv6_host_count_together() -> None:
+    assert list_guessed("2001:db8::1") == list_guessed("2001:db8::ffff:1")
+    assert list_guessed("2001:db8::1") != list_guessed("2001:db8:0:1::1")
+    assert list_guessed("::ffff:10.0.0.7") == list_guessed("10.0.0.7") != list_guessed("10.0.0.8")
+    assert list_guessed("' OR 1") == list_guessed("")
 
 
 def test_writes_from_another_site_are_refused_with_the_right_password_too(store: Store) -> None:
@@ -189,9 +263,7 @@ def test_writes_from_another_site_are_refused_with_the_right_password_too(store:
 def test_no_secret_is_shown_or_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     access = choose_access("0.0.0.0", password=PASSWORD)
     secret = store.tokens.create("ci")
-    assert PASSWORD not in repr(access) and PASSWORD not in repr(
-        Authenticator(access, store.tokens)
-    )
+    assert PASSWORD not in repr(access) and PASSWORD not in repr(Authenticator(access, store))
 
     with caplog.at_level(logging.DEBUG):
         client = _client(store, access)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,19 @@ from report_builders import analysis
 from store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.report.io import from_json, read_report
+from stepsplit.dashboard.pages.components import parse_address
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.app import PageBuilder
 from stepsplit.dashboard.web.auth import build_content_policy
+from stepsplit.dashboard.web.report_cache import ReportCache
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 LIMITS = Limits(file_bytes=1000, run_bytes=1500, run_files=3, spare_bytes=0)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -50,6 +45,40 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
     answer.close()
 
 
+def test_pages_of_damaged_tables_say_so(client: FlaskClient, store: Store) -> None:
+    run_id = store.import_report("damaged", analysis().report, analysis().tables)
+    (store.find_folder(run_id) / "tables" / "segments.parquet").write_bytes(b"PAR1 damaged PAR1")
+
+    pages = PageBuilder(store, ReportCache(store))
+    shown = str(pages.build_content(parse_address(f"/run/{run_id}", "")).children)
+    answers = [client.get(f"{RUNS}/{run_id}/{part}") for part in ("timeline", "report.html")]
+
+    assert "This run cannot be read" in shown
+    assert "cannot read a table" in shown
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert {"cannot read a table" in answer.get_data(as_text=True) for answer in answers} == {True}
+
+
+def test_a_page_that_fails_says_so(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("odd")
+
+    monkeypatch.setattr("stepsplit.dashboard.web.app.build_run_page", fail)
+    monkeypatch.setattr("stepsplit.dashboard.web.app.compare_page", fail)
+    run_id = store.import_report("odd", analysis().report, analysis().tables)
+    pages = PageBuilder(store, ReportCache(store))
+    both = f"?baseline={run_id}&candidate={run_id}"
+
+    page = str(pages.build_content(parse_address(f"/run/{run_id}/timeline", "")).children)
+    compared = str(pages.build_content(parse_address("/compare", both)).children)
+
+    assert "This page cannot be shown" in page
+    assert "These runs cannot be compared" in compared
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+
+
 def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
     """The real analyzer behind the real routes: all files of a recording, its report.json too."""
     client = create_server(store).test_client()
@@ -68,6 +97,65 @@ def test_a_sample_uploaded_gives_its_golden_split(store: Store) -> None:
     assert store.load_tables(run_id) is not None
 
 
+@pytest.mark.parametrize(
+    ("mesh", "source", "error"),
+    [
+        ("tp=2\n", "stated", None),
+        ("tp=4", "run.json", None),
+        ("ep=2", None, "mesh.txt: 'ep=2' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
+    ],
+)
+def test_an_upload_may_state_the_mesh(
+    store: Store, mesh: str, source: str | None, error: str | None
+) -> None:
+    client = create_server(store).test_client()
+    run_id = _create(client)
+    for file in (*sorted(SAMPLE.glob("*_trace.json.gz")), SAMPLE / "run.json"):
+        client.put(f"{RUNS}/{run_id}/files/pp2_m2/{file.name}", data=file.read_bytes())
+    client.put(f"{RUNS}/{run_id}/files/mesh.txt", data=mesh.encode())
+    client.post(f"{RUNS}/{run_id}/finish")
+
+    process_job(store, claimed(store), analyze_upload)
+
+    outcome, message = state(store, run_id)
+    assert outcome == ("failed" if error else "done")
+    assert (error or "") in (message or "")
+    if source:
+        report = store.load_report(run_id)
+        assert report.run.mesh_source == source
+        assert {"mesh_contradicted", "mesh_ignored"} & {row.code for row in report.warnings}
+
+
+def test_runs_are_listed_by_tag_and_state(client: FlaskClient, store: Store) -> None:
+    report, tables = analysis().report, analysis().tables
+    old = store.import_report("old", report, tables, [Tag("branch", "main")])
+    new = store.import_report("new", report, tables, [Tag("branch", "main"), Tag("gpu", "a=b")])
+    open_run = store.add("open", [Tag("branch", "main")])
+
+    def ids(query: str) -> list[str]:
+        return [row["id"] for row in client.get(f"{RUNS}?{query}").json["runs"]]  # type: ignore[index]
+
+    assert ids("") == [open_run, new, old]
+    assert ids("tag=branch%3Dmain&state=done") == [new, old]
+    assert ids("tag=branch%3Dmain&state=done&last=1") == [new]
+    assert ids("tag=branch%3Dmain&tag=gpu%3Da%3Db") == [new]
+    assert ids("tag=branch%3Dother") == []
+    for query in ("tag=branch", "last=-1", "last=x"):
+        assert client.get(f"{RUNS}?{query}").status_code == 400
+
+
+def test_the_result_of_a_check_is_stored_with_its_run(client: FlaskClient, store: Store) -> None:
+    run_id = _create(client)
+    said = {"answer": "regressed", "headline": "REGRESSED: calls"}
+    assert client.post(f"{RUNS}/{run_id}/check", json=said).status_code == 204
+    run = store.find_run(run_id)
+    assert run is not None and run.verdict is not None
+    assert (run.verdict.answer, run.verdict.words) == ("regressed", "REGRESSED: calls")
+    for body in ({}, {"answer": "fine", "headline": ""}, {"answer": "pass", "headline": 3}, [1]):
+        assert client.post(f"{RUNS}/{run_id}/check", json=body).status_code == 400
+    assert client.post(f"{RUNS}/missing/check", json=said).status_code == 404
+
+
 def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
     answer = client.post(RUNS, json={"name": " exp1 ", "tags": {"branch": "main", "gpus": "8"}})
     assert answer.json is not None
@@ -83,6 +171,7 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
         "state": "running",
         "error": None,
         "tags": {"branch": "main", "gpus": "8"},
+        "note": "",
         "progress": 0.25,
         "progress_note": "reading",
         "files": 1,
@@ -167,12 +256,12 @@ def test_a_file_over_the_limit_leaves_nothing(client: FlaskClient, tmp_path: Pat
 def test_a_run_over_the_limit_keeps_what_fitted(client: FlaskClient, tmp_path: Path) -> None:
     run_id = _create(client)
 
-    first = client.put(f"{RUNS}/{run_id}/files/a", data=b"x" * 900)
-    second = client.put(f"{RUNS}/{run_id}/files/b", data=b"x" * 900)
-    again = client.put(f"{RUNS}/{run_id}/files/a", data=b"y" * 1000)
+    first = client.put(f"{RUNS}/{run_id}/files/a", data=b"x" * 600)
+    second = client.put(f"{RUNS}/{run_id}/files/b", data=b"x" * 901)
+    again = client.put(f"{RUNS}/{run_id}/files/a", data=b"y" * 900)
 
     assert (first.status_code, second.status_code, again.status_code) == (201, 413, 201)
-    assert [path.read_bytes() for path in _files(tmp_path)] == [b"y" * 1000]
+    assert [path.read_bytes() for path in _files(tmp_path)] == [b"y" * 900]
 
 
 def test_a_run_has_only_so_many_files(client: FlaskClient) -> None:
@@ -193,7 +282,7 @@ def test_an_upload_is_refused_before_the_disk_is_full(store: Store, tmp_path: Pa
 
     answer = client.put(f"{RUNS}/{run_id}/files/a", data=b"x")
 
-    message = "the server's disk is full; ask its administrator to delete old runs"
+    message = "the server's disk is full; delete old runs (stepsplit delete)"
     assert (answer.status_code, answer.json) == (507, {"error": message})
     assert _files(tmp_path) == []
 
@@ -241,7 +330,7 @@ def test_missing_resources_are_json_errors(client: FlaskClient) -> None:
     [
         None,
         [],
-        {},
+        {"name": None},
         {"name": 3},
         {"name": "  "},
         {"name": "a\0b"},
@@ -280,12 +369,46 @@ def test_every_process_serves_the_scripts_of_a_page(store: Store) -> None:
 
 
 def test_errors_of_the_api_are_json(client: FlaskClient) -> None:
-    unknown = client.post("/api/v1/nothing")
+    run_id = _create(client)
     large = client.post(RUNS, data=b"x" * 100_000, content_type="application/json")
+    unknown = [
+        client.open(path, method=method)
+        for path in ("/api", "/api/", "/api/v1/nothing", f"{RUNS}/", f"{RUNS}/{run_id}/files/")
+        for method in ("GET", "POST", "PUT", "DELETE")
+    ]
+    wrong_methods = [client.get(f"{RUNS}/{run_id}/finish"), client.patch(RUNS, json={})]
 
-    assert (unknown.status_code, large.status_code) == (405, 413)
-    assert unknown.json is not None and "error" in unknown.json
-    assert large.json is not None and "error" in large.json
+    assert {answer.status_code for answer in unknown} == {404}
+    assert [answer.headers["Allow"] for answer in wrong_methods] == ["POST", "GET, HEAD, POST"]
+    assert [answer.status_code for answer in (*wrong_methods, large)] == [405, 405, 413]
+    for answer in (*unknown, *wrong_methods, large):
+        assert answer.json is not None and list(answer.json) == ["error"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 60_000, b'{"name": "x", "tags": ' + b'{"a":' * 10_000, b'{"name": "\\ud800"}', b"\xff"],
+    ids=["deep list", "deep object", "surrogate", "not UTF-8"],
+)
+def test_odd_json_is_refused(body: bytes, client: FlaskClient) -> None:
+    check = f"{RUNS}/{_create(client)}/check"
+
+    answers = [client.post(path, data=body, content_type="application/json")
+               for path in (RUNS, check)]  # fmt: skip
+
+    assert [answer.status_code for answer in answers] == [400, 400]
+
+
+@pytest.mark.parametrize("last", ["9" * 5000, "9" * 10, "-1", "1.5", "\u0662", ""])
+def test_an_odd_number_of_runs_is_refused(last: str, client: FlaskClient) -> None:
+    assert client.get(RUNS, query_string={"last": last}).status_code == 400
+
+
+@pytest.mark.parametrize("run_id", ["a%00b", "%ed%a0%80", "%ff", "..", "0" * 5000])
+def test_an_odd_run_id_is_not_found(run_id: str, client: FlaskClient) -> None:
+    paths = [f"{RUNS}/{run_id}/report.json", f"{RUNS}/{run_id}/timeline", f"{RUNS}/{run_id}"]
+
+    assert {client.get(path).status_code for path in paths} == {404}
 
 
 def _create(client: FlaskClient) -> str:

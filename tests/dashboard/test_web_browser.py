@@ -140,8 +140,16 @@ def test_every_page_of_a_run_draws_itself(shared: Shared, browser) -> None:  # t
         page.wait_for_selector(".tabs .on")
         for figure in figures:
             page.wait_for_selector(f"#{figure} .point")
+        _assert_only_own_buttons(page)
 
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
+
+
+def _assert_only_own_buttons(page) -> None:  # type: ignore[no-untyped-def]
+    """A chart is not sent anywhere."""
+    buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(one => one.ariaLabel)")
+    assert set(buttons) <= {"Download plot as a PNG", "Reset axes"}, buttons
+    assert page.locator(".js-plotly-plot .bars, .js-plotly-plot .scatter").count() == 0 or buttons
 
 
 def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:  # type: ignore[no-untyped-def]
@@ -179,6 +187,7 @@ def test_a_bar_opens_its_timeline_and_a_menu_changes_the_url(
     page.goto(f"{shared.url}/run/{run_id}")
     page.locator(f"#by-rank {BARS}").nth(2).click(force=True)
     page.wait_for_url("**/timeline?rank=2*")
+    page.wait_for_selector("#timeline-view")
 
     page.goto(f"{shared.url}/run/{run_id}/pipeline")
     page.locator("select").select_option("7")
@@ -227,6 +236,9 @@ def test_the_timeline_zooms_to_a_kernel_and_follows_a_wait(
     page = watch.on(browser.new_page(viewport={"width": 1280, "height": 900}))
     page.goto(f"{shared.url}/run/{run_id}/timeline")
     page.wait_for_selector("#timeline-view[data-drawn]")
+    shown = page.locator(".tl-steps option:checked").inner_text().split()[1]
+    readout = page.locator(".tl-where").inner_text()
+    assert re.fullmatch(rf"step {shown}: -\d+(\.\d)? to \d+(\.\d)? ms", readout), readout
 
     _click(page, _LONGEST_WAIT)
     message = page.locator(".tl-status").inner_text()

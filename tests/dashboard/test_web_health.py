@@ -55,7 +55,7 @@ def test_an_unavailable_database_is_reported(store: Store, monkeypatch: pytest.M
 
     monkeypatch.setattr(store._database, "begin_read", away)
 
-    answers = [client.get(path) for path in ("/healthz", "/readyz", "/api/v1/runs/x")]
+    answers = [client.get(path) for path in ("/healthz", "/readyz", "/api/v1/runs/0123456789ab")]
 
     assert [answer.status_code for answer in answers] == [200, 503, 503]
     assert answers[2].json == {"error": "the database is unavailable; try again"}

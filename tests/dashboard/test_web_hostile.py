@@ -8,7 +8,6 @@ import json
 import pickle
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from stepsplit.dashboard.web.uploads import Limits
 RUNS = "/api/v1/runs"
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 SCRIPT = "<img src=x onerror=alert(1)>.json"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -126,6 +118,29 @@ def test_ten_thousand_tiny_files_are_refused_at_the_limit(store: Store) -> None:
     assert store.files.sum_size(run_id).files == 60
 
 
+def test_requests_after_finish_leave_the_analysis_alone(client: FlaskClient, store: Store) -> None:
+    run_id = _create(client)
+    files = f"{RUNS}/{run_id}/files"
+    for sent in SAMPLE.iterdir():
+        assert client.put(f"{files}/{sent.name}", data=sent.read_bytes()).status_code == 201
+    stored = _stored(store, run_id)
+    assert client.post(f"{RUNS}/{run_id}/finish").status_code == 202
+
+    start, late = {"Upload-Offset": "0"}, {"Upload-Offset": "7"}
+    answers = [
+        client.put(f"{files}/job.toml", data=b"[job"),
+        client.put(f"{files}/run.json", data=b"{"),
+        client.patch(f"{files}/job.toml", data=b"[job", headers=start),
+        client.patch(f"{files}/mesh.txt", data=b"tp=9", headers=late),
+        client.patch(f"{files}/mesh.txt/part", data=b"tp=9", headers=start),
+        client.delete(f"{files}/run.json"),
+    ]
+
+    assert [answer.status_code for answer in answers] == [409] * len(answers)
+    assert _stored(store, run_id) == stored
+    assert process_job(store, claimed(store), analyze_upload) == "done"
+
+
 def test_a_wrong_run_toml_fails_with_a_one_line_error(client: FlaskClient, store: Store) -> None:
     whole = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
     for lie in (b"\0", b"[model]\npreset = '/etc/passwd'", b"[hardware]\nfile = '/etc/passwd'"):
@@ -167,6 +182,12 @@ def _ingested(client: FlaskClient, store: Store, files: dict[str, bytes]) -> tup
     assert client.post(f"{RUNS}/{run_id}/finish").status_code == 202
     process_job(store, claimed(store), analyze_upload)
     return state(store, run_id)
+
+
+def _stored(store: Store, run_id: str) -> dict[str, bytes | None]:
+    """Everything in the folder of the uploads: the content of files, None for folders."""
+    found = (store.find_folder(run_id) / "input").rglob("*")
+    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
 
 def _create(client: FlaskClient) -> str:

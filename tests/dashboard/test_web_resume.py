@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from werkzeug.test import TestResponse
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture
@@ -125,17 +117,19 @@ def test_bytes_lost_by_the_disk_are_sent_again(
     assert _held(_patch(client, file, 3, b"lo world", ends=True)) == (200, "11", "?1")
 
 
-def test_concurrent_uploads_of_a_file_are_serialized(
-    client: FlaskClient, store: Store, file: str
-) -> None:
+def test_concurrent_uploads_of_a_file_are_serialized(client: FlaskClient, file: str) -> None:
     _patch(client, file, 0, b"hello ")
 
-    with _on_disk(store, file).open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        refused = _patch(client, file, 6, b"world")
+    during = [
+        (lambda: _patch(client, file, 6, b"world"), 409),
+        (lambda: client.put(file, data=b"other"), 409),
+        (lambda: client.delete(file), 409),
+    ]
+    body = _Body(b"world", [step for step, _ in during])
+    last = _send(client, "PATCH", file, body, {"Upload-Offset": "6", "Upload-Complete": "?1"})
 
-    assert refused.status_code == 409
-    assert _patch(client, file, 6, b"world").status_code == 200
+    assert [answer.status_code for answer in body.answers] == [status for _, status in during]
+    assert _held(last) == (200, "11", "?1")
 
 
 def test_an_upload_with_an_incomplete_file_cannot_finish(client: FlaskClient, file: str) -> None:
@@ -185,6 +179,155 @@ def test_invalid_headers_are_refused(
     assert client.head(file).status_code == 404
 
 
+def _kept(client: FlaskClient, store: Store, file: str) -> tuple[bytes, str | None, str | None]:
+    """The bytes on disk, and what the server says of them."""
+    head = _held(client.head(file))
+    return _on_disk(store, file).read_bytes(), head[1], head[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "announced", "status"),
+    [
+        (b"wor", {}, 5, 400),
+        (b"wurld", {"Content-Digest": "world"}, 5, 422),
+        (b"x" * 1001, {}, None, 413),
+        (b"x" * 1001, {}, 1001, 413),
+    ],
+    ids=["broken off", "false digest", "too large", "announced too large"],
+)
+@pytest.mark.parametrize("ends", [True, False], ids=["a whole file", "parts of a file"])
+def test_a_failed_put_keeps_what_was_stored(
+    body: bytes, headers: dict[str, str], announced: int | None, status: int, ends: bool,
+    client: FlaskClient, store: Store, file: str,
+) -> None:  # fmt: skip
+    _patch(client, file, 0, b"hello", ends=ends)
+    before = _kept(client, store, file)
+    sent = {name: _digest(text.encode()) for name, text in headers.items()}
+
+    answer = _send(client, "PUT", file, io.BytesIO(body), sent, announced)
+
+    assert answer.status_code == status
+    assert _kept(client, store, file) == before == (b"hello", "5", "?1" if ends else "?0")
+    assert _files(store, file) == ["input/exp1/rank0"]
+    assert client.put(file, data=b"new").status_code == 201
+    assert _kept(client, store, file) == (b"new", "3", "?1")
+
+
+def test_a_put_on_a_full_disk_keeps_what_was_stored(
+    client: FlaskClient, store: Store, file: str
+) -> None:
+    client.put(file, data=b"hello")
+    full = create_server(store, limits=Limits(spare_bytes=1 << 60)).test_client()
+
+    assert full.put(file, data=b"other").status_code == 507
+
+    assert _kept(client, store, file) == (b"hello", "5", "?1")
+
+
+def test_a_draft_counts_in_the_size_of_a_run_with_the_file_it_replaces(store: Store) -> None:
+    limits = Limits(file_bytes=100_000, run_bytes=150_000, spare_bytes=0)
+    client = create_server(store, limits=limits).test_client()
+    made = client.post("/api/v1/runs", json={"name": "run"})
+    assert made.json is not None
+    files = f"/api/v1/runs/{made.json['id']}/files"
+    client.put(f"{files}/a", data=b"a" * 60_000)
+
+    assert client.put(f"{files}/a", data=b"x" * 90_001).status_code == 413
+    body = _Body(b"b" * 50_000, [lambda: client.put(f"{files}/c", data=b"c" * 65_001)])
+    assert _send(client, "PUT", f"{files}/b", body, {}).status_code == 201
+
+    assert [answer.status_code for answer in body.answers] == [413]
+    assert client.put(f"{files}/c", data=b"c" * 40_000).status_code == 201
+
+
+def test_a_refused_part_makes_no_file_or_folder(
+    client: FlaskClient, store: Store, file: str
+) -> None:
+    assert _held(_patch(client, file, 3, b"x")) == (409, "0", "?0")
+    assert _patch(client, file, 0, b"x" * 1001).status_code == 413
+    torn = _patch(client, file, 0, b"wurld", digest=b"world")
+
+    assert (torn.status_code, client.head(file).status_code) == (422, 404)
+    assert not _on_disk(store, file).parent.exists()
+
+
+def test_a_put_that_ends_after_finish_is_refused(
+    client: FlaskClient, store: Store, file: str
+) -> None:
+    """The analysis reads what was stored when the upload was finished."""
+    finish = file.partition("/files/")[0] + "/finish"
+    client.put(file, data=b"hello")
+    body = _Body(b"other", [lambda: client.post(finish)])
+
+    answer = _send(client, "PUT", file, body, {})
+
+    assert ([step.status_code for step in body.answers], answer.status_code) == ([202], 409)
+    assert _files(store, file) == ["input/exp1/rank0"]
+    assert _kept(client, store, file) == (b"hello", "5", "?1")
+
+
+def test_an_upload_cannot_finish_while_a_new_file_is_sent(client: FlaskClient, file: str) -> None:
+    finish = file.partition("/files/")[0] + "/finish"
+    client.put(f"{file}.gz", data=b"hello")
+    body = _Body(b"other", [lambda: client.post(finish)])
+
+    answer = _send(client, "PUT", file, body, {})
+
+    assert ([step.status_code for step in body.answers], answer.status_code) == ([409], 201)
+    assert client.post(finish).status_code == 202
+
+
+def test_bytes_of_a_server_that_was_killed_during_a_put_are_not_read(
+    client: FlaskClient, store: Store, file: str
+) -> None:
+    client.put(file, data=b"hello")
+    left = []
+    body = _Body(b"other file", [lambda: left.append(_files(store, file)) or client.head(file)])
+    _send(client, "PUT", file, body, {})
+    (draft,) = [path for path in left[0] if not path.startswith("input/")]
+    (_on_disk(store, file).parents[2] / draft).write_bytes(b"half of a longer file")
+
+    assert client.put(file, data=b"hello").status_code == 201
+
+    assert _kept(client, store, file) == (b"hello", "5", "?1")
+    assert _files(store, file) == ["input/exp1/rank0"]
+
+
+class _Body(io.BytesIO):
+    """A request body; the steps happen when its first half has been received."""
+
+    def __init__(self, content: bytes, steps: Sequence[Callable[[], TestResponse]]) -> None:
+        super().__init__(content)
+        self._steps, self.answers = list(steps), list[TestResponse]()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self._steps and self.tell() == 0:
+            return super().read(len(self.getvalue()) // 2)
+        steps, self._steps = self._steps, []
+        self.answers += [step() for step in steps]
+        return super().read(size)
+
+    def readinto(self, buffer: bytearray, /) -> int:  # type: ignore[override]
+        block = self.read(len(buffer))
+        buffer[: len(block)] = block
+        return len(block)
+
+
+def _send(
+    client: FlaskClient,
+    method: str,
+    file: str,
+    body: io.BytesIO,
+    headers: dict[str, str],
+    announced: int | None = None,
+) -> TestResponse:
+    length = str(len(body.getvalue()) if announced is None else announced)
+    environ = {"CONTENT_LENGTH": length}
+    return client.open(
+        file, method=method, input_stream=body, headers=headers, environ_overrides=environ
+    )
+
+
 def _patch(
     client: FlaskClient,
     file: str,
@@ -218,3 +361,9 @@ def _held(answer: TestResponse, status: int | None = None) -> tuple[int, str | N
 def _on_disk(store: Store, file: str) -> Path:
     run, _, path = file.removeprefix("/api/v1/runs/").partition("/files/")
     return store.find_folder(run) / "input" / path
+
+
+def _files(store: Store, file: str) -> list[str]:
+    """All files in the folder of the run."""
+    folder = store.find_folder(file.removeprefix("/api/v1/runs/").partition("/")[0])
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

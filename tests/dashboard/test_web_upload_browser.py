@@ -48,3 +48,27 @@ def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
         (run,) = store.list_runs()
         kept = store.find_folder(run.id) / "input" / trace.name
         assert kept.read_bytes() == trace.read_bytes()
+
+
+def test_the_form_adds_the_stated_mesh_to_the_upload(tmp_path: Path) -> None:
+    need_chromium()
+    from playwright.sync_api import sync_playwright
+
+    trace = tmp_path / "rank0_trace.json"
+    trace.write_bytes(b"{}")
+    with running_server(tmp_path) as url, sync_playwright() as player:
+        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+        page = chromium.new_page()
+        page.goto(url)
+        page.fill("input#upload-mesh", "pp=x")
+        page.locator("#upload-files").set_input_files(trace)
+        page.wait_for_selector("#upload-status.failed")
+        assert page.inner_text("#upload-status").startswith("the mesh is axes and sizes")
+        page.fill("input#upload-mesh", "pp=2,tp=2")
+        page.locator("#upload-files").set_input_files(trace)
+        page.wait_for_url("**/run/*")
+        chromium.close()
+
+    with open_store(tmp_path) as store:
+        (run,) = store.list_runs()
+        assert (store.find_folder(run.id) / "input" / "mesh.txt").read_text() == "pp=2,tp=2"

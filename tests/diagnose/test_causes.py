@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
+from builders import CpuTrace, GpuTrace
 from cases import for_each
 from ground_truth import SEED
 from planted_causes import examine_planted
 from replay_builders import scene
+from required import shared_repro
 from simulator.planted import PLANTED
 
 from stepsplit.analyzer import Finding, analyze
+from stepsplit.analyzer.diagnose.causes import unmask
 from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
+from stepsplit.analyzer.diagnose.replay import Remedy
 from stepsplit.collectors.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.run_spec import RankInfo
 
@@ -27,7 +32,7 @@ QUICK = (
 PAIR = [("0", "mesh_tp", [0, 1])]
 
 
-def findings(folder: Path, *traces: GpuTrace) -> tuple[Finding, ...]:
+def findings(folder: Path, *traces: GpuTrace | CpuTrace) -> tuple[Finding, ...]:
     return analyze(*(trace.write(folder) for trace in traces)).findings
 
 
@@ -50,8 +55,9 @@ def test_a_planted_cause_is_first_and_its_size_within_a_tenth(name: str, tmp_pat
 
 
 def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
-    """Rank 1 runs one kernel more: 90 of compute, rank 0 has 50. At 70 each they meet at 62 and
-    end 14 and 8 after the all_reduce."""
+    """Rank 1 runs one kernel more: 90 of compute, rank 0 has 50. With 50 it reaches the all_reduce
+    after 44.4 instead of 80, and its adam takes 5.6 instead of 10: rank 0 ends 35.6 earlier, rank 1
+    40."""
     traces = []
     for rank, busy in ((0, 40), (1, 80)):
         trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
@@ -60,8 +66,40 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
             trace.kernel("more", 40, 80)
         traces.append(trace.all_reduce(busy, 90).kernel("adam", 90, 100))
     (found,) = findings(tmp_path, *traces)
-    assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 16_889)
-    assert "28.6 % more" in found.message
+    assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 37_778)
+    assert found.message == (
+        "load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage"
+    )
+
+
+@for_each(
+    ("returned", "why"),
+    [(1500, "; it sends 25.0 % more in all_to_all on ep: its experts receive more tokens"),
+     (1000, ", unless its device is slower (no shapes recorded)")],
+    ids=["more tokens", "equal tokens"],
+)  # fmt: skip
+def test_more_work_of_an_expert_parallel_rank_is_explained_by_its_tokens(
+    returned: int, why: str, tmp_path: Path
+) -> None:
+    """Each rank sends 1000 elements to the experts. Rank 1 takes 60 for them, rank 0 takes 40, and
+    returns what its experts received."""
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_ep", [0, 1])])
+        took, back = (60, returned) if rank else (40, 1000)
+        for step in range(3):
+            at = 200 * step
+            trace.step(step, at, at + 200).kernel("gemm", at, at + 50)
+            trace.collective("AllToAll", "all_to_allv", at + 50, at + 60)
+            trace.kernel("experts", at + 60, at + 60 + took)
+            trace.collective("AllToAll", "all_to_allv", at + 60 + took, at + 130, nelems=back)
+            trace.kernel("adam", at + 130, at + 200)
+        traces.append(trace)
+    (found,) = findings(tmp_path, *traces)
+    assert (found.code, found.ranks) == ("uneven_ranks", (1,))
+    assert found.message == (
+        f"load imbalance: rank 1 has 12.5 % more compute than the other ranks of its stage{why}"
+    )
 
 
 def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
@@ -74,6 +112,90 @@ def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
     early.kernel("a", 0, 20).kernel("b", 20, 30).all_reduce(30, 80).kernel("adam", 80, 90)
     (stall,) = findings(tmp_path, late, early)
     assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (0,), 40_000)
+
+
+def test_ranks_that_are_equally_late_are_one_finding(tmp_path: Path) -> None:
+    """Hosts 1 and 3 of four stall for 40 before the work: either one alone gains nothing."""
+    group = [("0", "mesh_dp", [0, 1, 2, 3])]
+    traces = []
+    for rank in range(4):
+        trace = GpuTrace(rank, 4, groups=group)
+        for step in range(3):
+            begin, stall = 100 * step, 40 * (rank % 2)
+            trace.step(step, begin, begin + 100)
+            trace.kernel("gemm", begin + stall, begin + stall + 40)
+            trace.all_reduce(begin + stall + 40, begin + 90)
+            trace.kernel("adam", begin + 90, begin + 100)
+        traces.append(trace)
+    first, *_ = findings(tmp_path, *traces)
+    assert (first.code, first.ranks, first.gain_ns) == ("host_stall", (1, 3), 40_000)
+    assert first.message.startswith(
+        "ranks 1, 3 are host-bound and mask each other (fixing one of 2 saves at most 0.00 ms): "
+    )
+
+
+@for_each(
+    ("slow", "named"),
+    [((2, 3), "ranks 2, 3 (all of host b) are"), ((3, 4), "ranks 3, 4 are"),
+     ((4, 6), "ranks 4, 6 (on host c) are")],
+    ids=["a host", "two hosts", "part of a host"],
+)  # fmt: skip
+def test_stragglers_that_share_a_host_name_it(
+    slow: tuple[int, ...], named: str, tmp_path: Path
+) -> None:
+    """Two ranks each on hosts a and b, three on c; the slow ones need 14 for a gemm, not 10."""
+    hosts, ranks = "aabbccc", range(7)
+    traces = []
+    for rank in ranks:
+        trace = GpuTrace(rank, 7, host=hosts[rank], groups=[("0", "mesh_dp", list(ranks))])
+        took = 14 if rank in slow else 10
+        for step in range(3):
+            at = 200 * step
+            trace.step(step, at, at + 200)
+            for i in range(12):
+                trace.kernel("gemm", at + took * i, at + took * i + took, grid=[8, 1, 1])
+            trace.all_reduce(at + 12 * took, at + 190).kernel("adam", at + 190, at + 200)
+        traces.append(trace)
+    found, *_ = findings(tmp_path, *traces)
+    assert (found.code, found.ranks, found.gain_ns) == ("slow_rank", slow, 48_000)
+    assert found.message.startswith(f"{named} stragglers and mask each other")
+
+
+def test_a_cause_that_gains_nothing_before_another_is_fixed_comes_after_it(tmp_path: Path) -> None:
+    """Rank 1 arrives at 100, because its host stalls for 60, and rank 3 at 80, because its kernel
+    takes 80 instead of 40. Fixing rank 1 gains 20, and then fixing rank 3 another 40."""
+    traces = []
+    for rank, begin, arrival in ((0, 0, 40), (1, 60, 100), (2, 0, 40), (3, 0, 80)):
+        trace = GpuTrace(rank, 4, groups=[("0", "mesh_dp", [0, 1, 2, 3])])
+        for step in range(12):
+            at = 130 * step
+            trace.step(step, at, at + 130).kernel("gemm", at + begin, at + arrival)
+            trace.all_reduce(at + arrival, at + 120).kernel("adam", at + 120, at + 130)
+        traces.append(trace)
+    stall, slow = findings(tmp_path, *traces)
+    assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (1,), 20_000)
+    assert (slow.code, slow.ranks, slow.gain_ns) == ("slow_rank", (3,), 40_000)
+    assert slow.message.endswith("; saves 0.00 ms alone, the rest once ranks 1 are fixed")
+
+
+def test_a_cause_behind_the_second_largest_is_found(tmp_path: Path) -> None:
+    """As above, and all ranks wait 50 for their loaders first: fixing that does not help rank 3."""
+    traces = []
+    for rank, begin, arrival in ((0, 0, 40), (1, 60, 100), (2, 0, 40), (3, 0, 80)):
+        trace = GpuTrace(rank, 4, groups=[("0", "mesh_dp", [0, 1, 2, 3])])
+        for step in range(12):
+            at = 180 * step
+            trace.step(step, at, at + 180)
+            trace.op("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", at, at + 50)
+            trace.op("aten::mm", at + 50 + begin, at + 51 + begin)
+            trace.kernel("gemm", at + 50 + begin, at + 50 + arrival)
+            trace.all_reduce(at + 50 + arrival, at + 170).kernel("adam", at + 170, at + 180)
+        traces.append(trace)
+    found = findings(tmp_path, *traces)
+    assert [(one.code, one.ranks, one.gain_ns) for one in found] == [
+        ("data_loading", (), 50_000), ("host_stall", (1,), 20_000), ("slow_rank", (3,), 40_000)
+    ]  # fmt: skip
+    assert found[-1].message.endswith("; saves 0.00 ms alone, the rest once ranks 1 are fixed")
 
 
 def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path) -> None:
@@ -93,6 +215,31 @@ def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path
     assert (found.code, found.ranks) == ("slow_link", (2, 3))
     assert found.gain_ns == 20_000, "of 40 on two of four ranks"
     assert "slow link between ranks 2, 3: transfers are 2.0x slower" in found.message
+
+
+def test_links_that_differ_by_chance_are_no_finding(tmp_path: Path) -> None:
+    """Two pairs of ranks, five steps with one call each, whose times scatter by a third: of 30 such
+    recordings none has a slow link. A link that takes eight times as long is one."""
+    chance = random.Random(1)
+
+    def find_links(factor: float) -> list[tuple[int, ...]]:
+        traces = []
+        for rank in range(4):
+            groups = [("0", "mesh_tp", [0, 1]), ("1", "mesh_tp", [2, 3])]
+            traces.append(GpuTrace(rank, 4, groups=groups))
+        for step in range(5):
+            for pair in (0, 1):
+                took = (factor if pair else 1) * 50 * chance.lognormvariate(0, 0.33)
+                for trace in traces[2 * pair : 2 * pair + 2]:
+                    at = 1000 * step
+                    trace.step(step, at, at + 1000).kernel("gemm", at, at + 100)
+                    trace.all_reduce(at + 100, at + 100 + took, group=str(pair))
+                    trace.kernel("adam", at + 100 + took, at + 1000)
+        return [one.ranks for one in findings(tmp_path, *traces) if one.code == "slow_link"]
+
+    assert [find_links(1.0) for _ in range(30)] == [[]] * 30
+    chance = random.Random(2)
+    assert find_links(8.0) == [(2, 3)]
 
 
 def test_gradients_that_overlap_already_are_no_finding(tmp_path: Path) -> None:
@@ -131,8 +278,9 @@ def test_a_report_without_steps_or_ranks_to_wait_for_has_no_causes(tmp_path: Pat
         ),
         ((1200, 1980, 1980), ""),
         ((), ""),
+        ((0, 0, 0), "; SM clock unknown: NVML does not read AMD GPUs"),
     ],
-    ids=["hot", "another is hot", "not read"],
+    ids=["hot", "another is hot", "not read", "cannot be read"],
 )
 def test_a_straggler_finding_names_the_clock_and_throttling_if_recorded(
     clocks_mhz: tuple[int, ...], why: str, tmp_path: Path
@@ -145,7 +293,7 @@ def test_a_straggler_finding_names_the_clock_and_throttling_if_recorded(
             at = 300 * step
             trace.step(step, at, at + 190)
             for i in range(12):
-                trace.kernel("gemm", at + took * i, at + took * i + took)
+                trace.kernel("gemm", at + took * i, at + took * i + took, grid=[8, 1, 1])
             trace.all_reduce(at + 12 * took, at + 180).kernel("adam", at + 180, at + 190)
         trace.write(tmp_path)
     for rank, clock in enumerate(clocks_mhz):
@@ -154,11 +302,167 @@ def test_a_straggler_finding_names_the_clock_and_throttling_if_recorded(
             RankInfo(rank, rank, "node0", 1, "cuda"),
             GpuState(0, sm_clock_mhz=clock, throttle_reasons=reasons),
         )
-        write_record(tmp_path, RankRecord("job", where, 3, "nccl", gpu=(gpu,)))
+        unread = clock == 0
+        note = "NVML does not read AMD GPUs" if unread else ""
+        states = () if unread else (gpu,)
+        write_record(tmp_path, RankRecord("job", where, 3, "nccl", gpu=states, gpu_note=note))
     (slow,) = (one for one in analyze(tmp_path).findings if one.code == "slow_rank")
     assert slow.message == (
         f"rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers{why}"
     )
+
+
+def uneven_job(
+    grid: list[int] | None, larger: list[int] | None, *, dims: bool = False
+) -> list[GpuTrace]:
+    """Three data-parallel ranks with 12 gemms a step; those of rank 1 take 14 us, the others' 10.
+
+    Its launch grid is the larger one, the others' is grid. dims: all ops have inputs of one shape.
+    """
+    traces = [
+        GpuTrace(rank, 3, groups=[("0", "mesh_dp_replicate", [0, 1, 2])]) for rank in range(3)
+    ]
+    for rank, trace in enumerate(traces):
+        took, own = (14, larger) if rank == 1 else (10, grid)
+        for step in (1, 2, 3):
+            at = 190 * step
+            trace.step(step, at, at + 190)
+            for i in range(12):
+                begin = at + took * i
+                if dims:
+                    shapes = {"Input Dims": [[8, 128], [128, 512]]}
+                    trace.op("aten::mm", begin, begin + 1, **shapes)
+                launch = {} if own is None else {"grid": own}
+                trace.kernel("gemm", begin, begin + took, **launch)
+            trace.all_reduce(at + 12 * took, at + 180).kernel("adam", at + 180, at + 190)
+    return traces
+
+
+SLOW_GEMM = "rank 1 is a straggler: its GEMM kernels are 1.40x slower than on its peers"
+
+
+@for_each(
+    ("grid", "larger", "dims", "code", "message"),
+    [
+        ([8, 1, 1], [8, 1, 1], False, "slow_rank", SLOW_GEMM),
+        (None, None, False, "slow_rank", f"{SLOW_GEMM}, unless its inputs are larger (no shapes "
+         "recorded)"),
+        ([8, 1, 1], [12, 1, 1], False, "uneven_ranks", "load imbalance: rank 1 has 36.9 % more "
+         "compute than the other ranks of its stage"),
+        ([8, 1, 1], [12, 1, 1], True, "slow_rank", SLOW_GEMM),
+    ],
+    ids=["same grid", "no shapes", "larger grid", "same shapes on another grid"],
+)  # fmt: skip
+def test_a_rank_with_longer_kernels_is_slow_or_has_more_work_by_their_shapes(
+    grid: list[int] | None,
+    larger: list[int] | None,
+    dims: bool,
+    code: str,
+    message: str,
+    tmp_path: Path,
+) -> None:
+    """In each case it delays the others by 48 us, and blame agrees with the finding."""
+    report = analyze(*(t.write(tmp_path) for t in uneven_job(grid, larger, dims=dims)))
+    (found,) = report.findings
+    assert (found.code, found.ranks, found.message) == (code, (1,), message)
+    assert found.gain_ns == pytest.approx(48_000, rel=0.1)
+    blamed = max(report.blame, key=lambda row: row.caused_ns)
+    cause = "imbalance" if code == "uneven_ranks" else "compute"
+    assert (blamed.rank, blamed.cause) == (1, cause)
+
+
+def cpu_job(rows: dict[int, int] | None) -> list[CpuTrace]:
+    """Two ranks on gloo with 12 matrix products a step, 10 us on rank 0 and 15 on rank 1.
+
+    rows: of the left matrix on each rank, where shapes are recorded.
+    """
+    traces = [CpuTrace(rank, 2, [("0", "mesh_dp_replicate", [0, 1])]) for rank in (0, 1)]
+    for rank, trace in enumerate(traces):
+        took = 15 if rank else 10
+        for step in (1, 2, 3):
+            at = 200 * step
+            trace.step(step, at, at + 200)
+            for i in range(12):
+                shapes = {} if rows is None else {"Input Dims": [[rows[rank], 64], [64, 64]]}
+                trace.op("aten::mm", at + took * i, at + took * (i + 1), **shapes)
+            trace.all_reduce(at + 12 * took, at + 12 * took, at + 190, group="0", seq=step, tid=7)
+            trace.op("aten::add_", at + 190, at + 200)
+    return traces
+
+
+@for_each(
+    ("rows", "code"),
+    [({0: 8, 1: 12}, "uneven_ranks"), ({0: 8, 1: 8}, "slow_rank"), (None, "slow_rank")],
+    ids=["more rows", "as many rows", "no shapes"],
+)
+def test_a_larger_batch_of_a_cpu_run_is_load_imbalance(
+    rows: dict[int, int] | None, code: str, tmp_path: Path
+) -> None:
+    first, *_ = analyze(*(trace.write(tmp_path) for trace in cpu_job(rows))).findings
+    assert (first.code, first.ranks) == (code, (1,))
+    assert first.message.endswith("(no shapes recorded)") == (rows is None)
+
+
+def lone_stages(grids: tuple[list[int], list[int]] | None) -> list[GpuTrace]:
+    """Two stages of one rank: four microbatches of three gemms, 40 us each, on rank 1 60 us."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "mesh_pp", [0, 1])]) for rank in (0, 1)]
+    for rank, trace in enumerate(traces):
+        launch = {} if grids is None else {"grid": grids[rank]}
+        for step in (1, 2, 3):
+            begin = at = 900 * step
+            trace.step(step, at, at + 900)
+            for microbatch in range(4):
+                if rank == 1:
+                    sent = begin + 130 * (microbatch + 1)
+                    trace.message("recv", 0, max(at, sent - 10), max(at + 1, sent))
+                    at = max(at + 1, sent)
+                took = (40, 60)[rank]
+                for i in range(3):
+                    trace.kernel("gemm", at + took * i, at + took * (i + 1), **launch)
+                at += 3 * took
+                if rank == 0:
+                    trace.message("send", 1, at, at + 10)
+                    at += 10
+            peer_ends = begin + 130 + 4 * 180 + 3
+            trace.message(("recv", "send")[rank], 1 - rank, at, peer_ends + 5)
+            trace.kernel("adam", peer_ends + 5, begin + 900)
+    return traces
+
+
+@for_each(
+    ("grids", "found"),
+    [
+        (([8, 1, 1], [8, 1, 1]), {"slow_rank": "rank 1 is a straggler: its GEMM kernels are 1.50x "
+                                  "slower than on its peers"}),
+        (([8, 1, 1], [12, 1, 1]), {"uneven_stages": "pipeline imbalance: stage 1 has 18.7 % more "
+                                   "compute than average; move layers off it"}),
+        (None, {"uneven_stages": "pipeline imbalance: stage 1 has 18.7 % more compute than "
+                "average; move layers off it, unless its device is slower (no shapes recorded)"}),
+    ],
+    ids=["same grid", "larger grid", "no shapes"],
+)  # fmt: skip
+def test_the_only_rank_of_a_stage_has_no_peers_unless_shapes_are_equal(
+    grids: tuple[list[int], list[int]] | None, found: dict[str, str], tmp_path: Path
+) -> None:
+    findings_of_job = findings(tmp_path, *lone_stages(grids))
+    assert {
+        one.code: one.message
+        for one in findings_of_job
+        if one.code in ("slow_rank", "uneven_stages")
+    } == found
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "absent_codes"),
+    [("f_unevens", ("uneven_ranks", (1,)), {"slow_rank"}), ("pipe", None, {"slow_rank"})],
+)
+def test_recordings_with_unequal_work_have_no_straggler(
+    name: str, first: tuple[str, tuple[int, ...]] | None, absent_codes: set[str]
+) -> None:
+    """nanoGPT with 1.5 times the batch on rank 1; PiPPy's example, whose stages have one rank."""
+    found = analyze(shared_repro(f"recorded/{name}")).findings
+    assert first is None or (found[0].code, found[0].ranks) == first
+    assert not absent_codes & {one.code for one in found}
 
 
 @pytest.mark.parametrize(("passes", "begin"), [(1, 30_000), (3, 70_000)])
@@ -171,3 +475,85 @@ def test_gradients_are_whole_with_the_last_backward_of_a_step(
     trace.kernel("backward", 30, 60).kernel("backward", 60, 90).kernel("adam", 90, 100)
     rank = scene(tmp_path, trace).split.ranks[0]
     assert BackwardPasses.find(rank, passes).find_before(0, 90_000) == (begin, 90_000)
+
+
+def ddp_step(rank: int, *calls: tuple[float, float, float, int]) -> CpuTrace:
+    """A step of DistributedDataParallel from 0 to 1000: forward to 200, backward to 600, optimizer
+    from 900; calls are (called, start, end, floats)."""
+    trace = CpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])]).step(1, 0, 1000)
+    trace.annotation("DistributedDataParallel.forward", 0, 200)
+    trace.op("aten::mm", 0, 50).op("aten::mm", 150, 200)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 200, 600, tid=150)
+    trace.op("aten::mm", 200, 600, tid=150)
+    for number, (called, start, end, floats) in enumerate(calls):
+        trace.all_reduce(called, start, end, group="0", seq=number + 1, tid=200, nelems=floats)
+    return trace.op("aten::add_", 900, 1000)
+
+
+@for_each("optimizer", [(900, 1000), (0, 1000)], ids=["after", "with a closure"])
+def test_a_reduction_in_the_forward_is_extra_and_costs_what_all_wait_for_it(
+    optimizer: tuple[float, float], tmp_path: Path
+) -> None:
+    """Called at 50.5 and done at 150: the forward goes on then. The gradients are reduced from 600
+    to 900. Lightning gives the optimizer a closure that runs the passes."""
+    calls = [(50, 51, 150, 1000), (590, 600, 900, 100_000)]
+    traces = [ddp_step(rank, *calls) for rank in (0, 1)]
+    for trace in traces:
+        trace.annotation("Optimizer.step#Adam.step", *optimizer)
+    found = findings(tmp_path, *traces)
+    (extra,) = [one for one in found if one.code == "extra_reductions"]
+    assert (extra.gain_ns, extra.ranks, extra.steps) == (99_500, (), (1,))
+    assert extra.message == (
+        "extra reductions on dp_replicate in the forward, where data parallelism needs none: "
+        "1 per step of 4.00 kB"
+    )
+
+
+def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:
+    """Twelve calls of 20 us each, eight of 4 kB and four of 400 kB: at the rate of the larger ones
+    all take 81.6 us, and a single latency is a twelfth of the other 158.4."""
+    calls = [(599.5, 600 + 20 * i, 620 + 20 * i, 1000 if i % 3 else 100_000) for i in range(12)]
+    found = findings(tmp_path, *(ddp_step(rank, *calls) for rank in (0, 1)))
+    (small,) = [one for one in found if one.code == "small_collectives"]
+    assert small.message == (
+        "small collectives on dp_replicate: 12 per step of 136 kB on average, 60.5 % of their "
+        "time is latency; merge them into larger buckets"
+    )
+    assert small.gain_ns == pytest.approx(145_200, rel=0.03)
+    assert "no_overlap" not in [one.code for one in found], "it is exposed as they are small"
+
+
+def test_calls_that_take_time_in_proportion_to_their_size_have_no_latency(tmp_path: Path) -> None:
+    calls, start = [], 600
+    for floats in (1000, 4000) * 6:
+        calls.append((595, start, start + floats // 200, floats))
+        start += floats // 200
+    found = findings(tmp_path, *(ddp_step(rank, *calls) for rank in (0, 1)))
+    assert "small_collectives" not in [one.code for one in found]
+
+
+def test_causes_of_which_each_hardly_adds_to_the_others_leave_one(tmp_path: Path) -> None:
+    """Their joint gain is just above the least that counts, and shrinks with each that is left out:
+    the last one stays."""
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 0, 100)
+    context = replace(scene(tmp_path, trace), mean_ns=100_000_000.0)
+    gains = {3: 1_010_000, 2: 520_000, 1: 30_000, 0: 0}
+
+    class Graph:
+        """Counts the remedies that changed it."""
+
+        def __init__(self, changed: int = 0) -> None:
+            self.changed = changed
+
+    class Context:
+        graph, mean_ns = Graph(), context.mean_ns
+
+        def compute_gain_ns(self, graph: Graph) -> int:
+            return gains[graph.changed]
+
+    remedies = [Remedy(finding(rank), lambda graph: Graph(graph.changed + 1)) for rank in range(3)]
+    assert unmask(Context(), remedies).findings == (finding(0), finding(1), finding(2))
+
+
+def finding(rank: int) -> Finding:
+    return Finding("slow_rank", "skew", 1000 - rank, 2000 - rank, 1000, (rank,), (), (), f"{rank}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from required import shared_trace
+from required import shared_repro, shared_trace
 from rich.console import Console
 
 from stepsplit.analyzer import (
@@ -26,7 +28,10 @@ from stepsplit.analyzer import (
     find_hang,
 )
 from stepsplit.analyzer.analysis import examine_or_find_hang
+from stepsplit.analyzer.diagnose.hang import read_calls
 from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, find_chain_ends
+from stepsplit.collectors.rank_record import RAS_NAME, CodeFrame, Look, RankState, write_state
+from stepsplit.collectors.run_spec import GroupInfo, RunSpec, write_run_json
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
@@ -313,6 +318,218 @@ def test_the_ranks_with_injected_faults_are_the_culprits(
     assert own == ([] if stands is None else [stands])
 
 
+def test_a_member_that_never_called_on_an_unlisted_group_is_missing_from_it() -> None:
+    """gloo lists no members: rank 0 alone has called on group 1, and waits there for rank 1."""
+    found = hang_of(shared_repro("recorded/frman"))
+    assert found.culprits == (
+        Culprit(
+            (1,), "not_called", (0, 2),
+            "rank 1 blocks all other ranks: it has not called all_reduce 1 of group 1"
+            " (inferred: no list of its members)",
+        ),
+    )  # fmt: skip
+
+
+def test_without_a_rank_that_could_be_missing_the_members_are_unknown(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [], gloo(TP, 1, retired=False))
+    found = hang_of(tmp_path)
+    assert [(one.ranks, one.cause) for one in found.culprits] == [((0,), "members_unknown")]
+    assert found.verdict == (
+        "rank 0 waits in all_reduce 1 of TP (group 1); the dumps do not list its members: one that"
+        " never called on it may be missing"
+    )
+
+
+def test_run_json_lists_the_members_of_a_group(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [], gloo(TP, 1, retired=False))
+    dump(tmp_path, 1, [])
+    spec = RunSpec("run", 2, "gloo", groups=(GroupInfo("1", "TP", (0, 1)),))
+    write_run_json(tmp_path, spec)
+    assert [(one.ranks, one.cause) for one in hang_of(tmp_path).culprits] == [((1,), "not_called")]
+
+
+def steps_of(tp: StuckGroup, world: StuckGroup, count: int) -> list[Json]:
+    """Completed steps: an all_reduce of the pair, then one of all."""
+    both = ((tp, seq) for seq in range(1, count + 1)), ((world, seq) for seq in range(1, count + 1))
+    pairs = [one for two in zip(*both, strict=True) for one in two]
+    return [done(group, seq, time_created_ns=T0 + at) for at, (group, seq) in enumerate(pairs)]
+
+
+def test_of_two_that_wait_for_each_other_the_one_that_skipped_a_call_is_to_blame(
+    tmp_path: Path,
+) -> None:
+    late = {"time_created_ns": T0 + 100}
+    dump(tmp_path, 0, [TP, WORLD], *steps_of(TP, WORLD, 4), call(TP, 5, **late))
+    dump(tmp_path, 1, [TP, WORLD], *steps_of(TP, WORLD, 4), call(WORLD, 5, **late))
+    dump(tmp_path, 2, [WORLD], *(done(WORLD, seq) for seq in (1, 2, 3, 4)), call(WORLD, 5))
+    assert hang_of(tmp_path).culprits == (
+        Culprit(
+            (1,), "order", (0, 2),
+            "rank 1 blocks all other ranks: it has not called all_reduce 5 of TP (group 1); rank 1"
+            " called all_reduce 5 of default_pg (group 0) right after all_reduce 4 of default_pg"
+            " (group 0), where all_reduce of TP (group 1) had always followed",
+        ),
+    )  # fmt: skip
+
+
+def test_of_two_sizes_the_one_that_earlier_calls_did_not_have_is_odd(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [TP], done(TP, 4), done(TP, 5))
+    dump(tmp_path, 1, [TP], done(TP, 4), call(TP, 5, input_sizes=[[2000]]))
+    [culprit] = hang_of(tmp_path).culprits
+    assert (culprit.ranks, culprit.cause) == ((1,), "mismatch")
+
+
+def look(steps: int, at_s: float, since_s: float, busy_s: float = 0.0, calls: int = 9) -> Look:
+    stack = (CodeFrame("sleep", "/lib/python3.12/time.py", 1), CodeFrame("load", "/job/data.py", 7))
+    return Look(T0 + int(at_s * 1e9), steps, int(since_s * 1e9), calls, stack, int(busy_s * 1e9))
+
+
+def state(rank: int, *looks: Look, **more: Any) -> RankState:
+    return RankState(rank, 2, "host", 100 + rank, "job", step_ns=10**9, looks=looks, **more)
+
+
+def stand(folder: Path, *states: RankState) -> Hang:
+    """Rank 0 waits in a call of a pair for rank 1, whose state is given."""
+    folder.mkdir(exist_ok=True)
+    dump(folder, 0, [TP], done(TP, 4), call(TP, 5))
+    for one in (state(0, look(3, 0, 8), look(3, 2, 10)), *states):
+        write_state(folder, one)
+    return read_calls([folder])
+
+
+NOT_CALLED = "rank 1 blocks all other ranks: it has not called all_reduce 5 of TP (group 1)"
+
+
+def test_the_culprit_is_described_by_what_it_does(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [TP], done(TP, 4))
+    found = stand(tmp_path, state(1, look(3, 0, 8), look(3, 2, 10, busy_s=0.01)))
+    assert (found.condition, found.culprits[0].cause) == ("stuck", "not_called")
+    assert found.verdict == f"{NOT_CALLED}; it waits in data.py:7 load > sleep (time.py)"
+
+
+def test_a_rank_that_computes_is_late(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [TP], done(TP, 4))
+    found = stand(tmp_path, state(1, look(3, 0, 8), look(3, 2, 10, busy_s=1.9)))
+    assert (found.condition, found.culprits[0].cause) == ("late", "late")
+    assert found.verdict == (
+        f"not known to be a hang: the rank that is late is not idle; {NOT_CALLED}; it computes"
+        " (busy 95% of the time) in data.py:7 load > sleep (time.py)"
+    )
+
+
+def test_a_rank_that_writes_a_checkpoint_is_late(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [TP], done(TP, 4))
+    writing = replace(look(3, 2, 10), io_bytes=50_000_000)
+    found = stand(tmp_path, state(1, look(3, 0, 8), writing))
+    assert found.condition == "late"
+    assert "it reads or writes (50 MB) in data.py:7 load" in found.verdict
+
+
+def test_a_step_that_lasts_as_long_as_recent_ones_is_not_known_to_hang(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [TP], done(TP, 4))
+    young = look(3, 0, 0.2), look(3, 2, 2.2)
+    found = stand(tmp_path, state(0, *young), state(1, *young))
+    assert found.condition == "late"
+    assert found.note == (
+        "not known to be a hang: the current step has lasted 2.2 s, and recent ones took up to"
+        " 1.0 s"
+    )
+
+
+def test_steps_or_calls_that_go_on_are_not_a_hang(tmp_path: Path) -> None:
+    found = stand(tmp_path / "steps", state(1, look(3, 0, 8), look(5, 2, 1)))
+    assert (found.condition, found.culprits) == ("moving", ())
+    assert found.verdict == "not a hang: rank 1 ended 2 steps in 2.0 s"
+    found = stand(tmp_path / "calls", state(1, look(3, 0, 8), look(3, 2, 10, calls=12)))
+    assert found.verdict == "not a hang: rank 1 made 3 collective calls in 2.0 s"
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        ({"condition": "ended"}, "its process has ended (killed, or crashed)"),
+        (
+            {"condition": "ended", "error": "ValueError: no",
+             "error_stack": (CodeFrame("load", "/job/data.py", 7),)},
+            "its process has ended with ValueError: no in data.py:7 load",
+        ),
+        ({"condition": "stopped"}, "its process 101 is stopped (SIGSTOP or a debugger)"),
+        ({"condition": "silent"}, "its process 101 does not answer: it holds Python's lock"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_has_gone_or_does_not_answer_is_to_blame(
+    gone: Json, words: str, tmp_path: Path
+) -> None:
+    dump(tmp_path, 0, [TP], done(TP, 4), call(TP, 5))
+    found = stand(tmp_path, state(1, **gone))
+    assert [(one.ranks, one.cause) for one in found.culprits] == [((1,), gone["condition"])]
+    assert found.verdict.endswith(f": all others have called all_reduce 5 of TP (group 1); {words}")
+
+
+def test_a_call_that_failed_because_a_peer_had_gone_counts_as_open(tmp_path: Path) -> None:
+    """torch retires it. Rank 0 raised in its call with rank 1, which was killed."""
+    dump(tmp_path, 0, [TP], done(TP, 4), gloo(TP, 5, retired=True))
+    error = "RuntimeError: [pair.cc:553] Connection closed by peer"
+    write_state(tmp_path, state(0, look(3, 0, 9), groups=(GroupInfo("1", "TP", (0, 1)),),
+                                condition="raised", error=error))  # fmt: skip
+    write_state(tmp_path, state(1, condition="ended"))
+    [culprit] = hang_of(tmp_path).culprits
+    assert (culprit.ranks, culprit.cause, culprit.held) == ((1,), "ended", (0,))
+
+
+def test_without_an_open_call_the_rank_that_is_not_in_torch_distributed_is_to_blame(
+    tmp_path: Path,
+) -> None:
+    inside = CodeFrame("_store_based_barrier", "/x/torch/distributed/distributed_c10d.py", 9)
+    looks = look(3, 0, 8), look(3, 2, 10)
+    write_state(tmp_path, state(0, *(replace(one, stack=(inside,)) for one in looks)))
+    write_state(tmp_path, state(1, *looks))
+    assert read_calls([tmp_path]).verdict == (
+        "rank 1 blocks all other ranks: no collective is open; it waits in data.py:7 load > sleep"
+        " (time.py)"
+    )
+
+
+def test_the_dumps_of_a_recording_say_when_it_ended() -> None:
+    found = read_calls([SAMPLES / "dp4"])
+    assert found.condition == "clear"
+    assert re.fullmatch(
+        r"no call was open when this recording ended \([-0-9: ]+ UTC\): a later hang does not show"
+        r" in it; while the job runs, stepsplit hang PID asks its ranks",
+        found.verdict,
+    )
+
+
+def test_the_command_takes_dumps_and_its_status_says_whether_the_job_is_stuck(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand(tmp_path, state(1, condition="stopped"))
+    assert cli.run(["hang", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 1 blocks all other ranks: all others have called all_reduce 5 of TP (group 1); its"
+        " process 101 is stopped (SIGSTOP or a debugger)",
+        "looked at 2 ranks   1 dump   no dump from rank 1   1 unfinished call   oldest since"
+        " 2026-09-21 14:13:20 UTC",
+        "",
+        "group  description  call             size  waiting  missing    ",
+        "1      TP           all_reduce 5  4.00 kB  0        1 (no dump)",
+        "",
+        "PYTHON STACKS, INNERMOST FIRST",
+        "rank 1  stopped",
+        "rank 0  running, 3 steps ended, the last 10.0 s ago",
+        "    /lib/python3.12/time.py:1 sleep",
+        "    /job/data.py:7 load",
+    ]
+    assert cli.run(["hang", str(SAMPLES / "dp4")]) == 0
+
+
+def test_a_process_that_does_not_run_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["hang", str(1 << 22)]) == 2
+    assert capsys.readouterr().err == (
+        "stepsplit: no process 4194304 on this host; name a rank or the launcher\n"
+    )
+
+
 def shown(hang: Hang, width: int) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
@@ -386,3 +603,62 @@ def test_an_empty_file_among_named_dumps_is_left_out(tmp_path: Path) -> None:
 
 def test_dumps_next_to_a_trace_are_part_of_its_recording() -> None:
     assert isinstance(examine_or_find_hang([SAMPLES / "dp4"]), Analysis)
+
+
+def ras_rank(rank: int, reduced: int) -> dict[str, Any]:
+    return {"rank": rank, "host": "node1", "pid": 100 + rank, "cuda_dev": rank, "nvml_dev": rank,
+            "status": {"init_state": 0, "async_error": 0},
+            "collective_counts": {"AllReduce": reduced, "Broadcast": 3}}  # fmt: skip
+
+
+RAS_JSON = json.dumps({
+    "nccl_version": "2.28.3", "communicators_count": 1,
+    "communicators": [{
+        "hash": "0x9a", "secondary_hash": "0x1:0x2", "size": 4, "ranks_count": 3,
+        "missing_ranks_count": 1,
+        "ranks": [ras_rank(0, 42), ras_rank(1, 41), ras_rank(2, 42)],
+        "missing_ranks": [{"rank": 3, "host": "node2", "pid": 103, "cuda_dev": 0, "nvml_dev": 0,
+                           "status": {"unresponsive": True, "considered_dead": False}}],
+    }],
+    "ras": {"collection_time_sec": 0.1, "timeouts_count": 0},
+})  # fmt: skip
+
+RAS_TEXT = """NCCL version 2.26.2 compiled with CUDA 12.8
+Errors
+======
+
+INCOMPLETE
+  Missing communicator data from 1 job process
+  Process 103 on node node2 managing GPU 0
+
+Warnings
+========
+
+#0-0 (000000000000009a) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  2 ranks have launched up to operation 42
+  Rank 1 has launched up to operation 41 -- GPU 1 managed by process 101 on node node1
+"""
+
+
+@pytest.mark.parametrize("answer", [RAS_JSON, RAS_TEXT, "", "another protocol", "{broken"])
+def test_an_answer_of_nccls_ras_is_part_of_the_hang(answer: str, tmp_path: Path) -> None:
+    write_state(tmp_path, RankState(1, 4, pid=101))
+    (tmp_path / RAS_NAME).write_text(answer)
+    expected = {
+        RAS_JSON: (
+            "rank 3 of communicator 0x9a of 4 (process 103 on node2) does not answer",
+            "rank 1 of communicator 0x9a of 4 (process 101 on node1) has launched 41 AllReduce,"
+            " others 42",
+        ),
+        RAS_TEXT: (
+            "INCOMPLETE: Missing communicator data from 1 job process",
+            "INCOMPLETE: Process 103 on node node2 managing GPU 0",
+            "#0-0 (000000000000009a) MISMATCH: Communicator ranks have different AllReduce"
+            " operation counts",
+            "#0-0 (000000000000009a) MISMATCH: 2 ranks have launched up to operation 42",
+            "#0-0 (000000000000009a) MISMATCH: Rank 1 has launched up to operation 41 -- GPU 1"
+            " managed by process 101 on node node1",
+        ),
+    }
+    assert read_calls([tmp_path]).ras == expected.get(answer, ())

@@ -18,9 +18,9 @@ from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 from splitting import recording_of, split_of
 
-from stepsplit.analyzer.diagnose.dependency_graph import build_graph, sort_topologically
 from stepsplit.analyzer.diagnose.replay import (
     HoistedCalls,
+    compute_times,
     hoist_collectives,
     limit_work,
     remove_calls,
@@ -28,6 +28,7 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
     scale_work,
 )
+from stepsplit.analyzer.split.dependency_graph import Levels, build_dependency_graph
 
 PAIR = [("0", "mesh_dp", [0, 1])]
 QUICK = ("tp_slow_rank", "fsdp", "pp_1f1b", "pp_zb_v", "cp_ring", "ep_two_streams", "zero1")
@@ -115,6 +116,21 @@ def test_what_ends_by_chance_while_a_rank_waits_is_not_what_it_waits_for(tmp_pat
     assert sum(waited) == 2, "each rank waits for the second call alone"
 
 
+def test_a_call_that_ends_by_chance_between_two_kernels_is_not_waited_for(tmp_path: Path) -> None:
+    """The gather of a later layer ends in the usual 1 us between two kernels, while the host waits
+    for the end of the step. With compute twice as fast the rank does not wait for it either."""
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
+        trace.kernel("a", 0, 49, launched=0).kernel("b", 50, 74, launched=2)
+        trace.all_reduce(10, 50.5, launched=1).kernel("c", 75, 100, launched=3)
+        trace.call("cudaStreamSynchronize", 5, 100)
+        traces.append(trace)
+    graph = scene(tmp_path, *traces).graph
+    assert graph.kernels.resume.tolist() == [-1, -1]
+    assert steps_us(scale_work(graph, "compute", np.array([0.5, 0.5]))) == [51, 51]
+
+
 def test_sums_that_begin_during_the_backward_are_waited_for_together(tmp_path: Path) -> None:
     """Two sums of 20 behind a backward of 60; the first is ready at its half."""
     traces = []
@@ -136,7 +152,7 @@ def test_simulated_jobs_replay_as_they_were(name: str, tmp_path: Path) -> None:
     write_recording(scenario, simulate(scenario.job, Noise.of(SEED)), tmp_path, Style())
     found = split_of(recording_of(tmp_path))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
-    off = np.abs(replay(build_graph(found)).step_ns - measured)
+    off = np.abs(replay(build_dependency_graph(found)).step_ns - measured)
     assert off.max() <= NEAR_NS, SEED
     # On several hosts the alignment of their clocks leaves microseconds.
     if len({rank.trace.host for rank in found.ranks}) == 1:
@@ -154,7 +170,24 @@ def test_other_simulated_jobs_replay(name: str, tmp_path: Path) -> None:
 def test_recorded_runs_replay_to_the_nanosecond(name: str) -> None:
     found = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
     measured = [step.split.step_ns for rank in found.ranks for step in rank.steps]
-    assert np.abs(replay(build_graph(found)).step_ns - measured).max() == 0
+    assert np.abs(replay(build_dependency_graph(found)).step_ns - measured).max() == 0
+
+
+@pytest.mark.parametrize("name", ["tp2_pp2_dp2", "fsdp4", "pp2_m8"])
+def test_whole_levels_at_once_give_the_same_times(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for runs of many ranks; also with faster links and without every fifth call."""
+    graph = build_dependency_graph(
+        split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
+    )
+    calls = np.arange(len(graph.kernels))
+    faster = scale_transfers(graph, calls, np.full(len(calls), 0.5))
+    changed = [graph, faster, remove_calls(graph, calls[::5])]
+    by_row = [compute_times(each) for each in changed]
+    monkeypatch.setattr("stepsplit.analyzer.diagnose.replay._WIDE", 0)
+    for expected, each in zip(by_row, changed, strict=True):
+        np.testing.assert_array_equal(compute_times(each), expected)
 
 
 @given(st.data())
@@ -164,12 +197,12 @@ def test_an_order_names_each_node_after_all_that_it_needs(data: st.DataObject) -
         tuple(data.draw(st.sets(st.integers(0, node - 1), max_size=3))) if node else ()
         for node in range(count)
     )
-    order = sort_topologically(np.full(count, -1), needs, np.arange(count))
+    order = Levels.build(np.full(count, -1), needs, np.arange(count)).node.tolist()
     place = {node: i for i, node in enumerate(order)}
     assert sorted(order) == list(range(count))
     assert all(place[needed] < place[node] for node in place for needed in needs[node])
 
 
 def test_two_that_wait_for_each_other_go_in_the_order_in_which_they_were_measured() -> None:
-    order = sort_topologically(np.full(3, -1), ((1,), (0,), (0, 1)), np.array([5, 3, 9]))
-    assert order == [1, 0, 2]
+    levels = Levels.build(np.full(3, -1), ((1,), (0,), (0, 1)), np.array([5, 3, 9]))
+    assert levels.node.tolist() == [1, 0, 2]

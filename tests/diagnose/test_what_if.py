@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 import pytest
 from builders import GpuTrace
 from cases import for_each
+from cuda_simulator.jobs import Job
+from cuda_simulator.simulate import simulate
 
 from stepsplit.analyzer import UsageError, analyze, what_if
 from stepsplit.dashboard import cli
@@ -47,6 +50,59 @@ def test_the_replay_of_more_microbatches_is_the_run_that_was_recorded_with_them(
     assert abs(two / eight - 1) > 2 * REPLAY_OFF, "the two recordings are too similar for this test"
 
 
+@pytest.mark.parametrize("count", [8, 24])
+def test_more_microbatches_where_forwards_are_not_annotated(count: int, tmp_path: Path) -> None:
+    """Against a second simulator, which runs the job with as many microbatches; a step of the same
+    work then has 12 of them, or the time of that share of it."""
+    job = Job("pp3_dp2", pp=3, dp=2, layers=1, microbatches=12, whole_kernels=True)
+    simulate(job).write(tmp_path)
+    truth_ns = simulate(replace(job, microbatches=count)).step_ns * 12 / count
+    [found] = what_if(tmp_path, changes=[f"microbatches={count}"]).changes
+    assert found.step_ns == pytest.approx(truth_ns, rel=0.01)
+
+
+def test_the_pace_of_gpipe_is_that_of_its_forwards_and_backwards(tmp_path: Path) -> None:
+    """Three microbatches on two stages: forwards of 10, then backwards of 20. Each further one
+    takes 30; six of the same size are twice the work."""
+    stages = [("0", "mesh_pp", [0, 1])]
+    first, last = (GpuTrace(rank, 2, groups=stages).step(1, 0, 120) for rank in (0, 1))
+    for i in range(3):
+        first.kernel("forward", 10 * i, 10 * i + 10, launched=i)
+        first.message("send", 1, 10 * i + 10, 10 * i + 11, launched=i)
+        last.message("recv", 0, 10 * i + 10, 10 * i + 11, launched=i)
+        last.kernel("forward", 10 * i + 11, 10 * i + 20, launched=i)
+    for i in range(3):
+        last.kernel("backward", 40 + 20 * i, 60 + 20 * i, launched=4 + i)
+        last.message("send", 0, 60 + 20 * i, 61 + 20 * i, launched=4 + i)
+        first.message("recv", 1, 60 + 20 * i, 61 + 20 * i, launched=4 + i)
+        first.kernel("backward", 61 + 20 * i, 80 + 20 * i, launched=4 + i)
+    found = what_if(first.write(tmp_path), last.write(tmp_path), changes=["microbatches=6"])
+    step_ns = found.step_ns
+    assert found.changes[0].step_ns == (step_ns + 3 * 30_000) / 2
+
+
+def test_a_group_of_several_axes_is_on_the_links_of_the_outermost(tmp_path: Path) -> None:
+    """Gradients are reduced over dp and cp: a faster cp helps the gather of keys alone."""
+    groups = [("0", "mesh_cp", [0, 1]), ("1", "mesh_cp", [2, 3]), ("2", "", [0, 1, 2, 3])]
+    traces = []
+    for rank in range(4):
+        trace = GpuTrace(rank, 4, groups=groups).step(1, 0, 70)
+        trace.collective("AllGather", "all_gather", 0, 10, group=str(rank // 2))
+        trace.kernel("gemm", 10, 40).all_reduce(40, 60, group="2").kernel("adam", 60, 70)
+        traces.append(trace.write(tmp_path))
+    mesh = [{"axis": "dp_replicate", "size": 2}, {"axis": "cp", "size": 2}]
+    run = {
+        "schema": "stepsplit.run/1",
+        "name": "r",
+        "world_size": 4,
+        "backend": "nccl",
+        "mesh": mesh,
+    }
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    found = what_if(tmp_path, changes=["link:cp=2", "link:dp_replicate=2"])
+    assert [row.gain_ns for row in found.changes] == [5_000, 10_000]
+
+
 def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
     """Of 2 ranks each sends half the bytes, of 4 three quarters: 10 become 15."""
     groups = [("0", "mesh_dp_replicate", [0, 1])]
@@ -56,6 +112,36 @@ def test_twice_the_replicas_send_a_little_more(tmp_path: Path) -> None:
         traces.append(trace.kernel("gemm", 0, 40).all_reduce(40, 50).kernel("adam", 50, 60))
     found = what_if(*(trace.write(tmp_path) for trace in traces), changes=["replicas=2"])
     assert [row.gain_ns for row in found.changes] == [-5_000]
+
+
+@for_each(
+    ("count", "gain_us"),
+    [(1, -4), (2, 0)],
+)
+def test_merged_buckets_save_latency_and_wait_for_their_last_part(
+    count: int, gain_us: int, tmp_path: Path
+) -> None:
+    """Buckets of 1, 3 and 3 k floats take 4, 6 and 6: 3 of it is latency. In one bucket all take 10
+    after the backward, not 6; of two buckets the second is the third."""
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 56)
+        trace.kernel("backward", 0, 40, launched=1)
+        trace.all_reduce(10, 14, nelems=1000, launched=2, stream=20)
+        trace.all_reduce(20, 26, nelems=3000, launched=3, stream=20)
+        trace.all_reduce(40, 46, nelems=3000, launched=4, stream=20)
+        traces.append(trace.kernel("adam", 46, 56, launched=5).write(tmp_path))
+    found = what_if(*traces, changes=[f"buckets={count}"])
+    assert [(str(row.change), row.gain_ns) for row in found.changes] == [
+        (f"buckets={count}", 1000 * gain_us)
+    ]
+
+
+def test_buckets_can_only_be_merged(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=[("0", "mesh_dp_replicate", [0, 1])]).step(1, 0, 56)
+    trace.kernel("backward", 0, 40).all_reduce(40, 46)
+    with pytest.raises(UsageError, match="at most 1 gradient reductions per step"):
+        what_if(trace.write(tmp_path), changes=["buckets=1"])
 
 
 def test_stages_made_even_share_their_work(tmp_path: Path) -> None:

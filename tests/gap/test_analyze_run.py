@@ -51,15 +51,20 @@ def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
     assert report.mfu == pytest.approx(mfu)
 
 
-@pytest.mark.parametrize(("sample", "stages"), [("tp2_pp2", [0, 1]), ("dp4", [0])])
+@pytest.mark.parametrize(
+    ("sample", "stages", "estimates"), [("tp2_pp2", [0, 1], 3), ("dp4", [0], 4)]
+)
 def test_inferred_keys_need_not_be_configured(
-    run_file: Path, sample: str, stages: list[int]
+    run_file: Path, sample: str, stages: list[int], estimates: int
 ) -> None:
     report = analyze(SAMPLES / sample, job=run_file)
     conserved(report)
     assert report.gap is not None
     assert [one.stage for one in report.gap.stages] == stages
-    assert report.gap.notes == ("cpu: efficiencies are not calibrated",)
+    assert report.gap.notes == (
+        f"{estimates} of 20 steps are estimates (ranks or ends of calls missing)",
+        "cpu: efficiencies are not calibrated",
+    )
 
 
 def test_auto_takes_all_from_the_recording(run_file: Path) -> None:
@@ -147,8 +152,8 @@ def test_auto_lists_the_keys_that_cannot_be_inferred(capsys: pytest.CaptureFixtu
     assert cli.run(["analyze", str(SAMPLES / "built_ddp_host_stall"), "--job", "auto"]) == 2
     assert capsys.readouterr().err == (
         "stepsplit: cannot infer [model] layers, hidden, heads, vocab, [training] seq_len,"
-        " micro_batch and [hardware] preset from the recording; add them to a job.toml and pass it"
-        " with --job\n"
+        " micro_batch and [hardware] preset from the recording; analyze --write-job job.toml writes"
+        " the rest; add them and pass it with --job\n"
     )
 
 

@@ -28,6 +28,7 @@ from stepsplit.analyzer.gap.calibrate import (
     StageSample,
     Transfer,
     compute_parts,
+    find_impossible_rates,
     fit_calibration,
     fit_efficiency,
     format_hardware,
@@ -344,3 +345,47 @@ def test_the_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.run(["calibrate", str(SAMPLES / "pp2_m2"), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert [one["stage"] for one in body["stages"]] == [0, 1]
+
+
+def test_attention_faster_than_the_gemms_of_a_cpu_is_refused() -> None:
+    """As where only a part of its kernels has a name of attention: 1.9 TFLOP/s on two cores."""
+    found = fit_calibration([replace(run(job(), replace(TRUE, attention=24.0)), cores=2)])
+    true = replace(TRUE, launch_ns=known().launch_ns)
+    assert close(found.hardware.efficiency, true, "attention")
+    assert found.hardware.efficiency.attention == known().attention
+    assert found.refused == (
+        "attention: 1.92 TFLOP/s is above the GEMMs' 48.0 GFLOP/s; not all of its kernels are known"
+        " as attention, or the job has more of it than ran",
+    )
+
+
+def test_a_rate_above_what_the_hardware_can_do_is_refused() -> None:
+    cpu = fit_calibration([replace(run(job(), replace(TRUE, gemm=20.0)), cores=2)])
+    assert cpu.hardware.efficiency.gemm == known().gemm
+    assert cpu.refused[0].startswith("gemm: 1.59 TFLOP/s is above what 2 cores can do; the job")
+
+
+def test_a_rate_above_the_peak_of_a_gpu_is_refused() -> None:
+    half = replace(job().training, dtype="bf16")
+    of = replace(job(), hardware=load_hardware("h100-sxm"), training=half)
+    rates = replace(TRUE, gemm=1.4, attention=0.9)
+    (refused,) = find_impossible_rates(rates, [run(of, TRUE)])
+    assert refused.name == "gemm"
+    assert refused.reason.startswith("1.39 PFLOP/s is above the peak of h100-sxm; the job has more")
+    assert find_impossible_rates(replace(rates, gemm=1.05), [run(of, TRUE)]) == ()
+
+
+def test_gemms_of_fp32_may_run_as_tf32() -> None:
+    of = replace(job(), hardware=load_hardware("h100-sxm"))
+    found = fit_calibration([run(of, replace(TRUE, gemm=5.0))])
+    assert found.refused == ()
+    assert (found.hardware.peak_flops_per_s("fp32") or 0) > 3 * 66.9e12
+
+
+def test_quick_takes_no_recordings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["calibrate", "--quick", str(SAMPLES / "pp2_m2")]) == 2
+    assert cli.run(["calibrate", str(SAMPLES / "pp2_m2"), "--ranks", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "stepsplit: --quick takes no recordings; leave out one of them\n"
+        "stepsplit: --ranks is for --quick; recordings have their own ranks\n"
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -11,9 +13,10 @@ from benchmarks import busy
 
 pytest.importorskip("torch")
 
-from stepsplit.analyzer import BUCKETS, Calibration, predict
+from stepsplit.analyzer import BUCKETS, Calibration, analyze, predict, read_job, read_rates
 from stepsplit.analyzer.gap.calibrate import CalibrationSample, fit_calibration, read_sample
 from stepsplit.collectors.record import DemoArgs, launch_workload
+from stepsplit.dashboard import cli
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,3 +115,43 @@ def test_a_run_of_one_layout_predicts_another(
         off = {bucket: (mine - seen) / true.step_ns for bucket, mine, seen in pairs}
         assert abs(split.step_ns / true.step_ns - 1) <= STEP_OFF, (split, true)
         assert all(abs(share) <= BUCKET_OFF for share in off.values()), off
+
+
+QUICK_OFF = 0.3
+"""How far off the demo's prediction may be, a ratio of it, where nothing else runs."""
+
+
+def test_the_demo_is_predicted_from_a_calibration_around_it(tmp_path: Path) -> None:
+    """The calibration is of another layout: this one is never fitted to what it predicts."""
+    off = []
+    for turn in range(MOST_TURNS):
+        out, begin = tmp_path / f"demo{turn}", busy.now()
+        assert cli.run(["demo", "--parallel", "tp=2", "--no-serve", "--out", str(out)]) == 0
+        report = analyze(out, job=out / "job.toml")
+        assert report.prediction is not None and report.gap is not None
+        assert report.prediction.confidence == "calibrated"
+        if busy.now().others_cores(begin) <= QUIET_CORES:
+            off.append(report.gap.shown.measured.step_ns / report.gap.shown.predicted.step_ns - 1)
+        if len(off) == TIMES:
+            assert abs(median(off)) <= QUICK_OFF, off
+            return
+    pytest.skip("other programs disturb the training")
+
+
+def test_quick_writes_hardware_without_a_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.toml"
+    assert cli.run(["calibrate", "--quick", "--ranks", "2", "--out", str(out), "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    body = json.loads(captured.out)
+    assert [one["op"] for one in body["transfers"]] == ["all_reduce"]
+    assert body["hardware"]["efficiency"]["rows"] == ["run:quick"]
+    assert captured.err == "training a small GPT on tp=2 for some seconds\n"
+    (tmp_path / "job.toml").write_text(
+        "[model]\nlayers = 2\nhidden = 64\nheads = 4\nvocab = 32\n[parallel]\ndp = 2\n"
+        "[training]\nseq_len = 32\nmicro_batch = 2\nglobal_batch = 4\n"
+        'dtype = "fp32"\n[hardware]\nfile = "mine.toml"\n'
+    )
+    job = read_job(tmp_path / "job.toml")
+    assert predict(job, read_rates(tmp_path / "job.toml", job.hardware)).confidence == "calibrated"

@@ -307,7 +307,7 @@ def test_missing_ranks_are_a_caveat(tmp_path: Path) -> None:
                   mesh=Mesh.of({"tp": 2}))  # fmt: skip
     compared = gap(tmp_path, found, model(split(compute=80, collective=20), SUMS))
     adds_up(compared)
-    assert compared.notes == ("1 of 1 steps are estimates (peer ranks missing)",)
+    assert compared.notes == ("1 of 1 steps are estimates (ranks or ends of calls missing)",)
 
 
 def test_missing_stages_are_a_caveat(tmp_path: Path) -> None:
@@ -408,6 +408,11 @@ def test_findings_of_the_model_are_listed_largest_first() -> None:
 
 def test_a_part_within_the_model_uncertainty_is_a_finding_only_for_call_counts() -> None:
     assert slow(1.3, link=29, overlap=31, calls=12) == [("less_overlap", 31), ("extra_calls", 12)]
+
+
+def test_a_finding_saves_at_most_its_measured_bucket() -> None:
+    """Collectives take 100 us: another part of the difference is negative."""
+    assert slow(1.0, link=250, overlap=-250) == [("slower_calls", 100)]
 
 
 def test_a_run_that_is_faster_has_nothing_to_fix() -> None:

@@ -141,7 +141,8 @@ def test_missing_keys_are_listed(found: RunSplit) -> None:
         job(found, spec)
     assert str(error.value) == (
         "cannot infer [model] layers, hidden, heads, vocab, [training] seq_len, global_batch"
-        " and [hardware] preset from the recording; add them to a job.toml and pass it with --job"
+        " and [hardware] preset from the recording; analyze --write-job job.toml writes the rest;"
+        " add them and pass it with --job"
     )
 
 

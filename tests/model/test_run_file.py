@@ -463,6 +463,9 @@ def test_every_error_is_one_line() -> None:
         (b"[model", "not valid TOML (Expected ']'"),
         (b"\xff", "not valid TOML ("),
         (b"layers = 1" + b"0" * 5000, "not valid TOML ("),
+        (b".".join([b"a"] * 20_000) + b" = 1", "has a key of more than 32 parts"),
+        (b'model = { "a"' + b" . 'a b'" * 40 + b" = 1 }", "has a key of more than 32 parts"),
+        (b"# " + b"a.b " * 300_000, "too large for a TOML file"),
         (b"[modl]\n", "modl: unknown key; write model, parallel, training or hardware"),
         (
             b"model = 3\ntraining = 1\nhardware = 1\n",

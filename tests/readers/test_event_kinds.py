@@ -6,6 +6,7 @@ from pathlib import Path
 
 from builders import CpuTrace, GpuTrace
 
+from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, FamilyRule, KernelRule, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.trace import EventKind, RankTrace
@@ -57,3 +58,30 @@ def test_ops_of_training_threads_are_compute_in_a_cpu_run(tmp_path: Path) -> Non
     found = kinds(trace)
     assert (found["aten::mm"], found["c10d::allreduce_"]) == (EventKind.COMPUTE, EventKind.OTHER)
     assert trace.kinds.find_family(trace.events.names.index("aten::mm")) == "gemm"
+
+
+def old_trace() -> CpuTrace:
+    """A step of torch 1.8, whose ranges have the category of the ops."""
+    trace = CpuTrace().op("ProfilerStep#0", 0, 100).op("enumerate(DataLoader)#next", 0, 20)
+    trace.op("## forward ##", 20, 50).op("aten::mm", 22, 32).op("MyFunction", 34, 46)
+    trace.op("aten::add", 35, 40).op("MmBackward", 50, 60).op("detach", 61, 62)
+    trace.op("Optimizer.step#SGD.step", 62, 95).op("aten::add_", 70, 80)
+    for event in trace.events:
+        event["cat"] = "Operator"
+    return trace
+
+
+def test_ranges_of_old_traces_are_no_compute(tmp_path: Path) -> None:
+    old_trace().write(tmp_path)
+    [trace] = read_recording([tmp_path]).traces
+    computing = {name for name, kind in kinds(trace).items() if kind == EventKind.COMPUTE}
+    assert computing == {"aten::mm", "aten::add", "MmBackward", "detach", "aten::add_"}
+    [step] = analyze(tmp_path).steps
+    assert (step.step, step.step_ns, step.compute_ns) == (0, 100_000, 36_000)
+
+
+def test_ops_of_new_traces_need_no_namespace(tmp_path: Path) -> None:
+    """torch.compile's regions and kernels are ops; the marks of torch_npu are not."""
+    CpuTrace().op("ProfilerStep#0", 0, 100).op("graph_0_cpp_fused_add", 10, 60).write(tmp_path)
+    [step] = analyze(tmp_path).steps
+    assert (step.step_ns, step.compute_ns) == (100_000, 50_000)

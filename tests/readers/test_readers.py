@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
+from builders import CpuTrace, GpuTrace
 from cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
@@ -203,3 +203,85 @@ def test_an_event_without_a_time_is_ignored(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
     trace.events.append({"ph": "X", "cat": "kernel", "name": "lost", "args": {"stream": 7}})
     assert [row.compute_ns for row in analyze(trace.write(tmp_path)).steps] == [5_000]
+
+
+def shapes_of(folder: Path) -> dict[str, str]:
+    """The shapes of each event that has any, by name."""
+    (trace,) = read_recording([folder]).traces
+    shapes = trace.shapes
+    return {
+        trace.events.name_of(event): shapes.texts[text]
+        for event, text in zip(shapes.event.tolist(), shapes.text_id.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_kernel_has_the_shapes_of_the_innermost_op_that_launched_it_else_its_grid(
+    tmp_path: Path, indent: int | None
+) -> None:
+    trace = GpuTrace().step(1, 0, 100)
+    trace.op("aten::linear", 0, 20, **{"Input Dims": [[8, 128], [512, 128], []]})
+    trace.op("aten::t", 1, 2, **{"Input Dims": [[512, 128]]})
+    trace.op("aten::mm", 3, 9, **{"Input Dims": [[8, 128], [128, 512]], "Input type": ["float"]})
+    trace.op("aten::empty", 10, 11, **{"Input Dims": [[], [], []], "Concrete Inputs": ["[8]"]})
+    trace.kernel("of_mm", 30, 40, launched=5, grid=[4, 1, 1])
+    trace.kernel("of_linear", 40, 50, launched=12, grid=[4, 1, 1])
+    trace.kernel("of_empty", 50, 51, launched=10.5)
+    trace.kernel("of_none", 60, 70, launched=30, grid=[16, 2, 1])
+    trace.kernel("unknown", 70, 80, launched=40)
+    (tmp_path / "rank0_trace.json").write_text(json.dumps(trace.body(), indent=indent))
+    assert shapes_of(tmp_path) == {
+        "of_mm": "[[8, 128], [128, 512]]",
+        "of_linear": "[[8, 128], [512, 128], []]",
+        "of_empty": "[[8, 128], [512, 128], []]",
+        "of_none": "grid [16, 2, 1]",
+        "aten::linear": "[[8, 128], [512, 128], []]",
+        "aten::t": "[[512, 128]]",
+        "aten::mm": "[[8, 128], [128, 512]]",
+    }
+
+
+def test_an_op_of_a_cpu_run_has_the_shapes_of_its_inputs(tmp_path: Path) -> None:
+    trace = CpuTrace().step(1, 0, 100).op("aten::mm", 0, 10, **{"Input Dims": [[8, 4], [4, 2]]})
+    trace.op("aten::lists", 10, 20, **{"Input Dims": [[[8], [4, 2]], []]}).op("aten::add", 20, 30)
+    trace.op("aten::empty", 30, 31, **{"Input Dims": [[], []]})
+    short = ["c10::BFloat16", "c10::BFloat16"]
+    trace.op("aten::short", 32, 33, **{"Input type": short, "Input Dims": [[8, 4], [4, 2]]})
+    trace.op("aten::odd", 31, 32, **{"Input Dims": None}).write(tmp_path)
+    assert shapes_of(tmp_path) == {
+        "aten::mm": "[[8, 4], [4, 2]]",
+        "aten::short": "[[8, 4], [4, 2]] bf16",
+        "aten::lists": "[[[8], [4, 2]], []]",
+    }
+
+
+@pytest.mark.parametrize("grid", ["4x1x1", [4, "1"], None, {}, [2.5]])
+def test_an_odd_grid_is_ignored(tmp_path: Path, grid: object) -> None:
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5, grid=grid).kernel("b", 5, 9, grid=[3])
+    assert [row.compute_ns for row in analyze(trace.write(tmp_path)).steps] == [9_000]
+    assert shapes_of(tmp_path) == {"b": "grid [3]"}
+
+
+def test_waits_that_name_their_event_are_read(tmp_path: Path) -> None:
+    """Of the rows, two lack what is waited for, and one has arguments of a wrong type."""
+    trace = GpuTrace().step(1, 0, 10).kernel("gemm", 0, 5)
+    recorded = trace.record_event(1)
+    trace.wait_for_event(2, recorded, stream=7, on_stream=20).synchronize_device(3, 4)
+    waits = {"wait_on_stream": 20, "wait_on_cuda_event_record_corr_id": recorded}
+    for name, args in (
+        ("Event Sync", {"stream": -1, "correlation": 91} | waits),
+        ("Stream Sync", {"stream": 7, "correlation": 92}),
+        ("Stream Wait Event", {"stream": 7, "correlation": 93}),
+        ("Stream Wait Event", {"stream": 7} | waits),
+        ("Stream Wait Event", {"stream": "7", "correlation": 94} | waits),
+    ):
+        trace.events.append(
+            {"ph": "X", "cat": "cuda_sync", "name": name, "pid": 1, "tid": 7, "ts": 5, "dur": 1,
+             "args": args}
+        )  # fmt: skip
+    found = read_recording([str(trace.write(tmp_path))]).traces[0].waits
+    columns = (found.correlation, found.stream, found.on_stream, found.recorded)
+    stream_wait, synchronize, *others = zip(*(one.tolist() for one in columns), strict=True)
+    assert stream_wait[1:] == (7, 20, recorded)
+    assert synchronize[1:3] == (-1, -1)
+    assert others == [(91, -1, 20, recorded), (92, -1, 7, 92)]

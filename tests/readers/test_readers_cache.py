@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import GpuTrace
+from builders import COMM_STREAM, GpuTrace
 from reading import on_disk
 
 from stepsplit.analyzer import KinetoFile
@@ -28,20 +28,33 @@ def small_files_too(
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     trace = GpuTrace(3, 8, groups=[("0", "tp", range(8))])
-    trace.step(1, 0, 10).kernel("gemm", 0, 5).all_reduce(5, 9)
+    trace.step(1, 0, 10).kernel("gemm", 0, 5, grid=[64, 1, 1]).all_reduce(5, 9)
+    trace.wait_for_event(7, trace.record_event(6), on_stream=COMM_STREAM)
     return trace.write(tmp_path)
 
 
 def same(one: KinetoFile, other: KinetoFile) -> bool:
     a, b = one.rows, other.rows
     columns = ("start_ns", "dur_ns", "category", "name_id", "lane", "correlation")
+    waits = ("correlation", "stream", "on_stream", "recorded")
     return (
         all(np.array_equal(getattr(a.events, c), getattr(b.events, c)) for c in columns)
         and (a.events.names, a.events.lanes) == (b.events.names, b.events.lanes)
         and a.noted_row.tolist() == b.noted_row.tolist()
         and (a.noted_args, a.t0_unix_ns, a.counts) == (b.noted_args, b.t0_unix_ns, b.counts)
         and (one.header, one.notes) == (other.header, other.notes)
+        and shapes_of(one) == shapes_of(other)
+        and len(one.waits) == 1
+        and all(np.array_equal(getattr(one.waits, c), getattr(other.waits, c)) for c in waits)
     )
+
+
+def shapes_of(file: KinetoFile) -> list[tuple[int, str]]:
+    shapes = file.rows.shapes
+    return [
+        (event, shapes.texts[text])
+        for event, text in zip(shapes.event.tolist(), shapes.text_id.tolist(), strict=True)
+    ]
 
 
 def recalled(file: Path) -> KinetoFile | None:

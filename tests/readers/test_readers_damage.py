@@ -20,7 +20,7 @@ from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.compression import open_unpacked
-from stepsplit.analyzer.readers.kineto import json_stream
+from stepsplit.analyzer.readers.kineto import json_stream, reader
 from stepsplit.analyzer.readers.kineto.json_stream import split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
     join_parts,
@@ -180,13 +180,18 @@ def test_a_cut_zstd_gives_the_blocks_before_the_cut(tmp_path: Path) -> None:
     assert len(found) > 700_000
 
 
-@pytest.mark.parametrize("sample", ["dp4/rank0", "pp2_m8/rank1", "tp2_pp2_dp2/rank7"])
+@pytest.mark.parametrize(
+    "sample", ["dp4/rank0", "pp2_m8/rank1", "tp2_pp2_dp2/rank7", "with shapes"]
+)
 def test_ranges_of_a_sample_add_up_to_the_trace(
     sample: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_stream, "LEAST_RANGE_BYTES", 1 << 16)
     file = tmp_path / "trace.json"
-    file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
+    if sample == "with shapes":
+        file.write_text(json.dumps(_with_shapes().body()))
+    else:
+        file.write_bytes(gzip.decompress((SAMPLES / f"{sample}_trace.json.gz").read_bytes()))
     opening, whole = read_opening(on_disk(file)), read_kineto(on_disk(file))
     assert opening is not None
     assert whole is not None
@@ -197,12 +202,24 @@ def test_ranges_of_a_sample_add_up_to_the_trace(
         assert _content(found) == _content(whole)
 
 
+def _with_shapes() -> GpuTrace:
+    """Kernels by turns with a grid alone and launched by an op with shapes."""
+    trace = GpuTrace()
+    for i in range(6_000):
+        if i % 2:
+            trace.op("aten::mm", i, i + 0.5, **{"Input Dims": [[i % 7, 8], [8, 4]]})
+        trace.kernel("gemm", i, i + 1, launched=i + 0.25, grid=[i % 5 + 1, 1, 1])
+    return trace
+
+
 def _content(file: KinetoFile) -> tuple[object, ...]:
     events = file.rows.events
     lanes = [events.lanes[lane] for lane in events.lane.tolist()]
-    columns = (events.start_ns, events.dur_ns, events.category, events.correlation)
+    shapes = file.rows.shapes
+    columns = (events.start_ns, events.dur_ns, events.category, events.correlation, shapes.event)
+    texts = [shapes.texts[text] for text in shapes.text_id.tolist()]
     return (file.header, file.notes, file.rows.counts, file.rows.t0_unix_ns, names(file), lanes,
-            *(column.tolist() for column in columns))  # fmt: skip
+            texts, *(column.tolist() for column in columns))  # fmt: skip
 
 
 def bomb_in_a_zip(path: Path) -> None:
@@ -228,6 +245,53 @@ def test_an_archive_of_a_gigabyte_of_zeros_is_refused(tmp_path: Path, name: str,
     make(tmp_path / name)
     with pytest.raises(DataError, match="unpacks to over 100 times its size"):
         analyze(tmp_path / name)
+
+
+def test_a_tar_of_a_sparse_member_counts_what_it_unpacks_to(tmp_path: Path) -> None:
+    member = tarfile.TarInfo("rank0_trace.json")
+    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(8 << 40)}
+    with tarfile.open(tmp_path / "t.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(member)
+    with pytest.raises(DataError, match="unpacks to over 100 times its size"):
+        analyze(tmp_path / "t.tar")
+
+
+def test_a_zip_is_opened_once_for_all_of_its_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "t.zip", "w") as archive:
+        for number in range(40):
+            archive.writestr(f"notes/{number}.json", "{}")
+        archive.writestr("rank0_trace.json", json.dumps(CpuTrace().op("op", 0, 9).events))
+    opened = []
+
+    class Counted(zipfile.ZipFile):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            opened.append(args)
+            super().__init__(*args, **more)
+
+    monkeypatch.setattr(zipfile, "ZipFile", Counted)
+    assert analyze(tmp_path / "t.zip").steps
+    assert len(opened) == 2, "to list and to read the members"
+
+
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2).step(1, 0, 10).kernel("gemm" * 3_000, 0, 10)
+    (row,) = analyze(trace.write(tmp_path)).path_kernels
+    assert row.kernel == "gemm" * 2_048
+
+
+def test_more_names_than_can_be_classified_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_MAX_NAME_CHARACTERS", 30)
+    trace = GpuTrace(0, 2).step(1, 0, 20).kernel("gemm" * 5, 0, 10).kernel("attention", 10, 20)
+    analyze(trace.write(tmp_path))
+    trace.kernel("softmax", 20, 21)
+    with pytest.raises(
+        DataError, match="names of its 3 kernels and ops have 36 characters; at most"
+    ):
+        analyze(trace.write(tmp_path))
 
 
 def test_nested_steps_give_windows_without_overlap(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cases import for_each
 from reading import on_disk
 from required import SHARED_TRACES, shared_trace
 
-from stepsplit.analyzer import DataError, Sweep, SweepRow, Sweeps, Timing
+from stepsplit.analyzer import DataError, Sweep, SweepRow, Sweeps, Timing, read_files
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log as is_nccl_log
 from stepsplit.analyzer.readers.nccl.nccl_tests import is_sweep, read_sweeps
 
@@ -231,6 +231,49 @@ def test_torn_rows_are_counted(tmp_path: Path) -> None:
     found = read(tmp_path, f"{SUM}\n{SUM[:50]}host:1:2 [0] NCCL INFO x\n{SUM[:60]}\n{SUM}\n")
     assert len(found.sweeps[0].rows) == 2
     assert found.notes[-1].message == "2 rows are truncated; ignored"
+
+
+INFO = "host:1:2 [1] NCCL INFO AllReduce: opCount 0 count 2097152 datatype 7 op 0 root 0\n"
+
+
+@for_each(
+    ("host", "stamp"),
+    [
+        ("node7", ""),
+        ("7node", ""),
+        ("node-1", ""),
+        ("ip-10-0-0-1.ec2.internal", ""),
+        ("node7", "[2025-03-18 21:25:51] "),
+    ],
+)
+def test_rows_torn_by_the_log_are_joined(tmp_path: Path, host: str, stamp: str) -> None:
+    """nccl-tests flushes a row in three parts, and NCCL's messages begin where each ends."""
+    info = stamp + INFO.replace("host", host)
+    [row] = [line for line in NEW.splitlines() if line.startswith("  ")]
+    cells = row.split()
+    parts = ["  ".join(cells[:5]), "  ".join(cells[5:9]), "  ".join(cells[9:])]
+    torn = f"     {parts[0]}{info}{info}  {parts[1]}{info}  {parts[2]}\n"
+    found = read(tmp_path, info + NEW.replace(f"{row}\n", torn))
+    assert found.sweeps[0].rows == (ROW,)
+    assert [note.message for note in found.notes] == [
+        "1 rows were torn by NCCL's log; joined again"
+    ]
+
+
+def test_a_row_whose_rest_is_missing_is_not_joined_to_the_next(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{INFO}{SUM[:50]}{INFO}{SUM}\n{SUM[:60]}{INFO}# Out of bounds\n{SUM}\n")
+    assert len(found.sweeps[0].rows) == 2
+    assert [note.message for note in found.notes][1:] == ["2 rows are truncated; ignored"]
+
+
+def test_torn_rows_alone_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "nccl.log"
+    file.write_text(f"{NEW[: NEW.index('     1048576')]}{SUM[:50]}{INFO}")
+    [sweep] = [one for one in read_files(file) if one.kind == "nccl-tests output"]
+    assert (sweep.content, sweep.refused) == (
+        None,
+        "no whole row of nccl-tests: 1 rows are truncated; ignored",
+    )
 
 
 def test_damage_does_not_raise(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from cases import for_each
 
 from stepsplit.analyzer import OPS, DataError, Group, analyze, read_files
 from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.report.io import from_json, to_json
 
 
 def trace(rank: int = -1, world_size: int = 1, *, end: float = 5) -> bytes:
@@ -72,6 +74,19 @@ def test_many_guesses_are_one_warning(tmp_path: Path) -> None:
     assert by_rank(recording) == {i: f"trace_{i}.json" for i in range(12)}
     assert [note.message for note in recording.notes] == [
         "12 traces have no rank; assigned in order from trace_0.json (rank 0) to trace_11.json (11)"
+    ]
+
+
+def test_a_folder_whose_name_is_not_utf_8_makes_a_report_that_can_be_read(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"run\xff")
+    folder.mkdir()
+    (folder / "rank0_trace.json").write_bytes(trace())
+    (folder / os.fsdecode(b"rank1_trace\xff.json")).write_bytes(b"{")
+    report = analyze(folder)
+    assert from_json(to_json(report)) == report
+    assert report.run.name == "run?"
+    assert [row.message for row in report.warnings if row.code == "file_skipped"] == [
+        "rank1_trace?.json: JSON, but not a trace, or cut off before its first event"
     ]
 
 
@@ -316,38 +331,40 @@ def test_kernels_of_other_libraries_communicate_too(tmp_path: Path, kernel: str,
 
 
 def test_a_truncated_file_gives_its_complete_events_and_a_note(tmp_path: Path) -> None:
-    whole = trace(0)
+    two = GpuTrace(0).step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 5, 9)
+    whole = json.dumps(two.body()).encode()
     file = tmp_path / "rank0_trace.json"
     file.write_bytes(whole[: whole.rindex(b'"gemm"')])
     report = analyze(file)
-    assert [row.step_ns for row in report.steps] == [10_000]
+    assert [(row.kind, row.step_ns) for row in report.steps] == [("partial", 5_000)]
     [cut] = [w for w in report.warnings if w.code == "trace_cut_off"]
     assert (cut.rank, cut.message) == (
         0,
-        "the file is truncated; 2 complete entries were read",
+        "the file is truncated; 4 complete entries were read",
     )
 
 
 @for_each(
     ("odd", "compute_ns"),
     [
-        (b'"dur": NaN', []),
-        (b'"dur": "5"', [5_000]),
-        (b'"dur": 5, "name": null', [5_000]),
-        (b'"dur": 5, "note": "\xff\xfe"', [5_000]),
-        (b'"dur": 5, "note": "a\tb"', [5_000]),
-        (b'"dur": 5, "pid": [1]', [5_000]),
+        (b'"dur": NaN', 2_000),
+        (b'"dur": "5"', 7_000),
+        (b'"dur": 5, "name": null', 7_000),
+        (b'"dur": 5, "note": "\xff\xfe"', 7_000),
+        (b'"dur": 5, "note": "a\tb"', 7_000),
+        (b'"dur": 5, "pid": [1]', 7_000),  # another main stream
     ],
 )
 def test_an_invalid_event_does_not_lose_the_others(
-    tmp_path: Path, odd: bytes, compute_ns: list[int]
+    tmp_path: Path, odd: bytes, compute_ns: int
 ) -> None:
+    two = GpuTrace(0).step(1, 0, 10).kernel("gemm", 0, 5).kernel("gemm", 6, 8)
     file = tmp_path / "rank0_trace.json"
-    file.write_bytes(trace(0).replace(b'"dur": 5', odd))
+    file.write_bytes(json.dumps(two.body()).encode().replace(b'"dur": 5', odd))
     report = analyze(file)
-    assert [row.compute_ns for row in report.steps if row.compute_ns] == compute_ns
+    assert [row.compute_ns for row in report.steps] == [compute_ns]
     damaged = [w.message for w in report.warnings if w.code == "entries_damaged"]
-    assert damaged == ([] if compute_ns else ["1 of 3 entries are damaged; ignored"])
+    assert damaged == ([] if compute_ns > 2_000 else ["1 of 5 entries are damaged; ignored"])
 
 
 def test_a_negative_duration_becomes_zero_with_a_note(tmp_path: Path) -> None:
@@ -387,3 +404,28 @@ def test_a_key_without_a_value_loses_nothing(tmp_path: Path) -> None:
     assert (found.rank, found.world_size, found.host) == (1, 2, "host0")
     assert found.calls.message_bytes.tolist() == [4000]
     assert [note.code for note in found.notes] == []
+
+
+@pytest.mark.parametrize(
+    ("phases", "found"),
+    [
+        ("be", "only 4 asynchronous events (phases b, n, e)"),
+        ("bne", "only 6 asynchronous events (phases b, n, e)"),
+        ("BE", "only 4 begin and end events (phases B, E)"),
+    ],
+)
+def test_a_file_of_events_without_a_duration_says_what_it_has(
+    tmp_path: Path, phases: str, found: str
+) -> None:
+    entries = [
+        {"cat": "resnet50", "name": str(i), "id": str(i), "ph": phase, "ts": i, "pid": 0}
+        for i in range(2)
+        for phase in phases
+    ]
+    file = tmp_path / "chrome_trace.json"
+    file.write_text(json.dumps(entries, indent=4))
+    with pytest.raises(DataError) as named:
+        analyze(file)
+    assert named.value.problem == f"{found} and none with a duration"
+    with pytest.raises(DataError, match=r"no trace found; chrome_trace\.json: only"):
+        analyze(tmp_path)

@@ -20,6 +20,8 @@ from stepsplit.analyzer import (
     ExposedChange,
     ExposedRow,
     FamilyChange,
+    Finding,
+    FindingChange,
     GroupRow,
     Host,
     KernelFamily,
@@ -104,6 +106,24 @@ def slower() -> Report:
     )  # fmt: skip
 
 
+def test_steps_of_other_sizes_are_compared_for_the_same_work() -> None:
+    two, eight = (
+        msgspec.structs.replace(report, pipeline=Pipeline((), count, "1f1b", 0.2, None, 0.2))
+        for report, count in ((baseline(), 2), (slower(), 8))
+    )
+
+    assert compare_reports(two, eight).microbatch_ratio == (145 / 8) / (105 / 2)
+    assert compare_reports(two, two).microbatch_ratio is None
+    assert compare_reports(two, slower()).microbatch_ratio is None
+
+    found = compare_reports(baseline(), slower())
+    one, other = found.baseline, found.candidate
+    half, double = replace(one, tokens_per_s=1000.0), replace(other, tokens_per_s=1500.0)
+    assert replace(found, baseline=half, candidate=double).token_ratio == 1.5
+    as_many = replace(other, tokens_per_s=1000 * 105 / 145)
+    assert replace(found, baseline=half, candidate=as_many).token_ratio is None
+
+
 def test_what_differs_between_two_runs() -> None:
     found = compare_reports(baseline(), slower())
     assert found.baseline == Side(
@@ -150,6 +170,34 @@ def test_a_run_against_itself_differs_in_nothing() -> None:
     assert not compare_reports(baseline(), slower()).same
 
 
+def found(code: str, gain_ns: int, *ranks: int, message: str = "") -> Finding:
+    return Finding(code, "idle", gain_ns, None, None, ranks, (1, 2), (), message)
+
+
+def test_bottlenecks_are_compared_by_cause_and_ranks() -> None:
+    """Rank 1 becomes slow, the loader of rank 0 is fixed, and host_bound hardly changes."""
+    before = msgspec.structs.replace(
+        baseline(), findings=(found("data_loading", 9, 0, message="loads"), found("host_bound", 5))
+    )
+    rows = tuple(
+        msgspec.structs.replace(row, step_ns=row.step_ns + 60, idle_ns=60) for row in before.steps
+    )
+    slow = (found("slow_rank", 40, 1, message="slow"), found("slow_rank", 3, 0))
+    after = msgspec.structs.replace(
+        before, steps=rows, findings=(*slow, found("host_bound", 6, message="bound"))
+    )
+    comparison = compare_reports(before, after)
+    assert comparison.findings == (
+        FindingChange(0, 40, "slow_rank", (1,), "slow"),
+        FindingChange(9, 0, "data_loading", (0,), "loads"),
+        FindingChange(0, 3, "slow_rank", (0,), ""),
+        FindingChange(5, 6, "host_bound", (), "bound"),
+    )
+    assert comparison.changed_findings == comparison.findings[:3], "at least 2 of the step's 105 ns"
+    assert compare_reports(before, before).changed_findings == ()
+    assert not compare_reports(before, msgspec.structs.replace(before, findings=())).same
+
+
 def test_another_layout_is_compared_and_listed_in_the_settings() -> None:
     piped = msgspec.structs.replace(
         baseline(),
@@ -166,6 +214,30 @@ def test_another_layout_is_compared_and_listed_in_the_settings() -> None:
         Setting("strategies", "tp 2", "pp 2 (1f1b)"),
     )
     assert (found.baseline.bubble_fraction, found.candidate.bubble_fraction) == (None, 0.25)
+
+
+@pytest.mark.parametrize("known", ["baseline", "candidate"])
+def test_meshes_inferred_from_changed_calls_are_compared_by_the_ranks_of_their_groups(
+    known: str,
+) -> None:
+    """An all_reduce per layer was added, and the same group now looks like tensor parallelism."""
+    source = "rank sets and operations"
+    inferred = msgspec.structs.replace(RUN, mesh=(AxisSize("dp", 2),), mesh_source=source)
+    report = baseline()
+    other = msgspec.structs.replace(
+        report,
+        run=inferred,
+        groups=(GroupRow(0, "dp", "default_pg", (0, 1)),),
+        exposed=tuple(msgspec.structs.replace(row, axis="dp") for row in report.exposed),
+    )
+    sides = (report, other) if known == "baseline" else (other, report)
+
+    found = compare_reports(*sides)
+
+    assert [row.name for row in found.settings] == ["inferred mesh"]
+    assert {(row.axis, row.difference_ns) for row in found.exposed} == {("tp", 0)}
+    assert {row.axis for row in found.collectives} == {"tp"}
+    assert all(row.baseline == row.candidate for row in found.collectives)
 
 
 def test_a_setting_that_one_side_does_not_know_is_unknown() -> None:

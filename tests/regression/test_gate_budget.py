@@ -78,7 +78,7 @@ def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
         ("[budget]\nstep = '5%'", "has no table [budgets]"),
         ("[budgets]\nstep = 5", "the limit of step must be a string"),
         ("[budgets]\nstep = 'five'", "invalid limit 'five'"),
-        ("[budgets", "not TOML"),
+        ("[budgets", "not valid TOML"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -95,7 +95,7 @@ def test_the_setup_of_a_run() -> None:
     assert extract_metrics(analysis().report, "x").setup == Setup(
         world_size=4, ranks=(0, 1, 2, 3), hosts=2, device="NVIDIA H100", mesh="pp 2 tp 2",
         backend="nccl", schedule="1F1B", microbatches=4, torch="2.13.0", nccl="2.30.7",
-        driver=None,
+        driver=None, mesh_source="run.json",
     )  # fmt: skip
 
 
@@ -135,6 +135,7 @@ def test_a_baseline_file_brings_the_same_runs_back_a_fact_a_line(tmp_path: Path)
         ('{"schema": "stepsplit.baseline/1", "runs": []}', "contains no run"),
         ('{"schema": "stepsplit.baseline/1", "runs": [{}]}', "not a stepsplit baseline"),
         ('{"schema": "stepsplit.baseline/1", "runs": [', "not a stepsplit baseline"),
+        ('{"schema": "stepsplit.baseline/1", "runs": ' + "[" * 100_000, "not a stepsplit baseline"),
     ],
 )
 def test_a_baseline_file_that_is_none_is_refused(tmp_path: Path, text: str, words: str) -> None:

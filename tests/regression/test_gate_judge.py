@@ -11,7 +11,13 @@ from scipy import stats
 from stepsplit.analyzer import CheckedMetric, DataError, UsageError
 from stepsplit.analyzer.regression.checks import parse_budgets
 from stepsplit.analyzer.regression.judge import check_candidate
-from stepsplit.analyzer.regression.metrics import BucketTime, CallMetrics, CausedWait
+from stepsplit.analyzer.regression.metrics import (
+    BucketTime,
+    CallMetrics,
+    CausedWait,
+    GroupRanks,
+    RunMetrics,
+)
 
 QUIET = (0.100, 0.101, 0.099, 0.1005, 0.0995)
 MORE = (0.120, 0.121, 0.119, 0.1205, 0.1195)
@@ -246,3 +252,73 @@ def test_an_axis_that_never_waits_is_zero_where_the_mesh_has_it() -> None:
     assert (found.answer, found.baseline, found.candidate, found.p) == ("pass", 0.0, 0.0, None)
     with pytest.raises(UsageError, match=r"has no skew\.cp"):
         judged(own, BASE, "skew.cp:5%")
+
+
+def without_names(name: str, axis: str | None, mesh: str | None, *calls: CallMetrics) -> RunMetrics:
+    """A run of four ranks on one group, whose axis was inferred from its calls."""
+    setup = replace(SETUP, mesh=mesh, mesh_source=mesh and "rank sets and operations")
+    values = {"calls": 18.0, f"exposed_comm.{axis}": 0.2, f"busbw.{axis}.all_reduce": 1e9}
+    times = [BucketTime("collective", None, MS), BucketTime("collective", axis, MS)]
+    built = run(name, values if axis else {}, setup=setup, calls=calls, times=times, blame=[])
+    return replace(built, groups=(GroupRanks(axis, "default_pg", (0, 1, 2, 3)),))
+
+
+def reduction(axis: str, calls: int, message_bytes: int) -> CallMetrics:
+    return CallMetrics(axis, "all_reduce", "float32", message_bytes, calls, False, 1000, 0)
+
+
+@for_each(
+    ("axis", "mesh"),
+    [("tp", "tp 4"), (None, None), ("dp_replicate", "dp_replicate 4")],
+    ids=["another axis", "none", "the same"],
+)
+def test_an_added_collective_is_the_finding_whatever_axis_it_suggests(
+    axis: str | None, mesh: str | None
+) -> None:
+    """16 calls are new and 2 changed their size: 16 more."""
+    base = without_names(
+        "base", "dp_replicate", "dp_replicate 4", reduction("dp_replicate", 2, 9000)
+    )
+    name = axis or "default_pg"
+    more = without_names("own", axis, mesh, reduction(name, 16, 4000), reduction(name, 2, 9004))
+    verdict = check([more], [base], "calls:exact")
+    (found,) = verdict.gated
+    assert (found.answer, found.harm, found.note) == (
+        "regressed",
+        16,
+        "dp_replicate all_reduce 2 -> 18",
+    )
+    assert [cause.message for cause in verdict.causes] == [
+        "dp_replicate all_reduce: +16 calls per step (baseline: 2 of 9.00 kB; candidate: "
+        "16 of 4.00 kB + 2 of 9.00 kB)"
+    ]
+    assert verdict.warnings == (
+        ()
+        if mesh == "dp_replicate 4"
+        else (
+            f"mesh is dp_replicate 4 in base, {mesh or 'unknown'} in own, inferred from the calls; "
+            "groups are compared by their ranks",
+        )
+    )
+
+
+def test_the_metrics_of_an_axis_are_compared_with_those_of_the_same_ranks() -> None:
+    base = without_names(
+        "base", "dp_replicate", "dp_replicate 4", reduction("dp_replicate", 2, 9000)
+    )
+    own = without_names("own", "tp", "tp 4", reduction("tp", 2, 9000))
+    for rule in ("exposed_comm.dp_replicate:<=10%", "busbw.dp_replicate.all_reduce:>=2GB/s"):
+        assert check([own], [base], rule).gated[0].candidate in (0.2, 1e9)
+
+
+def test_meshes_that_the_jobs_state_are_refused_if_they_differ() -> None:
+    base = without_names(
+        "base", "dp_replicate", "dp_replicate 4", reduction("dp_replicate", 2, 9000)
+    )
+    own = without_names("own", "tp", "tp 4", reduction("tp", 2, 9000))
+    stated = [
+        replace(one, setup=replace(one.setup, mesh_source=source))
+        for one, source in ((base, "run.json"), (own, "group names"))
+    ]
+    with pytest.raises(UsageError, match="mesh is dp_replicate 4 in base, tp 4 in own"):
+        check(stated[1:], stated[:1], "calls:exact")

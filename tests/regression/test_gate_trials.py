@@ -6,12 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from gate_builders import runs
 from gate_trials import RULES, STEPS, Cell, answers
 from ground_truth import SEED
 
 from stepsplit.analyzer.regression import judge, statistics
-from stepsplit.analyzer.regression.statistics import MISS_RATE, Difference, compute_difference
+from stepsplit.analyzer.regression.checks import parse_budget
+from stepsplit.analyzer.regression.statistics import (
+    MISS_RATE,
+    POWER,
+    Difference,
+    compute_difference,
+)
+from stepsplit.dashboard.reporters import verdict as verdict_screen
 
 pytestmark = pytest.mark.seeded
 TRIALS = 150
@@ -122,3 +131,68 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     BUGS[name](monkeypatch)
     with pytest.raises(AssertionError):
         check_gate()
+
+
+@pytest.mark.slow
+def test_the_proposed_number_of_runs_decides_and_fewer_do_not() -> None:
+    """Runs with known noise, as many as the check proposes for it: what it promises comes true."""
+    noise, allowed = 0.05, 0.05
+    needed = statistics.count_runs_needed(noise, allowed)
+    assert needed is not None
+    dice = np.random.default_rng(SEED)
+
+    def share(answer: str, n_runs: int, shift: float = 0.0, budget: float = allowed) -> float:
+        # A regression is confirmed by permutations, which take longer.
+        trials = 8 if shift else TRIALS
+        rules = [parse_budget(f"exposed_comm:{100 * budget:.4f}%")]
+        found = [
+            judge.check_candidate(
+                runs("own", "exposed_comm", 0.1 * (1 + shift + noise * dice.normal(size=n_runs))),
+                runs("base", "exposed_comm", 0.1 * (1 + noise * dice.normal(size=n_runs))),
+                rules,
+            ).answer
+            for _ in range(trials)
+        ]
+        return found.count(answer) / trials
+
+    chance = 3.1 * (POWER * (1 - POWER) / TRIALS) ** 0.5
+    assert abs(share("pass", needed) - POWER) <= chance + 0.05
+    assert share("pass", needed // 2) < POWER - chance
+    assert share("regressed", needed, shift=1.5 * allowed) >= 0.5
+    decidable = statistics.compute_decidable(noise, 5)
+    assert abs(share("pass", 5, budget=decidable) - POWER) <= chance + 0.05
+
+
+def test_an_undecided_check_says_what_would_decide() -> None:
+    before, own = [0.10, 0.14, 0.12], [0.11, 0.15, 0.12]
+
+    verdict = judge.check_candidate(
+        runs("own", "exposed_comm", own),
+        runs("base", "exposed_comm", before),
+        [parse_budget("exposed_comm:1pt"), parse_budget("calls:exact")],
+    )
+
+    (times,) = (one for one in verdict.gated if one.metric == "exposed_comm")
+    assert times.answer == "inconclusive"
+    assert times.runs_needed == statistics.count_runs_needed(
+        statistics.estimate_noise(before, own) or 0.0, 0.01
+    )
+    assert times.decidable == statistics.compute_decidable(
+        statistics.estimate_noise(before, own) or 0.0, 3
+    )
+    assert verdict_screen.format_headline(verdict) == (
+        "INCONCLUSIVE: calls within budget (exact); exposed_comm not decided by these runs"
+    )
+
+
+def test_a_baseline_proposes_a_budget_that_its_own_noise_can_decide() -> None:
+    noisy = runs("base", "exposed_comm", [0.10, 0.14, 0.12, 0.09, 0.15])
+    quiet = runs("base", "exposed_comm", [0.100, 0.101, 0.1, 0.1005, 0.0995])
+    budgets = [parse_budget("calls:exact"), parse_budget("exposed_comm:10%,1pt")]
+
+    assert [b.text for b in statistics.propose_budgets(budgets, quiet)] == ["exact", "10%,1pt"]
+    exact, proposed = statistics.propose_budgets(budgets, noisy)
+    assert exact == budgets[0]
+    noise = statistics.estimate_noise([0.10, 0.14, 0.12, 0.09, 0.15]) or 0.0
+    assert statistics.compute_decidable(noise, 5) <= proposed.amount
+    assert proposed.amount < statistics.compute_decidable(noise, 5) + 0.001

@@ -30,15 +30,52 @@ def timed(before: tuple[int, ...], profiled: tuple[int, ...], after: tuple[int, 
     return replace(RANK, steps=StepTimes(before, profiled, after))
 
 
-def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> None:
+def test_the_profilers_cost_is_the_median_rank_s_of_medians_against_the_steps_before(
+    tmp_path: Path,
+) -> None:
     records = [
-        timed((100, 100), (150, 130, 140), (100, 900)),
-        timed((100,), (120,), (100, 100)),
-        timed((200, 200), (220, 220), (200,)),
+        timed((100, 100, 900), (150, 130, 140), (130, 130, 130)),
+        timed((100, 100, 100), (120,), (110, 110, 110)),
+        timed((200, 200, 200), (220, 220), (200, 200, 200)),
     ]
 
-    report = report_of_records(tmp_path, *records)
-    assert report.run.profiling_slowdown == pytest.approx(0.2)
+    run = report_of_records(tmp_path, *records).run
+
+    assert run.profiling_slowdown == pytest.approx(0.2)
+    # The steps after the profiler are slower too, and hid a part of its cost when they counted.
+    assert run.slowdown_after_profiling == pytest.approx(0.1)
+
+
+def test_the_steps_after_the_profiler_count_where_too_few_before_it_are_known(
+    tmp_path: Path,
+) -> None:
+    run = report_of_records(tmp_path, timed((90, 90), (150, 150), (100, 100, 100))).run
+
+    assert run.profiling_slowdown == pytest.approx(0.5)
+    assert run.slowdown_after_profiling is None
+
+
+def test_times_on_the_gpu_count_instead_of_the_hosts(tmp_path: Path) -> None:
+    """The host was steps ahead before the profiler, and waited in the profiled steps."""
+    record = timed((10,) * 6, (150,) * 2, (10,) * 20)
+    on_gpu = {"before": (100,) * 6, "profiled": (110,) * 2, "after": (100,) * 20}
+    times = {f"gpu_{kind}_ns": times for kind, times in on_gpu.items()}
+
+    run = report_of_records(tmp_path, replace(record, steps=replace(record.steps, **times))).run
+
+    assert run.profiling_slowdown == pytest.approx(0.1)
+    assert run.slowdown_after_profiling == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("after", "warned"), [(112, True), (101, False)])
+def test_steps_that_stay_slower_on_a_gpu_are_a_warning(
+    after: int, warned: bool, tmp_path: Path
+) -> None:
+    report = report_of_records(tmp_path, timed((100,) * 6, (150,) * 5, (after,) * 20))
+
+    texts = [row.message for row in report.warnings if row.code == "profiler_lasting"]
+    assert bool(texts) == warned
+    assert not warned or "12.0% longer than before it: CUPTI stays attached" in texts[0]
 
 
 @for_each(
@@ -49,7 +86,9 @@ def test_the_profilers_cost_is_the_median_rank_s_of_medians(tmp_path: Path) -> N
 def test_too_few_steps_tell_nothing_of_the_profilers_cost(
     record: RankRecord, tmp_path: Path
 ) -> None:
-    assert report_of_records(tmp_path, record).run.profiling_slowdown is None
+    run = report_of_records(tmp_path, record).run
+
+    assert (run.profiling_slowdown, run.slowdown_after_profiling) == (None, None)
 
 
 def test_memory_rows_are_of_the_ranks_that_measured_it(tmp_path: Path) -> None:
@@ -97,3 +136,41 @@ def test_a_field_of_a_newer_version_is_passed_over(tmp_path: Path) -> None:
     path.write_text(json.dumps(body))
 
     assert analyze(tmp_path / "run").memory == (MemoryRow(0, *[None] * 2, 8, *[None] * 5),)
+
+
+def test_steps_from_the_one_in_which_kineto_stopped_are_partial(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace = GpuTrace(rank, 2)
+        for step in range(1, 5):
+            trace.step(step, 100 * step, 100 * step + 100)
+            # On rank 1 the kernels of the last two steps are cut off, their launches are not.
+            end = 100 * step + (100 if rank == 0 or step < 3 else 40)
+            trace.kernel("gemm", 100 * step, end)
+        trace.write(tmp_path)
+        where = RankInfo(rank, rank, "a", 7, "cuda:0")
+        stopped = 3 if rank == 1 else None
+        write_record(tmp_path, replace(RANK, rank=where, device_stopped_step=stopped))
+
+    report = analyze(tmp_path)
+
+    kinds = {(row.rank, row.step): row.kind for row in report.steps}
+    assert [kinds[0, step] for step in range(1, 5)] == ["full"] * 4
+    assert [kinds[1, step] for step in range(1, 5)] == ["full", "full", "partial", "partial"]
+    (warning,) = (row for row in report.warnings if row.code == "device_stopped")
+    assert warning.rank == 1 and "GPU buffers were full in step 3" in warning.message
+
+
+def test_a_step_that_the_recorder_did_not_end_is_partial(tmp_path: Path) -> None:
+    """Two marks are too few to see by their optimizer steps that the job ended in the second."""
+    for rank in range(2):
+        trace = GpuTrace(rank, 2)
+        for step in (10, 11):
+            trace.step(step, 100 * step, 100 * step + 100)
+            trace.kernel("gemm", 100 * step, 100 * step + 100)
+        trace.write(tmp_path)
+        where = RankInfo(rank, rank, "a", 7, "cuda:0")
+        write_record(tmp_path, replace(RANK, rank=where, end_step=11))
+
+    kinds = {(row.rank, row.step): row.kind for row in analyze(tmp_path).steps}
+
+    assert kinds == {(0, 10): "full", (0, 11): "partial", (1, 10): "full", (1, 11): "partial"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from simulator.changes import gathering, slow_group, slow_pair, slowed, stalled
+from simulator.changes import gathering, loading, slow_group, slow_pair, slowed, stalled
 from simulator.engine import simulate
 from simulator.layers import Work
 from simulator.meshes import Fleet, Mesh
@@ -174,6 +174,14 @@ def _stall(rng: random.Random, seed: int, *, layout: _Layout) -> Planted:
     return Planted(stalled(job, rank, busy_ns, (1, 2, 3, 4), share), job, (rank,))
 
 
+def _load(rng: random.Random, seed: int, *, layout: _Layout) -> Planted:
+    job = layout(rng, seed)
+    for rank in range(len(job.programs)):
+        job = loading(job, rank, 0)
+    rank = rng.randrange(len(job.programs))
+    return Planted(loading(job, rank, rng.randint(5_000_000, 15_000_000)), job, (rank,))
+
+
 def _few(rng: random.Random, seed: int, *, mesh: Mesh, microbatches: int) -> Planted:
     made = [
         _pp(random.Random(seed), seed, mesh=mesh, microbatches=microbatches, times=times)
@@ -219,9 +227,12 @@ PLANTED: dict[str, Pair] = {
     "no_overlap ddp": partial(_no_overlap, mesh=(("dp_replicate", 8),)),
     "no_overlap two_hosts": partial(_no_overlap, mesh=(("dp_replicate", 4),), nodes=2),
     "no_overlap tp_dp": partial(_no_overlap, mesh=_TP_DP),
-    "host_stall tp_dp": partial(_stall, layout=_tp_dp),
-    "host_stall fsdp": partial(_stall, layout=_fsdp),
-    "host_stall pp_tp": partial(_stall, layout=_pp_tp),
+    "allocation tp_dp": partial(_stall, layout=_tp_dp),
+    "allocation fsdp": partial(_stall, layout=_fsdp),
+    "allocation pp_tp": partial(_stall, layout=_pp_tp),
+    "data_loading tp_dp": partial(_load, layout=_tp_dp),
+    "data_loading fsdp": partial(_load, layout=_fsdp),
+    "data_loading pp_tp": partial(_load, layout=_pp_tp),
     "few_microbatches pp2": partial(_few, mesh=_PP2, microbatches=4),
     "few_microbatches pp4": partial(_few, mesh=_PP4, microbatches=8),
     "few_microbatches pp_tp": partial(_few, mesh=_PP_TP, microbatches=4),

@@ -31,10 +31,15 @@ Plant = Callable[[random.Random, Job], tuple[Job, Cause]]
 _OFFSET_NS, _DRIFT_PPM = 200_000_000, 50.0
 
 
-def _slow(rng: random.Random, job: Job, *, axis: str, rank: int = -1) -> tuple[Job, Cause]:
-    """A rank (any by default) computes slowly."""
-    rank = rank if rank >= 0 else _any_rank(rng, job)
+def _slow(rng: random.Random, job: Job, *, axis: str) -> tuple[Job, Cause]:
+    """Any rank computes slowly."""
+    rank = _any_rank(rng, job)
     return slowed(job, rank, rng.uniform(1.25, 1.5)), Cause(rank, "compute", axis)
+
+
+def _slow_stage(rng: random.Random, job: Job, *, rank: int) -> tuple[Job, Cause]:
+    """The only rank of a stage computes slowly: without shapes that looks like more layers."""
+    return slowed(job, rank, rng.uniform(1.25, 1.5)), Cause(rank, "imbalance", "pp")
 
 
 def _stall(
@@ -111,7 +116,7 @@ _PLANTED: dict[str, tuple[Make, Plant]] = {
     "ep_hot_expert": (ep_job, partial(_more, axis="ep", named=EXPERT)),
     "pp_slow_stage": (
         partial(pp_job, schedule="1f1b", stages=4, nodes=2),
-        partial(_slow, axis="pp", rank=2),
+        partial(_slow_stage, rank=2),
     ),
     "pp_uneven_layers": (
         partial(pp_job, schedule="1f1b", stages=4),
@@ -120,7 +125,7 @@ _PLANTED: dict[str, tuple[Make, Plant]] = {
     "pp_host_stall": (partial(pp_job, schedule="1f1b", stages=4), partial(_stall, axis="pp")),
     "pp_zb_h1_slow_stage": (
         partial(pp_job, schedule="zb-h1", stages=4),
-        partial(_slow, axis="pp", rank=1),
+        partial(_slow_stage, rank=1),
     ),
     "tp_pp_dp_slow_rank": (mesh_job, partial(_slow, axis="tp")),
     "tp_pp_dp_host_stall": (mesh_job, partial(_stall, axis="tp")),

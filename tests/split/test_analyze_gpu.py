@@ -249,6 +249,59 @@ def test_kernels_without_arguments_are_the_worlds_where_all_ranks_ran_the_same(
     assert "groups_inferred" in {row.code for row in report.warnings}
 
 
+def test_replayed_graphs_of_two_groups_are_not_a_collective_of_all_ranks(tmp_path: Path) -> None:
+    """Two tensor-parallel pairs replay an all_reduce at the same time; its kernel has no group."""
+    pairs = [("0", "default_pg", range(4)), ("1", "tp", [0, 1]), ("2", "tp", [2, 3])]
+    for rank, computed in enumerate((50, 10, 30, 20)):
+        own = [group for group in pairs if rank in group[2]]
+        trace = GpuTrace(rank, 4, groups=own).step(1, 0, 100).kernel("gemm", 0, computed)
+        trace.launch("ncclDevKernel_AllReduce", (1, 2), (computed, 70), call="cudaGraphLaunch")
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    report = analyze(tmp_path)
+    assert splits(report)[0, 1] == us(compute=80, collective=20)
+    assert splits(report)[1, 1] == us(compute=40, collective=60)
+    warnings = {row.code: row.message for row in report.warnings}
+    assert "groups_inferred" not in warnings
+    assert warnings["groups_unknown"].startswith(
+        "up to 1 collectives per rank (1 of them replayed in CUDA graphs) carry no process group"
+    )
+
+
+def test_replayed_graphs_are_of_all_ranks_where_no_smaller_group_is_known(tmp_path: Path) -> None:
+    for rank, computed in ((0, 50), (1, 10)):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, computed)
+        trace.launch("ncclDevKernel_AllReduce", (1, 2), (computed, 70), call="cudaGraphLaunch")
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    assert splits(analyze(tmp_path))[1, 1] == us(compute=40, skew=40, collective=20)
+
+
+def test_a_generic_kernel_of_rccl_runs_the_messages_posted_before_it(tmp_path: Path) -> None:
+    """A batch of a send and a receive; the kernel's name says nothing, its launch has no op."""
+    for rank, computed in ((0, 50), (1, 10)):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, computed)
+        trace.post("send", 1 - rank, 1, 2).post("recv", 1 - rank, 3, 4)
+        trace.kernel("ncclDevKernel_Generic_4", computed, 70, launched=5, stream=COMM_STREAM)
+        trace.kernel("gemm", 70, 100).write(tmp_path)
+    report = analyze(tmp_path)
+    assert {row.op for row in report.collectives} == {"send", "recv"}
+    assert splits(report)[1, 1] == us(compute=40, skew=40, p2p=20)
+    assert "groups_inferred" not in {row.code for row in report.warnings}
+
+
+def test_a_step_ends_with_the_last_of_its_streams_and_devices(tmp_path: Path) -> None:
+    """The second half of the model runs on another device of the process, launched in time."""
+    trace = GpuTrace(0, 1).step(1, 0, 40).step(2, 40, 80)
+    for start in (0, 100):
+        trace.kernel("first_half", start, start + 50, launched=start * 0.4)
+        trace.kernel("second_half", start + 50, start + 95, launched=start * 0.4 + 1, stream=8)
+        trace.events[-1]["pid"] = 2
+        trace.events[-1]["args"]["device"] = 1
+    report = analyze(trace.write(tmp_path))
+    assert splits(report) == {(0, 1): us(compute=95), (0, 2): us(compute=95, idle=5)}
+    warnings = {row.code: row.message for row in report.warnings}
+    assert warnings["several_devices"].startswith("the process computes on devices 0, 1: ")
+
+
 def test_kernels_without_arguments_that_cannot_be_one_collective_stay_apart(
     tmp_path: Path,
 ) -> None:

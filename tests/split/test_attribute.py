@@ -12,37 +12,69 @@ from hypothesis import strategies as st
 
 from stepsplit.analyzer import BUCKETS, Report, Split, analyze, examine
 from stepsplit.analyzer.arrays import Intervals, union
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
 from stepsplit.analyzer.split.attribute import attribute
 from stepsplit.analyzer.split.classify import Work
+from stepsplit.analyzer.split.gaps import find_held_gaps
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Pieces
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Pieces, RankCallTimes
+from stepsplit.analyzer.trace import (
+    Call,
+    Category,
+    Events,
+    Int64,
+    Lane,
+    RankTrace,
+    build_calls,
+)
 
 Span = tuple[int, int]
 Does = Callable[[GpuTrace], object]
 Piece = tuple[int, int, int, int]
-"""(bucket, start, end, end of the whole call)"""
+"""(bucket, start, end, end of the whole call), in us"""
+US = 1_000
 
 
 def spans(*raw: Span) -> Intervals:
-    pairs = np.array(raw, dtype=np.int64).reshape(len(raw), 2)
+    pairs = US * np.array(raw, dtype=np.int64).reshape(len(raw), 2)
     return union(pairs[:, 0], pairs[:, 1])
 
 
-def work(compute: list[Span], copy: list[Span] = [], fused: list[Span] = []) -> Work:  # noqa: B006
-    return Work(spans(*compute), spans(*copy), spans(*fused))
-
-
-def pieces(*raw: Piece) -> Pieces:
-    columns = np.array(raw, dtype=np.int64).reshape(len(raw), 4)
-    count = np.arange(len(raw), dtype=np.int32)
-    no_owner = np.full(len(raw), -1, dtype=np.int32)
-    return Pieces(count, columns[:, 0].astype(np.uint8), columns[:, 1], columns[:, 2],
-                  columns[:, 3], no_owner)  # fmt: skip
-
-
 def split(compute: list[Span], *calls: Piece, copy: list[Span] = []) -> Split:  # noqa: B006
-    window = StepWindow(0, "full", 0, 100)
-    return attribute([window], work(compute, copy), pieces(*calls)).splits[0]
+    """The split of a step of 100 us in which each piece is a call of its own."""
+    columns = US * np.array(calls, dtype=np.int64).reshape(len(calls), 4)
+    start, end, life_end = columns[:, 1], columns[:, 2], columns[:, 3]
+    count = np.arange(len(calls), dtype=np.int32)
+    pieces = Pieces(
+        count, (columns[:, 0] // US).astype(np.uint8), start, end, life_end,
+        np.full(len(calls), -1, dtype=np.int32),
+    )  # fmt: skip
+    times = RankCallTimes(start, start, end, life_end, np.ones(len(calls), dtype=np.bool_))
+    work = Work(spans(*compute), spans(*copy), spans())
+    held = find_held_gaps(ran(work.compute, start, life_end), times, work.compute)
+    window = StepWindow(0, "full", 0, 100 * US)
+    return attribute([window], work, held.end_calls(pieces), held).splits[0]
+
+
+def ran(compute: Intervals, start: Int64, end: Int64) -> RankTrace:
+    """The trace of a device that computed, and communicated on another stream."""
+    starts = np.concatenate((compute.start_ns, start))
+    order = np.argsort(starts, kind="stable")
+    lane = np.repeat(np.array([0, 1], dtype=np.int32), (len(compute), len(start)))[order]
+    events = Events(
+        start_ns=starts[order],
+        dur_ns=(np.concatenate((compute.end_ns, end)) - starts)[order],
+        category=np.full(len(order), Category.KERNEL, dtype=np.uint8),
+        name_id=lane,
+        lane=lane,
+        correlation=np.full(len(order), -1, dtype=np.int64),
+        names=("gemm", "ncclDevKernel_AllReduce"),
+        lanes=(Lane("1", "7", 0, 7), Lane("1", "20", 0, 20)),
+    )
+    rows = np.argsort(order, kind="stable")[len(compute) :]
+    calls = build_calls([Call(row, "all_reduce") for row in rows.tolist()])
+    kinds = EventClassifier(BUILT_IN).classify(events, calls)
+    return RankTrace(Path("x"), 0, 2, "", "", "", 0, events, calls, (), kinds)
 
 
 def report(folder: Path, *traces: GpuTrace | CpuTrace) -> Report:
@@ -85,8 +117,8 @@ def test_a_transfer_under_a_kernel_is_hidden_and_costs_nothing(tmp_path: Path) -
 
 
 def test_communication_still_open_when_compute_resumes_blocked_nothing(tmp_path: Path) -> None:
-    found = both(tmp_path, [(0, 40), (60, 100)], 30, 80)
-    assert found == us(compute=80, idle=20, overlapped=30)
+    found = both(tmp_path, [(0, 40), (60, 100)], 30, 90)
+    assert found == us(compute=80, idle=20, overlapped=40)
 
 
 def test_a_call_blocks_only_the_gap_in_which_it_ends(tmp_path: Path) -> None:
@@ -177,22 +209,31 @@ def test_every_instant_is_in_the_first_bucket_that_applies(
     found = split(compute, *calls, copy=copy)
     expected = [0] * len(BUCKETS)
     for instant in range(100):
-        expected[_bucket(instant, compute, calls, copy)] += 1
+        expected[_bucket(instant, compute, calls, copy)] += US
     assert list(found.buckets_ns) == expected
-    assert found.step_ns == 100
+    assert found.step_ns == 100 * US
 
 
 def _bucket(instant: int, compute: list[Span], calls: list[Piece], copy: list[Span]) -> int:
     """The definition, written literally."""
     if any(start <= instant < end for start, end in compute):
         return 0
-    resumes = [start for start, _ in compute if start > instant]
     for bucket in range(COLLECTIVE, BUBBLE + 1):
         for kind, start, end, life_end in calls:
-            if (
-                kind == bucket
-                and start <= instant < end
-                and life_end <= min(resumes, default=10**9)
-            ):
-                return bucket
+            if kind == bucket and start <= instant < end:
+                held = _held_since(compute, start, life_end)
+                if held is not None and held <= instant:
+                    return bucket
     return 5 if any(start <= instant < end for start, end in copy) else 6
+
+
+def _held_since(compute: list[Span], start: int, end: int) -> int | None:
+    """When the gap began that a call held up: the first that ends at most 10 us before the call,
+    and in which the call was open."""
+    busy = sorted({instant for low, high in compute for instant in range(low, high)})
+    begins = [-1000, *(t + 1 for t in busy if t + 1 not in busy)]
+    resumes = [*(t for t in busy if t - 1 not in busy), 10**9]
+    for begin, resume in zip(begins, resumes, strict=True):
+        if resume >= end - 10 and resume > start and begin < end:
+            return begin
+    return None

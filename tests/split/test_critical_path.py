@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from builders import GpuTrace
+from builders import COMM_STREAM, GpuTrace
 
-from stepsplit.analyzer import BUCKETS, OPS, PathPart, PathStep, analyze
-from stepsplit.analyzer.split.critical_path import Timeline, find_critical_paths
+from stepsplit.analyzer import PathKernel, PathPart, PathStep, analyze
 
 CHAIN = [("a", "mesh_tp", [0, 1]), ("b", "mesh_dp", [1, 2])]
 PAIR = [("0", "mesh_tp", [0, 1])]
-ALL_REDUCE = OPS.index("all_reduce")
-Part = tuple[int, int, str, int]
-"""(start, end, bucket, owner) of a timeline, in nanoseconds"""
-
-
-def timeline(rank: int, windows: Sequence[tuple[int, int, int]], *parts: Part) -> Timeline:
-    """A rank whose windows are (step, start, end), all of its communication on tp."""
-    start, end, bucket, owner = zip(*parts, strict=True)
-    comm = [1 if 1 <= BUCKETS.index(name) <= 4 else 0 for name in bucket]
-    step = np.array(windows, dtype=np.int64)
-    return Timeline(
-        rank=rank,
-        step=step[:, 0],
-        step_start_ns=step[:, 1],
-        step_end_ns=step[:, 2],
-        start_ns=np.array(start, dtype=np.int64),
-        end_ns=np.array(end, dtype=np.int64),
-        bucket=np.array([BUCKETS.index(name) for name in bucket], dtype=np.uint8),
-        owner=np.array(owner, dtype=np.int32),
-        op=np.array(comm, dtype=np.uint8) * ALL_REDUCE,
-        axis=np.array(comm, dtype=np.int32),
-        axes=(None, "tp"),
-    )
 
 
 def test_the_path_continues_on_each_awaited_rank(tmp_path: Path) -> None:
@@ -107,55 +81,21 @@ def test_time_before_a_rank_was_recorded_is_idle(tmp_path: Path) -> None:
     )
 
 
-def test_a_path_that_arrives_inside_a_wait_continues_at_once() -> None:
-    """By a clock that is off, rank 1 still waits for rank 2 when rank 0's wait for it ends."""
-    window = [(1, 0, 100)]
-    first = timeline(0, window, (0, 50, "skew", 1), (50, 100, "compute", -1))
-    second = timeline(1, window, (0, 60, "bubble", 2), (60, 95, "compute", -1))
-    third = timeline(2, window, (0, 40, "compute", -1), (40, 90, "p2p", -1))
-    found = find_critical_paths([first, second, third])
-    assert found.parts == (
-        PathPart(1, 0, "compute", None, 50),
-        PathPart(1, 2, "compute", None, 40),
-        PathPart(1, 2, "p2p", "tp", 10),
+def test_the_kernels_on_the_path_are_named_with_their_stream(tmp_path: Path) -> None:
+    """Rank 0 computes on two streams at once, 20 of it under the gemm; rank 1 waits for it."""
+    slow = GpuTrace(0, 2, groups=PAIR).step(1, 0, 90)
+    slow.kernel("gemm", 0, 40).kernel("attention", 20, 60, stream=9).kernel("gemm", 60, 70)
+    slow.all_reduce(70, 80).kernel("adam", 80, 90)
+    last = GpuTrace(1, 2, groups=PAIR).step(1, 0, 100)
+    last.kernel("gemm", 0, 10).all_reduce(10, 80).memcpy(80, 85).kernel("adam", 85, 100)
+    found = analyze(*(trace.write(tmp_path) for trace in (slow, last)))
+    assert found.path_kernels == (
+        PathKernel(0, "gemm", 7, "compute", 50_000, 2, 0, 40_000),
+        PathKernel(0, "attention", 9, "compute", 20_000, 1, 20_000, 40_000),
+        PathKernel(1, "adam", 7, "compute", 15_000, 1, 85_000, 15_000),
+        PathKernel(
+            1, "ncclDevKernel_AllReduce", COMM_STREAM, "collective", 10_000, 1, 10_000, 70_000
+        ),
+        PathKernel(1, "Memcpy HtoD", 9, "copy", 5_000, 1, 80_000, 5_000),
     )
-    assert found.jumps.at_ns.tolist() == [50, 50]
-    assert (found.jumps.from_rank.tolist(), found.jumps.to_rank.tolist()) == ([0, 1], [1, 2])
-    assert (found.jumps.op.tolist(), found.jumps.axis) == ([ALL_REDUCE] * 2, ("tp", "tp"))
-
-
-def test_ranks_that_wait_for_each_other_do_not_make_the_path_loop() -> None:
-    """What both wait for stays on the path, on the rank that was asked last."""
-    window = [(1, 0, 100)]
-    first = timeline(0, window, (0, 30, "compute", -1), (30, 60, "skew", 1),
-                     (60, 100, "compute", -1))  # fmt: skip
-    second = timeline(1, window, (0, 20, "compute", -1), (20, 60, "skew", 0),
-                      (60, 95, "compute", -1))  # fmt: skip
-    found = find_critical_paths([first, second])
-    assert found.parts == (
-        PathPart(1, 0, "compute", None, 40),
-        PathPart(1, 1, "compute", None, 20),
-        PathPart(1, 1, "skew", "tp", 40),
-    )
-    assert found.jumps.at_ns.tolist() == [60]
-
-
-def test_a_hundred_thousand_waits_are_followed_one_by_one() -> None:
-    """Two ranks in turn compute for 10 ns, for which the other waits."""
-    turns, ends = 100_000, 10 * np.arange(1, 100_001)
-    spans = [(end - 10, end) for end in ends.tolist()]
-    ranks = [
-        timeline(
-            rank,
-            [(1, 0, 10 * turns)],
-            *((*span, "compute", -1) if i % 2 == rank else (*span, "skew", 1 - rank)
-              for i, span in enumerate(spans)),
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    found = find_critical_paths(ranks)
-    assert found.steps == (PathStep(1, 0, 10 * turns, last_rank=0, jumps=turns),)
-    assert found.parts == (
-        PathPart(1, 0, "compute", None, 5 * turns),
-        PathPart(1, 1, "compute", None, 5 * turns),
-    )
+    assert sum(one.ns for one in found.path_kernels) == 100_000

@@ -18,10 +18,17 @@ from required import SHARED_TRACES, absent, shared_trace
 from splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
-from stepsplit.analyzer.arrays import Intervals, overlap_ns, subtract, union
+from stepsplit.analyzer.arrays import (
+    Intervals,
+    make_empty_intervals,
+    overlap_ns,
+    subtract,
+    union,
+)
 from stepsplit.analyzer.hta import convert_to_hta, open_in_hta
 from stepsplit.analyzer.split.attribute import IDLE, attribute
 from stepsplit.analyzer.split.classify import collect_work
+from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES
@@ -112,7 +119,7 @@ def of_stepsplit(trace: RankTrace) -> Breakdown:
     events = trace.events
     rows = events.is_category(*DEVICE_CATEGORIES)
     window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
-    found = attribute([window], collect_work(trace), _no_pieces())
+    found = attribute([window], collect_work(trace), _no_pieces(), _no_held_gaps())
     nothing = found.band.bucket == IDLE
     idle = Intervals(found.band.start_ns[nothing], found.band.end_ns[nothing])
     idle_ns = subtract(idle, communication_of(trace)).total_ns
@@ -125,6 +132,11 @@ def _no_pieces() -> Pieces:
     none = np.empty(0, dtype=np.int64)
     return Pieces(none.astype(np.int32), none.astype(np.uint8), none, none, none,
                   none.astype(np.int32))  # fmt: skip
+
+
+def _no_held_gaps() -> HeldGaps:
+    none, no = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
+    return HeldGaps(none, none, none, none, none, no, make_empty_intervals())
 
 
 def real_traces() -> list[Any]:

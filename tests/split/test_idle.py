@@ -108,9 +108,9 @@ def test_gaps_of_one_cause_are_summed_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_launch_before_the_recording_is_inferred_from_stream_order(tmp_path: Path) -> None:
-    trace = GpuTrace().call("cudaEventQuery", 0, 1)
-    trace.unlaunched("a", 10, 20).unlaunched("b", 23, 30).kernel("c", 30, 40, launched=5)
-    assert causes(tmp_path, trace) == [("launch_latency", "", 3, 1)]
+    trace = GpuTrace().call("cudaEventQuery", 8, 9)
+    trace.unlaunched("a", 10, 20).unlaunched("b", 23, 30).kernel("c", 30, 40, launched=9)
+    assert causes(tmp_path, trace) == [("launch_latency", "", 5, 2)]
 
 
 def test_an_unrecorded_launch_has_an_unknown_cause(tmp_path: Path) -> None:
@@ -275,5 +275,5 @@ def test_on_a_cpu_run_a_range_may_be_a_wait(name: str, cause: str, tmp_path: Pat
 def test_on_a_cpu_run_a_message_open_when_compute_resumes_is_not_python(
     tmp_path: Path,
 ) -> None:
-    trace = CpuTrace().op("aten::mm", 0, 10).annotation("gloo:send", 10, 45).op("aten::mm", 40, 50)
+    trace = CpuTrace().op("aten::mm", 0, 10).annotation("gloo:send", 10, 75).op("aten::mm", 40, 80)
     assert causes(tmp_path, trace) == [("other", "gloo:send", 30, 1)]

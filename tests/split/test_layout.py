@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
+from required import shared_repro
 from splitting import recording_of
 
 from stepsplit.analyzer import Group, RankTrace, analyze
@@ -186,6 +187,79 @@ def test_a_group_of_experts_lies_along_ep_even_if_the_mesh_lacks_it() -> None:
     assert axes(layout, *pairs) == ["ep", "dp_replicate"]
 
 
+@for_each(
+    ("mesh", "contradiction"),
+    [
+        ("dp=2,tp=2", ""),
+        ("fsdp=2,tp=2", ""),
+        ("tp=2,dp=2", "ranks 0, 2 are along tp, but the name of their group shows dp_replicate"),
+        ("pp=2,tp=2", "ranks 0, 2 are along pp, but the name of their group shows dp_replicate"),
+        ("tp=4", "ranks 0, 2 are along tp, but the name of their group shows dp_replicate"),
+    ],
+)
+def test_a_stated_mesh_is_used_and_a_contradicting_name_is_a_warning(
+    mesh: str, contradiction: str
+) -> None:
+    stated = Mesh.parse(mesh)
+    groups = (GroupInfo("0", "mesh_dp", (0, 2)), GroupInfo("1", "mesh_tp", (0, 1)))
+    spec = RunSpec("run", 4, "nccl", groups=groups)
+    layout = infer_layout(spec, [], stated)
+    assert (layout.mesh, layout.source) == (stated, "stated")
+    in_run_json = infer_layout(RunSpec("run", 4, "nccl", mesh=stated, groups=groups), [])
+    assert (in_run_json.source, in_run_json.notes) == ("run.json", layout.notes)
+    full = mesh.replace("fsdp", "dp_shard").replace("dp=", "dp_replicate=")
+    assert [(note.code, note.message) for note in layout.notes] == (
+        [("mesh_contradicted", f"stated mesh {full}: {contradiction}")] if contradiction else []
+    )
+
+
+@for_each(
+    ("mesh", "contradiction"),
+    [
+        ("dp=2", ""),
+        ("cp=2", ""),
+        ("fsdp=2", "dp_shard, but the code that issued their calls shows dp_replicate"),
+        ("tp=2", "tp, but the code that issued their calls shows dp_replicate"),
+    ],
+)
+def test_a_stated_mesh_is_compared_with_the_code_that_issued_the_calls(
+    mesh: str, contradiction: str, tmp_path: Path
+) -> None:
+    """Whoever shards sequences reduces gradients over their ranks too."""
+    trace = step_of(0, 2, plain([0, 1]), [], []).op(HOOK, 800, 820).all_reduce(810, 812)
+    trace.write(tmp_path)
+    report = analyze(tmp_path, mesh=Mesh.parse(mesh))
+    assert report.run.mesh_source == "stated"
+    assert [
+        row.message.split("are along ")[1]
+        for row in report.warnings
+        if row.code == "mesh_contradicted"
+    ] == ([contradiction] if contradiction else [])
+
+
+def test_a_stated_mesh_without_the_pipeline_of_the_messages_is_contradicted(
+    tmp_path: Path,
+) -> None:
+    for rank in (0, 1):
+        swap(rank, works_first=True).write(tmp_path)
+    layout = infer_layout(None, recorded(tmp_path), Mesh.of({"tp": 2}))
+    assert [note.message for note in layout.notes] == [
+        "stated mesh tp=2: ranks 0, 1 are along tp, but their messages show pp"
+    ]
+
+
+def test_a_stated_mesh_of_other_ranks_is_ignored_with_a_warning() -> None:
+    spec = RunSpec("run", 4, "nccl", groups=(GroupInfo("0", "mesh_tp", (0, 1, 2, 3)),))
+    layout = infer_layout(spec, [], MESH)
+    assert (layout.mesh, [note.message for note in layout.notes]) == (
+        Mesh.of({"tp": 4}),
+        [
+            "stated mesh pp=2,dp_replicate=2,tp=2 has 8 ranks, but the job has 4: it is ignored",
+            "run.json has no mesh: inferred from process group names",
+        ],
+    )
+
+
 def test_names_that_contradict_one_another_are_no_mesh() -> None:
     layout = described(4, ("mesh_pp", (0, 1)), ("mesh_pp", (0, 2)), ("mesh_tp", (0, 1)))
     assert (layout.mesh, layout.pipelines, layout.source) == (None, (), None)
@@ -209,16 +283,17 @@ def step_of(
     groups: list[tuple[str, str, list[int]]],
     forward: list[tuple[str, str]],
     backward: list[tuple[str, str]],
+    floats: int = 1000,
 ) -> GpuTrace:
     """A step of one rank: (op, group) of the collectives before its first backward, and after."""
     kinds = {"allreduce": "AllReduce", "_allgather_base": "AllGather",
              "_reduce_scatter_base": "ReduceScatter", "all_to_all": "SendRecv"}  # fmt: skip
     trace = GpuTrace(rank, world_size, groups=groups).step(1, 0, 1000).kernel("gemm", 0, 5)
     for i, (op, group) in enumerate(forward):
-        trace.collective(kinds[op], op, 10 + 10 * i, 15 + 10 * i, group=group, nelems=1000 + i)
+        trace.collective(kinds[op], op, 10 + 10 * i, 15 + 10 * i, group=group, nelems=floats + i)
     trace.annotation("autograd::engine::evaluate_function: MmBackward0", 500, 900)
     for i, (op, group) in enumerate(backward):
-        trace.collective(kinds[op], op, 510 + 10 * i, 515 + 10 * i, group=group, nelems=1000 + i)
+        trace.collective(kinds[op], op, 510 + 10 * i, 515 + 10 * i, group=group, nelems=floats + i)
     return trace
 
 
@@ -239,6 +314,148 @@ def test_sums_in_both_passes_are_tp_and_sums_after_the_backward_are_dp(tmp_path:
         "tp", "dp_replicate", None,
     ]  # fmt: skip
     assert [note.code for note in layout.notes] == ["mesh_inferred"]
+
+
+@for_each(
+    ("forward", "floats"),
+    [([("allreduce", "0")] * 4, 1000), ([("allreduce", "0")], 1000), ([], 10)],
+    ids=["a sum per layer", "one sum", "tiny gradients"],
+)
+def test_a_group_on_which_ddp_reduces_is_dp_whatever_else_it_reduces(
+    forward: list[tuple[str, str]], floats: int, tmp_path: Path
+) -> None:
+    """The later sums are as many as tp's would be: with gradient accumulation there are more
+    forwards after the first backward."""
+    trace = step_of(0, 2, plain([0, 1]), forward, [("allreduce", "0")] * 4, floats=floats)
+    without = read(tmp_path, trace)
+    assert without.mesh == (Mesh.of({"tp": 2}) if len(forward) == 4 else None)
+    trace.annotation("DistributedDataParallel.forward", 0, 400)
+    assert read(tmp_path, trace).mesh == Mesh.of({"dp": 2})
+
+
+HOOK = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+
+
+def step_with_odd_calls() -> GpuTrace:
+    """A step whose forward has four reductions of 4 kB, and whose backward lasts from 500 to 900,
+    with four more of another forward."""
+    sums = [("allreduce", "0")] * 4
+    return step_of(0, 2, plain([0, 1], [0, 1]), sums, sums)
+
+
+def test_a_reduction_in_a_hook_of_autograd_is_of_gradients(tmp_path: Path) -> None:
+    """Of 40 bytes, by whoever, and on another group of the ranks that reduce in the forward."""
+    trace = step_with_odd_calls()
+    assert read(tmp_path, trace).mesh == Mesh.of({"tp": 2})
+    trace.op(HOOK, 800, 820).all_reduce(810, 812, group="1", nelems=10)
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, layout.notes[0].message) == (
+        Mesh.of({"dp": 2}),
+        "run.json has no mesh: inferred from the code that issued the calls of the process groups "
+        "(confidence: high)",
+    )
+
+
+def test_large_reductions_after_the_backward_are_of_gradients_whatever_the_forward_reduces(
+    tmp_path: Path,
+) -> None:
+    """A loop averages the gradients itself: by size and time, not by a name."""
+    trace = step_with_odd_calls().all_reduce(920, 930, group="0", nelems=100_000)
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, layout.notes[0].message) == (
+        Mesh.of({"dp": 2}),
+        "run.json has no mesh: inferred from the ranks and operations of the process groups "
+        "(confidence: medium)",
+    )
+
+
+def test_sharded_weights_stay_sharded_with_a_reduced_metric(tmp_path: Path) -> None:
+    """As in DeepSpeed's ZeRO-3, which annotates nothing."""
+    gather, scatter = ("_allgather_base", "0"), ("_reduce_scatter_base", "0")
+    forward = [gather, gather, gather, ("allreduce", "0")]
+    trace = step_of(0, 2, plain([0, 1]), forward, [gather, scatter])
+    assert read(tmp_path, trace).mesh == Mesh.of({"fsdp": 2})
+
+
+@for_each(
+    ("layer", "at", "mesh"),
+    [
+        ("_ReduceFromModelParallelRegion", 10, Mesh.of({"tp": 8})),
+        ("nn.Module: RowParallelLinear_3", 10, Mesh.of({"tp": 8})),
+        ("LinearWithGradAccumulationAndAsyncCommunicationBackward", 610, Mesh.of({"tp": 8})),
+        ("Redistribute", 10, Mesh.of({"tp": 8})),
+        ("Redistribute", 910, None),
+        ("", 10, None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_reduction_in_a_layer_of_tensor_parallelism_is_tp(
+    layer: str, at: int, mesh: Mesh | None, tmp_path: Path
+) -> None:
+    """Of 400 bytes, in one layer, on a group without a name. DTensor redistributes activations in
+    the forward, and after the backward the norms of gradients."""
+    trace = step_of(0, 8, plain([*range(8)]), [], []).op("aten::mm", 0, 5)
+    trace.op(layer, at, at + 20).all_reduce(at + 5, at + 15, nelems=100)
+    assert read(tmp_path, trace).mesh == mesh
+    strategies = analyze(tmp_path).run.strategies
+    assert [one.in_words for one in strategies] == (["tp 8"] if mesh and at == 10 else [])
+
+
+def test_calls_without_a_group_in_layers_of_tensor_parallelism_are_tp(tmp_path: Path) -> None:
+    """All ranks are recorded, and their kernels name neither group nor size, as in old traces."""
+    for rank in range(8):
+        trace = step_of(rank, 8, [], [], [])
+        for at in (10, 60, 110):
+            trace.op("_ReduceFromModelParallelRegion", at, at + 20)
+            trace.kernel("ncclKernel_AllReduce_RING_LL_Sum_half", at + 5, at + 15, stream=20)
+            trace.op("aten::mm", at + 30, at + 40).kernel("gemm", at + 30, at + 40)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert [(one.axis, one.size) for one in report.run.mesh or ()] == [("tp", 8)]
+    assert [one.in_words for one in report.run.strategies] == ["tp 8"]
+    assert {row.code for row in report.warnings} >= {"groups_inferred", "mesh_inferred"}
+
+
+@for_each(
+    ("mark", "backward", "mesh"),
+    [
+        ("FSDP::all_gather", ["_reduce_scatter_base"], {"fsdp": 2}),
+        ("", ["_allgather_base", "_reduce_scatter_base"], {"fsdp": 2}),
+        ("", ["_reduce_scatter_base"], {"dp": 2}),
+    ],
+    ids=["FSDP's gathers", "gathers in both passes", "the distributed optimizer's gathers"],
+)
+def test_megatrons_data_parallel_group_is_dp_shard_where_it_gathers_weights_for_each_use(
+    mark: str, backward: list[str], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    groups = [("0", "DATA_PARALLEL_GROUP", [0, 2]), ("1", "TENSOR_MODEL_PARALLEL_GROUP", [0, 1])]
+    forward = [("_allgather_base", "0")]
+    trace = step_of(0, 4, groups, forward, [(op, "0") for op in backward])
+    trace.annotation(mark, 10, 20)
+    layout = read(tmp_path, trace)
+    assert (layout.mesh, layout.source) == (Mesh.of(mesh | {"tp": 2}), "group names")
+    (axis,) = Mesh.of(mesh).axes
+    assert axes(layout, *((d, tuple(ranks)) for _, d, ranks in groups)) == [axis, "tp"]
+
+
+@for_each(
+    ("name", "strategy"),
+    [
+        ("ddptut", "ddp 2 on dp_replicate"),
+        ("lit", "ddp 2 on dp_replicate"),
+        ("f_extra", "ddp 2 on dp_replicate"),
+        ("f_cap", "ddp 2 on dp_replicate"),
+        ("m_tp1", "ddp 2 on dp_replicate"),
+        ("m_crash", "ddp 2 on dp_replicate"),
+        ("ds2t", "zero-2 2 on dp_replicate"),
+        ("pipe", "pp 3 (gpipe)"),
+    ],
+)
+def test_the_layout_of_other_peoples_scripts(name: str, strategy: str) -> None:
+    run = analyze(shared_repro(f"recorded/{name}")).run
+    axis, size = ("pp", 3) if name == "pipe" else ("dp_replicate", 2)
+    assert [(one.axis, one.size) for one in run.mesh or ()] == [(axis, size)]
+    assert run.strategies[0].in_words == strategy
 
 
 def test_weights_gathered_in_both_passes_and_scattered_in_one_are_dp_shard(tmp_path: Path) -> None:
@@ -365,3 +582,81 @@ def test_with_unknown_peers_reductions_over_the_world_give_no_mesh(tmp_path: Pat
     trace.kernel("ncclDevKernel_SendRecv", 950, 960, stream=20)
     layout = read(tmp_path, trace)
     assert (layout.mesh, [note.code for note in layout.notes]) == (None, ["mesh_unknown"])
+
+
+def grid_rank(rank: int) -> GpuTrace:
+    """One of four ranks, tp 2 x pp 2: stage 0 sends to its peer over the group of all ranks."""
+    groups = [
+        ("0", "default_pg", [0, 1, 2, 3]),
+        ("1", "mesh_tp", [rank // 2 * 2, rank // 2 * 2 + 1]),
+    ]
+    trace = GpuTrace(rank, 4, groups=groups).step(1, 0, 100).kernel("F", 0, 40)
+    trace.all_reduce(40, 45, group="1")
+    if rank < 2:
+        trace.message("send", rank + 2, 45, 55).message("recv", rank + 2, 55, 90)
+    else:
+        trace.message("recv", rank - 2, 45, 55).kernel("B", 55, 80)
+        trace.message("send", rank - 2, 80, 90)
+    return trace.kernel("B", 90, 100).all_reduce(95, 100, group="0")
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "tp": 2}, None])
+def test_a_message_over_the_group_of_all_ranks_has_the_axis_of_its_endpoints(
+    tmp_path: Path, mesh: dict[str, int] | None
+) -> None:
+    """The all_reduce over that group stays on both axes."""
+    for rank in range(4):
+        grid_rank(rank).write(tmp_path)
+    stated = [{"axis": axis, "size": size} for axis, size in (mesh or {}).items()]
+    body = {"schema": "stepsplit.run/1", "name": "r", "world_size": 4, "backend": "nccl"}
+    (tmp_path / "run.json").write_text(json.dumps(body | {"mesh": stated or None}))
+    report = analyze(tmp_path)
+    axis_of = {group.id: (group.axis, group.ranks) for group in report.groups}
+    assert {(row.op, *axis_of[row.group]) for row in report.collectives} == {
+        ("all_reduce", "tp", (0, 1)),
+        ("all_reduce", "tp", (2, 3)),
+        ("all_reduce", None, (0, 1, 2, 3)),
+        *((op, "pp", ranks) for op in ("send", "recv") for ranks in ((0, 2), (1, 3))),
+    }
+    assert {(row.axis, row.phase, row.p2p_ns) for row in report.exposed if row.p2p_ns} == {
+        ("pp", "forward", 10_000),
+        ("pp", "backward", 10_000),
+    }
+    assert {(row.axis, row.message) for row in report.lateness} == {
+        ("tp", False), (None, False), ("pp", True),
+    }  # fmt: skip
+    assert {row.axis for row in report.overlap if row.op in ("send", "recv")} == {"pp"}
+    assert {(row.axis, row.unmatched) for row in report.coverage} == {
+        ("tp", 0), ("pp", 0), (None, 0),
+    }  # fmt: skip
+
+
+def megatron_layers(rank: int) -> GpuTrace:
+    """One step of Megatron-LM's layers on 8 ranks, whose NCCL kernels name no group."""
+    trace, reduced = GpuTrace(rank, 8).step(1, 0, 400), "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"
+    backward = "autograd::engine::evaluate_function: "
+    backward += "LinearWithGradAccumulationAndAsyncCommunicationBackward"
+    for layer in range(2):
+        at = 100 * layer
+        trace.python(f"nn.Module: RowParallelLinear_{layer}", at, at + 40)
+        trace.kernel("gemm", at, at + 10).kernel(reduced, at + 10, at + 30, stream=20)
+        trace.op(backward, at + 200, at + 240, tid=101)
+        trace.kernel("gemm", at + 200, at + 210).kernel(reduced, at + 210, at + 230, stream=20)
+    return trace
+
+
+def test_calls_without_a_group_in_tensor_parallel_modules_are_of_tp(tmp_path: Path) -> None:
+    for rank in range(8):
+        megatron_layers(rank).write(tmp_path)
+    report = analyze(tmp_path)
+    assert [(one.axis, one.size) for one in report.run.mesh or ()] == [("tp", 8)]
+    assert "from the code that issued the calls" in report.warnings[0].message
+
+
+def test_one_rank_of_them_shows_tensor_parallelism_but_not_its_size(tmp_path: Path) -> None:
+    layout = read(tmp_path, megatron_layers(0))
+    assert layout.mesh is None
+    assert [note.message for note in layout.notes] == [
+        "unknown mesh: all waits count as skew, none as bubble; layers of tensor parallelism issued"
+        " calls without a group: if all ranks are in one, state --mesh tp=8"
+    ]

@@ -109,12 +109,22 @@ def test_the_ideal_bubble_matches_a_replay_of_the_order(schedule: str) -> None:
     assert compute_ideal_bubble_fraction(schedule, 4, 12, chunks, EQUAL) == pytest.approx(holes)
 
 
+@for_each("schedule", ["zb-h1", "zb-v"])
+@for_each("times", [(10, 12, 8), (10, 8, 12), (10, 15, 5), (10, 10, 3)])
+def test_so_does_that_of_unequal_forwards_and_gradients(
+    schedule: str, times: tuple[int, int, int]
+) -> None:
+    chunks = 2 if schedule == "zb-v" else 1
+    length = runnable(actions(schedule, 4, 12, chunks), Durations(times[0], 0, *times[1:]))
+    holes = (length - sum(times) * 12 * chunks) / length
+    assert compute_ideal_bubble_fraction(schedule, 4, 12, chunks, times) == pytest.approx(holes)
+
+
 def test_weight_gradients_fill_what_their_share_of_the_backward_allows() -> None:
     """Three ranks ahead, each forward 10 and input gradient 12 less the weight gradient's 8."""
     assert compute_ideal_bubble_fraction("zb-h1", 4, 8, 1, (10, 12, 8)) == 42 / (8 * 30 + 42)
     assert compute_ideal_bubble_fraction("zb-h1", 4, 2, 1, (10, 12, 8)) == 58 / (2 * 30 + 58)
     assert compute_ideal_bubble_fraction("zb-h2", 4, 8, 1, (10, 20, 9)) == 36 / (8 * 39 + 36)
-    assert compute_ideal_bubble_fraction("dualpipe-v", 3, 6, 2, (10, 12, 8)) == 52 / (12 * 30 + 52)
 
 
 def test_the_ideal_is_none_where_it_is_not_known() -> None:

@@ -128,6 +128,26 @@ STORIES = {
             ("gradient accumulation", None, None, "2 microbatches, gradients summed after each"),
         ],
     ),
+    "the last microbatch in a closure of the optimizer": (
+        "L()[L(r)]",
+        [
+            ("ddp", "dp_replicate", 2, ""),
+            ("gradient accumulation", None, None, "2 microbatches, gradients summed once"),
+        ],
+    ),
+    "the only microbatch in a closure of the optimizer": (
+        "[L(r)]", [("ddp", "dp_replicate", 2, "")],
+    ),
+    "weights updated in several groups": (
+        "L()L(r)[][][]",
+        [
+            ("ddp", "dp_replicate", 2, ""),
+            ("gradient accumulation", None, None, "2 microbatches, gradients summed once"),
+        ],
+    ),
+    "two models, each with its optimizer": (
+        "L(r)[]L(r)[]", [("ddp", "dp_replicate", 2, "")],
+    ),
     "two backwards of one forward": ("LL(r)(r)[]", [("ddp", "dp_replicate", 2, "")]),
     "activations summed": (f"{TWO_LAYERS}[]", [("tp", "tp", 2, "")]),
     "a vocabulary in parts": (

@@ -19,7 +19,16 @@ from stepsplit.analyzer.readers.kineto.columns import EntryCounts, SortedRows
 from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, Group, Lane, Note
+from stepsplit.analyzer.trace import (
+    Calls,
+    CallsWithGroups,
+    Events,
+    EventWaits,
+    Group,
+    Lane,
+    Note,
+    Shapes,
+)
 from stepsplit.collectors.run_spec import whole_file
 
 # Cached traces are Parquet files in the user's cache folder.
@@ -28,7 +37,7 @@ from stepsplit.collectors.run_spec import whole_file
 # are unchanged, and if the reader version and the kernel rules are the same. An unreadable cache
 # file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off".
 
-READER = "stepsplit.events/2"
+READER = "stepsplit.events/7"
 """Version of the reader's output; a change invalidates all cache files."""
 
 MOST_BYTES = 16 << 30
@@ -51,6 +60,8 @@ _CALLS = {
     "message_bytes": np.int64,
 }
 
+_WAITS = ("correlation", "stream", "on_stream", "recorded")
+
 _UNREADABLE = (OSError, ValueError, KeyError, msgspec.MsgspecError)
 
 
@@ -63,7 +74,7 @@ class _Calls(Struct):
 
 
 class _CacheMetadata(Struct):
-    """Metadata of a cached trace, stored with its columns."""
+    """TrackMetadata of a cached trace, stored with its columns."""
 
     stamp: str
     t0_unix_ns: int
@@ -75,6 +86,8 @@ class _CacheMetadata(Struct):
     counts: EntryCounts
     calls: _Calls | None
     notes: tuple[Note, ...]
+    shapes: tuple[str, ...]
+    waits: tuple[bytes, ...]
 
 
 def cache_folder() -> Path | None:
@@ -102,11 +115,14 @@ def load(source: Source, path: Path, rules: Rules = BUILT_IN) -> KinetoFile | No
         metadata = msgspec.msgpack.decode(file.about, type=_CacheMetadata)
         if metadata.stamp != _build_stamp(source, path, rules):
             return None
-        events = file.read_events(metadata.names, metadata.lanes)
+        events, shapes = file.read_events(metadata.names, metadata.lanes, metadata.shapes)
         os.utime(cached)
         noted = np.frombuffer(metadata.noted_row, dtype=np.int64)
-        rows = SortedRows(events, metadata.t0_unix_ns, noted, metadata.noted_args, metadata.counts)
-        return KinetoFile(metadata.header, rows, _unpack_calls(metadata.calls), metadata.notes)
+        rows = SortedRows(
+            events, metadata.t0_unix_ns, noted, metadata.noted_args, metadata.counts, shapes
+        )
+        calls, waits = _unpack_calls(metadata.calls), _unpack_waits(metadata.waits)
+        return KinetoFile(metadata.header, rows, calls, metadata.notes, waits)
     except _UNREADABLE:
         return None
 
@@ -120,7 +136,7 @@ def save(source: Source, path: Path, read: KinetoFile, rules: Rules = BUILT_IN) 
     if len(metadata) > _MAX_METADATA_BYTES:
         return
     try:
-        write_events(cached, read.rows.events, metadata)
+        write_events(cached, read.rows.events, read.rows.shapes, metadata)
         _prune(cached.parent)
     except _UNREADABLE:
         return
@@ -139,6 +155,8 @@ def _build_metadata(stamp: str, read: KinetoFile) -> _CacheMetadata:
         counts=rows.counts,
         calls=None if read.calls is None else _pack_calls(read.calls),
         notes=read.notes,
+        shapes=rows.shapes.texts,
+        waits=tuple(getattr(read.waits, name).tobytes() for name in _WAITS),
     )
 
 
@@ -152,6 +170,11 @@ def _unpack_calls(packed: _Calls | None) -> CallsWithGroups | None:
         return None
     columns = {name: np.frombuffer(packed.columns[name], kind) for name, kind in _CALLS.items()}
     return CallsWithGroups(Calls(**columns, dtypes=packed.dtypes), packed.groups)
+
+
+def _unpack_waits(packed: tuple[bytes, ...]) -> EventWaits:
+    columns = (np.frombuffer(column, np.int64) for column in packed)
+    return EventWaits(**dict(zip(_WAITS, columns, strict=True)))
 
 
 def _find_cache_path(source: Source) -> Path | None:
@@ -188,7 +211,7 @@ def _prune(folder: Path) -> None:
 
 _SCHEMA = pa.schema(
     {"start_ns": pa.int64(), "dur_ns": pa.int64(), "category": pa.uint8(), "name_id": pa.int32(),
-     "lane": pa.int32(), "correlation": pa.int64()}
+     "lane": pa.int32(), "correlation": pa.int64(), "shape": pa.int32()}
 )  # fmt: skip
 
 _GROUP_ROWS = 1 << 17
@@ -211,13 +234,17 @@ class EventsFile:
         found: bytes = (self._file.metadata.metadata or {}).get(_ABOUT, b"")
         return found
 
-    def read_events(self, names: tuple[str, ...], lanes: tuple[Lane, ...]) -> Events:
-        """Reads the events, with the given names and lanes."""
+    def read_events(
+        self, names: tuple[str, ...], lanes: tuple[Lane, ...], texts: tuple[str, ...]
+    ) -> tuple[Events, Shapes]:
+        """Reads the events and their shapes, with the given names, lanes and texts of shapes."""
         try:
-            start, dur, category, name_id, lane, correlation = self._read_columns()
+            start, dur, category, name_id, lane, correlation, shape = self._read_columns()
         except pa.ArrowException as error:
             raise ValueError(str(error)) from None
-        return Events(start, dur, category, name_id, lane, correlation, names, lanes)
+        shaped = np.flatnonzero(shape >= 0)
+        events = Events(start, dur, category, name_id, lane, correlation, names, lanes)
+        return events, Shapes(shaped, shape[shaped], texts)
 
     def _read_columns(self) -> list[npt.NDArray[Any]]:
         """Reads the columns by row group, so that no column is in memory twice."""
@@ -241,21 +268,24 @@ def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
         filled += len(chunk)
 
 
-def write_events(path: Path, events: Events, about: bytes) -> None:
-    """Writes the file atomically."""
+def write_events(path: Path, events: Events, shapes: Shapes, about: bytes) -> None:
+    """Writes the file atomically. Most shapes are unknown, so that runs of them take no space."""
     with (
         whole_file(path) as file,
         pq.ParquetWriter(
-            file, _SCHEMA, compression="none", use_dictionary=False, write_statistics=False,
+            file, _SCHEMA, compression="none", use_dictionary=["shape"], write_statistics=False,
             write_page_checksum=True, store_schema=False,
         ) as writer,
     ):  # fmt: skip
-        writer.write_table(_build_table(events), row_group_size=_GROUP_ROWS)
+        writer.write_table(_build_table(events, shapes), row_group_size=_GROUP_ROWS)
         writer.add_key_value_metadata({_ABOUT: about})
 
 
-def _build_table(events: Events) -> pa.Table:
-    columns = [np.ascontiguousarray(getattr(events, name)) for name in _SCHEMA.names]
+def _build_table(events: Events, shapes: Shapes) -> pa.Table:
+    shape = np.full(len(events), -1, dtype=np.int32)
+    shape[shapes.event] = shapes.text_id
+    columns = [np.ascontiguousarray(getattr(events, name)) for name in _SCHEMA.names[:-1]]
+    columns.append(shape)
     arrays = [
         pa.Array.from_buffers(kind, len(column), [None, pa.py_buffer(column)])
         for kind, column in zip(_SCHEMA.types, columns, strict=True)

@@ -47,8 +47,10 @@ def build_device_calls(
 ) -> CallsWithGroups:
     """A call for each communication kernel; groups that appear only in arguments are added.
 
-    Arguments missing on a kernel are taken from the record_param_comms around its launch. If other
-    kernels name their collective, a SendRecv kernel without a name is a batch of messages.
+    Arguments missing on a kernel are taken from the record_param_comms around its launch. A kernel
+    without a description, before whose launch messages were posted that no other launch carries
+    out, is a batch of these messages. If other kernels name their collective, any SendRecv kernel
+    without a description is a batch.
     """
     group_table = _GroupTable(known)
     events = rows.events
@@ -58,6 +60,7 @@ def build_device_calls(
     kernels = rows.noted_row[events.is_category(Category.KERNEL, Category.MEMCPY)[rows.noted_row]]
     launches = events.find_launches(kernels)
     surrounding_ops = find_surrounding_ops(events, rows.noted_row[_find_params(rows)], launches)
+    surrounding_ops = _leave_batches(rows, args_of_event, kernels, surrounding_ops, launches)
     issued = np.where(launches >= 0, events.start_ns[launches], -1)
     posted = _find_posted(rows, args_of_event, kernels, surrounding_ops, launches)
     any_named = any(args.collective is not None for args in args_of_event.values())
@@ -72,7 +75,7 @@ def build_device_calls(
             _build_call(event, by_name[name], part, group_table.find_number(part), issued_ns)
             for part in parts
         ]
-        unnamed = not batch and any_named and _is_batch(name, args)
+        unnamed = not batch and any_named and "SendRecv" in name and _may_be_batch(name, args)
         calls += (
             [replace(call, op="send_recv") for call in parts_as_calls]
             if unnamed
@@ -81,22 +84,61 @@ def build_device_calls(
     return CallsWithGroups(build_calls(calls), tuple(group_table.groups))
 
 
-def _is_batch(name: str, args: Args) -> bool:
-    """Whether the kernel is a SendRecv without a named collective."""
-    return "SendRecv" in name and parse_op(args.collective or "") == "unknown"
+def _may_be_batch(name: str, args: Args) -> bool:
+    """Whether neither the arguments nor the name say which collective the kernel is: true for
+    NCCL's SendRecv, and for RCCL's Generic kernels, which run any collective."""
+    return parse_op(name) == "unknown" and parse_op(args.collective or "") == "unknown"
+
+
+def _leave_batches(
+    rows: SortedRows, args_of_event: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
+) -> Int64:
+    """The ops around the launches, without ops that posted the last message of a batch.
+
+    Small errors let such an op end after the launch; another message was posted before it, and no
+    kernel was launched in between.
+    """
+    events, posts = rows.events, _list_posts(rows, args_of_event)
+    calls = np.flatnonzero(
+        events.is_category(Category.RUNTIME)
+        & events.name_mask(tuple("Launch" in name for name in events.names))
+    )
+    found = around.copy()
+    for i in np.flatnonzero(np.isin(around, posts)).tolist():
+        event, op, launch = int(kernels[i]), int(around[i]), int(launches[i])
+        if _may_be_batch(events.name_of(event), args_of_event[event]):
+            lane = events.lane[op]
+            before = _find_previous(events, posts, op, lane)
+            if before >= 0 and _find_previous(events, calls, launch, lane) < before:
+                found[i] = -1
+    return found
+
+
+def _find_previous(events: Events, rows: Int64, row: int, lane: int) -> int:
+    """The last of the sorted rows before this one on the lane; -1 for none."""
+    at = int(np.searchsorted(rows, row))
+    while at and events.lane[rows[at - 1]] != lane:
+        at -= 1
+    return int(rows[at - 1]) if at else -1
+
+
+def _list_posts(rows: SortedRows, args_of_event: dict[int, Args]) -> Int64:
+    """The ops that post a message."""
+    ops = rows.noted_row[_find_params(rows)].tolist()
+    posts = [op for op in ops if parse_op(args_of_event[op].collective or "") in _MESSAGES]
+    return np.array(posts, dtype=np.int64)
 
 
 def _find_posted(
     rows: SortedRows, args_of_event: dict[int, Args], kernels: Int64, around: Int64, launches: Int64
 ) -> list[list[int]]:
     """For each kernel without a description, the ops that posted its messages."""
-    events, ops = rows.events, rows.noted_row[_find_params(rows)]
-    messages = [
-        op for op in ops.tolist() if parse_op(args_of_event[op].collective or "") in _MESSAGES
-    ]
-    unmatched = np.setdiff1d(np.array(messages, dtype=np.int64), around)
+    events = rows.events
+    unmatched = np.setdiff1d(_list_posts(rows, args_of_event), around)
     batches = [
-        _is_batch(events.name_of(event), _merge_args(args_of_event[event], args_of_event.get(op)))
+        _may_be_batch(
+            events.name_of(event), _merge_args(args_of_event[event], args_of_event.get(op))
+        )
         for event, op in zip(kernels.tolist(), around.tolist(), strict=True)
     ]
     return posted_before(events, unmatched, np.where(batches, launches, -1))
@@ -188,9 +230,10 @@ def _compute_bytes(nelems: int, dtype: str) -> int:
 
 
 def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:
-    """For each row, the op on the same lane in which it starts; -1 if there is none.
+    """For each row, the op on the same lane that contains it; -1 if there is none.
 
-    ops are sorted and not nested; for a row of -1 the result is -1.
+    ops are sorted and not nested; for a row of -1 the result is -1. The op contains the middle of
+    the row too, because small errors let an op end after the next event has started.
     """
     found = np.full(len(rows), -1, dtype=np.int64)
     known = np.flatnonzero(rows >= 0)
@@ -202,7 +245,8 @@ def find_surrounding_ops(events: Events, ops: Int64, rows: Int64) -> Int64:
         starts = events.start_ns[rows[rows_on_lane]]
         ends = events.start_ns[ops_on_lane] + events.dur_ns[ops_on_lane]
         index = np.searchsorted(events.start_ns[ops_on_lane], starts, side="right") - 1
-        inside = (index >= 0) & (starts <= ends[index])
+        middle = starts + events.dur_ns[rows[rows_on_lane]] // 2
+        inside = (index >= 0) & (middle <= ends[index])
         found[rows_on_lane[inside]] = ops_on_lane[index[inside]]
     return found
 
@@ -283,6 +327,8 @@ def _match_recorded(
     ops = np.flatnonzero(events.is_category(Category.OP) & events.match_prefix("c10d::"))
     recorded = []
     for entry in flight:
+        if entry.name.startswith("nccl"):
+            continue
         at = entry.created_unix_ns - rows.t0_unix_ns
         last = int(np.searchsorted(events.start_ns[ops], at, side="right")) - 1
         if last >= 0 and at <= events.end_ns[ops[last]]:

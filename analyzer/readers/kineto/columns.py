@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Raw
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_times
 from stepsplit.analyzer.readers.kineto.schema import (
     Args,
     Complete,
+    SyncArgs,
+    Track,
+    TrackMetadata,
     convert_decimal_to_ns,
     convert_to_ns,
     decode_comm_args,
     decode_device_args,
+    decode_sync_args,
+    decode_track,
+    get_phase,
 )
-from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, Int32, Int64, Lane, UInt8
+from stepsplit.analyzer.trace import (
+    ALL_STREAMS,
+    DEVICE_CATEGORIES,
+    HOST,
+    MAX_NAME_LENGTH,
+    Bool,
+    Category,
+    Events,
+    EventWaits,
+    Int32,
+    Int64,
+    Lane,
+    Shapes,
+    UInt8,
+    build_event_waits,
+)
 
 # Rows of the parts of a trace -> Events, sorted by start.
 
@@ -32,7 +55,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 class SortedRows:
     """The sorted events of a trace and its earliest start in Unix time.
 
-    noted_row (sorted) are the communication events, noted_args the text of their arguments.
+    noted_row (sorted) are the communication events and the waits, noted_args the text of their
+    arguments.
     """
 
     events: Events
@@ -40,6 +64,7 @@ class SortedRows:
     noted_row: Int64
     noted_args: tuple[bytes, ...]
     counts: EntryCounts
+    shapes: Shapes
 
     @property
     def on_device(self) -> bool:
@@ -71,8 +96,11 @@ def sort_rows(parts: Sequence[Rows], base_ns: int) -> SortedRows:
         names=names,
         lanes=lanes,
     )
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
     counts = sum((part.counts for part in parts), EntryCounts())
-    return SortedRows(events, base_ns + t0, *_collect_noted(parts, order), counts)
+    shapes = _collect_shapes(parts, place, events)
+    return SortedRows(events, base_ns + t0, *_collect_noted(parts, place), counts, shapes)
 
 
 def _join_tables(tables: Sequence[tuple[_T, ...]]) -> tuple[tuple[_T, ...], list[Int32]]:
@@ -90,10 +118,11 @@ def _concatenate(parts: Sequence[npt.NDArray[_Number]]) -> npt.NDArray[_Number]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _collect_noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[bytes, ...]]:
-    """The communication events as positions in the sorted order, and their arguments."""
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
+def _collect_noted(parts: Sequence[Rows], place: Int64) -> tuple[Int64, tuple[bytes, ...]]:
+    """The communication events as positions in the sorted order, and their arguments.
+
+    place is the position of each row of the parts.
+    """
     before = np.cumsum([0, *map(len, parts)])
     rows = np.concatenate([p.noted_row + n for p, n in zip(parts, before, strict=False)])
     texts = [text for part in parts for text in part.noted_args]
@@ -101,11 +130,93 @@ def _collect_noted(parts: Sequence[Rows], order: Int64) -> tuple[Int64, tuple[by
     return place[rows][by_place], tuple(texts[i] for i in by_place.tolist())
 
 
+def _collect_shapes(parts: Sequence[Rows], place: Int64, events: Events) -> Shapes:
+    """The shapes of all events: a kernel has those of the op that launched it, if recorded."""
+    texts, ids = _join_tables([part.shaped.texts for part in parts])
+    text_id = _map_ids([part.shaped.text_id for part in parts], ids)
+    before = np.cumsum([0, *map(len, parts)])
+    event = place[_concatenate([p.shaped.row + n for p, n in zip(parts, before, strict=False)])]
+    by_event = np.argsort(event, kind="stable")
+    shapes = Shapes(event[by_event], text_id[by_event], texts)
+    kernels = np.flatnonzero(events.category == Category.KERNEL)
+    of_kernel = events.category[shapes.event] == Category.KERNEL
+    if not len(kernels) or of_kernel.all():
+        return shapes
+    op = _find_launching_ops(events, shapes.event[~of_kernel], kernels)
+    by_op = shapes.text_id[~of_kernel][op]
+    text_id = np.where(op >= 0, by_op, shapes.find_ids(kernels))
+    column = np.full(len(events), -1, dtype=np.int32)
+    column[shapes.event] = shapes.text_id
+    column[kernels] = text_id
+    shaped = np.flatnonzero(column >= 0)
+    return Shapes(shaped, column[shaped], texts)
+
+
+_MAX_SIBLINGS = 16
+"""Maximum number of ops that ended before a launch in the op that contains it."""
+
+
+def _find_launching_ops(events: Events, ops: Int64, kernels: Int64) -> Int32:
+    """The index of the innermost of these ops around the launch of each kernel; -1 for none."""
+    found = np.full(len(kernels), -1, dtype=np.int32)
+    launch = events.find_launches(kernels)
+    for lane in np.unique(events.lane[ops]).tolist():
+        own_ops = np.flatnonzero(events.lane[ops] == lane)
+        own = np.flatnonzero((launch >= 0) & (events.lane[launch] == lane))
+        start, end = events.start_ns[ops[own_ops]], events.end_ns[ops[own_ops]]
+        when = events.start_ns[launch[own]]
+        last = np.searchsorted(start, when, side="right") - 1
+        for op in range(_MAX_SIBLINGS):
+            at = np.maximum(last - op, 0)
+            within = (last >= op) & (end[at] >= when) & (found[own] < 0)
+            found[own[within]] = own_ops[at[within]]
+    return found
+
+
+# Kineto's cuda_sync events -> the waits whose event is known.
+
+_STREAM_WAIT, _EVENT_SYNC, _STREAM_SYNC, _DEVICE_SYNC = (
+    "Stream Wait Event", "Event Sync", "Stream Sync", "Context Sync"
+)  # fmt: skip
+
+
+def collect_event_waits(rows: SortedRows) -> EventWaits:
+    """The waits for events and the synchronizations of a trace that say what they wait for."""
+    events = rows.events
+    syncs = np.flatnonzero(events.is_category(Category.SYNC)[rows.noted_row]).tolist()
+    waits = (
+        _build_event_wait(
+            events.name_of(int(rows.noted_row[i])), decode_sync_args(rows.noted_args[i])
+        )
+        for i in syncs
+    )
+    return build_event_waits([wait for wait in waits if wait is not None])
+
+
+def _build_event_wait(name: str, args: SyncArgs) -> tuple[int, int, int, int] | None:
+    """(correlation, waiting stream, awaited stream, correlation of the record), None if unknown."""
+    if args.correlation < 0:
+        return None
+    if name == _DEVICE_SYNC:
+        return args.correlation, HOST, ALL_STREAMS, args.correlation
+    if name == _STREAM_SYNC and args.stream >= 0:
+        return args.correlation, HOST, args.stream, args.correlation
+    if name not in (_STREAM_WAIT, _EVENT_SYNC) or min(args.on_stream, args.recorded) < 0:
+        return None
+    if name == _STREAM_WAIT and args.stream < 0:
+        return None
+    waiter = args.stream if name == _STREAM_WAIT else HOST
+    return args.correlation, waiter, args.on_stream, args.recorded
+
+
 # Trace entries -> rows of columns, block by block, in the order of the file.
+
+_OLD_OP = len(Category)
+"""The category Operator of torch before 1.10: ops, and ranges that the host marked."""
 
 CATEGORIES = {
     "cpu_op": Category.OP,
-    "operator": Category.OP,
+    "operator": _OLD_OP,
     "user_annotation": Category.ANNOTATION,
     "kernel": Category.KERNEL,
     "mtia_ccp_events": Category.KERNEL,
@@ -113,6 +224,7 @@ CATEGORIES = {
     "privateuse1": Category.KERNEL,
     "gpu_user_annotation": Category.GPU_ANNOTATION,
     "python_function": Category.PYTHON,
+    "cuda_sync": Category.SYNC,
 }
 
 _SUFFIX_CATEGORIES = {
@@ -125,6 +237,15 @@ _SUFFIX_CATEGORIES = {
 
 PARAM_COMMS = "record_param_comms"
 
+_RANGE_PREFIXES = (
+    "ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#", "DataParallel.",
+    "DistributedDataParallel.",
+)  # fmt: skip
+"""Ranges that some versions of torch and torch_npu write as ops."""
+
+_BARE_OPS = (PARAM_COMMS, "detach", "detach_")
+"""Ops without a namespace in their name, apart from the autograd nodes."""
+
 _HAS_STREAM = np.zeros(len(Category), dtype=np.bool_)
 
 _HAS_STREAM[[Category.RUNTIME, Category.KERNEL, Category.MEMCPY, Category.MEMSET]] = True
@@ -135,26 +256,57 @@ _MAY_COMMUNICATE[[Category.KERNEL, Category.MEMCPY]] = True
 
 _COLUMNS = (np.int64, np.int64, np.uint8, np.int32, np.int32, np.int64)
 
+_DIMS = b'"Input Dims"'
+
+_SHORT_TYPE = b'"c10::'
+"""How the names of types in "Input type" begin, except those of float, double and integers."""
+
+_SHORT_DTYPES = (
+    (b"c10::Float8", b"fp8"),
+    (b"c10::BFloat16", b"bf16"),
+    (b"c10::Half", b"fp16"),
+)
+
+_DTYPE_MARK = b"\0"
+
+_SAMPLES = 32
+"""Number of ops of a block that are searched for shapes."""
+
 
 @dataclass(frozen=True, slots=True)
 class EntryCounts:
-    """Number of entries read, unreadable entries, and entries with a negative duration."""
+    """Number of entries read, unreadable entries, and entries with a negative duration.
+
+    asynchronous (phases b, n, e) and paired (B, E) are entries that are not read as events, of
+    blocks without any event that is.
+    """
 
     entries: int = 0
     lost: int = 0
     negative: int = 0
+    asynchronous: int = 0
+    paired: int = 0
 
     def __add__(self, other: EntryCounts) -> EntryCounts:
-        return EntryCounts(
-            self.entries + other.entries, self.lost + other.lost, self.negative + other.negative
-        )
+        names = [field.name for field in fields(self)]
+        return EntryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedRows:
+    """The rows with input shapes or a launch grid; text_id indexes texts."""
+
+    row: Int64
+    text_id: Int32
+    texts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The complete events of a trace or a part of it in file order; columns as in Events.
 
-    noted_row are the communication events, noted_args the text of their arguments.
+    noted_row are the communication events and the waits, noted_args the text of their arguments;
+    tracks are the names of processes and threads.
     """
 
     start_ns: Int64
@@ -168,6 +320,8 @@ class Rows:
     noted_row: Int64
     noted_args: tuple[bytes, ...]
     counts: EntryCounts
+    shaped: ShapedRows
+    tracks: tuple[Track, ...] = ()
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -177,17 +331,30 @@ _LaneKey = tuple[int | str, int | str, int, int]
 
 
 class _Numbers(dict[str, int]):
-    """Numbers distinct names in order of appearance; noted: whether a name is communication."""
+    """Numbers distinct names in order of appearance.
+
+    noted: whether a name is communication; is_range: whether an event of the category of ops, or
+    of the old one, is a range by its name.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self.noted: list[bool] = []
+        self.is_range: list[tuple[bool, bool]] = []
         self._texts, self._asked, self._rules = list[str](), set[int](), rules
 
     def __missing__(self, name: str) -> int:
         self[name] = number = len(self)
         self.noted.append(name == PARAM_COMMS or name.startswith("c10d::"))
-        self._texts.append(name)
+        is_range = name.startswith(_RANGE_PREFIXES)
+        is_op = "::" in name or "Backward" in name or name in _BARE_OPS
+        self.is_range.append((is_range, is_range or not is_op))
+        self._texts.append(name[:MAX_NAME_LENGTH])
         return number
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The names, cut to the length that rules look at."""
+        return tuple(self._texts)
 
     def note_of_device(self, numbers: Iterable[int]) -> None:
         """Marks which of these kernel and copy names are communication, once per name."""
@@ -201,6 +368,27 @@ class _Lanes(dict[_LaneKey, int]):
 
     def __missing__(self, key: _LaneKey) -> int:
         self[key] = number = len(self)
+        return number
+
+
+class _ShapeTexts(dict[tuple[int, ...] | bytes, int]):
+    """Numbers distinct launch grids and input shapes; -1 for text without numbers: no tensors."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def __missing__(self, shape: tuple[int, ...] | bytes) -> int:
+        if isinstance(shape, bytes):
+            dims, _, dtype = shape.partition(_DTYPE_MARK)
+            text = dims[dims.find(b"[") : dims.rfind(b"]") + 1].decode(errors="replace")
+            text = f"{''.join(text.split()).replace(',', ', ')} {dtype.decode()}".rstrip()
+        else:
+            text = f"grid {list(shape)}"
+        known = any(map(str.isdecimal, text))
+        self[shape] = number = self._numbers.setdefault(text, len(self.texts)) if known else -1
+        if number == len(self.texts):
+            self.texts.append(text)
         return number
 
 
@@ -228,13 +416,18 @@ class _Builder:
     def __init__(self, rules: Rules) -> None:
         self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), _Categories()
         self._columns = tuple(bytearray() for _ in _COLUMNS)
+        self._shapes = _ShapeTexts()
+        self._shaped_rows, self._shape_ids = bytearray(), bytearray()
         self._noted_rows: list[int] = []
         self._noted_args: list[bytes] = []
+        self._tracks: list[Track] = []
         self._rows = 0
         self._counts = EntryCounts()
 
     def add(self, block: Entries) -> None:
-        """Adds the complete events of a block."""
+        """Adds the complete events of a block, and the names of its tracks."""
+        tracks = [decode_track(e) for e in block.entries if type(e) is TrackMetadata]
+        self._tracks += [track for track in tracks if track is not None]
         events = [e for e in block.entries if type(e) is Complete and e.ts is not None]
         start = convert_to_ns([e.ts for e in events if e.ts is not None])
         dur = convert_to_ns([e.dur for e in events])
@@ -244,19 +437,31 @@ class _Builder:
         self._counts += EntryCounts(
             len(block.entries) - out_of_range, block.lost + out_of_range, int((dur < 0).sum())
         )
+        if not events:
+            self._count_other_phases(block)
         self._append(events, start, np.maximum(dur, 0))
+
+    def _count_other_phases(self, block: Entries) -> None:
+        phases = Counter(get_phase(entry) for entry in block.entries)
+        self._counts += EntryCounts(
+            asynchronous=sum(phases[phase] for phase in "bne"),
+            paired=sum(phases[phase] for phase in "BE"),
+        )
 
     def _append(self, events: Sequence[Complete], start: Int64, dur: Int64) -> None:
         names, lanes, categories = self._names, self._lanes, self._categories
         name_id = np.array([names[e.name] for e in events], dtype=np.int32)
         category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
+        is_range = np.array(names.is_range, dtype=np.bool_).reshape(-1, 2)[name_id]
+        _separate_ranges(category, is_range)
         lane = np.array([lanes[e.pid, e.tid, -1, -1] for e in events], dtype=np.int32)
         correlation = np.full(len(events), -1, dtype=np.int64)
         names.note_of_device(np.unique(name_id[_MAY_COMMUNICATE[category]]).tolist())
-        to_note = np.array(names.noted, dtype=np.bool_)[name_id]
-        placed = np.flatnonzero(_HAS_STREAM[category]).tolist()
+        to_note = np.array(names.noted, dtype=np.bool_)[name_id] | (category == Category.SYNC)
+        with_stream = np.flatnonzero(_HAS_STREAM[category])
+        placed = with_stream.tolist()
         decoded = decode_device_args([events[row].args for row in placed])
-        correlation[placed] = [args.correlation for args in decoded]
+        correlation[with_stream] = [args.correlation for args in decoded]
         for row, args in zip(placed, decoded, strict=True):
             if args.stream >= 0:
                 event = events[row]
@@ -264,6 +469,11 @@ class _Builder:
             if args.communicates:
                 to_note[row] = True
         self._note(events, np.flatnonzero(to_note).tolist())
+        kernels = np.flatnonzero(category[with_stream] == Category.KERNEL)
+        self._add_shapes(with_stream[kernels], [decoded[i].grid for i in kernels.tolist()])
+        ops = np.flatnonzero(category == Category.OP)
+        if _have_dims(events, ops):
+            self._add_shapes(ops, [_cut_dims(events[row].args) for row in ops.tolist()])
         parts: tuple[npt.NDArray[Any], ...] = (start, dur, category, name_id, lane, correlation)
         for column, part in zip(self._columns, parts, strict=True):
             column += part.tobytes()
@@ -273,10 +483,19 @@ class _Builder:
         self._noted_rows += [self._rows + row for row in rows]
         self._noted_args += [bytes(events[row].args) for row in rows]
 
+    def _add_shapes(self, rows: Int64, shapes: Iterable[tuple[int, ...] | bytes]) -> None:
+        numbers = self._shapes
+        text_id = np.array([numbers[shape] for shape in shapes], dtype=np.int32)
+        known = text_id >= 0
+        self._shaped_rows += (rows + self._rows)[known].tobytes()
+        self._shape_ids += text_id[known].tobytes()
+
     def build(self) -> Rows:
         """The rows added so far."""
         columns: Any = map(np.frombuffer, self._columns, _COLUMNS)
         start, dur, category, name_id, lane, correlation = columns
+        shaped_row = np.frombuffer(self._shaped_rows, dtype=np.int64)
+        shape_id = np.frombuffer(self._shape_ids, dtype=np.int32)
         return Rows(
             start_ns=start,
             dur_ns=dur,
@@ -284,12 +503,38 @@ class _Builder:
             name_id=name_id,
             lane=lane,
             correlation=correlation,
-            names=tuple(self._names),
+            names=self._names.texts,
             lanes=tuple(Lane(str(pid), str(tid), *place) for pid, tid, *place in self._lanes),
             noted_row=np.array(self._noted_rows, dtype=np.int64),
             noted_args=tuple(self._noted_args),
             counts=self._counts,
+            shaped=ShapedRows(shaped_row, shape_id, tuple(self._shapes.texts)),
+            tracks=tuple(self._tracks),
         )
+
+
+def _have_dims(events: Sequence[Complete], ops: Int64) -> bool:
+    """Whether shapes were recorded: then most ops have them."""
+    samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
+    return any(_DIMS in bytes(events[row].args) for row in samples)
+
+
+def _cut_dims(args: Raw) -> bytes:
+    """The text between the name of the shapes and the next name, and a dtype of less than 32 bits;
+    decoding it would take longer."""
+    text = bytes(args)
+    dims = text.rpartition(_DIMS)[2].partition(b'"')[0]
+    if _SHORT_TYPE not in text:
+        return dims
+    dtype = next((dtype for name, dtype in _SHORT_DTYPES if name in text), b"")
+    return dims + _DTYPE_MARK + dtype
+
+
+def _separate_ranges(category: UInt8, is_range: Bool) -> None:
+    """Gives ops that are ranges by their name the category of annotations, in place."""
+    is_old = category == _OLD_OP
+    category[is_old] = Category.OP
+    category[(category == Category.OP) & np.where(is_old, *is_range.T[::-1])] = Category.ANNOTATION
 
 
 def _compute_exact_times(

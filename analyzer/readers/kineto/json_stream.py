@@ -40,6 +40,9 @@ _BLOCK_TRIES = 4
 
 _NEAR_BYTES = 1 << 16
 
+_FIRST_BYTES = 1 << 16
+"""Small files need no buffer of a whole block."""
+
 BETWEEN = re.compile(rb"\}\s*,\s*\{")
 
 _OPEN, _CLOSE, _COMMA = b"[],"
@@ -68,7 +71,7 @@ class ArrayBlocks:
         self.whole = False
 
     def __iter__(self) -> Iterator[Entries]:
-        want = BLOCK_BYTES
+        want = _FIRST_BYTES
         while not self.whole and self._fill(want):
             before = self._have
             yield from self._read_to_cut()

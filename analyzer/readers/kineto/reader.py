@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls
+from stepsplit.analyzer.readers.kineto.columns import EntryCounts
 from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
+    UNKNOWN_TRACKS,
     KinetoFile,
     TraceOpening,
     TracePart,
@@ -24,7 +27,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source
 from stepsplit.analyzer.readers.workers import Progress, Task, run_all
-from stepsplit.analyzer.trace import RankTrace
+from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
 """Smaller files are not cached: reading them is as fast as importing pyarrow."""
@@ -34,6 +37,8 @@ LEAST_CACHED_BYTES = 16 << 20
 _RANGES_A_WORKER = 4
 
 _MAX_SHARE = 1.25
+
+_RECORD_NPU = "record with ProfilerActivity.NPU, or report the file as an issue"
 
 _PACKED_RATIO = 12
 """Approximate compression ratio of a gzipped trace."""
@@ -134,6 +139,9 @@ def _assemble_file(
 
 # One trace file as read, and its rank -> RankTrace.
 
+_MAX_NAME_CHARACTERS = 8_000_000
+"""Of all distinct names of kernels and ops of a trace: half a minute to classify."""
+
 
 def build_rank_trace(
     where: str,
@@ -142,10 +150,17 @@ def build_rank_trace(
     flight: Sequence[FlightEntry],
     classifier: EventClassifier,
 ) -> RankTrace:
-    """Builds the trace of one rank. Raises DataError if the trace has no events."""
+    """Builds the trace of one rank.
+
+    Raises DataError if the trace has no events, or its device's events cannot be classified.
+    """
     rows, header = file.rows, file.header
     if not len(rows.events):
-        raise DataError(where, "the trace has no events", RECORD_AGAIN, rank)
+        raise DataError(where, _explain_no_events(rows.counts), RECORD_AGAIN, rank)
+    _check_names(where, rank, rows.events)
+    for note in file.notes:
+        if note.code == UNKNOWN_TRACKS:
+            raise DataError(where, note.message, _RECORD_NPU, rank)
     info = header.distributed
     found, notes = file.calls, file.notes
     if found is None:
@@ -164,4 +179,30 @@ def build_rank_trace(
         groups=found.groups,
         kinds=classifier.classify(rows.events, found.calls),
         notes=tuple(replace(note, rank=rank) for note in notes),
+        shapes=rows.shapes,
+        waits=file.waits,
     )
+
+
+def _check_names(where: str, rank: int, events: Events) -> None:
+    """Raises DataError if the names of the kernels and ops take too long to classify."""
+    named = events.is_category(*DEVICE_CATEGORIES, Category.OP)
+    numbers = list_distinct(events.name_id[named]).tolist()
+    characters = sum(len(events.names[number]) for number in numbers)
+    if characters > _MAX_NAME_CHARACTERS:
+        problem = (
+            f"the names of its {len(numbers):,} kernels and ops have {characters:,} characters"
+        )
+        hint = f"at most {_MAX_NAME_CHARACTERS:,} can be classified; shorten the names"
+        raise DataError(where, problem, hint, rank)
+
+
+def _explain_no_events(counts: EntryCounts) -> str:
+    """What a trace without complete events (phase X) has instead."""
+    if counts.asynchronous:
+        found = f"{counts.asynchronous:,} asynchronous events (phases b, n, e)"
+    elif counts.paired:
+        found = f"{counts.paired:,} begin and end events (phases B, E)"
+    else:
+        return "the trace has no events"
+    return f"only {found} and none with a duration"

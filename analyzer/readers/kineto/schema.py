@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, TypeVar
 
@@ -34,7 +35,7 @@ MISSING = Raw(b"null")
 
 _MAX_RANKS = 1 << 20
 
-_OTHER_PHASES = "BEMiIstfbenNODPSTFpRcvVaAC(),"
+_OTHER_PHASES = "BEiIstfbenNODPSTFpRcvVaAC(),"
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,15 @@ class Complete(Struct, tag_field="ph", tag="X", gc=False):
     args: Raw = NO_ARGS
 
 
+class TrackMetadata(Struct, tag_field="ph", tag="M", gc=False):
+    """A name or property of a process or thread; any value may be of any type."""
+
+    name: Raw = MISSING
+    pid: Raw = MISSING
+    tid: Raw = MISSING
+    args: Raw = NO_ARGS
+
+
 class EntryTimes(Struct, tag_field="ph", tag="X", gc=False):
     """The times of an event, with all digits."""
 
@@ -66,20 +76,29 @@ def _define_other(phase: str) -> type[Struct]:
 
 
 Entry = Struct
-"""An entry of traceEvents: Complete, or another phase, which is only counted."""
+"""An entry of traceEvents: Complete, TrackMetadata, or another phase, which is only counted."""
 
 _OTHERS: Any = functools.reduce(operator.or_, map(_define_other, _OTHER_PHASES))
 
-ANY_ENTRY, ANY_TIMES = Complete | _OTHERS, EntryTimes | _OTHERS
+
+def get_phase(entry: Entry) -> str:
+    """The phase of the entry, such as "X" for a complete event."""
+    return str(entry.__struct_config__.tag)
+
+
+ANY_ENTRY = Complete | TrackMetadata | _OTHERS
+
+ANY_TIMES = EntryTimes | _define_other("M") | _OTHERS
 
 
 class DeviceArgs(Struct, gc=False):
-    """The arguments that identify a launch or a device event."""
+    """The arguments that identify a launch or a device event, and the launch grid of a kernel."""
 
     correlation: Wide = -1
     stream: Narrow = -1
     device: Narrow = -1
     collective: Raw = field(default=MISSING, name="Collective name")
+    grid: tuple[int, ...] = ()
 
     @property
     def communicates(self) -> bool:
@@ -113,6 +132,15 @@ class Args(Struct, gc=False):
         if self.rank_start < 0 or self.rank_stride <= 0 or not 0 < self.group_size <= _MAX_RANKS:
             return ()
         return tuple(self.rank_start + i * self.rank_stride for i in range(self.group_size))
+
+
+class SyncArgs(Struct, gc=False):
+    """The arguments of a wait of a stream or of the host, as Kineto records it."""
+
+    correlation: Wide = -1
+    stream: Narrow = -1
+    on_stream: Narrow = field(default=-1, name="wait_on_stream")
+    recorded: Wide = field(default=-1, name="wait_on_cuda_event_record_corr_id")
 
 
 class PgConfig(Struct):
@@ -156,9 +184,39 @@ class KinetoHeader(Struct, gc=False):
     host_name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The name of a process, or of a thread of it (tid is None for the process itself)."""
+
+    pid: str
+    tid: str | None
+    name: str
+
+
+def decode_track(entry: TrackMetadata) -> Track | None:
+    """The name that the entry gives; None if it is about something else or not valid."""
+    kind = bytes(entry.name)
+    if kind not in (b'"process_name"', b'"thread_name"'):
+        return None
+    try:
+        pid, tid = (_PLACE.decode(place) for place in (entry.pid, entry.tid))
+        name = _NAMED.decode(entry.args).name
+    except UNDECODABLE:
+        return None
+    return Track(str(pid), str(tid) if kind == b'"thread_name"' else None, name)
+
+
+class _Named(Struct):
+    name: str
+
+
+_NAMED, _PLACE = msgspec.json.Decoder(_Named), msgspec.json.Decoder(int | str | None)
+
 _DEVICE_ARGS = msgspec.json.Decoder(DeviceArgs)
 
 _ARGS = msgspec.json.Decoder(Args)
+
+_SYNC_ARGS = msgspec.json.Decoder(SyncArgs)
 
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
@@ -189,6 +247,14 @@ def decode_comm_args(text: Raw | bytes) -> Args:
         return _ARGS.decode(text)
     except UNDECODABLE:
         return lenient(text, Args)
+
+
+def decode_sync_args(text: Raw | bytes) -> SyncArgs:
+    """Decodes the arguments of a wait; arguments of a wrong type are ignored."""
+    try:
+        return _SYNC_ARGS.decode(text)
+    except UNDECODABLE:
+        return lenient(text, SyncArgs)
 
 
 def lenient(text: Raw | bytes, kind: type[_T]) -> _T:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +13,19 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.calls import build_device_calls
-from stepsplit.analyzer.readers.kineto.columns import Rows, SortedRows, build_rows, sort_rows
+from stepsplit.analyzer.readers.kineto.columns import (
+    Rows,
+    SortedRows,
+    build_rows,
+    collect_event_waits,
+    sort_rows,
+)
 from stepsplit.analyzer.readers.kineto.json_stream import (
     ArrayBlocks,
     ByteRange,
@@ -22,9 +33,186 @@ from stepsplit.analyzer.readers.kineto.json_stream import (
     _Range,
     parse_loose_object,
 )
-from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, KinetoHeader, lenient
+from stepsplit.analyzer.readers.kineto.schema import (
+    UNDECODABLE,
+    DeviceProperties,
+    KinetoHeader,
+    Track,
+    lenient,
+)
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import CallsWithGroups, Category, Note
+from stepsplit.analyzer.trace import (
+    NO_WAITS,
+    UNKNOWN_CATEGORIES,
+    Bool,
+    CallsWithGroups,
+    Category,
+    Events,
+    EventWaits,
+    Int64,
+    Lane,
+    Note,
+)
+
+# The trace_view.json of torch_npu and msprof: tracks of an Ascend device, without categories.
+
+
+# What runs on the device is known from the names of its tracks and tasks, not from categories:
+#
+# Ascend Hardware    a thread per stream; kernels, copies, and tasks that only synchronize
+# Communication      (HCCL in older files) a thread per group with its collectives and messages,
+#                    named hcom_OP__GROUP_INDEX_N, and threads with the tasks of each
+# Overlap Analysis   the profiler's own sums: Computing, Communication, and what remains
+
+_HARDWARE, _COMMUNICATION = ("Ascend Hardware",), ("Communication", "HCCL")
+
+_HOST, _OVERLAP = ("CANN",), ("Overlap Analysis",)
+
+_COPY = re.compile(r"^(?:MEMCPY|SDMA|PCIE_DMA|DMA)|^acl_memcpy|^Memcpy", re.I)
+
+_CONTROL = re.compile(
+    r"^(?:EVENT|NOTIFY|PLACE_?HOLDER|WRITE_(?:VALUE|BACK)|CMO|PROFILING|MODEL_|STREAM|LABEL"
+    r"|MAINTENANCE|CALLBACK|HOST_FUNC|END_GRAPH|RDMA|Step Trace|Iteration)|_SQE$",
+    re.I,
+)
+"""Tasks that only synchronize; the work of a stream waits for them, or they mark times."""
+
+_COLLECTIVE = re.compile(r"^h(?:com_|ccl)(?:batch)?([a-z]+)_", re.I)
+
+_DEVICE_COLLECTIVE = re.compile(r"^hcom_|^hccl|^lccl|(?:AicpuKernel|AivKernel)$", re.I)
+
+_OPS = {"receive": "recv", "sendrecv": ""}
+"""Names that differ from those of the ops; a batch has none, and is known by its kernel's name."""
+
+_MAX_DEVIATION = 0.02
+"""Largest accepted difference to the profiler's own sums, as a share of them."""
+
+
+UNKNOWN_TRACKS = "ascend_unknown"
+"""Code of the note on a trace whose device events cannot be classified: it must not be split."""
+
+
+def is_ascend(tracks: Sequence[Track]) -> bool:
+    """Whether the names of the tracks are those of a host or device of Ascend."""
+    names = (*_HARDWARE, *_HOST)
+    return any(track.tid is None and track.name in names for track in tracks)
+
+
+def name_device(header: KinetoHeader) -> KinetoHeader:
+    """The header with a device, which these files do not describe."""
+    if header.devices:
+        return header
+    return msgspec.structs.replace(header, devices=[DeviceProperties("Ascend NPU")])
+
+
+def classify_tracks(
+    rows: SortedRows, tracks: Sequence[Track], whole: bool
+) -> tuple[SortedRows, tuple[Note, ...]]:
+    """The rows with the categories of what ran on the device, and notes.
+
+    The kernels and calls of a whole file are compared with its overlap analysis. If the sums
+    differ, the device's events are not classified, and a note of code UNKNOWN_TRACKS says why.
+    """
+    events = rows.events
+    found = _find_device_events(events, tracks)
+    if not (found.kernels | found.calls).any():
+        return rows, (Note(UNKNOWN_TRACKS, "an Ascend trace without device activity"),)
+    problem = _compare_to_overlap(events, found, tracks) if whole else ""
+    if problem:
+        return rows, (Note(UNKNOWN_TRACKS, f"an Ascend trace that cannot be read: {problem}"),)
+    category = events.category.copy()
+    category[found.kernels | found.calls] = Category.KERNEL
+    category[found.copies] = Category.MEMCPY
+    lanes = _build_lanes(events.lanes, tracks)
+    classified = replace(rows, events=replace(events, category=category, lanes=lanes))
+    text = "an Ascend trace: launches are unknown, so a step ends with the last kernel that starts"
+    notes = [Note("ascend", f"{text} before its mark ends")]
+    if found.calls.any():
+        text = "the calls of an Ascend trace name no ranks: waits are not separated from transfers"
+        notes.append(Note("ascend_calls", text))
+    return _note_calls(classified, found.calls), tuple(notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceEvents:
+    """Which events are kernels, copies, and collectives or messages of the device."""
+
+    kernels: Bool
+    copies: Bool
+    calls: Bool
+
+
+def _find_device_events(events: Events, tracks: Sequence[Track]) -> _DeviceEvents:
+    hardware = _find_rows(events, _find_lanes(events, tracks, _HARDWARE))
+    calls = _find_rows(events, _find_lanes(events, tracks, _COMMUNICATION, "Communication"))
+    copies = hardware & events.match_names(_COPY)
+    moves = hardware & events.match_names(_DEVICE_COLLECTIVE)
+    kernels = hardware & ~copies & ~moves & ~events.match_names(_CONTROL)
+    return _DeviceEvents(kernels, copies, calls if calls.any() else moves)
+
+
+def _find_lanes(
+    events: Events, tracks: Sequence[Track], processes: Collection[str], thread: str = ""
+) -> Bool:
+    """Which lanes belong to a process of these names and a thread whose name contains the text."""
+    pids = {track.pid for track in tracks if track.tid is None and track.name in processes}
+    names = {(track.pid, track.tid): track.name for track in tracks if track.tid is not None}
+    chosen = [
+        lane.pid in pids and thread in names.get((lane.pid, lane.tid), thread)
+        for lane in events.lanes
+    ]
+    return np.array(chosen, dtype=np.bool_)
+
+
+def _find_rows(events: Events, lanes: Bool) -> Bool:
+    return np.asarray(lanes[events.lane] & (events.category == Category.OTHER))
+
+
+def _compare_to_overlap(events: Events, found: _DeviceEvents, tracks: Sequence[Track]) -> str:
+    """How the sums differ from the profiler's overlap analysis; "" if they agree or it has none."""
+    own = _find_rows(events, _find_lanes(events, tracks, _OVERLAP))
+    for name, mask in (("Computing", found.kernels), ("Communication", found.calls)):
+        named = own & events.name_mask(tuple(each == name for each in events.names))
+        stated_ns, sum_ns = _measure_ns(events, named), _measure_ns(events, mask)
+        if own.any() and abs(stated_ns - sum_ns) > _MAX_DEVIATION * max(stated_ns, sum_ns):
+            ours, theirs = map(units.format_milliseconds, (sum_ns, stated_ns))
+            return f"{name} is {theirs} in its overlap analysis, but {ours} in its device tracks"
+    return ""
+
+
+def _measure_ns(events: Events, mask: Bool) -> int:
+    """The time in which at least one of these events runs."""
+    busy = union(events.start_ns[mask], events.end_ns[mask])
+    return int((busy.end_ns - busy.start_ns).sum())
+
+
+def _build_lanes(lanes: Sequence[Lane], tracks: Sequence[Track]) -> tuple[Lane, ...]:
+    """The lanes, with device and stream for those of the hardware."""
+    pids = [track.pid for track in tracks if track.tid is None and track.name in _HARDWARE]
+    device = {pid: number for number, pid in enumerate(dict.fromkeys(pids))}
+    return tuple(
+        replace(lane, device=device[lane.pid], stream=int(lane.tid))
+        if lane.pid in device and lane.tid.isdecimal() and len(lane.tid) < 10
+        else lane
+        for lane in lanes
+    )
+
+
+def _note_calls(rows: SortedRows, calls: Bool) -> SortedRows:
+    """The rows, with arguments that name the collective of each call."""
+    added: Int64 = np.flatnonzero(calls)
+    texts = [_describe_call(rows.events.name_of(row)) for row in added.tolist()]
+    place = np.concatenate((rows.noted_row, added))
+    order = np.argsort(place, kind="stable")
+    args = [*rows.noted_args, *texts]
+    noted_args = tuple(args[i] for i in order.tolist())
+    return replace(rows, noted_row=place[order], noted_args=noted_args)
+
+
+def _describe_call(name: str) -> bytes:
+    match = _COLLECTIVE.match(name)
+    op = "" if match is None else _OPS.get(match[1].lower(), match[1])
+    return json.dumps({"Collective name": op} if parse_op(op) != "unknown" else {}).encode()
 
 
 def read_range(path: Path, byte_range: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
@@ -66,6 +254,7 @@ class KinetoFile:
     rows: SortedRows
     calls: CallsWithGroups | None
     notes: tuple[Note, ...]
+    waits: EventWaits = NO_WAITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +297,18 @@ def join_parts(
     last = parts[-1]
     header = decode_header(opening.fields, last.tail)
     rows = sort_rows([part.rows for part in parts], header.base_ns)
-    notes = _build_notes(rows, last.whole, torn)
+    tracks = [track for part in parts for track in part.rows.tracks]
+    more: tuple[Note, ...] = ()
+    if is_ascend(tracks):
+        rows, more = classify_tracks(rows, tracks, last.whole)
+        header = name_device(header)
+    notes = (*_build_notes(rows, last.whole, torn), *more)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
     calls = build_device_calls(rows, header.distributed.groups, rules)
+    waits = collect_event_waits(rows)
     nothing = np.zeros(0, dtype=np.int64)
-    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes)
+    return KinetoFile(header, replace(rows, noted_row=nothing, noted_args=()), calls, notes, waits)
 
 
 def read_part(stream: Stream, begin: bytes, rules: Rules = BUILT_IN) -> TracePart:
@@ -137,8 +332,8 @@ def _build_notes(rows: SortedRows, whole: bool, torn: str) -> tuple[Note, ...]:
         text = f"{counts.negative:,} events have a negative duration; taken as 0"
         notes.append(Note("negative_durations", text))
     if len(rows.events) and not (rows.events.category != Category.OTHER).any():
-        text = "no event has a category of torch.profiler; the trace is not split"
-        notes.append(Note("unknown_categories", text))
+        text = f"none of {len(rows.events):,} events has a category of torch.profiler"
+        notes.append(Note(UNKNOWN_CATEGORIES, text))
     return tuple(notes)
 
 

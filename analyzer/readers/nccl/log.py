@@ -402,7 +402,7 @@ def list_notes(
 # The calls that a log has with NCCL_DEBUG_SUBSYS=COLL, as columns per process.
 
 _COLL = re.compile(
-    rb"(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
+    rb"\A(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
     rb" datatype (\d{1,3}) op \d+ root (-?\d{1,7}) comm (\S+) \[nranks=(\d{1,6})\]"
     rb"(?: stream \S+(?: task -?\d+ globalrank (\d{1,7}))?)?"
 )

@@ -258,16 +258,16 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 _TABLE_NAMES = {name.upper(): name for name in (*_ALGORITHMS, *_PROTOCOLS)}
 
 _NUMBERED = re.compile(
-    r"(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\d{1,2}) +proto (\d{1,2}) +time (\d{1,12}\.\d+)"
+    r"\A(?:(\w+): +)?(\d{1,18}) Bytes -> Algo (\d{1,2}) +proto (\d{1,2}) +time (\d{1,12}\.\d+)"
 )
 
 _NAMED = re.compile(
-    r"(\w+): +(\d{1,18}) Bytes -> Algo (\w+) +proto (\w+) +"
+    r"\A(\w+): +(\d{1,18}) Bytes -> Algo (\w+) +proto (\w+) +"
     r"channel\{Lo\.\.Hi\}=\{(\d{1,4})\.\.(\d{1,4})\}"
 )
 
 _OTHER = re.compile(
-    r"(\w+) \[([^\]]+)\]: +(\d{1,18}) Bytes -> (?:Kernel )?(\S.*?)(?: nchannels (\d{1,4}).*)?$"
+    r"\A(\w+) \[([^\]]+)\]: +(\d{1,18}) Bytes -> (?:Kernel )?(\S.*?)(?: nchannels (\d{1,4}).*)?$"
 )
 
 
@@ -432,7 +432,7 @@ _LINK = re.compile(
     r" (?:\[(send|receive)\] )?via (\S.*)$"
 )
 
-_NET = re.compile(r"(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
+_NET = re.compile(r"\A(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
 def parse_link(text: str) -> TopologyLink | None:

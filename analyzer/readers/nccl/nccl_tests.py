@@ -135,11 +135,31 @@ _RUN = re.compile(rb"#\s*nThread\s+\d+\s+nGpus\s+\d")
 
 _AVERAGE = re.compile(rb"#\s*Avg bus bandwidth\s*:\s*(\d{1,9}(?:\.\d+)?(?:e[+-]\d\d)?)")
 
+_MESSAGE = re.compile(
+    rb"(?:\[\d{4}-[\d :.-]{6,40}\] ?)?([\w.-]{1,255}):\d{1,10}:\d{1,10} (?:\([^)\n]{1,80}\) )?"
+    rb"\[-?\d{1,5}\] .{0,80}?NCCL [A-Z]{4,7} |NCCL version \d"
+)
+"""The begin of a message of NCCL's log, with the host."""
+
+_NUMBER_AT_BEGIN = re.compile(rb"^-?\d+(?=[A-Za-z])")
+
+_CELL_END = re.compile(rb"(?:-?[\d.]+(?:e-?\d+)?)?")
+
+_ANY_CELL_END = re.compile(rb"(?:-?[\d.]+(?:e-?\d+)?|A|nan|inf|[a-z]{3,12})?")
+"""The end of a row's last cell that stands before a host name, not separated from it."""
+
+_LABEL = re.compile(rb"^ *(?:\[\d{1,5}(?:,\d{1,5})?\](?:<\w{3,6}>:?)?|\d{1,5}:)(?= |$)")
+"""The label of a process that launchers put before each line."""
+
 _PROGRAM = re.compile(rb"(?<!concluded: )\b([a-z_]{2,30})_perf(?:_mpi)?\b")
 
 _PROGRAMS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
 
 _BYTES = {"uint32": 4, "uint64": 8, "f8e4m3": 1, "f8e5m2": 1}
+
+_TORN = "nccl_tests_torn"
+
+_RUN_AGAIN = "run the test again, with NCCL_DEBUG_FILE if NCCL_DEBUG is set"
 
 _MAX_LINE_BYTES = 4096
 """A longer line is not a table row."""
@@ -165,6 +185,15 @@ def read_sweeps(source: Source) -> Sweeps:
     return reading.build_sweeps(content.torn)
 
 
+def read_intact_sweeps(source: Source) -> Sweeps:
+    """As read_sweeps; also raises DataError if all rows of the tables are torn or truncated."""
+    found = read_sweeps(source)
+    torn = next((note for note in found.notes if note.code == _TORN), None)
+    if torn is not None and not found.sweeps:
+        raise DataError(source.where, f"no whole row of nccl-tests: {torn.message}", _RUN_AGAIN)
+    return found
+
+
 def _read_report(source: Source) -> Sweeps:
     with open_unpacked(source) as content:
         sweep = decode_report(source.where, b"".join(iter(lambda: content.read(1 << 20), b"")))
@@ -173,12 +202,19 @@ def _read_report(source: Source) -> Sweeps:
 
 @dataclass(slots=True)
 class _SweepReader:
-    """The tables so far, and the heading of the current table."""
+    """The tables so far, and the heading of the current table.
+
+    A message of NCCL's log that was written in the middle of a row cuts its line: fragment has the
+    text before it, which goes on in the next line that is not of the log.
+    """
 
     source: str
     done: list[Sweep] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     torn: int = 0
+    joined: int = 0
+    fragment: bytes = b""
+    hosts: set[bytes] = field(default_factory=set)
     next_program: str = ""
     program: str = ""
     devices: dict[int, str] = field(default_factory=dict)
@@ -187,7 +223,51 @@ class _SweepReader:
     counts_wrong: bool = True
 
     def take(self, line: bytes) -> None:
-        """Adds a line."""
+        """Adds a line of the file."""
+        message = _MESSAGE.search(line) if b"NCCL" in line else None
+        text = line if message is None else self._cut_message(line, message)
+        if message is not None and not text.strip():
+            return
+        if self.fragment:
+            text = _LABEL.sub(b"", text)
+            if _BEGUN.match(text.lstrip()):
+                self._end_fragment()
+        if message is not None:
+            self.fragment += text
+        elif self.fragment and _ROW.search(self.fragment + text):
+            text, self.fragment = self.fragment + text, b""
+            self.joined += 1
+            self._take_line(text)
+        else:
+            if self.fragment and _ROW.search(text):
+                self._end_fragment()
+            self._take_line(text)
+
+    def _cut_message(self, line: bytes, message: re.Match[bytes]) -> bytes:
+        """The text before the message of NCCL's log; b"" if the line begins with the message.
+
+        A number that ends the text is not separated from the host name that begins the message.
+        """
+        before, host = line[: message.start()], message[1]
+        if host is None:
+            return before
+        begins_line = not _LABEL.sub(b"", before).strip()
+        cell = _CELL_END if begins_line else _ANY_CELL_END
+        ends = [one for one in self.hosts if cell.fullmatch(host.removesuffix(one))]
+        known = max(ends, key=len, default=None)
+        if known is None and begins_line:
+            self.hosts.add(host)
+            return b""
+        own = known or _NUMBER_AT_BEGIN.sub(b"", host)
+        return before + host[: len(host) - len(own)]
+
+    def _end_fragment(self) -> None:
+        """Ends a row whose rest is missing."""
+        self._take_line(self.fragment)
+        self.fragment = b""
+
+    def _take_line(self, line: bytes) -> None:
+        """Adds a line that no message cuts."""
         if row := _ROW.search(line):
             if not self.rows:
                 self.program, self.next_program = self.next_program, ""
@@ -239,9 +319,14 @@ class _SweepReader:
 
     def build_sweeps(self, torn_end: str) -> Sweeps:
         """All tables; the last one may be incomplete."""
+        if self.fragment:
+            self._end_fragment()
         self._close(-1)
+        if self.joined:
+            text = f"{self.joined} rows were torn by NCCL's log; joined again"
+            self.notes.append(Note("nccl_tests_joined", text))
         if self.torn:
-            self.notes.append(Note("nccl_tests_torn", f"{self.torn} rows are truncated; ignored"))
+            self.notes.append(Note(_TORN, f"{self.torn} rows are truncated; ignored"))
         if torn_end:
             self.notes.append(Note("nccl_tests_torn_file", f"the file ends early ({torn_end})"))
         return Sweeps(self.source, tuple(self.done), tuple(self.notes))
@@ -360,7 +445,7 @@ class _Report(Struct):
     average_bus_bandwidth: _Average
 
 
-_REPORT_BEGIN = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"start_time":\s*"[^"]*",\s*"args":')
+_REPORT_BEGIN = re.compile(rb'\A\s*\{\s*"version":\s*\d+,\s*"start_time":\s*"[^"]*",\s*"args":')
 
 _DECODER = msgspec.json.Decoder(_Report)
 

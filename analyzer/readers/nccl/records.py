@@ -343,7 +343,7 @@ _MARK = re.compile(rb"NCCL (INFO|WARN) ?")
 
 _SPEAKER = re.compile(
     rb"(?:([^\s:\[\]|]{1,255}):(\d{1,9}):(\d{1,9}) +)?(?:\[(\d{1,5})\] +)?(?:(\d{16}) )?"
-    rb"(?:[^\s:\[\]]+:\d+ (?:\([^)]*\) )?)?$"
+    rb"(?:[^\s:\[\]]{1,255}:\d{1,9} (?:\([^)]{0,255}\) )?)?$"
 )
 
 _STAMP = re.compile(
@@ -353,7 +353,7 @@ _STAMP = re.compile(
 
 _COLOR = re.compile(rb"\x1b\[[\d;]*[mK]")
 
-_REPEATED = re.compile(rb" *\[repeated \d+x across cluster\].*")
+_REPEATED = re.compile(rb"(?<! ) *\[repeated \d+x across cluster\].*")
 """Ray's suffix on a line that it shows once for several processes."""
 
 _MAX_PREFIXES = 20_000

@@ -13,6 +13,13 @@
     return Math.round(ns) + " ns";
   }
 
+  function timeRange(from, to) {
+    const size = Math.max(Math.abs(from), Math.abs(to));
+    const [unit, of] = size >= 1e9 ? ["s", 1e9] : size >= 1e6 ? ["ms", 1e6] : ["µs", 1e3];
+    const digits = clamp(Math.ceil(-Math.log10((to - from) / of / 100)), 0, 6);
+    return (from / of).toFixed(digits) + " to " + (to / of).toFixed(digits) + " " + unit;
+  }
+
   function shortName(name) {
     /* Kernel names have long template arguments: keep the part before them. */
     const plain = name.replace(/^void /, "").split(/[<(]/)[0];
@@ -110,7 +117,7 @@
         pen.fillStyle = this.fills[row.bucket[i]];
         pen.fillRect(x0, y + 1, wide > 3 && exact ? wide - 0.5 : wide, height - 2);
         pen.globalAlpha = 1;
-        if (wide > 46 && exact) this.write(pen, row, i, own, x0, y, wide, height);
+        if (wide > 24 && exact) this.write(pen, row, i, own, x0, y, wide, height);
       }
       this.hits.push({ rank, row, y, height });
     },
@@ -118,8 +125,11 @@
     write(pen, row, i, name, x0, y, wide, height) {
       const bucket = this.index.buckets[row.bucket[i]], owner = row.owner[i];
       const band = row.lane === "buckets";
-      const text = band ? (owner >= 0 ? "waits for rank " + owner : bucket.name) : shortName(name);
       if (bucket.name === "idle" && !band) return;
+      /* The longest label that fits; a kernel's name may be cut off at its end. */
+      const labels = band ? (owner >= 0 ? ["waits for rank " + owner, "→ " + owner] : [bucket.name]) : [shortName(name)];
+      const text = labels.find((label) => pen.measureText(label).width < wide - 10) || (band ? "" : labels[0]);
+      if (!text) return;
       pen.save();
       pen.beginPath();
       pen.rect(x0 + 2, y, wide - 4, height);
@@ -143,7 +153,7 @@
       pen.strokeStyle = this.line;
       pen.lineWidth = 1;
       pen.font = "11px system-ui, sans-serif";
-      const zero = (this.index.steps.find((one) => one.from <= this.from && this.from < one.to) || this.index.steps[0] || { from: 0 }).from;
+      const zero = this.zero();
       const each = this.tick();
       for (let t = Math.ceil((this.from - zero) / each) * each; t <= this.to - zero; t += each) {
         const x = this.x(t + zero);
@@ -167,6 +177,16 @@
         pen.fillStyle = this.ink;
         pen.fillText("step " + one.step, x + 4, 9);
       }
+    },
+
+    /* The step in the middle of the window; times are shown from its begin. */
+    shownStep() {
+      const middle = (this.from + this.to) / 2;
+      return this.index.steps.find((one) => one.from <= middle && middle < one.to);
+    },
+
+    zero() {
+      return (this.shownStep() || this.index.steps[0] || { from: 0 }).from;
     },
 
     tick() {
@@ -206,5 +226,5 @@
     },
   };
 
-  window.stepsplitPainting = { GUTTER, AXIS, BAND, LANE, GAP, LEAST_NS, WAIT_MS, clamp, time, shortName, methods };
+  window.stepsplitPainting = { GUTTER, AXIS, BAND, LANE, GAP, LEAST_NS, WAIT_MS, clamp, time, timeRange, shortName, methods };
 })();

@@ -3,7 +3,7 @@
 (function () {
   "use strict";
 
-  const { GUTTER, AXIS, BAND, LANE, GAP, LEAST_NS, WAIT_MS, clamp, time, methods } = window.stepsplitPainting;
+  const { GUTTER, AXIS, BAND, LANE, GAP, LEAST_NS, WAIT_MS, clamp, time, timeRange, methods } = window.stepsplitPainting;
   const NO_ROWS = { rows: [], names: [], from: 0, to: 0, ranks: [], open: [] };
 
   const node = (tag, className, text) => {
@@ -196,8 +196,9 @@
     }
 
     remember() {
-      this.where.textContent = time(this.to - this.from) + " from " + time(this.from);
-      const step = this.index.steps.find((one) => one.from <= (this.from + this.to) / 2 && (this.from + this.to) / 2 < one.to);
+      const step = this.shownStep(), first = this.index.steps[0];
+      const origin = step ? "step " + step.step : first ? "from step " + first.step : "time";
+      this.where.textContent = origin + ": " + timeRange(this.from - this.zero(), this.to - this.zero());
       if (step) this.steps.value = step.step;
       if (!this.run) return;
       clearTimeout(this.noting);

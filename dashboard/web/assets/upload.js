@@ -180,15 +180,70 @@
     }
   }
 
-  function named(files) {
-    const first = files[0].path.split("/");
-    if (first.length > 1) return first[0];
-    return files.length === 1 ? first[0] : first[0] + " and " + (files.length - 1) + " more";
+  /* Name and tags of the form; without a name the server chooses one by the files. */
+  function readLabels() {
+    const name = byId("upload-name").value.trim();
+    const tags = window.stepsplitParseTags(byId("upload-tags").value, ",");
+    return name ? { name, tags } : { tags };
   }
 
-  async function sendAll(files) {
+  const folderOf = (path) => path.split("/").slice(0, -1).join("/");
+
+  /* The recordings of the files, by folder, as split_recordings of upload.py: folders that have
+     traces of the same ranks with the same names; other files belong to all of them. */
+  function splitRecordings(files) {
+    const folders = new Map();
+    const isTrace = (path) => /rank[-_. ]?[0-9]/i.test(path.split("/").pop());
+    for (const { path } of files.filter((item) => isTrace(item.path))) {
+      const name = path.split("/").pop();
+      folders.set(name, (folders.get(name) || new Set()).add(folderOf(path)));
+    }
+    const repeated = [...folders.values()].filter((found) => found.size > 1);
+    const places = repeated.flatMap((found) => [...found].map((one) => one.split("/").filter(Boolean)));
+    if (!places.length) return new Map();
+    let depth = 0;
+    while (places.every((parts) => parts.length > depth && parts[depth] === places[0][depth])) depth++;
+    const headOf = (parts) => parts.slice(0, depth + 1).join("/");
+    const top = places[0].slice(0, depth).join("/");
+    const runs = new Map(places.map((parts) => [headOf(parts), []]).sort());
+    for (const item of files) {
+      const folder = folderOf(item.path);
+      const head = folder === top && !isTrace(item.path) ? null : headOf(folder.split("/").filter(Boolean));
+      for (const [name, own] of runs) if (head === name || !runs.has(head)) own.push(item);
+    }
+    return runs;
+  }
+
+  /* Asks whether several recordings become a run each. Resolves to lists of files; [] to cancel. */
+  function askWhichRuns(files) {
+    const runs = splitRecordings(files);
+    const place = byId("upload-question");
+    if (!runs.size || !place) return Promise.resolve([files]);
+    return new Promise((resolve) => {
+      const text = document.createElement("p");
+      text.textContent = "These are " + runs.size + " recordings: " + [...runs.keys()].join(", ");
+      const choices = [
+        ["A run for each", [...runs.values()]],
+        ["All in one run", [files]],
+        ["Cancel", []],
+      ].map(([label, chosen]) => {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.textContent = label;
+        button.addEventListener("click", () => {
+          place.replaceChildren();
+          resolve(chosen);
+        });
+        return button;
+      });
+      place.replaceChildren(text, ...choices);
+      choices[0].focus();
+    });
+  }
+
+  async function sendAll(files, labels) {
     const total = files.reduce((sum, item) => sum + item.file.size, 0);
-    const run = await post(API, { name: named(files) });
+    const run = await post(API, labels);
     let before = 0;
     for (const [index, item] of files.entries()) {
       const url = API + "/" + run.id + "/files/" + item.path.split("/").map(encodeURIComponent).join("/");
@@ -204,7 +259,27 @@
       before += item.file.size;
     }
     await post(API + "/" + run.id + "/finish", {});
-    window.location.assign("/run/" + run.id);
+    return run.id;
+  }
+
+  /* Each list of files becomes a run; a name of the form is for one run, else it begins theirs. */
+  async function sendRuns(lists) {
+    const labels = readLabels();
+    const ids = [];
+    for (const files of lists) {
+      const folder = folderOf(files.find((item) => item.path.includes("/"))?.path || "").split("/").pop();
+      const name = labels.name && lists.length > 1 ? { name: labels.name + " " + folder } : {};
+      ids.push(await sendAll(files, { ...labels, ...name }));
+    }
+    window.location.assign(ids.length === 1 ? "/run/" + ids[0] : "/");
+  }
+
+  /* The stated mesh is a file of the upload; null if the field is invalid. */
+  function meshFile() {
+    const field = byId("upload-mesh");
+    const text = field ? field.value.trim() : "";
+    if (field && !field.reportValidity()) return null;
+    return text ? [{ path: "mesh.txt", file: new File([text], "mesh.txt") }] : [];
   }
 
   async function send(files) {
@@ -212,10 +287,14 @@
     const wanted = files.filter((item) => !item.path.split("/").some((part) => part.startsWith(".")));
     if (busy) return showStatus("another upload is running", true);
     if (!wanted.length) return showStatus("no files to upload: the folder is empty", true);
+    const mesh = meshFile();
+    if (!mesh) return showStatus("the mesh is axes and sizes such as pp=2,dp=2,tp=2", true);
     busy = true;
     showStatus("starting");
     try {
-      await sendAll(wanted);
+      const lists = await askWhichRuns([...wanted, ...mesh]);
+      if (lists.length) await sendRuns(lists);
+      else showStatus("");
     } catch (error) {
       progress(0, 0);
       showStatus(error.message, true);

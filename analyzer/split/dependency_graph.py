@@ -11,12 +11,11 @@ import numpy as np
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE
-from stepsplit.analyzer.split.blame import Activity
-from stepsplit.analyzer.split.idle import SYNCHRONIZES, match_names
+from stepsplit.analyzer.split.idle import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Arrivals
+from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW, Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
 
 # The dependency graph of a run, input of a replay.
@@ -32,13 +31,22 @@ Needs = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class TimelineNodes:
-    """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1]."""
+    """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1], cut at
+    cut_ns of the recording."""
 
     first: Int64
+    cut_ns: Int64
 
     def slice_rank(self, index: int) -> slice:
         """The nodes of one rank in order of time."""
         return slice(int(self.first[index]), int(self.first[index + 1]))
+
+    def find(self, index: int, when_ns: Int64) -> Int64:
+        """The last node of a rank at or before each instant of the recording; at least its
+        first."""
+        cuts = self.cut_ns[self.slice_rank(index)]
+        at = np.maximum(np.searchsorted(cuts, when_ns, side="right") - 1, 0)
+        return at + int(self.first[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,7 @@ class CommKernels:
     rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
     the row of that call among all calls; start and end are nodes: its arrival and its end. resume
     is the node of the rank's timeline that waited for the event, -1 if none; step is the row of the
-    steps in which it began.
+    steps in which it began. of_row is the event of each row of MatchedCalls.
     """
 
     rank: Int64
@@ -58,6 +66,7 @@ class CommKernels:
     end: Int64
     resume: Int64
     step: Int64
+    of_row: Int64
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -84,8 +93,11 @@ class DependencyGraph:
     A node is an instant of a rank's timeline, the arrival at a call, the synchronization of a call
     or its end. Its time is the latest of its dependencies (needs) and of its predecessor on the
     timeline (before, -1 for none) plus the work in between (work_ns, shape (nodes, WORK)), plus
-    rest_ns. step is the row of the steps that contain a node's work, -1 if none. order is a
+    rest_ns. step is the row of the steps that contain a node's work, -1 if none. levels is a
     topological order. A replay of an unchanged graph reproduces the measured times.
+
+    at_ns is the measured time of each node and binding its predecessor in the recording that
+    determined it: the latest one, -1 for a node without predecessors.
     """
 
     before: Int64
@@ -93,13 +105,22 @@ class DependencyGraph:
     step: Int64
     needs: Needs
     rest_ns: Int64
-    order: Int64
+    levels: Levels
     timelines: TimelineNodes
     kernels: CommKernels
     steps: StepEdges
+    at_ns: Int64
+    binding: Int64
 
     def __len__(self) -> int:
         return len(self.before)
+
+    def list_ranks(self) -> Int64:
+        """The index of the rank of each node, -1 for a synchronization."""
+        rank, counts = np.full(len(self), -1), np.diff(self.timelines.first)
+        rank[: self.timelines.first[-1]] = np.repeat(np.arange(len(counts)), counts)
+        rank[self.kernels.start] = rank[self.kernels.end] = self.kernels.rank
+        return rank
 
 
 # RunSplit -> DependencyGraph.
@@ -153,8 +174,8 @@ def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(np.cumsum([0, *counts]).tolist())
 
 
-def build_graph(split: RunSplit) -> DependencyGraph:
-    """Build the graph of a recording whose ranks have steps."""
+def build_dependency_graph(split: RunSplit) -> DependencyGraph:
+    """Build the graph of a recording."""
     parts = _GraphParts.build(split)
     kernels = _build_kernels(parts, split)
     edges = _build_edges(parts, kernels, split)
@@ -174,12 +195,14 @@ def build_graph(split: RunSplit) -> DependencyGraph:
         step=step,
         needs=needs,
         rest_ns=np.zeros(count, dtype=np.int64),
-        order=np.array(sort_topologically(before, needs, estimated), dtype=np.int64),
-        timelines=TimelineNodes(np.array(parts.node)),
+        levels=Levels.build(before, needs, estimated),
+        timelines=TimelineNodes(np.array(parts.node), measured[: parts.main_nodes]),
         kernels=kernels,
         steps=_build_steps(parts, split),
+        at_ns=estimated,
+        binding=np.full(count, -1),
     )
-    return replace(graph, rest_ns=_compute_rest_ns(graph, measured))
+    return _bind(graph, measured)
 
 
 def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
@@ -202,25 +225,27 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
         end=start + 1,
         resume=np.concatenate(resume),
         step=np.concatenate(step),
+        of_row=np.concatenate(
+            [made.of_call + first for made, first in zip(calls, parts.kernel, strict=False)]
+        ),
     )
 
 
 def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
     """All dependencies except those along the timelines."""
-    start_deps, behind, kernel = [], [], []
+    start_deps, behind = [], []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
         cut = main.find_cut(made.start_dep_ns)
         start_deps.append(np.where(cut >= 0, cut + node, -1))
         behind.append(np.where(made.previous >= 0, made.previous + first, -1))
-        kernel.append(made.of_call + first)
     start_dep, prior = np.concatenate(start_deps), np.concatenate(behind)
     resumed, started, queued = (
         np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior)
     )
     first_sync = parts.main_nodes + 2 * len(kernels)
-    sync = build_sync_edges(split, kernels, np.concatenate(kernel), first_sync)
+    sync = build_sync_edges(split, kernels, first_sync)
     return (
         np.concatenate(
             (kernels.end[resumed], start_dep[started], kernels.end[prior[queued]], sync[0])
@@ -242,7 +267,7 @@ def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
 def _build_predecessors(parts: _GraphParts, count: int) -> Int64:
     before = np.full(count, -1)
     before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
-    before[list(parts.node[:-1])] = -1
+    before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
     return before
 
 
@@ -265,22 +290,58 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
     )
 
 
-def _compute_rest_ns(graph: DependencyGraph, measured: Int64) -> Int64:
-    """The measured delay of each arrival and each end after its last dependency."""
+def _bind(graph: DependencyGraph, measured: Int64) -> DependencyGraph:
+    """Complete the graph by the measured delay of each arrival and each end after its last
+    dependency, by its times and by the dependency that determined each of them."""
     times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
     work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
     mains, events = int(graph.timelines.first[-1]), len(known)
-    rest = [0] * len(graph)
-    for node in graph.order.tolist():
+    rest, binding = [0] * len(graph), [-1] * len(graph)
+    for node in graph.levels.node.tolist():
         at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
+        last = before[node]
         for needed in needs[node]:
             if times[needed] > at:
-                at = times[needed]
+                at, last = times[needed], needed
         if mains <= node < events or at == NEVER:
             rest[node] = known[node] - at
             at = known[node]
-        times[node] = at
-    return np.array(rest, dtype=np.int64)
+        times[node], binding[node] = at, last
+    return replace(
+        graph,
+        rest_ns=np.array(rest, dtype=np.int64),
+        at_ns=np.array(times, dtype=np.int64),
+        binding=np.array(binding, dtype=np.int64),
+    )
+
+
+# Cumulative time of a rank in each bucket.
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
+    i-th."""
+
+    start_ns: Int64
+    end_ns: Int64
+    bucket: UInt8
+    sums_ns: Int64
+
+    @classmethod
+    def build(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
+        """The activity of these intervals, at least one."""
+        spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
+        spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
+        return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
+
+    def sum_spent_ns(self, at_ns: Int64) -> Int64:
+        """The time in each bucket before each instant, shape (instants, buckets)."""
+        part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
+        spent = self.sums_ns[part].copy()
+        within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
+        spent[np.arange(len(at_ns)), self.bucket[part]] += within
+        return spent
 
 
 # The ranks' timelines, cut at each dependency.
@@ -309,19 +370,36 @@ class RankTimeline:
         return np.searchsorted(self.at_ns, when_ns, side="right") - 1
 
     def find_window(self, when_ns: Int64) -> Int64:
-        """The index of the step that contains each instant."""
+        """The index of the step that contains each instant, -1 without steps."""
+        if not len(self.window):
+            return np.full(len(when_ns), -1)
         return self.window[np.clip(self.find_cut(when_ns) + 1, 0, len(self.window) - 1)]
 
 
+_NOTHING = np.empty(0, dtype=np.int64)
+
+_EMPTY_TIMELINE = RankTimeline(
+    _NOTHING, np.empty((0, len(WORK)), dtype=np.int64), _NOTHING, _NOTHING, _NOTHING
+)
+
+
 def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
-    """The timeline of a rank with steps, cut at its calls."""
+    """The timeline of a rank, cut at its calls; empty without steps."""
     clock, band = rank.clock, rank.attribution.band
     windows = rank.windows.windows
+    if not windows:
+        return _EMPTY_TIMELINE
     edges = clock.map_to_common_ns(
         np.array([(w.start_ns, w.end_ns) for w in windows], dtype=np.int64).reshape(-1, 2)
     )
     wanted = np.concatenate(
-        (edges.ravel(), _list_box_edges(rank), calls.end_ns[calls.blocking], calls.start_dep_ns)
+        (
+            edges.ravel(),
+            _list_box_edges(rank),
+            _list_wait_starts(rank),
+            calls.end_ns[calls.blocking],
+            calls.start_dep_ns,
+        )
     )
     at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
     bucket = _mark_hidden_idle(rank, calls)
@@ -339,6 +417,13 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
     )
 
 
+def _list_wait_starts(rank: RankSplit) -> Int64:
+    """The start times of the exposed waits."""
+    exposed = rank.attribution.exposed
+    waits = np.isin(exposed.bucket, (SKEW, BUBBLE))
+    return rank.clock.map_to_common_ns(exposed.start_ns[waits])
+
+
 def _list_box_edges(rank: RankSplit) -> Int64:
     """The begin and end times of the forwards and backwards of a pipeline."""
     boxes = [box for grid in rank.grids for box in grid.slots]
@@ -350,9 +435,10 @@ def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
     band, compute = rank.attribution.band, rank.work.compute
     over = np.append(np.sort(rank.clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
     resumes = np.append(compute.start_ns, _AFTER_ALL)
-    waited = over[np.searchsorted(over, band.end_ns)]
+    waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
     goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
-    alone = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE) & (waited > goes_on)
+    waits = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE)
+    alone = waits & (waited > np.minimum(goes_on, _AFTER_ALL - _ROUNDING_NS) + _ROUNDING_NS)
     return np.where(alone, IDLE, band.bucket).astype(np.uint8)
 
 
@@ -364,16 +450,16 @@ Edges = tuple[Int64, Int64]
 """(source nodes, dependent nodes), of equal length."""
 
 
-def build_sync_edges(split: RunSplit, kernels: CommKernels, kernel: Int64, first: int) -> Edges:
-    """The edges from arrivals to ends; kernel is the kernel of each row of Matched.
+def build_sync_edges(split: RunSplit, kernels: CommKernels, first: int) -> Edges:
+    """The edges from arrivals to ends.
 
     The members of a synchronizing call share one node, numbered from first on. A rooted collective
     depends only on the rank that arrived last before its end; a message depends on its peer, unless
     the sender finished before the receiver arrived.
     """
-    matched = split.matched
+    matched, kernel = split.matched, kernels.of_row
     alone = (kernels.start, kernels.end)
-    rooted = _build_rooted_edges(split, kernels, kernel)
+    rooted = _build_rooted_edges(split, kernels)
     meet = np.flatnonzero((matched.shared >= 0) & _find_synchronizing(matched, split))
     node = first + group_ids(matched.shared[meet])
     who = kernel[meet]
@@ -389,8 +475,8 @@ def _find_synchronizing(matched: MatchedCalls, split: RunSplit) -> Bool:
     return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
 
 
-def _build_rooted_edges(split: RunSplit, kernels: CommKernels, kernel: Int64) -> Edges:
-    matched, last = split.matched, split.arrivals.last
+def _build_rooted_edges(split: RunSplit, kernels: CommKernels) -> Edges:
+    matched, last, kernel = split.matched, split.arrivals.last, kernels.of_row
     place = {rank.trace.rank: i for i, rank in enumerate(split.ranks)}
     rows = np.flatnonzero(
         (matched.shared >= 0) & ~matched.is_message & ~np.isin(matched.op, _NEED_ALL)
@@ -415,10 +501,19 @@ def _build_rooted_edges(split: RunSplit, kernels: CommKernels, kernel: Int64) ->
 
 # The collectives and messages of one rank as device events (gloo: as calls).
 
-_SOON_ON_DEVICE_NS, _SOON_ON_HOST_NS = 20_000, 500_000
+LAUNCH_LATENCY_NS = 20_000
+"""A kernel starts within this time of the last event that it depends on."""
+
+_SOON_ON_HOST_NS = 500_000
 
 _ROUNDING_NS = 10_000
 """Kernels of one stream overlap by up to this much, because timestamps and clocks are rounded."""
+
+_CLOSE_NS = 2_000
+"""An event may seem to begin by so much before the one that it waited for ends."""
+
+_USUAL_GAP_NS = 3_000
+"""Between two kernels of one stream that wait for nothing pass 1 to 3 us."""
 
 _WAIT_DIVISOR = 4
 """Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
@@ -458,7 +553,8 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     call = np.zeros(count, dtype=np.int64)
     call[of_call[::-1]] = np.arange(len(label))[::-1]
     lane = _list_streams(rank.trace, call)
-    start, end = start[order], end[order]
+    start = start[order]
+    end = _end_before_next(lane, start, end[order])
     behind = _find_previous(lane, start, end)
     return CommCalls(
         call=call,
@@ -471,6 +567,15 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
         previous=behind,
         blocking=_find_blocking(rank, of_call, lane, start, end),
     )
+
+
+def _end_before_next(lane: Int64, start: Int64, end: Int64) -> Int64:
+    """The end of each event, not later than the start of an event on another stream that begins
+    just before: that one may have waited for it."""
+    after = np.searchsorted(start, np.maximum(end - _CLOSE_NS, start + 1), side="left")
+    begun = np.append(start, _NEVER)[after]
+    elsewhere = np.append(lane, -1)[after] != lane
+    return np.where(elsewhere, np.minimum(end, begun), end)
 
 
 def _list_streams(trace: RankTrace, call: Int64) -> Int64:
@@ -492,13 +597,14 @@ def _find_blocking(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, e
 
     In each compute gap these are the event that ended last and events at whose end another one
     began on another stream. Other events ended there by coincidence; so did, on a device, events
-    that ended while the host was late, unless the host was synchronizing.
+    that ended in a gap no longer than is usual between two kernels, or while the host was late,
+    unless the host was synchronizing.
     """
     gap = np.full(len(start), -1)
     gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
     rows = np.flatnonzero(gap >= 0)
     rows = rows[np.lexsort((end[rows], gap[rows]))]
-    soon = _SOON_ON_DEVICE_NS if rank.trace.on_device else _SOON_ON_HOST_NS
+    soon = LAUNCH_LATENCY_NS if rank.trace.on_device else _SOON_ON_HOST_NS
     after = np.searchsorted(start, end[rows], side="left")
     begun = np.append(start, _NEVER)[after]
     elsewhere = np.append(lane, -1)[after] != lane[rows]
@@ -515,13 +621,15 @@ def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
     if not rank.trace.on_device:
         return np.ones(len(end), dtype=np.bool_)
     own, compute = rank.clock.map_to_own_ns(end), rank.work.compute
-    waited = own - np.append(_ALWAYS // 2, compute.end_ns)[gap]
-    late = np.append(compute.start_ns, _NEVER)[gap] - own
+    begin = np.append(_ALWAYS // 2, compute.end_ns)[gap]
+    resume = np.append(compute.start_ns, _NEVER)[gap]
+    waited, late = own - begin, resume - own
     events = rank.trace.events
-    waits = events.is_category(Category.RUNTIME) & match_names(events, SYNCHRONIZES)
+    waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)
     synchronizing = union(events.start_ns[waits], events.end_ns[waits])
-    soon = np.maximum(_SOON_ON_DEVICE_NS, waited // _WAIT_DIVISOR)
-    return np.asarray((late <= soon) | is_inside(synchronizing, own))
+    soon = np.maximum(LAUNCH_LATENCY_NS, waited // _WAIT_DIVISOR)
+    unusual = resume - begin > _USUAL_GAP_NS
+    return np.asarray(unusual & ((late <= soon) | is_inside(synchronizing, own)))
 
 
 def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:
@@ -551,7 +659,7 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
         _find_launched_before(rank.trace, rank.trace.calls.event[call])
     )
     known = (launched > _ALWAYS // 2) & (launched <= start)
-    soon = start - np.maximum(launched, free_ns) <= _SOON_ON_DEVICE_NS
+    soon = start - np.maximum(launched, free_ns) <= LAUNCH_LATENCY_NS
     own = rank.clock.map_to_own_ns(start)
     compute = rank.work.compute
     last = np.searchsorted(compute.start_ns, own, side="left") - 1
@@ -580,39 +688,86 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
 # Topological order of the nodes.
 
 
-def sort_topologically(before: Int64, needs: Needs, measured_ns: Int64) -> list[int]:
-    """The nodes in topological order.
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The nodes in topological order, level by level: a node depends on earlier levels only.
 
-    Small clock errors can create cycles between ranks; they are broken at the earliest node.
+    node[i] is the node of row i; level k has the rows from first[k] to first[k + 1]. Row i depends
+    on the rows source[edge[i] : edge[i + 1]]: the one before it on the timeline, then those that it
+    needs. Instead of a row that does not exist, source has the number of rows.
     """
-    source, target = _list_dependencies(before, needs)
-    missing = np.bincount(target, minlength=len(before)).tolist()
+
+    node: Int64
+    first: Int64
+    edge: Int64
+    source: Int64
+
+    @classmethod
+    def build(cls, before: Int64, needs: Needs, measured_ns: Int64) -> Levels:
+        """The levels of the nodes.
+
+        Small clock errors can create cycles between ranks; they are broken at the earliest node.
+        """
+        every, first = _list_predecessors(before, needs)
+        level = np.array(_find_levels(every, first, measured_ns), dtype=np.int64)
+        node = np.argsort(level, kind="stable")
+        row = np.empty(len(node) + 1, dtype=np.int64)
+        row[node] = np.arange(len(node))
+        row[-1] = len(node)
+        edge = np.concatenate(([0], np.cumsum(np.diff(first)[node])))
+        moved = every[np.repeat(first[node] - edge[:-1], np.diff(edge)) + np.arange(edge[-1])]
+        earlier = np.append(level, -1)[moved] < np.repeat(level[node], np.diff(edge))
+        return cls(
+            node=node,
+            first=np.searchsorted(level[node], np.arange(level.max(initial=-1) + 2)),
+            edge=edge,
+            source=np.where(earlier, row[moved], len(node)),
+        )
+
+    @property
+    def width(self) -> float:
+        """The mean number of nodes per level."""
+        return len(self.node) / max(len(self.first) - 1, 1)
+
+
+def _list_predecessors(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
+    """(predecessors of all nodes, first of each node): the one before it, then what it needs."""
+    counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs)) + 1
+    first = np.concatenate(([0], np.cumsum(counts)))
+    every = np.empty(int(first[-1]), dtype=np.int64)
+    needed = np.ones(len(every), dtype=np.bool_)
+    needed[first[:-1]] = False
+    every[first[:-1]] = before
+    every[needed] = np.fromiter(chain.from_iterable(needs), np.int64, len(every) - len(needs))
+    return every, first
+
+
+def _find_levels(every: Int64, first: Int64, measured_ns: Int64) -> list[int]:
+    """The level of each node, from the predecessors of all nodes and the first of each; at a cycle,
+    the earliest node waits for none of its other nodes."""
+    count = len(measured_ns)
+    target = np.repeat(np.arange(count), np.diff(first))[every >= 0]
+    source = every[every >= 0]
+    missing = np.bincount(target, minlength=count).tolist()
     by_source = np.argsort(source, kind="stable")
     later = target[by_source].tolist()
-    first = np.searchsorted(source[by_source], np.arange(len(before) + 1)).tolist()
-    ready = [node for node, count in enumerate(missing) if not count]
+    begin = np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
+    ready = [node for node, open_count in enumerate(missing) if not open_count]
     stuck: Iterator[int] | None = None
-    order: list[int] = []
-    while len(order) < len(missing):
+    level, left = [0] * count, count
+    while left:
         while not ready:
             stuck = stuck or iter(np.argsort(measured_ns, kind="stable").tolist())
             ready = _release_node(next(stuck), missing)
         node = ready.pop()
-        order.append(node)
-        for after in later[first[node] : first[node + 1]]:
+        left -= 1
+        for after in later[begin[node] : begin[node + 1]]:
+            if missing[after] > 0:
+                level[after] = max(level[after], level[node] + 1)
             missing[after] -= 1
             if not missing[after]:
                 ready.append(after)
-    return order
-
-
-def _list_dependencies(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
-    """(source nodes, dependent nodes)"""
-    behind = np.flatnonzero(before >= 0)
-    counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs))
-    needed = np.fromiter(chain.from_iterable(needs), dtype=np.int64, count=int(counts.sum()))
-    target = np.repeat(np.arange(len(needs)), counts)
-    return np.concatenate((before[behind], needed)), np.concatenate((behind, target))
+    return level
 
 
 def _release_node(node: int, missing: list[int]) -> list[int]:

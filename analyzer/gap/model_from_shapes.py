@@ -1,0 +1,575 @@
+"""The model's shape, inferred from the input shapes of the ops that a trace recorded."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.split.classify import find_step_starts
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+from stepsplit.collectors.run_spec import Mesh
+
+# What the shapes say about a decoder-only transformer.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The model and the batch, inferred from shapes; None is not inferred.
+
+    The fields have the names and values of job.toml. microbatches are those of one rank and step,
+    dtype is that of most GEMMs of the forward pass.
+    """
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_size: int | None = None
+    ffn: int | None = None
+    gated: bool | None = None
+    vocab: int | None = None
+    tied: bool | None = None
+    learned_positions: int | None = None
+    norm: str | None = None
+    biases: bool | None = None
+    experts: int | None = None
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    microbatches: int | None = None
+    dtype: str | None = None
+
+
+NO_SHAPE = ModelShape()
+
+
+def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | None) -> ModelShape:
+    """Infer the model from the shapes of all ranks.
+
+    Args:
+        split: The recording. Without `record_shapes` nothing is inferred.
+        mesh: The mesh of the job. None: unknown; then the ranks count as replicas if each has both
+            the embedding and the loss.
+        split_vocab: Whether tensor parallelism shards the embedding. None: unknown.
+    """
+    found = {rank.trace.rank: collect_forward_ops(rank.trace) for rank in split.ranks}
+    ops = {rank: one for rank, one in found.items() if one.gemms or one.attentions}
+    passes = {rank: one.count_passes() for rank, one in ops.items()}
+    known = [count for count in passes.values() if count]
+    if not known:
+        return ModelShape()
+    passes = {rank: count or max(known) for rank, count in passes.items()}
+    whole = mesh or (Mesh.of({}) if all(one.is_whole for one in ops.values()) else None)
+    first = next((one for one in ops.values() if one.embeddings), None)
+    last = next((one for one in ops.values() if one.losses), None)
+    batch = _infer_batch(first or last, whole)
+    ends = _infer_ends(ops, passes, whole)
+    hidden = ends.hidden
+    blocks = {
+        rank: block
+        for rank, one in ops.items()
+        if hidden and (block := _infer_block(one, passes[rank], hidden, ends.vocab, whole))
+    }
+    block = next(iter(blocks.values()), None)
+    layers = None if whole is None else _sum_layers(split, whole, ops, passes)
+    return ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=block.heads if block else None,
+        kv_heads=block.kv_heads if block else None,
+        head_size=_find_head_size(block, hidden),
+        ffn=block.ffn if block else None,
+        gated=block.gated if block else None,
+        vocab=_scale_vocabulary(ends.vocab, block, whole, split_vocab),
+        tied=ends.tied,
+        learned_positions=ends.learned_positions,
+        norm=_infer_norm(ops.values()),
+        biases=_infer_biases(ops.values(), hidden, ends.vocab),
+        experts=next((one.experts for one in ops.values() if one.experts), None),
+        seq_len=batch.seq_len if batch else None,
+        micro_batch=batch.micro_batch if batch else None,
+        microbatches=_count_microbatches(split, passes),
+        dtype=_infer_dtype(ops.values()),
+    )
+
+
+def _find_head_size(block: _Block | None, hidden: int | None) -> int | None:
+    """The size of a head where it is not hidden / heads."""
+    if block is None or hidden == block.heads * block.head_size:
+        return None
+    return block.head_size
+
+
+def _count_microbatches(split: RunSplit, passes: Mapping[int, int]) -> int | None:
+    """The forward passes of a step, if they are the same in every step of every rank."""
+    counts = set()
+    for rank in split.ranks:
+        steps = len(find_step_starts(rank.trace.events)) or len(rank.steps)
+        if rank.trace.rank in passes and steps:
+            counts.add(passes[rank.trace.rank] / steps)
+    only = counts.pop() if len(counts) == 1 else 0.5
+    return int(only) if only.is_integer() else None
+
+
+def _sum_layers(
+    split: RunSplit, mesh: Mesh, ops: Mapping[int, ForwardOps], passes: Mapping[int, int]
+) -> int | None:
+    """The layers of all stages; None if a stage was not recorded or its passes differ."""
+    by_stage = {
+        split.layout.find_stage(rank): sum(one.attentions.values()) / passes[rank]
+        for rank, one in ops.items()
+    }
+    complete = len(by_stage) == mesh.size("pp")
+    layers = sum(by_stage.values())
+    return int(layers) if complete and layers and float(layers).is_integer() else None
+
+
+def _infer_norm(ops: Iterable[ForwardOps]) -> str | None:
+    """The most frequent norm: "layer" has a shift, "rms" only a scale."""
+    norms = sum((one.norms for one in ops), Counter[str]())
+    return max(norms, key=lambda name: norms[name]) if norms else None
+
+
+def _infer_biases(ops: Iterable[ForwardOps], hidden: int | None, vocab: int | None) -> bool | None:
+    """Whether the GEMMs of the layers have a bias; None if only some of them do."""
+    found = {
+        gemm.bias
+        for one in ops
+        for gemm in one.gemms
+        if (gemm.inputs, gemm.outputs) != (hidden, vocab)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _infer_dtype(ops: Iterable[ForwardOps]) -> str | None:
+    dtypes = sum((one.dtypes for one in ops), Counter[str]())
+    return max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
+
+
+# The ends of the model: embedding, positions and output head.
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One microbatch of one rank."""
+
+    micro_batch: int
+    seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The widths at both ends of the model, vocab as one rank has it."""
+
+    hidden: int | None = None
+    vocab: int | None = None
+    tied: bool | None = None
+    learned_positions: int | None = None
+
+
+def _infer_batch(ops: ForwardOps | None, mesh: Mesh | None) -> _Batch | None:
+    """Sequences and tokens of a microbatch: the index of the embedding, else the attention."""
+    if ops is None:
+        return None
+    ranks = mesh.size("cp") if mesh else 1
+    index = max((one.index for one in ops.embeddings), key=prod, default=())
+    if len(index) == 2:
+        return _Batch(index[0], index[1] * ranks)
+    attention = ops.main_attention
+    if attention is None or not attention.batch:
+        return None
+    return _Batch(attention.batch, attention.seq_len * ranks)
+
+
+def _infer_ends(
+    ops: Mapping[int, ForwardOps], passes: Mapping[int, int], mesh: Mesh | None
+) -> _Ends:
+    """The ends from the ranks that have the embedding or the loss."""
+    classes = next((width for one in ops.values() for width in one.losses), None)
+    for rank, one in ops.items():
+        tokens = one.find_vocabulary(classes)
+        if tokens is None:
+            continue
+        return _Ends(
+            hidden=tokens.width,
+            vocab=tokens.rows,
+            tied=_infer_tied(one, tokens, passes[rank]),
+            learned_positions=_infer_positions(one, tokens),
+        )
+    widths = Counter(norm for one in ops.values() for norm in one.norm_widths.elements())
+    return _Ends(hidden=max(widths, key=lambda w: widths[w], default=None), vocab=classes)
+
+
+def _infer_tied(ops: ForwardOps, tokens: Embedding, passes: int) -> bool | None:
+    """Whether embedding and head are one weight, which gets one gradient in a backward pass."""
+    others = sum(one.rows == tokens.rows and one != tokens for one in ops.embeddings)
+    gradients = ops.gradients[tokens.rows, tokens.width] - others * passes
+    known = ops.is_whole and gradients in (passes, 2 * passes)
+    return gradients == passes if known else None
+
+
+def _infer_positions(ops: ForwardOps, tokens: Embedding) -> int:
+    """The rows of a second embedding, else of a weight that is added to the first one's output."""
+    others = [one for one in ops.embeddings if one != tokens and one.width == tokens.width]
+    by_sequence = [one.rows for one in others if (prod(one.index),) == tokens.index[-1:]]
+    return max(by_sequence, default=ops.added_rows.get((*tokens.index, tokens.width), 0))
+
+
+def _scale_vocabulary(
+    rows: int | None, block: _Block | None, mesh: Mesh | None, split_vocab: bool | None
+) -> int | None:
+    """The whole vocabulary, of which a tensor-parallel rank may have one part."""
+    tp = mesh.size("tp") if mesh else 1
+    if rows is None or tp == 1 or (block is not None and block.shards == 1):
+        return rows
+    return None if split_vocab is None else rows * (tp if split_vocab else 1)
+
+
+# The layers: attention and MLP, whose GEMMs must add up to those that ran.
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The sizes of a layer; shards is the number of ranks over which its GEMMs are cut."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int | None
+    gated: bool | None
+    shards: int
+
+
+def _infer_block(
+    ops: ForwardOps, passes: int, hidden: int, vocab: int | None, mesh: Mesh | None
+) -> _Block | None:
+    """The layer of the rank; None without attention.
+
+    Tensor parallelism shows local heads, and GEMMs of whole weights (DTensor) or of shards.
+    """
+    attention = ops.main_attention
+    if attention is None:
+        return None
+    tp = mesh.size("tp") if mesh else 1
+    layers = sum(ops.attentions.values())
+    gemms = Counter[_Gemm]()
+    for gemm, count in ops.gemms.items():
+        gemms[gemm.inputs, gemm.outputs] += count
+    if vocab is not None:
+        gemms[hidden, vocab] -= passes if ops.losses else 0
+    layer = {gemm: count // layers for gemm, count in gemms.items() if count >= layers}
+    for shards in dict.fromkeys((1, tp)):
+        scaled = attention.scale(tp // shards)
+        match = _match_layer(Counter(layer), hidden, scaled)
+        if match is not None:
+            kv_heads, ffn, gated = match
+            return _Block(
+                attention.heads * tp, kv_heads * shards, attention.head_size,
+                ffn * shards, gated, shards,
+            )  # fmt: skip
+    whole = attention.scale(tp)
+    return _Block(whole.heads, whole.kv_heads, whole.head_size, None, None, tp)
+
+
+_Gemm = tuple[int, int]
+"""(input width, output width)"""
+
+
+def _match_layer(
+    layer: Counter[_Gemm], hidden: int, attention: Attention
+) -> tuple[int, int, bool] | None:
+    """(kv_heads, ffn, gated) for which attention and MLP have exactly these GEMMs."""
+    width, head = attention.heads * attention.head_size, attention.head_size
+    keys = [out // head for each, out in layer if each == hidden and out % head == 0]
+    for kv_heads in dict.fromkeys((attention.kv_heads, *keys)):
+        kv = kv_heads * head
+        for projections in (
+            Counter({(hidden, width + 2 * kv): 1}),
+            Counter([(hidden, width), (hidden, kv), (hidden, kv)]),
+            Counter([(hidden, width), (hidden, 2 * kv)]),
+        ):
+            rest = Counter(layer)
+            rest.subtract(projections + Counter([(width, hidden)]))
+            mlp = _match_mlp(+rest, hidden) if min(rest.values()) >= 0 else None
+            if mlp is not None and attention.heads % kv_heads == 0:
+                return kv_heads, *mlp
+    return None
+
+
+def _match_mlp(rest: Counter[_Gemm], hidden: int) -> tuple[int, bool] | None:
+    """(ffn, gated) of an MLP with exactly these GEMMs."""
+    for ffn, out in rest:
+        if out != hidden:
+            continue
+        if rest == Counter([(hidden, ffn), (ffn, hidden)]):
+            return ffn, False
+        if rest in (
+            Counter([(hidden, ffn), (hidden, ffn), (ffn, hidden)]),
+            Counter([(hidden, 2 * ffn), (ffn, hidden)]),
+        ):
+            return ffn, True
+    return None
+
+
+# The ops of the forward passes of a rank, by their shapes.
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """A table of rows x width, and the shape of the index that looks it up."""
+
+    rows: int
+    width: int
+    index: _Shape
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer by its widths."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The heads of one rank. batch is 0 if it is not distinguished from the heads."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq_len: int
+    head_size: int
+
+    def scale(self, ranks: int) -> Attention:
+        """The attention with the heads of so many ranks."""
+        return Attention(
+            self.batch, self.heads * ranks, self.kv_heads * ranks, self.seq_len, self.head_size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOps:
+    """What the forward passes of a rank computed, with the number of times.
+
+    losses: by number of classes. norms: by "layer" or "rms"; norm_widths by the width. added_rows:
+    rows of a weight that is added to activations, by the shape of these. gradients: how often a
+    weight of a shape got its gradient. experts: experts among which a router chose, 0 for none.
+    dtypes: of the inputs of GEMMs, which autocast calls once more with its own.
+    """
+
+    embeddings: Counter[Embedding]
+    gemms: Counter[LinearShape]
+    attentions: Counter[Attention]
+    losses: Counter[int]
+    norms: Counter[str]
+    norm_widths: Counter[int]
+    added_rows: Mapping[_Shape, int]
+    gradients: Counter[_Shape]
+    experts: int
+    dtypes: Counter[str]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has both ends of the model."""
+        return bool(self.embeddings and self.losses)
+
+    @property
+    def main_attention(self) -> Attention | None:
+        """The most frequent attention."""
+        return max(self.attentions, key=lambda one: self.attentions[one], default=None)
+
+    def count_passes(self) -> int:
+        """Forward passes of microbatches; 0 if the rank has neither embedding nor loss."""
+        return max((*self.losses.values(), *self.embeddings.values()), default=0)
+
+    def find_vocabulary(self, classes: int | None) -> Embedding | None:
+        """The embedding of the tokens: that of as many rows as the loss has classes, else the
+        largest."""
+        return max(
+            self.embeddings,
+            key=lambda one: (one.rows == classes, prod(one.index), one.rows),
+            default=None,
+        )
+
+
+_GEMMS = ("aten::linear", "aten::addmm", "aten::mm", "aten::_scaled_mm")
+_BATCHED = ("aten::bmm", "aten::baddbmm")
+_FUSED_ATTENTION = "aten::scaled_dot_product_attention"
+_FLASH_ATTENTION = ("flash_attn::_flash_attn_forward", "flash_attn_3::fwd")
+_LOSSES = ("aten::cross_entropy_loss", "aten::log_softmax", "aten::_log_softmax")
+_NORMS = ("aten::layer_norm", "aten::rms_norm", "aten::rsqrt")
+_OUTERMOST = (
+    *_GEMMS, *_BATCHED, _FUSED_ATTENTION, *_FLASH_ATTENTION, *_LOSSES, *_NORMS, "aten::embedding",
+    "aten::add", "aten::topk",
+)  # fmt: skip
+_BACKWARD = "autograd::engine::evaluate_function"
+_GRADIENT = "torch::autograd::AccumulateGrad"
+
+
+def collect_forward_ops(trace: RankTrace) -> ForwardOps:
+    """Count the ops of a rank's forward passes that show the model's shape."""
+    events, texts = trace.events, trace.shapes.texts
+    rows = np.flatnonzero(events.is_category(Category.OP))
+    ids = trace.shapes.find_ids(rows)
+    rows, ids = rows[ids >= 0], ids[ids >= 0]
+    names = events.name_id[rows]
+    chosen = np.isin(names, [i for i, name in enumerate(events.names) if name in _OUTERMOST])
+    forward = chosen & ~_is_inside(events, rows, events.match_prefix(_BACKWARD))
+    gemms = forward & np.isin(names, [i for i, name in enumerate(events.names) if name in _GEMMS])
+    dtypes = Counter(_parse_dtype(texts[i]) for i in ids[gemms].tolist())
+    forward[forward] = _is_outermost(events, rows[forward])
+    gradients = np.isin(names, [i for i, name in enumerate(events.names) if name == _GRADIENT])
+    shapes = {i: _parse_shapes(texts[i]) for i in np.unique(ids[forward | gradients]).tolist()}
+    counter = _OpCounter()
+    for name, text in zip(names[forward].tolist(), ids[forward].tolist(), strict=True):
+        counter.count(events.names[name], shapes[text])
+    found = (shapes[text] for text in ids[gradients].tolist())
+    return counter.build(Counter(shape[0] for shape in found if shape), dtypes)
+
+
+def _is_inside(events: Events, rows: Int64, spans: Bool) -> Bool:
+    """Whether the events in these rows begin within one of the spans of their thread."""
+    inside = np.zeros(len(rows), dtype=np.bool_)
+    for lane in np.unique(events.lane[rows]).tolist():
+        here, of_lane = events.lane[rows] == lane, spans & (events.lane == lane)
+        covered = union(events.start_ns[of_lane], events.end_ns[of_lane])
+        edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
+        at = np.searchsorted(edges, events.start_ns[rows[here]], side="right")
+        inside[here] = at % 2 == 1
+    return inside
+
+
+def _is_outermost(events: Events, rows: Int64) -> Bool:
+    """Whether no other of these events contains the event: an op calls others of the same kind."""
+    outermost = np.zeros(len(rows), dtype=np.bool_)
+    for lane in np.unique(events.lane[rows]).tolist():
+        here = np.flatnonzero(events.lane[rows] == lane)
+        start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        order = np.lexsort((-end, start))
+        before = np.maximum.accumulate(np.concatenate([[-1], end[order][:-1]]))
+        outermost[here[order]] = start[order] >= before
+    return outermost
+
+
+def _parse_shapes(text: str) -> tuple[_Shape, ...]:
+    """The shapes of an op's inputs; () for those that are no tensors, and for lists of tensors."""
+    try:
+        body: Any = json.loads(text[: text.rfind("]") + 1])
+    except (ValueError, RecursionError):
+        return ()
+    return tuple(
+        tuple(one) if isinstance(one, list) and all(map(_is_size, one)) else ()
+        for one in (body if isinstance(body, list) else ())
+    )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _parse_dtype(text: str) -> str:
+    return text[text.rfind("]") + 1 :].strip() or "fp32"
+
+
+class _OpCounter:
+    """Counts the forward ops of a rank."""
+
+    def __init__(self) -> None:
+        self.embeddings, self.gemms = Counter[Embedding](), Counter[LinearShape]()
+        self.attentions, self.losses = Counter[Attention](), Counter[int]()
+        self.scores = Counter[Attention]()
+        self.norms, self.norm_widths = Counter[str](), Counter[int]()
+        self.added_rows: dict[_Shape, int] = {}
+        self.routed: _Shape = ()
+
+    def count(self, name: str, shapes: Sequence[_Shape]) -> None:
+        """Counts one op by its name and the shapes of its inputs."""
+        first, second, third = (*shapes, (), (), ())[:3]
+        match name:
+            case "aten::embedding" if len(first) == 2:
+                self.embeddings[Embedding(*first, second)] += 1
+            case "aten::linear" if len(second) == 2:
+                self.gemms[LinearShape(second[1], second[0], bool(third))] += 1
+            case "aten::addmm" if len(third) == 2:
+                self.gemms[LinearShape(*third, True)] += 1
+            case "aten::mm" | "aten::_scaled_mm" if len(second) == 2:
+                self.gemms[LinearShape(*second, False)] += 1
+            case "aten::bmm":
+                self._count_scores(first, second)
+            case "aten::baddbmm":
+                self._count_scores(second, third)
+            case "aten::layer_norm" | "aten::rms_norm" | "aten::rsqrt":
+                self._count_norm(name, shapes)
+            case "aten::add" if len(first) == 3 and second in (first[1:], (1, *first[1:])):
+                self.added_rows[first] = first[1]
+            case "aten::topk" if len(first) == 2:
+                self.routed = first
+            case _:
+                self._count_named(name, first, second)
+
+    def _count_named(self, name: str, first: _Shape, second: _Shape) -> None:
+        if name in _LOSSES and len(first) >= 2:
+            self.losses[first[-1]] += 1
+        elif name == _FUSED_ATTENTION and len(first) == len(second) == 4:
+            batch, heads, seq_len, size = first
+            self.attentions[Attention(batch, heads, second[1], seq_len, size)] += 1
+        elif name in _FLASH_ATTENTION and len(first) == len(second) == 4:
+            batch, seq_len, heads, size = first
+            self.attentions[Attention(batch, heads, second[2], seq_len, size)] += 1
+
+    def _count_norm(self, name: str, shapes: Sequence[_Shape]) -> None:
+        shift = name == "aten::layer_norm" and any(shapes[3:4])
+        self.norms["layer" if shift else "rms"] += 1
+        if name != "aten::rsqrt" and shapes and shapes[0]:
+            self.norm_widths[shapes[0][-1]] += 1
+
+    def _count_scores(self, query: _Shape, key: _Shape) -> None:
+        """Queries by keys: (sequences x heads, seq_len, head size) by its transpose."""
+        if len(query) == len(key) == 3 and query[1:] == key[:0:-1] and query[1] != query[2]:
+            self.scores[Attention(0, query[0], query[0], query[1], query[2])] += 1
+
+    def build(self, gradients: Counter[_Shape], dtypes: Counter[str]) -> ForwardOps:
+        return ForwardOps(
+            self.embeddings,
+            self.gemms,
+            self.attentions or self._split_scores(),
+            self.losses,
+            self.norms,
+            self.norm_widths,
+            self.added_rows,
+            gradients,
+            self._find_experts(),
+            dtypes,
+        )
+
+    def _split_scores(self) -> Counter[Attention]:
+        """Attention that is not fused: its sequences are those of the embedding's index."""
+        sequences = max((one.index[0] for one in self.embeddings if len(one.index) == 2), default=0)
+        if not sequences:
+            return Counter()
+        return Counter(
+            {
+                Attention(
+                    sequences, one.heads // sequences, one.heads // sequences, one.seq_len,
+                    one.head_size,
+                ): count
+                for one, count in self.scores.items()
+                if one.heads % sequences == 0
+            }
+        )  # fmt: skip
+
+    def _find_experts(self) -> int:
+        """The width of a GEMM from which the largest few outputs of each token are chosen."""
+        known = {gemm.outputs for gemm in self.gemms}
+        return self.routed[-1] if self.routed and self.routed[-1] in known else 0

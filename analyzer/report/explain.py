@@ -1,0 +1,181 @@
+"""What the buckets of a step consist of, as text: the largest part of each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.report import Report, compute_bucket_medians, select_full_steps
+from stepsplit.analyzer.split.idle import IdleCause
+
+# The buckets that no finding is about.
+
+LARGE_SHARE = 0.05
+"""A bucket above this share of the step is worth a line, whether or not a fix is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargeBucket:
+    """A large bucket: its share of the full steps, and its largest part as text; "" if unknown."""
+
+    bucket: str
+    share: float
+    part: str
+
+
+def list_unexplained_buckets(report: Report) -> tuple[LargeBucket, ...]:
+    """The buckets above 5 % of the step that no finding is about, largest first."""
+    explained = {finding.bucket for finding in report.findings}
+    large = [
+        LargeBucket(row.bucket, row.share, describe_largest_part(report, row.bucket))
+        for row in compute_bucket_medians(report.steps)
+        if row.share > LARGE_SHARE and row.bucket not in explained
+    ]
+    return tuple(sorted(large, key=lambda one: -one.share))
+
+
+def describe_largest_part(report: Report, bucket: str) -> str:
+    """The largest part of a bucket with its share, such as "98 % of it on tp in forward"; "" if
+    its parts are unknown."""
+    match bucket:
+        case "compute":
+            return _describe_compute(report)
+        case "idle":
+            return _describe_idle(report)
+        case "bubble":
+            return _join(_describe_stage(report), _describe_culprit(report, "caused_bubble_ns"))
+        case "skew":
+            axis = _describe_axis(report, bucket)
+            return _join(axis, _describe_culprit(report, "caused_skew_ns"))
+        case "collective" | "p2p":
+            return _describe_axis(report, bucket)
+    return _describe_worst_rank(report, bucket)
+
+
+assert BUCKETS == ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _describe_compute(report: Report) -> str:
+    families: Counter[str] = Counter()
+    for row in report.kernels:
+        families[row.family] += row.total_ns
+    if not families.total():
+        return ""
+    (family, spent), *_ = families.most_common(1)
+    return f"{units.format_percent(spent / families.total())} of kernel time is {family}"
+
+
+def _describe_axis(report: Report, bucket: str) -> str:
+    """The axis and phase with most of an exposed bucket, and the op that moves most there."""
+    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
+    spent: Counter[tuple[str | None, str]] = Counter()
+    for row in report.exposed:
+        if (row.rank, row.step) in full:
+            spent[row.axis, row.phase] += getattr(row, f"{bucket}_ns")
+    if not spent.total():
+        return ""
+    ((axis, phase), most), *_ = spent.most_common(1)
+    where = "an unknown axis" if axis is None else axis
+    op = _find_longest_op(report, axis)
+    share = units.format_percent(most / spent.total())
+    return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"
+
+
+def _find_longest_op(report: Report, axis: str | None) -> str:
+    """The op with the longest transfers on an axis."""
+    groups = {group.id for group in report.groups if group.axis == axis}
+    took: Counter[str] = Counter()
+    for row in report.collectives:
+        if row.group in groups:
+            took[row.op] += row.count * row.transfer_ns_median
+    return max(took, key=lambda op: took[op], default="")
+
+
+def _describe_stage(report: Report) -> str:
+    if report.pipeline is None:
+        return ""
+    most = max(report.pipeline.stages, key=lambda row: row.bubble_ns)
+    return f"stage {most.stage} has most"
+
+
+def _describe_culprit(report: Report, column: str) -> str:
+    """The rank that caused most of the waits."""
+    caused: Counter[int | None] = Counter()
+    for row in report.blame:
+        caused[row.rank] += getattr(row, column)
+    if not caused.total():
+        return ""
+    (rank, most), *_ = caused.most_common(1)
+    share = units.format_percent(most / caused.total())
+    return (
+        f"{share} of it caused by {'the schedule or variation' if rank is None else f'rank {rank}'}"
+    )
+
+
+def _describe_worst_rank(report: Report, bucket: str) -> str:
+    row = next(row for row in compute_bucket_medians(report.steps) if row.bucket == bucket)
+    return f"rank {row.worst_rank} has most: {units.format_milliseconds(row.worst_ns)}"
+
+
+def _describe_idle(report: Report) -> str:
+    spent: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in report.idle:
+        spent[row.cause][row.op or ""] += row.idle_ns
+    return _describe_largest_cause(spent)
+
+
+# The causes of idle time as text.
+
+IDLE_MEANING = {
+    "data_loading": "waiting for the data loader",
+    "allocation": "memory allocation",
+    "synchronize": "late launches after a synchronization",
+    "launch_bound": "launch-bound host work",
+    "python": "Python code between ops",
+    "launch_latency": "kernel launch latency",
+    "dependency": "waiting for another stream",
+    "late_start": "late start of work launched in time",
+    "other": "host work",
+    "unknown": "idle time of unknown cause",
+}
+
+_MAX_CHARS = 60
+
+_WORTH_NAMING, _NEARLY_ALL = 0.1, 0.95
+"""Shares of an op in the idle time of its cause."""
+
+
+def explain_idle(causes: Iterable[IdleCause]) -> str:
+    """The largest cause of idle time with its share, and its largest op; "" without idle time."""
+    spent: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in causes:
+        spent[one.cause][one.op or ""] += one.idle_ns
+    return _describe_largest_cause(spent)
+
+
+def _describe_largest_cause(spent: Mapping[str, Counter[str]]) -> str:
+    """spent is the idle time by cause and op, "" where no op is known."""
+    total = sum(ops.total() for ops in spent.values())
+    if not total:
+        return ""
+    cause = max(spent, key=lambda name: spent[name].total())
+    idle_ns = spent[cause].total()
+    text = f"{units.format_percent(idle_ns / total)} of it is {IDLE_MEANING[cause]}"
+    op, of_op = max(spent[cause].items(), key=lambda item: (bool(item[0]), item[1]))
+    if of_op < _WORTH_NAMING * idle_ns or not op:
+        return text
+    if of_op > _NEARLY_ALL * idle_ns:
+        return f"{text} in {_shorten(op)}"
+    return f"{text}; largest op {_shorten(op)}, {units.format_percent(of_op / idle_ns)} of that"
+
+
+def _shorten(op: str) -> str:
+    op = op.removeprefix("autograd::engine::evaluate_function: ")
+    return op if len(op) <= _MAX_CHARS else op[: _MAX_CHARS - 3] + "..."

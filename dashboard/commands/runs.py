@@ -1,0 +1,141 @@
+"""stepsplit delete, edit and retry: the runs of a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.commands.common import (
+    artifacts_option,
+    format_date,
+    open_store,
+    parse_tag,
+    record_command,
+    store_option,
+)
+
+if TYPE_CHECKING:
+    from stepsplit.dashboard.store.runs import RunRow
+
+# stepsplit delete: frees the space of runs that are no longer needed.
+
+_DAY_NS = 86_400 * 10**9
+
+
+@click.command()
+@click.argument("run_ids", nargs=-1, metavar="[ID]...")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS",
+              help="All runs that were added before that many days.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Print the runs without deleting them.")
+@store_option
+@artifacts_option
+def delete_command(
+    run_ids: tuple[str, ...], older_than: float | None, dry_run: bool, url: str, artifacts: str
+) -> None:
+    """Delete runs of a store, by id or by age, with their files.
+
+    Runs that are being analyzed are deleted only by their id. The last part of a run's URL is its
+    id.
+    """
+    if bool(run_ids) == (older_than is not None):
+        raise UsageError("name the runs to delete: their ids, or --older-than DAYS")
+    store = open_store(url, artifacts)
+    listed = store.list_runs()
+    for run in _select_old(listed, older_than) if run_ids == () else _select_ids(listed, run_ids):
+        if not dry_run:
+            store.delete(run.id)
+            record_command(store.audit, "run deleted", f"{run.id} {run.name}")
+        verb = "would delete" if dry_run else "deleted"
+        click.echo(f"{verb} {run.id}  added {format_date(run.created_unix_ns)}  {run.name}")
+
+
+def _select_ids(runs: Sequence[RunRow], run_ids: Sequence[str]) -> list[RunRow]:
+    """The runs of the ids. Raises UsageError if one does not exist, before any is deleted."""
+    known = {run.id: run for run in runs}
+    for run_id in run_ids:
+        if run_id not in known:
+            raise UsageError(f"no run has the id {run_id}; a run's URL ends with its id")
+    return [known[run_id] for run_id in dict.fromkeys(run_ids)]
+
+
+def _select_old(runs: Sequence[RunRow], days: float | None) -> list[RunRow]:
+    before_ns = time.time_ns() - int((days or 0) * _DAY_NS)
+    return [run for run in runs if run.created_unix_ns < before_ns and not run.pending]
+
+
+# stepsplit edit: name, note and tags of a run.
+
+
+@click.command()
+@click.argument("run_id", metavar="ID")
+@click.option("--name", metavar="NAME", help="New name.")
+@click.option("--note", metavar="TEXT", help="New note; '' removes it.")
+@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True,
+              help="Add or change a tag, such as branch=main; may be repeated.")  # fmt: skip
+@click.option("--untag", "untags", metavar="KEY", multiple=True,
+              help="Remove a tag; may be repeated.")  # fmt: skip
+@store_option
+@artifacts_option
+def edit_command(
+    run_id: str,
+    name: str | None,
+    note: str | None,
+    tags: tuple[str, ...],
+    untags: tuple[str, ...],
+    url: str,
+    artifacts: str,
+) -> None:
+    """Change the name, note and tags of a run.
+
+    The last part of a run's URL is its id.
+    """
+    added = dict(parse_tag(tag) for tag in tags)
+    if name is None and note is None and not added and not untags:
+        raise UsageError("say what to change: --name, --note, --tag or --untag")
+    if name is not None and not name.strip():
+        raise UsageError("--name is empty; write --name NAME")
+    store = open_store(url, artifacts)
+    from stepsplit.dashboard.store.runs import RunEdit, Tag, describe_edit
+
+    (run,) = _select_ids(store.list_runs(), [run_id])
+    kept = {tag.key: tag.value for tag in run.tags if tag.key not in untags} | added
+    changed = tuple(Tag(key, value) for key, value in kept.items())
+    edit = RunEdit(name, note, changed if added or untags else None)
+    store.edit(run.id, edit)
+    record_command(store.audit, "run edited", describe_edit(run, edit))
+    (run,) = _select_ids(store.list_runs(), [run_id])
+    words = [f"{tag.key}={tag.value}" for tag in run.tags] + ([run.note] if run.note else [])
+    click.echo("  ".join([run.id, run.name, *words]))
+
+
+# stepsplit retry: another analysis of what the store has of a run.
+
+
+@click.command()
+@click.argument("run_ids", nargs=-1, required=True, metavar="ID...")
+@click.option("--job", "job_file", metavar="FILE", type=click.Path(path_type=Path),
+              help="Add this job.toml to the runs' files first.")  # fmt: skip
+@store_option
+@artifacts_option
+def retry_command(
+    run_ids: tuple[str, ...], job_file: Path | None, url: str, artifacts: str
+) -> None:
+    """Queue runs for another analysis of their files.
+
+    A worker of the dashboard analyzes them. The last part of a run's URL is its id.
+    """
+    store = open_store(url, artifacts)
+    from stepsplit.dashboard.store.runs import explain_no_retry
+
+    job = None if job_file is None else job_file.read_bytes()
+    for run in _select_ids(store.list_runs(), run_ids):
+        if not (store.analyze_again(run.id) if job is None else store.attach_job(run.id, job)):
+            raise UsageError(f"run {run.id} cannot be analyzed again: {explain_no_retry(run)}")
+        action = "run queued" if job is None else "job attached"
+        record_command(store.audit, action, f"{run.id} {run.name}")
+        click.echo(f"queued {run.id}  {run.name}")

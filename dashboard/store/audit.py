@@ -1,0 +1,128 @@
+"""The audit log: who logged in, uploaded, deleted, or changed access, and what was refused."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+import orjson
+from sqlalchemy import ColumnElement, delete, insert, select
+from sqlalchemy.engine import Connection
+
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.dashboard.store.database import AUDIT, Database, clean_text
+
+OK = "ok"
+"""The outcome of what was done; any other outcome says why it was refused."""
+
+KEPT_S, MAX_DONE, MAX_REFUSED = 365 * 86_400, 100_000, 10_000
+"""Entries are kept for this long, and at most so many. What was refused is counted apart, so that
+an attacker cannot push out what was done."""
+
+TRIM_EVERY = 100
+"""Old entries are deleted after so many new ones."""
+
+_SECOND_NS, _MAX_NS = 10**9, (1 << 63) - 1
+
+_LOG = logging.getLogger("stepsplit.audit")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """An entry. user_name: a token, session, user of the proxy or of the command line."""
+
+    at_unix_ns: int
+    user_name: str
+    role: str
+    address: str
+    action: str
+    target: str
+    outcome: str
+
+
+class AuditLog:
+    """The audit log of a store. Thread-safe; all processes of the store share it."""
+
+    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._database, self._now_ns = database, now_ns
+
+    def record(
+        self,
+        action: str,
+        target: str = "",
+        *,
+        user_name: str,
+        role: str = "",
+        address: str = "",
+        outcome: str = OK,
+    ) -> None:
+        """Adds an entry, here and to the log of the process."""
+        entry = {
+            "user_name": _clean(user_name, 200),
+            "role": role,
+            "address": _clean(address, 100),
+            "action": action,
+            "target": _clean(target, 300),
+            "outcome": _clean(outcome, 200),
+        }
+        _LOG.info("audit", extra={"fields": entry})
+        now_ns = self._now_ns()
+        new = insert(AUDIT).values(at_unix_ns=now_ns, **entry).returning(AUDIT.c.id)
+        with self._database.begin_write() as connection:
+            if connection.execute(new).scalar_one() % TRIM_EVERY == 0:
+                _trim(connection, now_ns - KEPT_S * _SECOND_NS)
+
+    def list_entries(self, last: int, since_unix_ns: int = 0) -> tuple[AuditEntry, ...]:
+        """The newest entries, newest first."""
+        columns = [AUDIT.c[name] for name in AuditEntry.__dataclass_fields__]
+        newest = select(*columns).where(AUDIT.c.at_unix_ns >= since_unix_ns)
+        ordered = newest.order_by(AUDIT.c.id.desc()).limit(last)
+        with self._database.begin_read() as connection:
+            return tuple(AuditEntry(*row) for row in connection.execute(ordered))
+
+
+def _clean(text: str, max_length: int) -> str:
+    # Names from a proxy or a file are printed in terminals.
+    return clean_text("".join(c if c.isprintable() else " " for c in text), max_length)
+
+
+def _trim(connection: Connection, oldest_unix_ns: int) -> None:
+    connection.execute(delete(AUDIT).where(AUDIT.c.at_unix_ns < oldest_unix_ns))
+    _keep_newest(connection, AUDIT.c.outcome == OK, MAX_DONE)
+    _keep_newest(connection, AUDIT.c.outcome != OK, MAX_REFUSED)
+
+
+def _keep_newest(connection: Connection, which: ColumnElement[bool], number: int) -> None:
+    newest = select(AUDIT.c.id).where(which).order_by(AUDIT.c.id.desc())
+    first_excess = connection.execute(newest.offset(number).limit(1)).scalar()
+    if first_excess is not None:
+        connection.execute(delete(AUDIT).where(which, AUDIT.c.id <= first_excess))
+
+
+# The log as JSON and on the command line.
+
+
+def parse_since(text: str) -> int:
+    """The ns since 1970 of a date or time, in UTC if it names no zone. Raises UsageError."""
+    try:
+        moment = datetime.fromisoformat(text)
+        aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return min(max(int(aware.timestamp()) * _SECOND_NS, 0), _MAX_NS)
+    except (ValueError, OverflowError):
+        raise UsageError("since must be a date such as 2026-11-30 or 2026-11-30T14:00Z") from None
+
+
+def audit_to_json(entries: Sequence[AuditEntry]) -> bytes:
+    """The entries as JSON, with their times in UTC."""
+    rows = [{"at": format_time(one.at_unix_ns)} | asdict(one) for one in entries]
+    for row in rows:
+        del row["at_unix_ns"]
+    return orjson.dumps({"schema": "stepsplit.audit/1", "entries": rows}) + b"\n"
+
+
+def format_time(unix_ns: int) -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.fromtimestamp(unix_ns // _SECOND_NS, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,583 @@
+"""Training jobs with planted causes, and the program of each of their ranks.
+
+Megatron's order of ranks: tp changes fastest, then cp, then dp, then pp.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from .program import (
+    AUTOGRAD_THREAD,
+    MAIN_THREAD,
+    BeginStep,
+    Call,
+    Group,
+    HostWork,
+    Instruction,
+    Kernel,
+    Message,
+    RecordEvent,
+    Synchronize,
+    WaitEvent,
+)
+
+COMPUTE_STREAM = 7
+COMM_STREAMS = {"tp": 20, "dp": 32, "ep": 36, "cp": 40, "expert_dp": 52, "world": 56}
+ACTIVATION_STREAM, GRADIENT_STREAM = 24, 28
+RING_SEND_STREAM, RING_RECEIVE_STREAM = 44, 48
+RANKS_PER_HOST = 8
+
+_KERNELS = {
+    "allreduce": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "_allgather_base": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "_reduce_scatter_base": (
+        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    ),
+    "all_to_allv": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    "send": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    "recv": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+}
+_GEMM = (
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_{}_n_tilesize{}x64_warpgroupsize2x1x1_execute_segment_k_"
+    "off_kernel__5x_cublas"
+)
+_ATTENTION_FORWARD = (
+    (_GEMM.format("tn", "128x192"), "aten::mm", 0.18),
+    ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "flash_attn::fwd", 0.22),
+    (_GEMM.format("tn", "64x256"), "aten::mm", 0.10),
+)
+_MLP_FORWARD = (
+    (_GEMM.format("tn", "256x128"), "aten::mm", 0.22),
+    ("void at::native::vectorized_elementwise_kernel<4, gelu>", "aten::gelu", 0.06),
+    (_GEMM.format("tn", "128x256"), "aten::mm", 0.22),
+)
+_MLP_BACKWARD = (
+    (_GEMM.format("nn", "256x128"), "aten::mm", 0.22),
+    (_GEMM.format("nt", "128x256"), "aten::mm", 0.22),
+    ("void at::native::vectorized_elementwise_kernel<4, gelu_backward>", "aten::gelu", 0.12),
+    (_GEMM.format("nn", "128x256"), "aten::mm", 0.22),
+    (_GEMM.format("nt", "256x128"), "aten::mm", 0.22),
+)
+_ATTENTION_BACKWARD = (
+    (_GEMM.format("nn", "64x256"), "aten::mm", 0.10),
+    (_GEMM.format("nt", "64x256"), "aten::mm", 0.10),
+    ("void flash_bwd_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8>>", "flash_attn::bwd", 0.44),
+    (_GEMM.format("nn", "128x192"), "aten::mm", 0.18),
+    (_GEMM.format("nt", "128x192"), "aten::mm", 0.18),
+)
+_ADAM = (
+    "void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<4>, "
+    "at::native::FusedAdamMathFunctor<float, 4> >"
+)
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """All compute kernels of a rank take longer."""
+
+    rank: int
+    times: float
+
+
+@dataclass(frozen=True)
+class HostStall:
+    """The host of a rank sleeps before each microbatch."""
+
+    rank: int
+    stall_ns: int = 400_000
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Every transfer of the group of this axis that contains the rank takes longer.
+
+    With a peer: only the messages between the two.
+    """
+
+    axis: str
+    rank: int
+    times: float = 3.0
+    peer: int | None = None
+
+
+Cause = SlowRank | HostStall | SlowLink
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job; times are those of one rank without causes and without noise."""
+
+    name: str
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    fsdp: bool = False
+    cp_ring: bool = True
+    microbatches: int = 16
+    layers: int = 2
+    """Layers per stage."""
+    layer_ns: int = 450_000
+    """Compute of one layer's forward; its backward takes twice that."""
+    buckets: int = 2
+    bucket_ns: int = 3_000_000
+    """Transfer of all gradient buckets together, without latencies."""
+    bucket_latency_ns: int = 25_000
+    first_bucket: float = 1.0
+    """The size of the first bucket over that of each other one; torch's is small."""
+    tp_transfer_ns: int = 60_000
+    message_ns: int = 40_000
+    gather_ns: int = 210_000
+    """FSDP: all_gather of a layer; its reduce_scatter takes twice that."""
+    experts_transfer_ns: int = 90_000
+    context_transfer_ns: int = 120_000
+    optimizer_ns: int = 500_000
+    messages_on_world: bool = False
+    """Stages send over the default group instead of their pipeline's."""
+    whole_kernels: bool = False
+    """Attention and mlp are one kernel each, to keep large jobs small."""
+    end_of_step: str = "item"
+    """item: the loss is copied to the host; device: cudaDeviceSynchronize; none: runs ahead."""
+    reduce_norm: bool = False
+    """All ranks reduce the gradients' norm before the optimizer: a barrier once a step."""
+    touching: bool = False
+    """A kernel starts in the nanosecond in which the one that it waits for ends."""
+    synchronize_microbatches: bool = False
+    """The host reads each microbatch's loss."""
+    noise: float = 0.005
+    seed: int = 1
+    launch_queue: int = 160
+    """CUDA's holds 1024 launches of kernels ten times shorter: it too is less than a step."""
+    warmup: int = 2
+    steps: int = 3
+    causes: tuple[Cause, ...] = ()
+    link_speeds: tuple[tuple[str, float], ...] = ()
+    """Axis and by how much all its transfers are faster."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @cached_property
+    def groups(self) -> dict[str, list[Group]]:
+        """The process groups of each axis."""
+        return _build_groups(self)
+
+    def group(self, axis: str, rank: int) -> Group:
+        """The rank's group on an axis."""
+        return next(group for group in self.groups[axis] if rank in group.ranks)
+
+    def without(self, *causes: Cause) -> Job:
+        """The same job with these causes cured, noise included."""
+        return replace(self, causes=tuple(each for each in self.causes if each not in causes))
+
+    def compute_times(self, rank: int) -> float:
+        """By how much the rank's compute kernels take longer."""
+        times = 1.0
+        for cause in self.causes:
+            if isinstance(cause, SlowRank) and cause.rank == rank:
+                times *= cause.times
+        return times
+
+    def transfer_times(self, axis: str, group: Sequence[int], pair: Sequence[int] = ()) -> float:
+        """By how much the transfers of a group, or the messages of a pair in it, take longer."""
+        times = 1.0
+        for cause in self.causes:
+            if not isinstance(cause, SlowLink) or (cause.axis, cause.rank in group) != (axis, True):
+                continue
+            if cause.peer is None or {cause.rank, cause.peer} == set(pair):
+                times *= cause.times
+        for faster, speed in self.link_speeds:
+            if faster == axis:
+                times /= speed
+        return times
+
+    def stall_ns(self, rank: int) -> int:
+        """How long the rank's host sleeps before each microbatch."""
+        return sum(
+            cause.stall_ns
+            for cause in self.causes
+            if isinstance(cause, HostStall) and cause.rank == rank
+        )
+
+
+def _build_groups(job: Job) -> dict[str, list[Group]]:
+    shape = (("tp", job.tp), ("cp", job.cp), ("dp", job.dp), ("pp", job.pp))
+    stride, strides = 1, {}
+    for axis, size in shape:
+        strides[axis] = stride
+        stride *= size
+    world = tuple(range(job.world_size))
+
+    def split(axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ranks that agree on all other axes."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in world:
+            key = tuple(rank // strides[axis] % size for axis, size in shape if axis not in axes)
+            found.setdefault(key, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    members = {
+        "world": ("default_pg", [world]),
+        "tp": ("TENSOR_MODEL_PARALLEL_GROUP", split(["tp"])),
+        "cp": ("CONTEXT_PARALLEL_GROUP", split(["cp"])),
+        "dp": ("DATA_PARALLEL_GROUP_WITH_CP", split(["dp", "cp"])),
+        "pp": ("PIPELINE_MODEL_PARALLEL_GROUP", split(["pp"])),
+    }
+    if job.ep > 1:
+        replicas = split(["dp"])
+        members["ep"] = (
+            "EXPERT_MODEL_PARALLEL_GROUP",
+            [r[i : i + job.ep] for r in replicas for i in range(0, len(r), job.ep)],
+        )
+        members["expert_dp"] = (
+            "EXPERT_DATA_PARALLEL_GROUP",
+            [r[i :: job.ep] for r in replicas for i in range(job.ep)],
+        )
+    groups: dict[str, list[Group]] = {}
+    count = 0
+    for axis, (description, parts) in members.items():
+        groups[axis] = []
+        for ranks in parts:
+            groups[axis].append(Group(str(count), description, axis, ranks))
+            count += 1
+    return groups
+
+
+class _Noise:
+    """Factors around 1, the same for the same key with and without a cause."""
+
+    def __init__(self, job: Job, key: str):
+        self.random = random.Random(f"{job.seed}/{key}")
+        self.sigma = job.noise
+
+    def factor(self) -> float:
+        return max(0.5, 1 + self.sigma * self.random.gauss(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A communication in flight: an event at its end."""
+
+    event: int
+
+
+class _Process:
+    """One rank's training script; communication as torch.distributed does it with NCCL."""
+
+    def __init__(self, job: Job, rank: int):
+        self.job = job
+        self.rank = rank
+        self.stage = rank // (job.tp * job.cp * job.dp)
+        self.program: list[Instruction] = []
+        self.thread = MAIN_THREAD
+        self.events = 0
+        self.times = job.compute_times(rank)
+        self.compute_noise = _Noise(job, f"compute {rank}")
+        self.jitter = random.Random(f"{job.seed}/jitter {rank}")
+        self.noises: dict[str, _Noise] = {}
+        self.sequences: dict[str, int] = {}
+        self.my_groups: dict[str, Group] = {}
+
+    # communication
+
+    def group(self, axis: str) -> Group:
+        if axis not in self.my_groups:
+            self.my_groups[axis] = self.job.group(axis, self.rank)
+        return self.my_groups[axis]
+
+    def noise(self, key: str) -> _Noise:
+        """The same sequence of factors on all members of a group."""
+        if key not in self.noises:
+            self.noises[key] = _Noise(self.job, key)
+        return self.noises[key]
+
+    def launch_compute(self, name: str, op: str, duration_ns: float) -> None:
+        factor = self.times * self.compute_noise.factor()
+        self.program.append(
+            Kernel(name, op, COMPUTE_STREAM, round(duration_ns * factor), thread=self.thread)
+        )
+
+    def collective(
+        self, axis: str, op: str, transfer_ns: float, nelems: int, stream: int | None = None
+    ) -> _Work:
+        """Launches a collective behind what the compute stream has been given so far."""
+        group = self.group(axis)
+        size = len(group.ranks)
+        noise = self.noise(f"group {group.name}")
+        sequence = self.sequences.get(group.name, 0)
+        self.sequences[group.name] = sequence + 1
+        times = self.job.transfer_times(axis, group.ranks) * noise.factor()
+        gathers, scatters = op == "_allgather_base", op == "_reduce_scatter_base"
+        call = Call(
+            op,
+            group,
+            in_nelems=nelems // size if gathers else nelems,
+            out_nelems=nelems // size if scatters else nelems,
+            transfer_ns=round(transfer_ns * times),
+            sequence=sequence,
+        )
+        return self._communicate(stream or COMM_STREAMS[axis], call)
+
+    def message(
+        self, op: str, axis: str, peer: int, channel: str, stream: int, nelems: int, ns: float
+    ) -> _Work:
+        """isend or irecv."""
+        src, dst = (self.rank, peer) if op == "send" else (peer, self.rank)
+        noise = self.noise(f"{channel} {src} {dst}")
+        times = self.job.transfer_times(axis, self.group(axis).ranks, (src, dst)) * noise.factor()
+        group = self.group("world" if axis == "pp" and self.job.messages_on_world else axis)
+        message = Message(src, dst, channel, round(ns * times))
+        call = Call(op, group, nelems, nelems, messages=(message,), peer=peer)
+        return self._communicate(stream, call)
+
+    def _communicate(self, stream: int, call: Call) -> _Work:
+        self.program += [
+            RecordEvent(self._new_event(), COMPUTE_STREAM, self.thread),
+            WaitEvent(self.events, stream, self.thread),
+            Kernel(
+                _KERNELS[call.op], "record_param_comms", stream, call=call, host_ns=15_000,
+                thread=self.thread, end_jitter_ns=round(abs(self.jitter.gauss(0, 1_200))),
+            ),
+            RecordEvent(self._new_event(), stream, self.thread),
+        ]  # fmt: skip
+        return _Work(self.events)
+
+    def _new_event(self) -> int:
+        self.events += 1
+        return self.events
+
+    def wait(self, work: _Work) -> None:
+        """The compute stream waits; the host goes on."""
+        self.program.append(WaitEvent(work.event, COMPUTE_STREAM, self.thread))
+
+    # the model
+
+    def launch_all(self, kernels: Sequence[tuple[str, str, float]], layer_ns: float) -> None:
+        """Kernels of shares of a layer's forward."""
+        if self.job.whole_kernels:
+            name, op, _ = max(kernels, key=lambda each: each[2])
+            kernels = [(name, op, sum(share for _, _, share in kernels))]
+        for name, op, share in kernels:
+            self.launch_compute(name, op, layer_ns * share)
+
+    def reduce_tensor_parallel(self) -> None:
+        if self.job.tp > 1:
+            self.wait(self.collective("tp", "allreduce", self.job.tp_transfer_ns, 16_777_216))
+
+    def exchange_tokens(self) -> None:
+        if self.job.ep > 1:
+            transfer_ns = self.job.experts_transfer_ns
+            self.wait(self.collective("ep", "all_to_allv", transfer_ns, 8_388_608))
+
+    def run_forward_layer(self) -> None:
+        job = self.job
+        if job.cp > 1:
+            self._attend_over_context(_ATTENTION_FORWARD, 1)
+        else:
+            self.launch_all(_ATTENTION_FORWARD, job.layer_ns)
+        self.reduce_tensor_parallel()
+        self.exchange_tokens()
+        self.launch_all(_MLP_FORWARD, job.layer_ns)
+        self.exchange_tokens()
+        self.reduce_tensor_parallel()
+
+    def run_backward_layer(self) -> None:
+        job = self.job
+        self.exchange_tokens()
+        self.launch_all(_MLP_BACKWARD, job.layer_ns)
+        self.exchange_tokens()
+        self.reduce_tensor_parallel()
+        if job.cp > 1:
+            self._attend_over_context(_ATTENTION_BACKWARD, 2)
+        else:
+            self.launch_all(_ATTENTION_BACKWARD, job.layer_ns)
+        self.reduce_tensor_parallel()
+
+    def _attend_over_context(
+        self, kernels: Sequence[tuple[str, str, float]], messages: int
+    ) -> None:
+        """Attention of the own queries over the keys and values of all ranks of the cp group."""
+        job, layer_ns = self.job, self.job.layer_ns
+        middle = next(i for i, (name, _, _) in enumerate(kernels) if "flash" in name)
+        name, op, share = kernels[middle]
+        self.launch_all(kernels[:middle], layer_ns)
+        if not job.cp_ring:
+            transfer_ns = job.context_transfer_ns * messages
+            self.wait(self.collective("cp", "_allgather_base", transfer_ns, 8_388_608))
+            self.launch_compute(name, op, layer_ns * share)
+            if messages > 1:
+                self.wait(self.collective("cp", "_reduce_scatter_base", transfer_ns, 8_388_608))
+        else:
+            for step in range(job.cp):
+                works = self._pass_around_ring(messages) if step < job.cp - 1 else []
+                self.launch_compute(name, op, layer_ns * share / job.cp)
+                for work in works:
+                    self.wait(work)
+        self.launch_all(kernels[middle + 1 :], layer_ns)
+
+    def _pass_around_ring(self, messages: int) -> list[_Work]:
+        ranks = self.group("cp").ranks
+        place = ranks.index(self.rank)
+        after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+        ns = self.job.context_transfer_ns * messages / self.job.cp
+        nelems = 2_097_152 * messages
+        send = ("send", "cp", after, "ring", RING_SEND_STREAM, nelems, ns)
+        receive = ("recv", "cp", before, "ring", RING_RECEIVE_STREAM, nelems, ns)
+        order = (send, receive) if place % 2 == 0 else (receive, send)
+        return [self.message(*each) for each in order]
+
+    # the step
+
+    def run_microbatch_forward(self) -> None:
+        for _ in range(self.job.layers):
+            self.run_forward_layer()
+
+    def run_microbatch_backward(self, last: bool) -> list[_Work]:
+        """The reductions that the last microbatch's backward starts."""
+        job = self.job
+        self.thread = AUTOGRAD_THREAD
+        works: list[_Work] = []
+        reduced = 0
+        for layer in range(job.layers):
+            self.run_backward_layer()
+            if not last or job.fsdp:
+                continue
+            due = (layer + 1) * job.buckets // job.layers
+            works += [self._reduce_bucket(number) for number in range(reduced, due)]
+            reduced = due
+        self.thread = MAIN_THREAD
+        return works
+
+    def _reduce_bucket(self, number: int) -> _Work:
+        job = self.job
+        part = (1.0 if number else job.first_bucket) / (job.buckets - 1 + job.first_bucket)
+        nelems = round(67_108_864 * part)
+        transfer_ns = job.bucket_latency_ns + job.bucket_ns * part
+        if len(self.group("dp").ranks) == 1:
+            return _Work(0)
+        if job.ep > 1 and len(self.group("expert_dp").ranks) > 1:
+            self.collective("expert_dp", "allreduce", transfer_ns, nelems)
+        return self.collective("dp", "allreduce", transfer_ns, nelems)
+
+    def run_step(self, number: int) -> None:
+        job = self.job
+        self.program += [BeginStep(number), HostWork(150_000)]
+        works = self._run_sharded_microbatches() if job.fsdp else self._run_pipeline()
+        for work in works:
+            if work.event:
+                self.wait(work)
+        if job.reduce_norm:
+            self.wait(self.collective("world", "allreduce", 20_000, 1))
+        for _ in range(3):
+            self.launch_compute(_ADAM, "aten::_fused_adamw_", job.optimizer_ns / 3)
+        if job.end_of_step == "item":
+            self._read_loss()
+        elif job.end_of_step == "device":
+            self.program.append(Synchronize())
+
+    def _read_loss(self) -> None:
+        self.program += [
+            Kernel("Memcpy DtoH (Device -> Pinned)", "aten::item", COMPUTE_STREAM, 1_500),
+            Synchronize(COMPUTE_STREAM),
+        ]
+
+    def _begin_microbatch(self, number: int) -> None:
+        if self.job.synchronize_microbatches and number:
+            self._read_loss()
+        stall_ns = self.job.stall_ns(self.rank)
+        if stall_ns:
+            self.program.append(HostWork(stall_ns))
+
+    def _run_pipeline(self) -> list[_Work]:
+        """1F1B, as Megatron's forward_backward_pipelining_without_interleaving."""
+        job = self.job
+        ahead = min(job.pp - 1 - self.stage, job.microbatches)
+        works: list[_Work] = []
+        for number in range(ahead):
+            self._begin_microbatch(number)
+            self._run_stage_forward()
+        for number in range(ahead, job.microbatches):
+            self._begin_microbatch(number)
+            self._run_stage_forward()
+            works += self._run_stage_backward(number - ahead)
+        for number in range(job.microbatches - ahead, job.microbatches):
+            works += self._run_stage_backward(number)
+        return works
+
+    def _run_stage_forward(self) -> None:
+        if self.stage > 0:
+            self.wait(self._pass_message("recv", -1, "activation"))
+        self.run_microbatch_forward()
+        if self.stage < self.job.pp - 1:
+            self._pass_message("send", 1, "activation")
+
+    def _run_stage_backward(self, number: int) -> list[_Work]:
+        if self.stage < self.job.pp - 1:
+            self.wait(self._pass_message("recv", 1, "gradient"))
+        works = self.run_microbatch_backward(number == self.job.microbatches - 1)
+        if self.stage > 0:
+            self._pass_message("send", -1, "gradient")
+        return works
+
+    def _pass_message(self, op: str, toward: int, channel: str) -> _Work:
+        peer = self.rank + toward * self.job.tp * self.job.cp * self.job.dp
+        stream = ACTIVATION_STREAM if channel == "activation" else GRADIENT_STREAM
+        return self.message(op, "pp", peer, channel, stream, 8_388_608, self.job.message_ns)
+
+    def _run_sharded_microbatches(self) -> list[_Work]:
+        """FSDP: each layer is gathered two layers ahead, in forward and again in backward."""
+        works: list[_Work] = []
+        for number in range(self.job.microbatches):
+            self._begin_microbatch(number)
+            for _ in self._gather_layers():
+                self.run_forward_layer()
+            self.thread = AUTOGRAD_THREAD
+            for _ in self._gather_layers():
+                self.run_backward_layer()
+                transfer_ns = 2 * self.job.gather_ns
+                works.append(self.collective("dp", "_reduce_scatter_base", transfer_ns, 16_777_216))
+            self.thread = MAIN_THREAD
+        return works
+
+    def _gather_layers(self) -> Iterator[int]:
+        """Each layer once its parameters are gathered, with the gathers of the next two begun."""
+        layers = self.job.layers
+        gathers = [self._gather_layer() for _ in range(min(2, layers))]
+        for layer in range(layers):
+            if layer + 2 < layers:
+                gathers.append(self._gather_layer())
+            self.wait(gathers[layer])
+            yield layer
+
+    def _gather_layer(self) -> _Work:
+        return self.collective("dp", "_allgather_base", self.job.gather_ns, 16_777_216)
+
+
+def build_programs(job: Job) -> list[list[Instruction]]:
+    """The program of each rank: the steps before the recording and the recorded ones.
+
+    At the last BeginStep the profiler stops, which synchronizes.
+    """
+    programs = []
+    for rank in range(job.world_size):
+        process = _Process(job, rank)
+        for number in range(job.warmup + job.steps):
+            process.run_step(number)
+        process.program += [BeginStep(job.warmup + job.steps), Synchronize()]
+        programs.append(process.program)
+    return programs
+
+
+def measure_step_ns(job: Job, ends_ns: Sequence[Sequence[int]]) -> float:
+    """Mean recorded step, from each rank's end of each step."""
+    lengths = [
+        after - before for ends in ends_ns for before, after in pairwise(ends[job.warmup - 1 :])
+    ]
+    return sum(lengths) / len(lengths)

@@ -1,0 +1,244 @@
+"""Bottlenecks on the host: their cause, their gain, and their place in the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from builders import BASE_NS, CpuTrace, GpuTrace
+
+from stepsplit.analyzer import Finding, analyze
+from stepsplit.collectors.rank_record import (
+    CodeFrame,
+    GcPause,
+    HostSamples,
+    MemoryState,
+    RankRecord,
+    write_record,
+)
+from stepsplit.collectors.run_spec import RankInfo
+
+DP = [("0", "mesh_dp_replicate", [0, 1])]
+LOADER = "enumerate(DataLoader)#_{}ProcessDataLoaderIter.__next__"
+
+
+def record(folder: Path, rank: int, host: HostSamples, memory: MemoryState | None = None) -> None:
+    place = RankInfo(rank, rank, "host0", 1, "cpu")
+    write_record(folder, RankRecord("job", place, 2, "gloo", host=host, memory=memory))
+
+
+def look(times_us: Sequence[float], *frames: CodeFrame) -> HostSamples:
+    """Looks at these times that all found the same place."""
+    at_ns = tuple(BASE_NS + round(at * 1000) for at in times_us)
+    return HostSamples((frames,), at_ns, (0,) * len(at_ns))
+
+
+def late_pair(folder: Path, activity: str = "") -> None:
+    """Two ranks, three steps of 1000 us: rank 1 is idle from 100 to 700, then works for 200; rank 0
+    waits for it from 300. All of rank 1's idle time is in that activity, if any."""
+    for rank, begin in ((0, 100), (1, 700)):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 100)
+            if activity and rank:
+                trace.op(activity, at + 100, at + 700)
+            trace.op("aten::mm", at + begin, at + begin + 200)
+            trace.all_reduce(at + begin + 200, at + begin + 200, at + 950, group="0", seq=step,
+                             tid=7)  # fmt: skip
+            trace.annotation("wait", at + begin + 201, at + 950)
+            trace.op("aten::mm", at + 950, at + 1000)
+        trace.write(folder)
+
+
+def first(folder: Path) -> Finding:
+    return analyze(folder).findings[0]
+
+
+def test_a_late_host_is_named_with_its_place_in_the_user_s_code(tmp_path: Path) -> None:
+    """Looks outside of the idle time, and those of the other rank, do not count."""
+    late_pair(tmp_path)
+    sleeping = [1000 * step + at for step in range(3) for at in (150, 300, 450, 600)]
+    samples = HostSamples(
+        places=((CodeFrame("get_batch", "train.py", 93),), (CodeFrame("main", "train.py", 12),)),
+        at_unix_ns=tuple(BASE_NS + 1000 * at for at in (*sleeping, *range(720, 880))),
+        place=(*(0 for _ in sleeping), *(1 for _ in range(720, 880))),
+    )
+    record(tmp_path, 1, samples)
+    record(tmp_path, 0, look(range(300, 900), CodeFrame("step", "optimizer.py", 5)))
+    found = first(tmp_path)
+    assert (found.code, found.ranks, found.gain_ns) == ("host_stall", (1,), 600_000)
+    assert found.message == (
+        "rank 1 is host-bound: its idle time exceeds that of its peers by 60.0 % of the step; "
+        "100.0 % of it is Python code between ops, mostly at train.py:93 in get_batch"
+    )
+
+
+def test_a_place_in_a_library_is_named_with_its_caller(tmp_path: Path) -> None:
+    late_pair(tmp_path)
+    inner = CodeFrame("Trainer._prepare_inputs", "transformers/trainer.py", 2500)
+    record(tmp_path, 1, look(range(150, 650, 50), inner, CodeFrame("main", "train.py", 88)))
+    assert first(tmp_path).message.endswith(
+        ", mostly at transformers/trainer.py:2500 in Trainer._prepare_inputs, called from "
+        "train.py:88 in main"
+    )
+
+
+def test_no_place_is_named_if_looks_are_few_or_scattered(tmp_path: Path) -> None:
+    late_pair(tmp_path)
+    at_ns = tuple(BASE_NS + 1000 * at for at in range(150, 650, 50))
+    places = tuple((CodeFrame(f"f{i}", "train.py", i),) for i in range(10))
+    record(tmp_path, 1, HostSamples(places, at_ns, tuple(range(10))))
+    assert first(tmp_path).message.endswith("Python code between ops")
+    record(tmp_path, 1, look((200, 300, 400), CodeFrame("f", "train.py", 1)))
+    assert first(tmp_path).message.endswith("Python code between ops")
+
+
+def test_python_functions_in_the_trace_name_the_place_too(tmp_path: Path) -> None:
+    """with_stack=True: the innermost function of the user's code, below those of libraries."""
+    trace = GpuTrace(0, 1)
+    for step in range(3):
+        at = 2000 * step
+        trace.step(step, at, at + 2000).op("aten::mm", at, at + 1)
+        trace.kernel("gemm", at, at + 500, launched=at)
+        trace.python("/home/me/train.py(12): main", at, at + 1990)
+        trace.python("data.py(93): get_batch", at + 300, at + 1400)
+        trace.python("torch/utils/_python_dispatch.py(7): f", at + 350, at + 1390)
+        trace.python("threading.py(300): wait", at + 400, at + 1380)
+        trace.python("<built-in function sleep>", at + 410, at + 1370)
+        trace.op("aten::mm", at + 1400, at + 1401).kernel("gemm", at + 1400, at + 2000)
+    trace.write(tmp_path)
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.gain_ns) == ("host_bound", 900_000)
+    assert found.message.endswith(", mostly at data.py:93 in get_batch")
+
+
+def test_a_wait_for_the_data_loader_is_a_finding_of_its_own(tmp_path: Path) -> None:
+    """Without it rank 1 is as early as rank 0: both gain the 600 that rank 0 waits for it."""
+    late_pair(tmp_path, LOADER.format("Single"))
+    record(tmp_path, 1, look(range(150, 650, 50), CodeFrame("Texts.__getitem__", "data.py", 7)))
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.ranks, found.gain_ns) == ("data_loading", (1,), 600_000)
+    assert (found.measured_ns, found.predicted_ns, found.steps) == (600_000, 0, (0, 1, 2))
+    assert found.message == (
+        "rank 1 waits for its data loader 60.0 % of the step; it loads in the training process "
+        "(num_workers=0), mostly at data.py:7 in Texts.__getitem__"
+    )
+
+
+def test_the_rest_of_a_late_host_is_separate_from_its_loader(tmp_path: Path) -> None:
+    """Rank 1 waits 300 for its loader, then 300 in Python. Either one alone gains 300."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 100)
+            begin = at + (700 if rank else 100)
+            if rank:
+                trace.op(LOADER.format("Multi"), at + 100, at + 400)
+            trace.op("aten::mm", begin, begin + 200)
+            trace.all_reduce(begin + 200, begin + 200, at + 950, group="0", seq=step, tid=7)
+            trace.annotation("wait", begin + 201, at + 950).op("aten::mm", at + 950, at + 1000)
+        trace.write(tmp_path)
+    loads, stalls = analyze(tmp_path).findings
+    assert (loads.code, loads.ranks, loads.gain_ns) == ("data_loading", (1,), 300_000)
+    assert loads.message == "rank 1 waits for its data loader 30.0 % of the step"
+    assert (stalls.code, stalls.ranks, stalls.gain_ns) == ("host_stall", (1,), 300_000)
+
+
+def test_a_wait_for_the_loader_counts_while_communication_runs_as_well(tmp_path: Path) -> None:
+    """Rank 1 waits from 100 to 700, and until 400 an all_reduce of both runs: 300 are idle time.
+    Without the wait the second all_reduce begins behind the first, at 400 instead of 900."""
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 5)
+            trace.kernel("gemm", at, at + 100, launched=at + 1)
+            trace.all_reduce(at + 100, at + 400, launched=at + 2)
+            if rank:
+                trace.op(LOADER.format("Multi"), at + 10, at + 700)
+            begin, launched = (700, at + 700) if rank else (100, at + 3)
+            trace.kernel("gemm", at + begin, at + begin + 200, launched=launched)
+            trace.all_reduce(at + begin + 200, at + 950, launched=launched)
+            trace.kernel("adam", at + 950, at + 1000, launched=launched)
+        trace.write(tmp_path)
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.ranks, found.measured_ns) == ("data_loading", (1,), 300_000)
+    assert found.gain_ns == 500_000
+
+
+def test_garbage_collection_is_a_finding_with_its_longest_pause(tmp_path: Path) -> None:
+    """A pause of 500 in one of three steps, inside of rank 1's idle time."""
+    late_pair(tmp_path)
+    pause = GcPause(BASE_NS + 1_150_000, 500_000, 2)
+    record(tmp_path, 1, HostSamples(gc_pauses=(pause,)))
+    stall, collect = analyze(tmp_path).findings
+    assert (collect.code, collect.ranks, collect.steps) == ("gc_pause", (1,), (1,))
+    assert collect.gain_ns == 166_667
+    assert collect.message == (
+        "Python's garbage collector stops rank 1 for 16.7 % of the step (up to 0.50 ms at once, "
+        "generation 2); gc.freeze() after the setup shortens it"
+    )
+    assert (stall.code, stall.gain_ns) == ("host_stall", 433_333), "the rest of the 600"
+
+
+def synchronizing(folder: Path, *, rank_1: bool) -> None:
+    """Steps of 1000 us: the host reads a value back, which ends with the gemm at 400, and launches
+    the next work at 700; rank 1 does if rank_1, else it launches in time and waits for rank 0."""
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=DP)
+        for step in range(3):
+            at = 1000 * step
+            trace.step(step, at, at + 1000).op("aten::mm", at, at + 5)
+            trace.kernel("gemm", at, at + 400, launched=at + 1)
+            late = not rank or rank_1
+            if late:
+                trace.op("aten::item", at + 10, at + 405)
+                trace.call("cudaStreamSynchronize", at + 11, at + 404)
+            begin = at + (700 if late else 400)
+            trace.op("aten::mm", begin - 10, begin)
+            trace.kernel("gemm", begin, begin + 200, launched=begin - 5 if late else at + 20)
+            trace.all_reduce(begin + 200, at + 950, launched=begin if late else at + 30)
+            trace.kernel("adam", at + 950, at + 1000, launched=begin + 1 if late else at + 40)
+        trace.write(folder)
+
+
+def test_synchronizations_of_all_ranks_are_named_with_their_op(tmp_path: Path) -> None:
+    synchronizing(tmp_path, rank_1=True)
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.ranks) == ("host_sync", ())
+    assert 290_000 <= found.gain_ns <= 300_000
+    assert found.message == (
+        "every rank waits for its device and launches late: GPU idle 29.5 % of the step; mostly in "
+        "aten::item"
+    )
+
+
+def test_a_synchronization_of_one_rank_remains_a_late_host(tmp_path: Path) -> None:
+    synchronizing(tmp_path, rank_1=False)
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.ranks) == ("host_stall", (0,))
+    assert "late launches after a synchronization in aten::item" in found.message
+
+
+def test_allocations_within_steps_name_the_call_and_the_allocator_s_retries(
+    tmp_path: Path,
+) -> None:
+    trace = GpuTrace(0, 1)
+    for step in range(3):
+        at = 1000 * step
+        trace.step(step, at, at + 1000).op("aten::mm", at, at + 1)
+        trace.kernel("gemm", at, at + 400, launched=at)
+        trace.op("aten::empty", at + 10, at + 700).call("cudaFree", at + 20, at + 690)
+        trace.op("aten::mm", at + 700, at + 701)
+        trace.kernel("gemm", at + 700, at + 1000, launched=at + 700)
+    trace.write(tmp_path)
+    record(tmp_path, 0, HostSamples(), MemoryState(allocation_retries=6))
+    (found,) = analyze(tmp_path).findings
+    assert (found.code, found.bucket) == ("allocation", "idle")
+    assert found.gain_ns == 300_000
+    assert found.message == (
+        "rank 0 allocates or frees memory within the step: GPU idle 30.0 % of it; mostly in "
+        "aten::empty; the allocator ran full 6 times and freed its cache"
+    )

@@ -1,0 +1,207 @@
+"""Steps of traces without ProfilerStep, or whose marks have no end or no work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from builders import CpuTrace, GpuTrace
+from cases import for_each
+from nsys_builders import Export
+from required import shared_repro
+
+from stepsplit.analyzer import Report, analyze
+
+Row = tuple[int, str, int, int]
+"""(step, kind, start and duration in microseconds)"""
+
+
+def steps(report: Report, rank: int = 0) -> list[Row]:
+    rows = [row for row in report.steps if row.rank == rank]
+    return [(row.step, row.kind, row.start_ns // 1000, row.step_ns // 1000) for row in rows]
+
+
+def codes(report: Report) -> list[str]:
+    return [row.code for row in report.warnings]
+
+
+def two_ranges(first: str, second: str) -> GpuTrace:
+    trace = GpuTrace().annotation(first, 0, 100).annotation(second, 100, 200)
+    return trace.kernel("gemm", 10, 90).kernel("gemm", 120, 190)
+
+
+@for_each(
+    ("first", "second", "numbers"),
+    [
+        ("Step 7", "Step 8", [7, 8]),
+        ("step_3", "step_4", [3, 4]),
+        ("iteration 7", "iteration 8", [7, 8]),
+        ("iteration7", "iteration8", [7, 8]),
+        ("train_step 9/100", "train_step 10/100", [9, 10]),
+        ("TrainStep #1", "TrainStep #2", [1, 2]),
+        ("[iter: 0]", "[iter: 1]", [0, 1]),
+        ("Batch 1 of 9", "Batch 2 of 9", [1, 2]),
+        ("epoch 0 step 9", "epoch 1 step 0", [0, 1]),
+        ("train_step", "train_step", [0, 1]),
+    ],
+)
+def test_ranges_named_after_steps_are_steps(
+    tmp_path: Path, first: str, second: str, numbers: list[int]
+) -> None:
+    report = analyze(two_ranges(first, second).write(tmp_path))
+    assert steps(report) == [(numbers[0], "full", 0, 90), (numbers[1], "full", 90, 100)]
+    [warning] = report.warnings
+    assert warning.code == "steps_inferred"
+    assert warning.message.endswith(f"steps were inferred from ranges such as {first!r}")
+
+
+@for_each(
+    ("first", "second"),
+    [
+        ("microbatch 0", "microbatch 1"),
+        ("micro batch 0", "micro batch 1"),
+        ("Forward 0", "Forward 1"),
+        ("layer_1", "layer_2"),
+        ("Step 2", "Step 1"),
+        ("stepping 1", "stepping 2"),
+        ("optimizer", "optimizer"),
+    ],
+)
+def test_other_ranges_are_not(tmp_path: Path, first: str, second: str) -> None:
+    report = analyze(two_ranges(first, second).write(tmp_path))
+    assert steps(report) == [(0, "full", 0, 190)]
+    assert codes(report) == ["no_steps"]
+
+
+def test_steps_within_a_step_do_not_count(tmp_path: Path) -> None:
+    """A solver that numbers its steps from 0 in each iteration, and one that counts on."""
+    trace = two_ranges("iteration 4", "iteration 5")
+    for begin in (0, 100):
+        trace.annotation("solver step 0", begin, begin + 40)
+        trace.annotation("solver step 1", begin + 40, begin + 80)
+        trace.annotation(f"inner step {begin}", begin, begin + 30)
+        trace.annotation(f"inner step {begin + 1}", begin + 30, begin + 60)
+    assert [row[0] for row in steps(analyze(trace.write(tmp_path)))] == [4, 5]
+
+
+def test_profiler_steps_come_before_ranges(tmp_path: Path) -> None:
+    trace = two_ranges("Step 7", "Step 8").step(1, 0, 100).step(2, 100, 200)
+    report = analyze(trace.write(tmp_path))
+    assert [row[0] for row in steps(report)] == [1, 2]
+    assert codes(report) == []
+
+
+def test_ranges_of_an_nsight_export_are_steps(tmp_path: Path) -> None:
+    export = Export()
+    for number, begin in ((3, 0), (4, 1000)):
+        export.range(f"Step {number}", begin, begin + 1000)
+        export.kernel("gemm", begin + 100, begin + 900)
+    report = analyze(export.write(tmp_path / "report.sqlite"))
+    assert [(row.step, row.step_ns) for row in report.steps] == [(3, 900), (4, 1000)]
+    assert "steps_inferred" in codes(report)
+
+
+def test_ranges_of_a_cpu_run_are_steps(tmp_path: Path) -> None:
+    trace = CpuTrace().annotation("step 1", 0, 100).annotation("step 2", 100, 200)
+    report = analyze(trace.op("aten::mm", 0, 90).op("aten::mm", 100, 180).write(tmp_path))
+    assert steps(report) == [(1, "full", 0, 100), (2, "full", 100, 100)]
+    assert [row.compute_ns for row in report.steps] == [90_000, 80_000]
+
+
+def test_a_mark_without_a_duration_ends_where_the_next_begins(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 0).step(2, 100, 100).step(3, 200, 200)
+    for begin in (0, 100, 200):
+        trace.kernel("gemm", begin + 10, begin + 60)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(1, "full", 0, 60), (2, "full", 60, 100), (3, "partial", 160, 100)]
+    assert codes(report) == ["steps_open"]
+
+
+def test_a_trace_without_marks_is_a_step_from_its_first_event(tmp_path: Path) -> None:
+    """The host works for 119 microseconds before its first kernel."""
+    trace = GpuTrace().op("aten::randn", 0, 60).kernel("gemm", 119, 174, launched=100)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(0, "full", 0, 174)]
+    assert report.steps[0].split.buckets_ns == (55_000, 0, 0, 0, 0, 0, 119_000)
+    assert codes(report) == ["no_steps"]
+
+
+def pair(marked: GpuTrace, other: GpuTrace) -> list[GpuTrace]:
+    """Both ranks with two steps of a gemm and an all-reduce."""
+    for trace in (marked, other):
+        for begin in (0, 100):
+            trace.kernel("gemm", begin, begin + 50).all_reduce(begin + 60, begin + 80)
+    return [marked.step(1, 0, 100).step(2, 100, 200), other]
+
+
+def two_ranks() -> tuple[GpuTrace, GpuTrace]:
+    groups = [("0", "", [0, 1])]
+    return GpuTrace(0, 2, groups=groups), GpuTrace(1, 2, groups=groups)
+
+
+def test_a_rank_whose_marks_lie_elsewhere_is_left_out(tmp_path: Path) -> None:
+    for trace in pair(*two_ranks()):
+        if trace.rank == 1:
+            trace.step(1, 10**9, 10**9 + 100).step(2, 10**9 + 100, 10**9 + 200)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert (report.run.ranks, steps(report, 1)) == ((0,), [])
+    [left_out] = [row for row in report.warnings if row.code == "no_steps_on_rank"]
+    assert (left_out.rank, left_out.message) == (
+        1,
+        "no work of this rank lies in its marked steps: left out",
+    )
+
+
+def test_one_step_of_the_whole_trace_is_no_peer_of_marked_steps(tmp_path: Path) -> None:
+    for trace in pair(*two_ranks()):
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert [kind for _, kind, _, _ in steps(report, 0)] == ["full", "full"]
+    assert [kind for _, kind, _, _ in steps(report, 1)] == ["partial"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_marks_around_no_work_give_a_report_without_steps(tmp_path: Path, ranks: int) -> None:
+    for rank in range(ranks):
+        GpuTrace(rank, ranks).step(1, 0, 10).kernel("gemm", 20, 30, launched=15).write(tmp_path)
+    report = analyze(tmp_path)
+    assert (report.steps, report.findings) == ((), ())
+    assert "empty_step" in codes(report)
+
+
+def stepping(*optimizer_in: int, count: int = 4) -> CpuTrace:
+    """Steps of 100 us that compute; those listed call an optimizer."""
+    trace = CpuTrace()
+    for step in range(count):
+        trace.step(step, 100 * step, 100 * step + 90).op("aten::mm", 100 * step, 100 * step + 50)
+        if step in optimizer_in:
+            trace.annotation("Optimizer.step#AdamW.step", 100 * step + 60, 100 * step + 80)
+    return trace
+
+
+@for_each(
+    ("optimizer_in", "last"),
+    [
+        ((0, 1, 2), "partial"),  # a crash before the optimizer of step 3
+        ((0, 1, 2, 3), "full"),
+        ((), "full"),  # the optimizer is not marked
+        ((0, 2), "full"),  # or steps every second time
+    ],
+)
+def test_a_last_step_without_its_optimizer_is_torn(
+    optimizer_in: tuple[int, ...], last: str, tmp_path: Path
+) -> None:
+    stepping(*optimizer_in).write(tmp_path)
+    report = analyze(tmp_path)
+    assert [kind for _, kind, _, _ in steps(report)] == ["full", "full", "full", last]
+    torn = [row.message for row in report.warnings if row.code == "step_torn"]
+    text = "step 3 has no optimizer step, as before a crash: partial"
+    assert torn == ([text] if last == "partial" else [])
+
+
+def test_the_step_in_which_a_rank_died_enters_no_median_of_any_rank() -> None:
+    report = analyze(shared_repro("recorded/m_crash"))
+    torn = {(row.rank, row.step) for row in report.steps if row.kind == "partial"}
+    assert torn == {(0, 13), (1, 13)}
+    assert max(row.step_ns for row in report.steps if row.kind == "full") < 13_000_000

@@ -92,6 +92,13 @@ class HangInputs:
         breaks = {rank: one for rank, one in found.items() if one is not None}
         return breaks if len(breaks) < len(ranks) else {}
 
+    def find_next_group(self, rank: int) -> StuckGroup | None:
+        """The group that the rank is to call on next, if it always has after a call as its last."""
+        calls = next((one.calls for one in self.ranks if one.rank == rank), ())
+        kinds = _list_kinds(calls)
+        usual = _find_only_successor(kinds, kinds[-1]) if kinds else None
+        return None if usual is None else describe_group(usual[0])
+
     def find_oldest_open(self, rank: int) -> Called | None:
         """The rank's first call that is not completed; None if there is none, or no dump."""
         return next((call for one in self.ranks if one.rank == rank for call in one.open), None)
@@ -507,9 +514,9 @@ def find_culprits(inputs: HangInputs) -> tuple[Culprit, ...]:
         return _build_lone_culprit(inputs)
     same: dict[tuple[str, int], list[ChainEnd]] = {}
     for end in ends:
-        same.setdefault(
-            (_classify_cause(end, inputs), _find_awaited_call(end, inputs.stuck)), []
-        ).append(end)
+        same.setdefault((_classify_cause(end, inputs), _find_awaited_call(end, inputs)), []).append(
+            end
+        )
     return tuple(
         _build_culprit(cause, at, group_ends, inputs) for (cause, at), group_ends in same.items()
     )
@@ -529,12 +536,26 @@ def _classify_cause(end: ChainEnd, inputs: HangInputs) -> str:
     return "not_called" if inputs.find_oldest_open(end.ranks[0]) is None else "unfinished"
 
 
-def _find_awaited_call(end: ChainEnd, stuck: Sequence[Stuck]) -> int:
-    """The index of the oldest call of the chain end, else of the call with most ranks waiting."""
+def _find_awaited_call(end: ChainEnd, inputs: HangInputs) -> int:
+    """The index of the oldest call of the chain end, else of the call that its ranks are to make.
+
+    The latter is the one with most ranks waiting; of several, one that misses no other rank, and the
+    next in their usual order of calls.
+    """
+    stuck = inputs.stuck
     if end.calls:
         return min(end.calls, key=lambda at: int(stuck[at].called_unix_ns))
+    due = {inputs.find_next_group(rank) for rank in end.ranks}
     places = [at for at, call in enumerate(stuck) if set(end.ranks) & set(call.waits_for)]
-    return max(places, key=lambda at: (len(stuck[at].waiting), -int(stuck[at].called_unix_ns)))
+    return max(
+        places,
+        key=lambda at: (
+            len(stuck[at].waiting),
+            {one.rank for one in stuck[at].missing} <= set(end.ranks),
+            stuck[at].group in due,
+            -int(stuck[at].called_unix_ns),
+        ),
+    )
 
 
 def _build_culprit(cause: str, at: int, ends: Sequence[ChainEnd], inputs: HangInputs) -> Culprit:
@@ -621,12 +642,16 @@ class OrderBreak:
 def find_order_break(rank: Progress) -> OrderBreak | None:
     """The rank's first recent departure from its order of calls; None if it has kept to it."""
     calls = [call for call in rank.calls if not call.is_message]
-    kinds = [(call.group, call.op, call.message_bytes) for call in calls]
+    kinds = _list_kinds(calls)
     for at in range(max(1, len(calls) - _RECENT_CALLS), len(calls)):
         usual = _find_only_successor(kinds[:at], kinds[at - 1])
         if usual is not None and usual != kinds[at]:
             return OrderBreak(calls[at - 1], calls[at], usual)
     return None
+
+
+def _list_kinds(calls: Iterable[Called]) -> list[_Kind]:
+    return [(one.group, one.op, one.message_bytes) for one in calls if not one.is_message]
 
 
 def _find_only_successor(kinds: Sequence[_Kind], kind: _Kind) -> _Kind | None:

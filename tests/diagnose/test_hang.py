@@ -372,6 +372,21 @@ def test_of_two_that_wait_for_each_other_the_one_that_skipped_a_call_is_to_blame
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("called_first", [0, 2])
+def test_of_several_calls_that_a_rank_owes_the_next_of_its_order_is_named(
+    called_first: int, tmp_path: Path
+) -> None:
+    at = {rank: {"time_created_ns": T0 + 100 + (rank != called_first)} for rank in (0, 2)}
+    steps = steps_of(TP, DP, 4)
+    dump(tmp_path, 0, [TP], *(done(TP, seq) for seq in (1, 2, 3, 4)), call(TP, 5, **at[0]))
+    dump(tmp_path, 1, [TP, DP], *steps)
+    dump(tmp_path, 2, [DP], *(done(DP, seq) for seq in (1, 2, 3, 4)), call(DP, 5, **at[2]))
+    assert hang_of(tmp_path).culprits == (
+        Culprit((1,), "not_called", (0, 2),
+                "rank 1 blocks all other ranks: it has not called all_reduce 5 of TP (group 1)"),
+    )  # fmt: skip
+
+
 def test_of_two_sizes_the_one_that_earlier_calls_did_not_have_is_odd(tmp_path: Path) -> None:
     dump(tmp_path, 0, [TP], done(TP, 4), done(TP, 5))
     dump(tmp_path, 1, [TP], done(TP, 4), call(TP, 5, input_sizes=[[2000]]))

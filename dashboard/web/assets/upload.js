@@ -214,17 +214,18 @@
     return runs;
   }
 
-  /* Asks whether several recordings become a run each. Resolves to lists of files; [] to cancel. */
+  /* Asks whether several recordings become a run each. Resolves to the runs to be, with their files
+     and, if several, the name of their folder; [] to cancel. */
   function askWhichRuns(files) {
     const runs = splitRecordings(files);
     const place = byId("upload-question");
-    if (!runs.size || !place) return Promise.resolve([files]);
+    if (!runs.size || !place) return Promise.resolve([{ files }]);
     return new Promise((resolve) => {
       const text = document.createElement("p");
       text.textContent = "These are " + runs.size + " recordings: " + [...runs.keys()].join(", ");
       const choices = [
-        ["A run for each", [...runs.values()]],
-        ["All in one run", [files]],
+        ["A run for each", [...runs].map(([path, own]) => ({ folder: path.split("/").pop(), files: own }))],
+        ["All in one run", [{ files }]],
         ["Cancel", []],
       ].map(([label, chosen]) => {
         const button = document.createElement("button");
@@ -262,14 +263,13 @@
     return run.id;
   }
 
-  /* Each list of files becomes a run; a name of the form is for one run, else it begins theirs. */
-  async function sendRuns(lists) {
+  /* One of several runs is named by its folder; a name of the form comes before it. */
+  async function sendRuns(runs) {
     const labels = readLabels();
     const ids = [];
-    for (const files of lists) {
-      const folder = folderOf(files.find((item) => item.path.includes("/"))?.path || "").split("/").pop();
-      const name = labels.name && lists.length > 1 ? { name: labels.name + " " + folder } : {};
-      ids.push(await sendAll(files, { ...labels, ...name }));
+    for (const { folder, files } of runs) {
+      const name = [labels.name, folder].filter(Boolean).join(" ");
+      ids.push(await sendAll(files, name ? { ...labels, name } : labels));
     }
     window.location.assign(ids.length === 1 ? "/run/" + ids[0] : "/");
   }
@@ -292,8 +292,8 @@
     busy = true;
     showStatus("starting");
     try {
-      const lists = await askWhichRuns([...wanted, ...mesh]);
-      if (lists.length) await sendRuns(lists);
+      const runs = await askWhichRuns([...wanted, ...mesh]);
+      if (runs.length) await sendRuns(runs);
       else showStatus("");
     } catch (error) {
       progress(0, 0);

@@ -45,11 +45,11 @@ from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, Complete, Trac
 from stepsplit.analyzer.readers.kineto.trace_file import TraceOpening, parse_opening
 from stepsplit.analyzer.readers.nccl.records import LogMessage, MessageSplitter
 from stepsplit.analyzer.readers.pickle import read_whole
-from stepsplit.analyzer.readers.recording import RUN_NAME, parse_rank
+from stepsplit.analyzer.readers.recording import parse_rank
 from stepsplit.analyzer.readers.registry import FLIGHT, RECORD, TRACE, find_kinds
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.trace import MAX_NAME_LENGTH, Category
-from stepsplit.collectors.run_spec import whole_file
+from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION, Category
+from stepsplit.collectors.run_spec import RUN_FILE, whole_file
 
 KEY_SCHEMA = "stepsplit.key/1"
 
@@ -196,8 +196,8 @@ def _plan_copies(sources: Sequence[Source]) -> tuple[list[_Copy], list[tuple[str
 
 def _find_kind(source: Source) -> str:
     """The kind as which the file is copied, "" if unknown. Raises DataError if it is damaged."""
-    if source.inner.name == RUN_NAME:
-        return RUN_NAME
+    if source.inner.name == RUN_FILE:
+        return RUN_FILE
     if source.inner.suffix == ".toml":
         return _JOB
     kinds = [kind.name for kind in find_kinds(source)]
@@ -214,7 +214,7 @@ def _name_folder(folder: PurePosixPath, folders: dict[PurePosixPath, str]) -> st
 
 
 def _name_file(source: Source, kind: str, number: int) -> str:
-    if kind in (RUN_NAME, _JOB):
+    if kind in (RUN_FILE, _JOB):
         return kind
     if _OWN_NAME.fullmatch(source.inner.name):
         packed = kind in (TRACE.name, FLIGHT.name) and not source.inner.name.endswith(".gz")
@@ -243,6 +243,10 @@ class _Pseudonyms:
         if text not in names:
             names[text] = f"{kind}{len(names) + 1}{ending}"
         return names[text]
+
+    def knows(self, kind: str, text: str) -> bool:
+        """Whether the field's text has a pseudonym."""
+        return text in self._names[kind]
 
     def list_texts(self, kind: str) -> tuple[str, ...]:
         return tuple(self._names[kind])
@@ -314,7 +318,7 @@ class _Redactor:
     def __init__(self, names: bool, words: Sequence[str], rules: Rules) -> None:
         self.pseudonyms, self._replaces_names, self._rules = _Pseudonyms(), names, rules
         self._words = re.compile("|".join(map(re.escape, filter(None, words))) or r"(?!)", re.I)
-        self._known: re.Pattern[str] = re.compile(r"(?!)")
+        self._known: re.Pattern[str] | None = None
         self._events: dict[tuple[str, str], str] = {}
         self._clean: set[str] = set()
 
@@ -325,8 +329,8 @@ class _Redactor:
         if copy.kind == TRACE.name:
             with open_unpacked(copy.source) as content:
                 opening = parse_opening(content)
-            self._collect(_decode_fields(opening.fields + b'"":0}') if opening else {})
-        elif copy.kind in (RUN_NAME, RECORD.name):
+            self._collect(_decode_header(opening) if opening else {})
+        elif copy.kind in (RUN_FILE, RECORD.name):
             self._collect(_read_json(copy.source))
         elif copy.kind == _LOG:
             for message in _read_messages(copy.source):
@@ -345,22 +349,24 @@ class _Redactor:
             self._add_users(value)
 
     def _add_host(self, host: str) -> None:
-        if host and host not in self.pseudonyms.list_texts("host"):
-            self.pseudonyms.replace("host", host)
-            self._compile_known()
+        if host and not self.pseudonyms.knows("host", host):
+            self._add_known("host", host)
 
     def _add_users(self, text: str) -> None:
         for user in _USER.findall(text):
-            if user not in self.pseudonyms.list_texts("user"):
-                self.pseudonyms.replace("user", user)
-                self._compile_known()
+            if not self.pseudonyms.knows("user", user):
+                self._add_known("user", user)
 
-    def _compile_known(self) -> None:
+    def _add_known(self, kind: str, text: str) -> None:
+        self.pseudonyms.replace(kind, text)
+        self._known = None
+        self._clean.clear()
+
+    def _compile_known(self) -> re.Pattern[str]:
         known = [*self.pseudonyms.list_texts("host"), *self.pseudonyms.list_texts("user")]
         known = sorted((re.escape(word) for word in known if word != "root"), key=len, reverse=True)
         pattern = rf"(?<![A-Za-z0-9])({'|'.join(known)})(?:\.[\w-]+)*(?![A-Za-z0-9])"
-        self._known = re.compile(pattern if known else r"(?!)")
-        self._clean.clear()
+        return re.compile(pattern if known else r"(?!)")
 
     # Texts and values.
 
@@ -372,6 +378,7 @@ class _Redactor:
         self._add_users(text)
         text = _PATH.sub(lambda match: replace("path", match[0]), text)
         text = _ADDRESS.sub(lambda match: replace("address", match[0]), text)
+        self._known = self._known or self._compile_known()
         text = self._known.sub(self._replace_known, text)
         text = self._words.sub(lambda match: replace("word", match[0].lower()), text)
         if text == original and len(self._clean) < _MAX_CLEAN:
@@ -379,7 +386,7 @@ class _Redactor:
         return text
 
     def _replace_known(self, match: re.Match[str]) -> str:
-        is_host = match[1] in self.pseudonyms.list_texts("host")
+        is_host = self.pseudonyms.knows("host", match[1])
         return self.pseudonyms.replace("host" if is_host else "user", match[1])
 
     def redact(self, value: Any, name: str = "", parent: str = "", depth: int = 0) -> Any:
@@ -487,9 +494,9 @@ class _Redactor:
             if not self._replaces_names:
                 return self.scrub(name)
             return f"nn.Module: {self.pseudonyms.replace('module', module[1])}{module[2]}"
-        if (frame := _FUNCTION.fullmatch(name)) is not None:
-            file, function = self._redact_code(frame[1], frame[3])
-            return f"{file}({frame[2]}): {function}"
+        if (frame := PYTHON_FUNCTION.fullmatch(name)) is not None:
+            file, function = self._redact_code(frame["file"], frame["function"])
+            return f"{file}({frame['line']}): {function}"
         return f"<built-in {self.pseudonyms.replace('function', name)}>"
 
 
@@ -498,8 +505,6 @@ _API_CATEGORY = re.compile(
     r"|cpu_instant_event|overhead)"
 )
 """Categories of events that are named by the profiler or a vendor's library."""
-
-_FUNCTION = re.compile(r"\A([^<>]+\.py)\((\d+)\): (.+)")
 
 _MODULE = re.compile(r"\Ann\.Module: (.*?)(_\d+)?")
 
@@ -577,7 +582,7 @@ def _copy_trace(copy: _Copy, out: Path, texts: _Redactor) -> None:
 def _redact_trace(
     opening: TraceOpening, blocks: ArrayBlocks, texts: _Redactor, name: str
 ) -> Iterator[bytes]:
-    header = _decode_fields(opening.fields + b'"":0}') if opening.fields else {}
+    header = _decode_header(opening)
     yield _format_fields(_redact_header(header, texts, name), b"{") if opening.fields else b""
     yield b'"traceEvents": [' if opening.fields else b"["
     separator = b"\n"
@@ -670,6 +675,11 @@ def _decode_value(text: Raw) -> Any:
         return _VALUE.decode(text)
     except UNDECODABLE:
         return None
+
+
+def _decode_header(opening: TraceOpening) -> dict[str, Any]:
+    """The fields before a trace's events; {} if there are none."""
+    return _decode_fields(opening.fields + b'"":0}') if opening.fields else {}
 
 
 def _decode_fields(text: bytes) -> dict[str, Any]:
@@ -778,7 +788,7 @@ def _format_toml_value(key: str, value: Any, texts: _Redactor) -> str:
 
 _COPIERS: Mapping[str, Callable[[_Copy, Path, _Redactor], None]] = {
     TRACE.name: _copy_trace,
-    RUN_NAME: _copy_json,
+    RUN_FILE: _copy_json,
     RECORD.name: _copy_json,
     FLIGHT.name: _copy_dump,
     _LOG: _copy_log,

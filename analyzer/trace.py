@@ -122,6 +122,9 @@ MAX_NAME_LENGTH = 8_192
 """Names of events are cut here, so that matching them against rules takes bounded time; the longest
 in public traces has 5,123 characters."""
 
+PYTHON_FUNCTION = re.compile(r"\A(?P<file>[^<>]+\.py)\((?P<line>\d+)\): (?P<function>.+)")
+"""The name of a Python function's event: its file and line, and the function."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lane:

@@ -1,8 +1,9 @@
-"""Formatting of numbers for display: the only module with ms, GiB, GB/s and percent."""
+"""Formatting for display: the only module with ms, GiB, GB/s, percent and dates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 UNKNOWN = "unknown"
 
@@ -119,3 +120,12 @@ def _format_scaled(number: int | float, units: list[str]) -> str:
 def _count_decimals(value: float) -> int:
     magnitude = abs(value)
     return 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2
+
+
+def format_date(unix_ns: int) -> str:
+    """The time to the minute.
+
+    >>> format_date(1_790_000_000_000_000_000)
+    '2026-09-21 14:13 UTC'
+    """
+    return f"{datetime.fromtimestamp(unix_ns / 1e9, UTC):%Y-%m-%d %H:%M} UTC"

@@ -26,6 +26,7 @@ from stepsplit.collectors.record import (
     record,
     remove_if_empty,
 )
+from stepsplit.collectors.run_spec import RUN_FILE
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
@@ -160,7 +161,7 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
             " has ended two steps of an optimizer"
         )
     if not list(out.glob("rank*")) and not is_rank(os.environ):
-        (out / "run.json").unlink(missing_ok=True)
+        (out / RUN_FILE).unlink(missing_ok=True)
     remove_if_empty(out)
 
 

@@ -40,6 +40,7 @@ from stepsplit.collectors.rank_record import (
 )
 from stepsplit.collectors.record import Detail, RecordPlan, build_kineto_environment, choose_detail
 from stepsplit.collectors.run_spec import (
+    RUN_FILE,
     GroupInfo,
     Mesh,
     ModelSpec,
@@ -122,7 +123,7 @@ class RunFile:
             return
 
         def run() -> None:
-            with warn_on_failure(0, "run.json"):
+            with warn_on_failure(0, RUN_FILE):
                 action(0.0)
 
         threading.Thread(target=run, name="stepsplit-run", daemon=True).start()
@@ -279,7 +280,7 @@ class ActiveRecording:
             self._write_record()
         if unfinished and not self._recorded and not failed:
             warn_lost(self.rank, f"its trace: {self._explain_empty_trace()}")
-        with warn_on_failure(self.rank, "run.json"):
+        with warn_on_failure(self.rank, RUN_FILE):
             self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
         self._files.wait()
         self._add_activations()
@@ -399,7 +400,7 @@ class ActiveRecording:
             return
         self._is_held = self._recorded
         if self._is_held:
-            with warn_on_failure(self.rank, "run.json"):
+            with warn_on_failure(self.rank, RUN_FILE):
                 self._run.run_within_step(self._run.collect)
 
     def _write_files(self) -> None:
@@ -413,7 +414,7 @@ class ActiveRecording:
         self._detail = self._detail if has_trace else "none"
         self._write_record()
         # Write a first run.json now, in case the job is killed before its end or its threads run.
-        with warn_on_failure(self.rank, "run.json"):
+        with warn_on_failure(self.rank, RUN_FILE):
             self._run.write_first()
             self._run.run_within_step(self._run.write)
 

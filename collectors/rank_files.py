@@ -34,7 +34,13 @@ from stepsplit.collectors.rank_record import (
     build_trace_path,
     read_record,
 )
-from stepsplit.collectors.run_spec import RunSpec, from_json, replace_whole, write_run_json
+from stepsplit.collectors.run_spec import (
+    RUN_FILE,
+    RunSpec,
+    from_json,
+    replace_whole,
+    write_run_json,
+)
 
 # Packs raw files in a separate process, so that no training step waits for gzip.
 
@@ -358,7 +364,7 @@ def _read_records(folder: Path) -> tuple[RankRecord, ...]:
 def _copy_files(folder: Path, out: Path) -> None:
     for path in _list_files(folder):
         target = out / path.relative_to(folder)
-        if target.name == "run.json" and target.exists():
+        if target.name == RUN_FILE and target.exists():
             continue
         if target.exists() and not filecmp.cmp(path, target, shallow=False):
             raise CollectError(
@@ -376,6 +382,6 @@ def _list_files(folder: Path) -> Iterable[Path]:
 
 def _read_spec(folder: Path) -> RunSpec | None:
     try:
-        return from_json((folder / "run.json").read_bytes())
+        return from_json((folder / RUN_FILE).read_bytes())
     except (OSError, ValueError):
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.collectors.run_spec import (
+    RUN_FILE,
     GroupInfo,
     HostInfo,
     RankInfo,
@@ -361,7 +362,7 @@ def find_free_folder(folder: Path) -> Path:
 
 def list_recorded(folder: Path) -> list[Path]:
     """The files of a recording in the folder, without its logs and memory snapshots."""
-    found = [*folder.glob("rank*_*.json*"), *folder.glob("run.json")]
+    found = [*folder.glob("rank*_*.json*"), *folder.glob(RUN_FILE)]
     return sorted(path for path in found if _RECORDED.fullmatch(path.name))
 
 

@@ -124,6 +124,8 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 """Outermost first; neighbors on the innermost axis communicate most."""
 MESH_AXES = tuple(axis for axis in AXES if axis != "ep")
 DATA_PARALLEL: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
+RUN_FILE = "run.json"
+"""The file of a recording that describes its run."""
 MESH_FILE = "mesh.txt"
 """The file of an upload that states the job's mesh, at its top."""
 SHORTHAND = {"dp": "dp_replicate", "fsdp": "dp_shard"}
@@ -514,7 +516,7 @@ def _build_creation_key(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ..
 
 def write_run_json(folder: Path, spec: RunSpec) -> Path:
     """Writes run.json into the folder atomically."""
-    return write_whole(folder / "run.json", to_json(spec).encode())
+    return write_whole(folder / RUN_FILE, to_json(spec).encode())
 
 
 def write_whole(path: Path, content: bytes) -> Path:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.run_spec import MESH_FILE, RUN_FILE
 
 PART_BYTES = 8 << 20
 
@@ -56,7 +57,10 @@ class Sender:
         return str(_check_answer(answer).body["id"])
 
     def send(self, run_id: str, item: FileToSend) -> None:
-        """Sends the parts of the file that the server does not have. Raises UsageError, GaveUp."""
+        """Sends the parts of the file that the server does not have.
+
+        Raises UsageError, RetriesExhausted.
+        """
         place = f"{_RUNS}/{run_id}/files/{quote(item.path)}"
         failures = 0
         with item.file.open("rb") as file:
@@ -135,7 +139,8 @@ def _retry(attempt: Callable[[], T], sleep: Callable[[float], object] = time.sle
 
 
 def _pause(failures: int, error: TransientError, sleep: Callable[[float], object]) -> int:
-    """Waits and returns the number of consecutive failures. Raises GaveUp after too many."""
+    """Waits and returns the number of consecutive failures. Raises RetriesExhausted after too
+    many."""
     if failures == len(PAUSES_S):
         raise RetriesExhausted(str(error))
     sleep(max(PAUSES_S[failures], error.wait_s))
@@ -312,7 +317,7 @@ def _find_head(item: FileToSend, top: str, heads: Set[str]) -> tuple[str | None,
 
 # The name of a run without one, by its files.
 
-_NOT_TRACES = ("mesh.txt", "run.json")
+_NOT_TRACES = (MESH_FILE, RUN_FILE)
 
 _RANK_END = re.compile(r"[\s._-]*(rank|r)?[\s._-]*[0-9]*[\s._-]*$", re.IGNORECASE)
 

@@ -8,11 +8,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from required import absent
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 CHROMIUM = Path("/usr/bin/chromium")
-ARGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+_ARGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 _OPEN = """
 import sys
 from pathlib import Path
@@ -33,10 +37,17 @@ run_worker(store, WorkerOptions("known", poll_s=0.1), known_analysis)
 """
 
 
-def need_chromium() -> None:
-    """Skips without a browser, except where the environment says that there must be one."""
+@contextmanager
+def running_chromium() -> Iterator[Browser]:
+    """A browser; skips without one, except where the environment says that there must be one."""
     if not CHROMIUM.exists():
         absent("chromium", f"no {CHROMIUM}")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=str(CHROMIUM), args=list(_ARGS))
+        yield browser
+        browser.close()
 
 
 @contextmanager

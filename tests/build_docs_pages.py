@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from browser_builders import ARGS, CHROMIUM
+from browser_builders import running_chromium
 from dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer import UsageError, examine
@@ -59,10 +59,7 @@ def addresses(ids: dict[str, str]) -> dict[str, str]:
 
 def photograph(url: str, ids: dict[str, str], folder: Path) -> None:
     """A picture of each page, and the overview in the dark."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+    with running_chromium() as browser:
         for scheme, names in (("light", list(addresses(ids))), ("dark", ["overview"])):
             page = browser.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme=scheme)
             for name in names:
@@ -72,7 +69,6 @@ def photograph(url: str, ids: dict[str, str], folder: Path) -> None:
                 page.wait_for_timeout(6_000)
                 file = f"{name}.png" if scheme == "light" else f"{name}_dark.png"
                 page.screenshot(path=str(folder / file), full_page=name != "overview")
-        browser.close()
 
 
 def main() -> None:

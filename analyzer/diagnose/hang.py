@@ -60,7 +60,7 @@ from stepsplit.collectors.rank_record import (
     RankState,
     read_state,
 )
-from stepsplit.collectors.run_spec import RunSpec, from_json
+from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json
 
 # The input of the search for the culprits of a hang.
 
@@ -108,7 +108,7 @@ STUCK, LATE, MOVING, CLEAR = "stuck", "late", "moving", "clear"
 
 # Flight Recorder dumps -> Hang.
 
-_RUN_NAME, _MAX_RUN_BYTES = "run.json", 64 << 20
+_MAX_RUN_BYTES = 64 << 20
 
 _GUESSED_TEXT = "the dumps do not list group members: inferred from the ranks that used each group"
 
@@ -197,7 +197,7 @@ def _describe_recording_end(dumps: Sequence[FlightDump]) -> str:
 def read_spec(places: Sequence[str | Path]) -> RunSpec | None:
     """The run.json of the recording in the places; None without one, or if it is invalid."""
     with list_files([str(place) for place in places]) as sources:
-        for source in (one for one in sources if one.inner.name == _RUN_NAME):
+        for source in (one for one in sources if one.inner.name == RUN_FILE):
             try:
                 with open_unpacked(source) as content:
                     return from_json(content.read(_MAX_RUN_BYTES))
@@ -539,8 +539,8 @@ def _classify_cause(end: ChainEnd, inputs: HangInputs) -> str:
 def _find_awaited_call(end: ChainEnd, inputs: HangInputs) -> int:
     """The index of the oldest call of the chain end, else of the call that its ranks are to make.
 
-    The latter is the one with most ranks waiting; of several, one that misses no other rank, and the
-    next in their usual order of calls.
+    The latter is the one with most ranks waiting; of several, one that misses no other rank, and
+    the next in their usual order of calls.
     """
     stuck = inputs.stuck
     if end.calls:

@@ -28,7 +28,7 @@ from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause, NestedEvents, build_nested
-from stepsplit.analyzer.trace import Bool, Category, Events, Int64
+from stepsplit.analyzer.trace import PYTHON_FUNCTION, Bool, Category, Events, Int64
 from stepsplit.collectors.rank_record import CodeFrame, RankRecord
 
 # The findings of a recording.
@@ -480,8 +480,6 @@ _GRID_NS = 100_000
 
 _MAX_GRID = 100_000
 
-_PYTHON_NAME = re.compile(r"\A(?P<file>[^<>]+\.py)\((?P<line>\d+)\): (?P<function>.+)")
-
 _LIBRARY_FILE = re.compile(
     r"(?:^|/)(?:torch|stepsplit)/|/(?:site|dist)-packages/|/lib/python\d[^/]*/"
 )
@@ -567,7 +565,7 @@ def _count_functions(events: Events, times: Intervals) -> Counter[_Place]:
 
 def _parse_function(name: str) -> CodeFrame | None:
     """The function of a Python event, by its definition; None if it is of a library."""
-    match = _PYTHON_NAME.fullmatch(name)
+    match = PYTHON_FUNCTION.fullmatch(name)
     if match is None or _LIBRARY_FILE.search(match["file"]):
         return None
     if match["file"].removesuffix(".py").split("/")[0] in sys.stdlib_module_names:

@@ -33,7 +33,7 @@ from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.workers import Progress, ignore_progress
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
-from stepsplit.collectors.run_spec import RunSpec, from_json, replace_surrogates
+from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json, replace_surrogates
 
 _MAX_RUN_BYTES = 64 << 20
 
@@ -239,7 +239,6 @@ def _drop_stale_ranks(
 
 # The files of a recording by kind.
 
-RUN_NAME = "run.json"
 
 NAME_A_TRACE = "name a torch.profiler trace"
 
@@ -298,7 +297,7 @@ def _list_neighbors(file: Path) -> list[Path]:
 
 
 def _is_neighbor(name: str) -> bool:
-    return name == RUN_NAME or "flight" in name or name.endswith("_record.json")
+    return name == RUN_FILE or "flight" in name or name.endswith("_record.json")
 
 
 def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> RecordingFiles:
@@ -320,7 +319,7 @@ def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordin
             continue
         for kind in kinds:
             by_kind[kind].append(source)
-    kinds = (RUN_NAME, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
+    kinds = (RUN_FILE, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
     runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
     others = tuple(by_kind)
     return RecordingFiles(
@@ -335,8 +334,8 @@ def make_skipped_note(source: Source, error: DataError) -> Note:
 
 def _find_kinds(source: Source, required: bool) -> tuple[str, ...]:
     """The names of the file's kinds. Raises DataError if it should have one but has none."""
-    if source.inner.name == RUN_NAME:
-        return (RUN_NAME,)
+    if source.inner.name == RUN_FILE:
+        return (RUN_FILE,)
     kinds = tuple(kind.name for kind in find_kinds(source))
     has_trace_name = parse_rank(source.inner) is not None or "trace" in source.inner.name
     if not kinds and (required or (has_trace_name and ".json" in source.inner.name)):

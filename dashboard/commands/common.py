@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -149,11 +148,6 @@ def parse_tag(tag: str) -> tuple[str, str]:
     if not key or not equals:
         raise UsageError(f"--tag {tag}: write KEY=VALUE, such as branch=main")
     return key, value
-
-
-def format_date(unix_ns: int) -> str:
-    """The time in UTC, to the minute."""
-    return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 # The mesh as the user states it.

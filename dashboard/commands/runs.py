@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
-    format_date,
     open_store,
     parse_tag,
     record_command,
@@ -49,7 +49,7 @@ def delete_command(
     for run in _select_old(listed, older_than) if run_ids == () else _select_ids(listed, run_ids):
         if not dry_run:
             store.delete(run.id)
-            record_command(store.audit, "run deleted", f"{run.id} {run.name}")
+            record_command(store.audit, "run deleted", run.label)
         verb = "would delete" if dry_run else "deleted"
         click.echo(f"{verb} {run.id}  added {format_date(run.created_unix_ns)}  {run.name}")
 
@@ -137,5 +137,5 @@ def retry_command(
         if not (store.analyze_again(run.id) if job is None else store.attach_job(run.id, job)):
             raise UsageError(f"run {run.id} cannot be analyzed again: {explain_no_retry(run)}")
         action = "run queued" if job is None else "job attached"
-        record_command(store.audit, action, f"{run.id} {run.name}")
+        record_command(store.audit, action, run.label)
         click.echo(f"queued {run.id}  {run.name}")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
-    format_date,
     log_option,
     open_store,
     parse_mesh,
@@ -420,11 +420,10 @@ def _send_run(
 
     with ExitStack() as stack:
         given = _redact_places(places, stack) if redact else places
-        recorded = collect_files(given)
         files = collect_files([*given, *_write_mesh(mesh, stack)])
         sent = stack.enter_context(show_sending_bar(sum(one.size_bytes for one in files)))
         sender = Sender(connection, sent)
-        named = name or choose_run_name([one.path for one in recorded])
+        named = name or choose_run_name([one.path for one in files])
         run_id = resume or sender.create(named, tags)
         try:
             for one in files:

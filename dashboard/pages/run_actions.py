@@ -3,6 +3,7 @@ delete it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class RunRights:
 
 
 def build_run_actions(run: RunRow, rights: RunRights) -> list[Component]:
-    """The buttons that the user may use; assets/edit.js and assets/delete.js handle clicks."""
+    """The buttons that the user may use; assets/run_actions.js handles clicks."""
     buttons: list[Component] = []
     if rights.edit:
         buttons.append(_build_button("edit", "data-edit", run))
@@ -77,12 +78,8 @@ def _build_job_form() -> html.Dialog:
         html.Button("Use a job.toml", id="job-file", type="button"),
         html.Button("Cancel", id="job-cancel", type="button"),
     ]
-    status = html.Div(id="job-status", className="drop-status failed", role="status")
-    named: Any = {"aria-labelledby": "job-title"}
-    title = html.H2("Describe the job", id="job-title")
     note = html.P("The run is analyzed again and compared with the model.", className="note")
-    parts = [title, note, *fields, html.Div(buttons, className="drop-buttons"), status]
-    return html.Dialog(parts, id="job-form", className="card form", **named)
+    return _build_dialog("job-form", "job", "Describe the job", [note, *fields], buttons)
 
 
 def _build_form(run: RunRow) -> html.Dialog:
@@ -96,8 +93,22 @@ def _build_form(run: RunRow) -> html.Dialog:
         html.Button("Save", id="edit-save", type="button"),
         html.Button("Cancel", id="edit-cancel", type="button"),
     ]
-    status = html.Div(id="edit-status", className="drop-status failed", role="status")
-    named: Any = {"aria-labelledby": "edit-title"}
-    title = html.H2("Edit this run", id="edit-title")
-    parts = [title, *fields, html.Div(buttons, className="drop-buttons"), status]
-    return html.Dialog(parts, id="edit-run", className="card form", **named)
+    return _build_dialog("edit-run", "edit", "Edit this run", fields, buttons)
+
+
+def _build_dialog(
+    name: str,
+    prefix: str,
+    title: str,
+    fields: Sequence[Component],
+    buttons: Sequence[html.Button],
+) -> html.Dialog:
+    """A form that its script opens; the prefix begins the ids of its title and its status."""
+    named: Any = {"aria-labelledby": f"{prefix}-title"}
+    parts = [
+        html.H2(title, id=f"{prefix}-title"),
+        *fields,
+        html.Div(buttons, className="drop-buttons"),
+        html.Div(id=f"{prefix}-status", className="drop-status failed", role="status"),
+    ]
+    return html.Dialog(parts, id=name, className="card form", **named)

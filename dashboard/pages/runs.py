@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.analyzer.units import format_date, format_milliseconds, format_percent
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
@@ -160,7 +159,7 @@ def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> Content:
 def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
     name = dcc.Link(run.name, href=build_page_url(run.id), className="run-link")
     note = [html.Div(run.note, className="run-note")] if run.note else []
-    added = html.Span(_format_upload_time(run), className="when")
+    added = html.Span(format_date(run.created_unix_ns), className="when")
     cells = {
         "name": Cell(html.Div([name, *build_tags(run), *note])),
         "added": Cell(added),
@@ -212,18 +211,13 @@ def _build_state(run: RunRow) -> html.Div:
     return html.Div([*parts, html.Span(message, className="message")])
 
 
-def _format_upload_time(run: RunRow) -> str:
-    moment = datetime.fromtimestamp(run.created_unix_ns // 10**9, UTC)
-    return f"{moment:%Y-%m-%d %H:%M} UTC"
-
-
 def build_run_pickers(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
     """The menus that choose the two runs to compare, newest first."""
     done = [run for run in runs if run.headline is not None and run.headline.median_step]
     picked = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
     listed = [run for n, run in enumerate(done) if n < MAX_LISTED or run.id in picked.values()]
     names = {"": "choose a run"} | {
-        run.id: f"{run.name}, {_format_upload_time(run)}" for run in listed
+        run.id: f"{run.name}, {format_date(run.created_unix_ns)}" for run in listed
     }
     menus = [build_menu(side, names, run_id, "") for side, run_id in picked.items()]
     return html.Div(menus, className="pickers")

@@ -62,13 +62,13 @@ def format_headline(comparison: RunComparison) -> Text:
     if comparison.same:
         return Text("no differences: same settings, steps, buckets, calls and kernels", "bold")
     named = ", ".join(_format_bucket(row) for row in _find_largest_changes(comparison))
-    text = Text(f"candidate {describe_difference(comparison)}", style="bold").append(
+    text = Text(f"candidate {_describe_difference(comparison)}", style="bold").append(
         _format_noise(comparison), "yellow"
     )
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
 
 
-def describe_difference(comparison: RunComparison) -> str:
+def _describe_difference(comparison: RunComparison) -> str:
     """How much faster the candidate is, for the same work where the work of a step differs."""
     ns, candidate = comparison.difference_ns, comparison.candidate
     length = f"its step is {units.format_milliseconds(abs(ns))} {'longer' if ns > 0 else 'shorter'}"

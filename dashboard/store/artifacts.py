@@ -181,6 +181,8 @@ class RemoteArtifacts:
 
     def _drop_outdated_results(self, run_id: str) -> None:
         report = self.find_folder(run_id) / REPORT_NAME
+        if not report.exists():
+            return
         # Without a connection the copy is all there is.
         with suppress(OSError):
             newest = self._files.cat_file(f"{self._root}/{run_id}/{REPORT_NAME}")

@@ -82,8 +82,12 @@ def run_worker(
                 time.sleep(options.poll_s)
         except SQLAlchemyError as error:
             # A current job is claimed again after its lease expires.
-            _JOBS_LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
+            _log_unavailable(error)
             time.sleep(10 * options.poll_s)
+
+
+def _log_unavailable(error: SQLAlchemyError) -> None:
+    _JOBS_LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
 
 
 def _run_next_job(store: Store, options: WorkerOptions, analyze: AnalyzeFunction) -> bool:
@@ -140,7 +144,7 @@ def _run_in_process(
     try:
         outcome = process_job(store, job, analyze)
     except SQLAlchemyError as error:
-        _JOBS_LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
+        _log_unavailable(error)
         outcome = "unavailable"
     raise SystemExit(_OUTCOMES.index(outcome))
 

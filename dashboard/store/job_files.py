@@ -20,16 +20,18 @@ _JOB_TABLES = ("model", "parallel", "training")
 def find_job_file(folder: Path) -> Path | None:
     """The job config of the upload: a job.toml (else run.toml) in any case, else a TOML file with
     the tables of one; the nearest to the top of the folder. None without any."""
-    found = [path for path in _list_toml_files(folder) if _rank_name(path) < len(_NAMES)]
-    found = found or [path for path in _list_toml_files(folder) if _has_job_tables(path)]
+    files = _list_toml_files(folder)
+    found = [path for path in files if _rank_name(path) < len(_NAMES)]
+    found = found or [path for path in files if _has_job_tables(path)]
     return min(found, key=_order, default=None)
 
 
 def list_unused_files(folder: Path, job_file: Path | None) -> tuple[WarningRow, ...]:
     """A warning for each TOML file of the upload that the analysis does not use."""
-    used = set() if job_file is None else {job_file.resolve(), *_list_named_files(job_file)}
+    used: set[Path] = set()
     reason = "it has none of the tables " + ", ".join(f"[{name}]" for name in _JOB_TABLES)
     if job_file is not None:
+        used = {job_file.resolve(), *_find_named_files(job_file).values()}
         reason = f"{job_file.relative_to(folder)} describes the job"
     return tuple(
         WarningRow("unused_toml", f"{path.relative_to(folder)} is not used: {reason}")
@@ -41,8 +43,8 @@ def list_unused_files(folder: Path, job_file: Path | None) -> tuple[WarningRow, 
 def check_named_files(job_file: Path, folder: Path) -> None:
     """Raises DataError if the job file refers to files outside of the upload."""
     root = folder.resolve()
-    for name in list_referenced_files(read_table(job_file)):
-        if not (job_file.parent / name).resolve().is_relative_to(root):
+    for name, file in _find_named_files(job_file).items():
+        if not file.is_relative_to(root):
             problem = f"refers to {name}, which is not in the upload"
             raise DataError(job_file, problem, "upload that file too, and use a relative path")
 
@@ -85,7 +87,7 @@ def _has_tables(table: TomlTable, names: tuple[str, ...]) -> bool:
     return any(isinstance(table.values.get(name), dict) for name in names)
 
 
-def _list_named_files(job_file: Path) -> list[Path]:
-    return [
-        (job_file.parent / name).resolve() for name in list_referenced_files(read_table(job_file))
-    ]
+def _find_named_files(job_file: Path) -> dict[str, Path]:
+    """The files that the job file refers to, by the name it gives them."""
+    names = list_referenced_files(read_table(job_file))
+    return {name: (job_file.parent / name).resolve() for name in names}

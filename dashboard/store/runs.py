@@ -321,7 +321,7 @@ def describe_edit(run: RunRow, edit: RunEdit) -> str:
     note = [] if edit.note is None else [f"note {edit.note}" if edit.note else "no note"]
     pairs = " ".join(f"{tag.key}={tag.value}" for tag in edit.tags or ())
     tags = [] if edit.tags is None else [f"tags {pairs}" if pairs else "no tags"]
-    return f"{run.id} {run.name}: {', '.join([*name, *tags, *note])}"
+    return f"{run.label}: {', '.join([*name, *tags, *note])}"
 
 
 def explain_no_retry(run: RunRow) -> str:
@@ -384,6 +384,11 @@ class RunRow:
     def has_tags(self, pairs: Iterable[tuple[str, str]]) -> bool:
         """Whether the run has all the tags, each a key and a value."""
         return {(tag.key, tag.value) for tag in self.tags} >= set(pairs)
+
+    @property
+    def label(self) -> str:
+        """Id and name, as in the audit log."""
+        return f"{self.id} {self.name}"
 
     @property
     def can_be_analyzed_again(self) -> bool:

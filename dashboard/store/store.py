@@ -123,7 +123,7 @@ class Store:
         """Queues another analysis of the run's files. False if its last one has not ended, or if
         the run has no files, as an imported report."""
         with self._database.begin_write() as connection:
-            return has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
+            return _queue_again(connection, run_id)
 
     def attach_job(self, run_id: str, text: bytes) -> bool:
         """Adds a job.toml to the run's files, or replaces it, and queues another analysis. False as
@@ -131,7 +131,7 @@ class Store:
         check_job_text(text)
         draft = self.find_folder(run_id) / f"{JOB_FILE}.{uuid.uuid4().hex}"
         with self._database.begin_write() as connection:
-            is_queued = has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
+            is_queued = _queue_again(connection, run_id)
             if is_queued:
                 draft.parent.mkdir(parents=True, exist_ok=True)
                 draft.write_bytes(text)
@@ -276,6 +276,10 @@ def has_all_files(connection: Connection, run_id: str) -> bool:
     """Whether the run has files and all of them are complete."""
     of_run = select(FILES.c.complete).where(FILES.c.run_id == run_id).distinct()
     return list(connection.execute(of_run).scalars()) == [True]
+
+
+def _queue_again(connection: Connection, run_id: str) -> bool:
+    return has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
 
 
 def _write_file_row(connection: Connection, run_id: str, row: FileRow) -> None:

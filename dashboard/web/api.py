@@ -97,7 +97,7 @@ class Api:
         if answer not in ANSWERS or not isinstance(headline, str):
             raise HttpError(400, f"send JSON with answer ({', '.join(ANSWERS)}) and headline")
         self.store.verdicts.record(run_id, answer, headline)
-        record_action(self.store.audit, "check recorded", f"{_describe_run(run)}: {answer}")
+        record_action(self.store.audit, "check recorded", f"{run.label}: {answer}")
         return Response(status=204)
 
     def put(self, run_id: str, path: str) -> Response:
@@ -132,7 +132,7 @@ class Api:
         paths = [row.path for row in self.store.files.list_files(run_id)]
         if not self.store.queue(run_id, choose_run_name(paths) if paths else ""):
             raise self._explain_refusal(run_id)
-        record_action(self.store.audit, "upload", _describe_run(self._find_run(run_id)))
+        record_action(self.store.audit, "upload", self._find_run(run_id).label)
         discard_drafts(self.store, run_id)
         return self._build_status(run_id), 202
 
@@ -145,7 +145,7 @@ class Api:
         run = self._find_run(run_id)
         if not self.store.delete(run.id):
             raise HttpError(404, "run not found")
-        record_action(self.store.audit, "run deleted", _describe_run(run))
+        record_action(self.store.audit, "run deleted", run.label)
         return Response(status=204)
 
     def edit_run(self, run_id: str) -> Response:
@@ -162,7 +162,7 @@ class Api:
         run = self._find_run(run_id)
         if not self.store.analyze_again(run.id):
             raise HttpError(409, explain_no_retry(run))
-        record_action(self.store.audit, "run queued", _describe_run(run))
+        record_action(self.store.audit, "run queued", run.label)
         return self._build_status(run_id), 202
 
     def attach_job(self, run_id: str) -> tuple[Response, int]:
@@ -175,7 +175,7 @@ class Api:
             raise HttpError(400, str(error)) from None
         if not is_queued:
             raise HttpError(409, explain_no_retry(run))
-        record_action(self.store.audit, "job attached", _describe_run(run))
+        record_action(self.store.audit, "job attached", run.label)
         return self._build_status(run_id), 202
 
     def report(self, run_id: str) -> Response:
@@ -246,10 +246,6 @@ class Api:
         if run is None:
             raise HttpError(404, "run not found")
         return run
-
-
-def _describe_run(run: RunRow) -> str:
-    return f"{run.id} {run.name}"
 
 
 def _read_last() -> int | None:

@@ -47,7 +47,7 @@ from stepsplit.dashboard.store.logins import Role, User
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.api import read_json
-from stepsplit.dashboard.web.auth import current_user
+from stepsplit.dashboard.web.auth import CALLBACKS, current_user
 from stepsplit.dashboard.web.html_export import build_export_routes
 from stepsplit.dashboard.web.login import LOGOUT_PATH
 from stepsplit.dashboard.web.report_cache import LruCache, ReportCache, require_tables
@@ -200,8 +200,7 @@ def _add_timeline_link(app: Dash) -> None:
 
 def _refuse_odd_callbacks(server: Flask, app: Dash) -> None:
     """Refuses callback requests that do not name a callback of this app with its inputs."""
-    endpoint = "/_dash-update-component"
-    answer = server.view_functions[endpoint]
+    answer = server.view_functions[CALLBACKS]
 
     def check_and_answer() -> Any:
         body = read_json()
@@ -209,20 +208,21 @@ def _refuse_odd_callbacks(server: Flask, app: Dash) -> None:
             raise HttpError(400, "this is not a request of the dashboard's pages")
         return current_app.ensure_sync(answer)()
 
-    server.view_functions[endpoint] = check_and_answer
+    server.view_functions[CALLBACKS] = check_and_answer
 
 
 def _is_callback(app: Dash, body: dict[str, Any]) -> bool:
     output, changed = body.get("output"), body.get("changedPropIds", [])
-    known = app.callback_map.get(output) if isinstance(output, str) else None
-    if known is None or not isinstance(changed, list):
+    if not isinstance(output, str) or not isinstance(changed, list):
+        return False
+    known = app.callback_map.get(output)
+    if known is None:
         return False
     inputs = [_name_property(one) for one in known["inputs"]]
     outputs = body.get("outputs")
     named = [_name_property(one) for one in (outputs if isinstance(outputs, list) else [outputs])]
-    expected = output.strip(".").split("...") if isinstance(output, str) else []
     return (
-        named == expected
+        named == output.strip(".").split("...")
         and set(map(str, changed)) <= set(inputs)
         and _list_properties(body.get("inputs")) == inputs
         and _list_properties(body.get("state", [])) == [_name_property(s) for s in known["state"]]

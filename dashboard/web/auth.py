@@ -190,7 +190,7 @@ _UPLOADS = (
     "api.analyze", "api.attach_job",
 )  # fmt: skip
 
-_CALLBACKS = "/_dash-update-component"
+CALLBACKS = "/_dash-update-component"
 """The callbacks of the pages only read."""
 
 
@@ -199,7 +199,7 @@ def find_needed_role(endpoint: str | None, method: str) -> Role:
     if endpoint in _ADMIN_READS:
         return Role.ADMIN
     # What no route answers is refused later, with a better reason.
-    if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, _CALLBACKS, "api.unknown"):
+    if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, CALLBACKS, "api.unknown"):
         return Role.VIEWER
     return Role.UPLOADER if endpoint in _UPLOADS else Role.ADMIN
 

@@ -49,7 +49,7 @@ _CUT_OFF = "the upload was cut off; get the stored size (HEAD) and send the rest
 
 
 def parse_relative_path(path: str) -> PurePosixPath:
-    """The validated relative path. Raises Refused for paths that could leave the folder."""
+    """The validated relative path. Raises HttpError for paths that could leave the folder."""
     parts = path.split("/")
     wrong = any(part in ("", ".", "..") or len(part.encode()) > _NAME_BYTES for part in parts)
     if wrong or "\\" in path or not path.isprintable() or len(parts) > 16:
@@ -62,7 +62,7 @@ def receive_part(
 ) -> FileRow:
     """Replaces the file by the body, or appends the body to it; returns what is stored of it.
 
-    Raises Refused; the file is then unchanged, or longer if a part without a digest was cut off.
+    Raises HttpError; the file is then unchanged, or longer if a part without a digest was cut off.
     """
     upload = _FileUpload(store, run_id, str(path), limits)
     upload.check_size(part)
@@ -71,7 +71,7 @@ def receive_part(
 
 
 def delete_file(store: Store, run_id: str, path: PurePosixPath) -> None:
-    """Removes a file from an unfinished upload. Raises Refused."""
+    """Removes a file from an unfinished upload. Raises HttpError."""
     if store.files.find_file(run_id, str(path)) is None:
         raise HttpError(404, "file not found")
     upload = _FileUpload(store, run_id, str(path), Limits())
@@ -93,7 +93,7 @@ def build_offset_headers(row: FileRow) -> dict[str, str]:
 
 
 def require_open_upload(is_open: bool) -> None:
-    """Raises Refused unless the run accepts files."""
+    """Raises HttpError unless the run accepts files."""
     if not is_open:
         raise HttpError(409, "this upload is finished; create a new run")
 
@@ -122,7 +122,7 @@ class _FileUpload:
         return self.store.files.find_file(self.run_id, self.path)
 
     def write_row(self, row: FileRow) -> None:
-        """Records what is stored of the file. Raises Refused if the upload is finished."""
+        """Records what is stored of the file. Raises HttpError if the upload is finished."""
         require_open_upload(self.store.files.begin_upload(self.run_id, row))
 
     def restore_row(self, row: FileRow | None) -> None:
@@ -263,7 +263,7 @@ def _extend_file(upload: _FileUpload, part: UploadPart) -> FileRow:
 
 
 def _require_next_part(upload: _FileUpload, known: FileRow | None, part: UploadPart) -> FileRow:
-    """What is stored of the file before the part. Raises Refused for another offset."""
+    """What is stored of the file before the part. Raises HttpError for another offset."""
     row = known or FileRow(upload.path, 0, False)
     # The disk may have more bytes (from an unfinished request) or fewer (after a crash).
     on_disk = upload.target.stat().st_size if upload.target.is_file() else 0
@@ -294,7 +294,10 @@ def _append_part(
 def _receive_body(
     upload: _FileUpload, stored: FileRow, part: UploadPart, file: BinaryIO
 ) -> ReceivedBody:
-    """Writes the body to the file. Raises Refused if it breaks a limit or is not what was sent."""
+    """Writes the body to the file.
+
+    Raises HttpError if it breaks a limit or is not what was sent.
+    """
     quota = _compute_quota(upload, stored, part)
     quota.check_disk(part.length or 0)
     received = append_body(part, file, quota)
@@ -346,7 +349,7 @@ class Quota:
     spare_bytes: int
 
     def check_disk(self, more_bytes: int = 0) -> None:
-        """Raises Refused if that many more bytes would not leave enough free disk space."""
+        """Raises HttpError if that many more bytes would not leave enough free disk space."""
         with _refuse_disk_errors():
             free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes - more_bytes < self.spare_bytes:
@@ -364,7 +367,7 @@ class ReceivedBody:
 
 
 def append_body(part: UploadPart, file: BinaryIO, quota: Quota) -> ReceivedBody:
-    """Appends the body to the file and syncs it to disk. Raises Refused."""
+    """Appends the body to the file and syncs it to disk. Raises HttpError."""
     received_bytes, digest, blocks = 0, hashlib.sha256(), _Blocks(part.stream)
     for block in blocks:
         received_bytes += len(block)
@@ -429,12 +432,15 @@ class UploadPart:
 
 
 def build_whole_file_part(stream: BinaryIO, length: int | None, headers: Headers) -> UploadPart:
-    """The part of a PUT. Raises Refused."""
+    """The part of a PUT. Raises HttpError."""
     return UploadPart(stream, length, 0, True, _parse_digest(headers), whole=True)
 
 
 def parse_next_part(stream: BinaryIO, length: int | None, headers: Headers) -> UploadPart:
-    """The part of a PATCH: Upload-Offset, and Upload-Complete: ?1 with the last. Raises Refused."""
+    """The part of a PATCH: Upload-Offset, and Upload-Complete: ?1 with the last.
+
+    Raises HttpError.
+    """
     offset = headers.get("Upload-Offset", "")
     if not _OFFSET.fullmatch(offset):
         raise HttpError(400, "send Upload-Offset: the stored size of the file (from HEAD)")

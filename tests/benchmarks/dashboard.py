@@ -25,7 +25,7 @@ import numpy as np
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from browser_builders import ARGS, CHROMIUM
+from browser_builders import CHROMIUM, running_chromium
 from dashboard_processes import open_store, running_dashboard
 from simulator.engine import simulate
 from simulator.kineto import write_recording
@@ -173,8 +173,6 @@ def windows(url: str, run_id: str, made: Analysis, viewers: int) -> Waited:
 
 def pans(url: str, run_id: str) -> Waited:
     """A browser that moves and zooms the timeline, from the key to the drawn window."""
-    from playwright.sync_api import sync_playwright
-
     move = """async (key) => {
       const root = document.getElementById("timeline-view"), canvas = root.querySelector("canvas");
       delete root.dataset.drawn;
@@ -183,8 +181,7 @@ def pans(url: str, run_id: str) -> Waited:
       while (!root.dataset.drawn) await new Promise((done) => setTimeout(done, 4));
       return performance.now() - begin;
     }"""
-    with sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
+    with running_chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(f"{url}/run/{run_id}/timeline?step=3")
         page.wait_for_selector("#timeline-view[data-drawn]")
@@ -192,7 +189,6 @@ def pans(url: str, run_id: str) -> Waited:
         page.wait_for_timeout(2_000)
         keys = ["ArrowRight", "ArrowRight", "-", "ArrowLeft", "+", "+", "ArrowRight", "ArrowLeft"]
         took = [page.evaluate(move, key) for key in keys * 6]
-        browser.close()
     return Waited("pan in a browser", tuple(took), 0)
 
 

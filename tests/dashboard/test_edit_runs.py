@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from browser_builders import running_server
 from dash import html
 from dashboard_processes import open_store
 from flask.testing import FlaskClient
@@ -299,15 +299,13 @@ def test_columns_that_are_empty_for_all_shown_runs_are_hidden(store: Store) -> N
 
 
 @pytest.mark.slow
-def test_a_run_is_named_at_the_drop_zone_and_edited_on_its_page(tmp_path: Path) -> None:
-    need_chromium()
-    from playwright.sync_api import sync_playwright
-
+def test_a_run_is_named_at_the_drop_zone_and_edited_on_its_page(
+    tmp_path: Path, browser: Any
+) -> None:
     trace = tmp_path / "rank0_trace.json"
     trace.write_bytes(b"{}")
-    with running_server(tmp_path) as url, sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        page = chromium.new_page()
+    with running_server(tmp_path) as url:
+        page = browser.new_page()
         page.set_default_timeout(60_000)
         page.goto(url)
         page.locator("#upload-name").fill("exp9")
@@ -330,7 +328,6 @@ def test_a_run_is_named_at_the_drop_zone_and_edited_on_its_page(tmp_path: Path) 
                 time.sleep(0.1)
             (run,) = store.list_runs()
             actions = [one.action for one in store.audit.list_entries(9)]
-        chromium.close()
 
     assert (run.name, run.note) == ("exp10", "warm caches")
     assert [(tag.key, tag.value) for tag in run.tags] == [("branch", "dev")]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from browser_builders import running_server
 from dashboard_processes import open_store
 from flask.testing import FlaskClient
 from report_builders import analysis
@@ -125,11 +126,8 @@ def test_the_command_adds_a_job_file(
 
 
 @pytest.mark.slow
-def test_the_form_describes_the_job_of_a_run(tmp_path: Path) -> None:
-    need_chromium()
-    from playwright.sync_api import Browser, Page, sync_playwright
-
-    def open_form(browser: Browser, url: str) -> Page:
+def test_the_form_describes_the_job_of_a_run(tmp_path: Path, browser: Any) -> None:
+    def open_form(url: str) -> Any:
         page = browser.new_page()
         page.set_default_timeout(60_000)
         page.goto(f"{url}/run/{run_id}")
@@ -150,19 +148,17 @@ def test_the_form_describes_the_job_of_a_run(tmp_path: Path) -> None:
     job = tmp_path / "artifacts" / run_id / "input" / "job.toml"
     mine = tmp_path / "Mine.toml"
     mine.write_bytes(JOB)
-    with running_server(tmp_path) as url, sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        page = open_form(chromium, url)
+    with running_server(tmp_path) as url:
+        page = open_form(url)
         page.locator("#job-send").click()
         empty = page.locator("#job-status").text_content()
         page.locator("#job-hardware").select_option("h100-sxm")
         page.locator("#job-mesh").fill("pp=2, tp=2")
         page.locator("#job-send").click()
         wait_for_job('[parallel]\npp = 2\ntp = 2\n[hardware]\npreset = "h100-sxm"\n')
-        page = open_form(chromium, url)
+        page = open_form(url)
         page.locator("#job-upload").set_input_files(mine)
         wait_for_job(JOB.decode())
-        chromium.close()
 
     assert empty == "Choose the hardware, a mesh or a file."
 

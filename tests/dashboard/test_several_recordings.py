@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from browser_builders import running_server
 from dashboard_processes import open_store
 from msgspec import structs
 from report_builders import analysis
@@ -114,13 +115,11 @@ def test_hosts_that_are_not_recorded_are_not_counted() -> None:
 
 
 @pytest.mark.slow
-def test_the_form_asks_before_it_uploads_two_recordings(folder: Path, tmp_path: Path) -> None:
-    need_chromium()
-    from playwright.sync_api import sync_playwright
-
-    with running_server(tmp_path) as url, sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        page = chromium.new_page()
+def test_the_form_asks_before_it_uploads_two_recordings(
+    folder: Path, tmp_path: Path, browser: Any
+) -> None:
+    with running_server(tmp_path) as url:
+        page = browser.new_page()
         page.set_default_timeout(60_000)
         page.goto(url)
         page.locator("#drop-zone").wait_for()
@@ -131,7 +130,6 @@ def test_the_form_asks_before_it_uploads_two_recordings(folder: Path, tmp_path: 
         page.get_by_role("button", name="A run for each").click()
         page.locator("td >> text=tuesday").wait_for()
         page.locator("td >> text=monday").wait_for()
-        chromium.close()
 
     assert (question, before) == ("These are 2 recordings: week/monday, week/tuesday", ())
     with open_store(tmp_path) as store:

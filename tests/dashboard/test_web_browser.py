@@ -10,7 +10,7 @@ from statistics import median
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from browser_builders import running_server
 from dashboard_processes import running_dashboard
 from report_builders import analysis
 
@@ -78,25 +78,6 @@ class Watch:
             " e => console.error('CSP refused ' + e.violatedDirective))"
         )
         return page
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[object]:
-    need_chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as player:
-        launched = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def browser(chromium) -> Iterator[object]:  # type: ignore[no-untyped-def]
-    """The browser, with nothing of the test before."""
-    yield chromium
-    for context in chromium.contexts:
-        context.close()
 
 
 @dataclass(frozen=True)

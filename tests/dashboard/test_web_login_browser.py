@@ -8,24 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium
 from dashboard_processes import open_store, running_dashboard
 from report_builders import analysis
 
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    need_chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as player:
-        launched = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        yield launched
-        launched.close()
 
 
 @contextmanager
@@ -49,10 +37,10 @@ def _log_in(page: Any, password: str) -> None:
     page.click("form.login button")
 
 
-def test_a_viewer_reads_an_admin_deletes_and_both_log_out(tmp_path: Path, chromium: Any) -> None:
+def test_a_viewer_reads_an_admin_deletes_and_both_log_out(tmp_path: Path, browser: Any) -> None:
     with open_store(tmp_path) as store:
         run_id, kept = _import(store, "old"), _import(store, "kept")
-    page = chromium.new_context().new_page()
+    page = browser.new_context().new_page()
     page.on("dialog", lambda dialog: dialog.accept())
     with _guarded_server(tmp_path) as url:
         page.goto(f"{url}/run/{run_id}/timeline")
@@ -81,9 +69,9 @@ def test_a_viewer_reads_an_admin_deletes_and_both_log_out(tmp_path: Path, chromi
 
 
 def test_an_open_page_whose_session_has_ended_leads_to_the_login(
-    tmp_path: Path, chromium: Any
+    tmp_path: Path, browser: Any
 ) -> None:
-    page = chromium.new_context().new_page()
+    page = browser.new_context().new_page()
     with _guarded_server(tmp_path) as url, open_store(tmp_path) as store:
         _import(store, "run")
         page.goto(url)
@@ -104,9 +92,9 @@ def test_an_open_page_whose_session_has_ended_leads_to_the_login(
         page.wait_for_selector("form.login")
 
 
-def test_a_link_on_another_site_finds_the_session(tmp_path: Path, chromium: Any) -> None:
+def test_a_link_on_another_site_finds_the_session(tmp_path: Path, browser: Any) -> None:
     """The browser does not send the cookie with the first request, which the link causes."""
-    page = chromium.new_context().new_page()
+    page = browser.new_context().new_page()
     with _guarded_server(tmp_path) as url:
         page.goto(url)
         page.wait_for_selector("form.login")
@@ -125,11 +113,11 @@ def test_a_link_on_another_site_finds_the_session(tmp_path: Path, chromium: Any)
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_on_the_login_page(
-    tmp_path: Path, chromium: Any, scheme: str
+    tmp_path: Path, browser: Any, scheme: str
 ) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
-    page = chromium.new_context(color_scheme=scheme).new_page()
+    page = browser.new_context(color_scheme=scheme).new_page()
     with _guarded_server(tmp_path) as url:
         page.goto(f"{url}/login")
         _log_in(page, "wrong")

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from browser_builders import ARGS, CHROMIUM, need_chromium, running_server
+from browser_builders import running_server
 from dashboard_processes import open_store
 
 pytestmark = pytest.mark.slow
 
 
-def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
-    need_chromium()
-    from playwright.sync_api import Route, sync_playwright
-
+def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path, browser: Any) -> None:
     trace = tmp_path / "rank0_trace.json"
     trace.write_bytes(os.urandom(1 << 20) * 20)
     sent: list[str] = []
 
-    def flaky(route: Route) -> None:
+    def flaky(route: Any) -> None:
         if route.request.method != "PATCH":
             return route.continue_()
         sent.append(route.request.headers["upload-offset"])
@@ -32,15 +30,13 @@ def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
             return route.abort("connectionreset")
         return route.continue_()
 
-    with running_server(tmp_path) as url, sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        page = chromium.new_page()
+    with running_server(tmp_path) as url:
+        page = browser.new_page()
         page.route("**/files/**", flaky)
         page.goto(url)
         page.wait_for_selector("#drop-zone")
         page.locator("#upload-files").set_input_files(trace)
         page.wait_for_url("**/run/*")
-        chromium.close()
 
     part = 8 << 20
     assert sent == [str(at) for at in (0, part, part, 2 * part)]
@@ -50,15 +46,11 @@ def test_an_upload_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
         assert kept.read_bytes() == trace.read_bytes()
 
 
-def test_the_form_adds_the_stated_mesh_to_the_upload(tmp_path: Path) -> None:
-    need_chromium()
-    from playwright.sync_api import sync_playwright
-
+def test_the_form_adds_the_stated_mesh_to_the_upload(tmp_path: Path, browser: Any) -> None:
     trace = tmp_path / "rank0_trace.json"
     trace.write_bytes(b"{}")
-    with running_server(tmp_path) as url, sync_playwright() as player:
-        chromium = player.chromium.launch(executable_path=str(CHROMIUM), args=list(ARGS))
-        page = chromium.new_page()
+    with running_server(tmp_path) as url:
+        page = browser.new_page()
         page.goto(url)
         page.fill("input#upload-mesh", "pp=x")
         page.locator("#upload-files").set_input_files(trace)
@@ -67,7 +59,6 @@ def test_the_form_adds_the_stated_mesh_to_the_upload(tmp_path: Path) -> None:
         page.fill("input#upload-mesh", "pp=2,tp=2")
         page.locator("#upload-files").set_input_files(trace)
         page.wait_for_url("**/run/*")
-        chromium.close()
 
     with open_store(tmp_path) as store:
         (run,) = store.list_runs()

@@ -1,16 +1,14 @@
-/* The form that changes a run's name, tags and note, and the button that analyzes it again. */
+/* What a user does with a run on its pages: edit, describe the job, analyze again, delete. */
 (function () {
   "use strict";
 
   const byId = (id) => document.getElementById(id);
 
-  async function send(method, path, body) {
-    const answer = await fetch("/api/v1/runs/" + path, {
-      method,
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-    });
-    if (!answer.ok) throw new Error((await answer.json()).error);
+  async function send(method, path, body, type = "text/plain") {
+    const headers = { "Content-Type": type };
+    const answer = await fetch("/api/v1/runs/" + path, { method, headers, body });
+    const isGone = method === "DELETE" && answer.status === 404;
+    if (!answer.ok && !isGone) throw new Error((await answer.json()).error);
   }
 
   /* Tags of lines, or of parts between commas, as an object. */
@@ -29,11 +27,12 @@
     const status = byId("edit-status");
     status.textContent = "";
     try {
-      await send("PATCH", runId, {
+      const edit = {
         name: byId("edit-name").value,
         tags: parseTags(byId("edit-tags").value, "\n"),
         note: byId("edit-note").value,
-      });
+      };
+      await send("PATCH", runId, JSON.stringify(edit), "application/json");
       location.reload();
     } catch (error) {
       status.textContent = "Not saved: " + error.message;
@@ -43,7 +42,7 @@
   async function analyzeAgain(button) {
     button.disabled = true;
     try {
-      await send("POST", button.dataset.retry + "/analyze", {});
+      await send("POST", button.dataset.retry + "/analyze");
       location.reload();
     } catch (error) {
       button.disabled = false;
@@ -80,12 +79,23 @@
     const status = byId("job-status");
     status.textContent = "";
     try {
-      const url = "/api/v1/runs/" + byId("job-send").dataset.run + "/job";
-      const answer = await fetch(url, { method: "PUT", body: text });
-      if (!answer.ok) throw new Error((await answer.json()).error);
+      await send("PUT", byId("job-send").dataset.run + "/job", text);
       location.reload();
     } catch (error) {
       status.textContent = "Not analyzed: " + error.message;
+    }
+  }
+
+  async function remove(button) {
+    const question = "Delete " + button.dataset.name + " with its files and its report?";
+    if (!window.confirm(question)) return;
+    button.disabled = true;
+    try {
+      await send("DELETE", button.dataset.delete);
+      location.assign("/");
+    } catch (error) {
+      button.disabled = false;
+      window.alert("The run was not deleted: " + error.message);
     }
   }
 
@@ -97,6 +107,7 @@
       byId("edit-save").dataset.run = button.dataset.edit;
     }
     if (button.dataset.retry) analyzeAgain(button);
+    if (button.dataset.delete) remove(button);
     if (button.dataset.job) {
       byId("job-form").showModal();
       byId("job-send").dataset.run = button.dataset.job;

@@ -17,7 +17,7 @@ from stepsplit.analyzer.ops import compute_busbw_factor
 CHOICE = Formula(
     "comm.choice",
     "all_reduce: fastest of ring, tree and NVLS; over more than two nodes the tree up to the size"
-    " where NCCL switches to the ring; other collectives: the ring",
+    " where NCCL switches to the ring, if that is faster; other collectives: the ring",
     "NVIDIA/nccl src/graph/tuning.cc",
 )
 
@@ -91,7 +91,7 @@ def _compute_all_reduce(
     last_ns = compute_tree_ns(tree_limit, group, hardware)
     if last_ns > ring:
         return last_ns, (CHOICE, TREE, RING_ALGORITHM)
-    return ring, (RING_ALGORITHM, TREE, CHOICE)
+    return _pick_fastest(ring, tree, math.inf)
 
 
 def _pick_fastest(ring: float, tree: float, nvls: float) -> _ClosedForm:
@@ -266,11 +266,16 @@ def _compute_tree_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -
 
 
 def compute_tree_limit_bytes(group: GroupPlacement, hardware: HardwareConfig) -> float:
-    """Computes the size up to which NCCL selects a tree over nodes; inf for two nodes."""
+    """Computes the size up to which NCCL selects a tree over nodes; inf for two nodes.
+
+    By the rate of the links that limit the tree: a tree of this size takes as long on faster links,
+    so that a faster link makes no message slower.
+    """
     if group.nodes <= 2:
         return math.inf
     hops_ns, _ = _compute_ring_hops_ns("all_reduce", group, hardware)
-    slower_ns = 2e9 / compute_ring_bytes_per_s(group, hardware) * (1 / TREE_EXPECTED.value - 1)
+    ring_bytes_per_s = _compute_tree_bytes_per_s(group, hardware) * 2 / TREE_REACHED.value
+    slower_ns = 2e9 / ring_bytes_per_s * (1 / TREE_EXPECTED.value - 1)
     return hops_ns * PLATEAU.value / slower_ns
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from statistics import mean, median
 
 import pytest
 from cases import for_each
+from hypothesis import given
+from hypothesis import strategies as st
 from published_sweeps import (
     A100,
     ALPS,
@@ -29,6 +31,7 @@ from stepsplit.analyzer.model.comm_time import (
     time_of,
 )
 from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, Link
+from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.ops import compute_busbw_factor
 
@@ -138,6 +141,35 @@ def test_a_larger_message_never_takes_less(op: str, hardware: HardwareConfig) ->
         span = GroupPlacement(4 * nodes, 4)
         times = [ns(op, 2 ** (k / 4), span, hardware) for k in range(140)]
         assert times == sorted(times)
+
+
+@given(
+    name=st.sampled_from(list_hardware_names()),
+    ranks_per_node=st.sampled_from((1, 2, 4, 8)),
+    nodes=st.sampled_from((1, 2, 3, 4, 16, 64)),
+    message_bytes=st.floats(1e3, 1e10),
+    link=st.sampled_from(("intra", "inter")),
+    factors=st.tuples(st.floats(1.0, 4.0), st.floats(1.0, 4.0)),
+)
+def test_a_faster_link_never_makes_a_message_slower(
+    name: str,
+    ranks_per_node: int,
+    nodes: int,
+    message_bytes: float,
+    link: str,
+    factors: tuple[float, float],
+) -> None:
+    """Whatever algorithm NCCL then chooses."""
+    hardware, span = load_hardware(name), GroupPlacement(ranks_per_node * nodes, ranks_per_node)
+    plain: Link = getattr(hardware, link)
+    fast = replace(
+        plain,
+        bytes_per_s=plain.bytes_per_s * factors[0],
+        latency_ns=plain.latency_ns / factors[1],
+    )
+    before_ns = ns("all_reduce", message_bytes, span, hardware)
+    after_ns = ns("all_reduce", message_bytes, span, replace(hardware, **{link: fast}))
+    assert after_ns <= before_ns * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Slow tests that take turns: a fifth of them runs each time, and all that a change concerns.
 
 A test marked `in_turn("collectors", ...)` runs where a file under one of these paths has changed,
-or the test's own file, or a module beside it that it imports. Of the others a fifth runs, by the
-seed. STEPSPLIT_EVERY=1 runs all.
+or the test's own file, or a module beside it that it imports. Of the others a fifth runs, chosen
+by what the last commit holds. STEPSPLIT_EVERY=1 runs all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ground_truth import SEED
 
 ROOT = Path(__file__).parent.parent
 _TURNS = 5
@@ -62,14 +61,14 @@ def select_in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     marked = [item for item in items if item.get_closest_marker("in_turn")]
     if os.environ.get("STEPSPLIT_EVERY"):
         return list(items)
-    turn = set(marked[SEED % _TURNS :: _TURNS])
+    turn = set(marked[_find_turn() :: _TURNS])
     left = {item for item in marked if item not in turn and not _is_concerned(item)}
     return [item for item in items if item not in left]
 
 
 def describe_turn() -> str:
     change = read_change()
-    turn = f"slow tests: turn {SEED % _TURNS + 1} of {_TURNS}"
+    turn = f"slow tests: turn {_find_turn() + 1} of {_TURNS}"
     if not change.since:
         return turn
     return f"{turn}, and those of {len(change.paths)} files changed since {change.since[:10]}"
@@ -96,6 +95,10 @@ def _find_sources(test: Path) -> frozenset[str]:
     beside = [path for name in names for path in (tests / f"{name}.py", tests / name)]
     found = [test, *(path for path in beside if path.exists() and path.stem != "simulator")]
     return frozenset(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def _find_turn() -> int:
+    return int(_git("rev-parse", "HEAD^{tree}")[:6] or "0", 16) % _TURNS
 
 
 def _find_base() -> str:

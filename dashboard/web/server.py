@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from flask import Flask, Response, g, request
+from flask_compress import Compress
 from gunicorn.app.base import BaseApplication
 from gunicorn.glogging import Logger
 from sqlalchemy.exc import SQLAlchemyError
@@ -106,11 +107,25 @@ def create_server(
     server.register_error_handler(HTTPException, _convert_error)
     authenticator = Authenticator(access or Access(), store)
     server.register_blueprint(build_login_routes(authenticator))
+    _compress_pages(server)
     # The pages come last, because they catch all remaining routes.
     script_hashes = add_pages(server, store)
     _render_once(server)
     protect(server, authenticator, script_hashes)
     return server
+
+
+def _compress_pages(server: Flask) -> None:
+    """Compresses the pages with their scripts and data; the API's answers stay as they are."""
+    server.config["COMPRESS_REGISTER"] = False
+    # Files of assets/ are small, and would stay open when a client has them already.
+    server.config["COMPRESS_STREAMS"] = False
+    compress = Compress(server)
+
+    @server.after_request
+    def compress_page(response: Response) -> Response:
+        is_whole = response.status_code == 200 and not request.path.startswith("/api/")
+        return compress.after_request(response) if is_whole else response
 
 
 def _render_once(server: Flask) -> None:

@@ -1,24 +1,22 @@
-"""Health checks of the server and its database, metrics and request logs."""
+"""Health checks of the server and its database, metrics, request logs and compression."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
-from pathlib import Path
 
 import pytest
+from flask.testing import FlaskClient
 from prometheus_client.parser import text_string_to_metric_families
+from report_builders import analysis
 from sqlalchemy.exc import OperationalError
 from store_builders import queued
+from werkzeug.test import TestResponse
 
 from stepsplit.dashboard.store.ingest import JsonFormatter
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(f"sqlite:///{tmp_path}/runs.db", tmp_path / "artifacts")
 
 
 def test_metrics_count_runs_jobs_and_requests(store: Store) -> None:
@@ -94,3 +92,40 @@ def _samples(text: str) -> dict[str, float]:
 
 def _labels(labels: dict[str, str]) -> str:
     return "{" + ",".join(f'{k}="{v}"' for k, v in sorted(labels.items())) + "}" if labels else ""
+
+
+def _answer(client: FlaskClient, path: str, encodings: str, etag: str = "") -> TestResponse:
+    return client.get(path, headers={"Accept-Encoding": encodings, "If-None-Match": etag})
+
+
+PLOTLY = "/_dash-component-suites/plotly/package_data/plotly.min.js"
+
+
+@pytest.mark.parametrize("path", [PLOTLY, "/_dash-layout"])
+def test_pages_and_scripts_are_compressed_for_who_accepts_it(path: str, store: Store) -> None:
+    client = create_server(store).test_client()
+
+    plain, packed = _answer(client, path, ""), _answer(client, path, "deflate, gzip")
+
+    assert "Content-Encoding" not in plain.headers
+    assert packed.headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed.data) == plain.data
+    assert len(packed.data) < 0.6 * len(plain.data)
+    assert "Accept-Encoding" in packed.headers["Vary"]
+
+
+def test_a_script_is_not_sent_again(store: Store) -> None:
+    client = create_server(store).test_client()
+    known = _answer(client, PLOTLY, "gzip").headers["ETag"]
+
+    assert _answer(client, PLOTLY, "gzip", known).status_code == 304
+
+
+def test_downloads_are_sent_as_they_are(store: Store) -> None:
+    made = analysis()
+    run_id = store.import_report("run", made.report, made.tables)
+    client = create_server(store).test_client()
+
+    with _answer(client, f"/api/v1/runs/{run_id}/report.json", "gzip, zstd") as report:
+        assert "Content-Encoding" not in report.headers
+        assert report.json is not None

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import log10
+from math import inf, log10
 from statistics import median
 
 import numpy as np
@@ -229,7 +229,7 @@ class HistoryPoint:
 @dataclass(frozen=True, slots=True)
 class TypicalRange:
     """The typical range around a run: the median plus and minus three robust standard
-    deviations."""
+    deviations, not below 0 if no neighboring run is."""
 
     median: float
     low: float
@@ -259,7 +259,8 @@ def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | No
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
     middle = median(near)
     spread = _BAND_SDS * MAD_TO_SD * median(abs(value - middle) for value in near)
-    return TypicalRange(middle, middle - spread, middle + spread)
+    lowest = 0.0 if min(near) >= 0 else -inf
+    return TypicalRange(middle, max(lowest, middle - spread), middle + spread)
 
 
 def draw_history(
@@ -328,7 +329,7 @@ def _draw_band_edge(
     when: Sequence[datetime], values: Sequence[float], fill: str | None
 ) -> go.Scatter:
     return go.Scatter(
-        name="typical range: median of neighboring runs, 3 standard deviations",
+        name="typical range",
         mode="lines",
         x=list(when),
         y=list(values),

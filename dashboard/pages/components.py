@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode
 
 from dash import dcc, html
@@ -139,6 +139,14 @@ class Cell:
     columns: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class SortHead:
+    """The header of a column by which the table can be sorted; order is "" if it is by another."""
+
+    content: Content
+    order: Literal["ascending", "descending", ""] = ""
+
+
 def build_time_cell(ns: float) -> Cell:
     """A cell with a time, given in ns."""
     return Cell(format_milliseconds(ns), number=True)
@@ -164,14 +172,20 @@ def build_worst_cell(rank: int, ns: float) -> Cell:
     return Cell(html.Span(f"rank {rank}, {format_milliseconds(ns)}", className="whole"))
 
 
-def build_table(heads: Sequence[Content], rows: Sequence[Sequence[Cell]]) -> html.Table:
+def build_table(heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cell]]) -> html.Table:
     """A table; each header is aligned like the cells below it."""
     full = next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
-    head = [
-        html.Th(h, className=_choose_cell_class(cell)) for h, cell in zip(heads, full, strict=True)
-    ]
+    head = [_build_th(one, cell) for one, cell in zip(heads, full, strict=True)]
     body = [html.Tr([_build_td(cell) for cell in row]) for row in rows]
     return html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
+
+
+def _build_th(head: Content | SortHead, below: Cell) -> html.Th:
+    name = _choose_cell_class(below)
+    if not isinstance(head, SortHead):
+        return html.Th(head, className=name)
+    sort: Any = {"aria-sort": head.order or "none"}
+    return html.Th(head.content, className=name, **sort)
 
 
 def _build_td(cell: Cell) -> html.Td:

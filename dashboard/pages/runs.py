@@ -20,6 +20,7 @@ from stepsplit.dashboard.pages.components import (
     AddressQuery,
     Cell,
     Content,
+    SortHead,
     View,
     build_aria_label,
     build_check_pill,
@@ -138,7 +139,7 @@ def choose_columns(runs: Sequence[RunRow]) -> tuple[str, ...]:
     return tuple(name for name in _COLUMN_ORDER if name not in empty)
 
 
-def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content]:
+def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content | SortHead]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
     current = chosen.find_text("sort") or NEWEST
     return [
@@ -147,13 +148,17 @@ def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Cont
     ]
 
 
-def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> Content:
-    mark = {name: " ▲", f"-{name}": " ▼"}.get(current, "")
+def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> SortHead:
+    text = COLUMNS[name].head
     next_sort = f"-{name}" if current == name else name
     if current.removeprefix("-") != name and name not in ("name", "mesh"):
         next_sort = f"-{name}"
     where = "/" + format_query({"q": chosen.find_text("q"), "sort": next_sort})
-    return build_link(COLUMNS[name].head + mark, where)
+    if current == name:
+        return SortHead(build_link(f"{text} ▲", where), "ascending")
+    if current == f"-{name}":
+        return SortHead(build_link(f"{text} ▼", where), "descending")
+    return SortHead(build_link(text, where))
 
 
 def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 from dash import Dash, Input, Output, State, callback_context, dcc, html
 from dash.exceptions import PreventUpdate
-from flask import Blueprint, Flask, Response, current_app, request
+from flask import Blueprint, Flask, Response, current_app, make_response, request
 from plotly import graph_objects as go
 from plotly.io.json import to_json_plotly
 
@@ -58,6 +58,9 @@ from stepsplit.dashboard.web.uploads import HttpError
 POLL_MS = 1_000
 
 _BARS = ("by-rank", "by-step")
+
+_ANY_PAGE = "/<path:path>"
+"""Dash's endpoint for the pages; each address gets the same document."""
 
 _INDEX = """<!DOCTYPE html>
 <html lang="en">
@@ -101,6 +104,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     _add_page_callback(app, PageBuilder(store, cache))
     _add_timeline_link(app)
     _refuse_odd_callbacks(server, app)
+    _mark_missing_pages(server, store)
     _warm()
     return tuple(app.csp_hashes())
 
@@ -135,8 +139,9 @@ def _build_layout(user: User) -> html.Div:
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=POLL_MS, disabled=True),
             dcc.Store(id="mark"),
+            html.A("to the content", href="#page", className="skip"),
             html.Header(header, className="top"),
-            html.Main([zone, html.Div(id="page")]),
+            html.Main([zone, html.Div(id="page", tabIndex="-1")]),
         ]
     )
 
@@ -193,6 +198,20 @@ def _add_timeline_link(app: Dash) -> None:
             raise HttpError(400, "the click is on no bar") from None
         url = urlsplit(build_page_url(address.run_id, "timeline", **{which: number}))
         return url.path, f"?{url.query}"
+
+
+def _mark_missing_pages(server: Flask, store: Store) -> None:
+    """Pages and runs that do not exist have the status 404."""
+    page = server.view_functions[_ANY_PAGE]
+
+    def answer_page(path: str) -> Response:
+        response = make_response(page(path))
+        address = parse_address(f"/{path}", "")
+        if address is None or (address.run_id and store.find_run(address.run_id) is None):
+            response.status_code = 404
+        return response
+
+    server.view_functions[_ANY_PAGE] = answer_page
 
 
 # Dash answers a callback request that it did not send itself with an internal error.

@@ -156,6 +156,14 @@ def test_the_typical_range_comes_from_neighboring_runs() -> None:
     assert compute_typical_range(values[:5], 2) is None
 
 
+def test_the_typical_range_is_below_zero_only_where_runs_are() -> None:
+    values = [100.0, 420.0, 10.0, 300.0, 20.0, 200.0]
+    near, signed = (compute_typical_range([one - off for one in values], 0) for off in (0, 15))
+
+    assert near is not None and near.low == 0
+    assert signed is not None and signed.low < -15
+
+
 def test_the_models_busbw_approaches_the_link_peak() -> None:
     report = analyze(SAMPLES / "tp2_pp2", job="auto")
 

@@ -302,18 +302,59 @@ def test_the_timeline_answers_the_keyboard(shared: Shared, browser) -> None:  # 
     assert page.locator(".tl-status").inner_text().startswith("rank 1")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(shared: Shared, browser, scheme: str) -> None:  # type: ignore[no-untyped-def]
+def test_each_page_has_a_title_a_marked_link_and_a_way_past_the_menu(
+    shared: Shared, browser  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run_id = _import(shared.folder)
+    page = browser.new_page()
+
+    def marked() -> list[str]:
+        return [one.inner_text() for one in page.locator("[aria-current=page]").all()]
+
+    page.goto(f"{shared.url}/run/{run_id}/timeline")
+    _until(page, lambda: page.title() == "gpt-pp2-tp2 - Timeline - stepsplit")
+    assert marked() == ["Timeline"]
+    page.click("text=History")
+    _until(page, lambda: page.title() == "History - stepsplit")
+    assert marked() == ["History"]
+    page.goto(shared.url)
+    page.wait_for_selector("h1")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "page"
+
+
+def test_a_page_is_printed_light_and_without_its_controls(
+    shared: Shared, browser  # type: ignore[no-untyped-def]
+) -> None:  # fmt: skip
+    run_id = _import(shared.folder)
+    page = browser.new_page(color_scheme="dark")
+    page.goto(f"{shared.url}/run/{run_id}")
+    page.wait_for_selector(".js-plotly-plot .main-svg")
+    color = "getComputedStyle(document.body).color"
+    on_screen = page.evaluate(color)
+
+    page.emulate_media(media="print")
+
+    assert page.locator(".top, .tabs, [data-edit]").filter(visible=True).count() == 0
+    assert (on_screen, page.evaluate(color)) == ("rgb(230, 234, 240)", "rgb(27, 36, 48)")
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1440)])
+def test_axe_finds_nothing_serious(  # type: ignore[no-untyped-def]
+    shared: Shared, browser, scheme: str, width: int
+) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     run = examine([SAMPLES / "tp2_pp2"], job="auto")
     run_id = _store(shared.folder).import_report("tp2_pp2", run.report, run.tables)
-    page = browser.new_page(color_scheme=scheme)
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     found = {}
     for path in ("", "/timeline", *list(FIGURES)[1:]):
         page.goto(f"{shared.url}/run/{run_id}{path}")
         page.wait_for_selector(".tabs .on")
         page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
         found[path] = _serious(Axe().run(page).response)
     for path in ("/", "/history", "/compare"):
         page.goto(f"{shared.url}{path}")

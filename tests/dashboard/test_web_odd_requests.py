@@ -51,6 +51,11 @@ def test_an_address_without_a_page_is_answered(path: str, search: str, client: F
     assert _ask(client, _page(path, search)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/run/0123456789ab", "/run/0123456789ab/memory"])
+def test_a_page_that_does_not_exist_is_not_found(path: str, client: FlaskClient) -> None:
+    assert [client.get(one).status_code for one in (path, "/history")] == [404, 200]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

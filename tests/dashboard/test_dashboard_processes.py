@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
 pytestmark = pytest.mark.slow
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
+TRACE = "rank0_trace.json.gz"
 _WORKER = """
 import json, os, signal, sys, tempfile, time
 from store_builders import known_analysis
@@ -227,9 +229,12 @@ def _worker(folder: Path, **options: float) -> subprocess.Popen[str]:
 
 
 def _slow_upload() -> dict[str, bytes]:
-    """The sample, and a log that takes seconds to read."""
+    """The sample, with a trace that takes seconds to read."""
     files = {file.name: file.read_bytes() for file in SAMPLE.iterdir()}
-    return files | {"nccl/debug.log": b"h:1:1 [0] NCCL INFO nothing to see here\n" * 1_500_000}
+    head, begin, events = gzip.decompress(files[TRACE]).partition(b'"traceEvents": [')
+    assert begin
+    event = b'{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,"ts":1,"dur":0},\n'
+    return files | {TRACE: gzip.compress(head + begin + event * 2_500_000 + events, 1)}
 
 
 def _never(pause_s: float) -> None:

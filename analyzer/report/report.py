@@ -815,4 +815,31 @@ def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:
     return counts
 
 
+@dataclass(frozen=True, slots=True)
+class SameCalls:
+    """The calls of one op, dtype and size on the groups of an axis: one row for each group."""
+
+    axis: str
+    rows: tuple[CollectiveRow, ...]
+    calls_per_step: float
+
+
+def merge_groups(report: Report) -> tuple[SameCalls, ...]:
+    """Rows that differ by their group alone, in the order of report.collectives.
+
+    An axis without a name is called by the group's description, else unknown. calls_per_step is the
+    median of the rows.
+    """
+    axes = {group.id: group.axis or group.description or "unknown" for group in report.groups}
+    per_step = count_calls_per_step(report)
+    same: dict[tuple[str, str, str | None, int | None], list[CollectiveRow]] = {}
+    for row in report.collectives:
+        kind = axes.get(row.group, "unknown"), row.op, row.dtype, row.message_bytes
+        same.setdefault(kind, []).append(row)
+    return tuple(
+        SameCalls(kind[0], tuple(rows), median(per_step[row] for row in rows))
+        for kind, rows in same.items()
+    )
+
+
 _MESSAGES = ("send", "recv")

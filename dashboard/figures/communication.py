@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf, log10
 from statistics import median
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -27,10 +28,6 @@ from stepsplit.dashboard.figures.theme import (
 )
 
 # Bus bandwidth over message size: measured, modelled, and the peak of the link.
-
-_TICKS = [10**power for power in range(16)]
-
-_BYTES = {"tickvals": _TICKS, "ticktext": [format_size(tick).replace(".00", "") for tick in _TICKS]}
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x")
 
@@ -71,11 +68,32 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
         figure.add_trace(_draw_points(axis, op, own, axes, ops))
     for curve in curves:
         figure.add_trace(_draw_curve(curve, axes))
-    figure.update_yaxes(type="log", dtick="D2")
-    figure.update_xaxes(type="log", **_BYTES)
+    rates = [one.busbw_bytes_per_s / 1e9 for one in points]
+    rates += [value / 1e9 for one in curves for value in one.busbw_bytes_per_s]
+    sizes = [float(one.message_bytes) for one in points]
+    sizes += [value for one in curves for value in one.message_bytes]
+    figure.update_yaxes(type="log", **_choose_ticks(rates, _format_rate_tick))
+    figure.update_xaxes(type="log", **_choose_ticks(sizes, _format_size_tick))
     _draw_link_peaks(figure, curves)
     figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"})
     return figure
+
+
+def _choose_ticks(values: Sequence[float], describe: Callable[[float], str]) -> dict[str, Any]:
+    """Ticks of a log axis: powers of 10, and 2 and 5 times them if there are less than two."""
+    known = [value for value in values if value > 0]
+    is_wide = bool(known) and max(known) > 100 * min(known)
+    times = (1,) if is_wide else (1, 2, 5)
+    ticks = [one * 10.0**power for power in range(-6, 16) for one in times]
+    return {"tickvals": ticks, "ticktext": [describe(tick) for tick in ticks]}
+
+
+def _format_rate_tick(gigabytes_per_s: float) -> str:
+    return f"{gigabytes_per_s:,g}"
+
+
+def _format_size_tick(size: float) -> str:
+    return format_size(size).replace(".00", "").replace(".0 ", " ")
 
 
 def _draw_points(

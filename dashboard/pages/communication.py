@@ -130,7 +130,7 @@ def _build_waits_matrix(view: View) -> list[html.Section]:
         return []
     steps = len({row.step for row in view.report.steps})
     figure = draw_waits_matrix(waits, view.report.run.ranks, steps)
-    note = "a bright column is a rank that others wait for"
+    note = "a colored column is a rank that others wait for"
     return [build_section("Waits between ranks", note, build_graph("waits", figure))]
 
 

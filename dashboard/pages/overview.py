@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 from dash import html
 from dash.development.base_component import Component
@@ -16,8 +17,9 @@ from stepsplit.analyzer.report.report import (
     Finding,
     GroupRow,
     Report,
+    SameCalls,
     compute_step_median_ns,
-    count_calls_per_step,
+    merge_groups,
     select_full_steps,
 )
 from stepsplit.analyzer.split.attribute import Coverage
@@ -51,6 +53,7 @@ from stepsplit.dashboard.pages.components import (
     build_count_cell,
     build_graph,
     build_link,
+    build_name_cell,
     build_page_url,
     build_section,
     build_share_cell,
@@ -252,40 +255,49 @@ _EXPOSED = ("comm", "skew", "bubble")
 
 def build_blame_table(report: Report) -> list[html.Section]:
     """Waiting time caused by each rank."""
-    steps = len({row.step for row in report.steps})
-    if not report.blame or not steps:
+    windows = len(report.steps)
+    if not report.blame or not windows:
         return []
-    rows = [_build_blame_row(row, steps) for row in report.blame[:MAX_BLAME_ROWS]]
-    note = "waiting time caused per step, summed over the waiting ranks" + format_hidden_rows(
+    rows = [_build_blame_row(row, windows) for row in report.blame[:MAX_BLAME_ROWS]]
+    note = "waiting time caused per step, mean over all ranks" + format_hidden_rows(
         report.blame, MAX_BLAME_ROWS
     )
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [build_section("Blame", note, build_table(heads, rows))]
 
 
-def _build_blame_row(row: BlameRow, steps: int) -> list[Cell]:
+def _build_blame_row(row: BlameRow, windows: int) -> list[Cell]:
     return [
         Cell("none" if row.rank is None else str(row.rank)),
         Cell(row.cause),
         Cell(row.axis or ""),
-        build_time_cell(row.caused_skew_ns / steps),
-        build_time_cell(row.caused_bubble_ns / steps),
-        build_time_cell(row.caused_ns / steps),
+        build_time_cell(row.caused_skew_ns / windows),
+        build_time_cell(row.caused_bubble_ns / windows),
+        build_time_cell(row.caused_ns / windows),
     ]
 
 
 def build_collective_table(report: Report) -> list[html.Section]:
-    """One row per op, size and group, by total time, largest first."""
+    """One row per op and size on an axis, by total time, largest first; and one for each group."""
     if not report.collectives:
         return []
+    kinds = sorted(merge_groups(report), key=lambda kind: -sum(map(estimate_total_ns, kind.rows)))
     groups = {group.id: group for group in report.groups}
-    largest = sorted(report.collectives, key=estimate_total_ns, reverse=True)[:MAX_COLLECTIVES]
-    per_step = count_calls_per_step(report)
-    rows = [_build_collective_row(row, groups.get(row.group), per_step[row]) for row in largest]
+    table = _build_collective_rows(kinds[:MAX_COLLECTIVES], groups)
     note = "medians; busbw over the transfer part only"
-    note += format_hidden_rows(report.collectives, MAX_COLLECTIVES)
-    heads = ("axis", "group", "op", "size", "calls/step", "transfer", "wait", "busbw")
-    return [build_section("Collectives and messages", note, build_table(heads, rows))]
+    note += format_hidden_rows(kinds, MAX_COLLECTIVES)
+    parts: list[Component] = [table]
+    if len(kinds) < len(report.collectives):
+        by_group = [
+            SameCalls(kind.axis, (row,), kind.calls_per_step)
+            for kind in kinds
+            for row in sorted(kind.rows, key=estimate_total_ns, reverse=True)
+        ]
+        single = _build_collective_rows(by_group[:MAX_COLLECTIVES], groups)
+        parts.append(
+            build_collapsed(f"by group{format_hidden_rows(by_group, MAX_COLLECTIVES)}", single)
+        )
+    return [build_section("Collectives and messages", note, *parts)]
 
 
 def estimate_total_ns(row: CollectiveRow) -> int:
@@ -293,28 +305,51 @@ def estimate_total_ns(row: CollectiveRow) -> int:
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
-def _build_collective_row(
-    row: CollectiveRow, group: GroupRow | None, per_step: float
-) -> list[Cell]:
-    bytes_, busbw = row.message_bytes, row.busbw_bytes_per_s
+def _build_collective_rows(
+    kinds: Sequence[SameCalls], groups: Mapping[int, GroupRow]
+) -> html.Table:
+    heads = ("axis", "groups", "op", "size", "calls/step", "transfer", "wait", "busbw")
+    return build_table(heads, [_build_collective_row(kind, groups) for kind in kinds])
+
+
+def _build_collective_row(kind: SameCalls, groups: Mapping[int, GroupRow]) -> list[Cell]:
+    first = kind.rows[0]
+    busbw = [row.busbw_bytes_per_s for row in kind.rows if row.busbw_bytes_per_s is not None]
+    size = "unknown" if first.message_bytes is None else format_size(first.message_bytes)
     return [
-        Cell((group.axis if group else None) or "other"),
-        Cell(_format_members(row, group)),
-        Cell(row.op if row.dtype is None else f"{row.op} {row.dtype}"),
-        Cell("unknown" if bytes_ is None else format_size(bytes_), number=True),
-        Cell(format_per_step(per_step), number=True),
-        build_time_cell(row.transfer_ns_median),
-        build_time_cell(row.wait_ns_median),
-        Cell("unknown" if busbw is None else format_gigabytes_per_second(busbw), number=True),
+        Cell(kind.axis),
+        Cell(_format_groups(kind, groups)),
+        Cell(first.op if first.dtype is None else f"{first.op} {first.dtype}"),
+        Cell(size, number=True),
+        Cell(format_per_step(kind.calls_per_step), number=True),
+        _build_range_cell([row.transfer_ns_median for row in kind.rows], format_milliseconds),
+        _build_range_cell([row.wait_ns_median for row in kind.rows], format_milliseconds),
+        _build_range_cell(busbw, format_gigabytes_per_second),
     ]
 
 
-def _format_members(row: CollectiveRow, group: GroupRow | None) -> str:
+def _build_range_cell(values: Sequence[float], describe: Callable[[float], str]) -> Cell:
+    """The median, with the lowest and the highest value below it where they differ as text."""
+    if not values:
+        return Cell("unknown", number=True)
+    middle, low, high = (describe(one) for one in (median(values), min(values), max(values)))
+    if low == high:
+        return Cell(middle, number=True)
+    spread = html.Div(f"{low} to {high}", className="note")
+    return Cell(html.Div([middle, spread]), number=True)
+
+
+def _format_groups(kind: SameCalls, groups: Mapping[int, GroupRow]) -> str:
+    """The members of the only group, else how many groups there are of how many ranks."""
+    group = groups.get(kind.rows[0].group)
     if group is None:
         return "unknown"
+    if len(kind.rows) > 1:
+        sizes = {len(groups[row.group].ranks) for row in kind.rows if row.group in groups}
+        return f"{len(kind.rows):,} of {' or '.join(f'{one:,}' for one in sorted(sizes))} ranks"
     ranks = ", ".join(str(rank) for rank in group.ranks[:8])
     more = f" and {len(group.ranks) - 8:,} more" if len(group.ranks) > 8 else ""
-    return f"{group.description or row.group}: {ranks}{more}"
+    return f"{group.description or group.id}: {ranks}{more}"
 
 
 # The critical path, and slow steps.
@@ -326,7 +361,22 @@ def build_critical_path(view: View) -> list[html.Section]:
     """The critical path of the average step, and one sentence per slow step."""
     report = view.report
     shown = [*_build_path(report), *_build_path_kernels(view), *_build_slow_steps(view)]
-    return [build_section("Critical path", _format_last_rank(report), *shown)] if shown else []
+    note = "; ".join(filter(None, (_format_last_rank(report), _explain_long_path(report))))
+    return [build_section("Critical path", note, *shown)] if shown else []
+
+
+def _explain_long_path(report: Report) -> str:
+    """Why the path of a step is longer than the step of a rank; "" if it is not."""
+    if not report.path_steps:
+        return ""
+    path_ns = sum(part.ns for part in report.critical_path) / len(report.path_steps)
+    step_ns = compute_step_median_ns(report.steps)
+    if path_ns < 1.02 * step_ns:
+        return ""
+    return (
+        f"longer than a rank's median step ({format_milliseconds(step_ns)}), as ranks do not begin"
+        " and end their steps together"
+    )
 
 
 def _build_path(report: Report) -> list[Component]:
@@ -356,7 +406,7 @@ def _build_path_kernels(view: View) -> list[Component]:
         return []
     rows = [
         [
-            Cell(one.kernel),
+            build_name_cell(one.kernel),
             Cell(f"rank {one.rank}" + (f", stream {one.stream}" if one.stream is not None else "")),
             build_share_cell(one.ns / total),
             build_time_cell(one.ns // len(report.path_steps)),

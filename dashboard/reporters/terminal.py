@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,15 +29,15 @@ from stepsplit.analyzer.report.report import (
     Pipeline,
     Report,
     Run,
+    SameCalls,
     WarningRow,
     compute_bucket_medians,
     compute_step_median_ns,
     compute_token_rate,
-    count_calls_per_step,
     format_hosts,
+    merge_groups,
     select_full_steps,
 )
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
@@ -434,36 +434,27 @@ def _format_peak(report: Report, ranks: set[int]) -> str:
 
 def build_collectives_table(report: Report) -> Table:
     """The kinds of calls that transferred data for the longest time."""
-    axis = {group.id: group.axis or group.description or "unknown" for group in report.groups}
     table = build_table("axis", "op", "size", "calls/step", "transfer", "wait", "busbw")
-    rows = _merge_groups(count_calls_per_step(report), axis)
-    for row in rows[:MAX_COLLECTIVES]:
-        table.add_row(*row)
-    if len(rows) > MAX_COLLECTIVES:
-        table.caption = f"{len(rows) - MAX_COLLECTIVES} more in report.json"
+    kinds = merge_groups(report)
+    for kind in kinds[:MAX_COLLECTIVES]:
+        table.add_row(*_list_call_cells(kind))
+    if len(kinds) > MAX_COLLECTIVES:
+        table.caption = f"{len(kinds) - MAX_COLLECTIVES} more in report.json"
     return table
 
 
-def _merge_groups(
-    per_step: Mapping[CollectiveRow, float], axis: dict[int, str]
-) -> list[tuple[str, ...]]:
-    """One line for the groups of one axis with the same calls: the medians of their medians.
-
-    per_step: the calls of each row per step, of which the median too is shown.
-    """
-    same: dict[tuple[str, str, int | None], list[CollectiveRow]] = {}
-    for row in per_step:
-        same.setdefault((axis.get(row.group, "unknown"), row.op, row.message_bytes), []).append(row)
-    return [
-        (
-            name, op, units.format_size(size) if size is not None else units.UNKNOWN,
-            units.format_per_step(median(per_step[r] for r in group)),
-            units.format_milliseconds(median(r.transfer_ns_median for r in group)),
-            units.format_milliseconds(median(r.wait_ns_median for r in group)),
-            _format_rate([r.busbw_bytes_per_s for r in group if r.busbw_bytes_per_s is not None]),
-        )
-        for (name, op, size), group in same.items()
-    ]  # fmt: skip
+def _list_call_cells(kind: SameCalls) -> tuple[str, ...]:
+    """The medians over the groups."""
+    size = kind.rows[0].message_bytes
+    return (
+        kind.axis,
+        kind.rows[0].op,
+        units.format_size(size) if size is not None else units.UNKNOWN,
+        units.format_per_step(kind.calls_per_step),
+        units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
+        units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
+        _format_rate([r.busbw_bytes_per_s for r in kind.rows if r.busbw_bytes_per_s is not None]),
+    )
 
 
 def _format_rate(rates: Sequence[float]) -> str:

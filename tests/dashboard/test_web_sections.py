@@ -12,15 +12,30 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from report_builders import MS, analysis
 
-from stepsplit.analyzer.report.report import ContentionRow, IdleRow, Report
+from stepsplit.analyzer.report.report import (
+    BlameRow,
+    ContentionRow,
+    GroupRow,
+    IdleRow,
+    Report,
+    compute_step_median_ns,
+)
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
+from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepDurations
+from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard.pages.communication import build_overlap, build_stragglers
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.compute import build_compute, build_idle
-from stepsplit.dashboard.pages.overview import build_coverage, build_critical_path
+from stepsplit.dashboard.pages.overview import (
+    build_blame_table,
+    build_collective_table,
+    build_coverage,
+    build_critical_path,
+)
 
 
 def with_rows(**rows: Any) -> Report:
@@ -307,3 +322,46 @@ def test_a_long_name_is_in_full_in_the_tooltip() -> None:
     ]
 
     assert titles == [name]
+
+
+def test_groups_with_the_same_calls_are_one_row_and_a_row_each_below() -> None:
+    groups = tuple(GroupRow(n, "tp", f"tp{n}", (2 * n, 2 * n + 1)) for n in range(3))
+    rows = tuple(
+        CollectiveRow(n, "all_reduce", "float32", 1000, 4, (n + 1) * MS, 0, 1e9, (n + 1) * 1e9)
+        for n in range(3)
+    )
+    report = with_rows(groups=groups, collectives=rows)
+
+    [section] = build_collective_table(report)
+
+    folded, single = found(section, html.Table)
+    [row] = folded.children[1].children
+    assert [text(cell) for cell in row.children] == [
+        "tp", "3 of 2 ranks", "all_reduce float32", "1.00 kB", "0",
+        "2.00 ms1.00 ms to 3.00 ms", "0.00 ms", "2.00 GB/s1.00 GB/s to 3.00 GB/s",
+    ]  # fmt: skip
+    assert [text(line.children[1]) for line in single.children[1].children] == [
+        "tp2: 4, 5", "tp1: 2, 3", "tp0: 0, 1",
+    ]  # fmt: skip
+
+
+def test_blame_is_a_mean_over_ranks_and_fits_in_the_step() -> None:
+    report = analysis().report
+    sum_ns = 3 * MS * len(report.steps)
+    waited = BlameRow(1, "compute", sum_ns, 0, sum_ns, "tp", (1,))
+
+    [section] = build_blame_table(msgspec.structs.replace(report, blame=(waited,)))
+
+    [row] = next(found(section, html.Table)).children[1].children
+    assert [text(cell) for cell in row.children][-1] == "3.00 ms"
+
+
+def test_a_path_that_is_longer_than_a_step_says_why() -> None:
+    report = analysis().report
+    step_ns = compute_step_median_ns(report.steps)
+    part, step = PathPart(1, 0, "compute", None, 2 * step_ns), PathStep(1, 0, 2 * step_ns, 0, 0)
+    longer = with_rows(critical_path=(part,), path_steps=(step,))
+
+    [section] = build_critical_path(seen(longer))
+
+    assert f"longer than a rank's median step ({format_milliseconds(step_ns)})" in text(section)

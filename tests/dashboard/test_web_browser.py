@@ -24,6 +24,7 @@ from stepsplit.dashboard.web.html_export import export_html
 
 pytestmark = pytest.mark.slow
 BARS = ".bars .point"
+TIMELINE = "gpt-pp2-tp2 - Timeline - stepsplit"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 _TIMELINE = 'document.getElementById("timeline-view").timeline'
 _SPAN = f"() => {_TIMELINE}.to - {_TIMELINE}.from"
@@ -128,8 +129,9 @@ def test_every_page_of_a_run_draws_itself(shared: Shared, browser) -> None:  # t
 
 def _assert_only_own_buttons(page) -> None:  # type: ignore[no-untyped-def]
     """A chart is not sent anywhere."""
-    buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(one => one.ariaLabel)")
-    assert set(buttons) <= {"Download plot as a PNG", "Reset axes"}, buttons
+    labels = "all => all.map(one => (one.ariaLabel || one.dataset.title).toLowerCase())"
+    buttons = page.locator(".modebar-btn").evaluate_all(labels)
+    assert set(buttons) <= {"download plot as a png", "reset axes"}, buttons
     assert page.locator(".js-plotly-plot .bars, .js-plotly-plot .scatter").count() == 0 or buttons
 
 
@@ -265,7 +267,7 @@ def test_the_trace_is_sent_to_perfetto_in_the_browser(shared: Shared, browser) -
         page.get_by_text("open in Perfetto").click()
     page.get_by_text("The trace was sent to Perfetto").wait_for()
 
-    _until(page, lambda: opened.value.title() == "stepsplit: 31 139")  # gzip's first bytes
+    _until(page, lambda: opened.value.title() == f"{TIMELINE}: 31 139")  # gzip
 
 
 def test_a_changed_model_is_shown_and_in_the_url(
@@ -312,7 +314,7 @@ def test_each_page_has_a_title_a_marked_link_and_a_way_past_the_menu(
         return [one.inner_text() for one in page.locator("[aria-current=page]").all()]
 
     page.goto(f"{shared.url}/run/{run_id}/timeline")
-    _until(page, lambda: page.title() == "gpt-pp2-tp2 - Timeline - stepsplit")
+    _until(page, lambda: page.title() == TIMELINE)
     assert marked() == ["Timeline"]
     page.click("text=History")
     _until(page, lambda: page.title() == "History - stepsplit")

@@ -514,9 +514,8 @@ def find_culprits(inputs: HangInputs) -> tuple[Culprit, ...]:
         return _build_lone_culprit(inputs)
     same: dict[tuple[str, int], list[ChainEnd]] = {}
     for end in ends:
-        same.setdefault((_classify_cause(end, inputs), _find_awaited_call(end, inputs)), []).append(
-            end
-        )
+        kind = _classify_cause(end, inputs), _find_awaited_call(end, inputs)
+        same.setdefault(kind, []).append(end)
     return tuple(
         _build_culprit(cause, at, group_ends, inputs) for (cause, at), group_ends in same.items()
     )

@@ -239,7 +239,6 @@ def _drop_stale_ranks(
 
 # The files of a recording by kind.
 
-
 NAME_A_TRACE = "name a torch.profiler trace"
 
 EXPORT = "export it with nsys export --type sqlite"

@@ -367,10 +367,15 @@ def _is_of_process(rank: Status, target: int) -> bool:
     return target in (rank.pid, *list_ancestors(rank.pid))
 
 
+def _list_choices(pids: Sequence[int], what: str) -> str:
+    """That there are several jobs, with a process of each."""
+    named = ", ".join(f"{pid} ({read_command_line(pid)})" for pid in pids)
+    return f"{len(pids)} jobs {what} on this host; choose a process of one: {named}"
+
+
 def _explain_job_choice(jobs: Sequence[Sequence[Status]], target: int | None) -> str:
     if jobs:
-        pids = ", ".join(f"{job[0].pid} ({read_command_line(job[0].pid)})" for job in jobs)
-        return f"{len(jobs)} jobs are on standby on this host; choose a process of one: {pids}"
+        return _list_choices([job[0].pid for job in jobs], "are on standby")
     what = "no job" if target is None else f"no rank of process {target}"
     return (
         f"{what} on this host is on standby, or no step has ended yet; start the job with"
@@ -600,8 +605,7 @@ def _name_job(pid: int) -> str:
 
 def _explain_choice(jobs: Sequence[Sequence[int]], target: int | None) -> str:
     if jobs:
-        pids = ", ".join(f"{job[0]} ({read_command_line(job[0])})" for job in jobs)
-        return f"{len(jobs)} jobs have an agent on this host; choose a process of one: {pids}"
+        return _list_choices([job[0] for job in jobs], "have an agent")
     what = "no job on this host" if target is None else f"no rank of process {target}"
     return (
         f"{what} has an agent; start the job with stepsplit record [--standby] -- ..., or name"

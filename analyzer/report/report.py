@@ -815,20 +815,36 @@ def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:
     return counts
 
 
+_MESSAGES = ("send", "recv")
+
+
 @dataclass(frozen=True, slots=True)
 class SameCalls:
-    """The calls of one op, dtype and size on the groups of an axis: one row for each group."""
+    """The calls of one op, dtype and size on the groups of an axis: one row for each group.
+
+    per_step: the calls of each row per full step.
+    """
 
     axis: str
     rows: tuple[CollectiveRow, ...]
-    calls_per_step: float
+    per_step: tuple[float, ...]
+
+    @property
+    def busbw_bytes_per_s(self) -> tuple[float, ...]:
+        """The bus bandwidths of the rows that have one."""
+        rates = (row.busbw_bytes_per_s for row in self.rows)
+        return tuple(rate for rate in rates if rate is not None)
+
+    def split_groups(self) -> tuple[SameCalls, ...]:
+        """The calls of each group by themselves."""
+        pairs = zip(self.rows, self.per_step, strict=True)
+        return tuple(SameCalls(self.axis, (row,), (calls,)) for row, calls in pairs)
 
 
 def merge_groups(report: Report) -> tuple[SameCalls, ...]:
     """Rows that differ by their group alone, in the order of report.collectives.
 
-    An axis without a name is called by the group's description, else unknown. calls_per_step is the
-    median of the rows.
+    An axis without a name is called by the group's description, else unknown.
     """
     axes = {group.id: group.axis or group.description or "unknown" for group in report.groups}
     per_step = count_calls_per_step(report)
@@ -837,9 +853,6 @@ def merge_groups(report: Report) -> tuple[SameCalls, ...]:
         kind = axes.get(row.group, "unknown"), row.op, row.dtype, row.message_bytes
         same.setdefault(kind, []).append(row)
     return tuple(
-        SameCalls(kind[0], tuple(rows), median(per_step[row] for row in rows))
+        SameCalls(kind[0], tuple(rows), tuple(per_step[row] for row in rows))
         for kind, rows in same.items()
     )
-
-
-_MESSAGES = ("send", "recv")

@@ -281,7 +281,7 @@ def build_collective_table(report: Report) -> list[html.Section]:
     """One row per op and size on an axis, by total time, largest first; and one for each group."""
     if not report.collectives:
         return []
-    kinds = sorted(merge_groups(report), key=lambda kind: -sum(map(estimate_total_ns, kind.rows)))
+    kinds = sorted(merge_groups(report), key=_sum_total_ns, reverse=True)
     groups = {group.id: group for group in report.groups}
     table = _build_collective_rows(kinds[:MAX_COLLECTIVES], groups)
     note = "medians; busbw over the transfer part only"
@@ -289,9 +289,9 @@ def build_collective_table(report: Report) -> list[html.Section]:
     parts: list[Component] = [table]
     if len(kinds) < len(report.collectives):
         by_group = [
-            SameCalls(kind.axis, (row,), kind.calls_per_step)
+            one
             for kind in kinds
-            for row in sorted(kind.rows, key=estimate_total_ns, reverse=True)
+            for one in sorted(kind.split_groups(), key=_sum_total_ns, reverse=True)
         ]
         single = _build_collective_rows(by_group[:MAX_COLLECTIVES], groups)
         parts.append(
@@ -305,6 +305,10 @@ def estimate_total_ns(row: CollectiveRow) -> int:
     return row.count * (row.transfer_ns_median + row.wait_ns_median)
 
 
+def _sum_total_ns(kind: SameCalls) -> int:
+    return sum(map(estimate_total_ns, kind.rows))
+
+
 def _build_collective_rows(
     kinds: Sequence[SameCalls], groups: Mapping[int, GroupRow]
 ) -> html.Table:
@@ -314,17 +318,16 @@ def _build_collective_rows(
 
 def _build_collective_row(kind: SameCalls, groups: Mapping[int, GroupRow]) -> list[Cell]:
     first = kind.rows[0]
-    busbw = [row.busbw_bytes_per_s for row in kind.rows if row.busbw_bytes_per_s is not None]
     size = "unknown" if first.message_bytes is None else format_size(first.message_bytes)
     return [
         Cell(kind.axis),
         Cell(_format_groups(kind, groups)),
         Cell(first.op if first.dtype is None else f"{first.op} {first.dtype}"),
         Cell(size, number=True),
-        Cell(format_per_step(kind.calls_per_step), number=True),
+        Cell(format_per_step(median(kind.per_step)), number=True),
         _build_range_cell([row.transfer_ns_median for row in kind.rows], format_milliseconds),
         _build_range_cell([row.wait_ns_median for row in kind.rows], format_milliseconds),
-        _build_range_cell(busbw, format_gigabytes_per_second),
+        _build_range_cell(kind.busbw_bytes_per_s, format_gigabytes_per_second),
     ]
 
 

@@ -450,10 +450,10 @@ def _list_call_cells(kind: SameCalls) -> tuple[str, ...]:
         kind.axis,
         kind.rows[0].op,
         units.format_size(size) if size is not None else units.UNKNOWN,
-        units.format_per_step(kind.calls_per_step),
+        units.format_per_step(median(kind.per_step)),
         units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
         units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
-        _format_rate([r.busbw_bytes_per_s for r in kind.rows if r.busbw_bytes_per_s is not None]),
+        _format_rate(kind.busbw_bytes_per_s),
     )
 
 

@@ -21,7 +21,7 @@ from stepsplit.analyzer.report.report import (
     compute_step_median_ns,
 )
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
-from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
@@ -325,23 +325,26 @@ def test_a_long_name_is_in_full_in_the_tooltip() -> None:
 
 
 def test_groups_with_the_same_calls_are_one_row_and_a_row_each_below() -> None:
-    groups = tuple(GroupRow(n, "tp", f"tp{n}", (2 * n, 2 * n + 1)) for n in range(3))
+    pairs = ((0, 1), (2, 3), (0, 3))
+    groups = tuple(GroupRow(n, "tp", f"tp{n}", pair) for n, pair in enumerate(pairs))
     rows = tuple(
         CollectiveRow(n, "all_reduce", "float32", 1000, 4, (n + 1) * MS, 0, 1e9, (n + 1) * 1e9)
         for n in range(3)
     )
-    report = with_rows(groups=groups, collectives=rows)
+    calls = tuple(StepCallsRow(n, "all_reduce", "float32", 1000, 2 * n + 8, 0, 0) for n in range(3))
+    report = with_rows(groups=groups, collectives=rows, step_calls=calls)
 
     [section] = build_collective_table(report)
 
     folded, single = found(section, html.Table)
     [row] = folded.children[1].children
     assert [text(cell) for cell in row.children] == [
-        "tp", "3 of 2 ranks", "all_reduce float32", "1.00 kB", "0",
+        "tp", "3 of 2 ranks", "all_reduce float32", "1.00 kB", "5",
         "2.00 ms1.00 ms to 3.00 ms", "0.00 ms", "2.00 GB/s1.00 GB/s to 3.00 GB/s",
     ]  # fmt: skip
-    assert [text(line.children[1]) for line in single.children[1].children] == [
-        "tp2: 4, 5", "tp1: 2, 3", "tp0: 0, 1",
+    lines = [[text(cell) for cell in line.children] for line in single.children[1].children]
+    assert [(line[1], line[4]) for line in lines] == [
+        ("tp2: 0, 3", "6"), ("tp1: 2, 3", "5"), ("tp0: 0, 1", "4"),
     ]  # fmt: skip
 
 

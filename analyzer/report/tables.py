@@ -410,8 +410,8 @@ class StoredSlices(Mapping[int, Slices]):
         import pyarrow.parquet as pq
 
         self._path = path
-        metadata = pq.read_metadata(path)
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        self._metadata = pq.read_metadata(path)
+        groups = [self._metadata.row_group(i) for i in range(self._metadata.num_row_groups)]
         # Files of earlier versions also have empty groups, of ranks without slices.
         self._group = {
             group.column(0).statistics.min: i for i, group in enumerate(groups) if group.num_rows
@@ -420,7 +420,9 @@ class StoredSlices(Mapping[int, Slices]):
     def __getitem__(self, rank: int) -> Slices:
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self._path, read_dictionary=["lane", "name"]) as file:
+        # Parsing the metadata of a file of hundreds of ranks takes longer than reading one rank.
+        named = ["lane", "name"]
+        with pq.ParquetFile(self._path, metadata=self._metadata, read_dictionary=named) as file:
             return _decode_slices(file.read_row_group(self._group[rank]))
 
     def __iter__(self) -> Iterator[int]:

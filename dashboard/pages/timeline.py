@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -16,9 +16,21 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
-from stepsplit.analyzer.trace import Int32, Int64, UInt8
+from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
+from stepsplit.dashboard.pages.timeline_queries import (
+    Matches,
+    RangeSplit,
+    build_slice_json,
+    find_dominant_name,
+    find_matches,
+    find_rank_rows,
+    find_slots,
+    list_groupings,
+    locate_slice,
+    measure_range,
+)
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
@@ -59,27 +71,70 @@ def build_index_json(scene: TimelineView) -> dict[str, Any]:
             for one in scene.steps
         ],
         "ranks": [{"rank": one.rank, "host": one.host, "stage": one.stage} for one in scene.ranks],
+        "groupings": [
+            {"by": one.by, "groups": [{"name": name, "ranks": ranks} for name, ranks in one.groups]}
+            for one in scene.groupings
+        ],
     }
 
 
-def build_window_json(lines: Sequence[WindowRow]) -> dict[str, Any]:
-    """The rows to draw; names are indices into one list, -1 for a shape of many slices."""
-    places: dict[str, int] = {}
-    rows = [
-        {
-            "rank": one.rank,
-            "lane": one.lane,
-            "depth": one.depth,
-            "start": one.drawn.start_ns,
-            "dur": one.drawn.dur_ns,
-            "bucket": one.drawn.bucket,
-            "cover": one.drawn.cover,
-            "name": _index_names(places, one),
-            "owner": one.owner,
-        }
-        for one in lines
-    ]
-    return {"rows": rows, "names": list(places)}
+def build_window_json(window: Window) -> dict[str, Any]:
+    """The rows to draw, in few bytes.
+
+    Shapes of many slices are a text of one letter per slot, see `_encode_slots`. Exact slices are
+    columns: gap is the time since the end of the slice before (of the window's start, for the
+    first), name an index into one list. Columns of one value only are left out: owner -1, and
+    name "" at index 0.
+    """
+    places: dict[str, int] = {"": 0}
+    rows = [_encode_row(places, one, window.from_ns) for one in window.rows]
+    return {"from": window.from_ns, "to": window.to_ns, "rows": rows, "names": list(places)}
+
+
+def _encode_row(places: dict[str, int], one: WindowRow, from_ns: int) -> dict[str, Any]:
+    drawn, exact = one.drawn, one.drawn.row >= 0
+    row: dict[str, Any] = {"rank": one.rank, "lane": one.lane, "depth": one.depth}
+    row["slots"] = len(drawn.edges) - 1
+    if not exact.all():
+        row["merged"] = _encode_slots(drawn)
+    if exact.any():
+        start, dur = drawn.start_ns[exact], drawn.dur_ns[exact]
+        row["gap"] = start - np.concatenate(([from_ns], (start + dur)[:-1]))
+        row["dur"] = dur
+        row["bucket"] = "".join(map(str, drawn.bucket[exact].tolist()))
+        name, owner = _index_names(places, one)[exact], one.owner[exact]
+        row |= {"name": name} if name.any() else {}
+        row |= {"owner": owner} if (owner >= 0).any() else {}
+    if one.matched is not None:
+        row["matched"] = _encode_runs(np.where(one.matched, "#", "."))
+    return row
+
+
+_LETTERS = np.array(list("ABCDEFGHIJKLMNOPQRSTUVWXYZab"))
+"""Four for each bucket: a quarter, half, three quarters and all of the slot."""
+
+
+def _encode_slots(drawn: DrawnShapes) -> str:
+    """The shapes of many slices, slot by slot: a letter for bucket and cover, a dot for nothing."""
+    merged = drawn.row < 0
+    start, dur = drawn.start_ns[merged], drawn.dur_ns[merged]
+    quarters = (drawn.cover[merged].astype(np.int64) + 1) // 64
+    letter = _LETTERS[drawn.bucket[merged].astype(np.int64) * 4 + quarters - 1]
+    low = np.searchsorted(drawn.edges, start)
+    width = np.searchsorted(drawn.edges, start + dur) - low
+    slots = np.full(len(drawn.edges) - 1, ".")
+    # A shape's slots follow each other: the first one, and as many more as it is wide.
+    offset = np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
+    slots[np.repeat(low, width) + offset] = np.repeat(letter, width)
+    return _encode_runs(slots)
+
+
+def _encode_runs(slots: npt.NDArray[np.str_]) -> str:
+    """Letters with the number of repetitions, which is left out for one: A12.3B."""
+    first = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
+    count = np.diff(np.append(first, len(slots))).tolist()
+    letters = slots[first].tolist()
+    return "".join(f"{one}{n if n > 1 else ''}" for one, n in zip(letters, count, strict=True))
 
 
 def _index_names(places: dict[str, int], one: WindowRow) -> Int64:
@@ -101,13 +156,16 @@ def export_json(report: Report, tables: Tables) -> dict[str, Any]:
     ranks = [one["rank"] for one in index["ranks"]]
     slots = min(MOST_SLOTS, SHAPES // len(ranks))
     opened = ranks if len(ranks) <= FEW_RANKS else []
-    lines = scene.read_window(step.start_ns, step.end_ns, slots, ranks, opened)
-    return {"index": index, "window": build_window_json(lines)}
+    window = scene.read_window(step.start_ns, step.end_ns, slots, ranks, opened)
+    return {"index": index, "window": build_window_json(window)}
 
 
 # The timeline of a run: its ranks and steps, and any time window of it.
 
-_CACHED_RANKS = 64
+_CACHED_RANKS, _CACHED_SEARCHES = 64, 4
+
+_FULL_SLOTS, _COMPACT_SLOTS = 2, 8
+"""Slices of a band with at least so many slots are drawn exactly, others are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +192,8 @@ class WindowRow:
     """A row of one rank within a window.
 
     name and owner have one entry per shape: name indexes names, -1 for a shape of many slices;
-    owner is the rank waited for, -1 if none.
+    owner is the rank waited for, -1 if none. matched says which slots of a band contain a match of
+    the search; None without a search.
     """
 
     rank: int
@@ -144,6 +203,26 @@ class WindowRow:
     name: Int64
     owner: Int64
     names: tuple[str, ...]
+    matched: Bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows to draw between two times."""
+
+    from_ns: int
+    to_ns: int
+    rows: tuple[WindowRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """How finely a window is drawn: rows have `slots` slots, and the bands of closed ranks
+    `compact_slots` unless None; `query` is the text searched for."""
+
+    slots: int
+    compact_slots: int | None = None
+    query: str = ""
 
 
 class TimelineView:
@@ -153,25 +232,99 @@ class TimelineView:
         self._tables = tables
         self.steps = list_steps(report)
         self.ranks = list_rank_locations(report, tables)
+        self.groupings = list_groupings(
+            report,
+            {one.rank: one.stage for one in self.ranks},
+            {one.rank: one.host for one in self.ranks},
+        )
         self._band = lru_cache(_CACHED_RANKS * 4)(
             lambda rank: build_band(rank, tables.segments, tables.waits)
         )
-        self._lanes = lru_cache(_CACHED_RANKS)(self._read_lanes)
+        self._slices = lru_cache(_CACHED_RANKS)(lambda rank: tables.slices.get(rank))
+        self._lanes = lru_cache(_CACHED_RANKS)(self._build_lanes)
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._matches = lru_cache(_CACHED_SEARCHES)(self._find_matches)
 
     def read_window(
-        self, from_ns: int, to_ns: int, slots: int, ranks: Sequence[int], opened: Sequence[int]
-    ) -> tuple[WindowRow, ...]:
-        """The bands of the ranks, and the lanes of the opened ones, within the window."""
-        lines = [
-            (rank, line)
-            for rank in ranks
-            for line in (self._band(rank), *(self._lanes(rank) if rank in opened else ()))
-        ]
-        return tuple(_cut_to_window(rank, line, from_ns, to_ns, slots) for rank, line in lines)
+        self,
+        from_ns: int,
+        to_ns: int,
+        detail: Detail | int,
+        ranks: Sequence[int],
+        opened: Sequence[int],
+    ) -> Window:
+        """The bands of the ranks, and the lanes of the opened ones; detail may be the slots."""
+        detail = Detail(detail) if isinstance(detail, int) else detail
+        rows: list[WindowRow] = []
+        for rank in ranks:
+            is_open = rank in opened
+            rows.append(self._read_band(rank, from_ns, to_ns, detail, is_open=is_open))
+            lanes = self._lanes(rank) if is_open else ()
+            rows += [_cut_to_window(rank, one, from_ns, to_ns, detail.slots) for one in lanes]
+        return Window(from_ns, to_ns, tuple(rows))
 
-    def _read_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
-        slices = self._tables.slices
-        return build_lanes(slices[rank]) if rank in slices else ()
+    def _read_band(
+        self, rank: int, from_ns: int, to_ns: int, detail: Detail, *, is_open: bool
+    ) -> WindowRow:
+        if is_open or detail.compact_slots is None:
+            row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, detail.slots, _FULL_SLOTS)
+        else:
+            slots = detail.compact_slots
+            row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, _COMPACT_SLOTS)
+        if not detail.query:
+            return row
+        own = self.search(detail.query)
+        matched = find_slots(own.select(own.rank == rank), row.drawn.edges)
+        return replace(row, matched=matched)
+
+    def search(self, text: str) -> Matches:
+        """Every slice whose name contains the text."""
+        return self._matches(text.lower())
+
+    def _find_matches(self, text: str) -> Matches:
+        return find_matches(self._tables.slices, text, self._names)
+
+    def read_slices(self, rank: int) -> Slices | None:
+        """The slices of the rank; None without."""
+        return self._slices(rank)
+
+    def measure(self, ranks: Sequence[int], from_ns: int, to_ns: int) -> tuple[RangeSplit, ...]:
+        """The split of the range for each rank."""
+        return measure_range(self._tables.segments, ranks, from_ns, to_ns)
+
+    def find_slice(self, rank: int, lane: str, depth: int, start_ns: int) -> dict[str, Any] | None:
+        """The slice that starts there, as the timeline shows it; None if there is none."""
+        if lane == BAND:
+            return _find_in_band(rank, self._band(rank), start_ns)
+        own = self._slices(rank)
+        row = None if own is None else locate_slice(own, lane, depth, start_ns)
+        return None if own is None or row is None else build_slice_json(rank, own, row)
+
+    def find_name(self, rank: int, bucket: int, from_ns: int, to_ns: int) -> str | None:
+        """The name that takes most of a bucket's time in the range; None if unknown."""
+        own = self._slices(rank)
+        return None if own is None else find_dominant_name(own, bucket, from_ns, to_ns)
+
+    def _build_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
+        own = self._slices(rank)
+        return () if own is None else build_lanes(own)
+
+
+def _find_in_band(rank: int, line: TimelineRow, start_ns: int) -> dict[str, Any] | None:
+    rows = np.flatnonzero(line.track.start_ns == start_ns)
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    return {
+        "rank": rank,
+        "lane": BAND,
+        "depth": 0,
+        "start": start_ns,
+        "dur": int(line.track.dur_ns[row]),
+        "bucket": int(line.track.bucket[row]),
+        "name": line.names[int(line.name[row])],
+        "owner": int(line.owner[row]),
+    }
 
 
 def list_steps(report: Report) -> tuple[ShownStep, ...]:
@@ -210,8 +363,10 @@ def _take_single(stages: Sequence[int]) -> int | None:
     return stages[0] if len(stages) == 1 else None
 
 
-def _cut_to_window(rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int) -> WindowRow:
-    drawn = line.track.draw(from_ns, to_ns, slots)
+def _cut_to_window(
+    rank: int, line: TimelineRow, from_ns: int, to_ns: int, slots: int, least_slots: int = 1
+) -> WindowRow:
+    drawn = line.track.draw(from_ns, to_ns, slots, least_slots)
     name, owner = (_select_rows(column, drawn.row) for column in (line.name, line.owner))
     return WindowRow(rank, line.lane, line.depth, drawn, name, owner, line.names)
 
@@ -246,7 +401,7 @@ class TimelineRow:
 
 def build_band(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
     """The band of a rank's buckets; waits are named by their op and axis."""
-    low, high = np.searchsorted(segments.rank, (rank, rank + 1)).tolist()
+    low, high = find_rank_rows(segments.rank, rank)
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
     track = TimelineTrack(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
@@ -281,8 +436,7 @@ def _build_row(slices: Slices, rows: slice) -> TimelineRow:
 
 def _match_waits(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
     """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
-    low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
-    own = slice(low, high)
+    own = slice(*find_rank_rows(waits.rank, rank))
     places: dict[str, int] = {"": 0}
     pairs = zip(waits.axis[own].tolist(), waits.op[own].tolist(), strict=True)
     words = (f"{op} on {axis}" if axis else op for axis, op in pairs)
@@ -310,7 +464,7 @@ class DrawnShapes:
     """Shapes to draw for a track, as columns of equal length; shapes of many slices come first.
 
     bucket indexes buckets.BUCKETS; cover is the filled fraction, 0 to 255; row indexes the track,
-    -1 for a shape of many slices.
+    -1 for a shape of many slices. edges are those of the slots, one more than slots.
     """
 
     start_ns: Int64
@@ -318,6 +472,7 @@ class DrawnShapes:
     bucket: UInt8
     cover: UInt8
     row: Int64
+    edges: Int64
 
 
 @dataclass(frozen=True)
@@ -328,22 +483,23 @@ class TimelineTrack:
     dur_ns: Int64
     bucket: UInt8
 
-    def draw(self, from_ns: int, to_ns: int, slots: int) -> DrawnShapes:
-        """Slices within the window; if there are more than slots, those shorter than a slot are
-        merged into slots."""
+    def draw(self, from_ns: int, to_ns: int, slots: int, least_slots: int = 1) -> DrawnShapes:
+        """Slices within the window; if not all of them fit, those that are shorter than
+        `least_slots` slots are merged into slots."""
         low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
         high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
-        if high - low <= slots:
-            return self._draw_exactly(np.arange(low, high))
+        slots = min(slots, to_ns - from_ns)
         edges = np.linspace(from_ns, to_ns, slots + 1).astype(np.int64)
-        long = self.dur_ns[low:high] * slots >= to_ns - from_ns
-        exact = self._draw_exactly(low + np.flatnonzero(long))
+        if (high - low) * least_slots <= slots:
+            return self._draw_exactly(np.arange(low, high), edges)
+        long = self.dur_ns[low:high] * slots >= (to_ns - from_ns) * least_slots
+        exact = self._draw_exactly(low + np.flatnonzero(long), edges)
         return _concatenate(self._draw_slots(edges, exact), exact)
 
-    def _draw_exactly(self, rows: Int64) -> DrawnShapes:
+    def _draw_exactly(self, rows: Int64, edges: Int64) -> DrawnShapes:
         whole = np.full(len(rows), _FULL, dtype=np.uint8)
         columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
-        return DrawnShapes(*columns, whole, rows)
+        return DrawnShapes(*columns, whole, rows, edges)
 
     def _draw_slots(self, edges: Int64, drawn: DrawnShapes) -> DrawnShapes:
         """The dominant bucket of each slot among slices that are not drawn exactly; neighboring
@@ -363,6 +519,7 @@ class TimelineTrack:
             bucket=winner[first],
             cover=(cover[first] * _FULL).astype(np.uint8),
             row=np.full(len(first), -1, dtype=np.int64),
+            edges=edges,
         )
 
     def _compute_busy_ns(self, edges: Int64) -> Float64:
@@ -389,5 +546,11 @@ class TimelineTrack:
 
 
 def _concatenate(first: DrawnShapes, second: DrawnShapes) -> DrawnShapes:
-    both = ((getattr(first, each.name), getattr(second, each.name)) for each in fields(DrawnShapes))
-    return DrawnShapes(*(np.concatenate(pair) for pair in both))
+    return DrawnShapes(
+        start_ns=np.concatenate((first.start_ns, second.start_ns)),
+        dur_ns=np.concatenate((first.dur_ns, second.dur_ns)),
+        bucket=np.concatenate((first.bucket, second.bucket)),
+        cover=np.concatenate((first.cover, second.cover)),
+        row=np.concatenate((first.row, second.row)),
+        edges=first.edges,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -41,7 +41,17 @@ from stepsplit.dashboard.pages.runs import (
     build_upload_zone,
     build_waiting_page,
 )
-from stepsplit.dashboard.pages.timeline import TimelineView, build_index_json, build_window_json
+from stepsplit.dashboard.pages.timeline import (
+    Detail,
+    TimelineView,
+    build_index_json,
+    build_window_json,
+)
+from stepsplit.dashboard.pages.timeline_queries import (
+    MAX_QUERY_LENGTH,
+    build_matches_json,
+    build_range_json,
+)
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.logins import Role, User
 from stepsplit.dashboard.store.runs import RunRow
@@ -386,9 +396,12 @@ def _list_tags(run: RunRow | None) -> set[str]:
     return set() if run is None else {f"{tag.key}={tag.value}" for tag in run.tags}
 
 
-# JSON routes for the timeline: ranks and steps of a run, and time windows of it.
+# JSON routes for the timeline: ranks and steps of a run, its time windows, and questions about it.
 
-SLOTS, RANKS = 2_000, 256
+SLOTS, RANKS = 2_000, 512
+
+MAX_MATCHES = 200
+"""Matches of a search in one response."""
 
 _MAX_NUMBER = 1 << 61
 """Largest time in ns, so that the length of a window fits into 64 bits."""
@@ -399,16 +412,20 @@ _RUN = "/api/v1/runs/<run_id>"
 def build_timeline_routes(cache: ReportCache) -> Blueprint:
     """The routes; all of them require a finished run."""
     routes = Blueprint("timeline", __name__)
-    routes.add_url_rule(
-        f"{_RUN}/timeline",
-        "index",
-        lambda run_id: _build_json_response(build_index_json(cache.load_timeline(run_id))),
-    )
-    routes.add_url_rule(
-        f"{_RUN}/timeline/window",
-        "window",
-        lambda run_id: _build_json_response(_read_window(cache.load_timeline(run_id))),
-    )
+    answers: dict[str, Callable[[TimelineView], dict[str, Any]]] = {
+        "": build_index_json,
+        "/window": _read_window,
+        "/search": _search,
+        "/measure": _measure,
+        "/slice": _read_slice,
+        "/name": _read_name,
+    }
+    for path, answer in answers.items():
+        routes.add_url_rule(
+            f"{_RUN}/timeline{path}",
+            path.strip("/") or "index",
+            lambda run_id, answer=answer: _build_json_response(answer(cache.load_timeline(run_id))),
+        )
     routes.add_url_rule(
         f"{_RUN}/perfetto", "perfetto", lambda run_id: _send_perfetto(cache, run_id)
     )
@@ -427,16 +444,81 @@ def _build_json_response(body: dict[str, Any]) -> Response:
 
 
 def _read_window(scene: TimelineView) -> dict[str, Any]:
-    """The window of the query: from and to in ns, slots per line, ranks and open as lists."""
+    """The window of the query: from and to in ns, slots per row, ranks and open as lists; compact
+    is the number of slots of closed ranks, q the text searched for."""
+    from_ns, to_ns = _parse_range()
+    detail = Detail(
+        slots=_clamp(_parse_number("slots"), SLOTS),
+        compact_slots=_clamp(_parse_number("compact"), SLOTS) if _has("compact") else None,
+        query=_parse_query() if _has("q") else "",
+    )
+    ranks, opened = _parse_ranks(scene), _parse_numbers("open")
+    return build_window_json(scene.read_window(from_ns, to_ns, detail, ranks, opened))
+
+
+def _search(scene: TimelineView) -> dict[str, Any]:
+    """The matches of q between from and to (default: the whole run) on ranks (default: all).
+
+    The response starts with the match number `at`, by default with the first match that starts at
+    `near` or later; limit is the number of matches in it.
+    """
+    ranks = _parse_ranks(scene) if _has("ranks") else None
+    from_ns, to_ns = _parse_range() if _has("from") or _has("to") else (-_MAX_NUMBER, _MAX_NUMBER)
+    found = scene.search(_parse_query()).narrow(ranks, from_ns, to_ns)
+    if _has("at"):
+        first = max(_parse_number("at"), 0)
+    else:
+        first = found.count_before(_parse_number("near") if _has("near") else from_ns)
+    limit = _clamp(_parse_number("limit"), MAX_MATCHES) if _has("limit") else MAX_MATCHES
+    return build_matches_json(found, scene.read_slices, first, limit)
+
+
+def _measure(scene: TimelineView) -> dict[str, Any]:
+    """The time of each bucket between from and to on each of the ranks."""
+    from_ns, to_ns = _parse_range()
+    splits = scene.measure(_parse_ranks(scene), from_ns, to_ns)
+    return build_range_json(from_ns, to_ns, splits)
+
+
+def _read_slice(scene: TimelineView) -> dict[str, Any]:
+    """The slice of a rank that starts at `start` on a lane and depth; null if there is none."""
+    (rank,) = _parse_ranks(scene, "rank")[:1] or [-1]
+    lane, depth = request.args.get("lane", ""), _parse_number("depth")
+    return {"slice": scene.find_slice(rank, lane, depth, _parse_number("start"))}
+
+
+def _read_name(scene: TimelineView) -> dict[str, Any]:
+    """The name that takes most of a bucket's time between from and to; null if unknown."""
+    (rank,) = _parse_ranks(scene, "rank")[:1] or [-1]
+    return {"name": scene.find_name(rank, _parse_number("bucket"), *_parse_range())}
+
+
+def _has(name: str) -> bool:
+    return name in request.args
+
+
+def _clamp(number: int, most: int) -> int:
+    return min(max(number, 1), most)
+
+
+def _parse_range() -> tuple[int, int]:
     from_ns, to_ns = _parse_number("from"), _parse_number("to")
     if to_ns <= from_ns:
         raise ValueError("the window is empty: to must be later than from")
-    slots = min(max(_parse_number("slots"), 1), SLOTS)
+    return from_ns, to_ns
+
+
+def _parse_query() -> str:
+    text = request.args.get("q", "").strip()
+    if not text or len(text) > MAX_QUERY_LENGTH:
+        raise ValueError(f"q must have 1 to {MAX_QUERY_LENGTH} characters")
+    return text
+
+
+def _parse_ranks(scene: TimelineView, name: str = "ranks") -> list[int]:
+    """The ranks of the list that the run has."""
     known = {one.rank for one in scene.ranks}
-    ranks = [rank for rank in _parse_numbers("ranks")[:RANKS] if rank in known]
-    return build_window_json(
-        scene.read_window(from_ns, to_ns, slots, ranks, _parse_numbers("open"))
-    )
+    return [rank for rank in _parse_numbers(name)[:RANKS] if rank in known]
 
 
 def _parse_number(name: str) -> int:

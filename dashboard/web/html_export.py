@@ -54,6 +54,8 @@ _POLICY = (
 
 _VOID = ("br", "hr", "img", "input")
 
+_TIMELINE_SCRIPTS = ("paint_timeline.js", "query_timeline.js", "rank_rows.js", "timeline.js")
+
 _NAMES = {"className": "class", "colSpan": "colspan"}
 
 _MOUNT = """
@@ -84,8 +86,7 @@ def export_html(view: View) -> str:
             get_plotlyjs(),
             "</script><script>",
             _MOUNT,
-            _read_asset("paint_timeline.js"),
-            _read_asset("timeline.js"),
+            *(_read_asset(name) for name in _TIMELINE_SCRIPTS),
             "</script></body></html>\n",
         ]
     )

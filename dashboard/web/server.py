@@ -116,7 +116,8 @@ def create_server(
 
 
 def _compress_pages(server: Flask) -> None:
-    """Compresses the pages with their scripts and data; the API's answers stay as they are."""
+    """Compresses the pages with their scripts and data, that of the timeline included; the API's
+    other answers stay as they are."""
     server.config["COMPRESS_REGISTER"] = False
     # Files of assets/ are small, and would stay open when a client has them already.
     server.config["COMPRESS_STREAMS"] = False
@@ -124,8 +125,9 @@ def _compress_pages(server: Flask) -> None:
 
     @server.after_request
     def compress_page(response: Response) -> Response:
-        is_whole = response.status_code == 200 and not request.path.startswith("/api/")
-        return compress.after_request(response) if is_whole else response
+        of_page = not request.path.startswith("/api/") or request.blueprint == "timeline"
+        whole = of_page and response.status_code == 200
+        return compress.after_request(response) if whole else response
 
 
 def _render_once(server: Flask) -> None:

@@ -115,12 +115,12 @@ def test_a_window_of_a_step_covers_every_rank_to_the_nanosecond() -> None:
     made = analysis()
     scene = TimelineView(made.report, made.tables)
     step = scene.steps[2]
-    lines = scene.read_window(step.start_ns, step.end_ns, 10_000, (0, 1, 2, 3), ())
-    for line in lines:
+    window = scene.read_window(step.start_ns, step.end_ns, 10_000, (0, 1, 2, 3), ())
+    for line in window.rows:
         took = next(r for r in made.report.steps if (r.rank, r.step) == (line.rank, step.step))
         inside = line.drawn.start_ns < step.end_ns
         assert line.drawn.dur_ns[inside].sum() == took.step_ns
-    body = orjson.dumps(build_window_json(lines), option=orjson.OPT_SERIALIZE_NUMPY)
+    body = orjson.dumps(build_window_json(window), option=orjson.OPT_SERIALIZE_NUMPY)
     assert [row["rank"] for row in orjson.loads(body)["rows"]] == [0, 1, 2, 3]
 
 
@@ -133,7 +133,8 @@ def test_an_exported_page_contains_one_full_step() -> None:
 
 def test_a_window_far_off_is_empty() -> None:
     made = analysis()
-    lines = TimelineView(made.report, made.tables).read_window(10**15, 10**15 + 5, 100, (0,), (0,))
+    view = TimelineView(made.report, made.tables)
+    lines = view.read_window(10**15, 10**15 + 5, 100, (0,), (0,)).rows
     assert [len(line.drawn.start_ns) for line in lines] == [0]
 
 

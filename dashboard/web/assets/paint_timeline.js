@@ -3,7 +3,8 @@
 (function () {
   "use strict";
 
-  const GUTTER = 168, AXIS = 34, BAND = 22, LANE = 15, GAP = 5, LEAST_NS = 20, WAIT_MS = 40;
+  const WIDE_GUTTER = 168, NARROW_GUTTER = 76, NARROW_PX = 600, AXIS = 34, BAND = 22, LANE = 15, GAP = 5, HEADING = 20, LEAST_NS = 20, WAIT_MS = 40;
+  const DIMMED = 0.22, MARK = 5;
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   function time(ns) {
     const size = Math.abs(ns);
@@ -31,7 +32,7 @@
       const style = getComputedStyle(document.documentElement);
       const of = (name) => style.getPropertyValue(name).trim();
       const dark = document.documentElement.dataset.theme === "dark";
-      this.ink = of("--ink"); this.muted = of("--muted"); this.line = of("--line"); this.paper = of("--paper"); this.accent = of("--accent");
+      this.ink = of("--ink"); this.muted = of("--muted"); this.line = of("--line"); this.paper = of("--paper"); this.accent = of("--accent"); this.raised = of("--raised");
       this.fills = this.index.buckets.map((look) => {
         const color = dark ? look.dark : look.color;
         return look.hatched ? this.hatched(color) : color;
@@ -57,69 +58,76 @@
     },
 
     paint() {
+      this.compactButton.setAttribute("aria-pressed", String(this.isCompact()));
       const places = this.places();
       const total = places.length ? places[places.length - 1].y + places[places.length - 1].height : AXIS;
-      const height = Math.min(Math.max(total + 8, 120), Math.round(window.innerHeight * 0.72));
-      this.body.style.height = height + "px";
-      this.space.style.height = Math.max(0, total + 8 - height) + "px";
-      const ratio = window.devicePixelRatio || 1, width = this.body.clientWidth;
-      if (this.canvas.width !== width * ratio || this.canvas.height !== height * ratio) {
-        this.canvas.width = width * ratio;
-        this.canvas.height = height * ratio;
-        this.canvas.style.width = width + "px";
-        this.canvas.style.height = height + "px";
-      }
+      const height = Math.min(Math.max(total + 8, 120), this.mostHeight());
+      const width = this.fitCanvas(height, total + 8);
       const pen = this.canvas.getContext("2d"), top = this.body.scrollTop;
-      pen.setTransform(ratio, 0, 0, ratio, 0, 0);
       pen.clearRect(0, 0, width, height);
       pen.textBaseline = "middle";
       this.hits = [];
-      for (const place of places) {
-        const y = place.y - top;
-        if (y + place.height < AXIS || y > height) continue;
-        this.paintRank(pen, place, y);
-      }
+      this.matching = this.query ? this.data.names.map((name) => name.toLowerCase().includes(this.query.toLowerCase())) : null;
+      const seen = places.filter((place) => place.y + place.height - top >= AXIS && place.y - top <= height);
+      seen.forEach((place) => place.group || this.paintRank(pen, place, place.y - top));
+      pen.fillStyle = this.paper;
+      pen.fillRect(0, AXIS, this.gutter - 1, height);
+      seen.forEach((place) => (place.group ? this.paintHeading(pen, place, place.y - top, width) : this.paintLabel(pen, place, place.y - top)));
       this.paintLink(pen, places, top);
+      this.paintRange(pen, height);
       this.paintAxis(pen, width, height);
       if (this.enough()) this.root.dataset.drawn = Math.round(this.from) + "," + Math.round(this.to);
     },
 
+    /* Gives the canvas its size; the space below it makes the body as long as all rows. */
+    fitCanvas(height, total) {
+      this.body.style.height = height + "px";
+      this.space.style.height = Math.max(0, total - height) + "px";
+      const ratio = window.devicePixelRatio || 1, width = this.viewWidth = this.body.clientWidth;
+      if (this.canvas.width !== Math.round(width * ratio) || this.canvas.height !== Math.round(height * ratio)) {
+        this.canvas.width = Math.round(width * ratio);
+        this.canvas.height = Math.round(height * ratio);
+        this.canvas.style.width = width + "px";
+        this.canvas.style.height = height + "px";
+      }
+      this.canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+      return width;
+    },
+
     paintRank(pen, place, y) {
       const rows = (this.byRank && this.byRank.get(place.rank)) || [];
-      const focused = this.index.ranks[this.focus] && this.index.ranks[this.focus].rank === place.rank;
-      if (rows.length) this.paintRow(pen, rows[0], y, BAND, place.rank);
+      if (rows.length) this.paintRow(pen, rows[0], y, place.band, place.rank);
       place.lanes.forEach((row, i) => this.paintRow(pen, row, y + BAND + i * LANE, LANE, place.rank));
-      pen.fillStyle = this.paper;
-      pen.fillRect(0, y, GUTTER - 1, place.height);
-      pen.fillStyle = this.ink;
-      pen.font = (focused ? "700 " : "600 ") + "12px system-ui, sans-serif";
-      pen.fillText((this.open.has(place.rank) ? "▾ " : "▸ ") + "rank " + place.rank, 4, y + BAND / 2, GUTTER - 8);
-      const more = [place.stage === null ? "" : "stage " + place.stage, place.host || ""].filter(Boolean).join(" · ");
-      pen.font = "11px system-ui, sans-serif";
-      pen.fillStyle = this.muted;
-      pen.fillText(more, 70, y + BAND / 2, GUTTER - 76);
-      place.lanes.forEach((row, i) => {
-        if (row.depth) return;
-        pen.fillText(row.lane, 18, y + BAND + i * LANE + LANE / 2, GUTTER - 24);
-      });
-      this.hits.push({ rank: place.rank, gutter: true, y, height: BAND });
+      this.hits.push({ rank: place.rank, gutter: true, y, height: place.small ? place.height : BAND });
     },
 
     paintRow(pen, row, y, height, rank) {
-      const right = GUTTER + this.width();
+      const right = this.gutter + this.width(), edge = height > 8 ? 1 : 0, isBand = row.lane === "buckets";
       pen.font = "11px system-ui, sans-serif";
       for (let i = 0; i < row.start.length; i++) {
-        const x0 = Math.max(this.x(row.start[i]), GUTTER), x1 = Math.min(this.x(row.start[i] + row.dur[i]), right);
-        if (x1 < GUTTER || x0 > right) continue;
+        const x0 = Math.max(this.x(row.start[i]), this.gutter), x1 = Math.min(this.x(row.start[i] + row.dur[i]), right);
+        if (x1 < this.gutter || x0 > right) continue;
         const exact = row.name[i] >= 0, wide = Math.max(x1 - x0, 0.6);
         const own = exact ? this.data.names[row.name[i]] : "";
-        pen.globalAlpha = 0.25 + (0.75 * row.cover[i]) / 255;
+        const dimmed = this.matching && (isBand || !(exact && this.matching[row.name[i]]));
+        pen.globalAlpha = (0.25 + (0.75 * row.cover[i]) / 255) * (dimmed ? DIMMED : 1);
         pen.fillStyle = this.fills[row.bucket[i]];
-        pen.fillRect(x0, y + 1, wide > 3 && exact ? wide - 0.5 : wide, height - 2);
+        pen.fillRect(x0, y + edge, wide > 3 && exact && edge ? wide - 0.5 : wide, height - 2 * edge);
         pen.globalAlpha = 1;
-        if (wide > 24 && exact) this.write(pen, row, i, own, x0, y, wide, height);
+        if (wide > 24 && exact && edge && !dimmed) this.write(pen, row, i, own, x0, y, wide, height);
       }
+      if (this.matching && row.matched) this.paintMatched(pen, row.matched, y, height, right);
       this.hits.push({ rank, row, y, height });
+    },
+
+    /* Where matches of the search are, on a band. */
+    paintMatched(pen, matched, y, height, right) {
+      const high = Math.min(MARK, height);
+      pen.fillStyle = this.ink;
+      for (const [from, to] of matched) {
+        const x0 = Math.max(this.x(from), this.gutter), x1 = Math.min(this.x(to), right);
+        if (x1 >= this.gutter && x0 <= right) pen.fillRect(x0, y + height - high, Math.max(x1 - x0, 1), high);
+      }
     },
 
     write(pen, row, i, name, x0, y, wide, height) {
@@ -127,7 +135,8 @@
       const band = row.lane === "buckets";
       if (bucket.name === "idle" && !band) return;
       /* The longest label that fits; a kernel's name may be cut off at its end. */
-      const labels = band ? (owner >= 0 ? ["waits for rank " + owner, "→ " + owner] : [bucket.name]) : [shortName(name)];
+      const waits = name ? [name + ", waits for rank " + owner, "waits for rank " + owner, "→ " + owner] : ["waits for rank " + owner, "→ " + owner];
+      const labels = band ? (owner >= 0 ? waits : name ? [bucket.name + ": " + name, bucket.name] : [bucket.name]) : [shortName(name)];
       const text = labels.find((label) => pen.measureText(label).width < wide - 10) || (band ? "" : labels[0]);
       if (!text) return;
       pen.save();
@@ -162,11 +171,11 @@
         pen.lineTo(x, AXIS);
         pen.stroke();
         pen.fillStyle = this.muted;
-        if (x > GUTTER - 4 && x < width - 40) pen.fillText(this.short(t, each), x + 3, AXIS - 9);
+        if (x > this.gutter - 4 && x < width - 40) pen.fillText(this.short(t, each), x + 3, AXIS - 9);
       }
       for (const one of this.index.steps) {
         const x = this.x(one.from);
-        if (x < GUTTER - 1 || x > width) continue;
+        if (x < this.gutter - 1 || x > width) continue;
         pen.strokeStyle = this.muted;
         pen.setLineDash([3, 3]);
         pen.beginPath();
@@ -177,6 +186,27 @@
         pen.fillStyle = this.ink;
         pen.fillText("step " + one.step, x + 4, 9);
       }
+    },
+
+    /* The measured range, or its one edge that is set. */
+    paintRange(pen, height) {
+      const right = this.gutter + this.width(), x = (ns) => clamp(this.x(ns), this.gutter, right);
+      pen.strokeStyle = this.accent;
+      pen.lineWidth = 1.5;
+      const line = (ns) => {
+        if (this.x(ns) < this.gutter || this.x(ns) > right) return;
+        pen.beginPath();
+        pen.moveTo(this.x(ns), AXIS);
+        pen.lineTo(this.x(ns), height);
+        pen.stroke();
+      };
+      if (this.range) {
+        pen.fillStyle = this.accent;
+        pen.globalAlpha = 0.12;
+        pen.fillRect(x(this.range.from), AXIS, x(this.range.to) - x(this.range.from), height - AXIS);
+        pen.globalAlpha = 1;
+        [this.range.from, this.range.to].forEach(line);
+      } else this.edges.filter((ns) => ns !== null).forEach(line);
     },
 
     /* The step in the middle of the window; times are shown from its begin. */
@@ -206,13 +236,13 @@
       const own = places.find((place) => place.rank === one.rank), to = places.find((place) => place.rank === one.owner);
       if (!own) return;
       const at = own.lanes.findIndex((row) => row.lane === one.lane && row.depth === one.depth);
-      const y = own.y - top + (at < 0 ? 0 : BAND + at * LANE), high = at < 0 ? BAND : LANE;
-      const x0 = clamp(this.x(one.start), GUTTER, GUTTER + this.width()), x1 = clamp(this.x(one.start + one.dur), GUTTER, GUTTER + this.width());
+      const y = own.y - top + (at < 0 ? 0 : BAND + at * LANE), high = at < 0 ? own.band : LANE;
+      const x0 = clamp(this.x(one.start), this.gutter, this.gutter + this.width()), x1 = clamp(this.x(one.start + one.dur), this.gutter, this.gutter + this.width());
       pen.strokeStyle = this.ink;
       pen.lineWidth = 1.5;
-      pen.strokeRect(x0, y + 1, Math.max(x1 - x0, 2), high - 2);
+      pen.strokeRect(x0, y + 1, Math.max(x1 - x0, 2), Math.max(high - 2, 2));
       if (!to || one.owner < 0) return;
-      const y1 = to.y - top + BAND / 2, y0 = y + high / 2;
+      const y1 = to.y - top + to.band / 2, y0 = y + high / 2;
       pen.strokeStyle = this.accent;
       pen.lineWidth = 2;
       pen.beginPath();
@@ -226,5 +256,5 @@
     },
   };
 
-  window.stepsplitPainting = { GUTTER, AXIS, BAND, LANE, GAP, LEAST_NS, WAIT_MS, clamp, time, timeRange, shortName, methods };
+  window.stepsplitPainting = { WIDE_GUTTER, NARROW_GUTTER, NARROW_PX, AXIS, BAND, LANE, GAP, HEADING, LEAST_NS, WAIT_MS, clamp, time, timeRange, shortName, methods };
 })();

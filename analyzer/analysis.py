@@ -157,8 +157,8 @@ def examine_with_inferred_job(
     job: str | Path | None = None,
 ) -> Analysis:
     """As `examine` with job "auto" or a partial job.toml; keys that cannot be inferred give a
-    warning, not an error."""
-    compare = _make_comparison(job or "auto")
+    warning, not an error. The analysis has the job.toml, completed by what was inferred."""
+    compare, draft = _make_comparison(job or "auto"), _make_draft(job)
 
     def tried(report: Report, recording: Recording, split: RunSplit) -> Report:
         try:
@@ -167,7 +167,7 @@ def examine_with_inferred_job(
             warning = WarningRow(NO_MODEL, str(error))
             return replace(report, warnings=(*report.warnings, warning))
 
-    return _build_analysis(read_recording(places, workers, progress), tried, mesh)
+    return _build_analysis(read_recording(places, workers, progress), tried, mesh, draft)
 
 
 def _build_analysis(

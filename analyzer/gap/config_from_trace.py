@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from stepsplit.analyzer.model.config import (
     TWO_STAGES,
     JobConfig,
 )
-from stepsplit.analyzer.model.config_decode import TomlTable, decode_table
+from stepsplit.analyzer.model.config_decode import TomlTable, decode_table, format_toml_lines
 from stepsplit.analyzer.model.config_file import (
     FRAMEWORK_ALIASES,
     MODEL_KEYS,
@@ -37,7 +36,7 @@ NAMES = ("model", "parallel", "training", "hardware")
 _WHOLE_TABLE_KEYS = ("preset", "file")
 """Keys that define a whole table; inferred values are not merged into such a table."""
 
-_REPLACED_KEYS = {
+REPLACED_KEYS = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_replicate": ("dp",),
     "dp_shard": ("dp",),
@@ -100,7 +99,7 @@ def _merge_tables(inferred: TomlTable, job_table: TomlTable | None) -> TomlTable
     own = job_table.get_subtable(inferred.name)
     if any(key in own.values for key in _WHOLE_TABLE_KEYS):
         return own
-    replaced = {other for key in own.values for other in _REPLACED_KEYS.get(key, ())}
+    replaced = {other for key in own.values for other in REPLACED_KEYS.get(key, ())}
     remaining = {key: value for key, value in inferred.values.items() if key not in replaced}
     return TomlTable(own.where, inferred.name, remaining | dict(own.values))
 
@@ -109,10 +108,11 @@ def _check_complete(
     tables: Mapping[str, Mapping[str, object]], split: RunSplit, job_table: TomlTable | None
 ) -> None:
     """Raises UsageError with the missing keys by table."""
+    has_experts = _has_experts(split)
     missing = [
         f"[{name}] {', '.join(keys)}"
         for name in NAMES
-        if (keys := _list_missing(name, tables, split))
+        if (keys := list_missing_keys(name, tables[name], has_experts))
     ]
     if not missing:
         return
@@ -122,23 +122,29 @@ def _check_complete(
     raise UsageError(f"cannot infer {_join_words(missing)} from the recording; {hint}")
 
 
-def _list_missing(
-    name: str, tables: Mapping[str, Mapping[str, object]], split: RunSplit
+def _has_experts(split: RunSplit) -> bool:
+    return any(one.name == "ep" for one in split.strategies)
+
+
+def list_missing_keys(
+    name: str, table: Mapping[str, object], has_experts: bool = False
 ) -> tuple[str, ...]:
-    table = tables[name]
+    """List the keys that the model needs and the named table of a job.toml lacks.
+
+    has_experts: whether the job has expert parallelism, if the table itself has no experts.
+    """
     if any(key in table for key in _WHOLE_TABLE_KEYS):
         return ()
-    return tuple(key for key in _list_required(name, table, split) if key not in table)
+    return tuple(key for key in _list_required(name, table, has_experts) if key not in table)
 
 
-def _list_required(name: str, table: Mapping[str, object], split: RunSplit) -> tuple[str, ...]:
+def _list_required(name: str, table: Mapping[str, object], has_experts: bool) -> tuple[str, ...]:
     match name:
         case "model":
-            experts = "experts" in table or any(one.name == "ep" for one in split.strategies)
             return (
                 "layers", "hidden", "heads", "vocab",
                 *(("ffn",) if table.get("gated") else ()),
-                *(("experts", "top_k") if experts else ()),
+                *(("experts", "top_k") if has_experts or "experts" in table else ()),
             )  # fmt: skip
         case "parallel":
             return () if any(key in table for key in _SIZE_KEYS) else ("tp", "pp", "dp")
@@ -156,7 +162,7 @@ def _join_words(parts: list[str]) -> str:
 
 # A job.toml to fill in: what was inferred, and by name what could not be.
 
-_MEANINGS = {
+KEY_MEANINGS = {
     "layers": "transformer layers",
     "hidden": "width of the residual stream",
     "heads": "attention heads",
@@ -173,7 +179,7 @@ _MEANINGS = {
     "preset": 'such as "h100-sxm"',
 }
 
-_OPTIONAL = {
+KEY_DEFAULTS = {
     "model": {
         "kv_heads": "as heads",
         "ffn": "4 x hidden",
@@ -209,14 +215,15 @@ def draft_job(
     """Write what can be inferred as a job.toml; values of job_table take precedence."""
     inferred = infer_tables(spec, split)
     tables = {table.name: _merge_tables(table, job_table).values for table in inferred}
-    missing = {name: _list_missing(name, tables, split) for name in NAMES}
+    has_experts = _has_experts(split)
+    missing = {name: list_missing_keys(name, tables[name], has_experts) for name in NAMES}
     lines = ["# Inferred from a recording. Keys after a # were not: fill in those that are needed."]
     for name in NAMES:
-        lines += ["", f"[{name}]", *map(_format_line, tables[name].items())]
-        lines += (f"# {key} =   # needed: {_MEANINGS[key]}" for key in missing[name])
+        lines += ["", f"[{name}]", *format_toml_lines(tables[name])]
+        lines += (f"# {key} =   # needed: {KEY_MEANINGS[key]}" for key in missing[name])
         lines += (
             f"# {key} =   # not inferred; default {default}"
-            for key, default in _OPTIONAL.get(name, {}).items()
+            for key, default in KEY_DEFAULTS.get(name, {}).items()
             if key not in (*tables[name], *missing[name], *_whole_table(tables[name]))
         )
     needed = (f"[{name}] {', '.join(keys)}" for name, keys in missing.items() if keys)
@@ -226,21 +233,7 @@ def draft_job(
 
 def _whole_table(table: Mapping[str, object]) -> tuple[str, ...]:
     """The optional keys that a preset defines."""
-    return tuple(_MEANINGS | _OPTIONAL["model"]) if "preset" in table else ()
-
-
-def _format_line(item: tuple[str, object]) -> str:
-    return f"{item[0]} = {_format_value(item[1])}"
-
-
-def _format_value(value: object) -> str:
-    match value:
-        case Mapping():
-            return "{ " + ", ".join(map(_format_line, value.items())) + " }"
-        case list() | tuple() | set() | frozenset():
-            return f"[{', '.join(map(_format_value, value))}]"
-    # JSON's numbers, texts and truth values are TOML's.
-    return json.dumps(value)
+    return tuple(KEY_MEANINGS | KEY_DEFAULTS["model"]) if "preset" in table else ()
 
 
 # The [hardware] table of a recording: the preset of its device name.

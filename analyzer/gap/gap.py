@@ -35,6 +35,7 @@ from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
+    JOB_MISMATCH,
     MIN_GAIN_SHARE,
     SCHEDULE_NAMES,
     ComparedMemory,
@@ -104,7 +105,7 @@ def _doubt_comparison(
         mfu=compared.mfu if is_possible else None,
         hfu=compared.hfu if is_possible else None,
         findings=measured_findings,
-        warnings=(*compared.warnings, WarningRow("job_mismatch", mismatch)),
+        warnings=(*compared.warnings, WarningRow(JOB_MISMATCH, mismatch)),
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from datetime import date, time
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -59,6 +62,45 @@ def read_table(path: str | Path) -> TomlTable:
 def parse_table(where: str | Path, text: bytes) -> TomlTable:
     """Parses TOML text; where is the file name in errors. Raises DataError."""
     return TomlTable(str(where), "", parse_toml(where, text))
+
+
+# Tables as TOML text.
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def format_toml(values: Mapping[str, object]) -> str:
+    """Format the tables of a file as TOML; tables inside of them are inline tables."""
+    lines = format_toml_lines({k: v for k, v in values.items() if not isinstance(v, Mapping)})
+    for name, table in values.items():
+        if isinstance(table, Mapping):
+            lines += ["", f"[{_format_key(name)}]", *format_toml_lines(table)]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def format_toml_lines(values: Mapping[str, object]) -> list[str]:
+    """Format each key and its value as a line of TOML."""
+    return [f"{_format_key(key)} = {_format_toml_value(value)}" for key, value in values.items()]
+
+
+def _format_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _format_toml_value(key)
+
+
+def _format_toml_value(value: object) -> str:
+    match value:
+        case str():
+            # TOML's escapes are JSON's, without surrogates and with one for DEL.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case bool():
+            return "true" if value else "false"
+        case Mapping():
+            return "{ " + ", ".join(format_toml_lines(value)) + " }" if value else "{}"
+        case list() | tuple() | set() | frozenset():
+            return f"[{', '.join(map(_format_toml_value, value))}]"
+        case date() | time():
+            return value.isoformat()
+    return repr(value)
 
 
 # Mistakes are collected and raised together in one line.

@@ -44,6 +44,7 @@ from stepsplit.analyzer.model.config_decode import (
 from stepsplit.analyzer.model.hardware_config import (
     PRESETS,
     decode_hardware,
+    list_hardware_kinds,
     load_link,
     read_hardware_file,
 )
@@ -156,6 +157,29 @@ def _decode_sections(table: TomlTable) -> _Sections:
     return sections
 
 
+def check_job_keys(table: TomlTable) -> None:
+    """Check the keys and values of a job.toml that may be incomplete.
+
+    Raises DataError with all unknown keys and invalid values, but not for missing keys.
+    """
+    mistakes = Mistakes()
+    tables = decode_keys(table, _SECTIONS, mistakes)
+    for name in tables:
+        own, found = table.get_subtable(name), Mistakes()
+        match name:
+            case "parallel":
+                _decode_parallel(own, found)
+            case "training":
+                _decode_training(own, found)
+            case "model":
+                decode_keys(own, _MODEL_KINDS | {"preset": Literal[list_model_names()]}, found)
+            case "hardware":
+                kinds = list_hardware_kinds() | {"preset": Literal[list_hardware_names()]}
+                decode_keys(own, kinds, found)
+        mistakes += [one for one in found if not one.problem.endswith(": missing")]
+    mistakes.raise_all()
+
+
 def _decode_model_section(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
     preset = table.values.get("preset")
     base = load_model(preset) if isinstance(preset, str) and preset in list_model_names() else None
@@ -193,7 +217,7 @@ _EXPERT_KEYS = {
 }
 """Keys of the experts in [model], for files without [model.experts], by field."""
 
-_MODEL_KINDS: Mapping[str, Any] = {
+_MODEL_KINDS: dict[str, Any] = {
     **collect_kinds(ModelConfig),
     **{key: collect_kinds(Experts)[name] for name, key in _EXPERT_KEYS.items()},
     "experts": dict[str, object] | int,

@@ -58,7 +58,7 @@ def decode_hardware(
     """
     alone = base is None and not {"preset", "file"} & table.values.keys()
     required = _REQUIRED_KEYS if alone else ()
-    stated = decode_keys(table, {**_list_kinds(), **extra_kinds}, mistakes, required)
+    stated = decode_keys(table, {**list_hardware_kinds(), **extra_kinds}, mistakes, required)
     known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)
     inter = intra if base is None else known.inter
@@ -75,8 +75,8 @@ def decode_hardware(
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
 
 
-def _list_kinds() -> dict[str, Any]:
-    """The types of the keys, including the families and links of the presets."""
+def list_hardware_kinds() -> dict[str, Any]:
+    """List the types of the keys, including the families and links of the presets."""
     named = dict[str, object] | Literal[list_link_names()]  # type: ignore[valid-type]
     return {**_KINDS, "family": Literal[list_families()], **dict.fromkeys(LINKS, named)}
 

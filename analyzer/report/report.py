@@ -163,6 +163,9 @@ SCHEMA = "stepsplit.report/1"
 NO_MODEL = "no_model"
 """The code of the warning that lists the config keys missing for a model comparison."""
 
+JOB_MISMATCH = "job_mismatch"
+"""The code of the warning that the job.toml is of another recording; a caveat has the same text."""
+
 
 class Host(Struct, frozen=True):
     """A host.

@@ -32,8 +32,8 @@ serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), 
 """
 _WORKER = """
 from store_builders import known_analysis
-from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
-run_worker(store, WorkerOptions("known", poll_s=0.1), known_analysis)
+from stepsplit.dashboard.store.ingest import WorkerOptions, analyze_upload, run_worker
+run_worker(store, WorkerOptions("known", poll_s=0.1), {analyze})
 """
 
 
@@ -51,9 +51,10 @@ def running_chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def running_server(folder: Path) -> Iterator[str]:
-    """The address of a dashboard on the store in the folder; its analyzer knows one answer."""
-    server, worker = _python(folder, _SERVER), _python(folder, _WORKER)
+def running_server(folder: Path, analyze: str = "known_analysis") -> Iterator[str]:
+    """The address of a dashboard on the store in the folder; its analyzer knows one answer, or is
+    the real one: analyze_upload."""
+    server, worker = _python(folder, _SERVER), _python(folder, _WORKER.format(analyze=analyze))
     try:
         assert server.stdout is not None
         yield server.stdout.readline().strip()

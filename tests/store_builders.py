@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from flask.testing import FlaskClient
 from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
@@ -69,6 +70,25 @@ def settled(store: Store, run_id: str, within_s: float = 30.0) -> tuple[str, str
             return state(store, run_id)
         time.sleep(0.05)
     raise TimeoutError(state(store, run_id))
+
+
+def ask_page(client: FlaskClient, path: str, search: str = "", **headers: str) -> str:
+    """What the server answers a browser that shows a page."""
+    properties = [("page", "children"), ("zone", "hidden"), ("tick", "disabled"), ("mark", "data")]
+    body = {
+        "output": ".." + "...".join(f"{name}.{prop}" for name, prop in properties) + "..",
+        "outputs": [{"id": name, "property": prop} for name, prop in properties],
+        "inputs": [
+            {"id": "url", "property": "pathname", "value": path},
+            {"id": "url", "property": "search", "value": search},
+            {"id": "tick", "property": "n_intervals"},
+        ],
+        "state": [{"id": "mark", "property": "data"}],
+        "changedPropIds": [],
+    }
+    answer = client.post("/_dash-update-component", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.text
 
 
 # A dashboard on a free port, served from a thread.

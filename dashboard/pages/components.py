@@ -27,13 +27,15 @@ from stepsplit.dashboard.store.runs import RunRow
 class View:
     """A finished run: its name, report and tables (None if the tables were deleted).
 
-    run_id is "" in an exported HTML file, where links to other pages are left out.
+    run_id is "" in an exported HTML file, where links to other pages are left out. offers_job:
+    whether the user may describe the job of the run, which is then analyzed again.
     """
 
     name: str
     report: Report
     tables: Tables | None
     run_id: str = ""
+    offers_job: bool = False
 
 
 # Number of steps that the report's sums cover.

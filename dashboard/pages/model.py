@@ -18,7 +18,7 @@ from stepsplit.analyzer.model.plan_space import Candidate
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.io import extract_job
-from stepsplit.analyzer.report.report import JobTables
+from stepsplit.analyzer.report.report import Gap, JobTables
 from stepsplit.analyzer.units import (
     format_memory_size,
     format_milliseconds,
@@ -42,7 +42,8 @@ from stepsplit.dashboard.pages.components import (
     build_time_cell,
 )
 from stepsplit.dashboard.pages.compute import build_predicted_bars
-from stepsplit.dashboard.pages.overview import build_model_comparison
+from stepsplit.dashboard.pages.overview import build_caveats, build_model_comparison
+from stepsplit.dashboard.pages.run_actions import build_job_button
 
 # Model: change layout, batch or hardware and see the predicted step, memory and bubble.
 
@@ -57,18 +58,18 @@ def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
     except StepsplitError as error:
         return [build_empty_card("Cannot read this run's job.toml", str(error))]
     if job is None or report.job is None or report.gap is None:
-        return list(build_model_comparison(report))
+        return list(build_model_comparison(view))
     changed = apply_changes(report.job, chosen)
     gap = report.gap.shown
     bars = [NamedSplit("measured", gap.measured), NamedSplit("predicted", gap.predicted)]
     return [
-        _build_controls(job, chosen),
+        _build_controls(view, job, report.gap, chosen),
         *_build_outcome(changed, bars, gap.predicted),
         *build_plan(view, changed.job, chosen),
     ]
 
 
-def _build_controls(job: JobConfig, chosen: AddressQuery) -> html.Section:
+def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) -> html.Section:
     now = {
         "tp": job.parallel.tp, "pp": job.parallel.pp, "cp": job.parallel.cp,
         "dp_replicate": job.parallel.dp_replicate, "dp_shard": job.parallel.dp_shard,
@@ -85,7 +86,15 @@ def _build_controls(job: JobConfig, chosen: AddressQuery) -> html.Section:
         shown = picked if picked in values else UNCHANGED
         menus.append(build_menu(key, {w: w for w in values}, shown, UNCHANGED))
     note = "prediction only: no job is run"
-    return build_section("Change the job", note, html.Div(menus, className="choices"))
+    parts: list[Component] = [
+        html.Div(menus, className="choices"),
+        *build_caveats(view.report, gap),
+    ]
+    if view.offers_job:
+        words = "to correct what was inferred or given of the recorded job"
+        button = build_job_button(view.run_id, view.name)
+        parts.append(html.P([button, html.Span(f" {words}", className="note")]))
+    return build_section("Change the job", note, *parts)
 
 
 def _build_size_menu(key: str, recorded: int, picked: int | None) -> html.Label:

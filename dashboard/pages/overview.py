@@ -11,10 +11,12 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.report import (
+    JOB_MISMATCH,
     NO_MODEL,
     BlameRow,
     EventRef,
     Finding,
+    Gap,
     GroupRow,
     Report,
     SameCalls,
@@ -62,6 +64,7 @@ from stepsplit.dashboard.pages.components import (
     format_hidden_rows,
     format_subtitle,
 )
+from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
@@ -76,7 +79,7 @@ def build_overview(view: View) -> list[Component]:
         html.Div(
             [
                 html.Div(build_findings(view)),
-                html.Div([*build_model_comparison(report), *build_exposed_table(report)]),
+                html.Div([*build_model_comparison(view), *build_exposed_table(report)]),
             ],
             className="columns",
         ),
@@ -87,11 +90,11 @@ def build_overview(view: View) -> list[Component]:
     ]
 
 
-def build_model_comparison(report: Report) -> list[html.Section]:
+def build_model_comparison(view: View) -> list[html.Section]:
     """Predicted against measured step, with the differences in between; a hint without a model."""
-    gap = report.gap
+    gap = view.report.gap
     if gap is None:
-        return _build_missing_model(report)
+        return _build_missing_model(view)
     shown = gap.shown
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
@@ -101,22 +104,34 @@ def build_model_comparison(report: Report) -> list[html.Section]:
         f"predicted {format_milliseconds(predicted)} "
         f"(range {format_milliseconds_range(gap.low_ns, gap.high_ns)}, confidence {gap.confidence})"
     )
-    caveats = [html.P(f"caveat: {one}", className="note") for one in gap.notes]
     figures = (
         build_graph("sides", draw_predicted_and_measured(gap)),
         build_graph("waterfall", draw_waterfall(gap)),
     )
-    return [build_section("Model comparison", note, *figures, *caveats)]
+    return [build_section("Model comparison", note, *figures, *build_caveats(view.report, gap))]
 
 
-def _build_missing_model(report: Report) -> list[html.Section]:
-    warning = next((one.message for one in report.warnings if one.code == NO_MODEL), None)
+def build_caveats(report: Report, gap: Gap) -> list[html.P]:
+    """The caveats of the comparison with the model; what makes it useless stands out."""
+    mismatches = [one.message for one in report.warnings if one.code == JOB_MISMATCH]
+    return [
+        html.P(one, className="mismatch")
+        if one in mismatches
+        else html.P(f"caveat: {one}", className="note")
+        for one in gap.notes
+    ]
+
+
+def _build_missing_model(view: View) -> list[html.Section]:
+    messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
     text = "This report has no prediction to compare with."
     hint = (
         'Add a job.toml next to the traces, or by "describe the job" at the top of the run, or run:'
         " stepsplit analyze RUN --job job.toml"
     )
-    words = [html.P(warning or text), html.P(hint, className="note")]
+    words: list[Component] = [html.P(next(messages, text)), html.P(hint, className="note")]
+    if view.offers_job:
+        words.append(html.P(build_job_button(view.run_id, view.name)))
     return [build_section("Model comparison", "not available", *words)]
 
 

@@ -3,14 +3,28 @@ delete it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.model.config_file import list_hardware_names
+from stepsplit.analyzer.gap.config_from_trace import (
+    KEY_DEFAULTS,
+    KEY_MEANINGS,
+    list_missing_keys,
+)
+from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
+from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
+from stepsplit.analyzer.model.config_file import (
+    RECOMPUTES,
+    list_hardware_names,
+    list_model_names,
+)
+from stepsplit.analyzer.model.hardware_config import list_link_names
+from stepsplit.dashboard.store.artifacts import JOB_FILE
 from stepsplit.dashboard.store.runs import RunRow
 
 
@@ -28,15 +42,24 @@ def build_run_actions(run: RunRow, rights: RunRights) -> list[Component]:
     if rights.edit:
         buttons.append(_build_button("edit", "data-edit", run))
     if rights.edit and run.can_be_analyzed_again:
-        buttons.append(_build_button("describe the job", "data-job", run))
+        buttons.append(build_job_button(run.id, run.name))
         buttons.append(_build_button("analyze again", "data-retry", run))
     if rights.delete:
         buttons.append(_build_button("delete", "data-delete", run))
     return buttons
 
 
+def build_job_button(run_id: str, name: str) -> html.Button:
+    """The button that opens the form of the run's job.toml; assets/job_form.js handles clicks."""
+    return _build_named_button("describe the job", "data-job", run_id, name)
+
+
 def _build_button(text: str, attribute: str, run: RunRow) -> html.Button:
-    attributes: Any = {attribute: run.id, "data-name": run.name}
+    return _build_named_button(text, attribute, run.id, run.name)
+
+
+def _build_named_button(text: str, attribute: str, run_id: str, name: str) -> html.Button:
+    attributes: Any = {attribute: run_id, "data-name": name}
     return html.Button(text, type="button", className="delete", **attributes)
 
 
@@ -49,37 +72,12 @@ def build_run_labels(run: RunRow, rights: RunRights) -> list[Component]:
         shown.append(html.P(run.note, className="run-note"))
     if rights.edit:
         shown.append(_build_form(run))
-    if rights.edit and run.can_be_analyzed_again:
-        shown.append(_build_job_form())
     return shown
 
 
 def build_tags(run: RunRow) -> list[html.Span]:
     """The tags of the run."""
     return [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
-
-
-_AXIS = "(tp|pp|cp|ep|dp|dp_shard|dp_replicate)=[0-9]+"
-
-_MESH = rf"\s*{_AXIS}(\s*,\s*{_AXIS})*\s*"
-
-
-def _build_job_form() -> html.Dialog:
-    """The form that describes the job by a job.toml, or by its hardware and mesh."""
-    presets = [html.Option("as recorded", value="")]
-    presets += [html.Option(name, value=name) for name in list_hardware_names()]
-    mesh = dcc.Input(id="job-mesh", placeholder="as recorded, or pp=2,dp=2,tp=2", pattern=_MESH)
-    fields = [
-        html.Label(["hardware", html.Select(presets, id="job-hardware")]),
-        html.Label(["mesh", mesh]),
-    ]
-    buttons = [
-        html.Button("Analyze", id="job-send", type="button"),
-        html.Button("Use a job.toml", id="job-file", type="button"),
-        html.Button("Cancel", id="job-cancel", type="button"),
-    ]
-    note = html.P("The run is analyzed again and compared with the model.", className="note")
-    return _build_dialog("job-form", "job", "Describe the job", [note, *fields], buttons)
 
 
 def _build_form(run: RunRow) -> html.Dialog:
@@ -112,3 +110,133 @@ def _build_dialog(
         html.Div(id=f"{prefix}-status", className="drop-status failed", role="status"),
     ]
     return html.Dialog(parts, id=name, className="card form", **named)
+
+
+# The form of a job.toml: its keys in groups, with the values of a text.
+
+_SWITCH = ("true", "false")
+
+_RECOMPUTE_EVERY = "every-2"
+
+
+@dataclass(frozen=True, slots=True)
+class JobField:
+    """A key that the form changes: its table, its choices (none: any value), and a hint."""
+
+    table: str
+    key: str
+    hint: str
+    choices: tuple[str, ...] = ()
+
+
+@cache
+def list_job_fields() -> Mapping[str, tuple[JobField, ...]]:
+    """The fields of the form, by the title of their group."""
+    return {
+        "Mesh": _build_fields(
+            "parallel",
+            tp="", pp="", dp="data-parallel ranks, or give the next two",
+            dp_replicate="replicas (DDP, HSDP)", dp_shard="shards (FSDP)",
+            cp="context-parallel ranks", ep="expert-parallel ranks",
+            zero="ZeRO stage, 3 for FSDP", schedule=SCHEDULES,
+            chunks="stages of a pipeline rank",
+            sequence_parallel=_SWITCH,
+        ),
+        "Hardware": _build_fields(
+            "hardware",
+            preset=list_hardware_names(), gpus_per_node="default of the preset",
+            nodes_link=list_link_names(),
+        ),
+        "Model": _build_fields(
+            "model",
+            preset=list_model_names(), layers="", hidden="", heads="", kv_heads="", head_size="",
+            ffn="", vocab="", gated=_SWITCH, tied=_SWITCH, learned_positions="", experts="",
+            top_k="",
+        ),
+        "Training": _build_fields(
+            "training",
+            seq_len="", micro_batch="", global_batch="",
+            microbatches="microbatches of a rank, instead of global_batch",
+            dtype=DTYPES, optimizer=OPTIMIZERS, recompute=(*RECOMPUTES, _RECOMPUTE_EVERY),
+            framework=FRAMEWORKS,
+        ),
+    }  # fmt: skip
+
+
+_HINTS = {
+    ("model", "preset"): "replaces the sizes below",
+    ("hardware", "preset"): "accelerator and links",
+    ("hardware", "nodes_link"): "link between nodes",
+    ("model", "head_size"): "default hidden / heads",
+    ("parallel", "schedule"): "of the pipeline",
+    ("training", "recompute"): "of activations",
+}
+
+
+def _build_fields(table: str, **keys: str | tuple[str, ...]) -> tuple[JobField, ...]:
+    """The fields of keys with a hint or choices; without a hint, the one of a draft."""
+    return tuple(
+        JobField(table, key, given or _build_hint(table, key))
+        if isinstance(given, str)
+        else JobField(table, key, _build_hint(table, key), given)
+        for key, given in keys.items()
+    )
+
+
+def _build_hint(table: str, key: str) -> str:
+    default = KEY_DEFAULTS.get(table, {}).get(key)
+    meaning = _HINTS.get((table, key), KEY_MEANINGS.get(key, ""))
+    return ", ".join(filter(None, (meaning, f"default {default}" if default else "")))
+
+
+def build_job_form_json(text: bytes) -> dict[str, Any]:
+    """What assets/job_form.js shows of a job.toml: the text, and its groups of fields. Raises
+    DataError if it is not TOML."""
+    table = parse_table(JOB_FILE, text)
+    groups = [
+        {"title": title, "fields": [_build_field_json(field, table) for field in fields]}
+        for title, fields in list_job_fields().items()
+    ]
+    return {"toml": text.decode(), "groups": groups}
+
+
+def _build_field_json(field: JobField, table: TomlTable) -> dict[str, Any]:
+    """The field with its value as text; a value that needs TOML, such as a list, as "other"."""
+    own = table.get_subtable(field.table).values
+    value = own.get(field.key)
+    shown = _format_field_value(value)
+    missing = list_missing_keys(field.table, own, _has_experts(table))
+    choices = field.choices
+    if choices and shown and shown not in choices:
+        choices = (*choices, shown)
+    return {
+        "table": field.table,
+        "key": field.key,
+        "hint": _PRESET_HINT if _is_of_preset(field, own) else field.hint,
+        "choices": choices,
+        "value": shown or "",
+        "other": shown is None,
+        "needed": field.key in missing,
+    }
+
+
+_PRESET_HINT = "default of the preset"
+
+
+def _is_of_preset(field: JobField, own: Mapping[str, object]) -> bool:
+    return field.table == "model" and field.key != "preset" and "preset" in own
+
+
+def _has_experts(table: TomlTable) -> bool:
+    return "ep" in table.get_subtable("parallel").values
+
+
+def _format_field_value(value: object) -> str | None:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case str() | int() | float():
+            return str(value)
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dash import dcc, html
@@ -308,6 +308,7 @@ _WAITING = {
 def build_run_page(view: View, address: Address, run: RunRow, rights: RunRights = _ALL) -> html.Div:
     """The page of a finished run that the URL selects."""
     report = f"/api/v1/runs/{view.run_id}/report.json"
+    view = replace(view, offers_job=rights.edit and run.can_be_analyzed_again)
     more = [
         html.A("report.json", href=report),
         html.A("download as HTML", href=_build_export_url(view)),

@@ -1,4 +1,4 @@
-"""Files of runs (uploads, report.json, tables/) in a local folder or remote storage."""
+"""Files of runs (uploads, report.json, tables/, job.toml) in a local folder or remote storage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import UsageError, write
 from stepsplit.analyzer.readers.sources import import_fsspec
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report
@@ -17,6 +17,9 @@ from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.run_spec import replace_whole
 
 INPUT_NAME = "input"
+
+JOB_FILE = "job.toml"
+"""The job config of a run: among its uploads the user's, among its results the one it is of."""
 
 
 class Artifacts(Protocol):
@@ -44,6 +47,12 @@ class Artifacts(Protocol):
     def fetch_results(self, run_id: str) -> Path:
         """The local folder with report.json and tables/; downloads them if missing. Empty if there
         are no results."""
+
+    def save_job(self, run_id: str, text: bytes) -> None:
+        """Stores the job.toml of the run, or replaces it. Raises UsageError."""
+
+    def read_job(self, run_id: str) -> bytes | None:
+        """The job.toml of the run; None without it, as for runs of an earlier version."""
 
     def remove(self, run_id: str) -> None:
         """Removes all files of the run."""
@@ -82,6 +91,12 @@ class FolderArtifacts:
     def fetch_results(self, run_id: str) -> Path:
         return self.find_folder(run_id)
 
+    def save_job(self, run_id: str, text: bytes) -> None:
+        write(self.find_folder(run_id) / JOB_FILE, text)
+
+    def read_job(self, run_id: str) -> bytes | None:
+        return _read_if_exists(self.find_folder(run_id) / JOB_FILE)
+
     def remove(self, run_id: str) -> None:
         shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
 
@@ -115,6 +130,12 @@ def save_synced(folder: Path, report: Report, tables: Tables) -> None:
         sync(path)
     sync(folder / TABLES_NAME)
     sync(folder)
+
+
+def _read_if_exists(path: Path) -> bytes | None:
+    with suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
 
 
 def move_file(file: Path, target: Path) -> None:
@@ -178,6 +199,21 @@ class RemoteArtifacts:
             with suppress(FileNotFoundError):
                 self._fetch(f"{run_id}/{REPORT_NAME}")
         return folder
+
+    def save_job(self, run_id: str, text: bytes) -> None:
+        path = self.find_folder(run_id) / JOB_FILE
+        write(path, text)
+        self._put(path, f"{run_id}/{JOB_FILE}")
+
+    def read_job(self, run_id: str) -> bytes | None:
+        try:
+            text: bytes = self._files.cat_file(f"{self._root}/{run_id}/{JOB_FILE}")
+            return text
+        except FileNotFoundError:
+            return None
+        except OSError:
+            # Without a connection the copy is all there is.
+            return _read_if_exists(self.find_folder(run_id) / JOB_FILE)
 
     def _drop_outdated_results(self, run_id: str) -> None:
         report = self.find_folder(run_id) / REPORT_NAME

@@ -32,7 +32,13 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
-from stepsplit.dashboard.store.job_files import check_named_files, find_job_file, list_unused_files
+from stepsplit.dashboard.store.job_files import (
+    JOB_BYTES,
+    check_named_files,
+    complete_job,
+    find_job_file,
+    list_unused_files,
+)
 from stepsplit.dashboard.store.runs import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.store import Store
 
@@ -68,7 +74,11 @@ def analyze_upload(folder: Path, progress: Progress) -> Analysis:
         check_named_files(job_file, folder)
     made = examine_with_inferred_job([folder], 1, progress, mesh, job_file)
     warnings = (*made.report.warnings, *list_unused_files(folder, job_file))
-    return replace(made, report=structs.replace(made.report, warnings=warnings))
+    draft = made.job_draft
+    if draft is not None and job_file is not None:
+        text = complete_job(job_file.read_bytes(), draft.text.encode())
+        draft = replace(draft, text=text.decode())
+    return replace(made, report=structs.replace(made.report, warnings=warnings), job_draft=draft)
 
 
 def run_worker(
@@ -327,11 +337,14 @@ def process_job(store: Store, job: AnalysisJob, analyze: AnalyzeFunction) -> str
     has taken the job. Raises SQLAlchemyError if the database is unavailable."""
     try:
         analysis = _analyze_uploads(store, job, analyze)
-        report = _strip_folder_of_warnings(store, job, analysis.report)
+        report = _strip_folder_of_texts(store, job, analysis.report)
         store.artifacts.save(job.run_id, report, analysis.tables)
+        if analysis.job_draft is not None:
+            store.artifacts.save_job(job.run_id, analysis.job_draft.text.encode())
         is_owner = store.jobs.complete(job, report)
         outcome = "done"
     except StepsplitError as error:
+        _keep_uploaded_job(store, job)
         is_owner = store.jobs.fail(job, _strip_folder(store, job, str(error)))
         outcome = "failed"
     except SQLAlchemyError:
@@ -380,12 +393,24 @@ def _strip_folder(store: Store, job: AnalysisJob, message: str) -> str:
     return message.replace(f"{folder}/", "").replace(folder, "the upload")
 
 
-def _strip_folder_of_warnings(store: Store, job: AnalysisJob, report: Report) -> Report:
-    stripped = tuple(
+def _strip_folder_of_texts(store: Store, job: AnalysisJob, report: Report) -> Report:
+    """The report with warnings and caveats that name files as they were uploaded."""
+    warnings = tuple(
         structs.replace(one, message=_strip_folder(store, job, one.message))
         for one in report.warnings
     )
-    return structs.replace(report, warnings=stripped)
+    gap = report.gap
+    if gap is not None:
+        gap = structs.replace(gap, notes=tuple(_strip_folder(store, job, n) for n in gap.notes))
+    return structs.replace(report, warnings=warnings, gap=gap)
+
+
+def _keep_uploaded_job(store: Store, job: AnalysisJob) -> None:
+    """Stores the job.toml of a run that cannot be analyzed, so that its form can correct it."""
+    with suppress(StepsplitError, OSError):
+        job_file = find_job_file(store.artifacts.fetch_uploads(job.run_id))
+        if job_file is not None and job_file.stat().st_size <= JOB_BYTES:
+            store.artifacts.save_job(job.run_id, job_file.read_bytes())
 
 
 def _clean_up(store: Store, job: AnalysisJob, is_owner: bool) -> None:

@@ -21,6 +21,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import (
+    JOB_FILE,
     Artifacts,
     RemoteArtifacts,
     open_artifacts,
@@ -34,7 +35,7 @@ from stepsplit.dashboard.store.database import (
     Database,
     open_database,
 )
-from stepsplit.dashboard.store.job_files import JOB_FILE, check_job_text
+from stepsplit.dashboard.store.job_files import check_job_text
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore
 from stepsplit.dashboard.store.runs import (
@@ -137,8 +138,14 @@ class Store:
                 draft.write_bytes(text)
                 # Before the commit: the worker that takes the job finds the file.
                 self.artifacts.keep_upload(run_id, JOB_FILE, draft)
+                self.artifacts.save_job(run_id, text)
                 _write_file_row(connection, run_id, FileRow(JOB_FILE, len(text), True))
         return is_queued
+
+    def read_job(self, run_id: str) -> bytes | None:
+        """The job.toml that the run's newest analysis used or inferred; None if there is none."""
+        self.find_folder(run_id)
+        return self.artifacts.read_job(run_id)
 
     def import_report(
         self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()

@@ -15,10 +15,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
+from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.audit import audit_to_json, parse_since
+from stepsplit.dashboard.store.job_files import merge_job, parse_job_changes
 from stepsplit.dashboard.store.runs import (
     NOTE_LENGTH,
     RunEdit,
@@ -166,17 +168,55 @@ class Api:
         return self._build_status(run_id), 202
 
     def attach_job(self, run_id: str) -> tuple[Response, int]:
-        """PUT: adds or replaces the run's job.toml, and queues another analysis."""
-        request.max_content_length = JSON_BYTES
+        """PUT a job.toml, or JSON with its changes: replaces the run's, queues another analysis."""
         run = self._find_run(run_id)
+        text = self._read_job_body(run)
         try:
-            is_queued = self.store.attach_job(run.id, request.get_data())
-        except DataError as error:
-            raise HttpError(400, str(error)) from None
+            is_queued = self.store.attach_job(run.id, text)
+        except StepsplitError as error:
+            raise _refuse_job(error) from None
         if not is_queued:
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "job attached", run.label)
         return self._build_status(run_id), 202
+
+    def read_job(self, run_id: str) -> Response:
+        """GET: the job.toml that the run's analysis used, or what it could infer of one."""
+        text = self.store.read_job(self._find_run(run_id).id)
+        if text is None:
+            raise HttpError(404, "no job.toml is known; describe the job, or analyze the run again")
+        headers = {"Cache-Control": "no-store"}
+        return Response(text, mimetype="text/plain", headers=headers)
+
+    def read_job_form(self, run_id: str) -> Response:
+        """GET: the form of the run's job.toml. POST, with a body as for PUT: that of the result."""
+        run = self._find_run(run_id)
+        is_post = request.method == "POST"
+        text = self._read_job_body(run) if is_post else self.store.read_job(run.id)
+        try:
+            form = jsonify(build_job_form_json(text or b""))
+        except DataError as error:
+            if is_post:
+                raise _refuse_job(error) from None
+            # Corrected as text.
+            form = jsonify(toml=(text or b"").decode(errors="replace"), groups=[], error=str(error))
+        form.headers["Cache-Control"] = "no-store"
+        return form
+
+    def _read_job_body(self, run: RunRow) -> bytes:
+        """The job.toml of the request: its text, or the run's with the changes of a JSON object."""
+        request.max_content_length = 2 * JSON_BYTES if request.is_json else JSON_BYTES
+        if not request.is_json:
+            return request.get_data()
+        body = read_json()
+        if not isinstance(body, Mapping) or not isinstance(body.get("toml", ""), str):
+            raise HttpError(400, _JOB_HINT)
+        try:
+            changes = parse_job_changes({k: v for k, v in body.items() if k != "toml"})
+            own = body["toml"].encode() if "toml" in body else self.store.read_job(run.id)
+            return merge_job(own or b"", changes)
+        except DataError as error:
+            raise _refuse_job(error) from None
 
     def report(self, run_id: str) -> Response:
         """GET: report.json of the run."""
@@ -248,6 +288,15 @@ class Api:
         return run
 
 
+_JOB_HINT = 'send a job.toml, or JSON with its changes: {"parallel": {"tp": 2}}'
+
+_ERROR_LENGTH = 2_000
+
+
+def _refuse_job(error: StepsplitError) -> HttpError:
+    return HttpError(400, str(error)[:_ERROR_LENGTH])
+
+
 def _read_last() -> int | None:
     """The number of rows that the query asks for; None if it is no number."""
     last = request.args.get("last", str(_DEFAULT_LAST))
@@ -277,6 +326,9 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(run, "edit", api.edit_run, methods=["PATCH"])
     routes.add_url_rule(f"{run}/analyze", "analyze", api.analyze_again, methods=["POST"])
     routes.add_url_rule(f"{run}/job", "attach_job", api.attach_job, methods=["PUT"])
+    routes.add_url_rule(f"{run}/job", "read_job", api.read_job)
+    form = f"{run}/job/form"
+    routes.add_url_rule(form, "read_job_form", api.read_job_form, methods=["GET", "POST"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
     routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
     routes.add_url_rule(SESSIONS, "end_sessions", api.end_sessions, methods=["DELETE"])

@@ -187,7 +187,7 @@ _ADMIN_READS = ("api.list_audit",)
 
 _UPLOADS = (
     "api.create", "api.check", "api.put", "api.patch", "api.remove", "api.finish", "api.edit",
-    "api.analyze", "api.attach_job",
+    "api.analyze", "api.attach_job", "api.read_job_form",
 )  # fmt: skip
 
 CALLBACKS = "/_dash-update-component"

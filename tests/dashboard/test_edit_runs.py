@@ -16,7 +16,7 @@ from dashboard_processes import open_store
 from flask.testing import FlaskClient
 from msgspec import structs
 from report_builders import analysis
-from store_builders import claimed, found, known_analysis, queued, state, uploaded
+from store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
@@ -96,7 +96,7 @@ def test_a_run_is_analyzed_again_and_its_pages_show_the_new_report(
 ) -> None:
     run_id = queued(store)
     assert process_job(store, claimed(store), known_analysis) == "done"
-    before = _ask_page(client, f"/run/{run_id}")
+    before = ask_page(client, f"/run/{run_id}")
     made = analysis()
 
     def analyze(folder: Path, progress: Progress) -> Analysis:
@@ -104,14 +104,14 @@ def test_a_run_is_analyzed_again_and_its_pages_show_the_new_report(
         run = structs.replace(made.report.run, torch="9.9.9")
         return replace(made, report=structs.replace(made.report, run=run))
 
-    answer, waits = client.post(f"{RUNS}/{run_id}/analyze"), _ask_page(client, f"/run/{run_id}")
+    answer, waits = client.post(f"{RUNS}/{run_id}/analyze"), ask_page(client, f"/run/{run_id}")
     twice = client.post(f"{RUNS}/{run_id}/analyze")
     assert process_job(store, claimed(store), analyze) == "done"
 
     assert (answer.status_code, twice.status_code) == (202, 409)
     assert twice.json == {"error": "its analysis has not ended yet"}
     assert "Queued for analysis" in waits
-    after = _ask_page(client, f"/run/{run_id}")
+    after = ask_page(client, f"/run/{run_id}")
     assert ("torch 9.9.9" in before, "torch 9.9.9" in after) == (False, True)
     assert [one.action for one in store.audit.list_entries(9)] == ["run queued"]
 
@@ -152,8 +152,8 @@ def test_the_runs_to_compare_are_picked_on_the_page(store: Store) -> None:
         [""],
         [third],
     ]
-    assert "Select two runs" in _ask_page(client, "/compare", f"?candidate={third}")
-    both = _ask_page(client, "/compare", f"?baseline={first}&candidate={third}")
+    assert "Select two runs" in ask_page(client, "/compare", f"?candidate={third}")
+    both = ask_page(client, "/compare", f"?baseline={first}&candidate={third}")
     assert "Difference by bucket" in both and "choose a run" in both
 
 
@@ -255,7 +255,7 @@ def test_the_pages_offer_what_the_user_may_do(store: Store) -> None:
     assert list_buttons(RunRights(delete=False)) == own
     assert list_buttons(RunRights(edit=False, delete=False)) == []
     kinds = [type(part) for part in build_run_labels(run, RunRights())]
-    assert kinds == [html.P, html.Dialog, html.Dialog]
+    assert kinds == [html.P, html.Dialog]
     assert [type(part) for part in build_run_labels(run, RunRights(edit=False))] == [html.P]
 
 
@@ -264,7 +264,7 @@ def test_only_who_may_upload_sees_the_form(store: Store) -> None:
     access = choose_access("0.0.0.0", password="adm")
     client = create_server(store, access).test_client()
     pages = {
-        role: _ask_page(
+        role: ask_page(
             client, f"/run/{run_id}", Authorization=f"Bearer {store.tokens.create('x', role)}"
         )
         for role in Role
@@ -332,21 +332,3 @@ def test_a_run_is_named_at_the_drop_zone_and_edited_on_its_page(
     assert (run.name, run.note) == ("exp10", "warm caches")
     assert [(tag.key, tag.value) for tag in run.tags] == [("branch", "dev")]
     assert actions == ["run queued", "run edited", "upload"]
-
-
-def _ask_page(client: FlaskClient, path: str, search: str = "", **headers: str) -> str:
-    properties = [("page", "children"), ("zone", "hidden"), ("tick", "disabled"), ("mark", "data")]
-    body = {
-        "output": ".." + "...".join(f"{name}.{prop}" for name, prop in properties) + "..",
-        "outputs": [{"id": name, "property": prop} for name, prop in properties],
-        "inputs": [
-            {"id": "url", "property": "pathname", "value": path},
-            {"id": "url", "property": "search", "value": search},
-            {"id": "tick", "property": "n_intervals"},
-        ],
-        "state": [{"id": "mark", "property": "data"}],
-        "changedPropIds": [],
-    }
-    answer = client.post("/_dash-update-component", json=body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.text

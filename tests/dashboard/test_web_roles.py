@@ -32,6 +32,7 @@ from stepsplit.dashboard.web.uploads import Limits
 
 HOST = {"Host": "traces.example"}
 RUNS = "/api/v1/runs"
+JOB = b'[hardware]\npreset = "h100-sxm"\n'
 GUARDED = Access(local=False, guarded=True)
 PASSWORDS = {"password": "adm", "uploader_password": "upl", "viewer_password": "vie"}
 PROPERTIES = [("page", "children"), ("zone", "hidden"), ("tick", "disabled"), ("mark", "data")]
@@ -55,6 +56,7 @@ NEEDED = {
     ("edit", "PATCH"): Role.UPLOADER,
     ("analyze", "POST"): Role.UPLOADER,
     ("attach_job", "PUT"): Role.UPLOADER,
+    ("read_job_form", "POST"): Role.UPLOADER,
     ("delete_run", "DELETE"): Role.ADMIN,
     ("end_sessions", "DELETE"): Role.ADMIN,
     ("list_audit", "GET"): Role.ADMIN,
@@ -97,13 +99,17 @@ def test_the_callbacks_only_read(store: Store) -> None:
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.label)
 def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
     client, headers = _client(store), _token(store, role)
-    ended = queued(store)
-    assert process_job(store, claimed(store), known_analysis) == "done"
+    ended, again = queued(store), queued(store)
+    for _ in range(2):
+        assert process_job(store, claimed(store), known_analysis) == "done"
     run_id, done = uploaded(store), store.import_report("done", *_known())
+    store.artifacts.save_job(ended, JOB)
     requests: list[tuple[Role, str, str, dict[str, Any]]] = [
         (Role.VIEWER, "GET", "/", {}),
         (Role.VIEWER, "GET", RUNS, {}),
         (Role.VIEWER, "GET", f"{RUNS}/{done}/report.json", {}),
+        (Role.VIEWER, "GET", f"{RUNS}/{ended}/job", {}),
+        (Role.VIEWER, "GET", f"{RUNS}/{ended}/job/form", {}),
         (Role.VIEWER, "POST", "/_dash-update-component", _ask_page("/")),
         (Role.UPLOADER, "POST", RUNS, {"json": {"name": "new"}}),
         (Role.UPLOADER, "PUT", f"{RUNS}/{run_id}/files/rank1", {"data": b"trace"}),
@@ -112,6 +118,8 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         (Role.UPLOADER, "POST", f"{RUNS}/{done}/check",
          {"json": {"answer": "pass", "headline": "fine"}}),
         (Role.UPLOADER, "PATCH", f"{RUNS}/{done}", {"json": {"note": "warm caches"}}),
+        (Role.UPLOADER, "POST", f"{RUNS}/{ended}/job/form", {"data": JOB}),
+        (Role.UPLOADER, "PUT", f"{RUNS}/{again}/job", {"data": JOB}),
         (Role.UPLOADER, "POST", f"{RUNS}/{ended}/analyze", {}),
         (Role.ADMIN, "GET", "/api/v1/audit", {}),
         (Role.ADMIN, "DELETE", f"{RUNS}/{done}", {}),

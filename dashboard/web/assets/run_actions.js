@@ -1,4 +1,4 @@
-/* What a user does with a run on its pages: edit, describe the job, analyze again, delete. */
+/* What a user does with a run on its pages: edit, analyze again, delete. */
 (function () {
   "use strict";
 
@@ -50,42 +50,6 @@
     }
   }
 
-  /* Outside of the page's tree, which Dash recreates. */
-  const jobFile = document.createElement("input");
-  jobFile.type = "file";
-  jobFile.id = "job-upload";
-  jobFile.accept = ".toml";
-  jobFile.hidden = true;
-  jobFile.addEventListener("change", async () => {
-    const text = await jobFile.files[0].text();
-    jobFile.value = "";
-    attachJob(text);
-  });
-  document.body.append(jobFile);
-
-  /* The fields of the form as a job.toml, which the recording completes. */
-  function writeJob() {
-    const mesh = byId("job-mesh");
-    if (!mesh.reportValidity()) return null;
-    const sizes = mesh.value.split(",").map((part) => part.trim()).filter(Boolean);
-    const preset = byId("job-hardware").value;
-    const lines = sizes.length ? ["[parallel]", ...sizes.map((one) => one.replace("=", " = "))] : [];
-    if (preset) lines.push("[hardware]", 'preset = "' + preset + '"');
-    if (!lines.length) byId("job-status").textContent = "Choose the hardware, a mesh or a file.";
-    return lines.length ? lines.join("\n") + "\n" : null;
-  }
-
-  async function attachJob(text) {
-    const status = byId("job-status");
-    status.textContent = "";
-    try {
-      await send("PUT", byId("job-send").dataset.run + "/job", text);
-      location.reload();
-    } catch (error) {
-      status.textContent = "Not analyzed: " + error.message;
-    }
-  }
-
   async function remove(button) {
     const question = "Delete " + button.dataset.name + " with its files and its report?";
     if (!window.confirm(question)) return;
@@ -108,16 +72,6 @@
     }
     if (button.dataset.retry) analyzeAgain(button);
     if (button.dataset.delete) remove(button);
-    if (button.dataset.job) {
-      byId("job-form").showModal();
-      byId("job-send").dataset.run = button.dataset.job;
-    }
-    if (button.id === "job-send") {
-      const text = writeJob();
-      if (text) attachJob(text);
-    }
-    if (button.id === "job-file") jobFile.click();
-    if (button.id === "job-cancel") byId("job-form").close();
     if (button.id === "edit-save") save(button.dataset.run);
     if (button.id === "edit-cancel") byId("edit-run").close();
   });

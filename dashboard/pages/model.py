@@ -42,7 +42,11 @@ from stepsplit.dashboard.pages.components import (
     build_time_cell,
 )
 from stepsplit.dashboard.pages.compute import build_predicted_bars
-from stepsplit.dashboard.pages.overview import build_caveats, build_model_comparison
+from stepsplit.dashboard.pages.overview import (
+    build_caveats,
+    build_mismatch,
+    build_model_comparison,
+)
 from stepsplit.dashboard.pages.run_actions import build_job_button
 
 # Model: change layout, batch or hardware and see the predicted step, memory and bubble.
@@ -87,6 +91,7 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         menus.append(build_menu(key, {w: w for w in values}, shown, UNCHANGED))
     note = "prediction only: no job is run"
     parts: list[Component] = [
+        *build_mismatch(view.report),
         html.Div(menus, className="choices"),
         *build_caveats(view.report, gap),
     ]

@@ -108,18 +108,21 @@ def build_model_comparison(view: View) -> list[html.Section]:
         build_graph("sides", draw_predicted_and_measured(gap)),
         build_graph("waterfall", draw_waterfall(gap)),
     )
-    return [build_section("Model comparison", note, *figures, *build_caveats(view.report, gap))]
+    parts = (*build_mismatch(view.report), *figures, *build_caveats(view.report, gap))
+    return [build_section("Model comparison", note, *parts)]
+
+
+def build_mismatch(report: Report) -> list[html.P]:
+    """Why the job cannot be that of the recording; empty if it can."""
+    messages = (one.message for one in report.warnings if one.code == JOB_MISMATCH)
+    return [html.P(one, className="mismatch") for one in messages]
 
 
 def build_caveats(report: Report, gap: Gap) -> list[html.P]:
-    """The caveats of the comparison with the model; what makes it useless stands out."""
-    mismatches = [one.message for one in report.warnings if one.code == JOB_MISMATCH]
-    return [
-        html.P(one, className="mismatch")
-        if one in mismatches
-        else html.P(f"caveat: {one}", className="note")
-        for one in gap.notes
-    ]
+    """The other caveats of the comparison with the model."""
+    mismatches = {one.message for one in report.warnings if one.code == JOB_MISMATCH}
+    notes = (one for one in gap.notes if one not in mismatches)
+    return [html.P(f"caveat: {one}", className="note") for one in notes]
 
 
 def _build_missing_model(view: View) -> list[html.Section]:

@@ -20,7 +20,7 @@ from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.audit import audit_to_json, parse_since
-from stepsplit.dashboard.store.job_files import merge_job, parse_job_changes
+from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.runs import (
     NOTE_LENGTH,
     RunEdit,
@@ -172,10 +172,10 @@ class Api:
         run = self._find_run(run_id)
         text = self._read_job_body(run)
         try:
-            is_queued = self.store.attach_job(run.id, text)
+            check_job_text(text)
         except StepsplitError as error:
             raise _refuse_job(error) from None
-        if not is_queued:
+        if not self.store.attach_job(run.id, text):
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "job attached", run.label)
         return self._build_status(run_id), 202

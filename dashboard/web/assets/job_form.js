@@ -176,6 +176,8 @@
     event.preventDefault();
     attempt("Not analyzed", async () => {
       await ask("PUT", "/job", collect());
+      /* It is about to be replaced. */
+      opener = null;
       dialog.close();
       showProgress();
     });

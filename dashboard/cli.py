@@ -44,6 +44,7 @@ COMMANDS = {
     "record": ("record", "Record some steps of an unmodified training command."),
     "redact": ("analyze", "Copy a recording without hosts, users, paths and stacks."),
     "retry": ("runs", "Queue runs for another analysis of their files."),
+    "runs": ("runs", "List the runs of a store, newest first."),
     "token": ("server", "Create, list and revoke access tokens of a dashboard."),
     "upload": ("server", "Upload a recording to a dashboard and print its URL."),
     "validate": ("model", "Compare the analytical model with published measurements."),

@@ -1,4 +1,4 @@
-"""stepsplit delete, edit and retry: the runs of a store."""
+"""stepsplit runs, delete, edit and retry: the runs of a store."""
 
 from __future__ import annotations
 
@@ -21,6 +21,38 @@ from stepsplit.dashboard.commands.common import (
 
 if TYPE_CHECKING:
     from stepsplit.dashboard.store.runs import RunRow
+
+# stepsplit runs: what is in a store.
+
+
+@click.command()
+@click.option("--job", "job_key", metavar="KEY", help="Only runs of the job with this key.")
+@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True,
+              help="Only runs with this tag, such as branch=main; may be repeated.")  # fmt: skip
+@click.option("--last", type=click.IntRange(min=1), default=50, show_default=True, metavar="N",
+              help="The newest N of them.")  # fmt: skip
+@store_option
+@artifacts_option
+def runs_command(
+    job_key: str | None, tags: tuple[str, ...], last: int, url: str, artifacts: str
+) -> None:
+    """List the runs of a store, newest first.
+
+    Each line has the run's id, date, state, the key of its job and its name. Runs of one job have
+    the same world size, device, mesh and model; runs of an earlier stepsplit show theirs once a
+    worker has read their reports.
+    """
+    pairs = [parse_tag(tag) for tag in tags]
+    found = [
+        run
+        for run in open_store(url, artifacts).list_runs()
+        if run.has_tags(pairs) and job_key in (None, run.job_key)
+    ]
+    for run in found[:last]:
+        added, key = format_date(run.created_unix_ns), run.job_key or "unknown"
+        label = f"  ({run.job.label})" if run.job else ""
+        click.echo(f"{run.id}  {added}  {run.state:9}  {key:8}  {run.name}{label}")
+
 
 # stepsplit delete: frees the space of runs that are no longer needed.
 

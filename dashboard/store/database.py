@@ -216,7 +216,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0006"
+VERSION = "0007"
 """The newest migration."""
 
 METADATA = MetaData()
@@ -247,7 +247,10 @@ RUNS = Table(
     Column("warnings", Integer),
     Column("bubble_fraction", Float),
     Column("mfu", Float),
+    Column("job_key", String(16), index=True),
+    Column("job_label", String(200)),
 )
+"""job_key is NULL until the job was looked for, and empty if it is unknown."""
 
 TAGS = Table(
     "tags",

@@ -86,10 +86,14 @@ def run_worker(
 ) -> None:
     """Runs jobs until the parent process ends. On an exception, such as a signal, the current job
     is queued again. Main thread only."""
+    is_complete = False
     while options.parent is None or os.getppid() == options.parent:
         try:
             if not _run_next_job(store, options, analyze):
-                time.sleep(options.poll_s)
+                # Runs of an earlier stepsplit, one at a time so that uploads do not wait.
+                is_complete = is_complete or not store.fill_next_job()
+                if is_complete:
+                    time.sleep(options.poll_s)
         except SQLAlchemyError as error:
             # A current job is claimed again after its lease expires.
             _log_unavailable(error)

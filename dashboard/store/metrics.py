@@ -1,23 +1,31 @@
-"""Metrics of stored runs: per run and per rank, headlines, check results."""
+"""Metrics of stored runs: per run and per rank, headlines, jobs, check results."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from statistics import median
 from typing import Any
 
 from sqlalchemy import delete, insert, select
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.ops import compute_element_bytes
+from stepsplit.analyzer.regression.compare import MESH_FROM_CALLS
 from stepsplit.analyzer.report.report import (
     Report,
+    Run,
     StepRow,
     compute_bucket_medians,
     compute_step_median_ns,
     select_full_steps,
 )
+from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.dashboard.store.database import METRICS, RANKS, RUNS, VERDICTS, Database, clean_text
 
 # Results of the check command, for the list of runs.
@@ -229,3 +237,99 @@ def _format_mesh(report: Report) -> str | None:
     if report.run.mesh is None:
         return None
     return " ".join(f"{part.axis}{part.size}" for part in report.run.mesh)
+
+
+# The job of a run, by which runs of one training job are grouped.
+
+
+@dataclass(frozen=True, slots=True)
+class JobFingerprint:
+    """Which training job a run is of: a short stable key, and a label for people.
+
+    The key covers the world size, the device, the mesh, the size in elements of the message that
+    moves most data (which depends on the width of the model, the sequences and their number), and
+    the GEMMs of a step in powers of two (depth of the model, number of microbatches). It does not
+    cover hosts, recorded ranks, number and duration of steps, versions, schedule or dtype, and is
+    not changed by one more collective, unless that moves more data than all others. The model is
+    known by its traffic and its GEMMs alone: models that differ in neither share a key, such as one
+    of twice the depth with half the microbatches, and another bucket size of the gradient
+    reduction is another job. A job.toml does not change the key, since runs may get one later.
+    """
+
+    key: str
+    label: str
+
+
+MIN_MESSAGE_BYTES = 1024
+"""Smaller messages are scalars, such as the loss."""
+
+
+def compute_job_fingerprint(report: Report) -> JobFingerprint:
+    """The job of the report's run."""
+    run = report.run
+    evidence = (
+        run.world_size,
+        run.device,
+        _describe_mesh(run),
+        _find_main_message(report),
+        _estimate_gemms(report),
+    )
+    key = sha256(repr(evidence).encode()).hexdigest()[:8]
+    mesh = " ".join(f"{part.axis}{part.size}" for part in run.mesh or () if part.size > 1)
+    device = f"{run.world_size:,} x {run.device.removeprefix('NVIDIA ')}"
+    return JobFingerprint(key, clean_text(" · ".join(filter(None, (mesh, device))), 200))
+
+
+def _describe_mesh(run: Run) -> tuple[str, ...] | None:
+    """The axes of the mesh with their sizes; the sizes alone if the axes are named by the calls,
+    since one more call may change the names."""
+    if run.mesh is None:
+        return () if run.world_size == 1 else None
+    stated = run.mesh_source not in MESH_FROM_CALLS
+    return tuple(f"{part.axis if stated else ''}{part.size}" for part in run.mesh if part.size > 1)
+
+
+def _find_main_message(report: Report) -> int | None:
+    """The size in elements of the message that moves most data per rank and step; None without
+    messages."""
+    recorded = set(report.run.ranks)
+    members = {group.id: len(recorded & {*group.ranks}) or 1 for group in report.groups}
+    volumes: dict[int, float] = defaultdict(float)
+    for row in _list_steady_calls(report):
+        if row.op != "all_to_all" and (row.message_bytes or 0) > MIN_MESSAGE_BYTES:
+            elements = _count_elements(row.message_bytes or 0, row.dtype)
+            calls = _count_calls(row) / members.get(row.group, 1)
+            volumes[elements] = max(volumes[elements], elements * calls)
+    return max(volumes, key=lambda elements: (volumes[elements], elements), default=None)
+
+
+def _list_steady_calls(report: Report) -> Sequence[StepCallsRow | CollectiveRow]:
+    """The calls of which each step has as many: sizes of others depend on the data, as do those of
+    all-to-all. All calls of a report of stepsplit 0.1.0, which does not count them by step."""
+    if not report.step_calls:
+        return report.collectives
+    return [row for row in report.step_calls if row.least == row.most]
+
+
+def _count_calls(row: StepCallsRow | CollectiveRow) -> int:
+    return row.calls if isinstance(row, StepCallsRow) else row.count
+
+
+def _count_elements(message_bytes: int, dtype: str | None) -> int:
+    """Elements of a message, which another dtype does not change; bytes if it is unknown."""
+    size = -1 if dtype is None else compute_element_bytes(dtype)
+    return message_bytes // size if size > 0 else message_bytes
+
+
+def _estimate_gemms(report: Report) -> int | None:
+    """The GEMMs of a step and rank, as a rounded logarithm to base 2: kernels that are fused or
+    recomputed seldom change it. None if the report has none."""
+    steps = {row.rank: 0 for row in report.steps}
+    for row in select_full_steps(report.steps):
+        steps[row.rank] += 1
+    counts = [
+        row.count / steps[row.rank]
+        for row in report.kernels
+        if row.family == "gemm" and row.count > 0 and steps.get(row.rank)
+    ]
+    return round(math.log2(median(counts))) if counts else None

@@ -25,8 +25,10 @@ from stepsplit.dashboard.store.database import (
 from stepsplit.dashboard.store.metrics import (
     CheckRow,
     Headline,
+    JobFingerprint,
     MedianStep,
     build_headline,
+    compute_job_fingerprint,
     record_metrics,
 )
 
@@ -271,7 +273,20 @@ def record_done(connection: Connection, run_id: str, report: Report) -> None:
     numbers = build_headline(report)
     values = {"state": "done", "error": None, **build_columns(numbers)}
     connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+    record_job(connection, run_id, compute_job_fingerprint(report))
     record_metrics(connection, run_id, report, numbers)
+
+
+def record_job(connection: Connection, run_id: str, job: JobFingerprint | None) -> None:
+    """Records the job of the run; None if it cannot be known."""
+    values = {"job_key": job.key, "job_label": job.label} if job else {"job_key": ""}
+    connection.execute(update(RUNS).where(RUNS.c.id == run_id).values(values))
+
+
+def find_run_without_job(connection: Connection) -> str | None:
+    """A finished run of an earlier stepsplit, whose job was not looked for yet."""
+    without = (RUNS.c.state == "done", RUNS.c.job_key.is_(None))
+    return connection.execute(select(RUNS.c.id).where(*without).limit(1)).scalar()
 
 
 def record_failure(connection: Connection, run_id: str, message: str) -> None:
@@ -365,7 +380,7 @@ class RunRow:
 
     progress (0..1) and progress_note are set during the analysis, if known. queued_unix_ns: when
     its last analysis was queued, which tells one report of the run from the next; 0 if it was
-    added with its report.
+    added with its report. job is None if it is unknown.
     """
 
     id: str
@@ -380,10 +395,16 @@ class RunRow:
     verdict: CheckRow | None = None
     note: str = ""
     queued_unix_ns: int = 0
+    job: JobFingerprint | None = None
 
     def has_tags(self, pairs: Iterable[tuple[str, str]]) -> bool:
         """Whether the run has all the tags, each a key and a value."""
         return {(tag.key, tag.value) for tag in self.tags} >= set(pairs)
+
+    @property
+    def job_key(self) -> str | None:
+        """The key of its job; None if the job is unknown."""
+        return None if self.job is None else self.job.key
 
     @property
     def label(self) -> str:
@@ -407,9 +428,10 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     numbers = _read_headline(row) if state == "done" else None
     verdict = None if row.answer is None else CheckRow(row.answer, row.words)
     progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
+    job = JobFingerprint(row.job_key, row.job_label) if row.job_key else None
     return RunRow(
         row.id, row.name or row.id, row.created_unix_ns, state, row.error, numbers, tuple(tags),
-        progress, note, verdict, row.note, row.queued_unix_ns or 0,
+        progress, note, verdict, row.note, row.queued_unix_ns or 0, job,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
@@ -37,7 +37,7 @@ from stepsplit.dashboard.store.database import (
 )
 from stepsplit.dashboard.store.job_files import check_job_text
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
-from stepsplit.dashboard.store.metrics import CheckResults, MetricStore
+from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
 from stepsplit.dashboard.store.runs import (
     AnalysisQueue,
     RunEdit,
@@ -165,6 +165,20 @@ class Store:
         """All runs, newest first."""
         with self._database.begin_read() as connection:
             return runs.list_runs(connection)
+
+    def fill_next_job(self) -> bool:
+        """Records the job of one run that an earlier stepsplit stored. False if all are known."""
+        with self._database.begin_read() as connection:
+            run_id = runs.find_run_without_job(connection)
+        if run_id is None:
+            return False
+        job = None
+        # Without a readable report the job stays unknown.
+        with suppress(StepsplitError, OSError):
+            job = compute_job_fingerprint(self.load_report(run_id))
+        with self._database.begin_write() as connection:
+            runs.record_job(connection, run_id, job)
+        return True
 
     def find_run(self, run_id: str) -> RunRow | None:
         """The run of this id; None if there is none."""

@@ -75,19 +75,19 @@ class Api:
         return jsonify(id=self.store.add(new.name, new.tags)), 201
 
     def list_runs(self) -> Response:
-        """GET ?tag=KEY=VALUE&state=done&last=N: the newest runs that have all tags."""
+        """GET ?tag=KEY=VALUE&job=KEY&state=done&last=N: the newest runs of the job that have all
+        tags."""
         pairs = [pair.partition("=") for pair in request.args.getlist("tag")]
-        state, last = request.args.get("state"), _read_last()
+        state, job, last = request.args.get("state"), request.args.get("job"), _read_last()
         if last is None or not all(key and equals for key, equals, _ in pairs):
             raise HttpError(400, "list runs with ?tag=branch=main&state=done&last=10")
         tags = [(key, value) for key, _, value in pairs]
         found = [
             run
             for run in self.store.list_runs()
-            if run.has_tags(tags) and state in (None, run.state)
+            if run.has_tags(tags) and state in (None, run.state) and job in (None, run.job_key)
         ]
-        rows = [{"id": run.id, "name": run.name, "state": run.state} for run in found[:last]]
-        return jsonify(runs=rows)
+        return jsonify(runs=[_build_list_row(run) for run in found[:last]])
 
     def record_check(self, run_id: str) -> Response:
         """POST {answer, headline}: shows the result of a check with the run."""
@@ -275,6 +275,8 @@ class Api:
             error=run.error,
             tags={tag.key: tag.value for tag in run.tags},
             note=run.note,
+            job=run.job_key,
+            job_label=None if run.job is None else run.job.label,
             progress=run.progress,
             progress_note=run.progress_note,
             files=stored.files,
@@ -295,6 +297,10 @@ _ERROR_LENGTH = 2_000
 
 def _refuse_job(error: StepsplitError) -> HttpError:
     return HttpError(400, str(error)[:_ERROR_LENGTH])
+
+
+def _build_list_row(run: RunRow) -> dict[str, str | None]:
+    return {"id": run.id, "name": run.name, "state": run.state, "job": run.job_key}
 
 
 def _read_last() -> int | None:

@@ -183,6 +183,9 @@ HELP = {
         "--name NAME", "--note TEXT", "--tag KEY=VALUE", "--untag KEY", "--store URL",
         "--artifacts URL", "--help",
     ],
+    ("runs",): [
+        "--job KEY", "--tag KEY=VALUE", "--last N", "--store URL", "--artifacts URL", "--help",
+    ],
     ("retry",): ["--job FILE", "--store URL", "--artifacts URL", "--help"],
     ("delete",): [
         "--older-than DAYS", "--dry-run", "--store URL", "--artifacts URL", "--help",
@@ -213,9 +216,7 @@ def test_the_options_of_each_command_are_frozen(
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     named = [line for line in lines if line.startswith("--")]
     options = [" ".join(line.split("  ")[0].split()) for line in named]
-    verbs = [
-        line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in cli.COMMANDS
-    ]
+    verbs = [line.split()[0] for line in lines if line.split("  ")[0] in cli.COMMANDS]
     assert verbs + options == HELP[verb]
 
 

@@ -172,6 +172,8 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
         "error": None,
         "tags": {"branch": "main", "gpus": "8"},
         "note": "",
+        "job": None,
+        "job_label": None,
         "progress": 0.25,
         "progress_note": "reading",
         "files": 1,

@@ -66,6 +66,7 @@ def running_server(folder: Path, analyze: str = "known_analysis") -> Iterator[st
 
 
 def _python(folder: Path, program: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "HOME": str(folder / "home")}
+    places = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.getenv("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": places, "HOME": str(folder / "home")}
     command = [sys.executable, "-c", _OPEN + program, str(folder)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

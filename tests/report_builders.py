@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from detail_builders import detail
+from msgspec import structs
 
 from stepsplit.analyzer import (
     BUCKETS,
@@ -223,3 +224,13 @@ def _report(rows: list[StepRow]) -> Report:
         ),
         mfu=0.412,
     )
+
+
+def paced(report: Report, pace: float) -> Report:
+    """The report with each part of its steps that many times as long."""
+    parts = [f"{bucket}_ns" for bucket in BUCKETS]
+    rows = []
+    for row in report.steps:
+        times = {name: round(pace * getattr(row, name)) for name in parts}
+        rows.append(structs.replace(row, step_ns=sum(times.values()), **times))
+    return structs.replace(report, steps=tuple(rows))

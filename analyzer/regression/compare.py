@@ -50,6 +50,18 @@ def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     )
 
 
+def compare_with_baseline(reports: Sequence[Report]) -> tuple[RunComparison, ...]:
+    """Compare each run but the first with the first, by the axes of one mesh.
+
+    Raises UsageError if one of them has no step.
+    """
+    baseline, *candidates = reports
+    stated = (report for report in reports if report.run.mesh and not _is_inferred(report))
+    reference = next(stated, baseline)
+    aligned = [align_axes(reference, report)[1] for report in (baseline, *candidates)]
+    return tuple(compare_reports(aligned[0], candidate) for candidate in aligned[1:])
+
+
 # The bottlenecks of both runs.
 
 

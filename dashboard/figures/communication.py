@@ -1,4 +1,4 @@
-"""Figures of communication: bandwidth, waits, and metrics over runs."""
+"""Figures of communication: bandwidth, waits; and of metrics over runs."""
 
 from __future__ import annotations
 
@@ -234,6 +234,15 @@ MAD_TO_SD = 1.4826
 
 _BAND_SDS = 3
 
+JOB_COLORS = (*AXIS_COLORS, "#7A2F5B", "#8D949E")
+
+JOB_SYMBOLS = (*SYMBOLS, "triangle-down", "star")
+
+MAX_JOBS = len(JOB_COLORS)
+"""Jobs in one figure; more lines cannot be told apart."""
+
+_HISTORY_HOVER = "<b>%{customdata}</b><br>%{y:.4g}<br>%{x|%Y-%m-%d %H:%M} UTC<extra></extra>"
+
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
@@ -289,7 +298,7 @@ def draw_history(
 ) -> go.Figure:
     """Points by time of upload, with outliers highlighted."""
     figure = build_blank_figure(420, "", title)
-    when = [datetime.fromtimestamp(one.unix_ns / 1e9, UTC) for one in points]
+    when = _list_dates(points)
     values = [one.value for one in points]
     bands = [near for i in range(len(values)) if (near := compute_typical_range(values, i))]
     is_outlier = [
@@ -311,17 +320,59 @@ def draw_history(
                 "symbol": ["diamond" if one else "circle" for one in is_outlier],
             },
             customdata=[escape_text(one.label) for one in points],
-            hovertemplate="<b>%{customdata}</b><br>%{y:.4g}<br>%{x|%Y-%m-%d %H:%M} UTC"
-            "<extra></extra>",
+            hovertemplate=_HISTORY_HOVER,
             showlegend=False,
         )
     )
     if levels:
         _draw_levels(figure, when, levels)
+    _finish_history(figure, values, budget)
+    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class JobHistory:
+    """The values of one job's runs, oldest first, with the name of the job."""
+
+    label: str
+    points: tuple[HistoryPoint, ...]
+
+
+def draw_job_histories(
+    jobs: Sequence[JobHistory], title: str, budget: float | None = None
+) -> go.Figure:
+    """A line for each of at most MAX_JOBS jobs by time of upload; no typical range, which is that
+    of one job."""
+    figure = build_blank_figure(420 + 18 * len(jobs), "", title)
+    for job, color, symbol in zip(jobs, JOB_COLORS, JOB_SYMBOLS, strict=False):
+        figure.add_trace(
+            go.Scatter(
+                name=escape_text(job.label),
+                mode="lines+markers",
+                x=_list_dates(job.points),
+                y=[one.value for one in job.points],
+                line={"color": color, "width": 1},
+                marker={"size": 8, "color": color, "symbol": symbol},
+                customdata=[escape_text(one.label) for one in job.points],
+                hovertemplate=_HISTORY_HOVER.replace("<br>", "<br>%{fullData.name}<br>", 1),
+                showlegend=True,
+            )
+        )
+    _finish_history(figure, [one.value for job in jobs for one in job.points], budget)
+    return figure
+
+
+def _list_dates(points: Sequence[HistoryPoint]) -> list[datetime]:
+    return [datetime.fromtimestamp(one.unix_ns / 1e9, UTC) for one in points]
+
+
+def _finish_history(figure: go.Figure, values: Sequence[float], budget: float | None) -> None:
+    """Draws the budget; the axis has no negative part that no value needs."""
+    if min(values, default=0.0) >= 0:
+        figure.update_yaxes(rangemode="nonnegative")
     if budget is not None:
         line = {"color": WORSE, "width": 2, "dash": "dash"}
         figure.add_hline(y=budget, line=line, annotation_text="budget")
-    return figure
 
 
 def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[Level]) -> None:

@@ -1,28 +1,26 @@
-"""Pages: comparison of two runs, history of a metric."""
+"""Page: comparison of two or more runs."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from statistics import NormalDist, fmean, median, variance
 
-import numpy as np
-from dash import html
+from dash import dcc, html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.compare import (
     CallsChange,
     CallStats,
     Change,
     RunComparison,
+    Side,
     compare_reports,
+    compare_with_baseline,
 )
-from stepsplit.analyzer.regression.statistics import compute_difference
 from stepsplit.analyzer.units import (
+    format_date,
     format_gigabytes_per_second,
     format_memory_size,
     format_milliseconds,
@@ -31,18 +29,11 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
     format_size,
 )
-from stepsplit.dashboard.figures.communication import FEWEST as FEWEST_USUAL
-from stepsplit.dashboard.figures.communication import (
-    MAD_TO_SD,
-    HistoryPoint,
-    Level,
-    compute_typical_range,
-    draw_history,
-)
 from stepsplit.dashboard.figures.run import NamedSplit, draw_difference, draw_splits
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
     Cell,
+    Content,
     View,
     build_card,
     build_empty_card,
@@ -52,15 +43,117 @@ from stepsplit.dashboard.pages.components import (
     build_page_url,
     build_section,
     build_table,
-    build_text_field,
     build_time_cell,
     format_hidden_rows,
+    format_query,
 )
-from stepsplit.dashboard.store.metrics import MetricPoint
+from stepsplit.dashboard.store.runs import RunRow
+
+# The runs that an address chooses, and the menus and buttons that change them.
+
+MAX_COMPARED = 12
+
+MAX_MENU_RUNS = 100
+"""The newest runs, of which menus have an entry each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSelection:
+    """The finished runs that an address chooses, baseline first; how many it names besides that
+    are not finished or do not exist, and how many are too many.
+
+    is_list: whether the address lists them (runs=A,B,C), else it has baseline=A and candidate=B.
+    """
+
+    runs: tuple[RunRow, ...]
+    is_list: bool
+    n_unknown: int = 0
+    n_over: int = 0
+
+
+def select_runs(rows: Sequence[RunRow], chosen: AddressQuery) -> RunSelection:
+    """The runs of the address."""
+    known = {run.id: run for run in rows if run.state == "done"}
+    text = chosen.find_text("runs")
+    if text is None:
+        sides = [known.get(chosen.find_text(side) or "") for side in ("baseline", "candidate")]
+        return RunSelection(tuple(run for run in sides if run is not None), False)
+    ids = dict.fromkeys(part for part in text.split(",") if part)
+    runs = [known[run_id] for run_id in ids if run_id in known]
+    n_unknown, n_over = len(ids) - len(runs), max(0, len(runs) - MAX_COMPARED)
+    return RunSelection(tuple(runs[:MAX_COMPARED]), True, n_unknown, n_over)
+
+
+def build_compare_url(run_ids: Sequence[str]) -> str:
+    """The address of the comparison of these runs, baseline first."""
+    if len(run_ids) == 2:
+        return "/compare" + format_query(dict(zip(("baseline", "candidate"), run_ids, strict=True)))
+    return "/compare" + format_query({"runs": ",".join(run_ids)})
+
+
+def build_run_pickers(
+    rows: Sequence[RunRow], selection: RunSelection, chosen: AddressQuery
+) -> html.Div:
+    """Two menus, or a list with buttons, that choose the runs; and a menu that adds one."""
+    done = [run for run in rows if run.headline is not None and run.headline.median_step]
+    picked = [run.id for run in selection.runs]
+    add = _build_add_menu(done, picked) if len(picked) > 1 or selection.is_list else []
+    if selection.is_list:
+        items = [_build_picked_run(selection.runs, at) for at in range(len(picked))]
+        return html.Div([html.Ol(items), *add, *_build_notes(selection)], className="pickers")
+    sides = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
+    listed = [run for n, run in enumerate(done) if n < MAX_MENU_RUNS or run.id in sides.values()]
+    names = {"": "choose a run"} | {run.id: _format_run(run) for run in listed}
+    menus = [build_menu(side, names, run_id, "") for side, run_id in sides.items()]
+    return html.Div([*menus, *add], className="pickers")
+
+
+def _format_run(run: RunRow) -> str:
+    return f"{run.name}, {format_date(run.created_unix_ns)}"
+
+
+def _build_add_menu(done: Sequence[RunRow], picked: Sequence[str]) -> list[Component]:
+    """A menu whose entries are the addresses with one run more."""
+    if len(picked) >= MAX_COMPARED:
+        return []
+    now = ",".join(picked)
+    others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
+    names = {now: "choose a run"} | {
+        ",".join((*picked, run.id)): _format_run(run) for run in others
+    }
+    return [build_menu("runs", names, now, "", "add a run")]
+
+
+def _build_picked_run(runs: Sequence[RunRow], at: int) -> html.Li:
+    """A chosen run with what removes it, or makes it the baseline."""
+    own, ids = runs[at], [run.id for run in runs]
+    others = [*ids[:at], *ids[at + 1 :]]
+    role: Content = html.Span("baseline", className="pill")
+    if at:
+        role = _build_button("use as baseline", own.name, build_compare_url([own.id, *others]))
+    remove = _build_button("remove", own.name, build_compare_url(others))
+    return html.Li([html.Span(_format_run(own)), " ", role, " ", remove])
+
+
+def _build_button(text: str, name: str, url: str) -> dcc.Link:
+    """A link that looks like a button; screen readers hear the run too."""
+    return dcc.Link([text, html.Span(f" {name}", className="unseen")], href=url, className="button")
+
+
+def _build_notes(selection: RunSelection) -> list[Component]:
+    notes = []
+    if selection.n_unknown:
+        notes.append(f"{selection.n_unknown:,} runs of the address are not finished or not here.")
+    if selection.n_over:
+        notes.append(f"At most {MAX_COMPARED} are compared: {selection.n_over:,} are left out.")
+    return [html.P(" ".join(notes), className="note")] if notes else []
+
 
 # Compare: differences between two runs by bucket, axis, call and kernel.
 
 MAX_COMPARE_ROWS = 20
+
+_SHORT_NOISE: Mapping[bool | None, str] = {True: "within", False: "beyond", None: "too few steps"}
 
 _NOISE = {
     True: "within step-to-step noise",
@@ -106,7 +199,7 @@ def _build_names(baseline: View, candidate: View) -> html.P:
             "   candidate ",
             html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
             "   ",
-            build_link("swap", f"/compare?baseline={candidate.run_id}&candidate={baseline.run_id}"),
+            build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
         ],
         className="subtitle",
     )
@@ -252,262 +345,172 @@ def _build_count_cell(number: float) -> Cell:
     return Cell(f"{number:,.1f}".removesuffix(".0"), number=True)
 
 
-# History: a metric over all runs, with outliers, level changes and a budget.
+# Compare: any number of runs with a baseline, a column each.
 
-MAX_HISTORY_ROWS = 50
-
-MIN_POINTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryMetric:
-    """How a metric is shown: label, unit, and the size of one unit in the stored unit."""
-
-    label: str
-    unit: str
-    scale: float
+_SHORT_NAME = 24
+"""Characters of a name below a figure."""
 
 
-METRICS: Mapping[str, HistoryMetric] = {
-    "step_ns": HistoryMetric("median step", "ms", 1e6),
-    "exposed_comm": HistoryMetric("exposed communication", "% of step time", 0.01),
-    "skew": HistoryMetric("skew", "% of step time", 0.01),
-    "bubble": HistoryMetric("bubble", "% of step time", 0.01),
-    "idle": HistoryMetric("idle", "% of step time", 0.01),
-    "bubble_fraction": HistoryMetric("bubble fraction of the schedule", "%", 0.01),
-    "mfu": HistoryMetric("MFU", "%", 0.01),
-    "peak_memory_bytes": HistoryMetric("peak memory (largest rank)", "GiB", float(2**30)),
-}
-
-
-def choose_metric(chosen: AddressQuery) -> str:
-    """The metric named in the URL; by default the step time."""
-    name = chosen.find_text("metric")
-    return name if name is not None and name in METRICS else "step_ns"
-
-
-def build_history_page(
-    points: Sequence[MetricPoint], tags: Sequence[str], chosen: AddressQuery
-) -> list[Component]:
-    """The history of the chosen metric.
-
-    points: values of the runs with the chosen tag, oldest first; tags: all tags, as key=value.
-    """
-    name = choose_metric(chosen)
-    metric = METRICS[name]
-    shown = [HistoryPoint(p.name, p.created_unix_ns, p.value / metric.scale) for p in points]
-    if len(shown) < MIN_POINTS:
-        hint = "A history needs at least two runs: upload more, or choose another metric or tag."
-        return [_build_controls(name, tags, chosen), build_empty_card("Too few runs", hint)]
-    title = f"{metric.label}, {metric.unit}"
-    changed = find_level_changes([one.value for one in shown])
-    levels = _build_levels(changed, len(shown))
-    figure = build_graph(
-        "history", draw_history(shown, title, _parse_number(chosen.find_text("budget")), levels)
-    )
-    note = "◆ outlier: beyond 3 σ of the neighboring runs"  # noqa: RUF001
-    if len(shown) < FEWEST_USUAL:
-        note = f"outliers are marked from {FEWEST_USUAL} runs on"
-    return [
-        _build_controls(name, tags, chosen),
-        build_section(metric.label.capitalize(), note, figure),
-        _build_changes(points, changed, metric),
-        _build_table(points, shown, metric, _parse_number(chosen.find_text("budget"))),
-    ]
-
-
-def _build_controls(name: str, tags: Sequence[str], chosen: AddressQuery) -> html.Section:
-    tag = chosen.find_text("tag")
-    tag_options = {"": "all runs", **{one: one for one in tags}}
-    menus = [
-        build_menu("metric", {key: one.label for key, one in METRICS.items()}, name, "step_ns"),
-        build_menu("tag", tag_options, tag if tag in tag_options else "", ""),
-        build_text_field("budget", chosen.find_text("budget") or "", "budget", "none"),
-    ]
-    note = "finished runs only; choose a tag to compare like with like"
-    return build_section("Metric and runs", note, html.Div(menus, className="choices"))
-
-
-def _parse_number(text: str | None) -> float | None:
+def build_comparison_of_many(views: Sequence[View]) -> list[Component]:
+    """The page that compares each run with the first."""
     try:
-        return float(text) if text else None
-    except ValueError:
-        return None
+        comparisons = compare_with_baseline([view.report for view in views])
+    except UsageError as error:
+        return [build_empty_card("These runs cannot be compared", str(error))]
+    sides = [comparisons[0].baseline, *(one.candidate for one in comparisons)]
+    heads = ["per run", *(_build_run_head(views, at) for at in range(len(views)))]
+    rows = [
+        *_build_step_rows(sides, comparisons),
+        *_build_bucket_rows(sides),
+        *_build_exposed_rows(comparisons),
+    ]
+    bars = [
+        NamedSplit(_format_bar_name(at, view.name), side.mean)
+        for at, (view, side) in enumerate(zip(views, sides, strict=True), 1)
+    ]
+    figure = build_graph("splits", draw_splits(bars))
+    return [
+        html.Div(
+            build_section(
+                "Runs", "changes are relative to run 1, the baseline", build_table(heads, rows)
+            ),
+            className="matrix",
+        ),
+        build_section("Mean step", "over ranks and full steps", figure),
+        *_build_settings_of_many(heads, comparisons),
+    ]
 
 
-def _build_levels(changed: Sequence[LevelChange], count: int) -> list[Level]:
-    if not changed:
+def _build_run_head(views: Sequence[View], at: int) -> Content:
+    """The number and name of a run, with a link to its comparison with the baseline."""
+    own = views[at]
+    more: Content = "baseline"
+    if at:
+        more = build_link("in detail", build_compare_url((views[0].run_id, own.run_id)))
+    link = build_link(own.name, build_page_url(own.run_id))
+    return html.Span([f"{at + 1} ", link, html.Br(), html.Span(more, className="note")])
+
+
+def _format_bar_name(number: int, name: str) -> str:
+    short = name if len(name) <= _SHORT_NAME else f"{name[: _SHORT_NAME - 1]}…"
+    return f"{number} {short}"
+
+
+def _build_text_row(label: str, texts: Sequence[str]) -> list[Cell]:
+    return [Cell(label, head=True), *(Cell(text, number=True) for text in texts)]
+
+
+def _build_known_row(
+    label: str, sides: Sequence[Side], describe: Callable[[Side], str | None]
+) -> list[list[Cell]]:
+    """A row of what is known of the runs; none if it is known of none."""
+    texts = [describe(side) for side in sides]
+    return [_build_text_row(label, [text or "" for text in texts])] if any(texts) else []
+
+
+def _build_group_row(title: str, n_runs: int) -> list[Cell]:
+    return [Cell(html.B(title), columns=n_runs + 1, head=True)]
+
+
+def _build_step_rows(
+    sides: Sequence[Side], comparisons: Sequence[RunComparison]
+) -> list[list[Cell]]:
+    ratios = [one.ratio for one in comparisons]
+    changes = ["unknown" if one is None else format_signed_percent(one - 1) for one in ratios]
+    noise = [_SHORT_NOISE[one.within_noise] for one in comparisons]
+    return [
+        _build_text_row("median step", [format_milliseconds(side.median_ns) for side in sides]),
+        _build_text_row("change", ["", *changes]),
+        _build_text_row("step-to-step noise", ["", *noise]),
+        *_build_work_rows(sides, comparisons),
+        *_build_known_row(
+            "bubble_fraction", sides, lambda side: _format_ratio(side.bubble_fraction)
+        ),
+        *_build_known_row("MFU", sides, lambda side: _format_ratio(side.mfu)),
+        *_build_known_row("peak memory", sides, _format_peak),
+        _build_text_row("full steps", [f"{side.steps:,}" for side in sides]),
+    ]
+
+
+def _build_work_rows(
+    sides: Sequence[Side], comparisons: Sequence[RunComparison]
+) -> list[list[Cell]]:
+    """What compares equal work, if the steps of the runs differ in it."""
+    rows = []
+    if any(one.token_ratio is not None for one in comparisons):
+        rows += _build_known_row(
+            "tokens/s per GPU",
+            sides,
+            lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
+        )
+    if any(one.microbatch_ratio is not None for one in comparisons):
+        rows += _build_known_row("microbatches", sides, lambda side: f"{side.microbatches or ''}")
+        rows += _build_known_row(
+            "time per microbatch",
+            sides,
+            lambda side: format_milliseconds(side.microbatch_ns) if side.microbatch_ns else None,
+        )
+    return rows
+
+
+def _format_ratio(ratio: float | None) -> str | None:
+    return None if ratio is None else format_percent(ratio)
+
+
+def _format_peak(side: Side) -> str | None:
+    return format_memory_size(side.peak_allocated_bytes) if side.peak_allocated_bytes else None
+
+
+def _build_bucket_rows(sides: Sequence[Side]) -> list[list[Cell]]:
+    """Time and share of each bucket in the mean step."""
+    rows = [_build_group_row("mean step", len(sides))]
+    rows.append(_build_text_row("step", [format_milliseconds(side.mean.step_ns) for side in sides]))
+    for at, bucket in enumerate(BUCKETS):
+        times = [side.mean.buckets_ns[at] for side in sides]
+        if any(times):
+            cells = [_build_part_cell(ns, side) for ns, side in zip(times, sides, strict=True)]
+            rows.append([Cell(bucket, head=True), *cells])
+    return rows
+
+
+def _build_part_cell(ns: int, side: Side) -> Cell:
+    share = format_percent(ns / side.mean.step_ns) if side.mean.step_ns else ""
+    note = html.Span(share, className="note")
+    return Cell(html.Span([format_milliseconds(ns), html.Br(), note]), number=True)
+
+
+def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]]:
+    """Exposed communication by axis and bucket: those with most time in a run first."""
+    own = [{(row.axis, row.bucket): row.candidate_ns for row in c.exposed} for c in comparisons]
+    kinds = {(row.axis, row.bucket): row.baseline_ns for one in comparisons for row in one.exposed}
+    times = {kind: [ns, *(one.get(kind, 0) for one in own)] for kind, ns in kinds.items()}
+    ordered = sorted(times, key=lambda kind: -max(times[kind]))[:MAX_COMPARE_ROWS]
+    if not ordered:
         return []
-    first = Level(max(0, count - MAX_RUNS), changed[0].before)
-    return [first, *(Level(one.at, one.after, _format_change(one)) for one in changed)]
-
-
-def _format_change(change: LevelChange) -> str:
-    return "from zero" if change.ratio is None else format_signed_percent(change.ratio)
-
-
-def _build_changes(
-    points: Sequence[MetricPoint], changed: Sequence[LevelChange], metric: HistoryMetric
-) -> html.Section:
-    note = "significant changes that last three runs or more; for information, not used by check"
-    if not changed:
-        none = f"No lasting change in {min(len(points), MAX_RUNS):,} runs."
-        return build_section("Changes", note, html.P(none, className="message"))
-    heads = ("first run of the new level", "before", "after", "change")
-    rows = [_build_change_row(points[one.at], one, metric) for one in reversed(changed)]
-    return build_section("Changes", note, build_table(heads, rows))
-
-
-def _build_change_row(point: MetricPoint, change: LevelChange, metric: HistoryMetric) -> list[Cell]:
     return [
-        Cell(build_link(point.name, build_page_url(point.run_id))),
-        Cell(_format_with_unit(change.before, metric), number=True),
-        Cell(_format_with_unit(change.after, metric), number=True),
-        Cell(_format_change(change), number=True),
+        _build_group_row("exposed communication by axis", len(comparisons) + 1),
+        *(
+            _build_text_row(
+                f"{bucket} on {axis or 'other'}",
+                [format_milliseconds(ns) for ns in times[axis, bucket]],
+            )
+            for axis, bucket in ordered
+        ),
     ]
 
 
-def _format_with_unit(value: float, metric: HistoryMetric) -> str:
-    return f"{value:,.4g} {metric.unit.split()[0]}"
-
-
-def _build_table(
-    points: Sequence[MetricPoint],
-    shown: Sequence[HistoryPoint],
-    metric: HistoryMetric,
-    budget: float | None,
-) -> html.Section:
-    values = [one.value for one in shown]
-    rows = [_build_row(points[i], values, i, metric, budget) for i in reversed(range(len(values)))]
-    heads = ("run", metric.label, "typical", "difference", "remark")
-    return build_section("Runs", "newest first", build_table(heads, rows[:MAX_HISTORY_ROWS]))
-
-
-def _build_row(
-    point: MetricPoint,
-    values: Sequence[float],
-    at: int,
-    metric: HistoryMetric,
-    budget: float | None,
-) -> list[Cell]:
-    typical, value = compute_typical_range(values, at), values[at]
-    change = format_signed_percent(value / typical.median - 1) if typical and typical.median else ""
-    remarks = ["outlier"] if typical and not typical.is_typical(value) else []
-    remarks += ["over budget"] if budget is not None and value > budget else []
-    return [
-        Cell(build_link(point.name, build_page_url(point.run_id))),
-        Cell(_format_with_unit(value, metric), number=True),
-        Cell(f"{typical.median:,.4g}" if typical else "", number=True),
-        Cell(change, number=True),
-        Cell(html.Span(", ".join(remarks), className="pill failed") if remarks else ""),
-    ]
-
-
-# Lasting changes of a metric over runs; shown on the page only, not used by the check command.
-#
-# Change points are proposed by PELT (R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc.
-# 107, 2012) and kept if the levels before and after differ significantly, corrected for the number
-# of places tested.
-
-MIN_LEVEL_RUNS = 3
-"""Fewest runs of a level: one or two may be outliers."""
-
-MIN_CHANGE = 0.01
-"""Changes below this fraction of the previous level are ignored."""
-
-MAX_RUNS = 200
-"""Newest runs to search: with more, no permutation test reaches the corrected significance."""
-
-ALPHA = 0.05
-"""Probability of any false change over all places tested."""
-
-_PENALTY = 3.0
-"""PELT penalty per level, in units of variance times the logarithm of the number of runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class LevelChange:
-    """A lasting change: `at` is the index of the first run of the new level; before and after are
-    the means of the two levels, in the unit of the values."""
-
-    at: int
-    before: float
-    after: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Relative change of the level; None if it was zero before."""
-        return (self.after - self.before) / abs(self.before) if self.before else None
-
-
-def find_level_changes(values: Sequence[float]) -> tuple[LevelChange, ...]:
-    """Lasting changes among the newest LOOKED_AT values, oldest first."""
-    older = max(0, len(values) - MAX_RUNS)
-    newest = _detect_changes(tuple(values[older:]))
-    return tuple(LevelChange(older + one.at, one.before, one.after) for one in newest)
-
-
-@lru_cache(maxsize=64)
-def _detect_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
-    if len(values) < 2 * MIN_LEVEL_RUNS:
-        return ()
-    level = ALPHA / (len(values) - 2 * MIN_LEVEL_RUNS + 1)
-    edges = [0, *_propose_edges(values), len(values)]
-    while len(edges) > 2:
-        chances = [
-            _compute_p_value(before, after, level)
-            for before, after in _split_at_edges(values, edges)
-        ]
-        if max(chances) <= level:
-            break
-        del edges[1 + chances.index(max(chances))]
-    sides = _split_at_edges(values, edges)
-    return tuple(
-        LevelChange(at, fmean(before), fmean(after))
-        for at, (before, after) in zip(edges[1:-1], sides, strict=True)
-    )
-
-
-def _split_at_edges(
-    values: Sequence[float], edges: Sequence[int]
-) -> list[tuple[Sequence[float], Sequence[float]]]:
-    """For each inner edge, the values of the level before it and of the level after it."""
-    levels = [values[low:high] for low, high in pairwise(edges)]
-    return list(pairwise(levels))
-
-
-def _propose_edges(values: Sequence[float]) -> list[int]:
-    """Indices at which a new level may begin, without 0."""
-    from ruptures import KernelCPD  # takes seconds to load
-
-    penalty = _PENALTY * _estimate_noise(values) ** 2 * math.log(len(values))
-    signal = np.array(values, dtype=np.float64)[:, None]
-    found = KernelCPD("linear", min_size=MIN_LEVEL_RUNS).fit(signal).predict(pen=penalty)
-    return [int(edge) for edge in found[:-1]]
-
-
-def _estimate_noise(values: Sequence[float]) -> float:
-    """Standard deviation of a run, from consecutive differences so that level changes do not
-    contribute. Never zero."""
-    median_diff = median(abs(other - one) for one, other in pairwise(values))
-    min_noise = 0.1 * MIN_CHANGE * max(map(abs, values))
-    return max(MAD_TO_SD * median_diff / math.sqrt(2), min_noise, 1e-12)
-
-
-def _compute_p_value(before: Sequence[float], after: Sequence[float], level: float) -> float:
-    """The p value of the difference between two levels; 1 if it is too small to matter or to be
-    significant."""
-    shift = fmean(after) - fmean(before)
-    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
-    # The normal test is a lower bound for the t test; it avoids slow permutations.
-    min_shift = NormalDist().inv_cdf(1 - level) * error
-    if abs(shift) <= max(min_shift, MIN_CHANGE * abs(fmean(before)), 1e-12):
-        return 1.0
-    return (
-        _compute_rise_p_value(before, after) if shift > 0 else _compute_rise_p_value(after, before)
-    )
-
-
-def _compute_rise_p_value(low: Sequence[float], high: Sequence[float]) -> float:
-    test = compute_difference(low, high)
-    return 1.0 if test is None else max(test.p, test.p_permutation)
+def _build_settings_of_many(
+    heads: Sequence[Content], comparisons: Sequence[RunComparison]
+) -> list[Component]:
+    """A row for each setting that differs between the baseline and any other run."""
+    changed = [{row.name: row for row in one.settings} for one in comparisons]
+    baseline = {row.name: row.baseline for one in comparisons for row in one.settings}
+    if not baseline:
+        return []
+    rows = []
+    for name, before in baseline.items():
+        values = [before, *(one[name].candidate if name in one else before for one in changed)]
+        rows.append([Cell(name, head=True), *(Cell(value or "unknown") for value in values)])
+    table = build_table(["setting", *heads[1:]], rows)
+    note = "may explain other differences"
+    return [html.Div(build_section("Configuration differences", note, table), className="matrix")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlencode
@@ -17,7 +17,7 @@ from stepsplit.analyzer.report.report import Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES, GRAPH_CONFIG, BucketStyle
-from stepsplit.dashboard.store.metrics import Headline, MedianStep
+from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
 
 # A finished run, as input of the pages.
@@ -134,11 +134,13 @@ COLOR = {look.bucket: look.color for look in BUCKET_STYLES} | {"idle": "var(--id
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell; numbers are right-aligned; `columns` is the column span."""
+    """A table cell; numbers are right-aligned; `columns` is the column span; a head names its
+    row."""
 
     content: Content = ""
     number: bool = False
     columns: int = 1
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,11 @@ def _build_th(head: Content | SortHead, below: Cell) -> html.Th:
     return html.Th(head.content, className=name, **sort)
 
 
-def _build_td(cell: Cell) -> html.Td:
-    return html.Td(cell.content, className=_choose_cell_class(cell), colSpan=cell.columns)
+def _build_td(cell: Cell) -> html.Td | html.Th:
+    look: Any = {"className": _choose_cell_class(cell), "colSpan": cell.columns}
+    return (
+        html.Th(cell.content, scope="row", **look) if cell.head else html.Td(cell.content, **look)
+    )
 
 
 def build_card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
@@ -227,14 +232,17 @@ def build_empty_card(title: str, message: str) -> html.Section:
     return html.Section([html.H2(title), html.P(message)], className="card empty")
 
 
-def build_menu(name: str, options: Mapping[str, str], value: str, default: str) -> html.Label:
+def build_menu(
+    name: str, options: Mapping[str, str], value: str, default: str, label: str = ""
+) -> html.Label:
     """A menu bound to the URL parameter `name`, which is omitted at the default value.
 
-    options: texts by value. assets/choose.js handles changes.
+    options: texts by value; label: by default the name. assets/choose.js handles changes.
     """
     items = [html.Option(words, value=key, selected=key == value) for key, words in options.items()]
     menu = html.Select(items, **_build_data_attributes(name, default))
-    return html.Label([html.Span(name.replace("_", " "), className="menu-label"), menu])
+    shown = label or name.replace("_", " ")
+    return html.Label([html.Span(shown, className="menu-label"), menu])
 
 
 def build_text_field(name: str, value: str, label: str, hint: str = "") -> html.Label:
@@ -316,6 +324,35 @@ def build_check_pill(run: RunRow) -> Content:
     return html.Span(run.verdict.answer, className=f"pill {look}", title=run.verdict.words)
 
 
+UNKNOWN_JOB = "unknown job"
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """The job of a run, None if unknown, and the name of the run."""
+
+    job: JobFingerprint | None
+    name: str
+
+
+def label_jobs(runs: Iterable[JobRun]) -> dict[str, str]:
+    """A name for each job by its key, "" for runs of unknown jobs; runs are newest first.
+
+    Where several jobs have one label, the name of the newest run tells them apart, else the key.
+    """
+    newest: dict[str, JobRun] = {}
+    for run in runs:
+        newest.setdefault(run.job.key if run.job else "", run)
+    labels = {key: run.job.label if run.job else UNKNOWN_JOB for key, run in newest.items()}
+    for more in ({key: run.name for key, run in newest.items()}, {key: key for key in newest}):
+        shared = Counter(labels.values())
+        labels = {
+            key: f"{label} · {more[key]}" if shared[label] > 1 else label
+            for key, label in labels.items()
+        }
+    return labels
+
+
 def _choose_swatch_class(look: BucketStyle) -> str:
     return "hatched" if look.hatched else ""
 
@@ -380,4 +417,4 @@ def build_page_url(run_id: str, page: str = RUN_PAGES[0], **chosen: object) -> s
 def format_query(chosen: Mapping[str, object]) -> str:
     """The URL query of the selected options, leaving out empty ones."""
     values = {name: str(value) for name, value in chosen.items() if value not in (None, "")}
-    return f"?{urlencode(values)}" if values else ""
+    return f"?{urlencode(values, safe=',')}" if values else ""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.units import format_date, format_milliseconds, format_percent
+from stepsplit.analyzer.units import (
+    format_date,
+    format_milliseconds,
+    format_percent,
+    format_signed_percent,
+)
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
@@ -20,6 +26,7 @@ from stepsplit.dashboard.pages.components import (
     AddressQuery,
     Cell,
     Content,
+    JobRun,
     SortHead,
     View,
     build_aria_label,
@@ -36,6 +43,7 @@ from stepsplit.dashboard.pages.components import (
     build_table,
     build_text_field,
     format_query,
+    label_jobs,
 )
 from stepsplit.dashboard.pages.compute import build_compute, build_idle, build_memory_page
 from stepsplit.dashboard.pages.model import build_model_page
@@ -47,6 +55,7 @@ from stepsplit.dashboard.pages.run_actions import (
     build_tags,
 )
 from stepsplit.dashboard.pages.timeline import build_timeline_page
+from stepsplit.dashboard.store.metrics import JobFingerprint
 from stepsplit.dashboard.store.runs import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
@@ -55,13 +64,19 @@ MAX_LISTED = 100
 
 _COLUMN_ORDER = (
     "name", "added", "verdict",
-    "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
+    "job", "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
 )  # fmt: skip
 
 _COMMON_COLUMNS = ("name", "added", "verdict")
 """Columns that are shown for runs without metrics too."""
 
 _HIDDEN_IF_EMPTY = ("verdict", "mesh", "mfu")
+
+GROUP_ROWS = 10
+"""Runs of a job that are listed below its heading; a link leads to all of them."""
+
+TREND_RUNS = 24
+"""Newest runs in the trend of a job."""
 
 
 _MESH = r"\s*\w+=[0-9]+(\s*,\s*\w+=[0-9]+)*\s*"
@@ -114,6 +129,11 @@ def build_runs_page(
         hint = "No runs yet." + (upload if may_upload else "")
         return html.Div([html.H1("Runs"), html.P(hint, className="card empty")])
     matches = filter_runs(runs, chosen.find_text("q"))
+    job = chosen.find_text("job")
+    if job is not None:
+        matches = [run for run in matches if run.job_key == job]
+    if chosen.find_text("group") == "job" and matches:
+        return html.Div([_build_heading(runs, chosen), *_build_groups(matches, chosen)])
     ordered = sort_runs(matches, chosen.find_text("sort") or NEWEST)
     columns = choose_columns(ordered[:MAX_LISTED])
     rows = [_build_row(run, columns) for run in ordered[:MAX_LISTED]]
@@ -124,19 +144,47 @@ def build_runs_page(
     )
     if not rows:
         body = html.P("No run matches this search.", className="card empty")
-    return html.Div([_build_heading(chosen), body, html.P(note, className="note")])
+    return html.Div([_build_heading(runs, chosen), body, html.P(note, className="note")])
 
 
-def _build_heading(chosen: AddressQuery) -> html.Div:
-    search = build_text_field("q", chosen.find_text("q") or "", "search names, tags, meshes")
-    compare = html.A("compare selected", href="/compare", id="compare-link", className="off")
-    return html.Div([html.H1("Runs"), search, compare, build_legend()], className="heading")
+def _build_heading(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
+    search = build_text_field("q", chosen.find_text("q") or "", "search names, tags, jobs")
+    group = chosen.find_text("group")
+    menu = build_menu("group", {"": "no groups", "job": "by job"}, group or "", "", "group")
+    hint = html.Span("", id="compare-hint", className="note", role="status")
+    clear = html.Button("clear selection", id="clear-picks", type="button", className="button",
+                        hidden=True)  # fmt: skip
+    compare = html.A("compare selected", href="/compare", id="compare-link", className="button off")
+    picks = html.Span([hint, clear, compare], className="picks")
+    head = html.Div([html.H1("Runs"), search, menu, build_legend(), picks], className="heading")
+    job = chosen.find_text("job")
+    return head if job is None else html.Div([head, _build_job_line(runs, job, chosen)])
 
 
-def choose_columns(runs: Sequence[RunRow]) -> tuple[str, ...]:
-    """The columns of the list, without those that are empty for all of the runs."""
-    empty = {name for name in _HIDDEN_IF_EMPTY if all(COLUMNS[name].key(r) is None for r in runs)}
-    return tuple(name for name in _COLUMN_ORDER if name not in empty)
+def _build_job_line(runs: Sequence[RunRow], key: str, chosen: AddressQuery) -> html.P:
+    """The job to which the list is limited, with links to its history and to all jobs."""
+    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(key, f"no job {key}")
+    kept = {name: chosen.find_text(name) for name in ("q", "sort", "group")}
+    return html.P(
+        [
+            "job ",
+            html.B(label),
+            "   ",
+            build_link("history", "/history" + format_query({"job": key})),
+            "   ",
+            build_link("all jobs", "/" + format_query(kept)),
+        ],
+        className="subtitle",
+    )
+
+
+def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, ...]:
+    """The columns of the list, without those that are empty for all of the runs, and without the
+    job if it is the same for all."""
+    hidden = {name for name in _HIDDEN_IF_EMPTY if all(COLUMNS[name].key(r) is None for r in runs)}
+    if not with_job or len({run.job_key for run in runs if run.headline is not None}) < 2:
+        hidden.add("job")
+    return tuple(name for name in _COLUMN_ORDER if name not in hidden)
 
 
 def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content | SortHead]:
@@ -151,9 +199,10 @@ def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Cont
 def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> SortHead:
     text = COLUMNS[name].head
     next_sort = f"-{name}" if current == name else name
-    if current.removeprefix("-") != name and name not in ("name", "mesh"):
+    if current.removeprefix("-") != name and name not in ("name", "mesh", "job"):
         next_sort = f"-{name}"
-    where = "/" + format_query({"q": chosen.find_text("q"), "sort": next_sort})
+    kept = {key: chosen.find_text(key) for key in ("q", "job", "group")}
+    where = "/" + format_query({**kept, "sort": next_sort})
     if current == name:
         return SortHead(build_link(f"{text} ▲", where), "ascending")
     if current == f"-{name}":
@@ -198,6 +247,7 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     middle = numbers.median_step
     shares = {"compute": COMPUTE, "collective": COLLECTIVE, "bubble": BUBBLE}
     return {
+        "job": Cell(_build_job_link(run.job)),
         "world": Cell(f"{numbers.world_size:,}", number=True),
         "mesh": Cell(numbers.mesh or "unknown"),
         "step": Cell(format_milliseconds(middle.step_ns), number=True),
@@ -207,6 +257,77 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     }
 
 
+def _build_job_link(job: JobFingerprint | None) -> Content:
+    """The key of the job, which leads to its runs, with the label as tooltip."""
+    if job is None:
+        return ""
+    return dcc.Link(job.key, href=_build_job_url(job.key), title=job.label, className="job-key")
+
+
+def _build_job_url(key: str) -> str:
+    return "/" + format_query({"job": key})
+
+
+# The list of runs, grouped by job.
+
+
+def _build_groups(runs: Sequence[RunRow], chosen: AddressQuery) -> list[html.Section]:
+    """A section for each job, that with the newest run first; unknown jobs are the last."""
+    newest_first = sort_runs(runs, NEWEST)
+    labels = label_jobs(JobRun(run.job, run.name) for run in newest_first)
+    groups: dict[str, list[RunRow]] = {key: [] for key in labels}
+    for run in newest_first:
+        groups[run.job_key or ""].append(run)
+    ordered = sorted(groups, key=lambda key: key == "")
+    return [_build_group(groups[key], labels[key], chosen) for key in ordered]
+
+
+def _build_group(runs: Sequence[RunRow], label: str, chosen: AddressQuery) -> html.Section:
+    """One job: its heading, and below it a table of its runs, which are newest first."""
+    ordered = sort_runs(runs, chosen.find_text("sort") or NEWEST)[:GROUP_ROWS]
+    columns = choose_columns(ordered, with_job=False)
+    table = build_table(
+        _build_table_head(chosen, columns), [_build_row(r, columns) for r in ordered]
+    )
+    key = runs[0].job_key
+    number = f"{len(runs):,} run{'' if len(runs) == 1 else 's'}"
+    summary = number if len(ordered) == len(runs) else f"{len(ordered)} of {number}"
+    links: list[Content] = []
+    if key is not None:
+        links.append(build_link(f"all {number}" if len(runs) > 1 else number, _build_job_url(key)))
+        links.append(build_link("history", "/history" + format_query({"job": key})))
+    head = html.Div(
+        [html.H2(label), *_build_trend(runs), html.Span(links, className="heading-links")],
+        className="section-head group-head",
+    )
+    rows = html.Details([html.Summary(summary), table], open=True, className="more")
+    return html.Section([head, rows], className="card group")
+
+
+def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
+    """The last run of a job, its step against the median of those before, and all as bars."""
+    last = f"last {format_date(runs[0].created_unix_ns)}"
+    steps = [ns for run in runs if (ns := _read_step_ns(run))]
+    if not steps:
+        return [html.Span(last, className="note")]
+    texts: list[Content] = [f"{last} · median step ", html.B(format_milliseconds(steps[0]))]
+    if len(steps) > 1:
+        change = format_signed_percent(steps[0] / median(steps[1:]) - 1)
+        texts += [" ", html.B(change), " against the median of the runs before"]
+    return [html.Span(texts, className="note"), *_build_trend_bars(steps[TREND_RUNS - 1 :: -1])]
+
+
+def _build_trend_bars(steps: Sequence[float]) -> list[html.Span]:
+    """The steps, oldest first, as bars from zero; none for a single run."""
+    if len(steps) < 2:
+        return []
+    most = max(steps)
+    bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in steps]
+    ends = f"{format_milliseconds(steps[0])} to {format_milliseconds(steps[-1])}"
+    label = f"median step of the last {len(steps)} runs: {ends}"
+    return [html.Span(bars, className="trend", role="img", title=label, **build_aria_label(label))]
+
+
 def _build_state(run: RunRow) -> html.Div:
     """Progress of a run without metrics, or the reason why it has none."""
     parts: list[Content] = [build_state_pill(run), " "]
@@ -214,18 +335,6 @@ def _build_state(run: RunRow) -> html.Div:
         parts += [build_progress_bar(run.progress), " ", run.progress_note or ""]
     message = "no steps found" if run.headline is not None else run.error or ""
     return html.Div([*parts, html.Span(message, className="message")])
-
-
-def build_run_pickers(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
-    """The menus that choose the two runs to compare, newest first."""
-    done = [run for run in runs if run.headline is not None and run.headline.median_step]
-    picked = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
-    listed = [run for n, run in enumerate(done) if n < MAX_LISTED or run.id in picked.values()]
-    names = {"": "choose a run"} | {
-        run.id: f"{run.name}, {format_date(run.created_unix_ns)}" for run in listed
-    }
-    menus = [build_menu(side, names, run_id, "") for side, run_id in picked.items()]
-    return html.Div(menus, className="pickers")
 
 
 # Filter and order of the list of runs.
@@ -257,6 +366,7 @@ COLUMNS = {
     "name": Column("run", lambda run: run.name.lower()),
     "added": Column("added", lambda run: run.created_unix_ns),
     "verdict": Column("check", lambda run: run.verdict.answer if run.verdict else None),
+    "job": Column("job", lambda run: run.job_key),
     "world": Column("world", lambda run: run.headline.world_size if run.headline else None),
     "mesh": Column("mesh", lambda run: (run.headline.mesh if run.headline else None) or None),
     "step": Column("step", _read_step_ns),
@@ -268,7 +378,7 @@ COLUMNS = {
 
 
 def filter_runs(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
-    """Runs that contain all words of the search in name, tags, mesh, backend, state, id or
+    """Runs that contain all words of the search in name, tags, mesh, backend, state, id, job or
     check result."""
     words = (asked or "").lower().split()
     return [run for run in runs if all(word in _collect_search_text(run) for word in words)]
@@ -278,6 +388,7 @@ def _collect_search_text(run: RunRow) -> str:
     numbers = run.headline
     known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
     known += [run.verdict.answer] if run.verdict else []
+    known += [run.job.key, run.job.label] if run.job else []
     tags = [f"{tag.key}={tag.value}" for tag in run.tags]
     return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
 

@@ -86,6 +86,7 @@ class MetricPoint:
     name: str
     created_unix_ns: int
     value: float
+    job: JobFingerprint | None = None
 
 
 class MetricStore:
@@ -96,14 +97,17 @@ class MetricStore:
 
     def read_history(self, metric: str) -> tuple[MetricPoint, ...]:
         """The metric (one of METRIC_NAMES) of every run that has it, oldest first."""
+        job = (RUNS.c.job_key, RUNS.c.job_label)
         query = (
-            select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value)
+            select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value, *job)
             .join(METRICS, METRICS.c.run_id == RUNS.c.id)
             .where(METRICS.c.name == metric)
             .order_by(RUNS.c.created_unix_ns, RUNS.c.id)
         )
         with self._database.begin_read() as connection:
-            return tuple(MetricPoint(*row) for row in connection.execute(query))
+            return tuple(
+                MetricPoint(*row[:4], read_job(*row[4:])) for row in connection.execute(query)
+            )
 
     def read_ranks(self, run_id: str) -> tuple[RankRow, ...]:
         """The ranks of a finished run, in order."""
@@ -258,6 +262,11 @@ class JobFingerprint:
 
     key: str
     label: str
+
+
+def read_job(key: str | None, label: str | None) -> JobFingerprint | None:
+    """The job of these columns of a run; None if it is unknown."""
+    return JobFingerprint(key, label or "") if key else None
 
 
 MIN_MESSAGE_BYTES = 1024

@@ -29,6 +29,7 @@ from stepsplit.dashboard.store.metrics import (
     MedianStep,
     build_headline,
     compute_job_fingerprint,
+    read_job,
     record_metrics,
 )
 
@@ -428,7 +429,7 @@ def build_run_row(row: Row[Any], tags: Iterable[Tag]) -> RunRow:
     numbers = _read_headline(row) if state == "done" else None
     verdict = None if row.answer is None else CheckRow(row.answer, row.words)
     progress, note = (row.progress, row.progress_note) if state == "running" else (None, None)
-    job = JobFingerprint(row.job_key, row.job_label) if row.job_key else None
+    job = read_job(row.job_key, row.job_label)
     return RunRow(
         row.id, row.name or row.id, row.created_unix_ns, state, row.error, numbers, tuple(tags),
         progress, note, verdict, row.note, row.queued_unix_ns or 0, job,

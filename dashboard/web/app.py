@@ -24,7 +24,12 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report, Run, StepRow
 from stepsplit.dashboard.figures.communication import BandwidthPoint, draw_bandwidth
 from stepsplit.dashboard.figures.run import draw_split_by_rank
-from stepsplit.dashboard.pages.compare import build_history_page, choose_metric, compare_page
+from stepsplit.dashboard.pages.compare import (
+    build_comparison_of_many,
+    build_run_pickers,
+    compare_page,
+    select_runs,
+)
 from stepsplit.dashboard.pages.components import (
     Address,
     AddressQuery,
@@ -32,11 +37,11 @@ from stepsplit.dashboard.pages.components import (
     build_page_url,
     parse_address,
 )
+from stepsplit.dashboard.pages.history import build_history_page, choose_metric
 from stepsplit.dashboard.pages.run_actions import RunRights
 from stepsplit.dashboard.pages.runs import (
     build_missing_page,
     build_run_page,
-    build_run_pickers,
     build_runs_page,
     build_upload_zone,
     build_waiting_page,
@@ -353,22 +358,22 @@ class PageBuilder:
         return rendered
 
     def _build_comparison(self, chosen: AddressQuery) -> html.Div:
-        runs = [
-            self._store.find_run(chosen.find_text(side) or "") for side in ("baseline", "candidate")
-        ]
-        done = [run for run in runs if run is not None and run.state == "done"]
-        pickers = build_run_pickers(self._store.list_runs(), chosen)
-        if len(done) < len(runs):
-            hint = "Choose two finished runs, or mark them in the list of runs."
-            empty = build_empty_card("Select two runs", hint)
-            return html.Div([html.H1("Compare"), pickers, empty])
+        rows = self._store.list_runs()
+        selection = select_runs(rows, chosen)
+        head = [html.H1("Compare"), build_run_pickers(rows, selection, chosen)]
+        if len(selection.runs) < 2:
+            hint = "Choose two or more finished runs, or mark them in the list of runs."
+            return html.Div([*head, build_empty_card("Select runs", hint)])
         try:
-            baseline, candidate = (self._loaded.load_view(run) for run in done)
-            return html.Div([html.H1("Compare"), pickers, *compare_page(baseline, candidate)])
+            views = [self._loaded.load_report_view(run) for run in selection.runs]
+            many = len(views) > 2
+            return html.Div(
+                [*head, *(build_comparison_of_many(views) if many else compare_page(*views))]
+            )
         except DataError as error:
             return _build_problem("Compare", "A run cannot be read", str(error))
         except Exception:  # noqa: BLE001 - as above
-            _LOG.exception("the comparison of runs %s failed", [run.id for run in done])
+            _LOG.exception("the comparison of runs %s failed", [run.id for run in selection.runs])
             return _build_problem("Compare", "These runs cannot be compared", _ODD_DATA)
 
     def _build_history(self, chosen: AddressQuery) -> html.Div:

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import TimelineView
@@ -15,6 +16,8 @@ from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
 
 _CACHED_RUNS = 8
+
+_CACHED_REPORTS = 16
 
 _Value = TypeVar("_Value")
 
@@ -57,10 +60,17 @@ class ReportCache:
         self._store = store
         self._views: LruCache[View] = LruCache(_CACHED_RUNS)
         self._scenes: LruCache[TimelineView] = LruCache(_CACHED_RUNS)
+        self._reports: LruCache[Report] = LruCache(_CACHED_REPORTS)
 
     def load_view(self, run: RunRow) -> View:
         """The report and tables of a finished run. Raises DataError."""
         return self._views.get((run.id, run.name, run.queued_unix_ns), lambda: self._read(run))
+
+    def load_report_view(self, run: RunRow) -> View:
+        """The report of a finished run without its tables. Raises DataError."""
+        key = (run.id, run.queued_unix_ns)
+        report = self._reports.get(key, lambda: self._store.load_report(run.id))
+        return View(run.name, report, None, run.id)
 
     def load_finished_run(self, run_id: str) -> View:
         """The finished run of that id. Raises DataError if there is none."""

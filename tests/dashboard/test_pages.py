@@ -15,7 +15,7 @@ from report_builders import MS, analysis
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
-from stepsplit.dashboard.pages.compare import build_history_page, compare_page
+from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.components import (
     Address,
     AddressQuery,
@@ -25,6 +25,7 @@ from stepsplit.dashboard.pages.components import (
     parse_address,
 )
 from stepsplit.dashboard.pages.compute import build_memory_page
+from stepsplit.dashboard.pages.history import build_history_page
 from stepsplit.dashboard.pages.model import build_model_page
 from stepsplit.dashboard.pages.overview import build_overview
 from stepsplit.dashboard.pages.runs import (

@@ -295,8 +295,9 @@ def find_few_microbatches(context: ReplayContext) -> list[Finding]:
             events=(),
             message=(
                 f"{SCHEDULE_NAMES.get(schedule.name, schedule.name)} bubble is "
-                f"{units.format_percent(now)} with {schedule.microbatches} microbatches; "
-                f"{2 * schedule.microbatches} would reduce it to {units.format_percent(then)}"
+                f"{units.format_percent(now)} of the pipeline window with "
+                f"{schedule.microbatches} microbatches; {2 * schedule.microbatches} would reduce "
+                f"it to {units.format_percent(then)}"
             ),
         )
     ]

@@ -14,6 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.report.tables import Waits
+from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
 from stepsplit.dashboard.figures.theme import (
     AXIS_COLORS,
@@ -149,27 +150,73 @@ def _format_point(one: BandwidthPoint) -> str:
 
 # Waiting: waits between ranks, and wait against transfer time of calls.
 
-MAX_MATRIX_RANKS = 128
+_SCALE = [[0.0, "rgba(204,121,167,0.08)"], [0.25, "rgba(204,121,167,0.45)"], [1.0, "#CC79A7"]]
+"""From the background to one color, so that more is darker on white and lighter on black."""
 
-_SCALE = [[0.0, "rgba(204,121,167,0.06)"], [0.5, "#CC79A7"], [1.0, "#7A2F5B"]]
+_MAX_CHAIN = 64
+"""Waits in a chain; only clocks that contradict each other make a longer one."""
 
 
-def draw_waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figure:
-    """Heatmap of the time each rank (row) waits for each other rank (column), in ms per step.
+def sum_waits_by_root(waits: Waits, size: int) -> Int64:
+    """The time in ns that each rank (row) waits for each root (column), of ranks below `size`.
 
-    Skew and bubble are included. With more than MOST_RANKS ranks, those with most waiting are
-    shown.
+    While the rank that is waited for waits itself, the root is the one at the end of that chain of
+    waits: a rank that works, or waits for an unknown one.
     """
-    known = (waits.owner >= 0) & (waits.dur_ns > 0)
-    sums = np.zeros((max(ranks) + 1,) * 2)
-    inside = known & (waits.owner <= max(ranks)) & (waits.rank <= max(ranks))
-    np.add.at(sums, (waits.rank[inside], waits.owner[inside]), waits.dur_ns[inside])
-    shown = _select_busiest_ranks(sums, ranks)
-    table = convert_to_ms(sums[np.ix_(shown, shown)] / max(steps, 1))
-    labels = [f"rank {rank}" for rank in shown]
-    figure = build_blank_figure(
-        max(260, min(90 + 22 * len(shown), 620)), "rank waited for", "waiting rank"
-    )
+    known = (waits.owner >= 0) & (waits.owner < size) & (waits.rank < size)
+    rank, owner = (one[known].astype(np.int64) for one in (waits.rank, waits.owner))
+    begin, end = waits.start_ns[known], (waits.start_ns + waits.dur_ns)[known]
+    sums = np.zeros((size, size), dtype=np.int64)
+    np.add.at(sums, (rank, owner), end - begin)
+    # Ranks one after the other on a line of time, to find the waits of many ranks at once.
+    shift = int(end.max(initial=0)) - int(begin.min(initial=0)) + 1
+    begins, ends = rank * shift + begin, rank * shift + end
+    row, at, low, high = rank, owner, begin, end
+    for _ in range(_MAX_CHAIN):
+        first = np.searchsorted(ends, at * shift + low, side="right")
+        count = np.maximum(np.searchsorted(begins, at * shift + high, side="left") - first, 0)
+        if not count.any():
+            break
+        part = np.repeat(np.arange(len(row)), count)
+        wait = first[part] + np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
+        row, before, at = row[part], at[part], owner[wait]
+        low, high = np.maximum(low[part], begin[wait]), np.minimum(high[part], end[wait])
+        np.subtract.at(sums, (row, before), high - low)
+        np.add.at(sums, (row, at), high - low)
+    return sums
+
+
+def sum_waits_by_owner(waits: Waits, size: int) -> Int64:
+    """The time in ns that each rank (row) waits for each rank (column), of ranks below `size`."""
+    known = (waits.owner >= 0) & (waits.owner < size) & (waits.rank < size)
+    sums = np.zeros((size, size), dtype=np.int64)
+    np.add.at(sums, (waits.rank[known], waits.owner[known]), waits.dur_ns[known])
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A row and a column of the matrix of waits: one rank, or several."""
+
+    label: str
+    ranks: tuple[int, ...]
+
+
+def draw_waits_matrix(sums_ns: Int64, groups: Sequence[RankGroup], steps: int) -> go.Figure:
+    """Heatmap of the time that each group of ranks (row) waits for each other one (column).
+
+    Skew and bubble are included, in ms per step, as the mean over the ranks of the row.
+
+    Args:
+        sums_ns: Time in ns that each rank (row) waits for each rank (column).
+        groups: The rows and columns.
+        steps: Number of steps in the sums.
+    """
+    columns = np.column_stack([sums_ns[:, list(one.ranks)].sum(axis=1) for one in groups])
+    means = np.stack([columns[list(one.ranks)].mean(axis=0) for one in groups])
+    table = convert_to_ms(means / max(steps, 1))
+    labels = [escape_text(one.label) for one in groups]
+    figure = build_blank_figure(max(260, min(90 + 22 * len(groups), 620)), "waited for", "waiting")
     figure.add_trace(
         go.Heatmap(
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
@@ -181,12 +228,6 @@ def draw_waits_matrix(waits: Waits, ranks: Sequence[int], steps: int) -> go.Figu
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure
-
-
-def _select_busiest_ranks(sums: np.typing.NDArray[np.float64], ranks: Sequence[int]) -> list[int]:
-    total = sums.sum(axis=0) + sums.sum(axis=1)
-    most = sorted(ranks, key=lambda rank: -total[rank])[:MAX_MATRIX_RANKS]
-    return sorted(most)
 
 
 @dataclass(frozen=True, slots=True)

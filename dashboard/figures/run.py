@@ -450,7 +450,7 @@ def _draw_boxes(
 
 def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
     """The bubble fraction of each stage in percent, with the schedule's ideal as a line."""
-    figure = build_blank_figure(230, "stage", "bubble fraction, %")
+    figure = build_blank_figure(230, "stage", "bubble / window, %")
     figure.add_trace(
         go.Bar(
             x=[str(one.stage) for one in pipeline_report.stages],

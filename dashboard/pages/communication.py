@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from dash import html
@@ -15,32 +15,30 @@ from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.lateness import Lateness
+from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
 from stepsplit.dashboard.figures.communication import (
     BandwidthPoint,
     Curve,
     MedianCall,
+    RankGroup,
     draw_bandwidth,
     draw_wait_against_transfer,
     draw_waits_matrix,
+    sum_waits_by_owner,
+    sum_waits_by_root,
 )
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
-    Cell,
     View,
     build_card,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_menu,
     build_section,
-    build_share_cell,
-    build_table,
-    build_time_cell,
     count_summed_steps,
-    format_hidden_rows,
 )
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
@@ -48,6 +46,16 @@ from stepsplit.dashboard.pages.overview import (
     build_exposed_table,
     estimate_total_ns,
 )
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_count_cell,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    format_hidden_rows,
+)
+from stepsplit.dashboard.pages.timeline import list_rank_locations
+from stepsplit.dashboard.pages.timeline_queries import RankGrouping, list_groupings
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
@@ -55,7 +63,7 @@ KINDS, WIDER = 10, 8
 """Kinds of calls to draw; factor by which the model's curve extends the measured sizes."""
 
 
-def build_collectives_page(view: View) -> list[Component]:
+def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     """The collectives page; sections without data in the recording are left out."""
     report = view.report
     if not report.collectives:
@@ -63,7 +71,10 @@ def build_collectives_page(view: View) -> list[Component]:
         return [build_empty_card("No communication", hint)]
     return [
         html.Div(
-            [html.Div(_build_bandwidth(report)), html.Div(_build_waiting(view))],
+            [
+                html.Div([*_build_bandwidth(report), *_build_wait_against_transfer(report)]),
+                html.Div(_build_waits_matrix(view, chosen)),
+            ],
             className="columns",
         ),
         *build_exposed_table(report),
@@ -102,10 +113,6 @@ def _build_bandwidth(report: Report) -> list[html.Section]:
     ]
 
 
-def _build_waiting(view: View) -> list[html.Section]:
-    return [*_build_waits_matrix(view), *_build_wait_against_transfer(view.report)]
-
-
 def _build_wait_against_transfer(report: Report) -> list[html.Section]:
     """The kinds of calls with the largest total time, by the median call of the slowest group."""
     axes = {group.id: group.axis or "other" for group in report.groups}
@@ -124,19 +131,63 @@ def _format_call_kind(row: CollectiveRow, axis: str) -> str:
     return f"{row.op} on {axis}, {bytes_}"
 
 
-def _build_waits_matrix(view: View) -> list[html.Section]:
-    waits = None if view.tables is None else view.tables.waits
-    if waits is None or not (waits.owner >= 0).any():
+def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
+    if view.tables is None or not (view.tables.waits.owner >= 0).any():
         return []
     steps = len({row.step for row in view.report.steps})
-    figure = draw_waits_matrix(waits, view.report.run.ranks, steps)
-    note = "a colored column is a rank that others wait for"
-    return [build_section("Waits between ranks", note, build_graph("waits", figure))]
+    size = max(view.report.run.ranks) + 1
+    direct = chosen.find_text("waits") == "direct"
+    sums = (sum_waits_by_owner if direct else sum_waits_by_root)(view.tables.waits, size)
+    located = list_rank_locations(view.report, view.tables)
+    groupings = {
+        one.by: one
+        for one in list_groupings(
+            view.report,
+            {one.rank: one.stage for one in located},
+            {one.rank: one.host for one in located},
+        )
+    }
+    default = _choose_grouping(groupings, view.report.run.ranks)
+    by = chosen.find_text("group")
+    by = by if by in groupings or by == "rank" else default
+    groups = (
+        _list_busiest_ranks(sums, view.report.run.ranks)
+        if by == "rank"
+        else [RankGroup(name, ranks) for name, ranks in groupings[by].groups]
+    )
+    menus = [
+        build_menu("group", {one: one for one in ("rank", *groupings)}, by, default),
+        build_menu("waits", _WAITED_FOR, "direct" if direct else "root", "root"),
+    ]
+    choices = [html.Div(menus, className="choices")] if view.run_id else []
+    note = "mean over the ranks of a row; a colored column is what others wait for"
+    figure = build_graph("waits", draw_waits_matrix(sums, groups, steps))
+    return [build_section("Waits between ranks", note, *choices, figure)]
+
+
+_WAITED_FOR = {"root": "for the rank at the end of the chain", "direct": "for the next rank"}
+
+_GROUPED_FROM, _MAX_MATRIX_RANKS = 32, 128
+"""Most rows before ranks are grouped, and most ranks that are drawn."""
+
+
+def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]) -> str:
+    """The finest grouping that is readable: by rank, tensor-parallel group, host or stage."""
+    if len(ranks) <= _GROUPED_FROM:
+        return "rank"
+    known = [by for by in ("tp", "host", "stage") if by in groupings]
+    fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
+    return fitting[0] if fitting else known[-1] if known else "rank"
+
+
+def _list_busiest_ranks(sums: Int64, ranks: Sequence[int]) -> list[RankGroup]:
+    """The ranks with most waiting, in order of their numbers."""
+    total = sums.sum(axis=0) + sums.sum(axis=1)
+    most = sorted(ranks, key=lambda rank: -total[rank])[:_MAX_MATRIX_RANKS]
+    return [RankGroup(f"rank {rank}", (rank,)) for rank in sorted(most)]
 
 
 # Stragglers (ranks that arrive last), and overlapped communication.
-
-MOST_LATE, MOST_KINDS = 8, 16
 
 _HEADS = (
     "rank",
@@ -156,16 +207,14 @@ def build_stragglers(report: Report) -> list[html.Section]:
     calls, messages = (_select_late_ranks(late, message=kind) for kind in (False, True))
     parts: list[Component] = []
     if calls:
-        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls[:MOST_LATE]]))
+        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls]))
     if messages:
         label = "messages (the schedule decides which end waits)"
-        rows = [_build_late_row(one) for one in messages[:MOST_LATE]]
+        rows = [_build_late_row(one) for one in messages]
         parts.append(
-            build_collapsed(
-                label + format_hidden_rows(messages, MOST_LATE), build_table(_HEADS, rows)
-            )
+            build_collapsed(label + format_hidden_rows(messages), build_table(_HEADS, rows))
         )
-    note = _format_straggler_note(calls) + format_hidden_rows(calls, MOST_LATE)
+    note = _format_straggler_note(calls) + format_hidden_rows(calls)
     return [build_section("Stragglers", note, *parts)] if parts else []
 
 
@@ -203,10 +252,10 @@ def build_overlap(report: Report) -> list[html.Section]:
     kinds = [one for one in sum_overlaps(own) if one.moved_ns]
     if not kinds or not steps:
         return []
-    rows = [_build_overlap_row(one, steps) for one in kinds[:MOST_KINDS]]
+    rows = [_build_overlap_row(one, steps) for one in kinds]
     heads = ("axis", "op", "transfer per step", "overlapped", "exposed", "efficiency")
     note = "mean over ranks and full steps; efficiency is overlapped / transfer time"
-    note += format_hidden_rows(kinds, MOST_KINDS)
+    note += format_hidden_rows(kinds)
     return [build_section("Overlapped communication", note, build_table(heads, rows))]
 
 

@@ -21,19 +21,14 @@ from stepsplit.analyzer.regression.compare import (
 )
 from stepsplit.analyzer.units import (
     format_date,
-    format_gigabytes_per_second,
     format_memory_size,
     format_milliseconds,
     format_percent,
-    format_signed_milliseconds,
     format_signed_percent,
-    format_size,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_difference, draw_splits
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
-    Cell,
-    Content,
     View,
     build_card,
     build_empty_card,
@@ -42,10 +37,19 @@ from stepsplit.dashboard.pages.components import (
     build_menu,
     build_page_url,
     build_section,
+    format_query,
+)
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    Content,
+    build_number_cell,
+    build_rate_cell,
+    build_size_cell,
     build_table,
     build_time_cell,
+    build_time_change_cell,
     format_hidden_rows,
-    format_query,
 )
 from stepsplit.dashboard.store.runs import RunRow
 
@@ -151,7 +155,7 @@ def _build_notes(selection: RunSelection) -> list[Component]:
 
 # Compare: differences between two runs by bucket, axis, call and kernel.
 
-MAX_COMPARE_ROWS = 20
+MAX_EXPOSED_ROWS = 20
 
 _SHORT_NOISE: Mapping[bool | None, str] = {True: "within", False: "beyond", None: "too few steps"}
 
@@ -276,12 +280,12 @@ def _build_settings(comparison: RunComparison) -> list[html.Section]:
 def _build_exposed(comparison: RunComparison) -> list[html.Section]:
     rows = [
         [Cell(row.axis or "other"), Cell(row.bucket), *_build_change_cells(row)]
-        for row in comparison.exposed[:MAX_COMPARE_ROWS]
+        for row in comparison.exposed
     ]
     if not rows:
         return []
     heads = ("axis", "bucket", "baseline", "candidate", "difference")
-    note = "mean step" + format_hidden_rows(comparison.exposed, MAX_COMPARE_ROWS)
+    note = "mean step" + format_hidden_rows(comparison.exposed)
     return [build_section("Exposed communication by axis", note, build_table(heads, rows))]
 
 
@@ -296,10 +300,10 @@ def _build_kernels(comparison: RunComparison) -> list[html.Section]:
             _build_count_cell(row.candidate_count),
             *_build_change_cells(row),
         ]
-        for row in changed[:MAX_COMPARE_ROWS]
+        for row in changed
     ]
     heads = ("family", "calls before", "calls after", "baseline", "candidate", "difference")
-    note = "per rank and step" + format_hidden_rows(changed, MAX_COMPARE_ROWS)
+    note = "per rank and step" + format_hidden_rows(changed)
     return [build_section("Kernel families", note, build_table(heads, rows))]
 
 
@@ -308,15 +312,14 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
     if not changed:
         return []
     heads = ("axis", "op", "size", "run", "per step", "transfer", "wait", "busbw")
-    rows = [cells for row in changed[:MAX_COMPARE_ROWS] for cells in _build_call_rows(row)]
-    note = "medians per call; largest change first" + format_hidden_rows(changed, MAX_COMPARE_ROWS)
+    rows = [cells for row in changed for cells in _build_call_rows(row)]
+    note = "medians per call; largest change first" + format_hidden_rows(changed, MAX_ROWS // 2)
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
 
 
 def _build_call_rows(row: CallsChange) -> list[list[Cell]]:
-    bytes_ = "unknown" if row.message_bytes is None else format_size(row.message_bytes)
     op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
-    head = [Cell(row.axis or "other"), Cell(op), Cell(bytes_, number=True)]
+    head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
     sides = (("baseline", row.baseline), ("candidate", row.candidate))
     return [[*head, Cell(name), *_build_call_cells(calls)] for name, calls in sides]
 
@@ -324,12 +327,11 @@ def _build_call_rows(row: CallsChange) -> list[list[Cell]]:
 def _build_call_cells(calls: CallStats | None) -> list[Cell]:
     if calls is None:
         return [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
-    busbw = calls.busbw_bytes_per_s
     return [
         _build_count_cell(calls.count),
         build_time_cell(calls.transfer_ns),
         build_time_cell(calls.wait_ns),
-        Cell("unknown" if busbw is None else format_gigabytes_per_second(busbw), number=True),
+        build_rate_cell(calls.busbw_bytes_per_s),
     ]
 
 
@@ -337,12 +339,12 @@ def _build_change_cells(row: Change) -> list[Cell]:
     return [
         build_time_cell(row.baseline_ns),
         build_time_cell(row.candidate_ns),
-        Cell(format_signed_milliseconds(row.difference_ns), number=True),
+        build_time_change_cell(row.difference_ns),
     ]
 
 
 def _build_count_cell(number: float) -> Cell:
-    return Cell(f"{number:,.1f}".removesuffix(".0"), number=True)
+    return build_number_cell(f"{number:,.1f}".removesuffix(".0"), number)
 
 
 # Compare: any number of runs with a baseline, a column each.
@@ -484,7 +486,7 @@ def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]
     own = [{(row.axis, row.bucket): row.candidate_ns for row in c.exposed} for c in comparisons]
     kinds = {(row.axis, row.bucket): row.baseline_ns for one in comparisons for row in one.exposed}
     times = {kind: [ns, *(one.get(kind, 0) for one in own)] for kind, ns in kinds.items()}
-    ordered = sorted(times, key=lambda kind: -max(times[kind]))[:MAX_COMPARE_ROWS]
+    ordered = sorted(times, key=lambda kind: -max(times[kind]))[:MAX_EXPOSED_ROWS]
     if not ordered:
         return []
     return [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from dash import dcc, html
@@ -17,6 +17,7 @@ from stepsplit.analyzer.report.report import Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES, GRAPH_CONFIG, BucketStyle
+from stepsplit.dashboard.pages.tables import ChartData, Content
 from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
 
@@ -65,7 +66,8 @@ def build_cards(headline: Headline, report: Report) -> html.Div:
     shown += _build_share_cards(headline.median_step)
     if report.pipeline is not None:
         ideal = report.pipeline.ideal_bubble_fraction
-        note = "of the schedule" if ideal is None else f"ideal {format_percent(ideal)}"
+        note = "of the pipeline window"
+        note += "" if ideal is None else f"; ideal {format_percent(ideal)}"
         shown.append(
             build_card("bubble_fraction", format_percent(report.pipeline.bubble_fraction), note)
         )
@@ -88,7 +90,7 @@ def _build_share_cards(middle: MedianStep) -> list[html.Div]:
         build_card(
             "bubble",
             format_percent(middle.sum_share(*BUBBLE)),
-            "waiting for other stages",
+            "of the step, for other stages",
             COLOR["bubble"],
         ),
         build_card(
@@ -127,76 +129,8 @@ def _format_count(count: int, unit_name: str) -> str | None:
 
 # Building blocks of pages: tables, cards, figures, share bars.
 
-Content = str | Component
-
-COLOR = {look.bucket: look.color for look in BUCKET_STYLES} | {"idle": "var(--idle)"}
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A table cell; numbers are right-aligned; `columns` is the column span; a head names its
-    row."""
-
-    content: Content = ""
-    number: bool = False
-    columns: int = 1
-    head: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SortHead:
-    """The header of a column by which the table can be sorted; order is "" if it is by another."""
-
-    content: Content
-    order: Literal["ascending", "descending", ""] = ""
-
-
-def build_time_cell(ns: float) -> Cell:
-    """A cell with a time, given in ns."""
-    return Cell(format_milliseconds(ns), number=True)
-
-
-def build_share_cell(ratio: float) -> Cell:
-    """A cell with a ratio (0..1) in percent."""
-    return Cell(format_percent(ratio), number=True)
-
-
-def build_count_cell(count: int) -> Cell:
-    """A cell with a count."""
-    return Cell(f"{count:,}", number=True)
-
-
-def build_name_cell(name: str) -> Cell:
-    """A cell with a possibly long name: truncated on the page, in full in the tooltip."""
-    return Cell(html.Span(name, className="name", title=name))
-
-
-def build_worst_cell(rank: int, ns: float) -> Cell:
-    """A cell with the worst rank and its time in ns."""
-    return Cell(html.Span(f"rank {rank}, {format_milliseconds(ns)}", className="whole"))
-
-
-def build_table(heads: Sequence[Content | SortHead], rows: Sequence[Sequence[Cell]]) -> html.Table:
-    """A table; each header is aligned like the cells below it."""
-    full = next((row for row in rows if len(row) == len(heads)), [Cell() for _ in heads])
-    head = [_build_th(one, cell) for one, cell in zip(heads, full, strict=True)]
-    body = [html.Tr([_build_td(cell) for cell in row]) for row in rows]
-    return html.Table([html.Thead(html.Tr(head)), html.Tbody(body)])
-
-
-def _build_th(head: Content | SortHead, below: Cell) -> html.Th:
-    name = _choose_cell_class(below)
-    if not isinstance(head, SortHead):
-        return html.Th(head, className=name)
-    sort: Any = {"aria-sort": head.order or "none"}
-    return html.Th(head.content, className=name, **sort)
-
-
-def _build_td(cell: Cell) -> html.Td | html.Th:
-    look: Any = {"className": _choose_cell_class(cell), "colSpan": cell.columns}
-    return (
-        html.Th(cell.content, scope="row", **look) if cell.head else html.Td(cell.content, **look)
-    )
+COLOR = {look.bucket: f"var(--{look.bucket})" for look in BUCKET_STYLES}
+"""The color of each bucket in the theme of the page; style.css has the same ones as figures."""
 
 
 def build_card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:
@@ -219,12 +153,6 @@ def build_section(title: str, note: str, *content: Component) -> html.Section:
 def build_collapsed(summary: str, *content: Component) -> html.Details:
     """Content that is collapsed until the user opens it."""
     return html.Details([html.Summary(summary), *content], className="more")
-
-
-def format_hidden_rows(rows: Sized, shown: int) -> str:
-    """The end of a note on a table of which only the first rows are shown."""
-    left = len(rows) - shown
-    return f"; {left:,} smaller rows in report.json" if left > 0 else ""
 
 
 def build_empty_card(title: str, message: str) -> html.Section:
@@ -273,9 +201,9 @@ def build_link(text: str, url: str | None) -> Content:
     return text if url is None else dcc.Link(text, href=url)
 
 
-def build_graph(name: str, figure: Figure) -> dcc.Graph:
-    """A figure on the page; `name` is its HTML id."""
-    return dcc.Graph(id=name, figure=figure, config=GRAPH_CONFIG)
+def build_graph(name: str, figure: Figure) -> html.Div:
+    """A figure on the page, and its numbers as a table; `name` is its HTML id."""
+    return html.Div([dcc.Graph(id=name, figure=figure, config=GRAPH_CONFIG), ChartData(name)])
 
 
 def build_share_bar(shares: Sequence[float]) -> html.Div:
@@ -355,10 +283,6 @@ def label_jobs(runs: Iterable[JobRun]) -> dict[str, str]:
 
 def _choose_swatch_class(look: BucketStyle) -> str:
     return "hatched" if look.hatched else ""
-
-
-def _choose_cell_class(cell: Cell) -> str:
-    return "number" if cell.number else ""
 
 
 # URLs of pages: page, run and selected options.

@@ -18,25 +18,29 @@ from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
-    Cell,
     View,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
-    build_name_cell,
     build_section,
+    count_summed_steps,
+)
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    DataTable,
+    build_count_cell,
+    build_memory_cell,
+    build_name_cell,
+    build_ratio_cell,
     build_share_cell,
     build_table,
     build_time_cell,
     build_worst_cell,
-    count_summed_steps,
     format_hidden_rows,
 )
 
 # Compute by kernel family, contention with communication, and slow kernels.
-
-FAMILIES, SLOW, CONTENDED = 12, 12, 8
 
 
 def build_compute(report: Report) -> list[html.Section | html.Div]:
@@ -56,8 +60,8 @@ def _build_families(report: Report) -> list[html.Section]:
     if not total:
         return []
     largest = sorted(by_family.items(), key=lambda item: -_sum_kernel_ns(item[1]))
-    rows = [_build_family_row(name, own, steps, total) for name, own in largest[:FAMILIES]]
-    note = "by family, mean over ranks and full steps" + format_hidden_rows(largest, FAMILIES)
+    rows = [_build_family_row(name, own, steps, total) for name, own in largest]
+    note = "by family, mean over ranks and full steps" + format_hidden_rows(largest)
     heads = ("family", "worst rank", "share of compute", "per step")
     return [build_section("Compute", note, build_table(heads, rows))]
 
@@ -88,27 +92,23 @@ def _build_contention(report: Report) -> list[html.Section]:
         [
             Cell(f"rank {row.rank}"),
             build_count_cell(row.kernels),
-            _build_ratio_cell(row.ratio),
+            build_ratio_cell(row.ratio),
             build_time_cell(row.lost_ns / steps[row.rank]),
         ]
-        for row in most[:CONTENDED]
+        for row in most
     ]
     note = "kernels that overlap communication, compared with the same kernels without it"
     heads = ("rank", "kernels compared", "slowdown", "lost per step")
-    return [
-        build_section(
-            "Contention", note + format_hidden_rows(most, CONTENDED), build_table(heads, rows)
-        )
-    ]
+    return [build_section("Contention", note + format_hidden_rows(most), build_table(heads, rows))]
 
 
 def _build_slow_kernels(report: Report) -> list[html.Section]:
     if not report.slow_kernels:
         return []
     most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
-    note = "kernels that are slower on a rank than on its peers" + format_hidden_rows(most, SLOW)
+    note = "kernels that are slower on a rank than on its peers" + format_hidden_rows(most)
     heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
-    rows = [_build_slow_kernel_row(row) for row in most[:SLOW]]
+    rows = [_build_slow_kernel_row(row) for row in most]
     return [build_section("Slow kernels", note, build_table(heads, rows))]
 
 
@@ -118,18 +118,12 @@ def _build_slow_kernel_row(row: SlowKernel) -> list[Cell]:
         build_name_cell(row.kernel),
         Cell(row.family),
         build_count_cell(row.count),
-        _build_ratio_cell(row.ratio),
+        build_ratio_cell(row.ratio),
         build_time_cell(row.lost_ns),
     ]
 
 
-def _build_ratio_cell(ratio: float) -> Cell:
-    return Cell(f"{ratio:.2f} x", number=True)
-
-
 # GPU idle time by cause, by op and by rank.
-
-IDLE_RANKS, OPS = 64, 20
 
 
 def build_idle(report: Report) -> list[html.Section]:
@@ -144,7 +138,7 @@ def build_idle(report: Report) -> list[html.Section]:
     return [build_section("Idle time by cause", "mean over ranks and full steps", *parts)]
 
 
-def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Table:
+def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> DataTable:
     total = sum(row.idle_ns for row in rows)
     by_cause: dict[str, list[IdleRow]] = defaultdict(list)
     for row in rows:
@@ -202,10 +196,10 @@ def _build_idle_by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Deta
             build_count_cell(gaps[cause, op]),
             build_time_cell(ns),
         ]
-        for (cause, op), ns in ((key, ns / steps.total()) for key, ns in sums.most_common(OPS))
+        for (cause, op), ns in ((key, ns / steps.total()) for key, ns in sums.most_common(MAX_ROWS))
     ]
     heads = ("cause", "op, call or function", "gaps", "per step")
-    return build_collapsed(f"by op{format_hidden_rows(sums, OPS)}", build_table(heads, body))
+    return build_collapsed(f"by op{format_hidden_rows(sums)}", build_table(heads, body))
 
 
 def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
@@ -214,7 +208,7 @@ def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.De
     for row in rows:
         sums[row.rank][row.cause] += row.idle_ns
     causes = [c for c in IDLE_MEANING if any(own[c] for own in sums.values())]
-    most = sorted(sums, key=lambda rank: -sums[rank].total() / steps[rank])[:IDLE_RANKS]
+    most = sorted(sums, key=lambda rank: -sums[rank].total() / steps[rank])
     body = [
         [Cell(f"rank {rank}"), build_time_cell(sums[rank].total() / steps[rank])]
         + [build_time_cell(sums[rank][cause] / steps[rank]) for cause in causes]
@@ -222,7 +216,7 @@ def _build_idle_by_rank(rows: Sequence[IdleRow], steps: Counter[int]) -> html.De
     ]
     heads = ("rank", "idle per step", *map(_format_cause, causes))
     return build_collapsed(
-        f"by rank, largest first{format_hidden_rows(sums, IDLE_RANKS)}", build_table(heads, body)
+        f"by rank, largest first{format_hidden_rows(sums)}", build_table(heads, body)
     )
 
 
@@ -302,18 +296,15 @@ def _build_memory_comparison(report: Report) -> list[html.Section]:
     rows = [
         [
             Cell(f"stage {one.stage}"), Cell(f"rank {one.rank}"), Cell(one.category),
-            Cell(format_memory_size(one.measured_bytes), number=True),
-            Cell(format_memory_size(one.predicted_bytes), number=True),
-            Cell(_format_ratio(one.measured_bytes, one.predicted_bytes), number=True),
+            build_memory_cell(one.measured_bytes),
+            build_memory_cell(one.predicted_bytes),
+            build_ratio_cell(one.measured_bytes / one.predicted_bytes)
+            if one.predicted_bytes else Cell("unknown", number=True),
         ]
         for one in report.gap.memory
     ]  # fmt: skip
     heads = ("stage", "fullest rank", "category", "measured", "predicted", "measured / predicted")
     return [build_section("Memory against the model", "", build_table(heads, rows))]
-
-
-def _format_ratio(measured: int, predicted: int) -> str:
-    return f"{measured / predicted:.2f} x" if predicted else "unknown"
 
 
 def _build_allocator(report: Report) -> list[html.Section]:
@@ -328,9 +319,9 @@ def _build_allocator(report: Report) -> list[html.Section]:
     rows = [
         [
             Cell(f"rank {rank}"),
-            *(Cell(format_memory_size(n), number=True) for n in (used, reserved, reserved - used)),
+            *map(build_memory_cell, (used, reserved, reserved - used)),
         ]
-        for rank, used, reserved in own[:MAX_MEMORY_RANKS]
+        for rank, used, reserved in own
     ]
     heads = ("rank", "peak allocated", "peak reserved", "reserved but unused")
     note = "a large unused reserve may be due to fragmentation"

@@ -28,22 +28,24 @@ from stepsplit.dashboard.figures.communication import (
 )
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
-    Cell,
     JobRun,
     build_empty_card,
     build_graph,
     build_menu,
     build_page_url,
     build_section,
-    build_table,
     build_text_field,
     label_jobs,
+)
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_number_cell,
+    build_share_change_cell,
+    build_table,
 )
 from stepsplit.dashboard.store.metrics import MetricPoint
 
 # History: a metric over the runs of one job or several, with outliers, level changes and a budget.
-
-MAX_HISTORY_ROWS = 50
 
 MIN_POINTS = 2
 
@@ -222,9 +224,9 @@ def _build_change_row(view: HistoryView, job: JobPoints, change: LevelChange) ->
     return [
         Cell(_build_run_link(point)),
         *_build_job_cell(view, job),
-        Cell(_format_with_unit(change.before, view.metric), number=True),
-        Cell(_format_with_unit(change.after, view.metric), number=True),
-        Cell(_format_change(change), number=True),
+        _build_value_cell(change.before, view.metric),
+        _build_value_cell(change.after, view.metric),
+        build_number_cell(_format_change(change), change.ratio, "ratio"),
     ]
 
 
@@ -240,8 +242,8 @@ def _build_job_cell(view: HistoryView, job: JobPoints) -> list[Cell]:
     return [Cell(html.Span(job.label, className="job"))] if view.has_jobs else []
 
 
-def _format_with_unit(value: float, metric: HistoryMetric) -> str:
-    return f"{value:,.4g} {metric.unit.split()[0]}"
+def _build_value_cell(value: float, metric: HistoryMetric) -> Cell:
+    return build_number_cell(f"{value:,.4g} {metric.unit.split()[0]}", value)
 
 
 def _build_table(view: HistoryView) -> html.Section:
@@ -249,7 +251,7 @@ def _build_table(view: HistoryView) -> html.Section:
     places = [(job, i) for job in view.jobs for i in range(len(job.points))]
     places.sort(key=lambda place: place[0].points[place[1]].created_unix_ns, reverse=True)
     values = {job.key: view.scale_values(job) for job in view.jobs}
-    rows = [_build_row(view, job, values[job.key], i) for job, i in places[:MAX_HISTORY_ROWS]]
+    rows = [_build_row(view, job, values[job.key], i) for job, i in places]
     heads = ("run", *_build_job_head(view), view.metric.label, "typical", "difference", "remark")
     note = "newest first" + ("; typical of the runs of the same job" if view.has_jobs else "")
     return build_section("Runs", note, build_table(heads, rows))
@@ -257,15 +259,17 @@ def _build_table(view: HistoryView) -> html.Section:
 
 def _build_row(view: HistoryView, job: JobPoints, values: Sequence[float], at: int) -> list[Cell]:
     point, typical, value = job.points[at], compute_typical_range(values, at), values[at]
-    change = format_signed_percent(value / typical.median - 1) if typical and typical.median else ""
+    change = value / typical.median - 1 if typical and typical.median else None
     remarks = ["outlier"] if typical and not typical.is_typical(value) else []
     remarks += ["over budget"] if view.budget is not None and value > view.budget else []
     return [
         Cell(_build_run_link(point)),
         *_build_job_cell(view, job),
-        Cell(_format_with_unit(value, view.metric), number=True),
-        Cell(f"{typical.median:,.4g}" if typical else "", number=True),
-        Cell(change, number=True),
+        _build_value_cell(value, view.metric),
+        Cell(number=True)
+        if typical is None
+        else build_number_cell(f"{typical.median:,.4g}", typical.median),
+        Cell(number=True) if change is None else build_share_change_cell(change),
         Cell(html.Span(", ".join(remarks), className="pill failed") if remarks else ""),
     ]
 

@@ -28,7 +28,6 @@ from stepsplit.analyzer.units import (
 from stepsplit.dashboard.figures.run import NamedSplit, draw_memory, draw_splits
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
-    Cell,
     View,
     build_card,
     build_empty_card,
@@ -37,9 +36,6 @@ from stepsplit.dashboard.pages.components import (
     build_menu,
     build_page_url,
     build_section,
-    build_share_cell,
-    build_table,
-    build_time_cell,
 )
 from stepsplit.dashboard.pages.compute import build_predicted_bars
 from stepsplit.dashboard.pages.overview import (
@@ -48,6 +44,16 @@ from stepsplit.dashboard.pages.overview import (
     build_model_comparison,
 )
 from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_count_cell,
+    build_memory_cell,
+    build_number_cell,
+    build_share_cell,
+    build_share_change_cell,
+    build_table,
+    build_time_cell,
+)
 
 # Model: change layout, batch or hardware and see the predicted step, memory and bubble.
 
@@ -267,12 +273,14 @@ def _build_candidate_row(candidate: Candidate, best: Candidate) -> list[Cell]:
     counts = (layout.tp, layout.pp, layout.cp, dp, layout.zero)
     behind = candidate.step_ns / best.step_ns - 1
     return [
-        *(Cell(str(n), number=True) for n in counts),
+        *map(build_count_cell, counts),
         Cell(layout.schedule),
-        Cell(str(layout.micro_batch), number=True),
+        build_count_cell(layout.micro_batch),
         Cell(layout.recompute),
         build_time_cell(candidate.step_ns),
-        Cell("best" if candidate is best else format_signed_percent(behind), number=True),
-        Cell(format_memory_size(candidate.peak_bytes), number=True),
+        build_number_cell("best", 0.0, "ratio")
+        if candidate is best
+        else build_share_change_cell(behind),
+        build_memory_cell(candidate.peak_bytes),
         Cell() if candidate.mfu is None else build_share_cell(candidate.mfu),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 from dash import html
@@ -29,13 +30,11 @@ from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import (
-    format_gigabytes_per_second,
     format_milliseconds,
     format_milliseconds_range,
     format_per_step,
     format_percent,
     format_signed_percent,
-    format_size,
 )
 from stepsplit.dashboard.figures.run import (
     compute_path_shares,
@@ -47,24 +46,30 @@ from stepsplit.dashboard.figures.run import (
 )
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    Cell,
-    Content,
     View,
     build_cards,
     build_collapsed,
-    build_count_cell,
     build_graph,
     build_link,
-    build_name_cell,
     build_page_url,
     build_section,
-    build_share_cell,
-    build_table,
-    build_time_cell,
-    format_hidden_rows,
     format_subtitle,
 )
 from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    DataTable,
+    build_count_cell,
+    build_name_cell,
+    build_number_cell,
+    build_rate_cell,
+    build_share_cell,
+    build_size_cell,
+    build_table,
+    build_time_cell,
+    format_hidden_rows,
+)
 from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
@@ -72,14 +77,16 @@ from stepsplit.dashboard.store.metrics import build_headline
 
 def build_overview(view: View) -> list[Component]:
     """The overview page of a run."""
-    report = view.report
+    report, exposed = view.report, build_exposed_table(view.report)
+    # The column of the model comparison is the longer one, if there is a model.
+    short = report.gap is None
     return [
         html.P(format_subtitle(report), className="subtitle"),
         build_cards(build_headline(report), report),
         html.Div(
             [
-                html.Div(build_findings(view)),
-                html.Div([*build_model_comparison(view), *build_exposed_table(report)]),
+                html.Div([*build_findings(view), *([] if short else exposed)]),
+                html.Div([*build_model_comparison(view), *(exposed if short else [])]),
             ],
             className="columns",
         ),
@@ -159,10 +166,6 @@ def _build_splits(view: View) -> html.Div:
 MAX_ROWS = 100
 
 MAX_OPEN_FINDINGS = 5
-
-MAX_BLAME_ROWS = 10
-
-MAX_COLLECTIVES = 24
 
 
 def build_findings(view: View) -> list[html.Section]:
@@ -276,10 +279,8 @@ def build_blame_table(report: Report) -> list[html.Section]:
     windows = len(report.steps)
     if not report.blame or not windows:
         return []
-    rows = [_build_blame_row(row, windows) for row in report.blame[:MAX_BLAME_ROWS]]
-    note = "waiting time caused per step, mean over all ranks" + format_hidden_rows(
-        report.blame, MAX_BLAME_ROWS
-    )
+    rows = [_build_blame_row(row, windows) for row in report.blame]
+    note = "waiting time caused per step, mean over all ranks" + format_hidden_rows(report.blame)
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [build_section("Blame", note, build_table(heads, rows))]
 
@@ -301,9 +302,9 @@ def build_collective_table(report: Report) -> list[html.Section]:
         return []
     kinds = sorted(merge_groups(report), key=_sum_total_ns, reverse=True)
     groups = {group.id: group for group in report.groups}
-    table = _build_collective_rows(kinds[:MAX_COLLECTIVES], groups)
+    table = _build_collective_rows(kinds, groups)
     note = "medians; busbw over the transfer part only"
-    note += format_hidden_rows(kinds, MAX_COLLECTIVES)
+    note += format_hidden_rows(kinds)
     parts: list[Component] = [table]
     if len(kinds) < len(report.collectives):
         by_group = [
@@ -311,10 +312,8 @@ def build_collective_table(report: Report) -> list[html.Section]:
             for kind in kinds
             for one in sorted(kind.split_groups(), key=_sum_total_ns, reverse=True)
         ]
-        single = _build_collective_rows(by_group[:MAX_COLLECTIVES], groups)
-        parts.append(
-            build_collapsed(f"by group{format_hidden_rows(by_group, MAX_COLLECTIVES)}", single)
-        )
+        single = _build_collective_rows(by_group, groups)
+        parts.append(build_collapsed(f"by group{format_hidden_rows(by_group)}", single))
     return [build_section("Collectives and messages", note, *parts)]
 
 
@@ -327,37 +326,34 @@ def _sum_total_ns(kind: SameCalls) -> int:
     return sum(map(estimate_total_ns, kind.rows))
 
 
-def _build_collective_rows(
-    kinds: Sequence[SameCalls], groups: Mapping[int, GroupRow]
-) -> html.Table:
+def _build_collective_rows(kinds: Sequence[SameCalls], groups: Mapping[int, GroupRow]) -> DataTable:
     heads = ("axis", "groups", "op", "size", "calls/step", "transfer", "wait", "busbw")
     return build_table(heads, [_build_collective_row(kind, groups) for kind in kinds])
 
 
 def _build_collective_row(kind: SameCalls, groups: Mapping[int, GroupRow]) -> list[Cell]:
-    first = kind.rows[0]
-    size = "unknown" if first.message_bytes is None else format_size(first.message_bytes)
+    first, calls = kind.rows[0], median(kind.per_step)
     return [
         Cell(kind.axis),
         Cell(_format_groups(kind, groups)),
         Cell(first.op if first.dtype is None else f"{first.op} {first.dtype}"),
-        Cell(size, number=True),
-        Cell(format_per_step(median(kind.per_step)), number=True),
-        _build_range_cell([row.transfer_ns_median for row in kind.rows], format_milliseconds),
-        _build_range_cell([row.wait_ns_median for row in kind.rows], format_milliseconds),
-        _build_range_cell(kind.busbw_bytes_per_s, format_gigabytes_per_second),
+        build_size_cell(first.message_bytes),
+        build_number_cell(format_per_step(calls), calls),
+        _build_range_cell([row.transfer_ns_median for row in kind.rows], build_time_cell),
+        _build_range_cell([row.wait_ns_median for row in kind.rows], build_time_cell),
+        _build_range_cell(kind.busbw_bytes_per_s, build_rate_cell),
     ]
 
 
-def _build_range_cell(values: Sequence[float], describe: Callable[[float], str]) -> Cell:
+def _build_range_cell(values: Sequence[float], build: Callable[[float], Cell]) -> Cell:
     """The median, with the lowest and the highest value below it where they differ as text."""
     if not values:
         return Cell("unknown", number=True)
-    middle, low, high = (describe(one) for one in (median(values), min(values), max(values)))
-    if low == high:
-        return Cell(middle, number=True)
-    spread = html.Div(f"{low} to {high}", className="note")
-    return Cell(html.Div([middle, spread]), number=True)
+    middle, low, high = (build(one) for one in (median(values), min(values), max(values)))
+    if low.content == high.content:
+        return middle
+    spread = html.Div(f"{low.content} to {high.content}", className="note")
+    return replace(middle, content=html.Div([middle.content, spread]))
 
 
 def _format_groups(kind: SameCalls, groups: Mapping[int, GroupRow]) -> str:
@@ -375,7 +371,7 @@ def _format_groups(kind: SameCalls, groups: Mapping[int, GroupRow]) -> str:
 
 # The critical path, and slow steps.
 
-PARTS, KERNELS, STEPS = 6, 8, 8
+MAX_SLOW_STEPS = 8
 
 
 def build_critical_path(view: View) -> list[html.Section]:
@@ -405,7 +401,7 @@ def _build_path(report: Report) -> list[Component]:
     shares = compute_path_shares(report) if len(report.run.ranks) > 1 else ()
     if not shares:
         return []
-    largest = sorted(shares, key=lambda one: -one.ns)[:PARTS]
+    largest = sorted(shares, key=lambda one: -one.ns)
     rows = [
         [
             Cell(one.label),
@@ -433,7 +429,7 @@ def _build_path_kernels(view: View) -> list[Component]:
             build_time_cell(one.ns // len(report.path_steps)),
             Cell(build_link("longest", _link_to_event(one, view.run_id))),
         ]
-        for one in report.path_kernels[:KERNELS]
+        for one in report.path_kernels
     ]
     heads = ("kernel on the path", "of", "share of path", "per step", "in the timeline")
     return [build_table(heads, rows)]
@@ -452,7 +448,7 @@ def _build_slow_steps(view: View) -> list[Component]:
     report = view.report
     if not report.slow_steps:
         return []
-    worst = sorted(report.slow_steps, key=lambda one: -one.excess_ns)[:STEPS]
+    worst = sorted(report.slow_steps, key=lambda one: -one.excess_ns)[:MAX_SLOW_STEPS]
     n_hidden = len(report.slow_steps) - len(worst)
     items = [_build_slow_step(one, view.run_id) for one in worst]
     items += [html.Li(f"{n_hidden:,} more are in report.json")] if n_hidden else []
@@ -494,7 +490,7 @@ def build_coverage(report: Report) -> list[html.Section]:
     missing = _format_missing_ranks(report)
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
-    parts: list[html.P | html.Table] = [html.P(missing)] if missing else []
+    parts: list[html.P | DataTable] = [html.P(missing)] if missing else []
     if report.coverage:
         heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
         parts.append(build_table(heads, [_build_coverage_row(one) for one in report.coverage]))

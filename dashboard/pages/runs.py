@@ -24,10 +24,7 @@ from stepsplit.dashboard.pages.components import (
     RUN_PAGES,
     Address,
     AddressQuery,
-    Cell,
-    Content,
     JobRun,
-    SortHead,
     View,
     build_aria_label,
     build_check_pill,
@@ -38,9 +35,7 @@ from stepsplit.dashboard.pages.components import (
     build_page_url,
     build_progress_bar,
     build_share_bar,
-    build_share_cell,
     build_state_pill,
-    build_table,
     build_text_field,
     format_query,
     label_jobs,
@@ -53,6 +48,13 @@ from stepsplit.dashboard.pages.run_actions import (
     build_run_actions,
     build_run_labels,
     build_tags,
+)
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    SortHead,
+    build_share_cell,
+    build_table,
 )
 from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.metrics import JobFingerprint
@@ -454,7 +456,7 @@ def _build_content(view: View, address: Address) -> list[Component]:
         case "pipeline":
             return build_pipeline_page(view, address.chosen)
         case "collectives":
-            return build_collectives_page(view)
+            return build_collectives_page(view, address.chosen)
         case "compute":
             return build_compute_page(view)
         case "memory":

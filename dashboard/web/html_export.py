@@ -22,6 +22,7 @@ from stepsplit.dashboard.pages.components import AddressQuery, View
 from stepsplit.dashboard.pages.compute import build_memory_page
 from stepsplit.dashboard.pages.overview import build_overview
 from stepsplit.dashboard.pages.runs import build_compute_page
+from stepsplit.dashboard.pages.tables import ChartData, DataTable
 from stepsplit.dashboard.pages.timeline import build_timeline_page, export_json
 from stepsplit.dashboard.web.report_cache import ReportCache
 
@@ -101,7 +102,7 @@ def _build_chapters(view: View) -> Iterator[Component]:
         ("", build_overview(view)),
         ("", build_timeline_page(view)),
         ("Pipeline", build_pipeline_page(view, AddressQuery()) if view.report.pipeline else []),
-        ("Communication", build_collectives_page(view)),
+        ("Communication", build_collectives_page(view, AddressQuery())),
         ("Compute", build_compute_page(view)),
         ("Memory", build_memory_page(view) if view.report.memory or view.report.prediction else []),
     ]
@@ -120,6 +121,10 @@ def _render_html(part: Any, figures: list[Any]) -> str:
         return "".join(_render_html(item, figures) for item in part)
     if not isinstance(part, Component):
         return escape(str(part))
+    if isinstance(part, DataTable):
+        return _render_html(part.children, figures)
+    if isinstance(part, ChartData):
+        return ""
     kind, props = type(part).__name__, _read_props(part)
     if kind == "Graph":
         figures.append(orjson.loads(to_json_plotly(props["figure"], engine="orjson")))

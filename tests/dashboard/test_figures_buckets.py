@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
@@ -16,7 +18,13 @@ from stepsplit.analyzer.gap.comm_gap import model_busbw
 from stepsplit.analyzer.regression.compare import compare_reports
 from stepsplit.analyzer.report.report import Host
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.dashboard.figures.communication import compute_typical_range, draw_waits_matrix
+from stepsplit.dashboard.figures.communication import (
+    RankGroup,
+    compute_typical_range,
+    draw_waits_matrix,
+    sum_waits_by_owner,
+    sum_waits_by_root,
+)
 from stepsplit.dashboard.figures.run import (
     MemoryBar,
     draw_difference,
@@ -125,17 +133,62 @@ def test_the_difference_of_two_runs_adds_up_too() -> None:
     assert sum(fall.x[:-1]) == pytest.approx(fall.x[-1])
 
 
-def test_the_waits_matrix_has_waiting_ranks_as_rows() -> None:
-    columns = ([2, 2, 0], [5, 6, 5], [3, 3, 4], [3, 3, 2])
-    rank, step, bucket, owner = (np.array(column) for column in columns)
-    text = np.array(["tp", "tp", "pp"])
-    waits = Waits(rank, step, bucket, owner, text, text, np.arange(3), np.array([MS, 3 * MS, MS]))
+def waits_of(*rows: tuple[int, int, int, int]) -> Waits:
+    """Waits of rank, owner, start and end in ms, sorted as the tables are."""
+    rank, owner, start, end = np.array(sorted(rows, key=lambda row: (row[0], row[2]))).T
+    text = np.full(len(rank), "tp")
+    zero = np.zeros(len(rank), dtype=np.int64)
+    return Waits(rank, zero, zero, owner, text, text, start * MS, (end - start) * MS)
 
-    (heat,) = draw_waits_matrix(waits, (0, 1, 2, 3), steps=2).data
+
+def test_the_waits_matrix_has_waiting_ranks_as_rows() -> None:
+    waits = waits_of((2, 3, 0, 1), (2, 3, 1, 4), (0, 2, 2, 3))
+    ranks = [RankGroup(f"rank {rank}", (rank,)) for rank in range(4)]
+
+    (heat,) = draw_waits_matrix(sum_waits_by_owner(waits, 4), ranks, steps=2).data
 
     assert heat.z[2][3] == 2
     assert heat.z[0][2] == 0.5
     assert np.isnan(heat.z[3][2])
+
+
+def test_a_chain_of_waits_leads_to_the_rank_that_works() -> None:
+    # Rank 0 waits for 1, which first works, then waits for 2, which later waits for 3.
+    waits = waits_of((0, 1, 0, 10), (1, 2, 4, 20), (2, 3, 6, 9), (3, -1, 7, 8))
+
+    direct, root = sum_waits_by_owner(waits, 4) // MS, sum_waits_by_root(waits, 4) // MS
+
+    assert direct.tolist() == [[0, 10, 0, 0], [0, 0, 16, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
+    assert root.tolist() == [[0, 4, 3, 3], [0, 0, 13, 3], [0, 0, 0, 3], [0, 0, 0, 0]]
+
+
+def test_groups_of_ranks_wait_as_their_mean() -> None:
+    waits = waits_of((0, 2, 0, 4), (1, 3, 0, 2), (1, 0, 3, 4))
+    pairs = [RankGroup("tp group 0", (0, 1)), RankGroup("tp group 1", (2, 3))]
+
+    (heat,) = draw_waits_matrix(sum_waits_by_owner(waits, 4), pairs, steps=1).data
+
+    assert heat.z[0].tolist() == [0.5, 3.0]
+    assert np.isnan(heat.z[1]).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_time_waited_for_roots_is_that_of_each_moment(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n_ranks, n_ms = 5, 12
+    # The rank that each rank waits for in each ms: a later one, so that no chain is a circle.
+    owners = [[int(rng.integers(r + 1, n_ranks + 1)) for _ in range(n_ms)] for r in range(n_ranks)]
+    owners = [[-1 if o == n_ranks or rng.random() < 0.4 else o for o in own] for own in owners]
+    rows = [(r, o, t, t + 1) for r, own in enumerate(owners) for t, o in enumerate(own) if o >= 0]
+    expected = np.zeros((n_ranks, n_ranks), dtype=np.int64)
+    for rank, owner, moment, _ in rows:
+        while owners[owner][moment] >= 0:
+            owner = owners[owner][moment]
+        expected[rank, owner] += MS
+
+    sums = sum_waits_by_root(waits_of(*(rows or [(0, 1, 0, 0)])), n_ranks)
+
+    assert sums.tolist() == expected.tolist()
 
 
 def test_a_limit_far_above_all_bars_is_not_drawn() -> None:

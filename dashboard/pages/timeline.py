@@ -84,7 +84,7 @@ def build_window_json(window: Window) -> dict[str, Any]:
     Shapes of many slices are a text of one letter per slot, see `_encode_slots`. Exact slices are
     columns: gap is the time since the end of the slice before (of the window's start, for the
     first), name an index into one list. Columns of one value only are left out: owner -1, and
-    name "" at index 0.
+    name "" at index 0. matched has a # for each slot that contains a match of the search.
     """
     places: dict[str, int] = {"": 0}
     rows = [_encode_row(places, one, window.from_ns) for one in window.rows]
@@ -192,8 +192,8 @@ class WindowRow:
     """A row of one rank within a window.
 
     name and owner have one entry per shape: name indexes names, -1 for a shape of many slices;
-    owner is the rank waited for, -1 if none. matched says which slots of a band contain a match of
-    the search; None without a search.
+    owner is the rank waited for, -1 if none. matched says which slots contain a match of the
+    search; None without a search, and for lanes of exact slices only.
     """
 
     rank: int
@@ -216,7 +216,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Detail:
+class WindowDetail:
     """How finely a window is drawn: rows have `slots` slots, and the bands of closed ranks
     `compact_slots` unless None; `query` is the text searched for."""
 
@@ -249,22 +249,24 @@ class TimelineView:
         self,
         from_ns: int,
         to_ns: int,
-        detail: Detail | int,
+        detail: WindowDetail | int,
         ranks: Sequence[int],
         opened: Sequence[int],
     ) -> Window:
         """The bands of the ranks, and the lanes of the opened ones; detail may be the slots."""
-        detail = Detail(detail) if isinstance(detail, int) else detail
+        detail = WindowDetail(detail) if isinstance(detail, int) else detail
         rows: list[WindowRow] = []
         for rank in ranks:
             is_open = rank in opened
             rows.append(self._read_band(rank, from_ns, to_ns, detail, is_open=is_open))
             lanes = self._lanes(rank) if is_open else ()
-            rows += [_cut_to_window(rank, one, from_ns, to_ns, detail.slots) for one in lanes]
+            cut = [_cut_to_window(rank, one, from_ns, to_ns, detail.slots) for one in lanes]
+            pairs = zip(cut, lanes, strict=True)
+            rows += [_mark_matches(*pair, detail.query) for pair in pairs] if detail.query else cut
         return Window(from_ns, to_ns, tuple(rows))
 
     def _read_band(
-        self, rank: int, from_ns: int, to_ns: int, detail: Detail, *, is_open: bool
+        self, rank: int, from_ns: int, to_ns: int, detail: WindowDetail, *, is_open: bool
     ) -> WindowRow:
         if is_open or detail.compact_slots is None:
             row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, detail.slots, _FULL_SLOTS)
@@ -273,9 +275,9 @@ class TimelineView:
             row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, _COMPACT_SLOTS)
         if not detail.query:
             return row
-        own = self.search(detail.query)
-        matched = find_slots(own.select(own.rank == rank), row.drawn.edges)
-        return replace(row, matched=matched)
+        found = self.search(detail.query)
+        own = found.select(found.rank == rank)
+        return replace(row, matched=find_slots(own.start_ns, own.end_ns, row.drawn.edges))
 
     def search(self, text: str) -> Matches:
         """Every slice whose name contains the text."""
@@ -308,6 +310,16 @@ class TimelineView:
     def _build_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
         own = self._slices(rank)
         return () if own is None else build_lanes(own)
+
+
+def _mark_matches(row: WindowRow, line: TimelineRow, query: str) -> WindowRow:
+    """The row of a lane with the slots that contain a match, if slices of it are merged."""
+    if (row.drawn.row >= 0).all():
+        return row
+    matching = np.array([query.lower() in name.lower() for name in line.names], dtype=np.bool_)
+    rows = np.flatnonzero(matching[line.name])
+    start, end = line.track.start_ns[rows], (line.track.start_ns + line.track.dur_ns)[rows]
+    return replace(row, matched=find_slots(start, end, row.drawn.edges))
 
 
 def _find_in_band(rank: int, line: TimelineRow, start_ns: int) -> dict[str, Any] | None:

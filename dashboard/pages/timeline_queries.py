@@ -169,11 +169,11 @@ def build_matches_json(
     }
 
 
-def find_slots(found: Matches, edges: Int64) -> Bool:
-    """Which slots between the edges contain a part of a match."""
-    inside = (found.end_ns > edges[0]) & (found.start_ns < edges[-1])
-    low = np.searchsorted(edges, found.start_ns[inside], side="right") - 1
-    high = np.searchsorted(edges, found.end_ns[inside], side="left")
+def find_slots(start_ns: Int64, end_ns: Int64, edges: Int64) -> Bool:
+    """Which slots between the edges contain a part of a slice."""
+    inside = (end_ns > edges[0]) & (start_ns < edges[-1])
+    low = np.searchsorted(edges, start_ns[inside], side="right") - 1
+    high = np.searchsorted(edges, end_ns[inside], side="left")
     change = np.zeros(len(edges), dtype=np.int64)
     np.add.at(change, np.maximum(low, 0), 1)
     np.add.at(change, np.clip(np.maximum(high, low + 1), 0, len(edges) - 1), -1)

@@ -47,8 +47,8 @@ from stepsplit.dashboard.pages.runs import (
     build_waiting_page,
 )
 from stepsplit.dashboard.pages.timeline import (
-    Detail,
     TimelineView,
+    WindowDetail,
     build_index_json,
     build_window_json,
 )
@@ -452,7 +452,7 @@ def _read_window(scene: TimelineView) -> dict[str, Any]:
     """The window of the query: from and to in ns, slots per row, ranks and open as lists; compact
     is the number of slots of closed ranks, q the text searched for."""
     from_ns, to_ns = _parse_range()
-    detail = Detail(
+    detail = WindowDetail(
         slots=_clamp(_parse_number("slots"), SLOTS),
         compact_slots=_clamp(_parse_number("compact"), SLOTS) if _has("compact") else None,
         query=_parse_query() if _has("q") else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -12,19 +13,29 @@ from hypothesis import strategies as st
 from report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.tables import Slices, Waits
+from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.dashboard.pages.timeline import (
     DrawnShapes,
     TimelineTrack,
     TimelineView,
+    WindowDetail,
     build_band,
     build_index_json,
     build_lanes,
     build_window_json,
     export_json,
 )
+from stepsplit.dashboard.pages.timeline_queries import (
+    RangeSplit,
+    build_matches_json,
+    find_slots,
+    list_groupings,
+    measure_range,
+)
 
-COMPUTE, COLLECTIVE, SKEW = (BUCKETS.index(name) for name in ("compute", "collective", "skew"))
+COMPUTE, COLLECTIVE, SKEW, IDLE = (
+    BUCKETS.index(name) for name in ("compute", "collective", "skew", "idle")
+)
 
 
 def track(*slices: tuple[int, int, int]) -> TimelineTrack:
@@ -146,3 +157,248 @@ def test_coarse_and_exact_agree_on_a_band_of_one_bucket(slots: int) -> None:
     end = int((segments.start_ns + segments.dur_ns).max())
     drawn = line.track.draw(0, end, slots)
     assert drawn.dur_ns.sum() == end
+
+
+# The window as JSON.
+
+
+def slices(*events: tuple[str, str, int, int]) -> Slices:
+    """Compute slices as (lane, name, start, duration), one below the other on no lane."""
+    lanes = tuple(dict.fromkeys(lane for lane, *_ in events))
+    names = tuple(dict.fromkeys(name for _, name, *_ in events))
+    return Slices(
+        lane=np.array([lanes.index(one[0]) for one in events], np.int32),
+        depth=np.zeros(len(events), np.uint8),
+        name=np.array([names.index(one[1]) for one in events], np.int32),
+        bucket=np.full(len(events), COMPUTE, np.uint8),
+        owner=np.full(len(events), -1, np.int32),
+        start_ns=np.array([one[2] for one in events]), dur_ns=np.array([one[3] for one in events]),
+        lanes=lanes, names=names,
+    )  # fmt: skip
+
+
+def segments(*rows: tuple[int, int, int, int]) -> Segments:
+    """Segments as (rank, bucket, start, duration)."""
+    rank, bucket, start, dur = np.array(rows, dtype=np.int64).T
+    steps = np.zeros(len(rows), np.int32)
+    return Segments(rank.astype(np.int32), steps, bucket.astype(np.uint8), start, dur)
+
+
+def view(**own: Slices) -> TimelineView:
+    """The run by hand with these slices, by r0 to r3."""
+    made = analysis()
+    by_rank = {int(name[1:]): one for name, one in own.items()}
+    return TimelineView(made.report, replace(made.tables, slices=by_rank))
+
+
+def as_json(body: object) -> object:
+    return orjson.loads(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def of_band(*rows: tuple[int, int, int, int]) -> TimelineView:
+    made = analysis()
+    return TimelineView(made.report, Tables(segments(*rows), made.tables.boxes))
+
+
+def test_exact_slices_are_packed_as_differences_to_the_nanosecond() -> None:
+    shown = of_band((0, COMPUTE, 1_000, 70), (0, IDLE, 1_070, 31), (0, SKEW, 1_102, 5))
+
+    window = shown.read_window(990, 1_200, 100, (0,), ())
+
+    assert as_json(build_window_json(window)) == {
+        "from": 990, "to": 1_200, "names": [""],
+        "rows": [{"rank": 0, "lane": "buckets", "depth": 0, "slots": 100, "gap": [10, 0, 1],
+                  "dur": [70, 31, 5], "bucket": "063"}],
+    }  # fmt: skip
+
+
+def test_merged_slices_are_packed_as_a_letter_per_slot() -> None:
+    short = [(0, COMPUTE, n * 10, 10) for n in range(10)]
+    half = [(0, COLLECTIVE, 100 + n * 20, 10) for n in range(5)]
+
+    window = of_band(*short, *half, (0, SKEW, 300, 100)).read_window(
+        0, 400, WindowDetail(9, 8), (0,), ()
+    )
+
+    assert as_json(build_window_json(window))["rows"] == [  # type: ignore[index]
+        {"rank": 0, "lane": "buckets", "depth": 0, "slots": 8, "merged": "D2GF.2P2"}
+    ]
+
+
+def test_closed_ranks_of_compact_rows_have_fewer_slots_than_open_ones() -> None:
+    shown = view(r0=slices(("stream 7", "gemm", 0, 5)))
+
+    rows = shown.read_window(0, 10**9, WindowDetail(200, 50), (0, 1), (0,)).rows
+
+    assert [(row.rank, row.lane, len(row.drawn.edges) - 1) for row in rows] == [
+        (0, "buckets", 200), (0, "stream 7", 200), (1, "buckets", 50),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 90), st.integers(0, 6)), min_size=1,
+                max_size=60), st.integers(1, 40), st.integers(1, 8))  # fmt: skip
+def test_packed_exact_slices_are_the_slices(
+    raw: list[tuple[int, int, int]], slots: int, least: int
+) -> None:
+    now, rows = 500, []
+    for gap, dur, bucket in raw:
+        rows.append((0, bucket, now + gap, dur))
+        now += gap + dur
+    window = of_band(*rows).read_window(0, now + 50, WindowDetail(slots, slots * least), (0,), ())
+    (row,) = as_json(build_window_json(window))["rows"]  # type: ignore[index]
+    end, unpacked = 0, []
+    for gap, dur, bucket in zip(row.get("gap", []), row.get("dur", []), row.get("bucket", ""),
+                                strict=True):  # fmt: skip
+        unpacked.append((0, int(bucket), end + gap, dur))
+        end += gap + dur
+    assert set(unpacked) <= set(rows)
+    assert len(unpacked) == len(rows) or "merged" in row
+
+
+# Search.
+
+
+def test_a_search_counts_by_rank_and_lists_the_matches_by_time() -> None:
+    shown = view(
+        r0=slices(("stream 7", "gemm_bf16", 30, 5), ("stream 7", "softmax", 40, 5)),
+        r2=slices(("stream 7", "Gemm_fp8", 10, 3), ("stream 9", "gemm_bf16", 50, 2)),
+        r3=slices(("stream 7", "softmax", 0, 1)),
+    )
+
+    found = shown.search("GEMM")
+
+    assert as_json(build_matches_json(found, shown.read_slices, 1, 5)) == {
+        "count": 3, "ranks": [[0, 1], [2, 2]], "first": 1,
+        "matches": [
+            {"rank": 0, "lane": "stream 7", "depth": 0, "start": 30, "dur": 5, "bucket": 0,
+             "name": "gemm_bf16", "owner": -1},
+            {"rank": 2, "lane": "stream 9", "depth": 0, "start": 50, "dur": 2, "bucket": 0,
+             "name": "gemm_bf16", "owner": -1},
+        ],
+    }  # fmt: skip
+    assert found.count_before(30) == 1
+    assert found.narrow([2], 0, 50).start_ns.tolist() == [10]
+    assert len(shown.search("conv").rank) == 0
+
+
+def test_a_rank_without_a_matching_name_is_not_read_again() -> None:
+    read: list[int] = []
+
+    class Reading(dict[int, Slices]):
+        def __getitem__(self, rank: int) -> Slices:
+            read.append(rank)
+            return super().__getitem__(rank)
+
+    made = analysis()
+    own = Reading({0: slices(("s", "gemm", 0, 1)), 1: slices(("s", "softmax", 0, 1))})
+    shown = TimelineView(made.report, replace(made.tables, slices=own))
+    shown.search("conv")
+    read.clear()
+
+    shown.search("gem")
+
+    assert read == [0]
+
+
+def test_the_slots_of_matches_are_marked() -> None:
+    edges = np.array([0, 10, 20, 30, 40])
+    start, end = np.array([-5, 12, 30, 39, 90]), np.array([0, 14, 30, 45, 95])
+    assert find_slots(start, end, edges).tolist() == [False, True, False, True]
+
+    shown = view(
+        r0=slices(*(("stream 7", "gemm" if n == 9 else "add", n * 10, 9) for n in range(99)))
+    )
+    window = shown.read_window(0, 1_000, WindowDetail(10, query="gem"), (0,), (0,))
+
+    packed = as_json(build_window_json(window))
+    assert [row.lane for row in window.rows] == ["buckets", "stream 7"]
+    assert [row["matched"] for row in packed["rows"]] == ["#.9", "#.9"]  # type: ignore[index]
+
+
+# A slice, and the name of a band's shape.
+
+
+def test_a_slice_is_found_by_rank_lane_depth_and_start() -> None:
+    shown = view(r1=slices(("stream 7", "gemm", 30, 5), ("stream 9", "add", 30, 6)))
+
+    assert shown.find_slice(1, "stream 9", 0, 30) == {
+        "rank": 1, "lane": "stream 9", "depth": 0, "start": 30, "dur": 6, "bucket": COMPUTE,
+        "name": "add", "owner": -1,
+    }  # fmt: skip
+    band = shown.find_slice(1, "buckets", 0, 0)
+    assert band is not None and (band["bucket"], band["dur"]) == (COMPUTE, 3_604_500)
+    for place in ((1, "stream 9", 0, 31), (1, "stream 9", 1, 30), (1, "x", 0, 30),
+                  (2, "stream 9", 0, 30), (1, "buckets", 0, 1)):  # fmt: skip
+        assert shown.find_slice(*place) is None
+
+
+def test_a_shape_is_named_by_what_takes_most_of_it() -> None:
+    shown = view(r0=slices(("s", "gemm", 0, 40), ("s", "add", 40, 30), ("t", "add", 60, 30)))
+
+    assert shown.find_name(0, COMPUTE, 0, 100) == "add"
+    assert shown.find_name(0, COMPUTE, 0, 60) == "gemm"
+    assert shown.find_name(0, COLLECTIVE, 0, 100) is None
+    assert shown.find_name(1, COMPUTE, 0, 100) is None
+
+
+# The split of a range.
+
+
+def test_a_range_splits_into_the_buckets_inside_it() -> None:
+    rows = segments((0, COMPUTE, 0, 100), (0, SKEW, 100, 50), (0, COMPUTE, 150, 10),
+                    (0, IDLE, 170, 30), (2, COLLECTIVE, 0, 95))  # fmt: skip
+
+    assert measure_range(rows, (0, 1, 2), 90, 180) == (
+        RangeSplit(0, 80, (20, 0, 0, 50, 0, 0, 10)),
+        RangeSplit(1, 0, (0, 0, 0, 0, 0, 0, 0)),
+        RangeSplit(2, 5, (0, 5, 0, 0, 0, 0, 0)),
+    )
+
+
+@given(st.integers(0, 500_000_000), st.integers(1, 500_000_000))
+def test_the_buckets_of_a_range_add_up_to_its_time_to_the_nanosecond(low: int, wide: int) -> None:
+    made = analysis()
+    first = min(row.start_ns for row in made.report.steps)
+    last = max(row.start_ns + row.step_ns for row in made.report.steps)
+    for split in measure_range(made.tables.segments, (0, 1, 2, 3), low, low + wide):
+        inside = max(0, min(low + wide, last) - max(low, first))
+        assert (sum(split.buckets_ns), split.covered_ns) == (inside, inside)
+
+
+def test_a_step_measured_as_a_range_is_its_row_in_the_report() -> None:
+    made = analysis()
+    row = next(row for row in made.report.steps if (row.rank, row.step) == (2, 5))
+    (split,) = measure_range(made.tables.segments, (2,), row.start_ns, row.start_ns + row.step_ns)
+    assert split.buckets_ns == row.split.buckets_ns
+
+
+# Groups of ranks.
+
+
+def test_ranks_are_grouped_by_stage_host_and_mesh_axis() -> None:
+    report = analysis().report
+    stages, hosts = {0: 0, 1: 0, 2: 1, 3: None}, {0: "a", 1: "a", 2: "b", 3: None}
+
+    made = {one.by: dict(one.groups) for one in list_groupings(report, stages, hosts)}
+
+    assert made == {
+        "stage": {"stage 0": (0, 1), "stage 1": (2, 3)},  # of rank 3: by the mesh
+        "host": {"a": (0, 1), "b": (2,), "other ranks": (3,)},
+        "pp": {"pp group 0": (0, 2), "pp group 1": (1, 3)},
+        "tp": {"tp group 0": (0, 1), "tp group 1": (2, 3)},
+    }
+
+
+def test_without_a_mesh_ranks_are_grouped_by_the_recorded_groups() -> None:
+    report = analysis().report
+    report = msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, mesh=None))
+    alike = dict.fromkeys(range(4), "node01")
+
+    made = {
+        one.by: dict(one.groups) for one in list_groupings(report, dict.fromkeys(range(4)), alike)
+    }
+
+    assert made == {
+        "tp": {"tp group 0": (0, 1), "tp group 1": (2, 3)},
+        "pp": {"pp group 0": (0, 2), "other ranks": (1, 3)},
+    }

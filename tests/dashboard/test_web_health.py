@@ -129,3 +129,16 @@ def test_downloads_are_sent_as_they_are(store: Store) -> None:
     with _answer(client, f"/api/v1/runs/{run_id}/report.json", "gzip, zstd") as report:
         assert "Content-Encoding" not in report.headers
         assert report.json is not None
+    with _answer(client, f"/api/v1/runs/{run_id}/perfetto", "gzip, zstd") as trace:
+        assert "Content-Encoding" not in trace.headers
+        assert trace.data[:2] == b"\x1f\x8b"
+
+
+def test_the_data_of_the_timeline_is_compressed_like_its_page(store: Store) -> None:
+    made = analysis()
+    run_id = store.import_report("run", made.report, made.tables)
+    client = create_server(store).test_client()
+
+    with _answer(client, f"/api/v1/runs/{run_id}/timeline", "gzip") as index:
+        assert index.headers["Content-Encoding"] == "gzip"
+        assert b"stage 1" in gzip.decompress(index.data)

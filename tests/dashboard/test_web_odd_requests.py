@@ -106,6 +106,66 @@ def test_a_window_that_is_no_range_of_times_is_refused(
     _is_refused(client.get(f"/api/v1/runs/{run_id}/timeline/window?slots=5&ranks=0&{query}"))
 
 
+@pytest.mark.parametrize(
+    "query",
+    [
+        "search",
+        "search?q=",
+        "search?q=%20",
+        f"search?q={'x' * 201}",
+        "search?q=a&from=5&to=5",
+        "search?q=a&from=5",
+        "search?q=a&near=nan",
+        "search?q=a&at=inf",
+        "search?q=a&limit=all",
+        "measure?from=0",
+        "measure?from=9&to=1&ranks=0",
+        "measure?from=0&to=1e300&ranks=0",
+        "slice?rank=0&lane=buckets&depth=0",
+        "slice?rank=0&lane=buckets&depth=x&start=1",
+        "name?rank=0&bucket=0",
+        "name?rank=0&bucket=&from=0&to=5",
+        "window?from=0&to=5&slots=5&ranks=0&compact=wide",
+        f"window?from=0&to=5&slots=5&ranks=0&q={'x' * 201}",
+    ],
+)
+def test_an_odd_question_to_the_timeline_is_refused(
+    query: str, client: FlaskClient, store: Store
+) -> None:
+    known = analysis()
+    run_id = store.import_report("run", known.report, known.tables)
+
+    _is_refused(client.get(f"/api/v1/runs/{run_id}/timeline/{query}"))
+
+
+@pytest.mark.parametrize(
+    ("query", "answer"),
+    [
+        ("search?q=%00%ed%a0%80(.*", {"count": 0, "ranks": [], "first": 0, "matches": []}),
+        ("search?q=a&at=-5&limit=-1&ranks=,x,-1,99999999999", {"count": 0, "ranks": [], "first": 0,
+                                                               "matches": []}),
+        ("measure?from=0&to=5&ranks=9,x", {"from": 0, "to": 5, "ranks": []}),
+        ("measure?from=-9e17&to=9e17&ranks=", {"from": -9 * 10**17, "to": 9 * 10**17, "ranks": []}),
+        ("slice?rank=&lane=&depth=0&start=0", {"slice": None}),
+        ("slice?rank=0&lane=buckets&depth=7&start=-5", {"slice": None}),
+        ("slice?rank=77&lane=%00&depth=1e18&start=1e18", {"slice": None}),
+        ("name?rank=0&bucket=-7&from=0&to=5", {"name": None}),
+        ("name?rank=0&bucket=1e18&from=0&to=5", {"name": None}),
+        ("window?from=0&to=1&slots=5&compact=1e18&ranks=&q=x", {"from": 0, "to": 1, "rows": [],
+                                                               "names": [""]}),
+    ],
+)  # fmt: skip
+def test_a_question_about_nothing_is_answered_with_nothing(
+    query: str, answer: dict[str, Any], client: FlaskClient, store: Store
+) -> None:
+    known = analysis()
+    run_id = store.import_report("run", known.report, known.tables)
+
+    got = client.get(f"/api/v1/runs/{run_id}/timeline/{query}")
+
+    assert (got.status_code, got.json) == (200, answer)
+
+
 def _page(path: object, search: object) -> dict[str, Any]:
     """What a browser sends to show a page."""
     return {

@@ -43,8 +43,9 @@
     },
 
     showCount() {
-      const found = this.found, number = this.current === null ? "–" : (this.current + 1).toLocaleString("en");
-      this.counter.textContent = !this.query ? "" : !found ? "…" : found.count ? number + " of " + found.count.toLocaleString("en") : "no match";
+      const found = this.found, count = found && found.count.toLocaleString("en");
+      const shown = this.current === null ? count + " found" : (this.current + 1).toLocaleString("en") + " of " + count;
+      this.counter.textContent = !this.query ? "" : !found ? "…" : found.count ? shown : "none found";
       for (const one of [this.previousButton, this.nextButton]) one.disabled = !(found && found.count);
     },
 

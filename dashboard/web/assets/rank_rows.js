@@ -112,12 +112,15 @@
     chooseLabels(places, closed) {
       const each = [1, 2, 4, 8, 16, 32].find((n) => n * closed >= LABEL_PX) || 64;
       const small = places.filter((one) => one.small);
-      const taken = places.filter((one) => !one.small).map((one) => one.y + (one.group ? HEADING : BAND) / 2);
-      const isFree = (y) => taken.every((other) => Math.abs(other - y) >= LABEL_PX);
+      const taken = places.filter((one) => !one.small).map((one) => {
+        const half = (one.group ? HEADING : BAND) / 2;
+        return [one.y + half, half];
+      });
+      const half = LABEL_PX / 2;
       const take = (one) => {
         const middle = this.labelMiddle(one);
-        one.labeled = isFree(middle);
-        if (one.labeled) taken.push(middle);
+        one.labeled = taken.every(([other, room]) => Math.abs(other - middle) >= room + half);
+        if (one.labeled) taken.push([middle, half]);
       };
       small.filter((one) => one.key === this.focus).forEach(take);
       small.filter((one) => one.key !== this.focus && one.rank % each === 0).forEach(take);
@@ -200,11 +203,11 @@
       pen.fillRect(0, y, width, place.height - 1);
       pen.font = (place.key === this.focus ? "700 " : "600 ") + "12px system-ui, sans-serif";
       pen.fillStyle = place.key === this.focus ? this.accent : this.ink;
-      pen.fillText((this.folded.has(place.group) ? "▸ " : "▾ ") + place.group, 4, y + place.height / 2, this.gutter - (this.gutter === WIDE_GUTTER ? 64 : 8));
+      const name = (this.folded.has(place.group) ? "▸ " : "▾ ") + place.group, wide = pen.measureText(name).width;
+      pen.fillText(name, 4, y + place.height / 2);
       pen.font = "11px system-ui, sans-serif";
       pen.fillStyle = this.muted;
-      const count = place.count + (place.count === 1 ? " rank" : " ranks");
-      if (this.gutter === WIDE_GUTTER) pen.fillText(count, this.gutter - 8 - pen.measureText(count).width, y + place.height / 2);
+      pen.fillText(place.count + (place.count === 1 ? " rank" : " ranks"), 14 + wide, y + place.height / 2);
       this.hits.push({ group: place.group, y, height: place.height });
     },
   };

@@ -6,7 +6,7 @@
   const { WIDE_GUTTER, NARROW_GUTTER, NARROW_PX, AXIS, LEAST_NS, WAIT_MS, clamp, time, timeRange } = window.stepsplitPainting;
   const { unpackWindow } = window.stepsplitRows;
   const NO_ROWS = { rows: [], names: [], from: 0, to: 0, ranks: new Set(), open: new Set(), query: "", compact: false };
-  const FILTER_HINT = "ranks, such as 0-7, 12 or stage 2 or a host";
+  const FILTER_HINT = "numbers (12), ranges (0-7), stages (stage 2), groups (tp group 1) or a part of a host's name, separated by commas";
 
   const node = (tag, className, text) => {
     const element = document.createElement(tag);
@@ -74,7 +74,7 @@
     buildChoices() {
       const bar = node("div", "tl-bar");
       const find = node("span", "tl-search");
-      this.searchField = this.field(find, "search a kernel or op", "name of a kernel or op, or a part of it; / comes here, Enter goes to the next match", 200);
+      this.searchField = this.field(find, "search a kernel or op", "search a kernel or op", "a name or a part of it, in any case; / comes here, Enter goes to the next match", 200);
       this.searchField.addEventListener("input", () => this.typeQuery(this.searchField.value));
       this.searchField.addEventListener("keydown", (event) => this.searchKey(event));
       this.previousButton = this.button(find, "‹", "previous match", () => this.stepMatch(-1));
@@ -85,20 +85,20 @@
       find.append(this.counter);
       bar.append(find);
       this.groupMenu = this.menu(bar, "group ranks by", (value) => this.setGrouping(value));
-      this.filterField = this.field(bar, "show ranks: all", "show only some " + FILTER_HINT + "; parts are separated by commas", 400);
+      this.filterField = this.field(bar, "ranks: 0-7, 12 or stage 2", "show only some ranks", "ranks to show: " + FILTER_HINT, 400);
       this.filterField.addEventListener("change", () => this.setFilter(this.filterField.value));
       this.compactButton = this.button(bar, "compact rows", "draw closed ranks with few pixels", () => this.setCompact(!this.isCompact()));
       this.compactButton.setAttribute("aria-pressed", "false");
       return bar;
     }
 
-    field(parent, placeholder, label, most) {
+    field(parent, placeholder, label, hint, most) {
       const element = node("input", "tl-field");
       element.type = "search";
       element.maxLength = most;
       element.spellcheck = false;
       element.placeholder = placeholder;
-      element.title = label;
+      element.title = hint;
       element.setAttribute("aria-label", label);
       parent.append(element);
       return element;
@@ -452,7 +452,10 @@
         if (Math.abs(x - drag.at[0]) > 3) moved = true;
         if (!moved) return;
         this.tip.hidden = true;
-        if (drag.measures) return this.drawRange(drag.begin, this.ns(x));
+        if (drag.measures) {
+          this.hover(this.rankAt(y));
+          return this.drawRange(drag.begin, this.ns(x));
+        }
         const by = ((x - drag.at[0]) / this.width()) * (drag.to - drag.from);
         this.show(drag.from - by, drag.to - by);
       });
@@ -498,12 +501,16 @@
     point(x, y, event) {
       const found = y < AXIS ? null : this.hit(x, y);
       this.canvas.style.cursor = event.shiftKey ? "crosshair" : found ? "pointer" : "grab";
-      const under = (this.hits || []).find((one) => one.rank !== undefined && y >= Math.max(one.y, AXIS) && y < one.y + one.height);
-      this.hover(under ? under.rank : null);
+      this.hover(this.rankAt(y));
       this.tip.hidden = !found || found.gutter || Boolean(found.group);
       if (this.tip.hidden) return;
       this.showTip(found, event.clientX, event.clientY);
       this.findName(found, () => this.tip.hidden || this.tipFor !== this.nameKey(found) || this.showTip(found, event.clientX, event.clientY));
+    }
+
+    rankAt(y) {
+      const under = (this.hits || []).find((one) => one.rank !== undefined && y >= Math.max(one.y, AXIS) && y < one.y + one.height);
+      return under ? under.rank : null;
     }
 
     showTip(found, x, y) {

@@ -162,10 +162,10 @@ def export_json(report: Report, tables: Tables) -> dict[str, Any]:
 
 # The timeline of a run: its ranks and steps, and any time window of it.
 
-_CACHED_RANKS, _CACHED_SEARCHES = 64, 4
+_CACHED_RANKS, _CACHED_SEARCHES = 64, 2
 
-_FULL_SLOTS, _COMPACT_SLOTS = 2, 8
-"""Slices of a band with at least so many slots are drawn exactly, others are merged."""
+_COMPACT_SLOTS = 8
+"""Slices of a compact band with at least so many slots are drawn exactly, others are merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +217,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class WindowDetail:
-    """How finely a window is drawn: rows have `slots` slots, and the bands of closed ranks
-    `compact_slots` unless None; `query` is the text searched for."""
+    """How finely a window is drawn.
+
+    Rows have `slots` slots, and the bands of closed ranks `compact_slots` unless None; `query` is
+    the text searched for. Slices of a band with at least `band_slots` slots are drawn exactly.
+    """
 
     slots: int
     compact_slots: int | None = None
     query: str = ""
+    band_slots: int = 1
 
 
 class TimelineView:
@@ -269,10 +273,10 @@ class TimelineView:
         self, rank: int, from_ns: int, to_ns: int, detail: WindowDetail, *, is_open: bool
     ) -> WindowRow:
         if is_open or detail.compact_slots is None:
-            row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, detail.slots, _FULL_SLOTS)
+            slots, least_slots = detail.slots, detail.band_slots
         else:
-            slots = detail.compact_slots
-            row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, _COMPACT_SLOTS)
+            slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
+        row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
         if not detail.query:
             return row
         found = self.search(detail.query)

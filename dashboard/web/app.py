@@ -405,6 +405,9 @@ def _list_tags(run: RunRow | None) -> set[str]:
 
 SLOTS, RANKS = 2_000, 512
 
+BAND_SLOTS = 2
+"""Slots of the shortest slice of a band that is sent by itself: narrower ones have no label."""
+
 MAX_MATCHES = 200
 """Matches of a search in one response."""
 
@@ -456,6 +459,7 @@ def _read_window(scene: TimelineView) -> dict[str, Any]:
         slots=_clamp(_parse_number("slots"), SLOTS),
         compact_slots=_clamp(_parse_number("compact"), SLOTS) if _has("compact") else None,
         query=_parse_query() if _has("q") else "",
+        band_slots=BAND_SLOTS,
     )
     ranks, opened = _parse_ranks(scene), _parse_numbers("open")
     return build_window_json(scene.read_window(from_ns, to_ns, detail, ranks, opened))

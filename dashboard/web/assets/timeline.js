@@ -85,7 +85,7 @@
       find.append(this.counter);
       bar.append(find);
       this.groupMenu = this.menu(bar, "group ranks by", (value) => this.setGrouping(value));
-      this.filterField = this.field(bar, "ranks: 0-7, 12 or stage 2", "show only some ranks", "ranks to show: " + FILTER_HINT, 400);
+      this.filterField = this.field(bar, "ranks: 0-7, stage 2", "show only some ranks", "ranks to show: " + FILTER_HINT, 400);
       this.filterField.addEventListener("change", () => this.setFilter(this.filterField.value));
       this.compactButton = this.button(bar, "compact rows", "draw closed ranks with few pixels", () => this.setCompact(!this.isCompact()));
       this.compactButton.setAttribute("aria-pressed", "false");

@@ -51,8 +51,8 @@ class Artifacts(Protocol):
     def save_job(self, run_id: str, text: bytes) -> None:
         """Stores the job.toml of the run, or replaces it. Raises UsageError."""
 
-    def read_job(self, run_id: str) -> bytes | None:
-        """The job.toml of the run; None without it, as for runs of an earlier version."""
+    def read_file(self, run_id: str, path: str) -> bytes | None:
+        """The content of one file of the run, such as job.toml; None if there is none."""
 
     def remove(self, run_id: str) -> None:
         """Removes all files of the run."""
@@ -94,8 +94,8 @@ class FolderArtifacts:
     def save_job(self, run_id: str, text: bytes) -> None:
         write(self.find_folder(run_id) / JOB_FILE, text)
 
-    def read_job(self, run_id: str) -> bytes | None:
-        return _read_if_exists(self.find_folder(run_id) / JOB_FILE)
+    def read_file(self, run_id: str, path: str) -> bytes | None:
+        return _read_if_exists(self.find_folder(run_id) / path)
 
     def remove(self, run_id: str) -> None:
         shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
@@ -205,15 +205,15 @@ class RemoteArtifacts:
         write(path, text)
         self._put(path, f"{run_id}/{JOB_FILE}")
 
-    def read_job(self, run_id: str) -> bytes | None:
+    def read_file(self, run_id: str, path: str) -> bytes | None:
         try:
-            text: bytes = self._files.cat_file(f"{self._root}/{run_id}/{JOB_FILE}")
-            return text
+            content: bytes = self._files.cat_file(f"{self._root}/{run_id}/{path}")
+            return content
         except FileNotFoundError:
             return None
         except OSError:
             # Without a connection the copy is all there is.
-            return _read_if_exists(self.find_folder(run_id) / JOB_FILE)
+            return _read_if_exists(self.find_folder(run_id) / path)
 
     def _drop_outdated_results(self, run_id: str) -> None:
         report = self.find_folder(run_id) / REPORT_NAME

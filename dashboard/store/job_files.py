@@ -46,6 +46,12 @@ def find_job_file(folder: Path) -> Path | None:
     return min(found, key=_order, default=None)
 
 
+def choose_job_path(paths: Sequence[str]) -> str | None:
+    """As find_job_file for the paths of an upload, but by name alone."""
+    named = [Path(path) for path in paths if _rank_name(Path(path)) < len(_NAMES)]
+    return str(min(named, key=_order)) if named else None
+
+
 def list_unused_files(folder: Path, job_file: Path | None) -> tuple[WarningRow, ...]:
     """A warning for each TOML file of the upload that the analysis does not use."""
     used: set[Path] = set()
@@ -106,7 +112,7 @@ def _find_named_files(job_file: Path) -> dict[str, Path]:
 JOB_BYTES = 1 << 16
 """Largest job.toml that can be attached."""
 
-_MOST_KEYS, _MOST_CHARACTERS = 200, 1_000
+_MOST_KEYS, _MOST_CHARACTERS, _DEEPEST = 200, 1_000, 16
 
 
 def check_job_text(text: bytes) -> None:
@@ -126,25 +132,27 @@ def check_job_text(text: bytes) -> None:
 
 
 def _check_size(values: Mapping[str, object]) -> None:
-    """Refuses what no job has: thousands of keys, or long texts, of which errors would be long."""
+    """Refuses what no job has: many keys, long texts, or tables in tables in tables."""
     texts = list(_list_texts(values))
     if len(texts) > _MOST_KEYS:
-        raise DataError(JOB_FILE, f"has more than {_MOST_KEYS} keys and values", "see docs/gap.md")
+        raise DataError(JOB_FILE, f"has more than {_MOST_KEYS} keys and texts", "see docs/gap.md")
     if any(len(text) > _MOST_CHARACTERS for text in texts):
-        problem = f"has a key or value of more than {_MOST_CHARACTERS} characters"
+        problem = f"has a key or text of more than {_MOST_CHARACTERS} characters"
         raise DataError(JOB_FILE, problem, "see docs/gap.md")
 
 
-def _list_texts(value: object) -> Iterator[str]:
-    """All keys, and all values that are no tables or lists, as texts."""
+def _list_texts(value: object, depth: int = 0) -> Iterator[str]:
+    """All keys, and all values that are texts."""
+    if depth > _DEEPEST:
+        raise DataError(JOB_FILE, f"is nested more than {_DEEPEST} deep", "see docs/gap.md")
     match value:
         case Mapping():
             for key, own in value.items():
                 yield str(key)
-                yield from _list_texts(own)
+                yield from _list_texts(own, depth + 1)
         case list():
             for own in value:
-                yield from _list_texts(own)
+                yield from _list_texts(own, depth + 1)
         case str():
             yield value
 
@@ -200,9 +208,11 @@ def merge_job(text: bytes, changes: Sequence[JobChange]) -> bytes:
     """The job.toml with the changes. Other keys stay, and lines and comments as far as possible.
 
     A new value removes the other keys for the same quantity, as global_batch for microbatches, and
-    a model preset the sizes of a model without one. Raises DataError if the text is not TOML.
+    a model preset the sizes of a model without one. Raises DataError if the text is not TOML, or
+    too large.
     """
     table = parse_table(JOB_FILE, text)
+    _check_size(table.values)
     needed = _complete_changes(table, changes)
     wanted = _apply_changes(table.values, needed)
     if not needed:
@@ -281,7 +291,8 @@ def _edit_lines(text: str, changes: Sequence[JobChange]) -> str:
 
 def _edit_line(lines: list[str], change: JobChange) -> list[str]:
     header = f"[{change.table}]"
-    start = next((n for n, line in enumerate(lines) if line.strip() == header), None)
+    titled = re.compile(rf"\s*{re.escape(header)}\s*(#.*)?")
+    start = next((n for n, line in enumerate(lines) if titled.fullmatch(line)), None)
     added = [] if change.value is None else format_toml_lines({change.key: change.value})
     if start is None:
         return [*lines, *([""] if lines else []), header, *added] if added else lines

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from msgspec import structs
 from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import (
+    INPUT_NAME,
     JOB_FILE,
     Artifacts,
     RemoteArtifacts,
@@ -35,7 +38,7 @@ from stepsplit.dashboard.store.database import (
     Database,
     open_database,
 )
-from stepsplit.dashboard.store.job_files import check_job_text
+from stepsplit.dashboard.store.job_files import JOB_BYTES, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
 from stepsplit.dashboard.store.runs import (
@@ -143,9 +146,22 @@ class Store:
         return is_queued
 
     def read_job(self, run_id: str) -> bytes | None:
-        """The job.toml that the run's newest analysis used or inferred; None if there is none."""
+        """The job.toml that the run's newest analysis used or inferred; None if it is unknown.
+
+        For runs of an earlier version it is that of their report or their upload.
+        """
         self.find_folder(run_id)
-        return self.artifacts.read_job(run_id)
+        kept = self.artifacts.read_file(run_id, JOB_FILE)
+        return kept if kept is not None else self._find_earlier_job(run_id)
+
+    def _find_earlier_job(self, run_id: str) -> bytes | None:
+        with suppress(DataError):
+            job = self.load_report(run_id).job
+            if job is not None:
+                return format_toml(structs.asdict(job)).encode()
+        rows = self.files.list_files(run_id)
+        path = choose_job_path([row.path for row in rows if row.received_bytes <= JOB_BYTES])
+        return None if path is None else self.artifacts.read_file(run_id, f"{INPUT_NAME}/{path}")
 
     def import_report(
         self, name: str, report: Report, tables: Tables, tags: Iterable[Tag] = ()

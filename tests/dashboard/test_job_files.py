@@ -270,7 +270,21 @@ def test_a_job_that_cannot_be_used_is_kept_for_its_correction(
     assert "not valid TOML" in form["error"]
 
 
-def test_runs_of_an_earlier_version_have_no_job(client: FlaskClient, store: Store) -> None:
+def test_runs_of_an_earlier_version_have_the_job_of_their_report_or_upload(
+    client: FlaskClient, store: Store
+) -> None:
+    compared, failed = analyzed(store), queued(store, **{"exp/Job.toml": JOB, "rank0": b"trace"})
+    assert process_job(store, claimed(store), known_analysis) == "done"
+    now = tomllib.loads(client.get(f"{RUNS}/{compared}/job").text)
+    (store.find_folder(compared) / "job.toml").unlink()
+
+    before = tomllib.loads(client.get(f"{RUNS}/{compared}/job").text)
+
+    assert before == now
+    assert client.get(f"{RUNS}/{failed}/job").data == JOB
+
+
+def test_without_a_known_job_the_form_is_empty(client: FlaskClient, store: Store) -> None:
     run_id = done(store)
 
     answers = [client.get(f"{RUNS}/{name}/job") for name in (run_id, "0" * 12)]
@@ -312,6 +326,7 @@ def test_fields_change_only_their_keys(client: FlaskClient, store: Store) -> Non
         ("[model]\nlayers = 2\n", {"model": {"preset": "llama-3.1-8b"}},
          '[model]\npreset = "llama-3.1-8b"\n'),
         ("[model]\nlayers = 2\n", {"model": {"layers": None}}, "[model]\n"),
+        ("[model] # mine\nlayers = 2\n", {"model": {"layers": 3}}, "[model] # mine\nlayers = 3\n"),
         ("model.layers = 2\n", {"model": {"layers": 3}}, "[model]\nlayers = 3\n"),
         ('[model]\nname = """\nlayers = 9\n"""\n', {"model": {"layers": 3}},
          '[model]\nname = "layers = 9\\n"\nlayers = 3\n'),
@@ -376,6 +391,8 @@ _LONG = "x" * 60_000
         ({"data": b"[notes]\n[model]\n"}, "notes: unknown key"),
         ({"data": b"a." * 20_000 + b"b = 1\n"}, "job.toml"),
         ({"data": b"x = " + b"[" * 50_000}, "job.toml"),
+        ({"data": b"x = " + b"{a=" * 250 + b"1" + b"}" * 250 + b"\n[model]"}, "16 deep"),
+        ({"json": {"toml": "x = " + "[" * 250 + "]" * 250, "model": {"layers": 2}}}, "16 deep"),
         ({"data": b"#" * 300_000}, "too large"),
     ],
     ids=lambda value: str(value)[:40],

@@ -18,7 +18,12 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES
-from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
+from stepsplit.dashboard.pages.components import (
+    View,
+    build_empty_card,
+    build_legend,
+    build_section,
+)
 from stepsplit.dashboard.pages.timeline_queries import (
     Matches,
     RangeSplit,

@@ -21,9 +21,12 @@ from store_builders import ask_page, claimed, found, known_analysis, queued, sta
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.pages.components import AddressQuery
+from stepsplit.dashboard.pages.compare import build_run_pickers, select_runs
+from stepsplit.dashboard.pages.components import (
+    AddressQuery,
+)
 from stepsplit.dashboard.pages.run_actions import RunRights, build_run_actions, build_run_labels
-from stepsplit.dashboard.pages.runs import build_run_pickers, build_runs_page
+from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
@@ -142,7 +145,8 @@ def test_the_runs_to_compare_are_picked_on_the_page(store: Store) -> None:
     queued(store, "waits")
     client = create_server(store).test_client()
 
-    page = build_run_pickers(store.list_runs(), AddressQuery({"candidate": third}))
+    rows, chosen = store.list_runs(), AddressQuery({"candidate": third})
+    page = build_run_pickers(rows, select_runs(rows, chosen), chosen)
 
     menus = [part for part in page._traverse() if isinstance(part, html.Select)]
     assert [[str(one.children).split(",")[0] for one in menu.children] for menu in menus] == [
@@ -152,7 +156,7 @@ def test_the_runs_to_compare_are_picked_on_the_page(store: Store) -> None:
         [""],
         [third],
     ]
-    assert "Select two runs" in ask_page(client, "/compare", f"?candidate={third}")
+    assert "Select runs" in ask_page(client, "/compare", f"?candidate={third}")
     both = ask_page(client, "/compare", f"?baseline={first}&candidate={third}")
     assert "Difference by bucket" in both and "choose a run" in both
 

@@ -17,7 +17,9 @@ from report_builders import analysis
 
 from stepsplit.analyzer import BUCKETS, Analysis, examine
 from stepsplit.analyzer.report.tables import Slices
-from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.components import (
+    View,
+)
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 

@@ -1,0 +1,168 @@
+"""In a browser: runs of several jobs are grouped, selected and compared, with the keyboard too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from browser_builders import running_server
+from job_builders import key_of, store_runs
+
+from stepsplit.dashboard.store.store import Store
+
+pytestmark = pytest.mark.slow
+
+PACES = {
+    "gpt": [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.2, 1.21, 1.19, 1.22, 1.2, 1.21],
+    "tiny": [1.0, 1.01] * 4,
+    "m2": [1.0] * 3,
+    "m8": [1.0] * 2,
+}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A server with runs of four jobs, and their ids by job."""
+
+    url: str
+    ids: dict[str, list[str]]
+
+    @property
+    def four(self) -> str:
+        """A run of each job."""
+        return ",".join(own[0] for own in self.ids.values())
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    folder = tmp_path_factory.mktemp("groups")
+    with running_server(folder) as url:
+        store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
+        ids = store_runs(store, PACES)
+        store.close()
+        yield Shared(url, ids)
+
+
+def open_page(browser: Any, url: str, **options: Any) -> Any:
+    page = browser.new_page(**options)
+    page.goto(url)
+    page.wait_for_selector("h1")
+    return page
+
+
+def press_until(page: Any, key: str, selector: str) -> None:
+    """Presses the key until the focus is on such an element."""
+    for _ in range(200):
+        page.keyboard.press(key)
+        if page.evaluate("s => document.activeElement.matches(s)", selector):
+            return
+    raise AssertionError(f"{key} does not reach {selector}")
+
+
+def test_runs_are_selected_and_compared_with_the_keyboard(shared: Shared, browser: Any) -> None:
+    page = open_page(browser, f"{shared.url}/?group=job")
+    page.wait_for_selector(".pick")
+    for _ in range(3):
+        press_until(page, "Tab", ".pick")
+        page.keyboard.press("Space")
+    page.get_by_text("compare 3 selected").wait_for()
+    press_until(page, "Shift+Tab", "#compare-link")
+    page.keyboard.press("Enter")
+
+    a, b, c = reversed(shared.ids["gpt"][-3:])
+    page.wait_for_url(f"**/compare?runs={c},{b},{a}")
+    page.locator(".matrix table").first.wait_for()
+    assert page.title() == "Compare - stepsplit"
+    heads = page.locator(".matrix").first.locator("thead th").all_inner_texts()
+    assert [head.split()[:2] for head in heads[1:]] == [
+        ["1", "gpt-09"], ["2", "gpt-10"], ["3", "gpt-11"],
+    ]  # fmt: skip
+
+    press_until(page, "Tab", ".pickers li:nth-child(2) .button")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/compare?runs={b},{c},{a}")
+    press_until(page, "Tab", ".pickers li:nth-child(3) .button:last-child")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/compare?baseline={b}&candidate={c}")
+    page.get_by_text("Difference by bucket").wait_for()
+
+
+def test_selected_runs_stay_selected_while_the_list_is_searched(
+    shared: Shared, browser: Any
+) -> None:
+    page = open_page(browser, shared.url)
+    page.locator("#choose-q").fill("gpt-03")
+    page.wait_for_url("**/?q=gpt-03")
+    page.get_by_role("checkbox", name="compare gpt-03").click()
+    page.get_by_text("select another run to compare").wait_for()
+    page.locator("#choose-q").fill("tiny-02")
+    page.wait_for_url("**/?q=tiny-02")
+    box = page.get_by_role("checkbox", name="compare tiny-02")
+    box.wait_for()
+    assert box.get_attribute("aria-checked") == "false"
+    box.click()
+
+    page.get_by_text("compare selected").click()
+
+    older, newer = shared.ids["tiny"][2], shared.ids["gpt"][3]
+    page.wait_for_url(f"**/compare?baseline={older}&candidate={newer}")
+
+
+def test_the_selection_is_limited_and_cleared(shared: Shared, browser: Any) -> None:
+    page = open_page(browser, shared.url)
+    page.wait_for_selector(".pick")
+    boxes = page.locator(".pick")
+    for at in range(13):
+        boxes.nth(at).click()
+    page.get_by_text("at most 12 runs are compared").wait_for()
+    assert not page.locator("#compare-link").is_visible()
+    boxes.nth(0).click()
+    page.get_by_text("compare 12 selected").wait_for()
+    page.get_by_text("clear selection").click()
+    assert page.locator('.pick[aria-checked="true"]').count() == 0
+    assert not page.locator("#compare-link, #clear-picks").filter(visible=True).count()
+
+
+def test_a_run_is_added_by_a_menu(shared: Shared, browser: Any) -> None:
+    a, b = shared.ids["gpt"][:2]
+    page = open_page(browser, f"{shared.url}/compare?baseline={a}&candidate={b}")
+    add = page.get_by_label("add a run")
+    add.select_option(label=next(x for x in add.inner_text().splitlines() if "m2-00" in x).strip())
+    page.wait_for_url(lambda url: url.endswith(f"={a}%2C{b}%2C{shared.ids['m2'][0]}"))
+    page.locator(".matrix table").first.wait_for()
+    page.reload()
+    page.locator(".matrix table").first.wait_for()
+    assert page.locator("#splits .bars .point").count() >= 3
+
+
+def test_the_history_of_a_job_is_chosen(shared: Shared, browser: Any) -> None:
+    page = open_page(browser, f"{shared.url}/history")
+    page.wait_for_selector("#history .scatterlayer .trace")
+    assert page.locator("#history .legendtext").count() == 4
+    page.get_by_label("job").select_option(key_of("gpt"))
+    page.wait_for_url(f"**/history?job={key_of('gpt')}")
+    page.get_by_text("typical range").wait_for()
+    page.get_by_role("link", name="gpt-06").first.wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_axe_finds_nothing(shared: Shared, browser: Any, scheme: str, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    paths = {
+        "/?group=job": ".group", "/": ".pick", f"/?job={key_of('tiny')}": ".pick",
+        f"/compare?runs={shared.four}": "#splits .point", "/history": "#history .trace",
+        f"/history?job={key_of('gpt')}": "#history .trace",
+    }  # fmt: skip
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    found = {}
+    for path, drawn in paths.items():
+        page.goto(shared.url + path)
+        page.locator(drawn).first.wait_for(state="attached")
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        found[path] = [one["id"] for one in Axe().run(page).response["violations"]]
+    assert not any(found.values()), found

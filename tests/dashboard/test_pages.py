@@ -245,7 +245,7 @@ def test_the_list_shows_sorts_and_searches_check_results() -> None:
         ("regressed", "pill failed", "step +12.3 %"),
     ]
     (table,) = found(page, html.Table)
-    widths = {sum(cell.colSpan for cell in row.children) for row in table.children[1].children}
+    widths = {sum(cell.colSpan or 1 for cell in row.children) for row in table.children[1].children}
     assert widths == {len(table.children[0].children.children)}
     assert [text(row.children[3]) for row in table.children[1].children][-1] == ""
     assert [run.name for run in filter_runs(rows, "regressed")] == ["delta"]

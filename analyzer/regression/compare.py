@@ -38,7 +38,12 @@ def compare_reports(baseline: Report, candidate: Report) -> RunComparison:
     was inferred from the calls, groups are compared by their ranks.
     """
     settings = find_changed_settings(baseline, candidate)
-    baseline, candidate = align_axes(baseline, candidate)
+    return _compare_aligned(*align_axes(baseline, candidate), settings)
+
+
+def _compare_aligned(
+    baseline: Report, candidate: Report, settings: tuple[Setting, ...]
+) -> RunComparison:
     return RunComparison(
         baseline=build_side(baseline),
         candidate=build_side(candidate),
@@ -58,8 +63,11 @@ def compare_with_baseline(reports: Sequence[Report]) -> tuple[RunComparison, ...
     baseline, *candidates = reports
     stated = (report for report in reports if report.run.mesh and not _is_inferred(report))
     reference = next(stated, baseline)
-    aligned = [align_axes(reference, report)[1] for report in (baseline, *candidates)]
-    return tuple(compare_reports(aligned[0], candidate) for candidate in aligned[1:])
+    first, *others = (align_axes(reference, report)[1] for report in reports)
+    return tuple(
+        _compare_aligned(first, aligned, find_changed_settings(baseline, candidate))
+        for candidate, aligned in zip(candidates, others, strict=True)
+    )
 
 
 # The bottlenecks of both runs.

@@ -280,7 +280,7 @@ JOB_COLORS = (*AXIS_COLORS, "#7A2F5B", "#8D949E")
 JOB_SYMBOLS = (*SYMBOLS, "triangle-down", "star")
 
 MAX_JOBS = len(JOB_COLORS)
-"""Jobs in one figure; more lines are too similar."""
+"""Jobs in one figure: there are as many colors and symbols."""
 
 _HISTORY_HOVER = "<b>%{customdata}</b><br>%{y:.4g}<br>%{x|%Y-%m-%d %H:%M} UTC<extra></extra>"
 

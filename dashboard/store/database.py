@@ -247,7 +247,7 @@ RUNS = Table(
     Column("warnings", Integer),
     Column("bubble_fraction", Float),
     Column("mfu", Float),
-    Column("job_key", String(16), index=True),
+    Column("job_key", String(16)),
     Column("job_label", String(200)),
 )
 """job_key is NULL until the job was looked for, and empty if it is unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -283,6 +283,36 @@ def test_runs_of_one_job_have_no_configuration_differences() -> None:
     rows = {row[0]: row[1:] for row in rows_of(table)}
     assert rows["change"] == ["", "+0.0 %", "-10.0 %"]
     assert "time per microbatch" not in rows
+
+
+def renamed(report: Report, names: Mapping[str, str]) -> Report:
+    """The report as if its mesh were inferred from the calls, with other names for its axes."""
+
+    def rename(row: Any) -> Any:
+        return structs.replace(row, axis=names.get(row.axis, row.axis))
+
+    mesh = tuple(map(rename, report.run.mesh or ()))
+    return structs.replace(
+        report,
+        run=structs.replace(report.run, mesh_source="messages", mesh=mesh),
+        groups=tuple(map(rename, report.groups)),
+        exposed=tuple(map(rename, report.exposed)),
+    )
+
+
+def test_axes_have_the_names_that_a_run_states() -> None:
+    stated = JOBS["tiny"]
+    reports = [
+        renamed(stated, {"tp": "cp"}),
+        renamed(stated, {"tp": "dp_shard", "pp": "cp"}),
+        stated,
+    ]
+
+    page = build_comparison_of_many(views(*reports))
+
+    rows = {row[0]: row[1:] for row in rows_of(next(found(page, html.Table)))}
+    assert len(set(rows["collective on tp"])) == len(set(rows["bubble on pp"])) == 1
+    assert not [name for name in rows if name.endswith(("on cp", "on dp_shard"))]
 
 
 def test_runs_are_added_removed_and_made_the_baseline(

@@ -13,4 +13,3 @@ def upgrade() -> None:
     """Adds key and label; workers fill in those of earlier runs, from their reports."""
     op.add_column("runs", sa.Column("job_key", sa.String(16)))
     op.add_column("runs", sa.Column("job_label", sa.String(200)))
-    op.create_index("ix_runs_job_key", "runs", ["job_key"])

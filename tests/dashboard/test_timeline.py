@@ -302,7 +302,7 @@ def test_a_rank_without_a_matching_name_is_not_read_again() -> None:
 
 def test_the_slots_of_matches_are_marked() -> None:
     edges = np.array([0, 10, 20, 30, 40])
-    start, end = np.array([-5, 12, 30, 39, 90]), np.array([0, 14, 30, 45, 95])
+    start, end = np.array([-5, 12, 30, 39, 90]), np.array([0, 20, 30, 45, 95])
     assert find_slots(start, end, edges).tolist() == [False, True, False, True]
 
     shown = view(

@@ -17,9 +17,8 @@ from report_builders import analysis
 
 from stepsplit.analyzer import BUCKETS, Analysis, examine
 from stepsplit.analyzer.report.tables import Slices
-from stepsplit.dashboard.pages.components import (
-    View,
-)
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.timeline import TimelineView, WindowDetail
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
@@ -147,6 +146,36 @@ def test_the_chosen_slice_and_window_come_back_with_the_address(
     page.get_by_text("The slice of this address is not in the run.").wait_for()
 
 
+def test_the_drawn_slices_are_those_of_the_run_to_the_nanosecond(
+    served: Served, browser: Any
+) -> None:
+    made = analysis()
+    segments = made.tables.segments
+    own = segments.rank == 2
+    start, dur = segments.start_ns[own], segments.dur_ns[own]
+    first, last = 10, 25
+    window = f"?from={start[first]}&to={start[last]}"
+    band = f"() => {TIMELINE}.byRank.get(2)[0]"
+
+    page = open_timeline(browser, f"{served.add(made)}{window}")
+    row = page.evaluate(band)
+
+    assert row["start"] == start[first:last].tolist()
+    assert row["dur"] == dur[first:last].tolist()
+    assert row["bucket"] == segments.bucket[own][first:last].tolist()
+
+    end = int((start + dur)[-1])
+    page = open_timeline(browser, f"{page.url.split('?')[0]}?from=0&to={end}&rows=compact&open=")
+    row = page.evaluate(band)
+    detail = WindowDetail(1, round(page.evaluate(f"() => {TIMELINE}.width()") / 2))
+    view = TimelineView(made.report, made.tables)
+    drawn = view.read_window(0, end, detail, (2,), ()).rows[0].drawn
+    assert (drawn.row < 0).sum() > 50, "merged"
+    assert row["bucket"] == drawn.bucket.tolist()
+    assert row["start"] == pytest.approx(drawn.start_ns.tolist(), abs=1)
+    assert row["dur"] == pytest.approx(drawn.dur_ns.tolist(), abs=1)
+
+
 def test_ranks_are_grouped_folded_and_filtered(served: Served, browser: Any) -> None:
     page = open_timeline(browser, served.add(analysis()))
 
@@ -181,12 +210,18 @@ def test_many_ranks_are_drawn_in_compact_rows(served: Served, browser: Any) -> N
     report = msgspec.structs.replace(made.report, run=many)
     page = open_timeline(browser, served.add(Analysis(report, made.tables)))
     heights = f"() => {TIMELINE}.places().map((one) => one.height)"
-    labels = f"() => {TIMELINE}.places().filter((one) => one.labeled).map((one) => one.y)"
+    labels = f"""() => {TIMELINE}.places().filter((one) => one.labeled)
+      .map((one) => {TIMELINE}.labelMiddle(one))"""
 
     assert sum(page.evaluate(heights)) + 34 <= page.locator(".tl-body").bounding_box()["height"]
-    tops = page.evaluate(labels)
-    assert len(tops) > 20
-    assert all(after - before >= 12 for before, after in pairwise(tops[1:]))
+    page.locator("#timeline-view canvas").focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowDown")
+    middles = page.evaluate(labels)
+    assert len(middles) > 20
+    assert all(after - before >= 13 for before, after in pairwise(middles))
+    rank_5 = page.evaluate(f"() => {TIMELINE}.places()[5].labeled")
+    assert rank_5, "the focused rank has a label"
 
     button = page.get_by_role("button", name="draw closed ranks with few pixels")
     assert button.get_attribute("aria-pressed") == "true"

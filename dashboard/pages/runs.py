@@ -77,6 +77,9 @@ _HIDDEN_IF_EMPTY = ("verdict", "mesh", "mfu")
 GROUP_ROWS = 10
 """Runs of a job that are listed below its heading; a link leads to all of them."""
 
+MAX_GROUPS = 25
+"""Jobs with the newest runs, which are listed."""
+
 TREND_RUNS = 24
 """Newest runs in the trend of a job."""
 
@@ -273,7 +276,7 @@ def _build_job_url(key: str) -> str:
 # The list of runs, grouped by job.
 
 
-def _build_groups(runs: Sequence[RunRow], chosen: AddressQuery) -> list[html.Section]:
+def _build_groups(runs: Sequence[RunRow], chosen: AddressQuery) -> list[Component]:
     """A section for each job, that with the newest run first; unknown jobs are the last."""
     newest_first = sort_runs(runs, NEWEST)
     labels = label_jobs(JobRun(run.job, run.name) for run in newest_first)
@@ -281,7 +284,10 @@ def _build_groups(runs: Sequence[RunRow], chosen: AddressQuery) -> list[html.Sec
     for run in newest_first:
         groups[run.job_key or ""].append(run)
     ordered = sorted(groups, key=lambda key: key == "")
-    return [_build_group(groups[key], labels[key], chosen) for key in ordered]
+    sections = [_build_group(groups[key], labels[key], chosen) for key in ordered[:MAX_GROUPS]]
+    n_hidden = len(ordered) - len(sections)
+    note = f"{n_hidden:,} more jobs: search to see them" if n_hidden else ""
+    return [*sections, html.P(note, className="note")]
 
 
 def _build_group(runs: Sequence[RunRow], label: str, chosen: AddressQuery) -> html.Section:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from stepsplit.dashboard.pages.components import (
     parse_address,
 )
 from stepsplit.dashboard.pages.history import build_history_page
-from stepsplit.dashboard.pages.runs import GROUP_ROWS, build_runs_page, filter_runs
+from stepsplit.dashboard.pages.runs import GROUP_ROWS, MAX_GROUPS, build_runs_page, filter_runs
 from stepsplit.dashboard.store.metrics import JobFingerprint, MetricPoint
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.app import PageBuilder
@@ -147,6 +148,14 @@ def test_runs_of_unknown_jobs_are_the_last_group(store: Store) -> None:
     sections = list(found(show(store, "/", "?group=job"), html.Section))
     assert [text(next(found(one, html.H2))) for one in sections] == ["pp2 · 2 x cpu", "unknown job"]
     assert "all" not in text(sections[1])
+
+
+def test_the_page_of_many_jobs_is_limited(store: Store, ids: dict[str, list[str]]) -> None:
+    one = store.list_runs()[0]
+    runs = [replace(one, job=JobFingerprint(f"{n:08x}", f"job {n}")) for n in range(1_000)]
+    page = build_runs_page(runs, AddressQuery({"group": "job"}))
+    assert len(list(found(page, html.Section))) == MAX_GROUPS
+    assert f"{1_000 - MAX_GROUPS} more jobs" in text(page)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.text(max_size=2))))

@@ -449,7 +449,7 @@ def _draw_boxes(
 
 
 def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
-    """The bubble fraction of each stage in percent, with the schedule's ideal as a line."""
+    """The bubble fraction of each stage in percent, with the schedule's ideal as a dashed line."""
     figure = build_blank_figure(230, "stage", "bubble / window, %")
     figure.add_trace(
         go.Bar(
@@ -466,10 +466,8 @@ def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
     figure.update_xaxes(type="category")
     figure.update_layout(bargap=0.4, margin={"t": 24})
     if pipeline_report.ideal_bubble_fraction is not None:
-        ideal = 100 * pipeline_report.ideal_bubble_fraction
-        text = f"ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
-        figure.add_hline(y=ideal, line={"color": WORSE, "width": 2, "dash": "dash"},
-                         annotation_text=text, annotation_position="top right")  # fmt: skip
+        line = {"color": WORSE, "width": 2, "dash": "dash"}
+        figure.add_hline(y=100 * pipeline_report.ideal_bubble_fraction, line=line)
     return figure
 
 

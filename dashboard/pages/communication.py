@@ -357,6 +357,8 @@ def list_drawn_steps(report: Report, boxes: Boxes) -> list[int]:
 
 def _build_stage_bubbles(pipeline_report: Pipeline) -> html.Section:
     note = "from first forward to last backward; medians over full steps"
+    if pipeline_report.ideal_bubble_fraction is not None:
+        note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
     return build_section(
         "Bubble by stage", note, build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
     )

@@ -135,10 +135,8 @@ def build_caveats(report: Report, gap: Gap) -> list[html.P]:
 def _build_missing_model(view: View) -> list[html.Section]:
     messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
     text = "This report has no prediction to compare with."
-    hint = (
-        'Add a job.toml next to the traces, or by "describe the job" at the top of the run, or run:'
-        " stepsplit analyze RUN --job job.toml"
-    )
+    first = "Describe the job, or add" if view.offers_job else "Add"
+    hint = f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
     words: list[Component] = [html.P(next(messages, text)), html.P(hint, className="note")]
     if view.offers_job:
         words.append(html.P(build_job_button(view.run_id, view.name)))

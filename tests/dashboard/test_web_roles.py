@@ -255,7 +255,7 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
     with engine.begin() as connection:
         for command in (
             "DROP TABLE audit", "DROP TABLE sessions", "ALTER TABLE tokens DROP COLUMN role",
-            "ALTER TABLE runs DROP COLUMN note", "DROP INDEX ix_runs_job_key",
+            "ALTER TABLE runs DROP COLUMN note",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
             "UPDATE alembic_version SET version_num = '0004'",
         ):  # fmt: skip

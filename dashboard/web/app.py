@@ -120,6 +120,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     _add_timeline_link(app)
     _refuse_odd_callbacks(server, app)
     _mark_missing_pages(server, store)
+    _keep_assets(server)
     _warm()
     return tuple(app.csp_hashes())
 
@@ -213,6 +214,17 @@ def _add_timeline_link(app: Dash) -> None:
             raise HttpError(400, "the click is on no bar") from None
         url = urlsplit(build_page_url(address.run_id, "timeline", **{which: number}))
         return url.path, f"?{url.query}"
+
+
+def _keep_assets(server: Flask) -> None:
+    """Browsers keep the scripts and styles whose address names their version."""
+
+    @server.after_request
+    def keep(response: Response) -> Response:
+        is_versioned = request.path.startswith("/assets/") and "m" in request.args
+        if is_versioned and response.status_code == 200:
+            response.headers["Cache-Control"] = "public, max-age=31536000, immutable"
+        return response
 
 
 def _mark_missing_pages(server: Flask, store: Store) -> None:

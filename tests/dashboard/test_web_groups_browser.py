@@ -141,7 +141,7 @@ def test_the_history_of_a_job_is_chosen(shared: Shared, browser: Any) -> None:
     page = open_page(browser, f"{shared.url}/history")
     page.wait_for_selector("#history .scatterlayer .trace")
     assert page.locator("#history .legendtext").count() == 4
-    page.get_by_label("job", exact=True).select_option(key_of("gpt"))
+    page.locator("[data-choice=job]").select_option(key_of("gpt"))
     page.wait_for_url(f"**/history?job={key_of('gpt')}")
     page.get_by_text("typical range").wait_for()
     page.get_by_role("link", name="gpt-06").first.wait_for()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 
 import pytest
 from flask.testing import FlaskClient
@@ -119,6 +120,18 @@ def test_a_script_is_not_sent_again(store: Store) -> None:
     known = _answer(client, PLOTLY, "gzip").headers["ETag"]
 
     assert _answer(client, PLOTLY, "gzip", known).status_code == 304
+
+
+def test_the_scripts_of_a_version_are_kept(store: Store) -> None:
+    client = create_server(store).test_client()
+    (address,) = re.findall(r"/assets/choose\.js\?m=[0-9.]+", client.get("/").text)
+
+    with client.get(address) as kept:
+        assert kept.headers["Cache-Control"] == "public, max-age=31536000, immutable"
+    with client.get("/assets/choose.js") as unversioned:
+        assert unversioned.headers["Cache-Control"] == "no-cache"
+    with client.get("/assets/none.js?m=1") as missing:
+        assert "immutable" not in missing.headers.get("Cache-Control", "")
 
 
 def test_downloads_are_sent_as_they_are(store: Store) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import inf, log10
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -75,7 +75,7 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
     sizes += [value for one in curves for value in one.message_bytes]
     figure.update_yaxes(type="log", **_choose_ticks(rates, _format_rate_tick))
     figure.update_xaxes(type="log", **_choose_ticks(sizes, _format_size_tick))
-    _draw_link_peaks(figure, curves)
+    figure.add_traces(_draw_link_peaks(curves))
     figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"})
     return figure
 
@@ -125,18 +125,25 @@ def _draw_curve(curve: Curve, axes: list[str]) -> go.Scatter:
     )
 
 
-def _draw_link_peaks(figure: go.Figure, curves: Sequence[Curve]) -> None:
-    """One horizontal line per distinct link peak."""
-    axes: dict[float, list[str]] = defaultdict(list)
+def _draw_link_peaks(curves: Sequence[Curve]) -> list[go.Scatter]:
+    """One dashed line per distinct link peak."""
+    by_peak: dict[float, list[Curve]] = defaultdict(list)
     for curve in curves:
-        if curve.axis not in axes[curve.link_bytes_per_s]:
-            axes[curve.link_bytes_per_s].append(curve.axis)
-    for peak, names in axes.items():
-        text = f"link of {escape_text(', '.join(names))}: {format_gigabytes_per_second(peak)}"
-        line = {"color": WORSE, "width": 1, "dash": "dash"}
-        figure.add_hline(y=peak / 1e9, line=line)
-        figure.add_annotation(x=0, xref="paper", y=log10(peak / 1e9), text=text, showarrow=False,
-                              xanchor="left", yanchor="bottom", font={"size": 11})  # fmt: skip
+        by_peak[curve.link_bytes_per_s].append(curve)
+    return [_draw_link_peak(peak, own) for peak, own in by_peak.items()]
+
+
+def _draw_link_peak(peak: float, curves: Sequence[Curve]) -> go.Scatter:
+    names = ", ".join(dict.fromkeys(curve.axis for curve in curves))
+    sizes = [size for curve in curves for size in curve.message_bytes]
+    return go.Scatter(
+        name=f"link of {escape_text(names)}: {format_gigabytes_per_second(peak)}",
+        mode="lines",
+        x=[min(sizes), max(sizes)],
+        y=[peak / 1e9] * 2,
+        line={"color": WORSE, "width": 1, "dash": "dash"},
+        hovertemplate="<b>%{fullData.name}</b><extra></extra>",
+    )
 
 
 def _choose_axis_color(axis: str, axes: list[str]) -> str:

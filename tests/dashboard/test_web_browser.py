@@ -340,6 +340,11 @@ def test_a_page_is_printed_light_and_without_its_controls(
 
     assert page.locator(".top, .tabs, [data-edit]").filter(visible=True).count() == 0
     assert (on_screen, page.evaluate(color)) == ("rgb(230, 234, 240)", "rgb(27, 36, 48)")
+    themes = []
+    for event in ("beforeprint", "afterprint"):
+        page.evaluate(f"window.dispatchEvent(new Event('{event}'))")
+        themes.append(page.evaluate("document.documentElement.dataset.theme"))
+    assert themes == ["light", "dark"], "what is painted on a canvas has no style sheet"
 
 
 @pytest.mark.parametrize("width", [390, 1024, 1440])

@@ -8,13 +8,16 @@
   let chosen = null;
   try { chosen = localStorage.getItem(KEY); } catch (error) { /* no storage for file:// pages */ }
 
+  let isPrinting = false;
   function show() {
-    root.dataset.theme = chosen || (system.matches ? "dark" : "light");
+    root.dataset.theme = isPrinting ? "light" : chosen || (system.matches ? "dark" : "light");
     document.dispatchEvent(new Event("stepsplit:theme"));
   }
 
   show();
   system.addEventListener("change", show);
+  window.addEventListener("beforeprint", () => { isPrinting = true; show(); });
+  window.addEventListener("afterprint", () => { isPrinting = false; show(); });
   document.addEventListener("click", (event) => {
     if (!event.target.closest || !event.target.closest("#theme")) return;
     chosen = root.dataset.theme === "dark" ? "light" : "dark";

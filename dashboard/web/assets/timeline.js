@@ -495,7 +495,8 @@
         event.preventDefault();
         this.searchField.focus();
       });
-      document.addEventListener("stepsplit:theme", () => { if (this.index) { this.looks(); this.draw(); } });
+      /* At once: nothing waits for an animation frame before the page is printed. */
+      document.addEventListener("stepsplit:theme", () => { if (this.extent) { this.looks(); this.paint(); } });
     }
 
     point(x, y, event) {

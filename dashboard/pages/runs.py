@@ -66,7 +66,7 @@ MAX_LISTED = 100
 
 _COLUMN_ORDER = (
     "name", "added", "verdict",
-    "job", "world", "mesh", "step", "", "compute", "collective", "bubble", "mfu",
+    "job", "world", "mesh", "step", "", "compute", "collective", "skew", "bubble", "mfu",
 )  # fmt: skip
 
 _COMMON_COLUMNS = ("name", "added", "verdict")
@@ -250,7 +250,12 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     if numbers is None or numbers.median_step is None:
         return {}
     middle = numbers.median_step
-    shares = {"compute": COMPUTE, "collective": COLLECTIVE, "bubble": BUBBLE}
+    shares = {
+        "compute": COMPUTE,
+        "collective": COLLECTIVE,
+        "skew": ("skew",),
+        "bubble": BUBBLE,
+    }
     return {
         "job": Cell(_build_job_link(run.job)),
         "world": Cell(f"{numbers.world_size:,}", number=True),
@@ -380,6 +385,7 @@ COLUMNS = {
     "step": Column("step", _read_step_ns),
     "compute": Column("compute", lambda run: _compute_share(run, *COMPUTE)),
     "collective": Column("collective", lambda run: _compute_share(run, *COLLECTIVE)),
+    "skew": Column("of which skew", lambda run: _compute_share(run, "skew")),
     "bubble": Column("bubble", lambda run: _compute_share(run, *BUBBLE)),
     "mfu": Column("MFU", lambda run: run.headline.mfu if run.headline else None),
 }

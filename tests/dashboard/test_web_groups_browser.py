@@ -12,7 +12,7 @@ from job_builders import key_of, store_runs
 
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 
 PACES = {
     "gpt": [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.2, 1.21, 1.19, 1.22, 1.2, 1.21],

@@ -13,7 +13,7 @@ from browser_builders import running_server
 from dashboard_processes import open_store
 from store_builders import queued, settled
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 RECORDED = {
     path.name: path.read_bytes() for path in SAMPLE.glob("r*") if path.name != "report.json"

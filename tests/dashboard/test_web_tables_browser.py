@@ -16,7 +16,7 @@ from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 N_RANKS = 30
 FORMULA = '=HYPERLINK("http://host/","a, b")'
 _TABLE = "//section[.//h2[text()='{}']]//div[contains(@class,'data-table')]"

@@ -22,7 +22,7 @@ from stepsplit.dashboard.pages.timeline import TimelineView, WindowDetail
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TIMELINE = 'document.getElementById("timeline-view").timeline'
 MS = 1_000_000

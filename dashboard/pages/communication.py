@@ -54,8 +54,8 @@ from stepsplit.dashboard.pages.tables import (
     build_time_cell,
     format_hidden_rows,
 )
-from stepsplit.dashboard.pages.timeline import list_rank_locations
-from stepsplit.dashboard.pages.timeline_queries import RankGrouping, list_groupings
+from stepsplit.dashboard.pages.timeline import list_rank_groupings, list_rank_locations
+from stepsplit.dashboard.pages.timeline_queries import RankGrouping
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 
@@ -134,33 +134,23 @@ def _format_call_kind(row: CollectiveRow, axis: str) -> str:
 def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     if view.tables is None or not (view.tables.waits.owner >= 0).any():
         return []
-    steps = len({row.step for row in view.report.steps})
-    size = max(view.report.run.ranks) + 1
+    ranks = view.report.run.ranks
     direct = chosen.find_text("waits") == "direct"
-    sums = (sum_waits_by_owner if direct else sum_waits_by_root)(view.tables.waits, size)
+    sums = (sum_waits_by_owner if direct else sum_waits_by_root)(view.tables.waits, max(ranks) + 1)
     located = list_rank_locations(view.report, view.tables)
-    groupings = {
-        one.by: one
-        for one in list_groupings(
-            view.report,
-            {one.rank: one.stage for one in located},
-            {one.rank: one.host for one in located},
-        )
-    }
-    default = _choose_grouping(groupings, view.report.run.ranks)
-    by = chosen.find_text("group")
+    groupings = {one.by: one for one in list_rank_groupings(view.report, located)}
+    default = _choose_grouping(groupings, ranks)
+    by = chosen.find_text("group") or default
     by = by if by in groupings or by == "rank" else default
-    groups = (
-        _list_busiest_ranks(sums, view.report.run.ranks)
-        if by == "rank"
-        else [RankGroup(name, ranks) for name, ranks in groupings[by].groups]
-    )
+    grouping = groupings.get(by)
+    groups = _list_busiest_ranks(sums, ranks) if grouping is None else _list_groups(grouping)
     menus = [
         build_menu("group", {one: one for one in ("rank", *groupings)}, by, default),
         build_menu("waits", _WAITED_FOR, "direct" if direct else "root", "root"),
     ]
     choices = [html.Div(menus, className="choices")] if view.run_id else []
     note = "mean over the ranks of a row; a colored column is what others wait for"
+    steps = len({row.step for row in view.report.steps})
     figure = build_graph("waits", draw_waits_matrix(sums, groups, steps))
     return [build_section("Waits between ranks", note, *choices, figure)]
 
@@ -178,6 +168,10 @@ def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]
     known = [by for by in ("tp", "host", "stage") if by in groupings]
     fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
     return fitting[0] if fitting else known[-1] if known else "rank"
+
+
+def _list_groups(grouping: RankGrouping) -> list[RankGroup]:
+    return [RankGroup(name, ranks) for name, ranks in grouping.groups]
 
 
 def _list_busiest_ranks(sums: Int64, ranks: Sequence[int]) -> list[RankGroup]:

@@ -27,6 +27,7 @@ from stepsplit.dashboard.pages.components import (
 from stepsplit.dashboard.pages.timeline_queries import (
     Matches,
     RangeSplit,
+    RankGrouping,
     build_slice_json,
     find_dominant_name,
     find_matches,
@@ -241,11 +242,7 @@ class TimelineView:
         self._tables = tables
         self.steps = list_steps(report)
         self.ranks = list_rank_locations(report, tables)
-        self.groupings = list_groupings(
-            report,
-            {one.rank: one.stage for one in self.ranks},
-            {one.rank: one.host for one in self.ranks},
-        )
+        self.groupings = list_rank_groupings(report, self.ranks)
         self._band = lru_cache(_CACHED_RANKS * 4)(
             lambda rank: build_band(rank, tables.segments, tables.waits)
         )
@@ -374,6 +371,12 @@ def list_rank_locations(report: Report, tables: Tables) -> tuple[RankLocation, .
         RankLocation(rank, _drop_unknown(hosts.get(rank)), _take_single(stages.get(rank, [])))
         for rank in report.run.ranks
     )
+
+
+def list_rank_groupings(report: Report, ranks: Sequence[RankLocation]) -> tuple[RankGrouping, ...]:
+    """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
+    stages = {one.rank: one.stage for one in ranks}
+    return list_groupings(report, stages, {one.rank: one.host for one in ranks})
 
 
 def _drop_unknown(host: str | None) -> str | None:

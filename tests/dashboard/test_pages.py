@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from cases import for_each
 from dash import dcc, html
 from report_builders import MS, analysis
 
-from stepsplit.analyzer import analyze
-from stepsplit.analyzer.report.report import NO_MODEL, MemoryRow, Report, WarningRow
+from stepsplit.analyzer import analyze, examine
+from stepsplit.analyzer.report.report import NO_MODEL, AxisSize, MemoryRow, Report, WarningRow
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.components import (
@@ -140,6 +141,34 @@ def test_a_job_without_a_pipeline_says_so() -> None:
 def test_the_grid_is_of_the_chosen_step_and_of_a_full_one_otherwise() -> None:
     for asked, shown in (("7", "step 7 took"), ("3", "step 6 took"), ("x", "step 6 took")):
         assert shown in text(build_pipeline_page(view(), AddressQuery({"step": asked})))
+
+
+def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
+    """The rows of the matrix of waits of a sample, as if it were of another mesh."""
+    made = examine([SAMPLES / "tp2_pp2"])
+    run = made.report.run
+    if mesh:
+        size = prod(axis.size for axis in mesh)
+        run = msgspec.structs.replace(run, ranks=tuple(range(size)), world_size=size, mesh=mesh)
+    report = msgspec.structs.replace(made.report, run=run)
+    page = build_collectives_page(View("a", report, made.tables, RUN), AddressQuery(chosen))
+    (graph,) = (one for one in found(page, dcc.Graph) if one.id == "waits")
+    return list(graph.figure.data[0].y)
+
+
+def test_waits_are_grouped_by_what_the_address_says() -> None:
+    ranks = [f"rank {rank}" for rank in range(4)]
+
+    assert rows_of_waits() == rows_of_waits(group="nothing") == ranks
+    assert rows_of_waits(group="stage") == ["stage 0", "stage 1"]
+    assert rows_of_waits(group="tp") == ["tp group 0", "tp group 1"]
+
+
+def test_waits_of_many_ranks_are_grouped_by_the_finest_groups_that_can_be_read() -> None:
+    mesh = (AxisSize("dp_replicate", 20), AxisSize("tp", 2))
+
+    assert rows_of_waits(mesh) == [f"tp group {number}" for number in range(20)]
+    assert len(rows_of_waits(mesh, group="rank")) == 40
 
 
 def test_wait_and_transfer_are_those_of_the_slowest_group() -> None:

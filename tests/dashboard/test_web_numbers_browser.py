@@ -1,0 +1,106 @@
+"""Numbers that a user reads first, in a real browser: largest parts, equal work, waits, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from browser_builders import running_server
+
+from stepsplit.analyzer import examine
+from stepsplit.dashboard.store.store import Store
+
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 2_200_000, 150_000
+
+
+@dataclass(frozen=True)
+class Served:
+    """A dashboard and the ids of its runs by the names of their samples."""
+
+    url: str
+    ids: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("numbers")
+    store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
+    ids = {}
+    for name in ("pp2_m2", "pp2_m8", "tp2_pp2"):
+        made = examine([SAMPLES / name])
+        ids[name] = store.import_report(name, made.report, made.tables)
+    quiet = msgspec.structs.replace(made.report, findings=())
+    ids["quiet"] = store.import_report("quiet", quiet, made.tables)
+    store.close()
+    with running_server(folder) as url:
+        yield Served(url, ids)
+
+
+def test_the_largest_parts_are_listed_where_no_fix_is_known(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page()
+    page.goto(f"{served.url}/run/{served.ids['quiet']}")
+    section = page.locator("section.card", has_text="Top bottlenecks")
+    section.wait_for()
+
+    parts = section.locator("li b").all_inner_texts()
+
+    assert "No fix is known" in section.inner_text()
+    assert [part.split()[0] for part in parts] == [
+        "compute", "bubble", "collective", "idle", "skew",
+    ]  # fmt: skip
+    shares = [float(part.split()[1]) for part in parts]
+    assert shares == sorted(shares, reverse=True) and min(shares) >= 5
+
+
+def test_runs_with_other_microbatches_are_compared_by_microbatch(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page()
+    few, many = served.ids["pp2_m2"], served.ids["pp2_m8"]
+    page.goto(f"{served.url}/compare?baseline={few}&candidate={many}")
+    first = page.locator(".card.number").first
+    first.wait_for()
+
+    label, change, note = first.inner_text().splitlines()
+
+    assert (label, note) == ("time per microbatch", "2 to 8 microbatches a step")
+    assert change.startswith("-"), (
+        "a step with four times the microbatches is less than 4 times as long"
+    )
+
+
+def test_waits_are_grouped_by_a_menu_and_in_the_address(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{served.url}/run/{served.ids['tp2_pp2']}/collectives")
+    rows = "document.querySelector('#waits .js-plotly-plot')._fullData[0].y.join()"
+    page.wait_for_selector("#waits .js-plotly-plot .hm")
+    assert page.evaluate(rows) == "rank 0,rank 1,rank 2,rank 3"
+
+    page.locator("[data-choice=group]").select_option("stage")
+    page.locator("#waits .ytick", has_text="stage 1").wait_for()
+
+    assert page.evaluate(rows) == "stage 0,stage 1"
+    assert page.url.endswith("/collectives?group=stage")
+
+
+def test_a_first_view_is_compressed_and_a_page_small(served: Served, browser) -> None:  # type: ignore[no-untyped-def]
+    page = browser.new_page()
+    sizes: list[int] = []
+    session = page.context.new_cdp_session(page)
+    session.send("Network.enable")
+    session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+
+    page.goto(f"{served.url}/run/{served.ids['tp2_pp2']}")
+    page.wait_for_selector("#by-rank .point")
+    page.wait_for_timeout(500)
+    first_view = sum(sizes)
+    sizes.clear()
+    for name in ("Pipeline", "Collectives", "Compute", "Memory", "Model"):
+        page.get_by_role("link", name=name, exact=True).click()
+        page.wait_for_timeout(700)
+
+    assert first_view < FIRST_VIEW_BYTES
+    assert sizes and max(sizes) < PAGE_DATA_BYTES

@@ -76,7 +76,8 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
     figure.update_yaxes(type="log", **_choose_ticks(rates, _format_rate_tick))
     figure.update_xaxes(type="log", **_choose_ticks(sizes, _format_size_tick))
     figure.add_traces(_draw_link_peaks(curves))
-    figure.update_layout(legend={"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"})
+    # Room for the legend above: narrow pages have one entry in each line of it.
+    figure.update_layout(height=300 + 18 * len(figure.data))
     return figure
 
 

@@ -69,11 +69,14 @@ def build_collectives_page(view: View, chosen: AddressQuery) -> list[Component]:
     if not report.collectives:
         hint = "The recording has no collectives and no messages: was it a single-process job?"
         return [build_empty_card("No communication", hint)]
+    times = _build_wait_against_transfer(report)
+    # The figures of the two columns have about the same height then.
+    is_tall = len(report.run.ranks) > _FEW_RANKS
     return [
         html.Div(
             [
-                html.Div([*_build_bandwidth(report), *_build_wait_against_transfer(report)]),
-                html.Div(_build_waits_matrix(view, chosen)),
+                html.Div([*_build_bandwidth(report), *(times if is_tall else [])]),
+                html.Div([*_build_waits_matrix(view, chosen), *([] if is_tall else times)]),
             ],
             className="columns",
         ),
@@ -157,8 +160,8 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
 
 _WAITED_FOR = {"root": "for the rank at the end of the chain", "direct": "for the next rank"}
 
-_GROUPED_FROM, _MAX_MATRIX_RANKS = 32, 128
-"""Most rows before ranks are grouped, and most ranks that are drawn."""
+_FEW_RANKS, _GROUPED_FROM, _MAX_MATRIX_RANKS = 12, 32, 128
+"""Ranks of a small matrix, most rows before ranks are grouped, and most ranks that are drawn."""
 
 
 def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]) -> str:

@@ -73,12 +73,17 @@ class Watch:
         page.on("console", lambda m: self.errors.append(m.text) if m.type in noisy else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname))
-        page.on("requestfailed", lambda request: self.errors.append(f"failed: {request.url}"))
+        page.on("requestfailed", self._note_failure)
         page.add_init_script(
             "document.addEventListener('securitypolicyviolation',"
             " e => console.error('CSP refused ' + e.violatedDirective))"
         )
         return page
+
+    def _note_failure(self, request) -> None:  # type: ignore[no-untyped-def]
+        """A request that the next page ended has not failed."""
+        if request.failure != "net::ERR_ABORTED":
+            self.errors.append(f"failed: {request.url}, {request.failure}")
 
 
 @dataclass(frozen=True)

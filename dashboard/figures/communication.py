@@ -14,7 +14,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.report.tables import Waits
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
 from stepsplit.dashboard.figures.theme import (
     AXIS_COLORS,
@@ -165,17 +165,28 @@ _MAX_CHAIN = 64
 """Waits in a chain; only clocks that contradict each other make a longer one."""
 
 
+def sum_waits_by_owner(waits: Waits, size: int) -> Int64:
+    """The time in ns that each rank (row) waits for each rank (column), of ranks below `size`."""
+    known = _select_known(waits, size)
+    sums = np.zeros((size, size), dtype=np.int64)
+    np.add.at(sums, (waits.rank[known], waits.owner[known]), waits.dur_ns[known])
+    return sums
+
+
+def _select_known(waits: Waits, size: int) -> Bool:
+    return (waits.owner >= 0) & (waits.owner < size) & (waits.rank < size)
+
+
 def sum_waits_by_root(waits: Waits, size: int) -> Int64:
     """The time in ns that each rank (row) waits for each root (column), of ranks below `size`.
 
     While the rank that is waited for waits itself, the root is the one at the end of that chain of
     waits: a rank that works, or waits for an unknown one.
     """
-    known = (waits.owner >= 0) & (waits.owner < size) & (waits.rank < size)
+    known = _select_known(waits, size)
     rank, owner = (one[known].astype(np.int64) for one in (waits.rank, waits.owner))
     begin, end = waits.start_ns[known], (waits.start_ns + waits.dur_ns)[known]
-    sums = np.zeros((size, size), dtype=np.int64)
-    np.add.at(sums, (rank, owner), end - begin)
+    sums = sum_waits_by_owner(waits, size)
     # Ranks one after the other on a line of time, to find the waits of many ranks at once.
     shift = int(end.max(initial=0)) - int(begin.min(initial=0)) + 1
     begins, ends = rank * shift + begin, rank * shift + end
@@ -194,17 +205,9 @@ def sum_waits_by_root(waits: Waits, size: int) -> Int64:
     return sums
 
 
-def sum_waits_by_owner(waits: Waits, size: int) -> Int64:
-    """The time in ns that each rank (row) waits for each rank (column), of ranks below `size`."""
-    known = (waits.owner >= 0) & (waits.owner < size) & (waits.rank < size)
-    sums = np.zeros((size, size), dtype=np.int64)
-    np.add.at(sums, (waits.rank[known], waits.owner[known]), waits.dur_ns[known])
-    return sums
-
-
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A row and a column of the matrix of waits: one rank, or several."""
+    """Ranks that are shown together: one, or several."""
 
     label: str
     ranks: tuple[int, ...]

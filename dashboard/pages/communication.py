@@ -146,7 +146,7 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     by = chosen.find_text("group") or default
     by = by if by in groupings or by == "rank" else default
     grouping = groupings.get(by)
-    groups = _list_busiest_ranks(sums, ranks) if grouping is None else _list_groups(grouping)
+    groups = _list_busiest_ranks(sums, ranks) if grouping is None else grouping.groups
     menus = [
         build_menu("group", {one: one for one in ("rank", *groupings)}, by, default),
         build_menu("waits", _WAITED_FOR, "direct" if direct else "root", "root"),
@@ -173,15 +173,11 @@ def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]
     return fitting[0] if fitting else known[-1] if known else "rank"
 
 
-def _list_groups(grouping: RankGrouping) -> list[RankGroup]:
-    return [RankGroup(name, ranks) for name, ranks in grouping.groups]
-
-
-def _list_busiest_ranks(sums: Int64, ranks: Sequence[int]) -> list[RankGroup]:
+def _list_busiest_ranks(sums: Int64, ranks: Sequence[int]) -> tuple[RankGroup, ...]:
     """The ranks with most waiting, in order of their numbers."""
     total = sums.sum(axis=0) + sums.sum(axis=1)
     most = sorted(ranks, key=lambda rank: -total[rank])[:_MAX_MATRIX_RANKS]
-    return [RankGroup(f"rank {rank}", (rank,)) for rank in sorted(most)]
+    return tuple(RankGroup(f"rank {rank}", (rank,)) for rank in sorted(most))
 
 
 # Stragglers (ranks that arrive last), and overlapped communication.

@@ -38,11 +38,7 @@ from stepsplit.dashboard.pages.components import (
     build_section,
 )
 from stepsplit.dashboard.pages.compute import build_predicted_bars
-from stepsplit.dashboard.pages.overview import (
-    build_caveats,
-    build_mismatch,
-    build_model_comparison,
-)
+from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
 from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.pages.tables import (
     Cell,

@@ -13,7 +13,6 @@ from dash.development.base_component import Component
 from stepsplit.analyzer.units import (
     format_date,
     format_milliseconds,
-    format_percent,
     format_signed_percent,
 )
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
@@ -53,8 +52,10 @@ from stepsplit.dashboard.pages.tables import (
     Cell,
     Content,
     SortHead,
+    build_count_cell,
     build_share_cell,
     build_table,
+    build_time_cell,
 )
 from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.metrics import JobFingerprint
@@ -258,12 +259,12 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     }
     return {
         "job": Cell(_build_job_link(run.job)),
-        "world": Cell(f"{numbers.world_size:,}", number=True),
+        "world": build_count_cell(numbers.world_size),
         "mesh": Cell(numbers.mesh or "unknown"),
-        "step": Cell(format_milliseconds(middle.step_ns), number=True),
+        "step": build_time_cell(middle.step_ns),
         "": Cell(build_share_bar(middle.shares)),
         **{name: build_share_cell(middle.sum_share(*of)) for name, of in shares.items()},
-        "mfu": Cell("" if numbers.mfu is None else format_percent(numbers.mfu), number=True),
+        "mfu": Cell(number=True) if numbers.mfu is None else build_share_cell(numbers.mfu),
     }
 
 

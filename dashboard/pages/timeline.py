@@ -18,12 +18,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES
-from stepsplit.dashboard.pages.components import (
-    View,
-    build_empty_card,
-    build_legend,
-    build_section,
-)
+from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.timeline_queries import (
     Matches,
     RangeSplit,
@@ -78,7 +73,7 @@ def build_index_json(scene: TimelineView) -> dict[str, Any]:
         ],
         "ranks": [{"rank": one.rank, "host": one.host, "stage": one.stage} for one in scene.ranks],
         "groupings": [
-            {"by": one.by, "groups": [{"name": name, "ranks": ranks} for name, ranks in one.groups]}
+            {"by": one.by, "groups": [{"name": g.label, "ranks": g.ranks} for g in one.groups]}
             for one in scene.groupings
         ],
     }
@@ -162,7 +157,7 @@ def export_json(report: Report, tables: Tables) -> dict[str, Any]:
     ranks = [one["rank"] for one in index["ranks"]]
     slots = min(MOST_SLOTS, SHAPES // len(ranks))
     opened = ranks if len(ranks) <= FEW_RANKS else []
-    window = scene.read_window(step.start_ns, step.end_ns, slots, ranks, opened)
+    window = scene.read_window(step.start_ns, step.end_ns, WindowDetail(slots), ranks, opened)
     return {"index": index, "window": build_window_json(window)}
 
 
@@ -255,12 +250,11 @@ class TimelineView:
         self,
         from_ns: int,
         to_ns: int,
-        detail: WindowDetail | int,
+        detail: WindowDetail,
         ranks: Sequence[int],
         opened: Sequence[int],
     ) -> Window:
-        """The bands of the ranks, and the lanes of the opened ones; detail may be the slots."""
-        detail = WindowDetail(detail) if isinstance(detail, int) else detail
+        """The bands of the ranks, and the lanes of the opened ones, within the window."""
         rows: list[WindowRow] = []
         for rank in ranks:
             is_open = rank in opened

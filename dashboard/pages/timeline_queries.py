@@ -14,6 +14,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices
 from stepsplit.analyzer.trace import Bool, Int32, Int64
 from stepsplit.collectors.run_spec import Mesh
+from stepsplit.dashboard.figures.communication import RankGroup
 
 # Ways to group the ranks.
 
@@ -23,10 +24,10 @@ _Label = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class RankGrouping:
-    """A way to group the ranks: the names of the groups with their recorded ranks."""
+    """A way to group the ranks: the groups of recorded ranks."""
 
     by: str
-    groups: tuple[tuple[str, tuple[int, ...]], ...]
+    groups: tuple[RankGroup, ...]
 
 
 def list_groupings(
@@ -81,7 +82,7 @@ def _group_ranks(by: str, labels: Mapping[int, _Label | None]) -> RankGrouping:
     members: dict[_Label, list[int]] = defaultdict(list)
     for rank, label in labels.items():
         members[label or (len(labels), "other ranks")].append(rank)
-    groups = tuple((name, tuple(own)) for (_, name), own in sorted(members.items()))
+    groups = tuple(RankGroup(name, tuple(own)) for (_, name), own in sorted(members.items()))
     return RankGrouping(by, groups)
 
 

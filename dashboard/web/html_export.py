@@ -18,10 +18,7 @@ from plotly.offline import get_plotlyjs
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
-from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    View,
-)
+from stepsplit.dashboard.pages.components import AddressQuery, View
 from stepsplit.dashboard.pages.compute import build_memory_page
 from stepsplit.dashboard.pages.overview import build_overview
 from stepsplit.dashboard.pages.runs import build_compute_page

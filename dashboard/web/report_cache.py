@@ -10,9 +10,7 @@ from typing import Generic, TypeVar
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.dashboard.pages.components import (
-    View,
-)
+from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import TimelineView
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store

@@ -22,9 +22,7 @@ from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.compare import build_run_pickers, select_runs
-from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-)
+from stepsplit.dashboard.pages.components import AddressQuery
 from stepsplit.dashboard.pages.run_actions import RunRights, build_run_actions, build_run_labels
 from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.store.ingest import process_job

@@ -15,9 +15,7 @@ from report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES
-from stepsplit.dashboard.pages.components import (
-    View,
-)
+from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,

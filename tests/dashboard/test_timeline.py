@@ -27,6 +27,7 @@ from stepsplit.dashboard.pages.timeline import (
 )
 from stepsplit.dashboard.pages.timeline_queries import (
     RangeSplit,
+    RankGrouping,
     build_matches_json,
     find_slots,
     list_groupings,
@@ -126,7 +127,7 @@ def test_a_window_of_a_step_covers_every_rank_to_the_nanosecond() -> None:
     made = analysis()
     scene = TimelineView(made.report, made.tables)
     step = scene.steps[2]
-    window = scene.read_window(step.start_ns, step.end_ns, 10_000, (0, 1, 2, 3), ())
+    window = scene.read_window(step.start_ns, step.end_ns, WindowDetail(10_000), (0, 1, 2, 3), ())
     for line in window.rows:
         took = next(r for r in made.report.steps if (r.rank, r.step) == (line.rank, step.step))
         inside = line.drawn.start_ns < step.end_ns
@@ -145,7 +146,7 @@ def test_an_exported_page_contains_one_full_step() -> None:
 def test_a_window_far_off_is_empty() -> None:
     made = analysis()
     view = TimelineView(made.report, made.tables)
-    lines = view.read_window(10**15, 10**15 + 5, 100, (0,), (0,)).rows
+    lines = view.read_window(10**15, 10**15 + 5, WindowDetail(100), (0,), (0,)).rows
     assert [len(line.drawn.start_ns) for line in lines] == [0]
 
 
@@ -203,7 +204,7 @@ def of_band(*rows: tuple[int, int, int, int]) -> TimelineView:
 def test_exact_slices_are_packed_as_differences_to_the_nanosecond() -> None:
     shown = of_band((0, COMPUTE, 1_000, 70), (0, IDLE, 1_070, 31), (0, SKEW, 1_102, 5))
 
-    window = shown.read_window(990, 1_200, 100, (0,), ())
+    window = shown.read_window(990, 1_200, WindowDetail(100), (0,), ())
 
     assert as_json(build_window_json(window)) == {
         "from": 990, "to": 1_200, "names": [""],
@@ -375,11 +376,15 @@ def test_a_step_measured_as_a_range_is_its_row_in_the_report() -> None:
 # Groups of ranks.
 
 
+def members(grouping: RankGrouping) -> dict[str, tuple[int, ...]]:
+    return {group.label: group.ranks for group in grouping.groups}
+
+
 def test_ranks_are_grouped_by_stage_host_and_mesh_axis() -> None:
     report = analysis().report
     stages, hosts = {0: 0, 1: 0, 2: 1, 3: None}, {0: "a", 1: "a", 2: "b", 3: None}
 
-    made = {one.by: dict(one.groups) for one in list_groupings(report, stages, hosts)}
+    made = {one.by: members(one) for one in list_groupings(report, stages, hosts)}
 
     assert made == {
         "stage": {"stage 0": (0, 1), "stage 1": (2, 3)},  # of rank 3: by the mesh
@@ -394,9 +399,7 @@ def test_without_a_mesh_ranks_are_grouped_by_the_recorded_groups() -> None:
     report = msgspec.structs.replace(report, run=msgspec.structs.replace(report.run, mesh=None))
     alike = dict.fromkeys(range(4), "node01")
 
-    made = {
-        one.by: dict(one.groups) for one in list_groupings(report, dict.fromkeys(range(4)), alike)
-    }
+    made = {one.by: members(one) for one in list_groupings(report, dict.fromkeys(range(4)), alike)}
 
     assert made == {
         "tp": {"tp group 0": (0, 1), "tp group 1": (2, 3)},

@@ -5,11 +5,12 @@
 
   const MOST = 12;
 
-  /* Dash follows the URL only after a popstate event. */
-  function go(search) {
-    history.pushState(null, "", location.pathname + search);
+  /* Dash follows the URL only after a popstate event. Links of tables use it too. */
+  window.stepsplitOpen = (address) => {
+    history.pushState(null, "", address);
     window.dispatchEvent(new PopStateEvent("popstate"));
-  }
+  };
+  const go = (search) => window.stepsplitOpen(location.pathname + search);
 
   function choose(field, value) {
     const query = new URLSearchParams(location.search);

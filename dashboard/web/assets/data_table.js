@@ -30,8 +30,7 @@
   function followLink(event) {
     if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
     event.preventDefault();
-    history.pushState(null, "", event.currentTarget.href);
-    window.dispatchEvent(new PopStateEvent("popstate"));
+    window.stepsplitOpen(event.currentTarget.href);
     window.scrollTo(0, 0);
   }
 
@@ -205,8 +204,8 @@
   }
 
   function tabulatePoints(traces, layout) {
-    const upright = traces.every((trace) => trace.orientation === "h");
-    const [at, of] = upright ? ["y", "x"] : ["x", "y"];
+    const isHorizontal = traces.every((trace) => trace.orientation === "h");
+    const [at, of] = isHorizontal ? ["y", "x"] : ["x", "y"];
     const places = listOf(traces[0][at]).map(String);
     const shared = traces.every((trace) => !trace.base && String(listOf(trace[at])) === String(places));
     const heads = [titleOf(layout[at + "axis"], ""), titleOf(layout[of + "axis"], "value")];

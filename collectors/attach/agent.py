@@ -21,24 +21,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.attach.imports import when_imported
-from stepsplit.collectors.attach.protocol import (
-    POLL_S,
-    AgentAnswer,
-    LookAnswer,
-    Status,
-    WatchLine,
-    ask_record,
-    ask_status,
-    build_socket_path,
-    build_stack_path,
-    format_answer,
-    leave_state,
-    list_agents,
-    parse_request,
-    read_line,
-    remove_old_states,
-)
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import (
@@ -195,8 +179,8 @@ class Agent:
             recording.close()
         self._watchdog.stop()
         with warn_on_failure(read_identity().rank, "its socket"):
-            leave_state(self._observer.describe_end(self._counter.steps))
-            build_socket_path(self._pid).unlink(missing_ok=True)
+            protocol.leave_state(self._observer.describe_end(self._counter.steps))
+            protocol.build_socket_path(self._pid).unlink(missing_ok=True)
         if self._log is not None:
             truncate_log(self._log)
 
@@ -207,9 +191,9 @@ class Agent:
         self._log = build_log_path(os.environ, self._pid) if started else None
         atexit.register(self._close_at_exit)
         with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):
-            remove_old_states()
-            leave_state(self._observer.describe_loss())
-            path = build_socket_path(self._pid)
+            protocol.remove_old_states()
+            protocol.leave_state(self._observer.describe_loss())
+            path = protocol.build_socket_path(self._pid)
             path.unlink(missing_ok=True)
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             server.bind(str(path))
@@ -227,10 +211,12 @@ class Agent:
             connection, _ = server.accept()
             with connection, warn_on_failure(read_identity().rank, "a request of an attach"):
                 connection.settimeout(2.0)
-                connection.sendall(format_answer(self._answer(read_line(connection))))
+                connection.sendall(
+                    protocol.format_answer(self._answer(protocol.read_line(connection)))
+                )
 
-    def _answer(self, line: bytes) -> Status | AgentAnswer | LookAnswer:
-        question = parse_request(line)
+    def _answer(self, line: bytes) -> protocol.Status | protocol.AgentAnswer | protocol.LookAnswer:
+        question = protocol.parse_request(line)
         plan = question.plan
         if question.look:
             return self._look(question.flight)
@@ -238,28 +224,28 @@ class Agent:
             return self._build_status()
         done = self._counter.steps
         if self._is_busy():
-            return AgentAnswer(False, done, "it is already being recorded")
+            return protocol.AgentAnswer(False, done, "it is already being recorded")
         if done + 1 > (plan.first or 0) - plan.warmup:
-            return AgentAnswer(
+            return protocol.AgentAnswer(
                 False, done, f"step {plan.first} is too soon: {done} steps have ended"
             )
         if not question.relayed and (refusal := claim_recording(plan, done)):
-            return AgentAnswer(False, done, refusal)
+            return protocol.AgentAnswer(False, done, refusal)
         self._plan = plan
         if not question.relayed:
             publish_plan(plan)
-        return AgentAnswer(True, done)
+        return protocol.AgentAnswer(True, done)
 
     def _is_busy(self) -> bool:
         recording = self._recording
         return self._plan is not None or (recording is not None and recording.is_recording)
 
-    def _look(self, flight: bool) -> LookAnswer:
+    def _look(self, flight: bool) -> protocol.LookAnswer:
         state = self._observer.describe(self._counter.steps, self._list_recent_times())
-        return LookAnswer(state, read_flight_json() if flight else "")
+        return protocol.LookAnswer(state, read_flight_json() if flight else "")
 
-    def _describe_for_watchdog(self) -> WatchLine:
-        return WatchLine(
+    def _describe_for_watchdog(self) -> protocol.WatchLine:
+        return protocol.WatchLine(
             main_thread=threading.main_thread().ident or 0,
             at_unix_ns=time.time_ns(),
             steps=self._counter.steps,
@@ -269,9 +255,9 @@ class Agent:
     def _list_recent_times(self) -> list[int]:
         return [later - earlier for earlier, later in pairwise(list(self._times))]
 
-    def _build_status(self) -> Status:
+    def _build_status(self) -> protocol.Status:
         own_identity, gaps = read_identity(), self._list_recent_times()
-        return Status(
+        return protocol.Status(
             pid=os.getpid(),
             rank=own_identity.rank,
             world_size=own_identity.world_size,
@@ -474,7 +460,7 @@ def _forward_published_plans() -> None:
         from stepsplit.collectors import job_info
 
         for number in count(1):
-            text = job_info.wait_for_value(f"attach/{number}", _FOREVER_S, POLL_S)
+            text = job_info.wait_for_value(f"attach/{number}", _FOREVER_S, protocol.POLL_S)
             if text is None:
                 return
             _ask_ranks(parse_plan(text))
@@ -482,10 +468,10 @@ def _forward_published_plans() -> None:
 
 def _ask_ranks(plan: RecordPlan) -> None:
     """Asks the ranks of this host to record; ranks that already have the plan refuse as busy."""
-    for pid in list_agents():
-        status = ask_status(pid)
+    for pid in protocol.list_agents():
+        status = protocol.ask_status(pid)
         if status is not None and status.job == read_job_name():
-            ask_record(pid, plan, relayed=True)
+            protocol.ask_record(pid, plan, relayed=True)
 
 
 # Looks at this process from the agent's thread: Python stack, number of calls, exception.
@@ -579,7 +565,7 @@ class StackWatchdog:
     that was frozen as a whole (a debugger, SIGSTOP) may write its stacks too, when it goes on.
     """
 
-    def __init__(self, describe: Callable[[], WatchLine]) -> None:
+    def __init__(self, describe: Callable[[], protocol.WatchLine]) -> None:
         self._describe = describe
         self._ended = threading.Event()
         self._arm = faulthandler.dump_traceback_later
@@ -608,7 +594,7 @@ class StackWatchdog:
         if is_ours:
             self._cancel()
         with suppress(OSError):
-            build_stack_path(os.getpid()).unlink(missing_ok=True)
+            protocol.build_stack_path(os.getpid()).unlink(missing_ok=True)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -620,7 +606,7 @@ class StackWatchdog:
 
     def _watch(self) -> None:
         what = "its stacks while Python's lock is held"
-        path = build_stack_path(os.getpid())
+        path = protocol.build_stack_path(os.getpid())
         with warn_on_failure(read_identity().rank, what), path.open("w+") as self._file:
             while not self._ended.is_set():
                 self._file.seek(0)

@@ -17,29 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from stepsplit.collectors.attach.protocol import (
-    MARGIN_STEPS,
-    POLL_S,
-    AgentAnswer,
-    CapturedTrace,
-    LookAnswer,
-    Status,
-    ask_look,
-    ask_record,
-    ask_status,
-    capture,
-    find_daemon_ranks,
-    is_process_alive,
-    is_process_stopped,
-    list_agents,
-    list_ancestors,
-    list_process_tree,
-    make_socket_folder,
-    read_command_line,
-    read_environment,
-    read_left_states,
-    read_stack,
-)
+from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import ask_ras
@@ -79,17 +57,18 @@ def attach_and_wait(
     folder = out or choose_out(target)
     plan = build_plan(folder)
     if target is not None and not _has_agent(target):
-        if find_daemon_ranks(target):
+        if protocol.find_daemon_ranks(target):
             return _record_by_kineto(target, plan, timeout_s)
-        for pid in list_process_tree(target):
-            if read_environment(pid).get("RANK") is not None or pid == target:
+        for pid in protocol.list_process_tree(target):
+            if protocol.read_environment(pid).get("RANK") is not None or pid == target:
                 inject(pid, plan)
     return _record_by_agents(target, plan, timeout_s, watch)
 
 
 def _has_agent(target: int) -> bool:
     return any(
-        pid in list_agents() and ask_status(pid) is not None for pid in list_process_tree(target)
+        pid in protocol.list_agents() and protocol.ask_status(pid) is not None
+        for pid in protocol.list_process_tree(target)
     )
 
 
@@ -125,7 +104,7 @@ def _record_next_steps(
 
 def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     _say("no agent found; requesting a trace through Kineto's daemon protocol")
-    captured = capture(target, plan, timeout_s)
+    captured = protocol.capture(target, plan, timeout_s)
     packer, folder = Packer(), Path(plan.out)
     packer.pack([PackTask(each.trace, build_trace_path(folder, each.rank)) for each in captured])
     write_run_json(folder, _build_spec(plan, captured))
@@ -134,9 +113,9 @@ def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     return f"recorded {len(captured)} ranks; analyze with: stepsplit analyze {plan.out}"
 
 
-def _build_spec(plan: RecordPlan, captured: tuple[CapturedTrace, ...]) -> RunSpec:
+def _build_spec(plan: RecordPlan, captured: tuple[protocol.CapturedTrace, ...]) -> RunSpec:
     """The RunSpec from the environments of the processes: their traces have no rank."""
-    environments = {each.pid: read_environment(each.pid) for each in captured}
+    environments = {each.pid: protocol.read_environment(each.pid) for each in captured}
     sizes = [int(env.get("WORLD_SIZE", "0")) for env in environments.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
     world_size = max(*sizes, len(captured), max(each.rank for each in captured) + 1)
@@ -176,7 +155,7 @@ def _say(text: str) -> None:
 def _take_turn(job: str, deadline: float) -> Iterator[None]:
     """Waits for other attaches of this host to the job: each must win all ranks, or none."""
     name = hashlib.sha256(job.encode()).hexdigest()[:16]
-    with (make_socket_folder() / f"attach-{name}.lock").open("ab") as lock:
+    with (protocol.make_socket_folder() / f"attach-{name}.lock").open("ab") as lock:
         said = False
         while not try_lock(lock):
             if not said:
@@ -214,7 +193,7 @@ class AttachedJob:
     """The agreed plan, the ranks that were asked, and a message per rank that refused."""
 
     plan: RecordPlan
-    ranks: tuple[Status, ...]
+    ranks: tuple[protocol.Status, ...]
     refused: tuple[str, ...]
 
     @property
@@ -244,7 +223,7 @@ class StopWatch:
     def __init__(self, explain: ExplainStop | None = None) -> None:
         self._explain, self._look_at_s = explain, 0.0
 
-    def check(self, ranks: Sequence[Status]) -> None:
+    def check(self, ranks: Sequence[protocol.Status]) -> None:
         """Raises CollectError with the reason if the steps of the ranks have stopped for good."""
         stopped_s = min((rank.since_step_ns for rank in ranks), default=0) / 1e9
         usual_s = max((rank.longest_step_ns for rank in ranks), default=0) / 1e9
@@ -271,12 +250,14 @@ def attach(target: int | None, plan: RecordPlan, watch: StopWatch | None = None)
     ranks = _wait_for_two_steps(target, watch)
     watch.check(ranks)
     steps_done = max(rank.steps for rank in ranks)
-    wait_s = _REACT_S + (2 * POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0)
+    wait_s = _REACT_S + (
+        2 * protocol.POLL_S if ranks[0].local_world_size < ranks[0].world_size else 0
+    )
     # Use the fastest step of all ranks: recent steps may have been slow.
     ahead = int(wait_s * 1e9 / min(rank.step_ns for rank in ranks))
-    first = steps_done + plan.warmup + ahead + 2 * MARGIN_STEPS
+    first = steps_done + plan.warmup + ahead + 2 * protocol.MARGIN_STEPS
     agreed = replace(plan, first=first)
-    answers = [(rank, ask_record(rank.pid, agreed)) for rank in ranks]
+    answers = [(rank, protocol.ask_record(rank.pid, agreed)) for rank in ranks]
     refused = tuple(
         _format_refusal(rank, answer) for rank, answer in answers if not _is_accepted(answer)
     )
@@ -296,7 +277,7 @@ def wait_for_steps(
     start_s, last = time.monotonic(), attached.first + attached.plan.steps
     waiting, report_at = {rank.pid for rank in attached.ranks}, start_s + _TELL_S
     while waiting and (now := time.monotonic()) < start_s + timeout_s:
-        statuses = [ask_status(pid) for pid in sorted(waiting)]
+        statuses = [protocol.ask_status(pid) for pid in sorted(waiting)]
         waiting = {one.pid for one in statuses if one is not None and one.steps < last}
         watch.check([one for one in statuses if one is not None and one.steps < last])
         if waiting and now >= report_at:
@@ -334,7 +315,7 @@ def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
     return record.detail == "none" or trace.exists() or kept
 
 
-def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[Status, ...]:
+def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[protocol.Status, ...]:
     """The ranks, once each has ended two steps, so that its step time is known."""
     deadline, ranks = time.monotonic() + _SECOND_STEP_S, _find_job_ranks(target)
     while not all(rank.step_ns for rank in ranks):
@@ -346,10 +327,10 @@ def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[Status, .
     return ranks
 
 
-def _find_job_ranks(target: int | None) -> tuple[Status, ...]:
-    jobs: defaultdict[str, list[Status]] = defaultdict(list)
-    for pid in list_agents():
-        status = ask_status(pid)
+def _find_job_ranks(target: int | None) -> tuple[protocol.Status, ...]:
+    jobs: defaultdict[str, list[protocol.Status]] = defaultdict(list)
+    for pid in protocol.list_agents():
+        status = protocol.ask_status(pid)
         if status is not None:
             jobs[status.job].append(status)
     if target is not None:
@@ -363,17 +344,17 @@ def _find_job_ranks(target: int | None) -> tuple[Status, ...]:
     return tuple(sorted(matching[0], key=lambda rank: rank.rank))
 
 
-def _is_of_process(rank: Status, target: int) -> bool:
-    return target in (rank.pid, *list_ancestors(rank.pid))
+def _is_of_process(rank: protocol.Status, target: int) -> bool:
+    return target in (rank.pid, *protocol.list_ancestors(rank.pid))
 
 
 def _list_choices(pids: Sequence[int], what: str) -> str:
     """That there are several jobs, with a process of each."""
-    named = ", ".join(f"{pid} ({read_command_line(pid)})" for pid in pids)
+    named = ", ".join(f"{pid} ({protocol.read_command_line(pid)})" for pid in pids)
     return f"{len(pids)} jobs {what} on this host; choose a process of one: {named}"
 
 
-def _explain_job_choice(jobs: Sequence[Sequence[Status]], target: int | None) -> str:
+def _explain_job_choice(jobs: Sequence[Sequence[protocol.Status]], target: int | None) -> str:
     if jobs:
         return _list_choices([job[0].pid for job in jobs], "are on standby")
     what = "no job" if target is None else f"no rank of process {target}"
@@ -383,11 +364,11 @@ def _explain_job_choice(jobs: Sequence[Sequence[Status]], target: int | None) ->
     )
 
 
-def _is_accepted(answer: AgentAnswer | None) -> bool:
+def _is_accepted(answer: protocol.AgentAnswer | None) -> bool:
     return answer is not None and answer.accepted
 
 
-def _format_refusal(rank: Status, answer: AgentAnswer | None) -> str:
+def _format_refusal(rank: protocol.Status, answer: protocol.AgentAnswer | None) -> str:
     return f"rank {rank.rank}: {'it does not answer' if answer is None else answer.why}"
 
 
@@ -438,7 +419,7 @@ def inject(pid: int, plan: RecordPlan) -> None:
 
 def _await_agent(pid: int) -> None:
     deadline = time.monotonic() + _AGENT_TIMEOUT_S
-    while ask_status(pid) is None:
+    while protocol.ask_status(pid) is None:
         if time.monotonic() > deadline:
             raise CollectError(f"process {pid} did not end a step in {_AGENT_TIMEOUT_S:.0f} s")
         time.sleep(0.2)
@@ -489,12 +470,14 @@ def observe_job(target: int | None, out: Path) -> tuple[RankState, ...]:
     return tuple(states)
 
 
-_Answers = Mapping[int, LookAnswer | None]
+_Answers = Mapping[int, protocol.LookAnswer | None]
 
 
-def _look_at_all(pids: Sequence[int], flight: bool = False) -> dict[int, LookAnswer | None]:
-    def look(pid: int) -> LookAnswer | None:
-        return None if is_process_stopped(pid) else ask_look(pid, flight)
+def _look_at_all(
+    pids: Sequence[int], flight: bool = False
+) -> dict[int, protocol.LookAnswer | None]:
+    def look(pid: int) -> protocol.LookAnswer | None:
+        return None if protocol.is_process_stopped(pid) else protocol.ask_look(pid, flight)
 
     with ThreadPoolExecutor(len(pids)) as pool:
         return dict(zip(pids, pool.map(look, pids), strict=True))
@@ -523,7 +506,7 @@ def _read_progress(state: RankState) -> tuple[int, int]:
     return state.looks[-1].steps, state.looks[-1].calls
 
 
-def _join_looks(pid: int, answer: LookAnswer | None, earlier: _Answers) -> RankState:
+def _join_looks(pid: int, answer: protocol.LookAnswer | None, earlier: _Answers) -> RankState:
     """The state of a rank with its looks in order, or what its process says without an agent."""
     if answer is None:
         return _describe_silent(pid)
@@ -535,14 +518,14 @@ def _join_looks(pid: int, answer: LookAnswer | None, earlier: _Answers) -> RankS
 
 def _describe_silent(pid: int) -> RankState:
     """The state of a rank that does not answer, by what it has left or else its environment."""
-    condition = SILENT if is_process_alive(pid) else ENDED
-    condition = STOPPED if is_process_stopped(pid) else condition
-    look = read_stack(pid) if condition == SILENT else None
+    condition = SILENT if protocol.is_process_alive(pid) else ENDED
+    condition = STOPPED if protocol.is_process_stopped(pid) else condition
+    look = protocol.read_stack(pid) if condition == SILENT else None
     looks = () if look is None else (look,)
-    left = next((one for one in read_left_states() if one.pid == pid), None)
+    left = next((one for one in protocol.read_left_states() if one.pid == pid), None)
     if left is not None:
         return replace(left, condition=condition, looks=looks or left.looks)
-    environment = read_environment(pid)
+    environment = protocol.read_environment(pid)
     place, job = read_identity(environment), read_job_name(environment)
     return RankState(
         place.rank, place.world_size, pid=pid, job=job, condition=condition, looks=looks
@@ -553,7 +536,7 @@ def _add_ended(states: Sequence[RankState]) -> list[RankState]:
     """The states, and those of the ranks of this host whose processes have ended."""
     known = {state.rank: state for state in states}
     first = min(states, key=lambda state: state.condition in (SILENT, STOPPED))
-    for left in read_left_states():
+    for left in protocol.read_left_states():
         if left.job == first.job and left.rank < first.world_size:
             known.setdefault(left.rank, left)
     return [known[rank] for rank in sorted(known)]
@@ -567,7 +550,7 @@ def _write_dumps(out: Path, answers: _Answers) -> None:
 
 def _write_ras(out: Path, pids: Sequence[int]) -> None:
     """Writes what NCCL's RAS says of this job, if it answers; it may be that of another job."""
-    said = ask_ras(read_environment(pids[0]))
+    said = ask_ras(protocol.read_environment(pids[0]))
     named = {int(number) for number in _RAS_PROCESS.findall(said)}
     if named & set(pids):
         (out / RAS_NAME).write_text(said)
@@ -578,16 +561,16 @@ _RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')
 
 def _find_ranks(target: int | None) -> list[int]:
     """The processes of the job's ranks on this host. Raises CollectError if it is not one job."""
-    if target is not None and not is_process_alive(target):
+    if target is not None and not protocol.is_process_alive(target):
         raise CollectError(f"no process {target} on this host; name a rank or the launcher")
     jobs: dict[str, list[int]] = {}
-    for pid in filter(is_process_alive, list_agents()):
+    for pid in filter(protocol.is_process_alive, protocol.list_agents()):
         jobs.setdefault(_name_job(pid), []).append(pid)
     if target is not None:
         jobs = {
             name: pids
             for name, pids in jobs.items()
-            if any(target in (pid, *list_ancestors(pid)) for pid in pids)
+            if any(target in (pid, *protocol.list_ancestors(pid)) for pid in pids)
         }
     if len(jobs) != 1:
         raise CollectError(_explain_choice(list(jobs.values()), target))
@@ -596,10 +579,10 @@ def _find_ranks(target: int | None) -> list[int]:
 
 def _name_job(pid: int) -> str:
     """The name of the process's job, by what it has left or else by its agent."""
-    left = next((one for one in read_left_states() if one.pid == pid), None)
+    left = next((one for one in protocol.read_left_states() if one.pid == pid), None)
     if left is not None:
         return left.job
-    answer = ask_look(pid)
+    answer = protocol.ask_look(pid)
     return f"process {pid}" if answer is None else answer.state.job
 
 
@@ -615,10 +598,10 @@ def _explain_choice(jobs: Sequence[Sequence[int]], target: int | None) -> str:
 
 def find_running_rank(spec: RunSpec) -> int | None:
     """The process of a recorded rank that still runs on this host; None if none does."""
-    host, agents = socket.gethostname(), set(list_agents())
+    host, agents = socket.gethostname(), set(protocol.list_agents())
     for rank in spec.ranks:
-        if rank.host == host and rank.pid in agents and is_process_alive(rank.pid):
-            answer = ask_look(rank.pid)
+        if rank.host == host and rank.pid in agents and protocol.is_process_alive(rank.pid):
+            answer = protocol.ask_look(rank.pid)
             if answer is not None and answer.state.rank == rank.rank:
                 return rank.pid
     return None

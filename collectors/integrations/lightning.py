@@ -12,18 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations.common import (
-    FrameworkSpec,
-    LazyRecording,
-    Options,
-    choose_data_axis,
-    describe_fsdp_offload,
-    import_library,
-    normalize_dtype,
-    normalize_optimizer,
-    read_model_spec,
-    read_zero_config,
-)
+from stepsplit.collectors.integrations import common
 from stepsplit.collectors.run_spec import Training
 
 
@@ -33,10 +22,10 @@ def _import_callback() -> Any:
         if name in sys.modules:
             return sys.modules[name].Callback
     try:
-        return import_library("lightning.pytorch", "lightning").Callback
+        return common.import_library("lightning.pytorch", "lightning").Callback
     except ImportError as missing:
         try:
-            return import_library("pytorch_lightning", "pytorch-lightning").Callback
+            return common.import_library("pytorch_lightning", "pytorch-lightning").Callback
         except ImportError:
             raise missing from None
 
@@ -44,9 +33,9 @@ def _import_callback() -> Any:
 class StepsplitCallback(_import_callback()):  # type: ignore[misc]
     """Records a fit to the folder `out`; the options are those of profile_run."""
 
-    def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
+    def __init__(self, out: str | Path, **options: Unpack[common.Options]) -> None:
         super().__init__()
-        self._run = LazyRecording(out, **options)
+        self._run = common.LazyRecording(out, **options)
         self._done = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -83,11 +72,11 @@ _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 """Dim names of ModelParallelStrategy's mesh, as mesh axes."""
 
 
-def read_trainer_spec(trainer: Any, module: Any) -> FrameworkSpec:
+def read_trainer_spec(trainer: Any, module: Any) -> common.FrameworkSpec:
     """Reads mesh, model and training setup of a running fit."""
     mesh = _read_mesh(trainer)
     training = _read_training(trainer, mesh)
-    return FrameworkSpec(mesh, read_model_spec(module), training, trainer.global_step)
+    return common.FrameworkSpec(mesh, common.read_model_spec(module), training, trainer.global_step)
 
 
 def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
@@ -98,16 +87,16 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
         sequences = micro_batch * microbatches * _count_replicas(mesh)
     strategy = trainer.strategy
     kind = type(strategy).__name__
-    zero, offload = None, describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
+    zero, offload = None, common.describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
     if kind == "DeepSpeedStrategy":
-        zero, offload = read_zero_config(strategy.config)
+        zero, offload = common.read_zero_config(strategy.config)
     return Training(
         micro_batch=micro_batch,
         global_batch=sequences,
         microbatches=microbatches,
-        dtype=normalize_dtype(trainer.precision),
+        dtype=common.normalize_dtype(trainer.precision),
         optimizer=next(
-            (normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
+            (common.normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
         ),
         framework=_FRAMEWORKS.get(kind, "ddp"),
         zero=zero,
@@ -129,7 +118,7 @@ def _read_mesh(trainer: Any) -> dict[str, int] | None:
     if kind == "FSDPStrategy":
         return _read_fsdp_mesh(strategy, ranks)
     if kind == "DeepSpeedStrategy":
-        return {choose_data_axis(read_zero_config(strategy.config)[0]): ranks}
+        return {common.choose_data_axis(common.read_zero_config(strategy.config)[0]): ranks}
     return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None
 
 

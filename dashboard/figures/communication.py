@@ -16,17 +16,7 @@ import plotly.graph_objects as go
 from stepsplit.analyzer.report.tables import Waits
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
-from stepsplit.dashboard.figures.theme import (
-    AXIS_COLORS,
-    BACKWARD,
-    BUCKET_STYLES,
-    MUTED,
-    WORSE,
-    build_blank_figure,
-    build_marker,
-    convert_to_ms,
-    escape_text,
-)
+from stepsplit.dashboard.figures import theme
 
 # Bus bandwidth over message size: measured, modelled, and the peak of the link.
 
@@ -59,7 +49,7 @@ class Curve:
 def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = ()) -> go.Figure:
     """GB/s over bytes on log scales: one color per axis, one symbol per op, a line for the
     model."""
-    figure = build_blank_figure(380, "message size", "busbw, GB/s")
+    figure = theme.build_blank_figure(380, "message size", "busbw, GB/s")
     axes = sorted({one.axis for one in points} | {one.axis for one in curves})
     ops = sorted({one.op for one in points})
     grouped: dict[tuple[str, str], list[BandwidthPoint]] = defaultdict(list)
@@ -102,7 +92,7 @@ def _draw_points(
     axis: str, op: str, own: list[BandwidthPoint], axes: list[str], ops: list[str]
 ) -> go.Scatter:
     return go.Scatter(
-        name=f"{escape_text(op)} on {escape_text(axis)}",
+        name=f"{theme.escape_text(op)} on {theme.escape_text(axis)}",
         mode="markers",
         x=[one.message_bytes for one in own],
         y=[one.busbw_bytes_per_s / 1e9 for one in own],
@@ -117,7 +107,7 @@ def _draw_points(
 
 def _draw_curve(curve: Curve, axes: list[str]) -> go.Scatter:
     return go.Scatter(
-        name=f"model: {escape_text(curve.op)} on {escape_text(curve.axis)}",
+        name=f"model: {theme.escape_text(curve.op)} on {theme.escape_text(curve.axis)}",
         mode="lines",
         x=curve.message_bytes,
         y=[value / 1e9 for value in curve.busbw_bytes_per_s],
@@ -138,17 +128,21 @@ def _draw_link_peak(peak: float, curves: Sequence[Curve]) -> go.Scatter:
     names = ", ".join(dict.fromkeys(curve.axis for curve in curves))
     sizes = [size for curve in curves for size in curve.message_bytes]
     return go.Scatter(
-        name=f"link of {escape_text(names)}: {format_gigabytes_per_second(peak)}",
+        name=f"link of {theme.escape_text(names)}: {format_gigabytes_per_second(peak)}",
         mode="lines",
         x=[min(sizes), max(sizes)],
         y=[peak / 1e9] * 2,
-        line={"color": WORSE, "width": 1, "dash": "dash"},
+        line={"color": theme.WORSE, "width": 1, "dash": "dash"},
         hovertemplate="<b>%{fullData.name}</b><extra></extra>",
     )
 
 
 def _choose_axis_color(axis: str, axes: list[str]) -> str:
-    return AXIS_COLORS[axes.index(axis) % len(AXIS_COLORS)] if axis != "other" else MUTED
+    return (
+        theme.AXIS_COLORS[axes.index(axis) % len(theme.AXIS_COLORS)]
+        if axis != "other"
+        else theme.MUTED
+    )
 
 
 def _format_point(one: BandwidthPoint) -> str:
@@ -225,9 +219,11 @@ def draw_waits_matrix(sums_ns: Int64, groups: Sequence[RankGroup], steps: int) -
     """
     columns = np.column_stack([sums_ns[:, list(one.ranks)].sum(axis=1) for one in groups])
     means = np.stack([columns[list(one.ranks)].mean(axis=0) for one in groups])
-    table = convert_to_ms(means / max(steps, 1))
-    labels = [escape_text(one.label) for one in groups]
-    figure = build_blank_figure(max(260, min(90 + 22 * len(groups), 620)), "waited for", "waiting")
+    table = theme.convert_to_ms(means / max(steps, 1))
+    labels = [theme.escape_text(one.label) for one in groups]
+    figure = theme.build_blank_figure(
+        max(260, min(90 + 22 * len(groups), 620)), "waited for", "waiting"
+    )
     figure.add_trace(
         go.Heatmap(
             z=np.where(table > 0, table, np.nan), x=labels, y=labels,
@@ -252,10 +248,10 @@ class MedianCall:
 
 def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     """One bar per kind of call, in ms: transfer, and wait (hatched)."""
-    figure = build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
-    words = [escape_text(call.label) for call in calls]
+    figure = theme.build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
+    words = [theme.escape_text(call.label) for call in calls]
     moving, waiting = (
-        next(k for k in BUCKET_STYLES if k.bucket == b) for b in ("collective", "skew")
+        next(k for k in theme.BUCKET_STYLES if k.bucket == b) for b in ("collective", "skew")
     )
     for name, look, times in (
         ("transfer", moving, [call.transfer_ns for call in calls]),
@@ -266,8 +262,8 @@ def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
                 name=name,
                 orientation="h",
                 y=words,
-                x=convert_to_ms(times),
-                marker=build_marker(look),
+                x=theme.convert_to_ms(times),
+                marker=theme.build_marker(look),
                 customdata=[format_milliseconds(ns) for ns in times],
                 hovertemplate=f"<b>%{{y}}</b><br>{name} %{{customdata}}<extra></extra>",
             )
@@ -286,7 +282,7 @@ MAD_TO_SD = 1.4826
 
 _BAND_SDS = 3
 
-JOB_COLORS = (*AXIS_COLORS, "#7A2F5B", "#8D949E")
+JOB_COLORS = (*theme.AXIS_COLORS, "#7A2F5B", "#8D949E")
 
 JOB_SYMBOLS = (*SYMBOLS, "triangle-down", "star")
 
@@ -349,7 +345,7 @@ def draw_history(
     levels: Sequence[Level] = (),
 ) -> go.Figure:
     """Points by time of upload, with outliers highlighted."""
-    figure = build_blank_figure(420, "", title)
+    figure = theme.build_blank_figure(420, "", title)
     when = _list_dates(points)
     values = [one.value for one in points]
     bands = [near for i in range(len(values)) if (near := compute_typical_range(values, i))]
@@ -365,13 +361,13 @@ def draw_history(
             mode="lines+markers",
             x=when,
             y=values,
-            line={"color": BACKWARD, "width": 1},
+            line={"color": theme.BACKWARD, "width": 1},
             marker={
                 "size": [11 if one else 8 for one in is_outlier],
-                "color": [WORSE if one else BACKWARD for one in is_outlier],
+                "color": [theme.WORSE if one else theme.BACKWARD for one in is_outlier],
                 "symbol": ["diamond" if one else "circle" for one in is_outlier],
             },
-            customdata=[escape_text(one.label) for one in points],
+            customdata=[theme.escape_text(one.label) for one in points],
             hovertemplate=_HISTORY_HOVER,
             showlegend=False,
         )
@@ -395,17 +391,17 @@ def draw_job_histories(
 ) -> go.Figure:
     """A line for each of at most MAX_JOBS jobs by time of upload; no typical range, which is that
     of one job."""
-    figure = build_blank_figure(420 + 18 * len(jobs), "", title)
+    figure = theme.build_blank_figure(420 + 18 * len(jobs), "", title)
     for job, color, symbol in zip(jobs, JOB_COLORS, JOB_SYMBOLS, strict=False):
         figure.add_trace(
             go.Scatter(
-                name=escape_text(job.label),
+                name=theme.escape_text(job.label),
                 mode="lines+markers",
                 x=_list_dates(job.points),
                 y=[one.value for one in job.points],
                 line={"color": color, "width": 1},
                 marker={"size": 8, "color": color, "symbol": symbol},
-                customdata=[escape_text(one.label) for one in job.points],
+                customdata=[theme.escape_text(one.label) for one in job.points],
                 hovertemplate=_HISTORY_HOVER.replace("<br>", "<br>%{fullData.name}<br>", 1),
                 showlegend=True,
             )
@@ -423,7 +419,7 @@ def _finish_history(figure: go.Figure, values: Sequence[float], budget: float | 
     if min(values, default=0.0) >= 0:
         figure.update_yaxes(rangemode="nonnegative")
     if budget is not None:
-        line = {"color": WORSE, "width": 2, "dash": "dash"}
+        line = {"color": theme.WORSE, "width": 2, "dash": "dash"}
         figure.add_hline(y=budget, line=line, annotation_text="budget")
 
 
@@ -434,7 +430,7 @@ def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[L
             mode="lines",
             x=[*(when[one.first] for one in levels), when[-1]],
             y=[*(one.value for one in levels), levels[-1].value],
-            line={"color": AXIS_COLORS[1], "width": 2, "shape": "hv"},
+            line={"color": theme.AXIS_COLORS[1], "width": 2, "shape": "hv"},
             hoverinfo="skip",
         )
     )
@@ -442,7 +438,7 @@ def _draw_levels(figure: go.Figure, when: Sequence[datetime], levels: Sequence[L
     for one in levels:
         if one.label:
             figure.add_annotation(
-                x=when[one.first], y=one.value, text=escape_text(one.label), **look
+                x=when[one.first], y=one.value, text=theme.escape_text(one.label), **look
             )
 
 
@@ -454,7 +450,7 @@ def _draw_band_edge(
         mode="lines",
         x=list(when),
         y=list(values),
-        line={"color": MUTED, "width": 0, "shape": "hvh"},
+        line={"color": theme.MUTED, "width": 0, "shape": "hvh"},
         fill=fill,
         fillcolor="rgba(141,148,158,0.22)",
         hoverinfo="skip",

@@ -28,23 +28,7 @@ from stepsplit.analyzer.units import (
     format_percent,
     format_signed_milliseconds,
 )
-from stepsplit.dashboard.figures.theme import (
-    BACKWARD,
-    BETTER,
-    BUCKET_STYLES,
-    FORWARD,
-    INK,
-    MEMORY_COLORS,
-    MUTED,
-    PAPER,
-    WEIGHT,
-    WORSE,
-    BucketStyle,
-    build_blank_figure,
-    build_marker,
-    convert_to_ms,
-    escape_text,
-)
+from stepsplit.dashboard.figures import theme
 
 # Time split: stacked bars by rank or by step.
 
@@ -68,7 +52,7 @@ def draw_split_by_rank(report: Report) -> go.Figure:
     rows = _group_rows(select_full_steps(report.steps), "rank")
     bars = []
     for rank, steps in rows:
-        of_host = f" on {escape_text(hosts[rank])}" if rank in hosts else ""
+        of_host = f" on {theme.escape_text(hosts[rank])}" if rank in hosts else ""
         heading = f"<b>rank {rank}</b>{of_host}, median of {len(steps)} steps"
         bars.append(Bar(str(rank), heading, _compute_median_split(steps)))
     return _draw_stacked_bars(bars, "rank", "ms per step, median of full steps")
@@ -82,11 +66,11 @@ def draw_split_by_step(report: Report, rank: int | None = None) -> go.Figure:
     for step, ranks in rows:
         full = all(row.kind == "full" for row in ranks)
         kind = "full" if full else next(row.kind for row in ranks if row.kind != "full")
-        label = str(step) if full else f"{step} {escape_text(kind)}"
+        label = str(step) if full else f"{step} {theme.escape_text(kind)}"
         bars.append(
             Bar(
                 label,
-                f"<b>step {step}</b> ({escape_text(kind)}), {whose}",
+                f"<b>step {step}</b> ({theme.escape_text(kind)}), {whose}",
                 _compute_mean_split(ranks),
                 full,
             )
@@ -112,14 +96,14 @@ def _compute_mean_split(rows: Sequence[StepRow]) -> Split:
 
 
 def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Figure:
-    figure = build_blank_figure(SPLIT_HEIGHT, x_title, y_title)
-    for index, look in enumerate(BUCKET_STYLES):
+    figure = theme.build_blank_figure(SPLIT_HEIGHT, x_title, y_title)
+    for index, look in enumerate(theme.BUCKET_STYLES):
         figure.add_trace(
             go.Bar(
                 name=look.bucket,
                 x=[bar.label for bar in bars],
-                y=convert_to_ms([bar.split.buckets_ns[index] for bar in bars]),
-                marker=build_marker(look),
+                y=theme.convert_to_ms([bar.split.buckets_ns[index] for bar in bars]),
+                marker=theme.build_marker(look),
                 customdata=[_format_bar_label(bar, index) for bar in bars],
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
             )
@@ -134,7 +118,7 @@ def _format_bar_label(bar: Bar, index: int) -> tuple[str, str]:
     part, whole = bar.split.buckets_ns[index], bar.split.step_ns
     share = format_percent(part / whole) if whole else format_percent(0)
     of = f"{format_milliseconds(part)} of {format_milliseconds(whole)} ({share})"
-    return bar.heading, f"{BUCKET_STYLES[index].bucket} {of}"
+    return bar.heading, f"{theme.BUCKET_STYLES[index].bucket} {of}"
 
 
 # Difference between two steps: predicted and measured, or of two runs.
@@ -181,12 +165,12 @@ def _format_change(row: BucketChange) -> str:
 def _draw_steps(
     names: tuple[str, str], ends: tuple[int, int], notes: tuple[str, str], parts: Sequence[Part]
 ) -> go.Figure:
-    figure = build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
+    figure = theme.build_blank_figure(84 + 26 * (len(parts) + 2), "ms of the step", "")
     figure.add_trace(
         go.Waterfall(
             orientation="h",
             y=[names[0], *(name for name, _, _ in parts), names[1]],
-            x=convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),
+            x=theme.convert_to_ms([ends[0], *(ns for _, ns, _ in parts), ends[1]]),
             measure=["absolute", *("relative" for _ in parts), "total"],
             text=[
                 format_milliseconds(ends[0]),
@@ -197,10 +181,10 @@ def _draw_steps(
             cliponaxis=False,
             hovertext=[notes[0], *(words for _, _, words in parts), notes[1]],
             hovertemplate="<b>%{y}</b> %{text}<br>%{hovertext}<extra></extra>",
-            connector={"line": {"color": MUTED, "width": 1, "dash": "dot"}},
-            increasing={"marker": {"color": WORSE}},
-            decreasing={"marker": {"color": BETTER}},
-            totals={"marker": {"color": MUTED}},
+            connector={"line": {"color": theme.MUTED, "width": 1, "dash": "dot"}},
+            increasing={"marker": {"color": theme.WORSE}},
+            decreasing={"marker": {"color": theme.BETTER}},
+            totals={"marker": {"color": theme.MUTED}},
             showlegend=False,
         )
     )
@@ -215,7 +199,7 @@ def _select_parts(gap: Gap) -> list[Part]:
     rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
     large = [row for row in rows[:MAX_WATERFALL_PARTS] if abs(row.ns) >= least]
     rest = [row for row in rows if row not in large]
-    drawn = [(_format_gap_part(row), row.ns, escape_text(row.message)) for row in large]
+    drawn = [(_format_gap_part(row), row.ns, theme.escape_text(row.message)) for row in large]
     if any(row.ns for row in rest):
         drawn.append(("smaller parts", sum(row.ns for row in rest), f"{len(rest)} together"))
     return drawn
@@ -224,7 +208,7 @@ def _select_parts(gap: Gap) -> list[Part]:
 def _format_gap_part(row: GapRow) -> str:
     cause = row.cause.replace("_", " ")
     words = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
-    return words if row.axis is None else f"{words} ({escape_text(row.axis)})"
+    return words if row.axis is None else f"{words} ({theme.escape_text(row.axis)})"
 
 
 # The critical path of the average step as one bar.
@@ -290,13 +274,13 @@ def _build_path_share(
 
 def draw_critical_path(report: Report) -> go.Figure:
     """One horizontal bar in ms: the average step's critical path by bucket and axis."""
-    figure = build_blank_figure(
+    figure = theme.build_blank_figure(
         PATH_HEIGHT,
         "ms of the critical path, from the first start to the last end over all ranks",
         "",
     )
     shares = compute_path_shares(report)
-    for look in BUCKET_STYLES:
+    for look in theme.BUCKET_STYLES:
         own = [one for one in shares if one.bucket == look.bucket]
         if own:
             figure.add_trace(_draw_path_bar(look, own))
@@ -305,21 +289,21 @@ def draw_critical_path(report: Report) -> go.Figure:
     return figure
 
 
-def _draw_path_bar(look: BucketStyle, shares: list[PathShare]) -> go.Bar:
+def _draw_path_bar(look: theme.BucketStyle, shares: list[PathShare]) -> go.Bar:
     """The bucket's parts one after the other, separated by a line between axes."""
     bar = go.Bar(
         name=look.bucket,
         orientation="h",
         y=[""] * len(shares),
-        x=convert_to_ms([one.ns for one in shares]),
-        marker=build_marker(look),
+        x=theme.convert_to_ms([one.ns for one in shares]),
+        marker=theme.build_marker(look),
         text=[_format_path_text(one) for one in shares],
         customdata=[_format_path_label(one) for one in shares],
         hovertemplate="%{customdata}<extra></extra>",
         showlegend=True,
         **_TEXT_STYLE,
     )
-    bar.marker.line = {"color": PAPER, "width": 1}
+    bar.marker.line = {"color": theme.PAPER, "width": 1}
     return bar
 
 
@@ -329,13 +313,13 @@ def _format_path_text(one: PathShare) -> str:
     return (
         format_percent(one.share)
         if one.axis is None
-        else f"{escape_text(one.axis)} {format_percent(one.share)}"
+        else f"{theme.escape_text(one.axis)} {format_percent(one.share)}"
     )
 
 
 def _format_path_label(one: PathShare) -> str:
     head = (
-        f"<b>{escape_text(one.label)}</b> {format_milliseconds(one.ns)} "
+        f"<b>{theme.escape_text(one.label)}</b> {format_milliseconds(one.ns)} "
         f"({format_percent(one.share)} of the path)"
     )
     return f"{head}<br>{one.ranks_text}"
@@ -347,9 +331,9 @@ BOXES, STAGES = 4_000, 32
 
 _ROW_PX, _HEAD_PX, _BETWEEN_PX = 30, 92, 34
 
-_COLORS = dict(zip(PHASES, (FORWARD, BACKWARD, WEIGHT), strict=True))
+_COLORS = dict(zip(PHASES, (theme.FORWARD, theme.BACKWARD, theme.WEIGHT), strict=True))
 
-_INKS = dict(zip(PHASES, (INK, PAPER, PAPER), strict=True))
+_INKS = dict(zip(PHASES, (theme.INK, theme.PAPER, theme.PAPER), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +364,7 @@ def draw_pipeline(measured: Boxes, ideal: Boxes | None) -> go.Figure:
     rows = _list_grid_rows(measured)
     height = _ROW_PX * len(rows)
     both = height if ideal is None else 2 * height + _BETWEEN_PX
-    figure = build_blank_figure(_HEAD_PX + both, "ms from the first forward", "")
+    figure = theme.build_blank_figure(_HEAD_PX + both, "ms from the first forward", "")
     _draw_boxes(figure, measured, rows, "y", "measured")
     _add_stage_axis(figure, "yaxis", rows, (1 - height / both, 1), "measured")
     if ideal is not None:
@@ -433,14 +417,14 @@ def _draw_boxes(
                 legendgroup=name,
                 showlegend=axis == "y",
                 y=[labels[stage] for stage in boxes.stage[own]],
-                base=convert_to_ms(boxes.start_ns[own] - zero_ns),
-                x=convert_to_ms(boxes.dur_ns[own]),
+                base=theme.convert_to_ms(boxes.start_ns[own] - zero_ns),
+                x=theme.convert_to_ms(boxes.dur_ns[own]),
                 text=[str(number) for number in boxes.microbatch[own]],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
                 textfont={"color": _INKS[name], "size": 11},
-                marker={"color": _COLORS[name], "line": {"color": PAPER, "width": 1}},
+                marker={"color": _COLORS[name], "line": {"color": theme.PAPER, "width": 1}},
                 customdata=[format_milliseconds(dur) for dur in boxes.dur_ns[own]],
                 hovertemplate=f"<b>%{{y}}</b><br>{which}: {name} of microbatch %{{text}}"
                 "<br>%{customdata}<extra></extra>",
@@ -450,12 +434,12 @@ def _draw_boxes(
 
 def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
     """The bubble fraction of each stage in percent, with the schedule's ideal as a dashed line."""
-    figure = build_blank_figure(230, "stage", "bubble / window, %")
+    figure = theme.build_blank_figure(230, "stage", "bubble / window, %")
     figure.add_trace(
         go.Bar(
             x=[str(one.stage) for one in pipeline_report.stages],
             y=[100 * one.bubble_fraction for one in pipeline_report.stages],
-            marker={"color": BACKWARD},
+            marker={"color": theme.BACKWARD},
             customdata=[
                 _format_bubble(one.bubble_fraction, one.bubble_ns) for one in pipeline_report.stages
             ],
@@ -466,7 +450,7 @@ def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
     figure.update_xaxes(type="category")
     figure.update_layout(bargap=0.4, margin={"t": 24})
     if pipeline_report.ideal_bubble_fraction is not None:
-        line = {"color": WORSE, "width": 2, "dash": "dash"}
+        line = {"color": theme.WORSE, "width": 2, "dash": "dash"}
         figure.add_hline(y=100 * pipeline_report.ideal_bubble_fraction, line=line)
     return figure
 
@@ -477,7 +461,7 @@ def _format_bubble(fraction: float, ns: int) -> str:
 
 # Memory by stage or rank: measured, predicted, and the device limit.
 
-CATEGORIES = tuple(MEMORY_COLORS)
+CATEGORIES = tuple(theme.MEMORY_COLORS)
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -503,8 +487,8 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
     fullest = max((bar.total_bytes for bar in bars), default=0)
     unit_bytes = _MIB if fullest < _GIB else _GIB
     unit = "MiB" if unit_bytes == _MIB else "GiB"
-    figure = build_blank_figure(max(200, 130 + 30 * len(bars)), unit, "")
-    labels = [escape_text(bar.label) for bar in bars]
+    figure = theme.build_blank_figure(max(200, 130 + 30 * len(bars)), unit, "")
+    labels = [theme.escape_text(bar.label) for bar in bars]
     for category in (*CATEGORIES, "uncategorized"):
         values = [_read_category_bytes(bar, category) for bar in bars]
         if any(values):
@@ -512,7 +496,7 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
     if limit_bytes and limit_bytes < _MAX_LIMIT_RATIO * fullest:
         figure.add_vline(
             x=limit_bytes / unit_bytes,
-            line={"color": WORSE, "width": 2, "dash": "dash"},
+            line={"color": theme.WORSE, "width": 2, "dash": "dash"},
             annotation_text=f"device memory: {format_memory_size(limit_bytes)}",
             annotation_position="top left",
         )
@@ -533,7 +517,7 @@ def _draw_memory_layer(
         orientation="h",
         y=labels,
         x=[value / unit_bytes for value in values],
-        marker={"color": MEMORY_COLORS.get(category, MUTED), "line": {"width": 0}},
+        marker={"color": theme.MEMORY_COLORS.get(category, theme.MUTED), "line": {"width": 0}},
         customdata=[
             f"{category} {format_memory_size(value)} of {format_memory_size(bar.total_bytes)}"
             for value, bar in zip(values, bars, strict=True)
@@ -555,17 +539,17 @@ class NamedSplit:
 
 def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
     """One horizontal bar per split, in ms."""
-    figure = build_blank_figure(104 + 40 * len(bars), "ms per step", "")
-    for index, look in enumerate(BUCKET_STYLES):
+    figure = theme.build_blank_figure(104 + 40 * len(bars), "ms per step", "")
+    for index, look in enumerate(theme.BUCKET_STYLES):
         parts = [bar.split.buckets_ns[index] for bar in bars]
         if any(parts):
             figure.add_trace(
                 go.Bar(
                     name=look.bucket,
                     orientation="h",
-                    y=[escape_text(bar.name) for bar in bars],
-                    x=convert_to_ms(parts),
-                    marker=build_marker(look),
+                    y=[theme.escape_text(bar.name) for bar in bars],
+                    x=theme.convert_to_ms(parts),
+                    marker=theme.build_marker(look),
                     customdata=[_format_bucket_share(index, bar.split) for bar in bars],
                     hovertemplate=f"<b>%{{y}}</b><br>{look.bucket} %{{customdata}}<extra></extra>",
                 )

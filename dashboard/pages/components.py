@@ -16,7 +16,7 @@ from plotly.graph_objects import Figure
 from stepsplit.analyzer.report.report import Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import format_milliseconds, format_percent
-from stepsplit.dashboard.figures.theme import BUCKET_STYLES, GRAPH_CONFIG, BucketStyle
+from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.pages.tables import ChartData, Content
 from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
@@ -129,7 +129,7 @@ def _format_count(count: int, unit_name: str) -> str | None:
 
 # Building blocks of pages: tables, cards, figures, share bars.
 
-COLOR = {look.bucket: f"var(--{look.bucket})" for look in BUCKET_STYLES}
+COLOR = {look.bucket: f"var(--{look.bucket})" for look in theme.BUCKET_STYLES}
 """The color of each bucket in the theme of the page; style.css has the same ones as figures."""
 
 
@@ -203,7 +203,7 @@ def build_link(text: str, url: str | None) -> Content:
 
 def build_graph(name: str, figure: Figure) -> html.Div:
     """A figure on the page, and its numbers as a table; `name` is its HTML id."""
-    return html.Div([dcc.Graph(id=name, figure=figure, config=GRAPH_CONFIG), ChartData(name)])
+    return html.Div([dcc.Graph(id=name, figure=figure, config=theme.GRAPH_CONFIG), ChartData(name)])
 
 
 def build_share_bar(shares: Sequence[float]) -> html.Div:
@@ -214,7 +214,7 @@ def build_share_bar(shares: Sequence[float]) -> html.Div:
             style={"width": f"{100 * share:.2f}%", "backgroundColor": COLOR[look.bucket]},
             title=f"{look.bucket} {format_percent(share)}",
         )
-        for look, share in zip(BUCKET_STYLES, shares, strict=True)
+        for look, share in zip(theme.BUCKET_STYLES, shares, strict=True)
         if share > 0
     ]
     return html.Div(pieces, className="share")
@@ -231,7 +231,7 @@ def build_legend() -> html.Div:
                 k.bucket,
             ]
         )
-        for k in BUCKET_STYLES
+        for k in theme.BUCKET_STYLES
     ]
     return html.Div(keys, className="legend")
 
@@ -281,7 +281,7 @@ def label_jobs(runs: Iterable[JobRun]) -> dict[str, str]:
     return labels
 
 
-def _choose_swatch_class(look: BucketStyle) -> str:
+def _choose_swatch_class(look: theme.BucketStyle) -> str:
     return "hatched" if look.hatched else ""
 
 

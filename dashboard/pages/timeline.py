@@ -17,7 +17,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
-from stepsplit.dashboard.figures.theme import BUCKET_STYLES
+from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
 from stepsplit.dashboard.pages.timeline_queries import (
     Matches,
@@ -65,7 +65,7 @@ def build_index_json(scene: TimelineView) -> dict[str, Any]:
     return {
         "buckets": [
             {"name": look.bucket, "color": look.color, "dark": look.dark, "hatched": look.hatched}
-            for look in BUCKET_STYLES
+            for look in theme.BUCKET_STYLES
         ],
         "steps": [
             {"step": one.step, "kind": one.kind, "from": one.start_ns, "to": one.end_ns}

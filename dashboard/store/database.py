@@ -9,23 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import Lock
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Float,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-    false,
-    inspect,
-    text,
-)
+import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
@@ -111,12 +95,12 @@ def _migrate_database(database: Database) -> Database:
 
 def _create_engine(url: URL) -> Engine:
     if url.get_backend_name() == "postgresql":
-        return create_engine(_select_psycopg(url), pool_pre_ping=True)
+        return sa.create_engine(_select_psycopg(url), pool_pre_ping=True)
     _make_parent(url)
-    engine = create_engine(url)
+    engine = sa.create_engine(url)
     if url.get_backend_name() == "sqlite":
-        event.listen(engine, "connect", _prepare_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
+        sa.event.listen(engine, "connect", _prepare_sqlite)
+        sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
@@ -181,7 +165,9 @@ def migrate(connection: Connection) -> None:
     Raises UsageError for a database of a newer stepsplit.
     """
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+        connection.execute(
+            sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK}
+        )
     version = _read_version(connection)
     if version != VERSION:
         _upgrade(connection, version)
@@ -189,9 +175,9 @@ def migrate(connection: Connection) -> None:
 
 def _read_version(connection: Connection) -> str | None:
     """The database's revision; None if it has none of stepsplit's tables."""
-    tables = inspect(connection)
+    tables = sa.inspect(connection)
     if tables.has_table("alembic_version"):
-        revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+        revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
         return None if revision is None else str(revision)
     # Databases created before migrations existed have no version table.
     return _FIRST_REVISION if tables.has_table("runs") else None
@@ -219,143 +205,143 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 VERSION = "0007"
 """The newest migration."""
 
-METADATA = MetaData()
+METADATA = sa.MetaData()
 
 
-def _build_run_column(**kind: bool) -> Column[str]:
+def _build_run_column(**kind: bool) -> sa.Column[str]:
     """The run of a row; deleting the run deletes the row."""
-    run = ForeignKey("runs.id", ondelete="CASCADE")
-    return Column("run_id", String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
+    run = sa.ForeignKey("runs.id", ondelete="CASCADE")
+    return sa.Column("run_id", sa.String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
 
 
-RUNS = Table(
+RUNS = sa.Table(
     "runs",
     METADATA,
-    Column("id", String(32), primary_key=True),
-    Column("name", String(200), nullable=False),
-    Column("created_unix_ns", BigInteger, nullable=False, index=True),
-    Column("state", String(16), nullable=False),
-    Column("error", Text),
-    Column("note", String(1000), nullable=False, server_default=""),
-    Column("world_size", Integer),
-    Column("mesh", String(200)),
-    Column("backend", String(100)),
-    Column("step_ns", BigInteger),
-    *(Column(f"{bucket}_ns", BigInteger) for bucket in BUCKETS),
-    *(Column(f"{bucket}_share", Float) for bucket in BUCKETS),
-    Column("steps", Integer),
-    Column("warnings", Integer),
-    Column("bubble_fraction", Float),
-    Column("mfu", Float),
-    Column("job_key", String(16)),
-    Column("job_label", String(200)),
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("created_unix_ns", sa.BigInteger, nullable=False, index=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("error", sa.Text),
+    sa.Column("note", sa.String(1000), nullable=False, server_default=""),
+    sa.Column("world_size", sa.Integer),
+    sa.Column("mesh", sa.String(200)),
+    sa.Column("backend", sa.String(100)),
+    sa.Column("step_ns", sa.BigInteger),
+    *(sa.Column(f"{bucket}_ns", sa.BigInteger) for bucket in BUCKETS),
+    *(sa.Column(f"{bucket}_share", sa.Float) for bucket in BUCKETS),
+    sa.Column("steps", sa.Integer),
+    sa.Column("warnings", sa.Integer),
+    sa.Column("bubble_fraction", sa.Float),
+    sa.Column("mfu", sa.Float),
+    sa.Column("job_key", sa.String(16)),
+    sa.Column("job_label", sa.String(200)),
 )
 """job_key is NULL until the job was looked for, and empty if it is unknown."""
 
-TAGS = Table(
+TAGS = sa.Table(
     "tags",
     METADATA,
     _build_run_column(primary_key=True),
-    Column("key", String(64), primary_key=True),
-    Column("value", String(200), nullable=False),
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.String(200), nullable=False),
 )
 
-RANKS = Table(
+RANKS = sa.Table(
     "ranks",
     METADATA,
     _build_run_column(primary_key=True),
-    Column("rank", Integer, primary_key=True, autoincrement=False),
-    Column("host", String(200)),
-    Column("step_ns", BigInteger, nullable=False),
-    *(Column(f"{bucket}_ns", BigInteger, nullable=False) for bucket in BUCKETS),
+    sa.Column("rank", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("host", sa.String(200)),
+    sa.Column("step_ns", sa.BigInteger, nullable=False),
+    *(sa.Column(f"{bucket}_ns", sa.BigInteger, nullable=False) for bucket in BUCKETS),
 )
 
-METRICS = Table(
+METRICS = sa.Table(
     "metrics",
     METADATA,
     _build_run_column(primary_key=True),
-    Column("name", String(64), primary_key=True, index=True),
-    Column("value", Float, nullable=False),
+    sa.Column("name", sa.String(64), primary_key=True, index=True),
+    sa.Column("value", sa.Float, nullable=False),
 )
 
-FILES = Table(
+FILES = sa.Table(
     "files",
     METADATA,
     _build_run_column(primary_key=True),
-    Column("path", Text, primary_key=True),
-    Column("received_bytes", BigInteger, nullable=False),
-    Column("complete", Boolean, nullable=False),
+    sa.Column("path", sa.Text, primary_key=True),
+    sa.Column("received_bytes", sa.BigInteger, nullable=False),
+    sa.Column("complete", sa.Boolean, nullable=False),
 )
 
-JOBS = Table(
+JOBS = sa.Table(
     "jobs",
     METADATA,
-    Column("id", Integer, primary_key=True),
+    sa.Column("id", sa.Integer, primary_key=True),
     _build_run_column(unique=True),
-    Column("state", String(16), nullable=False, index=True),
-    Column("queued_unix_ns", BigInteger, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("worker", String(200)),
-    Column("lease_until_unix_ns", BigInteger),
-    Column("progress", Float),
-    Column("progress_note", String(200)),
-    Column("error", Text),
+    sa.Column("state", sa.String(16), nullable=False, index=True),
+    sa.Column("queued_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("attempts", sa.Integer, nullable=False),
+    sa.Column("worker", sa.String(200)),
+    sa.Column("lease_until_unix_ns", sa.BigInteger),
+    sa.Column("progress", sa.Float),
+    sa.Column("progress_note", sa.String(200)),
+    sa.Column("error", sa.Text),
 )
 
-TOKENS = Table(
+TOKENS = sa.Table(
     "tokens",
     METADATA,
-    Column("id", String(32), primary_key=True),
-    Column("name", String(200), nullable=False),
-    Column("sha256", String(64), nullable=False, unique=True),
-    Column("created_unix_ns", BigInteger, nullable=False),
-    Column("last_used_unix_ns", BigInteger),
-    Column("revoked", Boolean, nullable=False, server_default=false()),
-    Column("role", String(16), nullable=False, server_default="viewer"),
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False, unique=True),
+    sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("last_used_unix_ns", sa.BigInteger),
+    sa.Column("revoked", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("role", sa.String(16), nullable=False, server_default="viewer"),
 )
 
-SESSIONS = Table(
+SESSIONS = sa.Table(
     "sessions",
     METADATA,
-    Column("sha256", String(64), primary_key=True),
-    Column("token_id", String(32), ForeignKey("tokens.id", ondelete="CASCADE")),
-    Column("proof", String(64)),
-    Column("created_unix_ns", BigInteger, nullable=False),
-    Column("last_used_unix_ns", BigInteger, nullable=False, index=True),
+    sa.Column("sha256", sa.String(64), primary_key=True),
+    sa.Column("token_id", sa.String(32), sa.ForeignKey("tokens.id", ondelete="CASCADE")),
+    sa.Column("proof", sa.String(64)),
+    sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("last_used_unix_ns", sa.BigInteger, nullable=False, index=True),
 )
 """Logins: proof shows which password was entered; token_id names the token that was."""
 
-AUDIT = Table(
+AUDIT = sa.Table(
     "audit",
     METADATA,
     # Only an INTEGER is numbered by SQLite; it has 64 bits there.
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    Column("at_unix_ns", BigInteger, nullable=False, index=True),
-    Column("user_name", String(200), nullable=False),
-    Column("role", String(16), nullable=False),
-    Column("address", String(100), nullable=False),
-    Column("action", String(32), nullable=False),
-    Column("target", String(300), nullable=False),
-    Column("outcome", String(200), nullable=False),
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("at_unix_ns", sa.BigInteger, nullable=False, index=True),
+    sa.Column("user_name", sa.String(200), nullable=False),
+    sa.Column("role", sa.String(16), nullable=False),
+    sa.Column("address", sa.String(100), nullable=False),
+    sa.Column("action", sa.String(32), nullable=False),
+    sa.Column("target", sa.String(300), nullable=False),
+    sa.Column("outcome", sa.String(200), nullable=False),
 )
 
-VERDICTS = Table(
+VERDICTS = sa.Table(
     "verdicts",
     METADATA,
     _build_run_column(primary_key=True),
-    Column("answer", String(16), nullable=False),
-    Column("words", String(500), nullable=False),
-    Column("judged_unix_ns", BigInteger, nullable=False),
+    sa.Column("answer", sa.String(16), nullable=False),
+    sa.Column("words", sa.String(500), nullable=False),
+    sa.Column("judged_unix_ns", sa.BigInteger, nullable=False),
 )
 
-LOGIN_FAILURES = Table(
+LOGIN_FAILURES = sa.Table(
     "login_failures",
     METADATA,
-    Column("key", String(100), primary_key=True),
-    Column("failures", Integer, nullable=False),
-    Column("last_unix_ns", BigInteger, nullable=False),
-    Column("blocked_until_unix_ns", BigInteger, nullable=False),
+    sa.Column("key", sa.String(100), primary_key=True),
+    sa.Column("failures", sa.Integer, nullable=False),
+    sa.Column("last_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("blocked_until_unix_ns", sa.BigInteger, nullable=False),
 )
 
-DELETED = Table("deleted", METADATA, Column("run_id", String(32), primary_key=True))
+DELETED = sa.Table("deleted", METADATA, sa.Column("run_id", sa.String(32), primary_key=True))
 """Deleted runs whose files may still exist."""

@@ -12,21 +12,8 @@ import numpy.typing as npt
 from msgspec import Raw
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.kineto import schema
 from stepsplit.analyzer.readers.kineto.json_stream import Entries, decode_exact_times
-from stepsplit.analyzer.readers.kineto.schema import (
-    Args,
-    Complete,
-    SyncArgs,
-    Track,
-    TrackMetadata,
-    convert_decimal_to_ns,
-    convert_to_ns,
-    decode_comm_args,
-    decode_device_args,
-    decode_sync_args,
-    decode_track,
-    get_phase,
-)
 from stepsplit.analyzer.trace import (
     ALL_STREAMS,
     DEVICE_CATEGORIES,
@@ -71,12 +58,12 @@ class SortedRows:
         """Whether there are accelerator events."""
         return bool(self.events.is_category(*DEVICE_CATEGORIES).any())
 
-    def decode_args(self, row: int) -> Args | None:
+    def decode_args(self, row: int) -> schema.Args | None:
         """The arguments of a communication event; None for other events."""
         at = int(np.searchsorted(self.noted_row, row))
         if at == len(self.noted_row) or self.noted_row[at] != row:
             return None
-        return decode_comm_args(self.noted_args[at])
+        return schema.decode_comm_args(self.noted_args[at])
 
 
 def sort_rows(parts: Sequence[Rows], base_ns: int) -> SortedRows:
@@ -186,14 +173,14 @@ def collect_event_waits(rows: SortedRows) -> EventWaits:
     syncs = np.flatnonzero(events.is_category(Category.SYNC)[rows.noted_row]).tolist()
     waits = (
         _build_event_wait(
-            events.name_of(int(rows.noted_row[i])), decode_sync_args(rows.noted_args[i])
+            events.name_of(int(rows.noted_row[i])), schema.decode_sync_args(rows.noted_args[i])
         )
         for i in syncs
     )
     return build_event_waits([wait for wait in waits if wait is not None])
 
 
-def _build_event_wait(name: str, args: SyncArgs) -> tuple[int, int, int, int] | None:
+def _build_event_wait(name: str, args: schema.SyncArgs) -> tuple[int, int, int, int] | None:
     """(correlation, waiting stream, awaited stream, correlation of the record), None if unknown."""
     if args.correlation < 0:
         return None
@@ -321,7 +308,7 @@ class Rows:
     noted_args: tuple[bytes, ...]
     counts: EntryCounts
     shaped: ShapedRows
-    tracks: tuple[Track, ...] = ()
+    tracks: tuple[schema.Track, ...] = ()
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -420,17 +407,17 @@ class _Builder:
         self._shaped_rows, self._shape_ids = bytearray(), bytearray()
         self._noted_rows: list[int] = []
         self._noted_args: list[bytes] = []
-        self._tracks: list[Track] = []
+        self._tracks: list[schema.Track] = []
         self._rows = 0
         self._counts = EntryCounts()
 
     def add(self, block: Entries) -> None:
         """Adds the complete events of a block, and the names of its tracks."""
-        tracks = [decode_track(e) for e in block.entries if type(e) is TrackMetadata]
+        tracks = [schema.decode_track(e) for e in block.entries if type(e) is schema.TrackMetadata]
         self._tracks += [track for track in tracks if track is not None]
-        events = [e for e in block.entries if type(e) is Complete and e.ts is not None]
-        start = convert_to_ns([e.ts for e in events if e.ts is not None])
-        dur = convert_to_ns([e.dur for e in events])
+        events = [e for e in block.entries if type(e) is schema.Complete and e.ts is not None]
+        start = schema.convert_to_ns([e.ts for e in events if e.ts is not None])
+        dur = schema.convert_to_ns([e.dur for e in events])
         out_of_range = 0
         if start is None or dur is None:
             events, start, dur, out_of_range = _compute_exact_times(events, block)
@@ -442,13 +429,13 @@ class _Builder:
         self._append(events, start, np.maximum(dur, 0))
 
     def _count_other_phases(self, block: Entries) -> None:
-        phases = Counter(get_phase(entry) for entry in block.entries)
+        phases = Counter(schema.get_phase(entry) for entry in block.entries)
         self._counts += EntryCounts(
             asynchronous=sum(phases[phase] for phase in "bne"),
             paired=sum(phases[phase] for phase in "BE"),
         )
 
-    def _append(self, events: Sequence[Complete], start: Int64, dur: Int64) -> None:
+    def _append(self, events: Sequence[schema.Complete], start: Int64, dur: Int64) -> None:
         names, lanes, categories = self._names, self._lanes, self._categories
         name_id = np.array([names[e.name] for e in events], dtype=np.int32)
         category = np.array([categories[e.cat] for e in events], dtype=np.uint8)
@@ -460,7 +447,7 @@ class _Builder:
         to_note = np.array(names.noted, dtype=np.bool_)[name_id] | (category == Category.SYNC)
         with_stream = np.flatnonzero(_HAS_STREAM[category])
         placed = with_stream.tolist()
-        decoded = decode_device_args([events[row].args for row in placed])
+        decoded = schema.decode_device_args([events[row].args for row in placed])
         correlation[with_stream] = [args.correlation for args in decoded]
         for row, args in zip(placed, decoded, strict=True):
             if args.stream >= 0:
@@ -479,7 +466,7 @@ class _Builder:
             column += part.tobytes()
         self._rows += len(events)
 
-    def _note(self, events: Sequence[Complete], rows: Sequence[int]) -> None:
+    def _note(self, events: Sequence[schema.Complete], rows: Sequence[int]) -> None:
         self._noted_rows += [self._rows + row for row in rows]
         self._noted_args += [bytes(events[row].args) for row in rows]
 
@@ -513,7 +500,7 @@ class _Builder:
         )
 
 
-def _have_dims(events: Sequence[Complete], ops: Int64) -> bool:
+def _have_dims(events: Sequence[schema.Complete], ops: Int64) -> bool:
     """Whether shapes were recorded: then most ops have them."""
     samples = ops[:: len(ops) // _SAMPLES + 1].tolist()
     return any(_DIMS in bytes(events[row].args) for row in samples)
@@ -538,11 +525,11 @@ def _separate_ranges(category: UInt8, is_range: Bool) -> None:
 
 
 def _compute_exact_times(
-    events: Sequence[Complete], entries: Entries
-) -> tuple[list[Complete], Int64, Int64, int]:
+    events: Sequence[schema.Complete], entries: Entries
+) -> tuple[list[schema.Complete], Int64, Int64, int]:
     """The events with exact times, and the number of events dropped as out of 64-bit range."""
     times = [
-        (convert_decimal_to_ns(ts), convert_decimal_to_ns(dur))
+        (schema.convert_decimal_to_ns(ts), schema.convert_decimal_to_ns(dur))
         for ts, dur in decode_exact_times(entries)
     ]
     valid = [i for i, (start, dur) in enumerate(times) if start is not None and dur is not None]

@@ -12,6 +12,7 @@ import numpy as np
 
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.compression import open_unpacked
+from stepsplit.analyzer.readers.nccl import records
 from stepsplit.analyzer.readers.nccl.messages import (
     Channels,
     CostTables,
@@ -24,25 +25,6 @@ from stepsplit.analyzer.readers.nccl.messages import (
     Topology,
     find_parser,
     is_table,
-)
-from stepsplit.analyzer.readers.nccl.records import (
-    AlgorithmChoice,
-    Communicator,
-    CostTable,
-    GraphPattern,
-    LogMessage,
-    Member,
-    MessageSplitter,
-    NcclLog,
-    NcclSetting,
-    NcclWarning,
-    Ring,
-    RingNeighbors,
-    Speaker,
-    SystemBandwidth,
-    TopologyLink,
-    TreeNode,
-    find_versions,
 )
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import OP_CODE, Bool, Calls, Group, Int32, Int64, Note, RankCalls
@@ -98,7 +80,7 @@ class CommHandles:
     _done: set[int] = field(default_factory=set)
     _channels: dict[int, Channels] = field(default_factory=dict)
 
-    def add_init(self, speaker: Speaker, init: Init) -> None:
+    def add_init(self, speaker: records.Speaker, init: Init) -> None:
         """Adds an "Init START" or "Init COMPLETE" message."""
         index = self._find_or_add(speaker, init.pointer, init.rank, init.nranks, init.comm_id)
         handle = self.all[index]
@@ -118,13 +100,13 @@ class CommHandles:
         if init.complete:
             self._done.add(slot)
 
-    def add_topology(self, speaker: Speaker, topology: Topology) -> None:
+    def add_topology(self, speaker: records.Speaker, topology: Topology) -> None:
         """Adds the number of nodes of a communicator."""
         index = self._find_or_add(speaker, topology.pointer, topology.rank, topology.nranks, "")
         self.all[index].nodes, self.all[index].local_ranks = topology.nodes, topology.local_ranks
         self._bind_slot(speaker, index)
 
-    def add_init_time(self, speaker: Speaker, init_time: InitTime) -> None:
+    def add_init_time(self, speaker: records.Speaker, init_time: InitTime) -> None:
         """Adds the init time of the communicator that the thread has completed."""
         slot = self._slot_of.get(speaker[:3], -1)
         index, ranks = self._slots[slot] if slot >= 0 else -1, (init_time.rank, init_time.nranks)
@@ -133,12 +115,12 @@ class CommHandles:
             self.all[index].rank = init_time.rank
         self.all[index].init_ns = init_time.init_ns
 
-    def find_handle(self, speaker: Speaker, pointer: str, nranks: int) -> int:
+    def find_handle(self, speaker: records.Speaker, pointer: str, nranks: int) -> int:
         """The index of the handle of a call."""
         index = self._by_pointer.get((speaker.host, speaker.pid, pointer))
         return self._add(speaker, pointer, nranks) if index is None else index
 
-    def find_slot(self, speaker: Speaker, pointer: str = "") -> int:
+    def find_slot(self, speaker: records.Speaker, pointer: str = "") -> int:
         """The slot of a record: that of its pointer if it has one, else of its thread."""
         index = self._by_pointer.get((speaker.host, speaker.pid, pointer), -1) if pointer else -1
         if index >= 0:
@@ -148,7 +130,7 @@ class CommHandles:
             slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, -1)
         return slot
 
-    def add_channels(self, speaker: Speaker, channels: Channels) -> None:
+    def add_channels(self, speaker: records.Speaker, channels: Channels) -> None:
         """Adds the numbers of channels, which are printed before the end of the init."""
         slot = self.find_slot(speaker)
         self._channels[slot] = channels
@@ -167,7 +149,7 @@ class CommHandles:
         )
 
     def _find_or_add(
-        self, speaker: Speaker, pointer: str, rank: int, nranks: int, comm_id: str
+        self, speaker: records.Speaker, pointer: str, rank: int, nranks: int, comm_id: str
     ) -> int:
         index = self._by_pointer.get((speaker.host, speaker.pid, pointer), -1)
         if index < 0 or self._is_reused(self.all[index], rank, nranks, comm_id):
@@ -184,13 +166,13 @@ class CommHandles:
         ids = {comm_id, handle.comm_id} - {""}
         return handle.complete or not same or len(ids) > 1
 
-    def _add(self, speaker: Speaker, pointer: str, nranks: int) -> int:
+    def _add(self, speaker: records.Speaker, pointer: str, nranks: int) -> int:
         self.all.append(CommHandle(speaker.host, speaker.pid, pointer, speaker.dev, nranks))
         if pointer:
             self._by_pointer[speaker.host, speaker.pid, pointer] = len(self.all) - 1
         return len(self.all) - 1
 
-    def _bind_slot(self, speaker: Speaker, index: int) -> int:
+    def _bind_slot(self, speaker: records.Speaker, index: int) -> int:
         slot = self.find_slot(speaker)
         if self._slots[slot] not in (-1, index):
             slot = self._slot_of[speaker[:3]] = self._add_slot(speaker, index)
@@ -201,7 +183,7 @@ class CommHandles:
             self.all[index].p2p_channels = channels.p2p
         return slot
 
-    def _add_slot(self, speaker: Speaker, index: int) -> int:
+    def _add_slot(self, speaker: records.Speaker, index: int) -> int:
         self._slots.append(index)
         self._processes.append((speaker.host, speaker.pid))
         return len(self._slots) - 1
@@ -219,7 +201,7 @@ def is_nccl_log(head: bytes) -> bool:
     return _WRITTEN.search(head) is not None
 
 
-def read_nccl_log(source: Source) -> NcclLog:
+def read_nccl_log(source: Source) -> records.NcclLog:
     """Reads the log; complete messages of interleaved lines are recovered.
 
     Memory use is 72 bytes per call and one record per connection. Raises DataError if the file
@@ -239,7 +221,9 @@ class LoggedCalls:
     _rows: dict[tuple[str, int], array[int]] = field(default_factory=dict)
     _ops: dict[bytes, int] = field(default_factory=dict)
 
-    def add_call(self, speaker: Speaker, stamp_ns: int, text: bytes, handles: CommHandles) -> bool:
+    def add_call(
+        self, speaker: records.Speaker, stamp_ns: int, text: bytes, handles: CommHandles
+    ) -> bool:
         """Adds a "...: opCount ..." message; False if it is truncated."""
         match = _COLL.match(text)
         if match is None:
@@ -275,14 +259,14 @@ class _LogReader:
     lines: int = 0
     nccl_lines: int = 0
     torn: int = 0
-    splitter: MessageSplitter = field(default_factory=MessageSplitter)
+    splitter: records.MessageSplitter = field(default_factory=records.MessageSplitter)
     handles: CommHandles = field(default_factory=CommHandles)
     rows: LoggedCalls = field(default_factory=LoggedCalls)
     versions: dict[str, None] = field(default_factory=dict)
-    facts: dict[GraphPattern | SystemBandwidth | Network | NcclSetting, None] = field(
-        default_factory=dict
-    )
-    choices: Counter[AlgorithmChoice] = field(default_factory=Counter)
+    facts: dict[
+        records.GraphPattern | records.SystemBandwidth | Network | records.NcclSetting, None
+    ] = field(default_factory=dict)
+    choices: Counter[records.AlgorithmChoice] = field(default_factory=Counter)
     warnings: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     graphs: list[tuple[int, Graph]] = field(default_factory=list)
     tables: CostTables = field(default_factory=CostTables)
@@ -294,13 +278,13 @@ class _LogReader:
             self.torn += b" [nranks=" in line  # the rest of a line that another writer interrupted
             return
         if b"CCL version" in line:
-            self.versions |= dict.fromkeys(find_versions(line))
+            self.versions |= dict.fromkeys(records.find_versions(line))
         messages = self.splitter.split_line(line)
         if messages:
             self.nccl_lines += 1
             self.torn += len(messages) > sum(self._take_message(message) for message in messages)
 
-    def _take_message(self, message: LogMessage) -> bool:
+    def _take_message(self, message: records.LogMessage) -> bool:
         """Adds a message; False if it is truncated."""
         speaker, stamp_ns, level, text = message
         if b": opCount " in text:
@@ -319,7 +303,7 @@ class _LogReader:
             self._add_parsed(speaker, parsed)
         return parsed is not None
 
-    def _add_parsed(self, speaker: Speaker, parsed: ParsedMessage) -> None:
+    def _add_parsed(self, speaker: records.Speaker, parsed: ParsedMessage) -> None:
         match parsed:
             case Init():
                 self.handles.add_init(speaker, parsed)
@@ -332,12 +316,12 @@ class _LogReader:
             case Graphs():
                 slot = self.handles.find_slot(speaker, parsed.pointer)
                 self.graphs += [(slot, graph) for graph in parsed.graphs]
-            case AlgorithmChoice():
+            case records.AlgorithmChoice():
                 self.choices[parsed] += 1
             case _:
                 self.facts[parsed] = None
 
-    def build_log(self, source: str, torn_end: str) -> NcclLog:
+    def build_log(self, source: str, torn_end: str) -> records.NcclLog:
         """Builds the log, with the communicator of each record."""
         joined_comms = join_handles(self.handles.all)
         world = find_world(joined_comms.communicators)
@@ -347,26 +331,28 @@ class _LogReader:
         calls = build_rank_calls(
             source, self.rows.build_tables(), self.handles.all, joined_comms, world
         )
-        return NcclLog(
+        return records.NcclLog(
             source=source,
             versions=tuple(self.versions),
             communicators=joined_comms.communicators,
-            rings=tuple(one for one in graphs if isinstance(one, Ring)),
-            neighbors=tuple(one for one in graphs if isinstance(one, RingNeighbors)),
-            trees=tuple(one for one in graphs if isinstance(one, TreeNode)),
-            links=tuple(one for one in graphs if isinstance(one, TopologyLink)),
-            patterns=tuple(one for one in facts if isinstance(one, GraphPattern)),
-            systems=tuple(one for one in facts if isinstance(one, SystemBandwidth)),
+            rings=tuple(one for one in graphs if isinstance(one, records.Ring)),
+            neighbors=tuple(one for one in graphs if isinstance(one, records.RingNeighbors)),
+            trees=tuple(one for one in graphs if isinstance(one, records.TreeNode)),
+            links=tuple(one for one in graphs if isinstance(one, records.TopologyLink)),
+            patterns=tuple(one for one in facts if isinstance(one, records.GraphPattern)),
+            systems=tuple(one for one in facts if isinstance(one, records.SystemBandwidth)),
             networks=tuple(one.name for one in facts if isinstance(one, Network)),
-            settings=tuple(one for one in facts if isinstance(one, NcclSetting)),
+            settings=tuple(one for one in facts if isinstance(one, records.NcclSetting)),
             calls=calls,
             costs=tuple(
-                CostTable(comm[table.slot], table.host, table.pid, tuple(table.cells))
+                records.CostTable(comm[table.slot], table.host, table.pid, tuple(table.cells))
                 for table in self.tables.all
                 if table.cells
             ),
             choices=tuple(replace(one, count=times) for one, times in self.choices.items()),
-            warnings=tuple(NcclWarning(*warned, count) for warned, count in self.warnings.items()),
+            warnings=tuple(
+                records.NcclWarning(*warned, count) for warned, count in self.warnings.items()
+            ),
             lines=self.lines,
             nccl_lines=self.nccl_lines,
             torn=self.torn,
@@ -462,7 +448,7 @@ def _build_owner_calls(
 def _build_calls(
     rows: Int64,
     used: Sequence[int],
-    communicators: Sequence[Communicator],
+    communicators: Sequence[records.Communicator],
     world: World,
     t0_unix_ns: int,
 ) -> Calls:
@@ -496,7 +482,7 @@ def _find_peers(
     op: Int64,
     root: Int64,
     used: Sequence[int],
-    communicators: Sequence[Communicator],
+    communicators: Sequence[records.Communicator],
     world: World,
 ) -> Int32:
     """The global rank of the peer of each send and recv; -1 if unknown."""
@@ -508,7 +494,7 @@ def _find_peers(
     return peers
 
 
-def _build_group(communicator: Communicator, world: World) -> Group:
+def _build_group(communicator: records.Communicator, world: World) -> Group:
     """The communicator as a group of global ranks; no ranks if some are unknown."""
     ranks = map_global_ranks(communicator, world)
     is_complete = len(ranks) == communicator.nranks
@@ -544,7 +530,7 @@ Key = tuple[object, ...]
 class JoinedComms:
     """The communicators, the communicator of each handle, and the number of unjoined ones."""
 
-    communicators: tuple[Communicator, ...]
+    communicators: tuple[records.Communicator, ...]
     comm_of: tuple[int, ...]
     alone: int
 
@@ -618,10 +604,10 @@ def _match_by_turn(handles: Sequence[CommHandle], part: Sequence[int]) -> list[l
     return list(teams.values()) if len(set(owners.values())) == len(owners) else None
 
 
-def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> Communicator:
+def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> records.Communicator:
     team = sorted(team, key=lambda handle: handle.rank)
     first = team[0]
-    return Communicator(
+    return records.Communicator(
         id=first.comm_id or f"{first.pointer}@{first.host}:{first.pid}",
         nranks=first.nranks,
         members=tuple(_build_member(handle) for handle in team),
@@ -635,8 +621,8 @@ def _build_communicator(team: Sequence[CommHandle], comm_of: Sequence[int]) -> C
     )
 
 
-def _build_member(handle: CommHandle) -> Member:
-    return Member(
+def _build_member(handle: CommHandle) -> records.Member:
+    return records.Member(
         rank=handle.rank,
         host=handle.host,
         pid=handle.pid,
@@ -648,7 +634,7 @@ def _build_member(handle: CommHandle) -> Member:
     )
 
 
-def _has_no_id(communicator: Communicator) -> bool:
+def _has_no_id(communicator: records.Communicator) -> bool:
     return "@" in communicator.id and communicator.members[0].rank >= 0
 
 
@@ -664,7 +650,7 @@ class World:
 NO_WORLD = World(-1, -1, {})
 
 
-def find_world(communicators: Sequence[Communicator]) -> World:
+def find_world(communicators: Sequence[records.Communicator]) -> World:
     """The largest communicator, whose ranks are used as global ranks.
 
     If several have that size, all must have the same processes in the same order.
@@ -682,7 +668,7 @@ def find_world(communicators: Sequence[Communicator]) -> World:
     return World(largest[0], size, ranks) if largest else NO_WORLD
 
 
-def map_global_ranks(communicator: Communicator, world: World) -> dict[int, int]:
+def map_global_ranks(communicator: records.Communicator, world: World) -> dict[int, int]:
     """The global rank of each rank of the communicator, if known."""
     if communicator.nranks == world.size and world.comm >= 0:
         return {rank: rank for rank in range(world.size)}

@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from stepsplit.analyzer.ops import parse_op
-from stepsplit.analyzer.readers.nccl.records import (
-    AlgorithmChoice,
-    CostCell,
-    GraphPattern,
-    NcclSetting,
-    Ring,
-    RingNeighbors,
-    Speaker,
-    SystemBandwidth,
-    TopologyLink,
-    TreeNode,
-)
+from stepsplit.analyzer.readers.nccl import records
 
 # Parsers of single messages of NCCL 2.4 to 2.30 or RCCL; they return None for a truncated message.
 
@@ -161,10 +150,10 @@ def parse_network(text: str) -> Network | None:
     return match and Network(match[1])
 
 
-def parse_setting(text: str) -> NcclSetting | None:
+def parse_setting(text: str) -> records.NcclSetting | None:
     """Parses the name and value of an environment variable."""
     match = _SETTING.search(text)
-    return match and NcclSetting(match[1] or match[3], match[2] or match[4] or "")
+    return match and records.NcclSetting(match[1] or match[3], match[2] or match[4] or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +165,14 @@ class Graphs:
 
 
 ParsedMessage = (
-    Init | Topology | InitTime | Channels | Graphs | GraphPattern | SystemBandwidth | Network
-    | NcclSetting | AlgorithmChoice
+    Init | Topology | InitTime | Channels | Graphs | Network
+    | records.GraphPattern | records.SystemBandwidth | records.NcclSetting | records.AlgorithmChoice
 )  # fmt: skip
 
 _GRAPHS = re.compile(r"(?:Channel|Ring|Tree|CollNet) \d{1,6}(?:/\d{1,6})? :|Trees \[")
 
 
-def parse_choice(text: str) -> AlgorithmChoice | None:
+def parse_choice(text: str) -> records.AlgorithmChoice | None:
     """Parses "N Bytes -> ..."; None if the line is truncated.
 
     With algorithm numbers (up to NCCL 2.23) the bytes are those of the full buffer; with names
@@ -192,7 +181,7 @@ def parse_choice(text: str) -> AlgorithmChoice | None:
     if match := _NAMED.match(text):
         names = (_normalize_name(match[3]), _normalize_name(match[4]))
         channels = int(match[6]) - int(match[5]) + 1
-        return AlgorithmChoice(
+        return records.AlgorithmChoice(
             parse_op(match[1]), int(match[2]), "per_rank", *names, -1, channels, 1
         )
     if match := _NUMBERED.match(text):
@@ -202,28 +191,30 @@ def parse_choice(text: str) -> AlgorithmChoice | None:
             _look_up_name(_PROTOCOLS, int(match[4])),
         )
         time_ns = round(float(match[5]) * 1000)
-        return AlgorithmChoice(op, int(match[2]), "global", *names, time_ns, -1, 1)
+        return records.AlgorithmChoice(op, int(match[2]), "global", *names, time_ns, -1, 1)
     if match := _OTHER.match(text):
         channels = int(match[5]) if match[5] else -1
         op = parse_op(match[1])
-        return AlgorithmChoice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
+        return records.AlgorithmChoice(op, int(match[3]), "", match[4], match[2], -1, channels, 1)
     return None
 
 
-def parse_pattern(text: str) -> GraphPattern | None:
+def parse_pattern(text: str) -> records.GraphPattern | None:
     """Parses the result of NCCL's graph search for one pattern."""
     match = _PATTERN.match(text)
     if match is None:
         return None
     cross_nic, channels = int(match[2]), int(match[3])
     intra, inter = _parse_gigabytes(match[4]), _parse_gigabytes(match[5])
-    return GraphPattern(int(match[1]), cross_nic, channels, intra, inter, match[6], match[7])
+    return records.GraphPattern(
+        int(match[1]), cross_nic, channels, intra, inter, match[6], match[7]
+    )
 
 
-def parse_system(text: str) -> SystemBandwidth | None:
+def parse_system(text: str) -> records.SystemBandwidth | None:
     """Parses "=== System : maxBw 48.0 totalBw 370.8 ==="."""
     match = _SYSTEM.match(text)
-    return match and SystemBandwidth(_parse_gigabytes(match[1]), _parse_gigabytes(match[2]))
+    return match and records.SystemBandwidth(_parse_gigabytes(match[1]), _parse_gigabytes(match[2]))
 
 
 _FAMILIES: tuple[tuple[str, Callable[[str], ParsedMessage | None]], ...] = (
@@ -316,7 +307,7 @@ def _parse_heading(columns: CostColumns, text: str) -> CostColumns | None:
     return None
 
 
-def _parse_costs(columns: CostColumns, text: str) -> tuple[CostCell, ...]:
+def _parse_costs(columns: CostColumns, text: str) -> tuple[records.CostCell, ...]:
     """The costs of one op; empty if the numbers of cells and columns differ."""
     name, *cells = (cell.strip() for cell in text.rstrip("|").split("|"))
     costs = [_CELL.fullmatch(cell) for cell in cells]
@@ -327,13 +318,13 @@ def _parse_costs(columns: CostColumns, text: str) -> tuple[CostCell, ...]:
 
 def _build_cells(
     columns: CostColumns, op: str, costs: list[re.Match[str] | None]
-) -> Iterator[CostCell]:
+) -> Iterator[records.CostCell]:
     for i, cost in enumerate(costs):
         if cost is None:
             continue
         threads = columns.max_threads[i] if i < len(columns.max_threads) else -1
         latency_ns, bytes_per_s = round(float(cost[1]) * 1e3), round(float(cost[2]) * 1e9)
-        yield CostCell(
+        yield records.CostCell(
             op, columns.algorithms[i], columns.protocols[i], latency_ns, bytes_per_s, threads
         )
 
@@ -345,7 +336,7 @@ class PrintedCostTable:
     slot: int
     host: str
     pid: int
-    cells: list[CostCell] = field(default_factory=list)
+    cells: list[records.CostCell] = field(default_factory=list)
     columns: CostColumns = field(default_factory=CostColumns)
 
 
@@ -356,7 +347,7 @@ class CostTables:
     all: list[PrintedCostTable] = field(default_factory=list)
     _open: dict[tuple[str, int, int], PrintedCostTable] = field(default_factory=dict)
 
-    def add_line(self, speaker: Speaker, slot: int, text: str) -> bool:
+    def add_line(self, speaker: records.Speaker, slot: int, text: str) -> bool:
         """Adds a line of a table; False if it does not match the heading."""
         table = self._open.get(speaker[:3])
         columns = _parse_heading(table.columns if table else CostColumns(), text)
@@ -380,7 +371,7 @@ def _starts_next_table(table: PrintedCostTable, columns: CostColumns) -> bool:
 
 # Rings, trees and links built by NCCL, and the bandwidths of its graph search.
 
-Graph = Ring | RingNeighbors | TreeNode | TopologyLink
+Graph = records.Ring | records.RingNeighbors | records.TreeNode | records.TopologyLink
 
 _RING = re.compile(r"Channel (\d{1,6})(?:/\d{1,6})? : +(\d{1,6}(?: +\d{1,6})*)$")
 
@@ -393,19 +384,19 @@ _TREES = re.compile(
 )
 
 
-def parse_ring(text: str) -> Ring | None:
+def parse_ring(text: str) -> records.Ring | None:
     """Parses "Channel 00/02 : 0 1 2 3"."""
     match = _RING.match(text)
-    return match and Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
+    return match and records.Ring(-1, int(match[1]), tuple(int(rank) for rank in match[2].split()))
 
 
-def parse_neighbors(text: str) -> RingNeighbors | None:
+def parse_neighbors(text: str) -> records.RingNeighbors | None:
     """Parses "Ring 00 : 3 -> 0 -> 1"."""
     match = _NEIGHBORS.match(text)
-    return match and RingNeighbors(-1, *(int(number) for number in match.groups()))
+    return match and records.RingNeighbors(-1, *(int(number) for number in match.groups()))
 
 
-def parse_tree_nodes(text: str) -> tuple[TreeNode, ...]:
+def parse_tree_nodes(text: str) -> tuple[records.TreeNode, ...]:
     """Parses "Tree 0 : -1 -> 0 -> 1/2/-1" or "Trees [0] 1/2/-1->0->-1 [1] ...".
 
     Before NCCL 2.8 each node is also printed in the reverse direction; before 2.5 the parent comes
@@ -420,10 +411,10 @@ def parse_tree_nodes(text: str) -> tuple[TreeNode, ...]:
     )
 
 
-def _build_node(channel: int, left: str, rank: int, right: str) -> TreeNode:
+def _build_node(channel: int, left: str, rank: int, right: str) -> records.TreeNode:
     up, down = (right, left) if "/" in left else (left, right)
     children = tuple(int(child) for child in down.split("/") if child.isdecimal())
-    return TreeNode(-1, channel, int(up), rank, children)
+    return records.TreeNode(-1, channel, int(up), rank, children)
 
 
 _LINK = re.compile(
@@ -435,7 +426,7 @@ _LINK = re.compile(
 _NET = re.compile(r"\A(.+?)/(\d{1,6})(?:\(\d{1,6}\))?(?:/(.*))?$")
 
 
-def parse_link(text: str) -> TopologyLink | None:
+def parse_link(text: str) -> records.TopologyLink | None:
     """Parses "Channel 00/0 : 1[1] -> 0[0] [send] via NET/IB/0/GDRDMA"."""
     match = _LINK.match(text)
     if match is None:
@@ -446,9 +437,9 @@ def parse_link(text: str) -> TopologyLink | None:
         transport, detail = "SHM", match[5]
     net = _NET.match(detail) if transport in ("NET", "COLLNET") else None
     if net is None:
-        return TopologyLink(*ends, transport, detail, match[4] or "")
+        return records.TopologyLink(*ends, transport, detail, match[4] or "")
     flags = net[3] or ""
-    return TopologyLink(
+    return records.TopologyLink(
         *ends, transport, flags, match[4] or "", net[1], int(net[2]), flags.startswith("GDRDMA")
     )
 

@@ -23,6 +23,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from reading import rounded
 
 from stepsplit.collectors.run_spec import write_whole
 from stepsplit.dashboard import cli
@@ -105,11 +106,6 @@ def keep(request: pytest.FixtureRequest) -> Keep:
             assert same, difference(name, known.decode(), content.decode())
 
     return compared
-
-
-def rounded(content: bytes) -> bytes:
-    """The text with 12 digits of each number that has a long fraction."""
-    return re.sub(rb"\d+\.\d{6,}", lambda found: b"%.12g" % float(found[0]), content)
 
 
 def difference(name: str, known: str, found: str) -> str:

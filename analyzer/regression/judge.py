@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, WAITS
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.regression import statistics
 from stepsplit.analyzer.regression.checks import (
     Answer,
     Budget,
@@ -31,18 +32,6 @@ from stepsplit.analyzer.regression.metrics import (
     RunMetrics,
     Value,
     has_stated_mesh,
-)
-from stepsplit.analyzer.regression.statistics import (
-    ALPHA,
-    BANDWIDTH,
-    DETECTABLE_RATIO,
-    Difference,
-    Sample,
-    adjust_holm,
-    build_sample,
-    compute_decidable,
-    count_runs_needed,
-    expand_budgets,
 )
 from stepsplit.collectors.run_spec import Mesh
 
@@ -69,7 +58,7 @@ def check_candidate(
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
     gated = _check_budgets(
-        candidate, baseline, list(expand_budgets(budgets, (*baseline, *candidate)))
+        candidate, baseline, list(statistics.expand_budgets(budgets, (*baseline, *candidate)))
     )
     regressed = [one for one in gated if one.answer == "regressed"]
     calls = compute_call_deltas(baseline, candidate)
@@ -104,7 +93,7 @@ def _check_budgets(
 ) -> list[CheckedMetric]:
     """The answer for each budget, in order."""
     measured = [budget for budget in budgets if not budget.meaning.exact]
-    samples = [build_sample(budget, baseline, candidate) for budget in measured]
+    samples = [statistics.build_sample(budget, baseline, candidate) for budget in measured]
     answers = check_measured(samples, min(len(baseline) or len(candidate), len(candidate)))
     by_budget = dict(zip(measured, answers, strict=True))
     return [
@@ -129,15 +118,15 @@ def _find_other_shifts(
     candidate: Sequence[RunMetrics], baseline: Sequence[RunMetrics], gated: set[str]
 ) -> Iterator[ShiftedMetric]:
     """Significant changes of metrics without a budget."""
-    names = [one.name for one in METRICS if not one.exact and one.name != BANDWIDTH]
+    names = [one.name for one in METRICS if not one.exact and one.name != statistics.BANDWIDTH]
     for name in names if baseline else ():
         known = all(run.find_value(name) is not None for run in (*baseline, *candidate))
         if known and name not in gated:
-            sample = build_sample(Budget(name, "0%", "baseline"), baseline, candidate)
+            sample = statistics.build_sample(Budget(name, "0%", "baseline"), baseline, candidate)
             yield from _find_shift(name, sample)
 
 
-def _find_shift(name: str, sample: Sample) -> Iterator[ShiftedMetric]:
+def _find_shift(name: str, sample: statistics.Sample) -> Iterator[ShiftedMetric]:
     difference, before = sample.difference, sample.baseline
     if difference is None or before is None or abs(sample.harm) <= MIN_SHIFT * abs(before):
         return
@@ -255,18 +244,18 @@ NOISE_NOTE = "over the budget, but within the noise of the runs"
 TOO_NOISY_NOTE = "too noisy to decide"
 
 
-def check_measured(samples: Sequence[Sample], n_runs: int) -> list[CheckedMetric]:
+def check_measured(samples: Sequence[statistics.Sample], n_runs: int) -> list[CheckedMetric]:
     """The answer for each metric; the false-alarm rate is controlled over all of them.
 
     n_runs: the runs of the smaller side.
     """
     differences = [None if sample.zero else sample.difference for sample in samples]
-    adjusted = iter(adjust_holm([one.p for one in differences if one is not None]))
+    adjusted = iter(statistics.adjust_holm([one.p for one in differences if one is not None]))
     ps = [None if one is None else next(adjusted) for one in differences]
     return [_build_measured(sample, p, n_runs) for sample, p in zip(samples, ps, strict=True)]
 
 
-def _build_measured(sample: Sample, p: float | None, n_runs: int) -> CheckedMetric:
+def _build_measured(sample: statistics.Sample, p: float | None, n_runs: int) -> CheckedMetric:
     difference = None if p is None else sample.difference
     answer, note = _decide_answer(sample, difference, p)
     runs_needed = decidable = None
@@ -290,17 +279,17 @@ def _build_measured(sample: Sample, p: float | None, n_runs: int) -> CheckedMetr
     )
 
 
-def _propose_decision(sample: Sample, n_runs: int) -> tuple[int | None, float | None]:
+def _propose_decision(sample: statistics.Sample, n_runs: int) -> tuple[int | None, float | None]:
     """What would decide: more runs per side, or a larger budget with n_runs per side."""
     if sample.noise is None:
         return None, None
-    needed = count_runs_needed(sample.noise, sample.allowed)
+    needed = statistics.count_runs_needed(sample.noise, sample.allowed)
     more = None if needed is None else max(needed, n_runs + 1)
-    return more, compute_decidable(sample.noise, max(n_runs, 2))
+    return more, statistics.compute_decidable(sample.noise, max(n_runs, 2))
 
 
 def _decide_answer(
-    sample: Sample, difference: Difference | None, p: float | None
+    sample: statistics.Sample, difference: statistics.Difference | None, p: float | None
 ) -> tuple[Answer, str]:
     if sample.zero:
         return "pass", ZERO_NOTE
@@ -313,15 +302,18 @@ def _decide_answer(
     return "inconclusive", NOISE_NOTE if difference.mean > sample.allowed else TOO_NOISY_NOTE
 
 
-def _is_regression(difference: Difference, p: float) -> bool:
+def _is_regression(difference: statistics.Difference, p: float) -> bool:
     """Whether the t test is significant after the adjustment and the permutation test agrees."""
-    level = ALPHA * (difference.p / p if p else 1.0)
-    return p <= ALPHA and difference.confirm_by_permutation(level)
+    level = statistics.ALPHA * (difference.p / p if p else 1.0)
+    return p <= statistics.ALPHA and difference.confirm_by_permutation(level)
 
 
-def _is_within_budget(difference: Difference, allowed: float) -> bool:
+def _is_within_budget(difference: statistics.Difference, allowed: float) -> bool:
     """Whether these runs rule out a change beyond the budget."""
-    telling = not allowed or difference.compute_detectable(allowed) <= DETECTABLE_RATIO * allowed
+    telling = (
+        not allowed
+        or difference.compute_detectable(allowed) <= statistics.DETECTABLE_RATIO * allowed
+    )
     return telling and difference.is_within(allowed)
 
 
@@ -638,7 +630,9 @@ def _rename_values(values: Sequence[Value], names: Mapping[str, str]) -> tuple[V
             found[name] = one.value
         else:
             found[name] = (
-                min(found[name], one.value) if metric == BANDWIDTH else found[name] + one.value
+                min(found[name], one.value)
+                if metric == statistics.BANDWIDTH
+                else found[name] + one.value
             )
     return tuple(Value(name, value) for name, value in found.items())
 

@@ -185,7 +185,7 @@ def compute_p_value(last: int, calls: int, members: int) -> float:
     """The probability of arriving last at least this often, for equal members.
 
     The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
-    mean.
+    mean. To 9 digits: further ones of numpy's logarithms depend on the processor.
     """
     if last * members <= calls:
         return 1.0
@@ -196,7 +196,7 @@ def compute_p_value(last: int, calls: int, members: int) -> float:
     )  # fmt: skip
     more = np.arange(last, min(calls, last + 40 * (isqrt(calls) + 1)))
     terms = np.concatenate(([0.0], np.cumsum(np.log((calls - more) / (more + 1) * odds))))
-    return min(1.0, float(np.exp(first + terms).sum()))
+    return min(1.0, float(f"{np.exp(first + terms).sum():.9g}"))
 
 
 # Ranks that are slower than their peers on the same kernels.

@@ -403,10 +403,11 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
     for traffic in _collect_traffic(traces):
         for ranks in _find_components(traffic.neighbors):
             marked = _order_by_marks(ranks, by_rank)
-            line = _order_pipeline(ranks, traffic, by_rank) if marked is None else marked
+            swap = marked == () if marked is not None else _only_swap(ranks, by_rank)
+            line = None if swap else marked or _order_pipeline(ranks, traffic, by_rank)
             if line:
                 pipelines[line] = None
-            elif _is_ring(ranks, traffic) or (marked == () and len(ranks) == 2):
+            elif (swap and len(ranks) == 2) or _is_ring(ranks, traffic):
                 rings[tuple(sorted(ranks))] = None
             else:
                 doubtful |= set(ranks)
@@ -523,6 +524,14 @@ def _is_ring(ranks: Ranks, traffic: _Traffic) -> bool:
     return one_way and len(counts) == 1 and len(starters) > 1
 
 
+def _only_swap(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether two recorded ranks only swap, instead of handing work on as stages do."""
+    return len(ranks) == 2 and all(
+        rank in by_rank and _sends_what_it_receives(by_rank[rank], peer)
+        for rank, peer in (ranks, ranks[::-1])
+    )
+
+
 # The pipeline stage in a rank's own annotations.
 
 
@@ -554,6 +563,21 @@ def is_ring_exchange(trace: RankTrace, peer: int) -> bool:
     worked = np.diff(_sum_compute_until(collect_work(trace).compute, when))
     after_sending = sends[:-1] & ~sends[1:]
     return bool(worked[after_sending].sum() >= MIN_SHARE * worked.sum())
+
+
+def _sends_what_it_receives(trace: RankTrace, peer: int) -> bool:
+    """Whether the rank sends the peer as much as it receives wherever it stops computing.
+
+    A stage of a pipeline only sends at first, or computes between what it receives and sends.
+    """
+    calls, starts = trace.calls, trace.events.start_ns
+    rows = np.flatnonzero(calls.is_message & (calls.peer == peer))
+    rows = rows[np.argsort(starts[calls.event[rows]], kind="stable")]
+    worked = np.diff(_sum_compute_until(collect_work(trace).compute, starts[calls.event[rows]]))
+    sign = np.where(calls.op[rows] == OP_CODE["send"], 1, -1)
+    first = np.concatenate(([0], np.flatnonzero(worked) + 1))
+    more_sent = np.add.reduceat(sign * calls.message_bytes[rows], first)
+    return bool(worked.any() and not more_sent.any())
 
 
 def _sum_compute_until(compute: Intervals, when: Int64) -> Int64:

@@ -17,21 +17,32 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations import common
 from stepsplit.collectors.integrations.calls import call_after_each
+from stepsplit.collectors.integrations.common import (
+    FrameworkSpec,
+    LazyRecording,
+    Options,
+    choose_data_axis,
+    describe_fsdp_offload,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
+    read_zero_config,
+)
 from stepsplit.collectors.integrations.deepspeed import read_engine_spec
 from stepsplit.collectors.run_spec import Training
 
 
 @contextmanager
 def profile_accelerator(
-    accelerator: Any, out: str | Path, **options: Unpack[common.Options]
+    accelerator: Any, out: str | Path, **options: Unpack[Options]
 ) -> Iterator[None]:
     """Records the training steps within the block to `out`; the options are those of profile_run.
 
     Enter it after accelerator.prepare(...), so that run.json includes the model.
     """
-    run = common.LazyRecording(out, **options)
+    run = LazyRecording(out, **options)
     with ExitStack() as undo:
         ended = _StepListener(run)
         for kind in _list_optimizer_types():
@@ -42,15 +53,15 @@ def profile_accelerator(
 
 def _list_optimizer_types() -> list[type]:
     """The classes whose step() a loop calls; with DeepSpeed the step happens in backward."""
-    common.import_library("accelerate.utils", "accelerate")
-    base = common.import_library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
+    import_library("accelerate.utils", "accelerate")
+    base = import_library("accelerate.optimizer", "accelerate").AcceleratedOptimizer
     return [base, *(each for each in base.__subclasses__() if "step" in vars(each))]
 
 
 class _StepListener:
     """Calls the recorder at each step of the first optimizer that stepped."""
 
-    def __init__(self, run: common.LazyRecording) -> None:
+    def __init__(self, run: LazyRecording) -> None:
         self._run = run
         self._leader: Any = None
 
@@ -63,7 +74,7 @@ class _StepListener:
             self._run.step()
 
 
-def _read_accelerator_spec(accelerator: Any) -> common.FrameworkSpec:
+def _read_accelerator_spec(accelerator: Any) -> FrameworkSpec:
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
         return read_engine_spec(wrapped.engine)
@@ -75,13 +86,13 @@ def _read_accelerator_spec(accelerator: Any) -> common.FrameworkSpec:
         micro_batch=sequences and sequences // ranks,
         global_batch=sequences and sequences * accelerator.gradient_accumulation_steps,
         microbatches=accelerator.gradient_accumulation_steps,
-        dtype=common.normalize_dtype(accelerator.mixed_precision),
-        optimizer=optimizer and common.normalize_optimizer(type(optimizer.optimizer).__name__),
+        dtype=normalize_dtype(accelerator.mixed_precision),
+        optimizer=optimizer and normalize_optimizer(type(optimizer.optimizer).__name__),
         framework="fsdp2" if state.distributed_type.name == "FSDP" else "ddp",
         offload=read_sharding(state)[1],
     )
     model = next(iter(accelerator._models), None)
-    return common.FrameworkSpec(read_mesh(state), common.read_model_spec(model), training)
+    return FrameworkSpec(read_mesh(state), read_model_spec(model), training)
 
 
 # Parallelism of an accelerate job (also of transformers' Trainer), from AcceleratorState.
@@ -113,10 +124,8 @@ def read_sharding(state: Any) -> tuple[int | None, str | None]:
     """The ZeRO stage, None without DeepSpeed, and the states in host memory, None for none."""
     kind = state.distributed_type.name
     if kind == "DEEPSPEED":
-        return common.read_zero_config(state.deepspeed_plugin.deepspeed_config)
-    if kind == "FSDP":
-        return None, common.describe_fsdp_offload(state.fsdp_plugin.cpu_offload)
-    return None, None
+        return read_zero_config(state.deepspeed_plugin.deepspeed_config)
+    return None, describe_fsdp_offload(state.fsdp_plugin.cpu_offload) if kind == "FSDP" else None
 
 
 def infer_framework(state: Any, plain: str) -> str:
@@ -127,7 +136,7 @@ def infer_framework(state: Any, plain: str) -> str:
 def _find_data_axis(state: Any) -> str | None:
     kind = state.distributed_type.name
     if kind == "DEEPSPEED":
-        return common.choose_data_axis(state.deepspeed_plugin.zero_stage)
+        return choose_data_axis(state.deepspeed_plugin.zero_stage)
     if kind == "FSDP":
         return _find_fsdp_axis(state.fsdp_plugin)
     return "dp_replicate" if kind == "NO" or kind.startswith("MULTI_") else None

@@ -12,7 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any, Unpack
 
-from stepsplit.collectors.integrations import common
+from stepsplit.collectors.integrations.common import (
+    FrameworkSpec,
+    LazyRecording,
+    Options,
+    choose_data_axis,
+    describe_fsdp_offload,
+    import_library,
+    normalize_dtype,
+    normalize_optimizer,
+    read_model_spec,
+    read_zero_config,
+)
 from stepsplit.collectors.run_spec import Training
 
 
@@ -22,10 +33,10 @@ def _import_callback() -> Any:
         if name in sys.modules:
             return sys.modules[name].Callback
     try:
-        return common.import_library("lightning.pytorch", "lightning").Callback
+        return import_library("lightning.pytorch", "lightning").Callback
     except ImportError as missing:
         try:
-            return common.import_library("pytorch_lightning", "pytorch-lightning").Callback
+            return import_library("pytorch_lightning", "pytorch-lightning").Callback
         except ImportError:
             raise missing from None
 
@@ -33,9 +44,9 @@ def _import_callback() -> Any:
 class StepsplitCallback(_import_callback()):  # type: ignore[misc]
     """Records a fit to the folder `out`; the options are those of profile_run."""
 
-    def __init__(self, out: str | Path, **options: Unpack[common.Options]) -> None:
+    def __init__(self, out: str | Path, **options: Unpack[Options]) -> None:
         super().__init__()
-        self._run = common.LazyRecording(out, **options)
+        self._run = LazyRecording(out, **options)
         self._done = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -72,11 +83,11 @@ _AXES = {"data_parallel": "dp_shard", "tensor_parallel": "tp"}
 """Dim names of ModelParallelStrategy's mesh, as mesh axes."""
 
 
-def read_trainer_spec(trainer: Any, module: Any) -> common.FrameworkSpec:
+def read_trainer_spec(trainer: Any, module: Any) -> FrameworkSpec:
     """Reads mesh, model and training setup of a running fit."""
     mesh = _read_mesh(trainer)
     training = _read_training(trainer, mesh)
-    return common.FrameworkSpec(mesh, common.read_model_spec(module), training, trainer.global_step)
+    return FrameworkSpec(mesh, read_model_spec(module), training, trainer.global_step)
 
 
 def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
@@ -87,16 +98,16 @@ def _read_training(trainer: Any, mesh: dict[str, int] | None) -> Training:
         sequences = micro_batch * microbatches * _count_replicas(mesh)
     strategy = trainer.strategy
     kind = type(strategy).__name__
-    zero, offload = None, common.describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
+    zero, offload = None, describe_fsdp_offload(getattr(strategy, "cpu_offload", None))
     if kind == "DeepSpeedStrategy":
-        zero, offload = common.read_zero_config(strategy.config)
+        zero, offload = read_zero_config(strategy.config)
     return Training(
         micro_batch=micro_batch,
         global_batch=sequences,
         microbatches=microbatches,
-        dtype=common.normalize_dtype(trainer.precision),
+        dtype=normalize_dtype(trainer.precision),
         optimizer=next(
-            (common.normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
+            (normalize_optimizer(type(each).__name__) for each in trainer.optimizers), None
         ),
         framework=_FRAMEWORKS.get(kind, "ddp"),
         zero=zero,
@@ -118,7 +129,7 @@ def _read_mesh(trainer: Any) -> dict[str, int] | None:
     if kind == "FSDPStrategy":
         return _read_fsdp_mesh(strategy, ranks)
     if kind == "DeepSpeedStrategy":
-        return {common.choose_data_axis(common.read_zero_config(strategy.config)[0]): ranks}
+        return {choose_data_axis(read_zero_config(strategy.config)[0]): ranks}
     return {"dp_replicate": ranks} if kind in ("DDPStrategy", "SingleDeviceStrategy") else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from build_samples import BUILT
 from ground_truth import first_blamed
+from reading import rounded
 
 from stepsplit.analyzer import BUCKETS, Report, analyze
 from stepsplit.analyzer.report.io import REPORT_NAME, read_report, to_json
@@ -35,7 +36,7 @@ def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequ
     report = analyze(SAMPLES / name)
     if request.config.getoption("--update-golden"):
         write_whole(SAMPLES / name / REPORT_NAME, to_json(report))
-    assert report == golden(name)
+    assert rounded(to_json(report)) == rounded((SAMPLES / name / REPORT_NAME).read_bytes())
     assert all(sum(row.split.buckets_ns) == row.step_ns for row in report.steps)
 
 

@@ -512,8 +512,18 @@ def test_of_two_ranks_the_later_stage_works_before_it_answers(tmp_path: Path) ->
     assert (layout.source, layout.pipelines) == ("messages", ((0, 1),))
 
 
-def test_two_ranks_that_swap_before_they_work_are_not_a_pipeline(tmp_path: Path) -> None:
+def test_two_ranks_that_swap_before_they_work_are_a_ring(tmp_path: Path) -> None:
     layout = read(tmp_path, *(swap(rank, works_first=False) for rank in (0, 1)))
+    assert (layout.mesh, layout.source) == (Mesh.of({"cp": 2}), "messages")
+    assert layout.pipelines == ()
+
+
+def test_two_ranks_of_which_one_sends_more_at_first_may_be_a_pipeline(tmp_path: Path) -> None:
+    """As in an interleaved schedule, where a stage also works while messages are on their way."""
+    first, last = (swap(rank, works_first=False) for rank in (0, 1))
+    for trace, op in ((first, "send"), (last, "recv")):
+        trace.message(op, 1 - trace.rank, 1, 2)
+    layout = read(tmp_path, first, last)
     assert (layout.mesh, layout.pipelines) == (None, ())
     assert [note.message for note in layout.notes] == [
         "unknown mesh: all waits count as skew, none as bubble; messages between ranks 0, 1 could "

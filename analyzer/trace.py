@@ -176,6 +176,11 @@ class Events:
     def end_ns(self) -> Int64:
         return self.start_ns + self.dur_ns
 
+    def ends_of(self, rows: Int64 | Bool) -> Int64:
+        """The end in ns of the events in these rows, or where the mask is true."""
+        ends: Int64 = self.start_ns[rows] + self.dur_ns[rows]
+        return ends
+
     def name_of(self, row: int) -> str:
         """The name of the event in this row."""
         return self.names[int(self.name_id[row])]
@@ -190,6 +195,8 @@ class Events:
 
     def name_mask(self, chosen: tuple[bool, ...]) -> Bool:
         """Whether each event's name is chosen; chosen has one item per name, shape (n,)."""
+        if not any(chosen):
+            return np.zeros(len(self), dtype=np.bool_)
         return np.asarray(chosen, dtype=np.bool_)[self.name_id]
 
     def is_category(self, *categories: Category) -> Bool:
@@ -214,9 +221,9 @@ class Events:
         at = np.minimum(np.searchsorted(self.correlation[calls], wanted), len(calls) - 1)
         return np.where(self.correlation[calls[at]] == wanted, calls[at], -1)
 
-    def launch_ns(self) -> Int64:
-        """The start in ns of the call that launched each event; -1 if none was recorded."""
-        launches = self.find_launches(np.arange(len(self)))
+    def find_launch_ns(self, rows: Int64) -> Int64:
+        """The start in ns of the call that launched each of these rows; -1 if none was recorded."""
+        launches = self.find_launches(rows)
         return np.where(launches >= 0, self.start_ns[launches], -1)
 
 

@@ -52,10 +52,11 @@ class BackwardPasses:
         """Find the backward passes of a rank."""
         events = rank.trace.events
         spans = events.is_category(Category.OP) & events.match_prefix("autograd::engine")
-        marked = union(events.start_ns[spans], events.end_ns[spans])
-        launched = events.launch_ns() if rank.trace.on_device else events.start_ns
-        works = events.is_category(Category.KERNEL) if rank.trace.on_device else spans
-        begun = events.start_ns[works & is_inside(marked, launched)]
+        marked = union(events.start_ns[spans], events.ends_of(spans))
+        on_device = rank.trace.on_device
+        works = np.flatnonzero(events.is_category(Category.KERNEL) if on_device else spans)
+        launched = events.find_launch_ns(works) if on_device else events.start_ns[works]
+        begun = events.start_ns[works[is_inside(marked, launched)]]
         return cls(rank, rank.clock.map_to_common_ns(begun), passes)
 
     def find_before(self, window: int, until: int) -> tuple[int, int]:

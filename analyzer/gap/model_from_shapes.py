@@ -443,7 +443,7 @@ def _is_inside(events: Events, rows: Int64, spans: Bool) -> Bool:
     inside = np.zeros(len(rows), dtype=np.bool_)
     for lane in np.unique(events.lane[rows]).tolist():
         here, of_lane = events.lane[rows] == lane, spans & (events.lane == lane)
-        covered = union(events.start_ns[of_lane], events.end_ns[of_lane])
+        covered = union(events.start_ns[of_lane], events.ends_of(of_lane))
         edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
         at = np.searchsorted(edges, events.start_ns[rows[here]], side="right")
         inside[here] = at % 2 == 1
@@ -455,7 +455,7 @@ def _is_outermost(events: Events, rows: Int64) -> Bool:
     outermost = np.zeros(len(rows), dtype=np.bool_)
     for lane in np.unique(events.lane[rows]).tolist():
         here = np.flatnonzero(events.lane[rows] == lane)
-        start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        start, end = events.start_ns[rows[here]], events.ends_of(rows[here])
         order = np.lexsort((-end, start))
         before = np.maximum.accumulate(np.concatenate([[-1], end[order][:-1]]))
         outermost[here[order]] = start[order] >= before

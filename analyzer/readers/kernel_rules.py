@@ -394,7 +394,7 @@ def _find_computing_ops(events: Events) -> Bool:
         rows = np.flatnonzero(computes & here)
         calls = events.start_ns[communicates & here]
         first = np.searchsorted(calls, events.start_ns[rows], side="left")
-        after = np.searchsorted(calls, events.end_ns[rows], side="left")
+        after = np.searchsorted(calls, events.ends_of(rows), side="left")
         computes[rows[after > first]] = False
     return computes
 

@@ -325,20 +325,18 @@ def match_calls(
     is_work = events.is_category(Category.KERNEL, Category.MEMCPY)
     names = {n: events.names[n] for n in np.unique(events.name_id[is_work]).tolist()}
     comm_names = [n for n, name in names.items() if rules.is_communication(name)]
-    kernels = np.flatnonzero(is_work & np.isin(events.name_id, comm_names)).tolist()
+    rows = np.flatnonzero(is_work & np.isin(events.name_id, comm_names))
+    kernels = rows.tolist()
     by_name = {names[n]: rules.find_op(names[n]) for n in comm_names}
     api_calls = _match_api_calls(process, payloads, kernels, by_name)
     groups: dict[int, int] = {}
-    issued = events.launch_ns()
     calls = []
-    for kernel in kernels:
+    for kernel, issued_ns in zip(kernels, events.find_launch_ns(rows).tolist(), strict=True):
         api_call = _merge_api_calls(by_name[events.name_of(kernel)], api_calls.get(kernel, ()))
         number = api_call.payload.communicator
         group = -1 if number < 0 else groups.setdefault(number, len(groups))
         calls.append(
-            _build_call(
-                kernel, api_call, int(issued[kernel]), group, communicators.get(number, _UNKNOWN)
-            )
+            _build_call(kernel, api_call, issued_ns, group, communicators.get(number, _UNKNOWN))
         )
     return CallsWithGroups(
         build_calls(calls),

@@ -316,7 +316,7 @@ def _build_rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     start = rank.clock.map_to_common_ns(
         np.concatenate((events.start_ns[ran], pieces.start_ns[moved]))
     )
-    end = rank.clock.map_to_common_ns(np.concatenate((events.end_ns[ran], pieces.end_ns[moved])))
+    end = rank.clock.map_to_common_ns(np.concatenate((events.ends_of(ran), pieces.end_ns[moved])))
     no_owner = np.full(len(ran), -1, dtype=np.int32)
     kinds = np.repeat([_COMPUTE, _COPY], [len(compute), len(copies)])
     depth = _compute_depths(events.lane[row], start, end)

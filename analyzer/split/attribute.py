@@ -139,7 +139,7 @@ def _mask_microbatch_marks(events: Events, phase: str) -> Bool:
 
 def _merge_spans(events: Events, mask: Bool) -> Intervals:
     mask = mask & events.is_category(Category.OP, Category.ANNOTATION)
-    return union(events.start_ns[mask], events.end_ns[mask])
+    return union(events.start_ns[mask], events.ends_of(mask))
 
 
 def _mask_before_backward(events: Events, windows: Sequence[StepWindow], when: Int64) -> Bool:

@@ -325,7 +325,7 @@ def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
     launched = np.full(len(kernels), np.iinfo(np.int64).min // 2)
     for i, rank in enumerate(split.ranks):
         mine = np.flatnonzero(kernels.rank == i)
-        own = rank.trace.events.launch_ns()[rank.trace.calls.event[kernels.call[mine]]]
+        own = rank.trace.events.find_launch_ns(rank.trace.calls.event[kernels.call[mine]])
         launched[mine] = np.where(own >= 0, rank.clock.map_to_common_ns(own), launched[mine])
     return launched
 

@@ -34,7 +34,7 @@ def collect_work(trace: RankTrace) -> Work:
 
 
 def _merge_intervals(events: Events, mask: Bool) -> Intervals:
-    return union(events.start_ns[mask], events.end_ns[mask])
+    return union(events.start_ns[mask], events.ends_of(mask))
 
 
 # Names of the annotations that mark pipeline work.
@@ -175,7 +175,7 @@ def _find_ranges(
     mask = events.name_mask(tuple(is_named(name) for name in events.names))
     chosen = categories or (Category.OP, Category.ANNOTATION, Category.PYTHON)
     mask = mask & events.is_category(*chosen)
-    return union(events.start_ns[mask], events.end_ns[mask])
+    return union(events.start_ns[mask], events.ends_of(mask))
 
 
 def find_issue_ns(trace: RankTrace) -> Int64:

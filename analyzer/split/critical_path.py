@@ -330,10 +330,10 @@ class _KernelPieces:
 def _cut_pieces(rank: RankSplit, event: Int64, bucket: int) -> tuple[Int64, Int64, Int64, UInt8]:
     """The start, end, event and bucket of each piece of these events that is time of the bucket."""
     events, band = rank.trace.events, rank.attribution.band
-    reached = np.maximum.accumulate(np.append(0, events.end_ns[event]))[:-1]
+    reached = np.maximum.accumulate(np.append(0, events.ends_of(event)))[:-1]
     start = np.maximum(events.start_ns[event], reached)
-    seen = events.end_ns[event] > start
-    own = Intervals(start[seen], events.end_ns[event][seen])
+    seen = events.ends_of(event) > start
+    own = Intervals(start[seen], events.ends_of(event)[seen])
     rows = band.bucket == bucket
     both = intersect(own, Intervals(band.start_ns[rows], band.end_ns[rows]))
     number = np.full(len(both.left), bucket, dtype=np.uint8)

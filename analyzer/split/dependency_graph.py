@@ -626,7 +626,7 @@ def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
     waited, late = own - begin, resume - own
     events = rank.trace.events
     waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)
-    synchronizing = union(events.start_ns[waits], events.end_ns[waits])
+    synchronizing = union(events.start_ns[waits], events.ends_of(waits))
     soon = np.maximum(LAUNCH_LATENCY_NS, waited // _WAIT_DIVISOR)
     unusual = resume - begin > _USUAL_GAP_NS
     return np.asarray(unusual & ((late <= soon) | is_inside(synchronizing, own)))
@@ -676,13 +676,13 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     kernels[trace.calls.event] = False
     rows = np.flatnonzero(kernels)
     rows = rows[is_on_main_stream(trace, rows)]
-    launched = events.launch_ns()
-    rows = rows[launched[rows] >= 0]
-    rows = rows[np.lexsort((events.start_ns[rows], launched[rows]))]
-    last_end = np.concatenate(([_ALWAYS], np.maximum.accumulate(events.end_ns[rows])))
-    known = launched[event] >= 0
-    before = np.searchsorted(launched[rows], launched[event], side="left")
-    return np.where(known, last_end[before], _ALWAYS)
+    launched = events.find_launch_ns(rows)
+    order = np.lexsort((events.start_ns[rows], launched))
+    order = order[launched[order] >= 0]
+    ends = np.maximum.accumulate(events.ends_of(rows[order]))
+    called = events.find_launch_ns(event)
+    before = np.searchsorted(launched[order], called, side="left")
+    return np.where(called >= 0, np.append(_ALWAYS, ends)[before], _ALWAYS)
 
 
 # Topological order of the nodes.

@@ -55,9 +55,10 @@ def collect_launches(events: Events) -> Launches:
     is_launch = events.is_category(Category.RUNTIME) & events.match_names(_LAUNCH)
     rows = np.flatnonzero(is_launch)
     rows = rows[~_find_captured(events, rows)]
-    device = events.correlation[events.is_category(*DEVICE_CATEGORIES)]
-    known = events.correlation[rows] >= 0
-    has_work = known & np.isin(events.correlation[rows], device)
+    device = np.sort(events.correlation[events.is_category(*DEVICE_CATEGORIES)], kind="stable")
+    wanted = events.correlation[rows]
+    at = np.searchsorted(device, wanted)
+    has_work = (wanted >= 0) & (np.append(device, -1)[at] == wanted)
     return _merge_nested(events, rows, has_work)
 
 
@@ -81,7 +82,7 @@ def _merge_nested(events: Events, rows: Int64, has_work: Bool) -> Launches:
     rows, has_work = rows[order], has_work[order]
     if not len(rows):
         return Launches(events.start_ns[rows], has_work)
-    start, end, lane = events.start_ns[rows], events.end_ns[rows], events.lane[rows]
+    start, end, lane = events.start_ns[rows], events.ends_of(rows), events.lane[rows]
     # Lanes are placed one after the other, so that one running maximum serves all of them.
     shift = lane.astype(np.int64) * (int(end.max()) + 1)
     reached = np.maximum.accumulate(end + shift)

@@ -538,7 +538,7 @@ def _mask_comm_ops(events: Events, prefixes: tuple[str, ...] = _COMM_OPS) -> Boo
 
 
 def _select_spans(events: Events, mask: Bool) -> tuple[Int64, Int64]:
-    return events.start_ns[mask], events.end_ns[mask]
+    return events.start_ns[mask], events.ends_of(mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,14 +557,14 @@ def _find_host_waits(trace: RankTrace, gaps: _Gaps) -> _HostWaits:
         events.is_category(Category.OP)
         & events.name_mask(tuple("c10d_functional::wait_tensor" in name for name in events.names))
     )
-    waits = waits[np.argsort(events.end_ns[waits], kind="stable")]
+    waits = waits[np.argsort(events.ends_of(waits), kind="stable")]
     functional = union(*_select_spans(events, _mask_comm_ops(events, _COMM_OPS[1:])))
     calls = np.flatnonzero((issued >= 0) & is_inside(functional, issued))
     calls = calls[np.argsort(issued[calls], kind="stable")]
     before = np.searchsorted(issued[calls], events.start_ns[waits], side="right") - 1
     awaited = np.append(np.append(calls, -1)[before], -1)
-    last = np.searchsorted(events.end_ns[waits], gaps.resume_ns, side="right") - 1
-    until = np.append(events.end_ns[waits], _BEFORE_ALL)[last]
+    last = np.searchsorted(events.ends_of(waits), gaps.resume_ns, side="right") - 1
+    until = np.append(events.ends_of(waits), _BEFORE_ALL)[last]
     return _HostWaits(np.where(until > gaps.begin_ns, awaited[last], -1), until)
 
 

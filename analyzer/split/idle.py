@@ -296,7 +296,7 @@ def find_gap_launches(events: Events, gaps: Intervals, threads: HostThreads) -> 
     return GapLaunches(
         row=np.where(ended, device[at], -1),
         launch=launch,
-        returned_ns=np.where(launch >= 0, events.end_ns[launch], queued),
+        returned_ns=np.where(launch >= 0, events.ends_of(launch), queued),
         thread=np.where(launch >= 0, of_launch, threads.main),
         ordered=_find_ordered(events, launch, list_distinct(launches[launches >= 0])),
     )
@@ -354,7 +354,7 @@ def find_host_waits(
         no_wait = np.full(len(gap_start_ns), -1, dtype=np.int64)
         return HostWaits(no_wait, np.zeros(len(gap_start_ns), dtype=np.int64))
     row = calls[last]
-    since = np.searchsorted(events.start_ns[launches], events.end_ns[row], side="left")
+    since = np.searchsorted(events.start_ns[launches], events.ends_of(row), side="left")
     until = np.searchsorted(events.start_ns[launches], events.start_ns[launch], side="left")
     late = (last >= 0) & (until <= since)
     return HostWaits(np.where(late, row, -1), np.where(late, events.dur_ns[row], 0))
@@ -374,7 +374,7 @@ def find_waiting_calls(events: Events) -> Int64:
     copies = np.flatnonzero(events.is_category(Category.MEMCPY) & events.match_names(_TO_HOST))
     launches = events.find_launches(copies)
     pageable = events.name_mask(tuple("Pageable" in name for name in events.names))[copies]
-    blocked = (launches >= 0) & (pageable | (events.end_ns[copies] <= events.end_ns[launches]))
+    blocked = (launches >= 0) & (pageable | (events.ends_of(copies) <= events.ends_of(launches)))
     waits[launches[blocked]] = True
     return np.flatnonzero(waits)
 
@@ -513,7 +513,8 @@ def _find_main_thread(events: Events, of_lane: Int64, gradients: Bool) -> int:
 def _find_neighbors(threads: Sequence[HostThread], when_ns: Int64) -> tuple[Int64, Int64]:
     """The last start of an event on the threads before each instant, and the next one after it."""
     least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    begins = np.sort(np.concatenate([[least], *(t.begins_ns for t in threads), [most]]))
+    begins = np.concatenate([[least], *(t.begins_ns for t in threads), [most]])
+    begins.sort(kind="stable")
     after = np.searchsorted(begins, when_ns, side="right")
     return begins[after - 1], begins[after]
 
@@ -623,7 +624,7 @@ class HostThread:
         """The start and end times of all events, unordered."""
         rows = (self.loading, self.allocating, self.synchronizing, self.ops, self.work, self.calls)
         event_rows = np.concatenate([*rows, self.annotations.row, self.python.row])
-        return np.concatenate((self.events.start_ns[event_rows], self.events.end_ns[event_rows]))
+        return np.concatenate((self.events.start_ns[event_rows], self.events.ends_of(event_rows)))
 
 
 def build_thread(events: Events, lanes: Int64) -> HostThread:
@@ -643,7 +644,7 @@ def build_thread(events: Events, lanes: Int64) -> HostThread:
         events=events,
         lanes=lanes,
         begins_ns=events.start_ns[recorded],
-        last_ns=int(events.end_ns[recorded].max(initial=0)),
+        last_ns=int(events.ends_of(recorded).max(initial=0)),
         loading=_find_outermost(events, loading),
         allocating=_find_outermost(events, calls & events.match_names(ALLOCATES)),
         synchronizing=_find_outermost(events, calls & events.match_names(SYNCHRONIZES)),
@@ -658,14 +659,14 @@ def build_thread(events: Events, lanes: Int64) -> HostThread:
 def _find_outermost(events: Events, mask: Bool) -> Int64:
     """The chosen events that start after all earlier chosen ones have ended, in order."""
     rows = _sort_outer_first(events, mask)
-    reach = np.maximum.accumulate(events.end_ns[rows])
+    reach = np.maximum.accumulate(events.ends_of(rows))
     return rows[np.concatenate(([True], events.start_ns[rows[1:]] >= reach[:-1]))[: len(rows)]]
 
 
 def build_nested(events: Events, mask: Bool) -> NestedEvents:
     """The chosen events of one thread as nested ranges."""
     rows = _sort_outer_first(events, mask)
-    start, end = events.start_ns[rows], events.end_ns[rows]
+    start, end = events.start_ns[rows], events.ends_of(rows)
     ends, order = np.sort(end), np.arange(len(rows))
     key = (order - np.searchsorted(ends, start, side="right")) * (len(rows) + 1) + order
     by_key = np.argsort(key)
@@ -673,15 +674,21 @@ def build_nested(events: Events, mask: Bool) -> NestedEvents:
 
 
 def _sort_outer_first(events: Events, mask: Bool) -> Int64:
+    """The chosen events in order of start, as they are; of those that start together, the longer
+    first."""
     rows = np.flatnonzero(mask & (events.dur_ns > 0))
-    return rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
+    start = events.start_ns[rows]
+    same = np.flatnonzero(start[1:] == start[:-1])
+    tied = np.union1d(same, same + 1)
+    rows[tied] = rows[tied][np.lexsort((-events.dur_ns[rows[tied]], start[tied]))]
+    return rows
 
 
 def _find_open_at(events: Events, rows: Int64, when_ns: Int64) -> Int64:
     if not len(rows):
         return np.full(len(when_ns), -1, dtype=np.int64)
     at = np.searchsorted(events.start_ns[rows], when_ns, side="right") - 1
-    inside = (at >= 0) & (when_ns < events.end_ns[rows[at]])
+    inside = (at >= 0) & (when_ns < events.ends_of(rows[at]))
     return np.where(inside, rows[at], -1)
 
 

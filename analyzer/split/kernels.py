@@ -105,7 +105,7 @@ def compute_self_ns(events: Events, rows: Int64) -> Int64:
     own = events.dur_ns[rows].copy()
     for lane in list_distinct(events.lane[rows]).tolist():
         here = np.flatnonzero(events.lane[rows] == lane)
-        start, end = events.start_ns[rows[here]], events.end_ns[rows[here]]
+        start, end = events.start_ns[rows[here]], events.ends_of(rows[here])
         outer_first = np.lexsort((-end, start))
         here, start, end = here[outer_first], start[outer_first], end[outer_first]
         parent = _find_parents(start, end)

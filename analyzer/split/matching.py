@@ -151,7 +151,7 @@ def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> Ma
         shared=np.empty(0, dtype=np.int64),
         leads=np.empty(0, dtype=np.bool_),
         start_ns=np.concatenate([_compute_arrival_ns(trace) for trace in traces]),
-        end_ns=np.concatenate([trace.events.end_ns[trace.calls.event] for trace in traces]),
+        end_ns=np.concatenate([trace.events.ends_of(trace.calls.event) for trace in traces]),
         message_bytes=np.concatenate([calls.message_bytes for calls in column]),
         groups=groups,
         notes=_build_notes(groups, traces),
@@ -567,7 +567,7 @@ def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
 def _check_overlap(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
     """Whether the n-th kernels of all ranks overlap, after aligning the median ends."""
     start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
-    end = np.stack([t.events.end_ns[r] for t, r in zip(traces, rows, strict=True)])
+    end = np.stack([t.events.ends_of(r) for t, r in zip(traces, rows, strict=True)])
     apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
     return bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all())
 

@@ -557,7 +557,7 @@ def is_ring_exchange(trace: RankTrace, peer: int) -> bool:
     rows = np.flatnonzero(calls.is_message & (calls.peer == peer))
     sends = calls.op[rows] == OP_CODE["send"]
     event = calls.event[rows]
-    when = np.where(sends, events.start_ns[event], events.end_ns[event])
+    when = np.where(sends, events.start_ns[event], events.ends_of(event))
     order = np.lexsort((~sends, when))
     when, sends = when[order], sends[order]
     worked = np.diff(_sum_compute_until(collect_work(trace).compute, when))

@@ -106,18 +106,20 @@ def _find_host_step(when: Int64, steps: Int64) -> Int64:
 def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
     """The rank's kernels (on a CPU: ops) without the optimizer's, by launch time."""
     events = trace.events
-    launched = events.launch_ns() if trace.on_device else events.start_ns
     works = _find_slot_kernels(trace, layout) if trace.on_device else trace.kinds.computes
-    step = _find_host_step(launched, steps)
-    works &= (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
     rows = np.flatnonzero(works)
-    rows = rows[np.argsort(launched[rows], kind="stable")]
+    launched = events.find_launch_ns(rows) if trace.on_device else events.start_ns[rows]
+    step = _find_host_step(launched, steps)
+    counts = (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
+    order = np.argsort(launched, kind="stable")
+    order = order[counts[order]]
+    rows, launched = rows[order], launched[order]
     return _Work(
-        launch_ns=launched[rows],
+        launch_ns=launched,
         start_ns=events.start_ns[rows],
-        end_ns=events.end_ns[rows],
-        step=step[rows],
-        autograd=_is_launched_in(events, "autograd::engine::evaluate_function", launched[rows]),
+        end_ns=events.ends_of(rows),
+        step=step[order],
+        autograd=_is_launched_in(events, "autograd::engine::evaluate_function", launched),
     )
 
 
@@ -138,7 +140,7 @@ def _mask_host_events(events: Events, name: str) -> Bool:
 def _is_launched_in(events: Events, name: str, launched: Int64) -> Bool:
     """Which of these times are inside an op or annotation with this name prefix."""
     spans = _mask_host_events(events, name)
-    covered = union(events.start_ns[spans], events.end_ns[spans])
+    covered = union(events.start_ns[spans], events.ends_of(spans))
     edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
     return np.asarray(np.searchsorted(edges, launched, side="right") % 2 == 1)
 

@@ -70,7 +70,7 @@ def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
     ranges = find_step_ranges(events)
     if ranges is None:
         return None
-    starts, ends = events.start_ns[ranges.rows].tolist(), events.end_ns[ranges.rows].tolist()
+    starts, ends = events.start_ns[ranges.rows].tolist(), events.ends_of(ranges.rows).tolist()
     steps = [HostStep(*one) for one in zip(ranges.numbers, starts, ends, strict=True)]
     note = _note_inferred(f"ranges such as {events.name_of(int(ranges.rows[0]))!r}", trace.rank)
     found = _close_open_steps(trace, steps)
@@ -134,7 +134,7 @@ def _take_whole_trace(trace: RankTrace) -> MarkedSteps:
     rows = ~events.is_category(Category.OTHER)
     rows = rows if rows.any() else np.ones(len(events), dtype=np.bool_)
     until = events.is_category(*DEVICE_CATEGORIES) if trace.on_device else rows
-    step = HostStep(0, int(events.start_ns[rows].min()), int(events.end_ns[until].max()))
+    step = HostStep(0, int(events.start_ns[rows].min()), int(events.ends_of(until).max()))
     note = Note("no_steps", f"{_NO_MARKS}: the whole trace counts as one step", trace.rank)
     return MarkedSteps((step,), (note,), whole=True)
 
@@ -187,7 +187,7 @@ def find_step_ranges(events: Events) -> StepRanges | None:
 
 def _number_ranges(events: Events, rows: Int64) -> StepRanges | None:
     """The ranges with the number of each; None if they overlap or their numbers do not increase."""
-    if (events.end_ns[rows[:-1]] > events.start_ns[rows[1:]]).any():
+    if (events.ends_of(rows[:-1]) > events.start_ns[rows[1:]]).any():
         return None
     names = [_TOTAL.sub("", events.name_of(row)) for row in rows.tolist()]
     numbers = [tuple(map(int, _DIGITS.findall(name))) for name in names]
@@ -225,7 +225,7 @@ def find_boundaries(trace: RankTrace) -> StepBoundaries | None:
 
 def _find_optimizer_ends(events: Events) -> Int64:
     """The end of the last optimizer of each step; several optimizers may follow one backward."""
-    ends = np.sort(events.end_ns[_select_optimizer_steps(events)])
+    ends = np.sort(events.ends_of(_select_optimizer_steps(events)))
     backward = np.sort(events.start_ns[events.match_prefix("autograd::engine")])
     if not len(backward):
         return ends
@@ -521,9 +521,9 @@ def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[
     stream."""
     events = trace.events
     device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
-    launched = events.launch_ns()
-    launched = np.where(launched < 0, events.start_ns, launched)[device]
-    ends = events.end_ns[device]
+    launched = events.find_launch_ns(device)
+    launched = np.where(launched < 0, events.start_ns[device], launched)
+    ends = events.ends_of(device)
     main = is_on_main_stream(trace, device)
     step_of = np.searchsorted([step.start_ns for step in marked], launched, side="right") - 1
     earlier = ends[step_of < 0]

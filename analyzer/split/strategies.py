@@ -294,7 +294,7 @@ def _detect_autocast(evidence: RankEvidence) -> list[Strategy]:
 def _has_nested_casts(events: Events, name: str) -> bool:
     rows, casts = _find_rows(events, name), events.start_ns[_find_rows(events, _CASTS)]
     rows = rows[np.argsort(events.lane[rows], kind="stable")]
-    start, end, lane = events.start_ns[rows], events.end_ns[rows], events.lane[rows]
+    start, end, lane = events.start_ns[rows], events.ends_of(rows), events.lane[rows]
     holds_next = (lane[1:] == lane[:-1]) & (start[1:] < end[:-1])
     between = np.searchsorted(casts, start[1:]) - np.searchsorted(casts, start[:-1])
     return bool((holds_next & (between > 0)).any())
@@ -411,7 +411,7 @@ def _is_computing(events: Events, rows: Int64, again: Bool) -> Bool:
         own = events.match_prefix(name)[rows]
         within = np.array([one.startswith(prefixes) for one in events.names], dtype=np.bool_)
         starts = events.start_ns[within[events.name_id] & events.is_category(Category.OP)]
-        low, high = np.searchsorted(starts, (events.start_ns[rows], events.end_ns[rows]))
+        low, high = np.searchsorted(starts, (events.start_ns[rows], events.ends_of(rows)))
         if (own & ~again).any():
             computing &= ~own | (high - low >= np.median((high - low)[own & ~again]))
     return computing

@@ -630,8 +630,8 @@ def _read_marked_steps(events: Events) -> dict[int, StepWindow]:
     )
     by_number: dict[int, StepWindow] = {}
     begin = int(events.start_ns[rows[0]]) if len(rows) else 0
-    for row in rows.tolist():
-        number, end = events.name_of(row).removeprefix(_MARK), int(events.end_ns[row])
+    for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
+        number = events.name_of(row).removeprefix(_MARK)
         if number.isdecimal() and end > begin:
             by_number[int(number)] = StepWindow(int(number), "full", begin, end)
             begin = end

@@ -65,7 +65,7 @@ def map_call_times(
 ) -> RankCallTimes:
     """The times of the calls of one rank (rows) on its own clock."""
     start = trace.events.start_ns[trace.calls.event]
-    end = trace.events.end_ns[trace.calls.event]
+    end = trace.events.ends_of(trace.calls.event)
     if not trace.on_device:
         start = clock.map_to_own_ns(arrivals.start_ns[rows])
     moves = np.clip(clock.map_to_own_ns(arrivals.moves_ns[rows]), start, end)

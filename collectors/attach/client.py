@@ -17,24 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from stepsplit.collectors import rank_record
 from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import ask_ras
 from stepsplit.collectors.pack import name_raw, try_lock
 from stepsplit.collectors.rank_files import Packer, PackTask
-from stepsplit.collectors.rank_record import (
-    ENDED,
-    RAS_NAME,
-    SILENT,
-    STOPPED,
-    USUAL_STEPS,
-    RankState,
-    build_record_path,
-    build_trace_path,
-    read_record,
-    write_state,
-)
 from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan
 from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
 
@@ -106,7 +95,9 @@ def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     _say("no agent found; requesting a trace through Kineto's daemon protocol")
     captured = protocol.capture(target, plan, timeout_s)
     packer, folder = Packer(), Path(plan.out)
-    packer.pack([PackTask(each.trace, build_trace_path(folder, each.rank)) for each in captured])
+    packer.pack(
+        [PackTask(each.trace, rank_record.build_trace_path(folder, each.rank)) for each in captured]
+    )
     write_run_json(folder, _build_spec(plan, captured))
     if not packer.wait(timeout_s):
         raise CollectError(f"{folder}: files are still being packed; wait before analyzing it")
@@ -227,7 +218,7 @@ class StopWatch:
         """Raises CollectError with the reason if the steps of the ranks have stopped for good."""
         stopped_s = min((rank.since_step_ns for rank in ranks), default=0) / 1e9
         usual_s = max((rank.longest_step_ns for rank in ranks), default=0) / 1e9
-        limit_s = max(STOPPED_S, USUAL_STEPS * usual_s) if usual_s else UNKNOWN_STEP_S
+        limit_s = max(STOPPED_S, rank_record.USUAL_STEPS * usual_s) if usual_s else UNKNOWN_STEP_S
         if stopped_s < limit_s or time.monotonic() < self._look_at_s:
             return
         self._look_at_s = time.monotonic() + _LOOK_AGAIN_S
@@ -307,10 +298,10 @@ def wait_until_written(attached: AttachedJob, timeout_s: float) -> bool:
 def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
     """Whether the rank's record is there and its trace, if it has one, is packed (or kept raw)."""
     try:
-        record = read_record(build_record_path(folder, rank).read_bytes())
+        record = rank_record.read_record(rank_record.build_record_path(folder, rank).read_bytes())
     except (OSError, ValueError):
         return False
-    trace = build_trace_path(folder, rank)
+    trace = rank_record.build_trace_path(folder, rank)
     kept = or_raw and name_raw(trace).exists()
     return record.detail == "none" or trace.exists() or kept
 
@@ -432,7 +423,7 @@ LOOK_INTERVAL_S = 1.5
 MAX_LOOKS = 5
 
 
-def observe_job(target: int | None, out: Path) -> tuple[RankState, ...]:
+def observe_job(target: int | None, out: Path) -> tuple[rank_record.RankState, ...]:
     """Looks at every rank of the job on this host, and writes their states and dumps to a folder.
 
     Each rank's agent answers from its own thread; nothing else in the ranks runs or changes. The
@@ -461,7 +452,7 @@ def observe_job(target: int | None, out: Path) -> tuple[RankState, ...]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for state in states:
-            write_state(out, state)
+            rank_record.write_state(out, state)
         _write_dumps(out, answers)
         if stopped:
             _write_ras(out, pids)
@@ -499,14 +490,16 @@ def _is_decided(looks: Sequence[_Answers]) -> bool:
     states = [answer.state for answer in looks[-1].values() if answer is not None]
     usual_ns = max((state.step_ns for state in states), default=0)
     age_ns = min((state.looks[-1].since_step_ns for state in states), default=0)
-    return age_ns > USUAL_STEPS * usual_ns
+    return age_ns > rank_record.USUAL_STEPS * usual_ns
 
 
-def _read_progress(state: RankState) -> tuple[int, int]:
+def _read_progress(state: rank_record.RankState) -> tuple[int, int]:
     return state.looks[-1].steps, state.looks[-1].calls
 
 
-def _join_looks(pid: int, answer: protocol.LookAnswer | None, earlier: _Answers) -> RankState:
+def _join_looks(
+    pid: int, answer: protocol.LookAnswer | None, earlier: _Answers
+) -> rank_record.RankState:
     """The state of a rank with its looks in order, or what its process says without an agent."""
     if answer is None:
         return _describe_silent(pid)
@@ -516,26 +509,28 @@ def _join_looks(pid: int, answer: protocol.LookAnswer | None, earlier: _Answers)
     return replace(answer.state, looks=(*before.state.looks, *answer.state.looks))
 
 
-def _describe_silent(pid: int) -> RankState:
+def _describe_silent(pid: int) -> rank_record.RankState:
     """The state of a rank that does not answer, by what it has left or else its environment."""
-    condition = SILENT if protocol.is_process_alive(pid) else ENDED
-    condition = STOPPED if protocol.is_process_stopped(pid) else condition
-    look = protocol.read_stack(pid) if condition == SILENT else None
+    condition = rank_record.SILENT if protocol.is_process_alive(pid) else rank_record.ENDED
+    condition = rank_record.STOPPED if protocol.is_process_stopped(pid) else condition
+    look = protocol.read_stack(pid) if condition == rank_record.SILENT else None
     looks = () if look is None else (look,)
     left = next((one for one in protocol.read_left_states() if one.pid == pid), None)
     if left is not None:
         return replace(left, condition=condition, looks=looks or left.looks)
     environment = protocol.read_environment(pid)
     place, job = read_identity(environment), read_job_name(environment)
-    return RankState(
+    return rank_record.RankState(
         place.rank, place.world_size, pid=pid, job=job, condition=condition, looks=looks
     )
 
 
-def _add_ended(states: Sequence[RankState]) -> list[RankState]:
+def _add_ended(states: Sequence[rank_record.RankState]) -> list[rank_record.RankState]:
     """The states, and those of the ranks of this host whose processes have ended."""
     known = {state.rank: state for state in states}
-    first = min(states, key=lambda state: state.condition in (SILENT, STOPPED))
+    first = min(
+        states, key=lambda state: state.condition in (rank_record.SILENT, rank_record.STOPPED)
+    )
     for left in protocol.read_left_states():
         if left.job == first.job and left.rank < first.world_size:
             known.setdefault(left.rank, left)
@@ -553,7 +548,7 @@ def _write_ras(out: Path, pids: Sequence[int]) -> None:
     said = ask_ras(protocol.read_environment(pids[0]))
     named = {int(number) for number in _RAS_PROCESS.findall(said)}
     if named & set(pids):
-        (out / RAS_NAME).write_text(said)
+        (out / rank_record.RAS_NAME).write_text(said)
 
 
 _RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')

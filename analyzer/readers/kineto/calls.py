@@ -331,7 +331,7 @@ def _match_recorded(
             continue
         at = entry.created_unix_ns - rows.t0_unix_ns
         last = int(np.searchsorted(events.start_ns[ops], at, side="right")) - 1
-        if last >= 0 and at <= events.end_ns[ops[last]]:
+        if last >= 0 and at <= events.ends_of(ops[last]):
             recorded.append((entry, rows.events.name_of(ops[last])))
     return recorded
 

@@ -150,7 +150,7 @@ def _find_launching_ops(events: Events, ops: Int64, kernels: Int64) -> Int32:
     for lane in np.unique(events.lane[ops]).tolist():
         own_ops = np.flatnonzero(events.lane[ops] == lane)
         own = np.flatnonzero((launch >= 0) & (events.lane[launch] == lane))
-        start, end = events.start_ns[ops[own_ops]], events.end_ns[ops[own_ops]]
+        start, end = events.start_ns[ops[own_ops]], events.ends_of(ops[own_ops])
         when = events.start_ns[launch[own]]
         last = np.searchsorted(start, when, side="right") - 1
         for op in range(_MAX_SIBLINGS):

@@ -182,7 +182,7 @@ def _compare_to_overlap(events: Events, found: _DeviceEvents, tracks: Sequence[T
 
 def _measure_ns(events: Events, mask: Bool) -> int:
     """The time in which at least one of these events runs."""
-    busy = union(events.start_ns[mask], events.end_ns[mask])
+    busy = union(events.start_ns[mask], events.ends_of(mask))
     return int((busy.end_ns - busy.start_ns).sum())
 
 

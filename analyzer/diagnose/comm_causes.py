@@ -479,10 +479,11 @@ def find_small_collectives(context: ReplayContext) -> list[Finding]:
     large = context.split.matched.message_bytes[kernels.row] > 0
     own = np.flatnonzero(large & find_sync_kernels(context))
     group = context.split.matched.group[kernels.row[own]]
+    times = compute_times(context.graph)
     merged: dict[str, list[_MergedCalls]] = defaultdict(list)
     for number in np.unique(group).tolist():
         axes = context.split.layout.find_axes(context.split.matched.groups[number])
-        calls = _MergedCalls.build(context, own[group == number])
+        calls = _MergedCalls.build(context, times, own[group == number])
         if calls.are_small:
             merged[" x ".join(sorted(axes))].append(calls)
     return [_build_small_finding(context, axis, parts) for axis, parts in merged.items()]
@@ -517,8 +518,11 @@ class _MergedCalls:
         )
 
     @classmethod
-    def build(cls, context: ReplayContext, kernels: Int64) -> _MergedCalls:
-        """Their latency is what they take beyond the time of their bytes at the usual rate."""
+    def build(cls, context: ReplayContext, times: Int64, kernels: Int64) -> _MergedCalls:
+        """Their latency is what they take beyond the time of their bytes at the usual rate.
+
+        times are those of the nodes of the replay, in ns.
+        """
         table, matched = context.graph.kernels, context.split.matched
         shared = matched.shared[table.row[kernels]]
         kernels, shared = kernels[shared >= 0], shared[shared >= 0]
@@ -526,7 +530,7 @@ class _MergedCalls:
         if not len(calls):
             return cls(kernels, 0.0, 0.0, 1.0)
         size = matched.message_bytes[table.row[kernels[first]]].astype(np.float64)
-        took = compute_service_ns(context, kernels, shared)
+        took = compute_service_ns(context, times, kernels, shared)
         steps = len(np.unique(context.graph.steps.step[table.step[kernels]]))
         count, total = len(calls) / steps, float(took.sum())
         moving = min(_compute_transfer_ns(size, took), total)
@@ -546,10 +550,11 @@ def _compute_transfer_ns(size: Float, took: Float) -> float:
     return float(moved[-1] * took[usual] / size[usual])
 
 
-def compute_service_ns(context: ReplayContext, kernels: Int64, shared: Int64) -> Float:
+def compute_service_ns(
+    context: ReplayContext, times: Int64, kernels: Int64, shared: Int64
+) -> Float:
     """For each collective, in order of number, its time since its last member arrived and since the
-    one before it on the group ended."""
-    times = compute_times(context.graph)
+    one before it on the group ended, by the times of the replay's nodes."""
     label, table = group_ids(shared), context.graph.kernels
     count = int(label.max(initial=-1)) + 1
     begin = group_max(label, times[table.start[kernels]], count)

@@ -23,6 +23,7 @@ from stepsplit.analyzer.diagnose.replay import (
     Float,
     ReplayContext,
     build_context,
+    compute_times,
     hoist_collectives,
     limit_work,
     scale_transfers,
@@ -397,7 +398,7 @@ def _compute_latency_ns(context: ReplayContext, kernels: Int64) -> Float:
     """The time of a call of no bytes on the group of each of these calls, by the line through the
     smallest and largest; 0 if all are of one size."""
     matched, row = context.split.matched, context.graph.kernels.row[kernels]
-    latency = np.zeros(len(kernels))
+    latency, times = np.zeros(len(kernels)), compute_times(context.graph)
     for number in np.unique(matched.group[row]).tolist():
         own = np.flatnonzero((matched.group[row] == number) & (matched.shared[row] >= 0))
         if not len(own):
@@ -405,7 +406,7 @@ def _compute_latency_ns(context: ReplayContext, kernels: Int64) -> Float:
         shared = matched.shared[row[own]]
         first = own[first_rows(group_ids(shared))]
         size = matched.message_bytes[row[first]]
-        took = compute_service_ns(context, kernels[own], shared)
+        took = compute_service_ns(context, times, kernels[own], shared)
         least, most = size.min(), size.max()
         if least < most:
             short, long = (np.median(took[size == one]) for one in (least, most))

@@ -46,6 +46,14 @@ class _ClockJoin:
         self._causality = Causality(matched)
         self.left = find_clock_domains(traces, matched, self._ends, self._wall)
         self._own = {body.traces: body.compute_ends_ns(self._ends) for body in self.left}
+        self._domain = np.empty(len(traces), dtype=np.int64)
+        for index, domain in enumerate(self.left):
+            self._domain[list(domain.traces)] = index
+        count, linked = len(self.left), np.flatnonzero(matched.shared >= 0)
+        self._shared = _LinkCounts(self._ends.call, self._domain[self._ends.trace], count)
+        self._touching = _LinkCounts(
+            matched.shared[linked], self._domain[matched.trace[linked]], count
+        )
         self._of_host: dict[str, Clock] = {}
         self._unlinked: list[int] = []
 
@@ -76,10 +84,8 @@ class _ClockJoin:
 
     def _score_domain(self, domain: ClockDomain) -> tuple[int, bool, int, int]:
         """The evidence for aligning this domain now, as a sort key; the first one if tied."""
-        shared = len(self._known.select_known(self._own[domain.traces][0]))
-        touching = sum(
-            self._causality.count_touching(self._find_rows(trace)) for trace in domain.traces
-        )
+        index = int(self._domain[domain.traces[0]])
+        shared, touching = int(self._shared.count[index]), int(self._touching.count[index])
         return shared, domain.host in self._of_host, touching, -domain.traces[0]
 
     def _fit_domain(self, domain: ClockDomain) -> ClockFit | None:
@@ -162,8 +168,33 @@ class _ClockJoin:
         """Records when the rank's calls started and ended on the common clock."""
         rows = self._ends.find_rows(trace)
         ended = clock.map_to_common_ns(self._ends.end_ns[rows] - clock.wall_ns)
-        self._known.learn(rows, ended, float(clock.sigma_ns or 0))
-        self._causality.record(self._find_rows(trace), *self._convert_to_common(trace, clock))
+        self._shared.add(self._known.learn(rows, ended, float(clock.sigma_ns or 0)))
+        edges = self._convert_to_common(trace, clock)
+        self._touching.add(self._causality.record(self._find_rows(trace), *edges))
+
+
+class _LinkCounts:
+    """The number of rows of each clock domain whose call is known.
+
+    Each call is counted once, when it becomes known: the work is linear in the rows.
+
+    Args:
+        call: The call of each row.
+        domain: The clock domain of each row.
+        domains: The number of clock domains.
+    """
+
+    def __init__(self, call: Int64, domain: Int64, domains: int) -> None:
+        self._order = np.argsort(call, kind="stable")
+        self._call, self._domain = call[self._order], domain
+        self.count = np.zeros(domains, dtype=np.int64)
+
+    def add(self, calls: Int64) -> None:
+        """Counts the rows of these calls, which were not known before."""
+        first, last = (np.searchsorted(self._call, calls, side) for side in ("left", "right"))
+        length = last - first
+        at = np.arange(length.sum()) + np.repeat(first - np.cumsum(length) + length, length)
+        np.add.at(self.count, self._domain[self._order[at]], 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,17 +396,16 @@ class Causality:
         self._last_start = np.full(self._calls, _NEVER[0])
         self._first_end = np.full(self._calls, _NEVER[1])
 
-    def record(self, rows: slice, start_ns: Int64, end_ns: Int64) -> None:
-        """Records the rows of one more rank, on the common clock."""
+    def record(self, rows: slice, start_ns: Int64, end_ns: Int64) -> Int64:
+        """Records the rows of one more rank, on the common clock; returns the calls that no earlier
+        one has."""
         begins, needs = self._begins[rows], self._needs[rows]
-        self._touched[self._shared[rows][self._shared[rows] >= 0]] = True
+        shared = self._shared[rows][self._shared[rows] >= 0]
+        new = np.unique(shared[~self._touched[shared]])
+        self._touched[new] = True
         np.maximum.at(self._last_start, begins[begins >= 0], start_ns[begins >= 0])
         np.minimum.at(self._first_end, needs[needs >= 0], end_ns[needs >= 0])
-
-    def count_touching(self, rows: slice) -> int:
-        """The number of rows whose call is shared with an aligned rank."""
-        shared = self._shared[rows]
-        return int(self._touched[shared[shared >= 0]].sum())
+        return new
 
     def compute_bounds(self, rows: slice, start_ns: Int64, end_ns: Int64) -> Bounds:
         """The bounds of the offset of a rank with these rows."""
@@ -396,7 +426,7 @@ def _compute_slack(end_ns: Int64, start_ns: Int64) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CallEnds:
-    """One row per member of each all_reduce, all_gather and reduce_scatter on a device.
+    """One row per member of each all_reduce, all_gather and reduce_scatter on a device, by trace.
 
     kind is one number for each (group, op, size), with one bias per member; end_ns is on the
     member's wall clock.
@@ -409,7 +439,7 @@ class CallEnds:
 
     def find_rows(self, trace: int) -> Int64:
         """The rows of one trace."""
-        return np.flatnonzero(self.trace == trace)
+        return np.arange(*np.searchsorted(self.trace, [trace, trace + 1]).tolist())
 
 
 def collect_ends(traces: Sequence[RankTrace], matched: MatchedCalls, wall_ns: Int64) -> CallEnds:
@@ -422,6 +452,8 @@ def collect_ends(traces: Sequence[RankTrace], matched: MatchedCalls, wall_ns: In
     count = int(member.max(initial=-1)) + 1
     end = group_max(member, matched.end_ns[rows] + wall_ns[matched.trace[rows]], count)
     first_row = rows[first_rows(member)]
+    by_trace = np.argsort(matched.trace[first_row], kind="stable")
+    first_row, end = first_row[by_trace], end[by_trace]
     trace = matched.trace[first_row].astype(np.int64)
     kind = group_ids(
         matched.group[first_row], matched.op[first_row], matched.message_bytes[first_row]
@@ -438,12 +470,15 @@ class KnownEnds:
         self._sum_ns, self._count = np.zeros(calls), np.zeros(calls, dtype=np.int64)
         self._doubt_ns = np.full(calls, np.inf)
 
-    def learn(self, rows: Int64, common_ns: Int64, sigma_ns: float) -> None:
-        """Records the ends of one more rank, on the common clock."""
+    def learn(self, rows: Int64, common_ns: Int64, sigma_ns: float) -> Int64:
+        """Records the ends of one more rank, on the common clock; returns the calls whose end was
+        not known before."""
         call = self._ends.call[rows]
+        new: Int64 = call[self._count[call] == 0]
         self._sum_ns[call] += common_ns
         self._count[call] += 1
         self._doubt_ns[call] = np.minimum(self._doubt_ns[call], sigma_ns)
+        return new
 
     def select_known(self, rows: Int64) -> Int64:
         """Selects the rows whose call has a known end."""

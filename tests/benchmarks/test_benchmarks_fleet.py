@@ -1,0 +1,62 @@
+"""The fleets of tests/benchmarks/fleet.py, and what the analyzer says of a small one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.fleet import Fleet, FleetRun, run_fleet, write_fleet
+from stepsplit.analyzer import BUCKETS, analyze
+
+SMALL = Fleet(pp=2, dp=2, microbatches=4, layers=1)
+
+
+def compute_of(run: FleetRun, rank: int) -> list[int]:
+    """The compute of the rank in each step."""
+    place = np.unravel_index(rank, run.fleet.ranks.shape)
+    total = [0] * run.fleet.steps
+    for piece in run.stages[place[0]]:
+        if not piece.call:
+            total[piece.step] += int((piece.end_ns - piece.start_ns)[place[1:]])
+    return total
+
+
+@pytest.mark.parametrize(
+    ("planted", "code", "ranks"),
+    [
+        ({"slow_ranks": {5: 1.3}}, "slow_rank", (5,)),
+        ({"slow_links": {17: 6.0}}, "slow_link", tuple(range(16, 24))),
+    ],
+)
+def test_what_a_fleet_was_given_is_found(
+    tmp_path: Path, planted: dict[str, dict[int, float]], code: str, ranks: tuple[int, ...]
+) -> None:
+    run = run_fleet(replace(SMALL, **planted))
+    write_fleet(run, tmp_path / "fleet")
+    cost_ns = run.step_ns - run_fleet(SMALL).step_ns
+
+    report = analyze(tmp_path / "fleet")
+
+    assert (report.findings[0].code, report.findings[0].ranks) == (code, ranks)
+    assert report.findings[0].gain_ns == pytest.approx(cost_ns, rel=0.1)
+    compute = BUCKETS.index("compute")
+    for rank in (0, 5, 17, 31):
+        rows = [row for row in report.steps if row.rank == rank]
+        assert [row.split.buckets_ns[compute] for row in rows] == compute_of(run, rank)
+        assert all(sum(row.split.buckets_ns) == row.step_ns for row in rows)
+    mean_ns = np.mean([row.step_ns for row in report.steps])
+    assert mean_ns == pytest.approx(run.step_ns, rel=0.005)
+
+
+def test_a_microbatch_is_passed_on_when_both_stages_are_ready() -> None:
+    """2 microbatches on 2 stages without noise: the last one receives each as it becomes free."""
+    fleet = replace(SMALL, dp=1, microbatches=2, noise=0.0, steps=1)
+    run = run_fleet(fleet)
+    forward = 2 * (320_000 + 60_000)
+    backward = 2 * (640_000 + 60_000)
+    chunk = 40_000 + forward + backward
+    expected = 50_000 + forward + 2 * chunk + 5_000_000 + 1_000_000
+    assert run.begins_ns[1][1].tolist() == [[expected] * 8]

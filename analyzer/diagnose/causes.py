@@ -42,8 +42,8 @@ from stepsplit.collectors.rank_record import RankRecord
 
 MAX_FINDINGS = 5
 
-MAX_REPLAYED_CALLS = 500_000
-"""Upper limit of a replay: this many calls take about 40 s and 1 GB."""
+MAX_REPLAYED_CALLS = 1_500_000
+"""Upper limit of a replay: this many calls take about 90 s and 2 GB."""
 
 
 @dataclass(frozen=True, slots=True)

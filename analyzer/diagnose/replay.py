@@ -13,7 +13,7 @@ import numpy.typing as npt
 from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import NEVER, WORK, DependencyGraph, Levels
+from stepsplit.analyzer.split.dependency_graph import NEVER, WORK, DependencyGraph, Levels, Needs
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
@@ -136,7 +136,7 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
     """Start the collectives as early as possible, one after the other and after what was queued
     before the first of them; the rank waits for all of them where it waited for the last one."""
     times = compute_times(graph).tolist()
-    needs = list(map(list, graph.needs))
+    needs = graph.needs.list_by_node()
     branches: list[_Branch] = []
     ends = set(graph.kernels.end.tolist())
     for move in moves:
@@ -184,7 +184,7 @@ def _add_branches(
     graph: DependencyGraph, needs: list[list[int]], branches: Sequence[_Branch], times: list[int]
 ) -> DependencyGraph:
     """Append these nodes to the graph and replace its dependencies."""
-    every = tuple(map(tuple, needs)) + ((),) * len(branches)
+    every = Needs.build([*needs, *([] for _ in branches)])
     before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int64)
     work = np.array([one.work_ns for one in branches], dtype=np.int64).reshape(-1, len(WORK))
     measured = np.array([*times, *(times[one.before] for one in branches)], dtype=np.int64)

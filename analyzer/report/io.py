@@ -76,9 +76,16 @@ _HEAD = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
 _HEAD_BYTES = 256
 
 
+_MOST_INDENTED_BYTES = 2_000_000
+"""Above it, the indentation adds a third to a text that nobody compares by eye."""
+
+
 def to_json(report: Report) -> bytes:
-    """The report as JSON text, indented so that a diff is readable."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    """The report as JSON text, indented so that a diff is readable unless it is very long."""
+    text = msgspec.json.encode(report)
+    if len(text) <= _MOST_INDENTED_BYTES:
+        text = msgspec.json.format(text, indent=1)
+    return text + b"\n"
 
 
 def from_json(text: bytes, source: object = REPORT_NAME) -> Report:

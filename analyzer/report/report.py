@@ -6,6 +6,7 @@ Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -797,13 +798,13 @@ def compute_bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]
 
 
 def _compute_bucket_median(bucket: str, rows: Sequence[StepRow], total: int) -> BucketMedian:
-    value = {id(row): getattr(row, f"{bucket}_ns") for row in rows}
-    ranks = sorted({row.rank for row in rows})
-    of_rank = {rank: int(median(value[id(r)] for r in rows if r.rank == rank)) for rank in ranks}
-    worst = max(ranks, key=lambda rank: of_rank[rank])
-    return BucketMedian(
-        bucket, int(median(value.values())), sum(value.values()) / total, worst, of_rank[worst]
-    )
+    values: list[int] = [getattr(row, f"{bucket}_ns") for row in rows]
+    by_rank: dict[int, list[int]] = defaultdict(list)
+    for row, value in zip(rows, values, strict=True):
+        by_rank[row.rank].append(value)
+    of_rank = {rank: int(median(own)) for rank, own in sorted(by_rank.items())}
+    worst = max(of_rank, key=lambda rank: of_rank[rank])
+    return BucketMedian(bucket, int(median(values)), sum(values) / total, worst, of_rank[worst])
 
 
 def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:

@@ -26,7 +26,25 @@ NEVER = -(1 << 61)
 WORK = ("compute", "copy", "idle")
 """Kinds of local work of a rank, the columns of DependencyGraph.work_ns."""
 
-Needs = tuple[tuple[int, ...], ...]
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The dependencies between nodes other than along a timeline: node i needs the nodes
+    source[first[i] : first[i + 1]]."""
+
+    first: Int64
+    source: Int64
+
+    @classmethod
+    def build(cls, needs: Sequence[Sequence[int]]) -> Needs:
+        """From the nodes that each node needs."""
+        first = np.cumsum([0, *map(len, needs)], dtype=np.int64)
+        return cls(first, np.fromiter(chain.from_iterable(needs), np.int64, int(first[-1])))
+
+    def list_by_node(self) -> list[list[int]]:
+        """The nodes that each node needs."""
+        source = self.source.tolist()
+        return [source[low:high] for low, high in pairwise(self.first.tolist())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +291,7 @@ def _build_predecessors(parts: _GraphParts, count: int) -> Int64:
 
 def _build_needs(edges: Edges, count: int) -> Needs:
     order = np.argsort(edges[1], kind="stable")
-    source = edges[0][order].tolist()
-    cut = np.searchsorted(edges[1][order], np.arange(count + 1)).tolist()
-    return tuple(tuple(source[low:high]) for low, high in pairwise(cut))
+    return Needs(np.searchsorted(edges[1][order], np.arange(count + 1)), edges[0][order])
 
 
 def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
@@ -293,14 +309,15 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
 def _bind(graph: DependencyGraph, measured: Int64) -> DependencyGraph:
     """Complete the graph by the measured delay of each arrival and each end after its last
     dependency, by its times and by the dependency that determined each of them."""
-    times, before, needs = [0] * len(graph), graph.before.tolist(), graph.needs
+    times, before = [0] * len(graph), graph.before.tolist()
+    first, source = graph.needs.first.tolist(), graph.needs.source.tolist()
     work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
     mains, events = int(graph.timelines.first[-1]), len(known)
     rest, binding = [0] * len(graph), [-1] * len(graph)
     for node in graph.levels.node.tolist():
         at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
         last = before[node]
-        for needed in needs[node]:
+        for needed in source[first[node] : first[node + 1]]:
             if times[needed] > at:
                 at, last = times[needed], needed
         if mains <= node < events or at == NEVER:
@@ -732,13 +749,12 @@ class Levels:
 
 def _list_predecessors(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
     """(predecessors of all nodes, first of each node): the one before it, then what it needs."""
-    counts = np.fromiter(map(len, needs), dtype=np.int64, count=len(needs)) + 1
-    first = np.concatenate(([0], np.cumsum(counts)))
+    first = needs.first + np.arange(len(needs.first))
     every = np.empty(int(first[-1]), dtype=np.int64)
     needed = np.ones(len(every), dtype=np.bool_)
     needed[first[:-1]] = False
     every[first[:-1]] = before
-    every[needed] = np.fromiter(chain.from_iterable(needs), np.int64, len(every) - len(needs))
+    every[needed] = needs.source
     return every, first
 
 

@@ -28,7 +28,7 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
     scale_work,
 )
-from stepsplit.analyzer.split.dependency_graph import Levels, build_dependency_graph
+from stepsplit.analyzer.split.dependency_graph import Levels, Needs, build_dependency_graph
 
 PAIR = [("0", "mesh_dp", [0, 1])]
 QUICK = ("tp_slow_rank", "fsdp", "pp_1f1b", "pp_zb_v", "cp_ring", "ep_two_streams", "zero1")
@@ -197,12 +197,13 @@ def test_an_order_names_each_node_after_all_that_it_needs(data: st.DataObject) -
         tuple(data.draw(st.sets(st.integers(0, node - 1), max_size=3))) if node else ()
         for node in range(count)
     )
-    order = Levels.build(np.full(count, -1), needs, np.arange(count)).node.tolist()
+    needed = Needs.build(needs)
+    order = Levels.build(np.full(count, -1), needed, np.arange(count)).node.tolist()
     place = {node: i for i, node in enumerate(order)}
     assert sorted(order) == list(range(count))
     assert all(place[needed] < place[node] for node in place for needed in needs[node])
 
 
 def test_two_that_wait_for_each_other_go_in_the_order_in_which_they_were_measured() -> None:
-    levels = Levels.build(np.full(3, -1), ((1,), (0,), (0, 1)), np.array([5, 3, 9]))
+    levels = Levels.build(np.full(3, -1), Needs.build(((1,), (0,), (0, 1))), np.array([5, 3, 9]))
     assert levels.node.tolist() == [1, 0, 2]

@@ -77,7 +77,7 @@ _HEAD_BYTES = 256
 
 
 _MOST_INDENTED_BYTES = 2_000_000
-"""Above it, the indentation adds a third to a text that nobody compares by eye."""
+"""Above it, the indentation adds a third to a text too long to compare by eye."""
 
 
 def to_json(report: Report) -> bytes:

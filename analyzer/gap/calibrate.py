@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
 
@@ -19,6 +19,7 @@ from stepsplit.analyzer.model.comm_measured import SWEEP_OPS, Rates, TransferSwe
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
+    Chunk,
     Efficiency,
     GroupPlacement,
     HardwareConfig,
@@ -33,6 +34,7 @@ from stepsplit.analyzer.model.layer_time import (
     DeviceSpeed,
     Gemm,
     build_head_gemm,
+    compute_attention_share,
     compute_device_speed,
     compute_launch_time,
     list_attention_gemms,
@@ -80,6 +82,8 @@ def _format_header(hardware: HardwareConfig) -> Iterable[str]:
         yield f"nvls = {_format_number(hardware.nvls)}"
     if hardware.multiprocessors:
         yield f"multiprocessors = {hardware.multiprocessors}"
+    if hardware.clock != 1.0:
+        yield f"clock = {_format_number(hardware.clock)}"
     yield "\n[peaks]"
     for dtype, peak in hardware.peaks_flops_per_s:
         yield f"{dtype} = {_format_number(peak)}"
@@ -95,14 +99,12 @@ def _format_link(key: str, link: Link) -> Iterable[str]:
 
 def _format_efficiency(known: Efficiency) -> Iterable[str]:
     yield "\n[efficiency]"
-    for key in ("gemm", "attention", "unfused_attention", "memory", "launch_ns", "tile", "jitter"):
-        if getattr(known, key):
-            yield f"{key} = {_format_number(getattr(known, key))}"
-    if known.host_ns:
-        yield f"host_ns = {_format_number(known.host_ns)}"
-    yield f"error = {_format_number(known.error)}"
-    for key in ("frameworks", "devices", "dtypes", "rows"):
-        yield f"{key} = [{', '.join(map(_quote_text, getattr(known, key)))}]"
+    for field in fields(known):
+        value = getattr(known, field.name)
+        if isinstance(value, tuple):
+            yield f"{field.name} = [{', '.join(map(_quote_text, value))}]"
+        elif value and not field.name.startswith("most_"):
+            yield f"{field.name} = {_format_number(value)}"
 
 
 def _format_learned(known: MemoryCorrection) -> Iterable[str]:
@@ -324,13 +326,16 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
     """
     rows = [_Row(parts, seen) for run in runs for parts, seen in _pair_parts(run)]
     if any(row.sample.products_ns <= 0 or row.sample.other_ns <= 0 for row in rows):
-        fitted = _scale_all(rows, known)
+        attention = known.attention or compute_attention_share(runs[0].job)
+        fitted = _scale_all(rows, replace(known, attention=attention))
     else:
         fitted = _fit_attention(rows, _fit_products(rows, _fit_memory(rows, known)))
+    jitter = _estimate_jitter(runs)
     return replace(
         fitted,
         host_ns=_estimate_host_ns(runs, rows) or known.host_ns,
-        jitter=_estimate_jitter(runs) or known.jitter,
+        jitter=jitter or known.jitter,
+        jitter_per_layer=0.0 if jitter else known.jitter_per_layer,
     )
 
 
@@ -376,7 +381,7 @@ def _fit_products(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
         / row.parts.products
         for row in rows
     ]
-    return replace(known, gemm=1 / geometric_mean(slow))
+    return replace(known, gemm=1 / geometric_mean(slow), gemm_fp8=0.0)
 
 
 def _compute_overhead_ns(row: _Row, known: Efficiency) -> float:
@@ -406,6 +411,7 @@ def _scale_all(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
     return replace(
         known,
         gemm=known.gemm / times,
+        gemm_fp8=known.gemm_fp8 / times,
         attention=known.attention / times,
         unfused_attention=known.unfused_attention / times,
         memory=known.memory / times,
@@ -557,7 +563,7 @@ def _find_peak_bytes(run: CalibrationSample) -> int:
 
 # The predicted compute of a stage, separated by constant.
 
-_FREE = DeviceSpeed(math.inf, math.inf, math.inf, math.inf, 0.0)
+_FREE = DeviceSpeed(math.inf, math.inf, math.inf, math.inf, math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,7 +600,11 @@ def _compute_stage_parts(
         tile=peak.tile,
         multiprocessors=peak.multiprocessors,
     )
-    core = replace(_FREE, attention_flops_per_ns=peak.attention_flops_per_ns)
+    core = replace(
+        _FREE,
+        attention_flops_per_ns=peak.attention_flops_per_ns,
+        attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
+    )
     moves, starts = replace(_FREE, bytes_per_ns=peak.bytes_per_ns), replace(_FREE, launch_ns=1.0)
     product_moves, product_starts = (
         _compute_products_ns(job, stage, each) for each in (moves, starts)
@@ -607,7 +617,7 @@ def _compute_stage_parts(
         product_launches=product_starts,
         other_launches=_compute_ns(job, stage, parameters, starts) - product_starts,
         host=count_rank_microbatches(job)
-        * sum(_count_launches(job, chunk.layers) for chunk in stage.chunks),
+        * sum(_count_launches(job, chunk) for chunk in stage.chunks),
     )
 
 
@@ -646,10 +656,12 @@ def _sum_passes_ns(products: tuple[Gemm, ...], speed: DeviceSpeed, again: bool) 
     )
 
 
-def _count_launches(job: JobConfig, layers: int) -> float:
+def _count_launches(job: JobConfig, chunk: Chunk) -> float:
     unit = replace(job.hardware.efficiency, host_ns=1.0)
     found = compute_launch_time(
-        replace(job, hardware=replace(job.hardware, efficiency=unit)), layers
+        replace(job, hardware=replace(job.hardware, efficiency=unit)),
+        chunk.layers,
+        chunk.expert_layers,
     )
     return found.forward_ns + found.input_ns
 

@@ -153,12 +153,15 @@ class Efficiency:
 
     Args:
         gemm: Fraction of the dense peak that large GEMMs reach, 0..1.
-        attention: The same for fused attention, forward.
+        attention: The same for fused attention, forward; 0: the rate of the kernel that runs.
         unfused_attention: The same for attention that stores its scores.
         memory: Fraction of the memory bandwidth that memory-bound kernels reach, 0..1.
         launch_ns: Fixed cost of a kernel, in ns.
         tile: Tile size of GEMMs for wave quantization; 0 (default) to ignore it.
         jitter: Relative variation of a node's step time. Default 0.02.
+        gemm_fp8: Fraction of the fp8 peak that large GEMMs reach; 0 (default): as gemm.
+        jitter_per_layer: jitter if every layer waits for all ranks (ZeRO-3); 0 (default): as
+            jitter.
         host_ns: Host time to launch the forward pass of a layer, in ns; 0 (default) to use the
             framework's value.
         error: Relative error of the step time that 9 of 10 runs outside of the fit stay below.
@@ -166,7 +169,10 @@ class Efficiency:
         frameworks: Frameworks of the runs of the fit.
         devices: Their devices.
         dtypes: Their dtypes.
-        rows: Their ids; "run:..." is a run of the user, any other a published one.
+        rows: Their publishers; "run:..." is a run of the user.
+        most_tokens: Their longest sequence; 0 (default) if unknown, likewise below.
+        most_gpus: Their largest number of GPUs.
+        most_sharded: Their largest group of ZeRO-3.
 
     Examples:
         >>> efficiency = Efficiency(
@@ -177,18 +183,38 @@ class Efficiency:
     """
 
     gemm: float
-    attention: float
+    attention: Annotated[float, NumberLimits(0)]
     unfused_attention: float
     memory: float
     launch_ns: float
     tile: AsDecimal = 0
     jitter: float = 0.02
+    gemm_fp8: Annotated[float, NumberLimits(0)] = 0.0
+    jitter_per_layer: Annotated[float, NumberLimits(0)] = 0.0
     host_ns: float = 0.0
     error: float = 0.3
     frameworks: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    most_tokens: Natural = 0
+    most_gpus: Natural = 0
+    most_sharded: Natural = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """What a kernel of fused causal attention reaches, in FLOP/s of the causal half.
+
+    At s tokens the rate is s / (s + start_tokens) of that at long sequences.
+    """
+
+    forward_flops_per_s: float = field(metadata={KEY: "forward"})
+    backward_flops_per_s: float = field(metadata={KEY: "backward"})
+    start_tokens: Annotated[float, NumberLimits(0)] = field(default=0.0, metadata={KEY: "start"})
+    backward_start_tokens: Annotated[float, NumberLimits(0)] = field(
+        default=0.0, metadata={KEY: "backward_start"}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +245,10 @@ class HardwareConfig:
             without NVLS.
         multiprocessors: Streaming multiprocessors of a GPU; 0 (default) if unknown.
         learned: Memory correction calibrated on the user's own runs. Default: none.
+        attention: Measured rate of fused attention; None (default): the published rate of the
+            kernel that runs.
+        clock: Speed that its GEMMs and attention sustain, relative to the fractions of the family.
+            Default 1.
 
     Examples:
         >>> from stepsplit.analyzer import read_job
@@ -240,6 +270,8 @@ class HardwareConfig:
     nvls: Annotated[float, NumberLimits(0)] = 0.0
     multiprocessors: int = 0
     learned: MemoryCorrection = MemoryCorrection()
+    attention: AttentionRate | None = None
+    clock: float = 1.0
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Returns the dense peak of a dtype in FLOPs per second.
@@ -271,6 +303,12 @@ State = Literal["optimizer", "parameters", "activations"]
 
 Target = Literal["cpu", "nvme"]
 
+AttentionKernel = Literal[
+    "", "flash-2", "flash-3", "flash-4", "cudnn", "triton", "ck", "aiter", "triton-2023"
+]
+"""Fused attention: FlashAttention 2 to 4 (torch SDPA calls 2), cuDNN (Transformer Engine), Triton,
+composable kernel and aiter on AMD, and the Triton kernel of llm-foundry's benchmarks."""
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -297,6 +335,8 @@ class TrainingConfig:
         fused_loss: Whether the cross-entropy loss is fused. Default True.
         offload: States that are offloaded: "optimizer", "parameters", "activations". Default: none.
         offload_to: "cpu" (default) or "nvme".
+        attention_kernel: Kernel of fused attention; "" (default): the one that the framework calls
+            on the hardware.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -319,6 +359,7 @@ class TrainingConfig:
     fused_loss: bool = True
     offload: frozenset[str] = frozenset()
     offload_to: Target = "cpu"
+    attention_kernel: AttentionKernel = ""
 
     @property
     def weight_bytes(self) -> int:
@@ -534,8 +575,16 @@ def place_group(job: JobConfig, axis: str) -> GroupPlacement:
     ranks, stride = _compute_ranks_and_stride(job.parallel, axis)
     if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
         return GroupPlacement(ranks, 1)
-    on_node = max(1, min(ranks, job.hardware.gpus_per_node // stride))
+    on_node = max(1, min(ranks, _count_gpus_per_node(job) // stride))
     return GroupPlacement(ranks, math.gcd(ranks, on_node))
+
+
+def _count_gpus_per_node(job: JobConfig) -> int:
+    """GPUs that the job uses on each node: all, or as many as divide its ranks (64 of 72)."""
+    world, most = job.parallel.world_size, job.hardware.gpus_per_node
+    if world <= most:
+        return most
+    return next(count for count in range(most, 0, -1) if world % count == 0)
 
 
 def _compute_ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, int]:

@@ -24,6 +24,14 @@ from stepsplit.analyzer.model.formulas import (
     Symbol,
     select_differing,
 )
+from stepsplit.analyzer.model.hardware_config import load_attention_rate
+from stepsplit.analyzer.model.layer_time import (
+    ATTENTION,
+    choose_attention_kernel,
+    compute_device_speed,
+    count_attended_tokens,
+    is_attention_stated,
+)
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     compute_layers_by_kind,
@@ -265,6 +273,25 @@ def explain_work(job: JobConfig, prediction: Prediction) -> Iterator[Explanation
         yield _explain_mfu(job, prediction, prediction.mfu)
     if prediction.hardware_flops != prediction.model_flops:
         yield _explain_recompute(job, prediction)
+    if job.training.flash_attention and not is_attention_stated(job):
+        yield _explain_attention(job)
+
+
+def _explain_attention(job: JobConfig) -> Explanation:
+    """The kernel of attention, its published rate, and the rate in this job's forward."""
+    name = choose_attention_kernel(job)
+    kernel = load_attention_rate(name, job.hardware.family)
+    assert kernel is not None, "a predicted job has a rate"
+    symbols = (
+        Symbol("s", "tokens that a call sees", count_attended_tokens(job)),
+        Symbol("R", "published rate", kernel.rate.forward_flops_per_s, "flops_per_s"),
+        Symbol("s0", "tokens at which it reaches half", kernel.rate.start_tokens),
+        Symbol("P", "peak of the GPU that was measured", kernel.peak_flops_per_s, "flops_per_s"),
+    )
+    value = compute_device_speed(job).attention_flops_per_ns * 1e9
+    return Explanation(
+        ATTENTION, f"rate of attention's forward ({name})", symbols, value, "flops_per_s"
+    )
 
 
 def _explain_parameters(job: JobConfig, prediction: Prediction) -> Explanation:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Link, MemoryCorrection
+from stepsplit.analyzer.model.config import (
+    AttentionKernel,
+    AttentionRate,
+    Efficiency,
+    HardwareConfig,
+    Link,
+    MemoryCorrection,
+)
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
@@ -70,6 +77,7 @@ def decode_hardware(
         "inter": _decode_link(table, "nodes_link", inter, mistakes),
         "host": _decode_link(table, "host", known.host, mistakes),
         "efficiency": decode_section(table, "efficiency", Efficiency, default_efficiency, mistakes),
+        "attention": decode_section(table, "attention", AttentionRate, known.attention, mistakes),
         "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
@@ -122,7 +130,8 @@ def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> 
     return decode_section(table, key, Link, replace(base, name=key), mistakes) or base
 
 
-# Links and efficiencies by name: presets/links.toml and efficiency.toml.
+# Links, efficiencies and attention kernels by name: presets/links.toml, efficiency.toml and
+# attention.toml.
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -154,6 +163,39 @@ def load_efficiency(family: str) -> Efficiency:
 def list_families() -> tuple[str, ...]:
     """The names of the GPU families in efficiency.toml."""
     return tuple(_load_families())
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRate:
+    """Published rate of an attention kernel, and the dense bf16 peak of the device that ran it."""
+
+    rate: AttentionRate
+    peak_flops_per_s: float
+
+
+def load_attention_rate(kernel: AttentionKernel, family: str) -> KernelRate | None:
+    """Loads a kernel's rate on a GPU family; None if attention.toml has none."""
+    return _load_kernels().get((kernel, family))
+
+
+def list_attention_kernels(family: str) -> tuple[str, ...]:
+    """The kernels with a published rate on a GPU family."""
+    return tuple(kernel for kernel, known in _load_kernels() if known == family)
+
+
+@lru_cache(maxsize=1)
+def _load_kernels() -> dict[tuple[str, str], KernelRate]:
+    """Reads the tables of attention.toml, by kernel and family. Raises DataError."""
+    presets, mistakes = read_table(PRESETS / "attention.toml"), Mistakes()
+    kinds = {**collect_kinds(AttentionRate), "peak": float, "source": str}
+    kernels = {}
+    for kernel in presets.values:
+        for family in presets.get_subtable(kernel).values:
+            stated = decode_keys(presets.get_subtable(kernel).get_subtable(family), kinds, mistakes)
+            rate = AttentionRate(**select_fields(AttentionRate, stated))
+            kernels[kernel, family] = KernelRate(rate, stated["peak"])
+    mistakes.raise_all()
+    return kernels
 
 
 @lru_cache(maxsize=1)

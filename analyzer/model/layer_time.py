@@ -6,8 +6,16 @@ import math
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, LatentAttention
+from stepsplit.analyzer.model.config import (
+    AttentionKernel,
+    AttentionRate,
+    Chunk,
+    Experts,
+    JobConfig,
+    LatentAttention,
+)
 from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.hardware_config import list_attention_kernels, load_attention_rate
 from stepsplit.analyzer.model.memory_states import MASTER_BYTES, MOMENTS_BYTES
 from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
 
@@ -96,9 +104,14 @@ HOST_BOUND_RATIO = 0.7
 """Launch time over compute time from which a pass counts as host-bound."""
 
 
-def compute_launch_time(job: JobConfig, layers: int) -> LayerPass:
-    """Host time to launch one microbatch of a number of layers."""
-    layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * layers
+EXPERT_LAUNCHES = 3
+"""Kernels of a layer with experts over those of a dense one: router, sorting, permutation."""
+
+
+def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> LayerPass:
+    """Host time to launch one microbatch of a number of layers, some of them with experts."""
+    launched = layers + (EXPERT_LAUNCHES - 1) * expert_layers
+    layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * launched
     recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
     return LayerPass(layer_ns, layer_ns + recompute_ns, 0.0)
 
@@ -189,6 +202,7 @@ def _time_layer(
     traffic = select_framework_costs(job)
     return (
         _time_linear(speed, gemms, traffic)
+        + _time_casts(speed, gemms)
         + _time_attention_core(job, speed, traffic)
         + _time_elementwise(job, speed, traffic, activations)
     )
@@ -205,6 +219,30 @@ def _time_linear(speed: DeviceSpeed, gemms: tuple[Gemm, ...], traffic: Framework
     )
 
 
+CASTS = Formula(
+    "step.fp8_casts",
+    "fp8: 4 bytes per element of each linear layer's input forward, and of its output's gradient"
+    " backward: read in 16 bits, written in 8 bits twice, once transposed",
+    "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 7",
+)
+
+CAST_BYTES = 4
+
+
+def _time_casts(speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
+    """Time to cast the operands of the linear layers to fp8 (CASTS)."""
+    if speed.operand_bytes > 1:
+        return LayerPass(0.0, 0.0, 0.0)
+    inputs = sum(each.count * each.rows * each.inner for each in gemms)
+    gradients = sum(each.count * each.rows * each.columns for each in gemms)
+    return LayerPass(
+        speed.compute_memory_ns(CAST_BYTES * inputs, len(gemms)),
+        speed.compute_memory_ns(CAST_BYTES * gradients, len(gemms)),
+        0.0,
+        formulas=(CASTS,),
+    )
+
+
 def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts) -> LayerPass:
     """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
     heads = divide_ceil(job.model.heads, job.parallel.tp)
@@ -212,8 +250,10 @@ def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkC
     work = 2 * scores * _sum_head_widths(job)
     if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
-        backward = forward * FUSED_BACKWARD / BACKWARD_ATTENTION
-        core_pass = LayerPass(forward, backward, 0.0, forward, backward)
+        backward = FUSED_BACKWARD * work / 2 / speed.attention_backward_flops_per_ns
+        backward += FUSED_BACKWARD * speed.launch_ns
+        formulas = () if is_attention_stated(job) else (ATTENTION,)
+        core_pass = LayerPass(forward, backward, 0.0, forward, backward, formulas)
         return core_pass + time_pieces(job, speed) if is_fused_ring(job) else core_pass
     size = job.training.activation_bytes
     softmax = traffic.elementwise * (
@@ -389,9 +429,11 @@ class FrameworkCosts:
     host_ns: float
 
 
-EAGER_TRAFFIC = 1.6
-"""Memory traffic of unfused operations over fused ones: the value from 1.4 to 2.2, in steps of 0.2,
-with the least loss on the fitted rows of presets/efficiency.toml."""
+EAGER_TRAFFIC = 1.75
+"""Memory traffic of unfused operations over fused ones (fitted on Megatron-LM of 2020)."""
+
+SHARDED_TRAFFIC = 2.4
+"""The same for models under FSDP, which also cast each gathered weight (fitted on llm-foundry)."""
 
 
 def select_framework_costs(job: JobConfig) -> FrameworkCosts:
@@ -405,10 +447,11 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
         case "fsdp2" if job.parallel.sum_once:
             accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
             return FrameworkCosts(
-                EAGER_TRAFFIC, accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
+                SHARDED_TRAFFIC, accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
             )
         case "fsdp2":
-            return FrameworkCosts(EAGER_TRAFFIC, 0.0, 16.0, 400e3)
+            traffic = SHARDED_TRAFFIC if job.parallel.zero == 3 else EAGER_TRAFFIC
+            return FrameworkCosts(traffic, 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":
             return FrameworkCosts(
                 EAGER_TRAFFIC, 3.0 * job.training.gradient_bytes * later_share, 0.0, 400e3
@@ -501,6 +544,91 @@ def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
 
+# The rate of attention: by kernel, hardware and the number of tokens that a call sees.
+
+ATTENTION = Formula(
+    "step.attention",
+    "rate of a kernel of fused attention at s tokens: 0.92 R s / (s + s0), scaled with the peak of"
+    " the GPU; the backward has an R and s0 of its own; clocks in a training step are lower than in"
+    " a benchmark (0.92)",
+    "published benchmarks that presets/attention.toml names; 0.92: fitted",
+)
+
+BACKWARD_ATTENTION = 0.8
+"""Rate of fused attention's backward over that of its forward where only the latter is known.
+Dao, FlashAttention-2, arXiv:2307.08691, section 4.1."""
+
+SUSTAINED_ATTENTION = 0.92
+"""Rate of an attention kernel in a training step over that in its benchmark: clocks are lower."""
+
+_TRANSFORMER_ENGINE: dict[str, AttentionKernel] = {"hopper": "cudnn", "blackwell": "cudnn"}
+
+_AMD_KERNELS: dict[str, AttentionKernel] = {"cdna3": "aiter", "cdna4": "ck"}
+
+
+def choose_attention_kernel(job: JobConfig) -> AttentionKernel:
+    """The stated kernel, or the one that the framework calls: cuDNN through Transformer Engine in
+    Megatron-LM, FlashAttention 2 through torch's SDPA in the others."""
+    family = job.hardware.family
+    if job.training.attention_kernel:
+        return job.training.attention_kernel
+    if job.training.framework == "megatron" and family in _TRANSFORMER_ENGINE:
+        return _TRANSFORMER_ENGINE[family]
+    return _AMD_KERNELS.get(family, "flash-2")
+
+
+def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRate:
+    """What attention reaches in this job, start_tokens already applied.
+
+    By precedence: unfused, measured by the user, a constant fraction of the peak, the published
+    rate of the kernel.
+    """
+    hardware, efficiency = job.hardware, job.hardware.efficiency
+    share = efficiency.attention if hardware.attention is None else 0.0
+    if not job.training.flash_attention:
+        share = efficiency.unfused_attention
+    if share:
+        forward = peak_flops_per_s * share * hardware.clock
+        return AttentionRate(forward, forward * BACKWARD_ATTENTION)
+    tokens = count_attended_tokens(job)
+    if hardware.attention is not None:
+        return _slow_by_start(hardware.attention, tokens, 1.0)
+    name = choose_attention_kernel(job)
+    kernel = load_attention_rate(name, hardware.family)
+    if kernel is None:
+        known = ", ".join(list_attention_kernels(hardware.family)) or "none"
+        raise UsageError(
+            f"no published rate of {name} on {hardware.family} (known: {known}); set"
+            " attention_kernel, or forward and backward of [hardware.attention]"
+        )
+    scale = peak_flops_per_s / kernel.peak_flops_per_s * hardware.clock * SUSTAINED_ATTENTION
+    return _slow_by_start(kernel.rate, tokens, scale)
+
+
+def count_attended_tokens(job: JobConfig) -> float:
+    """Tokens of the keys that one call sees: a ring passes a part of the sequence at a time."""
+    return job.training.seq_len / (job.parallel.cp if is_fused_ring(job) else 1)
+
+
+def is_attention_stated(job: JobConfig) -> bool:
+    """Whether the hardware states a rate of fused attention, which comes before the kernel's."""
+    return bool(job.hardware.attention or job.hardware.efficiency.attention)
+
+
+def compute_attention_share(job: JobConfig) -> float:
+    """Fraction of the peak that attention reaches in this job's forward; 0 without a peak."""
+    training = job.training
+    peak = job.hardware.peak_flops_per_s("bf16" if training.dtype == "fp8" else training.dtype)
+    return find_attention_rate(job, peak).forward_flops_per_s / peak if peak else 0.0
+
+
+def _slow_by_start(rate: AttentionRate, tokens: float, scale: float) -> AttentionRate:
+    return AttentionRate(
+        scale * rate.forward_flops_per_s * tokens / (tokens + rate.start_tokens),
+        scale * rate.backward_flops_per_s * tokens / (tokens + rate.backward_start_tokens),
+    )
+
+
 # Kernel time on one device: a roofline with the sum of its two sides.
 
 KERNEL = Formula(
@@ -510,10 +638,6 @@ KERNEL = Formula(
     "after Williams et al., Roofline, CACM 2009; constants from the rows that the presets name",
 )
 
-BACKWARD_ATTENTION = 0.8
-"""Rate of fused attention's backward over that of its forward.
-Dao, FlashAttention-2, arXiv:2307.08691, section 4.1."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
@@ -522,19 +646,21 @@ class DeviceSpeed:
     linear_flops_per_ns: float
     head_flops_per_ns: float
     attention_flops_per_ns: float
+    attention_backward_flops_per_ns: float
     bytes_per_ns: float
     launch_ns: float
     tile: int = 0
     multiprocessors: int = 0
+    operand_bytes: int = 2
 
     @property
     def head_speed(self) -> DeviceSpeed:
         """Speed of the head, whose GEMMs stay in bf16 with fp8 training."""
-        return replace(self, linear_flops_per_ns=self.head_flops_per_ns)
+        return replace(self, linear_flops_per_ns=self.head_flops_per_ns, operand_bytes=2)
 
-    def compute_gemm_ns(self, rows: float, columns: float, inner: float, size: int = 2) -> float:
-        """Time of one GEMM (rows x inner) (inner x columns) with size bytes per element."""
-        moved_bytes = size * (rows * inner + inner * columns + rows * columns)
+    def compute_gemm_ns(self, rows: float, columns: float, inner: float) -> float:
+        """Time of one GEMM (rows x inner) (inner x columns) with a result in 16 bits."""
+        moved_bytes = self.operand_bytes * (rows + columns) * inner + 2 * rows * columns
         work = (
             2.0
             * rows
@@ -552,23 +678,26 @@ class DeviceSpeed:
 def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     """Speed of the job's device at its dtype. Raises UsageError if its peak is unknown."""
     hardware, training = job.hardware, job.training
-    efficiency = hardware.efficiency
+    efficiency, eight_bits = hardware.efficiency, training.dtype == "fp8"
     peak = hardware.peak_flops_per_s(training.dtype)
-    wide_peak = hardware.peak_flops_per_s("bf16" if training.dtype == "fp8" else training.dtype)
+    wide_peak = hardware.peak_flops_per_s("bf16" if eight_bits else training.dtype)
     if peak is None or wide_peak is None:
         known_dtypes = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
         raise UsageError(
             f"{hardware.name} has no peak FLOP/s at {training.dtype}; known: {known_dtypes}"
         )
-    fused = efficiency.attention if training.flash_attention else efficiency.unfused_attention
+    gemm = (eight_bits and efficiency.gemm_fp8) or efficiency.gemm
+    attention = find_attention_rate(job, wide_peak)
     return DeviceSpeed(
-        linear_flops_per_ns=peak * efficiency.gemm / 1e9,
-        head_flops_per_ns=wide_peak * efficiency.gemm / 1e9,
-        attention_flops_per_ns=wide_peak * fused / 1e9,
+        linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,
+        head_flops_per_ns=wide_peak * efficiency.gemm * hardware.clock / 1e9,
+        attention_flops_per_ns=attention.forward_flops_per_s / 1e9,
+        attention_backward_flops_per_ns=attention.backward_flops_per_s / 1e9,
         bytes_per_ns=hardware.memory_bytes_per_s * efficiency.memory / 1e9,
         launch_ns=efficiency.launch_ns,
         tile=efficiency.tile,
         multiprocessors=hardware.multiprocessors,
+        operand_bytes=1 if eight_bits else 2,
     )
 
 

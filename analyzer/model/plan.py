@@ -86,7 +86,7 @@ def plan(
         >>> from stepsplit.analyzer import plan, read_job
         >>> best = plan(read_job("job.toml"), gpus=16).best
         >>> best.choice.tp, best.choice.pp, f"{best.step_ns / 1e9:.0f} s"
-        (4, 4, '49 s')
+        (4, 4, '47 s')
     """
     if gpus < 1:
         raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")

@@ -23,6 +23,11 @@ from stepsplit.analyzer.model import (
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
+from stepsplit.analyzer.model.confidence import (
+    decide_confidence,
+    estimate_step_band,
+    list_caveats,
+)
 from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
@@ -64,9 +69,6 @@ from stepsplit.analyzer.model.step_time import (
     compute_skew,
     compute_splits,
     compute_stage_time,
-    decide_confidence,
-    estimate_step_band,
-    list_caveats,
     list_pipeline_messages,
 )
 
@@ -107,7 +109,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     step_flops = count_step_flops(job, CONVENTION)
     splits = compute_splits(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
-    caveats = list_caveats(job, stages, slowest)
+    caveats = list_caveats(job, stages, slowest, stage_memory)
     low_ns, high_ns = estimate_step_band(job, slowest, caveats)
     peak = job.hardware.peak_flops_per_s(job.training.dtype)
     world, step_ns = job.parallel.world_size, slowest.step_ns
@@ -131,7 +133,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
         fits=is_within_memory(job, stage_memory),
         confidence=decide_confidence(job, caveats),
-        notes=caveats,
+        notes=tuple(each.text for each in caveats),
         formulas=collect_formulas(
             stage_params, step_flops, stage_memory, timed, stages, pipeline, skew
         ),
@@ -219,9 +221,10 @@ ORDER = (
     comm_volume.ALL_REDUCED, comm_volume.ZERO, comm_ops.NORM,
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
-    layer_time.KERNEL, layer_time.ACCUMULATE, layer_time.UNIT_COPIES, step_time.EXPOSED,
-    layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
-    layer_time.UPDATE, layer_time.HOST, step_time.STRAGGLERS,
+    layer_time.KERNEL, layer_time.ATTENTION, layer_time.CASTS, layer_time.ACCUMULATE,
+    layer_time.UNIT_COPIES, step_time.EXPOSED, layer_time.PIECES,
+    schedule_time.FRACTION, schedule_time.OVERHEAD, layer_time.UPDATE, layer_time.HOST,
+    step_time.STRAGGLERS,
 )  # fmt: skip
 
 

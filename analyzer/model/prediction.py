@@ -16,7 +16,7 @@ from stepsplit.analyzer.model.formulas import Formula
 
 SCHEMA = "stepsplit.prediction/1"
 
-Confidence = Literal["calibrated", "high", "low"]
+Confidence = Literal["calibrated", "high", "medium", "low"]
 
 GRADIENT_AXIS = "dp_cp"
 """The axis of gradient reduction when it also spans the ranks of context parallelism."""
@@ -134,8 +134,8 @@ class Prediction:
         hfu: hardware FLOPs utilization, likewise.
         tokens_per_s_per_gpu: throughput of one GPU.
         fits: whether every stage fits in the device memory.
-        confidence: "calibrated", "high" or "low".
-        notes: the caveats behind a low confidence.
+        confidence: "calibrated", "high", "medium" or "low".
+        notes: the reasons for a medium or low confidence.
         formulas: the formulas used, with citations.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Step time: stages, exposed communication, pipeline, stragglers, caveats and error band."""
+"""Step time: stages, exposed communication, pipeline and stragglers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from stepsplit.analyzer.model.config import (
     StageConfig,
     count_chunks,
     list_rank_chunks,
-    place_group,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -31,11 +30,10 @@ from stepsplit.analyzer.model.layer_time import (
     compute_launch_time,
     compute_offload_ns,
     compute_optimizer_ns,
-    is_host_bound,
     select_framework_costs,
 )
 from stepsplit.analyzer.model.parameters import StageParameters
-from stepsplit.analyzer.model.prediction import Band, Communication, Confidence
+from stepsplit.analyzer.model.prediction import Band, Communication
 from stepsplit.analyzer.model.schedule_time import (
     FRACTION,
     OVERHEAD,
@@ -163,7 +161,9 @@ def compute_skew(job: JobConfig) -> Skew:
     formulas = (STRAGGLERS,) if nodes > 1 else ()
     if job.hardware.family == "cpu":
         nodes = job.parallel.world_size / job.parallel.pp
-    return Skew(job.hardware.efficiency.jitter * math.sqrt(2 * math.log(nodes)), formulas)
+    efficiency = job.hardware.efficiency
+    jitter = (job.parallel.zero == 3 and efficiency.jitter_per_layer) or efficiency.jitter
+    return Skew(jitter * math.sqrt(2 * math.log(nodes)), formulas)
 
 
 def _build_split(
@@ -185,74 +185,6 @@ def _build_split(
 def _wait_until(split: Split, step_ns: int) -> Split:
     """Add the wait for the slowest stage at the end of the step to the bubble."""
     return replace(split, bubble_ns=split.bubble_ns + step_ns - split.step_ns)
-
-
-# Caveats: cases in which the model is known to be wrong.
-
-COMM_SHARE_LIMIT = 0.4
-"""Share of communication above which a step depends more on link constants than on kernels."""
-
-CAVEAT_ERROR = 0.25
-"""What each caveat adds to the error, a ratio: the mean error on published runs of a framework
-that was not fitted (nanotron on H100)."""
-
-
-def list_caveats(job: JobConfig, stages: tuple[StageTime, ...], split: Split) -> tuple[str, ...]:
-    """Reasons why the step time may be far off."""
-    caveats = []
-    if any(_is_stage_host_bound(job, stage) for stage in stages):
-        caveats.append("host-bound: launching a layer takes about as long as computing it")
-    caveats += [
-        f"{axis} crosses nodes: a group of {place_group(job, axis).ranks} over"
-        f" {place_group(job, axis).nodes} nodes communicates over the network in every layer"
-        for axis in ("tp", "cp", "ep")
-        if place_group(job, axis).nodes > 1
-    ]
-    if job.training.offload & {"parameters", "activations"}:
-        caveats.append("transfers of offloaded parameters and activations are not modelled")
-    if split.exposed_comm_ns > COMM_SHARE_LIMIT * split.step_ns:
-        caveats.append(
-            "communication takes most of the step: the estimate depends on link constants"
-        )
-    return (*caveats, *_list_uncalibrated(job))
-
-
-def _is_stage_host_bound(job: JobConfig, stage: StageTime) -> bool:
-    """Whether launching takes about as long as computing and the launch time is not calibrated."""
-    return not job.hardware.efficiency.host_ns and any(
-        is_host_bound(one, compute_launch_time(job, chunk.layers))
-        for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
-    )
-
-
-def _list_uncalibrated(job: JobConfig) -> tuple[str, ...]:
-    """Framework, device and dtype for which the efficiencies are not calibrated."""
-    efficiency, hardware = job.hardware.efficiency, job.hardware
-    if not efficiency.rows:
-        return (f"{hardware.name}: efficiencies are not calibrated",)
-    return tuple(
-        f"{hardware.family} efficiencies are calibrated on {' and '.join(fitted)}, not {this}"
-        for fitted, this in (
-            (efficiency.frameworks, job.training.framework),
-            (efficiency.devices, hardware.name),
-            (efficiency.dtypes, job.training.dtype),
-        )
-        if fitted and this not in fitted
-    )
-
-
-def decide_confidence(job: JobConfig, caveats: tuple[str, ...]) -> Confidence:
-    """low with any caveat; calibrated if the user's own runs set the constants."""
-    if caveats:
-        return "low"
-    calibrated = any(row.startswith("run:") for row in job.hardware.efficiency.rows)
-    return "calibrated" if calibrated else "high"
-
-
-def estimate_step_band(job: JobConfig, split: Split, caveats: tuple[str, ...]) -> tuple[int, int]:
-    """Error band of the step time in ns, which contains 9 of 10 published runs."""
-    error = job.hardware.efficiency.error + CAVEAT_ERROR * len(caveats)
-    return round(split.step_ns / (1 + error)), round(split.step_ns * (1 + error))
 
 
 # The time of one microbatch on one rank of a stage, and of what runs once per step.
@@ -317,7 +249,9 @@ def compute_stage_time(
             compute_chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True
         )
     )
-    host = tuple(compute_launch_time(job, chunk.layers) for chunk in stage.chunks)
+    host = tuple(
+        compute_launch_time(job, chunk.layers, chunk.expert_layers) for chunk in stage.chunks
+    )
     is_cpu = job.hardware.family == "cpu"
     messages = tuple(each for each in timed if each.message.strategy != "pp")
     communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
@@ -406,7 +340,17 @@ def _sum_overlap_compute(job: JobConfig, passes: tuple[LayerPass, ...]) -> Overl
         core_ns=m * sum(each.core_ns for each in passes),
         core_backward_ns=m * sum(each.core_backward_ns for each in passes),
         microbatches=m,
+        last_microbatches=_count_last_microbatches(job),
     )
+
+
+def _count_last_microbatches(job: JobConfig) -> float:
+    """Microbatches whose compute overlaps what runs once per step: the last one (for weights the
+    first); interleaved, all but one chunk of the last group of pp."""
+    layout = job.parallel
+    if layout.schedule != "interleaved" or layout.chunks == 1:
+        return 1.0
+    return max(1.0, min(layout.pp, job.microbatches) * (1 - 1 / layout.chunks))
 
 
 def _time_unit_copies(
@@ -431,7 +375,8 @@ def _time_unit_copies(
 
 EXPOSED = Formula(
     "step.exposed",
-    "overlapped: max(first or last call, t_comm - concurrent compute); else all of t_comm",
+    "overlapped: max(first or last call, t_comm - concurrent compute), for what runs once per step"
+    " the compute of one microbatch, interleaved of pp (1 - 1/v); else all of t_comm",
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7; Zhao et al., PyTorch FSDP,"
     " arXiv:2304.11277, section 3.3",
 )
@@ -468,19 +413,25 @@ class TimedMessage:
 
 @dataclass(frozen=True, slots=True)
 class OverlapCompute:
-    """Compute of one rank that communication can overlap, in ns per step; core is attention."""
+    """Compute of one rank that communication can overlap, in ns per step; core is attention.
+
+    last_microbatches: how many of the microbatches overlap communication that runs once per step.
+    """
 
     forward_ns: float
     backward_ns: float
     core_ns: float
     core_backward_ns: float
     microbatches: int
+    last_microbatches: float = 1.0
 
     def find_pool(self, phase: str) -> tuple[str, float]:
-        """The pass that a phase overlaps, and its time (of one microbatch if once per step)."""
+        """The pass that a phase overlaps, and its time (of the last microbatches if once per
+        step)."""
         pool = _find_pass(phase)
         pass_ns = self.backward_ns if pool == "backward" else self.forward_ns
-        return pool, pass_ns / self.microbatches if phase in ONCE_A_STEP else pass_ns
+        last_share = self.last_microbatches / self.microbatches
+        return pool, pass_ns * last_share if phase in ONCE_A_STEP else pass_ns
 
 
 def _find_pass(phase: str) -> str:

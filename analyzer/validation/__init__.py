@@ -86,6 +86,7 @@ def _check_to_row(check: Check) -> dict[str, object]:
         "met": None if check.skipped else check.met,
         "baseline": check.baseline,
         "note": check.note,
+        "inside": check.inside if check.banded else None,
         "left_out": check.left_out,
         "rows": [_format_row(row) for row in check.rows],
     }
@@ -100,5 +101,7 @@ def _format_row(row: ValidationRow) -> dict[str, object]:
         "predicted": row.predicted,
         "unit": row.unit,
         "error": row.error if math.isfinite(row.error) else None,
+        "low": row.low if row.high else None,
+        "high": row.high or None,
         "fitted": row.fitted,
     }

@@ -317,7 +317,7 @@ def _compare_gpu(row: PublishedRow) -> ValidationRow:
 
 def _compare_host(row: PublishedRow) -> ValidationRow:
     nodes, zero = row.read_count("nodes"), int(row.read_text("stage")[-1])
-    largest = row.read_count("largest_layer_params") if row.has_value("zero_init") else None
+    largest = row.read_count("largest_layer_params") if row.values.get("zero_init") == "1" else None
     predicted = estimate_deepspeed_host_bytes(
         row.read_count("total_params"), row.read_count("gpus_per_node"), nodes, zero,
         _parse_offload(row.read_text("options")), largest,

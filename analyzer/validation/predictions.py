@@ -9,6 +9,7 @@ from typing import get_args
 
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
+from stepsplit.analyzer.model.confidence import StepBand
 from stepsplit.analyzer.model.config import (
     GroupPlacement,
     HardwareConfig,
@@ -25,14 +26,12 @@ from stepsplit.analyzer.model.memory import (
     estimate_reserved_bytes,
 )
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
-from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.validation.coverage import UnseenRun, find_unseen_bands, predict_unseen
 from stepsplit.analyzer.validation.published_runs import (
     SCHEDULES,
     SIMUMAX_TABLE,
     TORCHTITAN_TABLE,
-    Case,
-    Family,
     build_nanotron,
     build_simumax,
     build_torchtitan_job,
@@ -40,12 +39,13 @@ from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
-    list_fitted_step_times,
     list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     Build,
+    Case,
     Check,
+    Family,
     Published,
     PublishedRow,
     ValidationRow,
@@ -58,29 +58,38 @@ from stepsplit.analyzer.validation.tables import (
 # Predicted step times against published ones, and against a constant-utilization baseline.
 
 BARS: dict[Family, tuple[float, float]] = {
-    "A100 Megatron": (0.04, 0.08),
-    "B200 dense": (0.05, 0.09),
+    "A100 Megatron": (0.04, 0.09),
     "llm-foundry": (0.06, 0.15),
+    "H100 recipes, bf16": (0.05, 0.10),
+    "H100 recipes, fp8": (0.10, 0.20),
+    "Blackwell recipes, fp8": (0.10, 0.20),
 }
 """Mean and 90th percentile of the absolute errors; other families have no bar."""
 
 
 def check_step_times(published: Published) -> tuple[Check, ...]:
-    """One check per family, with a baseline fitted on the same rows as the model."""
-    cases, fitted = list_cases(published), list_fitted_step_times()
-    fitted_cases = [case for case in list_step_time_cases(Published()) if case.id in fitted]
-    return tuple(
-        replace(
-            _check_family(
-                family,
-                _filter_family(family, cases.cases),
-                _filter_family(family, fitted_cases),
-                fitted,
-            ),
-            left_out=tuple(each for each in cases.left_out if _infer_family(each) == family),
-        )
-        for family in get_args(Family)
-    )
+    """One check per family. Each publisher's runs are predicted by constants, bands and baseline
+    of the other publishers' runs."""
+    cases = list_cases(published)
+    unseen = predict_unseen(cases.cases)
+    bands = find_unseen_bands(unseen)
+    known = list_step_time_cases(Published())
+    checks = []
+    for family in get_args(Family):
+        of_family = [i for i, run in enumerate(unseen) if run.case.family == family]
+        rows = [_build_step_row(unseen[i], bands[i]) for i in of_family]
+        baseline_rows = build_baseline_rows([unseen[i].case for i in of_family], known)
+        left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
+        checks.append(_check_family(family, rows, baseline_rows, left_out))
+    return tuple(checks)
+
+
+def _build_step_row(run: UnseenRun, band: StepBand) -> ValidationRow:
+    predicted_ns = float(run.predicted_ns)
+    return ValidationRow(
+        run.case.table, run.case.id, "step time", run.case.step_ns, predicted_ns, "ns",
+        low=predicted_ns / (1 + band.error), high=predicted_ns * (1 + band.error),
+    )  # fmt: skip
 
 
 def _infer_family(left_out: str) -> Family:
@@ -92,35 +101,23 @@ def _infer_family(left_out: str) -> Family:
             return "llm-foundry"
         case "torchtitan":
             return "torchtitan"
+        case "recipe" | "bridge":
+            return "recipes with experts" if "Qwen3" in left_out else "H100 recipes, fp8"
     return "A100 Megatron"
 
 
-def _filter_family(family: Family, cases: Iterable[Case]) -> list[Case]:
-    return [case for case in cases if case.family == family]
-
-
 def _check_family(
-    family: Family, cases: Sequence[Case], fitted_cases: Sequence[Case], fitted: Collection[str]
+    family: Family,
+    rows: Sequence[ValidationRow],
+    baseline_rows: Sequence[ValidationRow],
+    left_out: tuple[str, ...],
 ) -> Check:
-    name, bar = f"{family}, step time", BARS.get(family, ())
-    rows = [compare_step_time(case, fitted) for case in cases]
-    baseline_results = build_baseline_rows(
-        [case for case in cases if case.id not in fitted], fitted_cases
-    )
-    baseline = compute_measure("mean/p90", baseline_results) if baseline_results else None
-    result = check(name, rows, "mean/p90", bar, baseline)
+    baseline = compute_measure("mean/p90", baseline_rows) if baseline_rows else None
+    result = check(f"{family}, step time", rows, "mean/p90", BARS.get(family, ()), baseline)
+    result = replace(result, left_out=left_out)
     if result.skipped or baseline is None or result.result[0] <= baseline[0]:
         return result
     return replace(result, note="a constant utilization is more accurate on these rows")
-
-
-def compare_step_time(case: Case, fitted: Collection[str]) -> ValidationRow:
-    """The predicted step time (slowest stage) and the published one."""
-    predicted = predict(case.job).split.step_ns
-    return ValidationRow(
-        case.table, case.id, "step time", case.step_ns, float(predicted), "ns",
-        fitted=case.id in fitted,
-    )  # fmt: skip
 
 
 # Predicted peaks of allocated memory against measured ones.
@@ -200,32 +197,24 @@ def _compare_stages(row: PublishedRow) -> tuple[ValidationRow, ...]:
 
 
 def build_baseline_rows(
-    cases: Iterable[Case], fitted_cases: Collection[Case]
+    cases: Iterable[Case], known: Collection[Case]
 ) -> tuple[ValidationRow, ...]:
     """Step times of the cases from one hardware FLOPs utilization per kind of run.
 
-    A kind is a GPU and a dtype. Its utilization is the mean of the known cases, those on which the
-    model's constants were fitted. A kind without known cases uses the mean of all of them. Without
-    any known case there are no rows.
+    A kind is a GPU and a dtype. Its utilization is the mean of the known cases of other publishers;
+    a kind without any uses the mean of all of them. Without known cases there are no rows.
     """
-    if not fitted_cases:
-        return ()
-    means = {
-        kind: fmean(map(compute_utilization, filter_kind(fitted_cases, kind)))
-        for kind in map(get_kind, fitted_cases)
-    }
-    everywhere = fmean(map(compute_utilization, fitted_cases))
-    return tuple(
-        ValidationRow(
-            case.table, case.id, "step time", case.step_ns,
-            compute_utilization(case) / means.get(get_kind(case), everywhere) * case.step_ns, "ns",
-        )
-        for case in cases
-    )  # fmt: skip
-
-
-def filter_kind(cases: Iterable[Case], kind: tuple[str, str]) -> list[Case]:
-    return [case for case in cases if get_kind(case) == kind]
+    utilization = [(case.source, get_kind(case), compute_utilization(case)) for case in known]
+    rows = []
+    for case in cases:
+        others = [each for each in utilization if each[0] != case.source]
+        alike = [each for each in others if each[1] == get_kind(case)] or others
+        if not alike:
+            continue
+        mean = fmean(share for _, _, share in alike)
+        predicted = compute_utilization(case) / mean * case.step_ns
+        rows.append(ValidationRow(case.table, case.id, "step time", case.step_ns, predicted, "ns"))
+    return tuple(rows)
 
 
 def get_kind(case: Case) -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_time import (
@@ -29,9 +29,13 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.flops import compute_sc21_flops, count_model_flops
-from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
 from stepsplit.analyzer.model.memory_states import load_coefficients
-from stepsplit.analyzer.validation.tables import Published, PublishedRow
+from stepsplit.analyzer.validation.recipes import BRIDGE_TABLE, RECIPES_TABLE, build_recipe
+from stepsplit.analyzer.validation.tables import Case, Family, Published, PublishedRow
+
+MEGATRON_FAMILY: Family = "A100 Megatron"
+
+ZERO_FAMILY: Family = "A100 ZeRO-3"
 
 
 def build_sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
@@ -43,21 +47,22 @@ def build_sc21_table1(row: PublishedRow) -> tuple[Case, ...]:
     job = _build_megatron_job(
         row, layout, _build_megatron_training(row, row.read_count("micro_batch"))
     )
-    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row)),)
+    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row), "sc21"),)
 
 
 def build_sc21_table2(row: PublishedRow) -> tuple[Case, ...]:
-    """Table 2, rows of PTD-P. 1F1B, because throughput drops with GPUs as (p-1)/m predicts."""
-    if row.read_text("scheme") != "PTD-P":
-        return ()
-    dp = row.read_count("gpus") // (row.read_count("tp") * row.read_count("pp"))
-    layout = ParallelConfig(
-        tp=row.read_count("tp"), pp=row.read_count("pp"), dp_replicate=dp, scatter_gather=True
-    )
-    job = _build_megatron_job(
-        row, layout, _build_megatron_training(row, row.read_count("micro_batch"))
-    )
-    return (Case(row.table, row.id, "A100 Megatron", job, _compute_sc21_step_ns(row)),)
+    """Table 2: PTD-P with 1F1B, because throughput drops with GPUs as (p-1)/m predicts, and ZeRO-3
+    of DeepSpeed, which gathers the parameters in 16 bits."""
+    training = _build_megatron_training(row, row.read_count("micro_batch"))
+    gpus, family = row.read_count("gpus"), MEGATRON_FAMILY
+    if row.read_text("scheme") == "ZeRO-3":
+        layout = ParallelConfig(dp_shard=gpus, zero=3, overlap=frozenset({"dp"}))
+        training, family = replace(training, framework="deepspeed"), ZERO_FAMILY
+    else:
+        tp, pp = row.read_count("tp"), row.read_count("pp")
+        layout = ParallelConfig(tp=tp, pp=pp, dp_replicate=gpus // (tp * pp), scatter_gather=True)
+    job = _build_megatron_job(row, layout, training)
+    return (Case(row.table, row.id, family, job, _compute_sc21_step_ns(row), "sc21"),)
 
 
 def build_korthikanti(row: PublishedRow) -> tuple[Case, ...]:
@@ -74,7 +79,14 @@ def build_korthikanti(row: PublishedRow) -> tuple[Case, ...]:
         row, replace(layout, sequence_parallel=True), replace(training, recompute="selective")
     )
     return tuple(
-        Case(row.table, f"{row.id}_{name}", "A100 Megatron", job, row.read_number(column) * 1e9)
+        Case(
+            row.table,
+            f"{row.id}_{name}",
+            "A100 Megatron",
+            job,
+            row.read_number(column) * 1e9,
+            "korthikanti",
+        )
         for name, job, column in (
             ("full", full, "iter_s_full_recompute_noSP"),
             ("selective", selective, "iter_s_selective_SP"),
@@ -95,7 +107,9 @@ def build_mt_nlg(row: PublishedRow) -> tuple[Case, ...]:
         framework="deepspeed",
     )
     job = _build_megatron_job(row, _build_megatron_layout(row, 1), training)
-    return (Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_s") * 1e9),)
+    return (
+        Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_s") * 1e9, "mt-nlg"),
+    )
 
 
 def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
@@ -118,7 +132,8 @@ def build_megascale(row: PublishedRow) -> tuple[Case, ...]:
         recompute="selective",
     )
     job = _build_megatron_job(row, layout, training)
-    return (Case(row.table, row.id, "A100 Megatron", job, _compute_megascale_step_ns(row, job)),)
+    step_ns = _compute_megascale_step_ns(row, job)
+    return (Case(row.table, row.id, "A100 Megatron", job, step_ns, "megascale"),)
 
 
 def build_tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
@@ -134,7 +149,8 @@ def build_tensor_2020(row: PublishedRow) -> tuple[Case, ...]:
     training = _build_megatron_training(row, row.read_count("global_batch") // row.read_count("dp"))
     training = replace(training, framework="ddp")
     job = _build_megatron_job(row, layout, training, vocab=51200)
-    return (Case(row.table, row.id, "A100 Megatron", job, row.read_number("iter_ms") * 1e6),)
+    step_ns = row.read_number("iter_ms") * 1e6
+    return (Case(row.table, row.id, "A100 Megatron", job, step_ns, "megatron-2020"),)
 
 
 SIMUMAX_TABLE = "simumax_b200_measured"
@@ -156,6 +172,8 @@ TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
     (SIMUMAX_TABLE, lambda row: (build_simumax(row),)),
     (LLM_FOUNDRY_TABLE, lambda row: (build_llm_foundry(row),)),
     (TORCHTITAN_TABLE, lambda row: (build_torchtitan(row),)),
+    (RECIPES_TABLE, lambda row: (build_recipe(row),)),
+    (BRIDGE_TABLE, lambda row: (build_recipe(row),)),
 )
 
 
@@ -272,7 +290,7 @@ def build_llm_foundry(row: PublishedRow) -> Case:
         _build_llm_foundry_training(row),
         find_hardware(row),
     )
-    return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9)
+    return Case(row.table, row.id, "llm-foundry", job, seconds * 1e9, "llm-foundry")
 
 
 def build_mpt(row: PublishedRow) -> ModelConfig:
@@ -308,6 +326,7 @@ def _build_llm_foundry_training(row: PublishedRow) -> TrainingConfig:
         framework="fsdp2",
         gradient_dtype="bf16" if row.read_text("mp_mode") == "PURE" else "fp32",
         offload=frozenset({"activations"}) if offload else frozenset(),
+        attention_kernel="triton-2023",
     )
 
 
@@ -355,7 +374,18 @@ def _build_megatron_job(
         vocab_size,
         training.seq_len,
     )
-    return JobConfig(model, layout, training, load_hardware("a100-sxm-80gb", "ib-hdr-200", 8))
+    return JobConfig(model, layout, training, _find_megatron_hardware(row))
+
+
+MEGATRON_GPUS = {"A100": "a100-sxm-80gb", "Ampere": "a100-sxm-80gb", "V100": "v100-sxm-32gb"}
+"""First word of a GPU's name -> its preset."""
+
+
+def _find_megatron_hardware(row: PublishedRow) -> HardwareConfig:
+    """Raises DataError for another GPU than those of the published rows or V100."""
+    words = re.split(r"[^A-Za-z0-9]", row.read_text("gpu") or "A100")
+    name = row.read_word("gpu", words[0], MEGATRON_GPUS)
+    return load_hardware(name, "ib-hdr-200" if name.startswith("a100") else "ib-edr-100", 8)
 
 
 def _compute_sc21_step_ns(row: PublishedRow) -> float:
@@ -417,7 +447,7 @@ def build_simumax(row: PublishedRow) -> Case:
         _build_simumax_training(row),
         load_hardware("b200-sxm"),
     )
-    return Case(row.table, row.id, family, job, row.read_number("real_iter_ms") * 1e6)
+    return Case(row.table, row.id, family, job, row.read_number("real_iter_ms") * 1e6, "simumax")
 
 
 def _build_simumax_layout(row: PublishedRow) -> ParallelConfig:
@@ -463,23 +493,36 @@ def build_torchtitan(row: PublishedRow) -> Case:
     job = build_torchtitan_job(row)
     tokens = job.training.global_batch * job.training.seq_len
     seconds = tokens / (row.read_number("tokens_per_s_per_gpu") * row.read_count("gpus"))
-    return Case(row.table, row.id, "torchtitan", job, seconds * 1e9)
+    return Case(row.table, row.id, "torchtitan", job, seconds * 1e9, "torchtitan")
 
 
 def build_torchtitan_job(row: PublishedRow) -> JobConfig:
-    name = "a100-sxm-80gb" if row.read_text("gpu").startswith("A100") else "h100-sxm"
     layout = _build_torchtitan_layout(row)
     return JobConfig(
         load_model(_find_preset(row)),
         layout,
         _build_torchtitan_training(row, layout),
-        load_hardware(name),
+        _find_torchtitan_hardware(row),
     )
+
+
+TORCHTITAN_GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm", "H200": "h200-sxm"}
+
+
+def _find_torchtitan_hardware(row: PublishedRow) -> HardwareConfig:
+    """H100 of 500 instead of 700 W, whose clock falls about with the root of the power, and HBM2e
+    of 2.4 TB/s; or another GPU."""
+    word = row.read_text("gpu").partition("-")[0]
+    name = row.read_word("gpu", word, TORCHTITAN_GPUS)
+    if "HBM2e" not in row.read_text("gpu"):
+        return load_hardware(name)
+    clock = math.sqrt(500 / 700)
+    return replace(load_hardware("h100-sxm"), clock=clock, memory_bytes_per_s=2.4e12)
 
 
 def _find_preset(row: PublishedRow) -> str:
     """llama3.1-8B -> llama-3.1-8b."""
-    return row.read_text("model").lower().replace("llama3", "llama-3")
+    return re.sub("^llama(?=[23])", "llama-", row.read_text("model").lower())
 
 
 def _build_torchtitan_layout(row: PublishedRow) -> ParallelConfig:
@@ -545,20 +588,7 @@ def build_zero_bubble(row: PublishedRow) -> JobConfig:
     return JobConfig(model, layout, training, load_hardware("a100-sxm-80gb", "roce-200", 8))
 
 
-# Case: a published run and its step time.
-
-Family = Literal["A100 Megatron", "B200 dense", "B200 experts", "llm-foundry", "torchtitan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A published run; step_ns is the published step time, or computed from the throughput."""
-
-    table: str
-    id: str
-    family: Family
-    job: JobConfig
-    step_ns: float
+# Shapes of the published models.
 
 
 def build_gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelConfig:
@@ -601,11 +631,6 @@ PRESET_ROWS = (
 )
 """Rows behind the NVLS bandwidth (presets/hardware) and the efficiencies of rings on NVLink 4 and
 xGMI (presets/links.toml); the other constants of both are fitted on rows of comm_time.py."""
-
-
-def list_fitted_step_times() -> frozenset[str]:
-    """Rows named in presets/efficiency.toml."""
-    return frozenset(row for family in list_families() for row in load_efficiency(family).rows)
 
 
 def list_fitted_memory() -> frozenset[str]:

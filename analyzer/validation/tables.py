@@ -14,6 +14,7 @@ from statistics import fmean, median, quantiles
 from typing import Literal, TypeVar
 
 from stepsplit.analyzer.errors import DataError, StepsplitError
+from stepsplit.analyzer.model.config import JobConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,10 @@ class PublishedRow:
 
     def read_choice(self, column: str, choices: Mapping[str, _T]) -> _T:
         """Map the column's value through choices."""
-        word = self.read_text(column)
+        return self.read_word(column, self.read_text(column), choices)
+
+    def read_word(self, column: str, word: str, choices: Mapping[str, _T]) -> _T:
+        """Map a word of the column's value through choices."""
         if word in choices:
             return choices[word]
         problem, allowed = f"{column} of {self.id} is {word!r}", ", ".join(choices)
@@ -62,7 +66,8 @@ class ValidationRow:
     """A published and a predicted number, both in unit.
 
     tolerance is the difference up to which they count as equal (rounding of the printed digits).
-    fitted: a constant of the model was fitted on this row, so the row is not reported.
+    fitted: a constant of the model was fitted on this row, so the row is not reported. low and
+    high are the ends of the prediction's error band; 0 without a band.
     """
 
     table: str
@@ -73,6 +78,13 @@ class ValidationRow:
     unit: str
     tolerance: float = 0.0
     fitted: bool = False
+    low: float = 0.0
+    high: float = 0.0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the published number is in the error band."""
+        return self.low <= self.published <= self.high
 
     @property
     def error(self) -> float:
@@ -84,6 +96,30 @@ class ValidationRow:
     @property
     def equal(self) -> bool:
         return abs(self.predicted - self.published) <= self.tolerance * (1 + 1e-9) + 1e-12
+
+
+# A published run and its step time.
+
+Family = Literal[
+    "A100 Megatron", "A100 ZeRO-3", "B200 dense", "B200 experts", "llm-foundry", "torchtitan",
+    "H100 recipes, bf16", "H100 recipes, fp8", "Blackwell recipes, bf16", "Blackwell recipes, fp8",
+    "recipes with experts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A published run; step_ns is the published step time, or computed from the throughput.
+
+    source is the publisher, whose runs are not independent of one another.
+    """
+
+    table: str
+    id: str
+    family: Family
+    job: JobConfig
+    step_ns: float
+    source: str
 
 
 # A check from the records of a table; records that cannot be modelled are listed apart.
@@ -179,6 +215,16 @@ class Check:
     def reported(self) -> tuple[ValidationRow, ...]:
         """The rows of the result: those that were not used in a fit."""
         return tuple(row for row in self.rows if not row.fitted)
+
+    @property
+    def banded(self) -> tuple[ValidationRow, ...]:
+        """The reported rows with an error band."""
+        return tuple(row for row in self.reported if row.high)
+
+    @property
+    def inside(self) -> int:
+        """How many of the banded rows are inside of their band."""
+        return sum(row.is_inside for row in self.banded)
 
     @property
     def worst(self) -> tuple[ValidationRow, ...]:
@@ -312,6 +358,9 @@ IDS: dict[str, str] = {
         "_{fsdp_strategy}_ckpt-{activation_ckpt}"
     ),
     "megascale_table2": "megascale/{model}_{system}_{gpus}_{global_batch}",
+    "megatron_bridge_performance": (
+        "bridge/{release}_{kind}_{model}_{system}_{gpus}_{precision}_{tp}x{pp}"
+    ),
     "megatron_2020_tp_weak_scaling": "megatron-2020/{case}_{gpus}",
     "megatron_dist_optimizer_bytes": "megatron-bytes/{param_dtype}_{grad_dtype}",
     "megatron_h100_weak_scaling": "megatron-h100/{model}_{gpus}",
@@ -327,6 +376,9 @@ IDS: dict[str, str] = {
     "simumax_b200_measured": "simumax/{case}",
     "torchtitan_throughput_memory": (
         "torchtitan/{model}_{seq}_{gpus}_{config}_ckpt-{activation_ckpt}"
+    ),
+    "training_runs": (
+        "recipe/{framework}_{kind}_{model}_{gpu}_{gpus}_{precision}_{global_batch}_{micro_batch}"
     ),
     "zero_bubble_table4_throughput_memory": "zb-t4/{model}_m{num_microbatches}_{schedule}",
     "zero_bubble_table5_9_bubble_rates": "zb-t5/{model}_m{num_microbatches}",

@@ -240,8 +240,8 @@ def validate_command(
     """Compare the analytical model with published measurements.
 
     FOLDER has additional rows: CSV files with the names and columns of those in
-    stepsplit/analyzer/model/published; each file is optional. Exits with status 1 if a check
-    fails. Rows that a constant of the model was fitted on do not count.
+    stepsplit/analyzer/validation/published; each file is optional. Exits with status 1 if a check
+    fails. Step times are predicted by constants fitted without their publisher's runs.
     """
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.validation import to_json, validate

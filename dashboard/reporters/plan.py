@@ -428,14 +428,17 @@ def _build_equality_table(checks: Sequence[Check]) -> Table:
 
 
 def _build_limit_table(checks: Sequence[Check], name: str) -> Table:
-    table = _build_table(name, "rows", "result", "limit", "verdict")
+    has_bands = any(check.banded for check in checks)
+    table = _build_table(name, "rows", "result", "limit", *["in band"] * has_bands, "verdict")
     for check in checks:
         bar = _format_limits(check.bar) if check.bar else "none"
+        inside = units.format_percent(check.inside / len(check.banded)) if check.banded else ""
         table.add_row(
             _trim_name(check),
             str(len(check.reported)),
             _format_result(check, check.result),
             bar,
+            *[inside] * has_bands,
             _format_verdict(check),
         )
     return table

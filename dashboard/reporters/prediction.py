@@ -31,7 +31,9 @@ from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build
 
 _AXES = ("tp", "cp", "pp", "dp_replicate", "dp_shard", "ep")
 
-_CONFIDENCE = {"calibrated": "bold", "high": "bold", "low": "bold yellow"}
+_CONFIDENCE = {
+    "calibrated": "bold", "high": "bold", "medium": "bold", "low": "bold yellow",
+}  # fmt: skip
 
 
 def build_prediction_screen(job: JobConfig, prediction: Prediction) -> RenderableType:

@@ -139,7 +139,7 @@ def test_a_device_that_is_never_idle_leaves_the_host_constant_unknown() -> None:
     gpu = replace(job(), hardware=load_hardware("h100-sxm"))
     busy = run(
         replace(gpu, training=replace(gpu.training, dtype="bf16")),
-        load_hardware("h100-sxm").efficiency,
+        replace(load_hardware("h100-sxm").efficiency, attention=0.3),
     )
     quiet = tuple(replace(one, split=replace(one.split, idle_ns=0)) for one in busy.stages)
     assert fit_efficiency([replace(busy, stages=quiet)], known()).host_ns == 0.0

@@ -21,6 +21,7 @@ from published_sweeps import (
     cluster,
     measured,
 )
+from work_builders import DEVICE, job
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import (
@@ -30,7 +31,13 @@ from stepsplit.analyzer.model.comm_time import (
     compute_tree_ns,
     time_of,
 )
-from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, Link
+from stepsplit.analyzer.model.config import (
+    GroupPlacement,
+    HardwareConfig,
+    Link,
+    ParallelConfig,
+    place_group,
+)
 from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.ops import compute_busbw_factor
@@ -261,3 +268,12 @@ def test_the_band_covers_messages_that_it_was_not_fitted_on() -> None:
     every = [row for row in measured() if not row.fitted]
     assert mean(held(row) for row in large) >= 0.9
     assert mean(held(row) for row in every) >= 0.85
+
+
+def test_a_job_uses_as_many_gpus_of_each_node_as_divide_its_ranks() -> None:
+    """512 ranks take 64 of the 72 GPUs of a rack: 8 of the 16 replicas of tp 8 are in one."""
+    layout = ParallelConfig(tp=8, pp=4, dp_replicate=16)
+    rack = replace(DEVICE, gpus_per_node=72)
+    assert place_group(replace(job(layout=layout), hardware=rack), "dp") == GroupPlacement(16, 8)
+    small = ParallelConfig(tp=8, dp_replicate=4)
+    assert place_group(replace(job(layout=small), hardware=rack), "dp") == GroupPlacement(4, 4)

@@ -64,7 +64,7 @@ def blocks(text: str) -> list[str]:
 
 def cells(text: str) -> list[list[str]]:
     """The rows of the text's table, without its head."""
-    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
@@ -187,7 +187,8 @@ def test_the_table_of_the_page_is_what_validation_finds() -> None:
 def as_written(check: Check) -> list[str]:
     measure = check.measure.replace("/", " / ")
     known = [percents(check.bar) or "none", percents(check.result), percents(check.baseline or ())]
-    return [check.name, str(len(check.reported)), measure, *known]
+    inside = f"{check.inside} of {len(check.banded)}" if check.banded else ""
+    return [check.name, str(len(check.reported)), measure, *known, inside]
 
 
 def percents(ratios: tuple[float, ...]) -> str:

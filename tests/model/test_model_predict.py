@@ -16,6 +16,12 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.confidence import (
+    RunKind,
+    StepBand,
+    find_error_band,
+    find_run_kind,
+)
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     SCHEDULES,
@@ -175,27 +181,30 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
     found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
-    error = A100.efficiency.error
+    error = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), False).error
+    assert 0.05 < error < 0.2
     assert found.low_ns == round(found.split.step_ns / (1 + error))
     assert found.high_ns == round(found.split.step_ns * (1 + error))
 
 
 def test_a_run_with_the_users_constants_is_calibrated() -> None:
     own = replace(A100, efficiency=replace(A100.efficiency, rows=("run:mine",)))
-    assert predict(llama(ParallelConfig(), own)).confidence == "calibrated"
+    assert predict(llama(ParallelConfig(tp=4), own)).confidence == "calibrated"
 
 
 def test_constants_without_a_framework_apply_to_all() -> None:
     any_of = replace(A100, efficiency=replace(A100.efficiency, frameworks=()))
-    assert predict(llama(ParallelConfig(), any_of, framework="nanotron")).confidence == "high"
+    job = llama(ParallelConfig(tp=4), any_of, framework="nanotron")
+    assert predict(job).confidence == "high"
 
 
 def doubts(one: JobConfig) -> list[str]:
     """The beginnings of the caveats, for a prediction with low confidence."""
     found = predict(one)
     assert found.confidence == "low"
-    off = A100.efficiency.error + 0.25 * len(found.notes)
-    if one.hardware.family == "ampere":
+    usual, off = (find_error_band(find_run_kind(one), doubted).error for doubted in (False, True))
+    assert usual <= off
+    if one.hardware.efficiency.rows:
         assert found.high_ns == round(found.split.step_ns * (1 + off))
     return [note.split(":")[0] for note in found.notes]
 
@@ -208,7 +217,7 @@ def test_a_tiny_model_is_host_bound() -> None:
 
 
 def test_tensor_parallelism_over_nodes_is_a_caveat() -> None:
-    over = llama(ParallelConfig(tp=8), replace(A100, gpus_per_node=4))
+    over = llama(ParallelConfig(tp=8), replace(A100, gpus_per_node=4, inter=A100.intra))
     assert doubts(over) == ["tp crosses nodes"]
     far = replace(A100.inter, bytes_per_s=1e9)
     assert doubts(replace(over, hardware=replace(over.hardware, inter=far))) == [
@@ -216,14 +225,63 @@ def test_tensor_parallelism_over_nodes_is_a_caveat() -> None:
     ]  # fmt: skip
 
 
-def test_a_framework_that_was_not_fitted_is_a_caveat() -> None:
-    (note,) = doubts(llama(ParallelConfig(), framework="nanotron"))
+def test_a_job_that_does_not_fit_in_memory_is_not_the_one_that_ran() -> None:
+    assert doubts(llama(ParallelConfig())) == ["does not fit in memory"]
+
+
+def test_more_ranks_of_zero_3_than_known_are_a_caveat() -> None:
+    far = llama(
+        ParallelConfig(dp_shard=1024, zero=3), replace(A100, inter=A100.intra),
+        framework="fsdp2", global_batch=1024, micro_batch=1,
+    )  # fmt: skip
+    assert doubts(far) == ["communication takes most of the step", "ZeRO-3 over 1,024 ranks"]
+
+
+def distances(one: JobConfig) -> list[str]:
+    """The caveats of a prediction with medium confidence."""
+    found = predict(one)
+    assert found.confidence == "medium"
+    return list(found.notes)
+
+
+def test_what_differs_from_the_fitted_runs_leaves_a_medium_confidence() -> None:
+    (note,) = distances(llama(ParallelConfig(tp=4), framework="nanotron"))
     assert note.startswith("ampere efficiencies are calibrated on ddp")
     assert note.endswith("megatron, not nanotron")
+    (note,) = distances(
+        llama(ParallelConfig(tp=8), seq_len=131_072, micro_batch=1, recompute="full")
+    )
+    assert note == "sequences of 131,072 tokens: known up to 65,536"
+    h200 = config_file.load_hardware("h200-sxm")
+    assert distances(llama(ParallelConfig(tp=4), h200)) == [
+        "hopper efficiencies are calibrated on h100-sxm, not h200-sxm",
+        "too few published runs of this kind (hopper dense 16-bit replicated) for a band of its"
+        " own",
+    ]
+
+
+def test_context_parallelism_over_nodes_leaves_a_medium_confidence() -> None:
+    over = llama(ParallelConfig(tp=4, cp=2), replace(A100, gpus_per_node=4, inter=A100.intra))
+    assert [note.split(":")[0] for note in distances(over)] == ["cp crosses nodes"]
 
 
 def test_hardware_without_published_runs_is_a_caveat() -> None:
-    assert doubts(llama(ParallelConfig(), config_file.load_hardware("mi300x"))) == ["mi300x"]
+    mi300x = config_file.load_hardware("mi300x")
+    assert doubts(llama(ParallelConfig(tp=2), mi300x)) == ["mi300x"]
+
+
+def test_a_kind_with_few_runs_borrows_the_band_of_a_wider_one() -> None:
+    narrow = RunKind("hopper", "dense", "8-bit", "sharded")
+    bands = (
+        StepBand(0.2, 30, 4), StepBand(0.1, 12, 3, "hopper", "dense"),
+        StepBand(0.01, 8, 2, "hopper", "dense", "8-bit"),
+        StepBand(0.02, 20, 1, "hopper", "dense", "8-bit", "sharded"),
+        StepBand(0.4, 10, 2, doubted=True),
+    )  # fmt: skip
+    assert find_error_band(narrow, False, bands).error == 0.1
+    assert find_error_band(narrow, True, bands).error == 0.4
+    assert find_error_band(RunKind("volta", "experts"), False, bands).error == 0.2
+    assert find_error_band(narrow, False, ()).error == 0.5
 
 
 def test_an_invalid_job_is_rejected() -> None:

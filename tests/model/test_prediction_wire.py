@@ -82,7 +82,7 @@ def test_unknown_keys_are_ignored() -> None:
         ('"mfu": 0.0808', '"mfu": "high"', "not a stepsplit prediction ('high' is not a number)"),
         ('"confidence": "high"', '"confidence": "sure"',
          "not a stepsplit prediction "
-         "(confidence is 'sure', expected one of ('calibrated', 'high', 'low'))"),
+         "(confidence is 'sure', expected one of ('calibrated', 'high', 'medium', 'low'))"),
         ('"notes"', '"remarks"', "not a stepsplit prediction (missing 'notes')"),
         ('"compute_ns": 360000000', '"compute_ns": 360000001',
          "not a stepsplit prediction "

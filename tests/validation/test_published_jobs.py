@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+from cases import for_each
+
+from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.published_runs import (
     build_ccl_bench,
     build_gpt,
@@ -15,6 +22,7 @@ from stepsplit.analyzer.validation.published_runs import (
     build_torchtitan,
     build_zero_bubble,
 )
+from stepsplit.analyzer.validation.recipes import build_recipe
 from stepsplit.analyzer.validation.tables import Published, PublishedRow
 
 
@@ -41,9 +49,77 @@ def test_sc21_recomputes_all_layers_of_a_gpt_on_eight_gpus_a_node() -> None:
     assert round(case.step_ns / 1e6) == 24_817
 
 
-def test_rows_of_another_system_give_no_case() -> None:
+def test_zero_3_shards_over_all_gpus_and_its_time_is_in_doubt() -> None:
     table = "megatron_sc21_table2_zero3_vs_ptd"
-    assert build_sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384")) == ()
+    (case,) = build_sc21_table2(published(table, "sc21-t2/ZeRO-3_174.6B_384"))
+    assert (case.family, case.job.parallel.shard_size) == ("A100 ZeRO-3", 384)
+    found = predict(case.job)
+    assert (found.confidence, found.notes) == ("low", ("ZeRO-3 over 384 ranks: known up to 128",))
+
+
+def changed(table: str, name: str, **values: str) -> PublishedRow:
+    """A published row with other values."""
+    row = published(table, name)
+    return replace(row, values={**row.values, **values})
+
+
+def test_a_row_says_on_which_gpu_it_ran() -> None:
+    table, name = "megatron_sc21_table1", "sc21-t1/1.7B"
+    (case,) = build_sc21_table1(changed(table, name, gpu="V100-SXM-32GB"))
+    assert case.job.hardware.name == "v100-sxm-32gb"
+    with pytest.raises(DataError, match=r"gpu of sc21-t1/1\.7B is 'MI250X'"):
+        build_sc21_table1(changed(table, name, gpu="MI250X"))
+    table, name = (
+        "torchtitan_throughput_memory",
+        "torchtitan/llama3.1-8B_8192_8_FSDP_ckpt-selective",
+    )
+    assert build_torchtitan(published(table, name)).job.hardware.clock < 0.9
+    h200 = build_torchtitan(changed(table, name, gpu="H200-SXM", model="llama2-13B"))
+    assert (h200.job.hardware.name, h200.job.model.name) == ("h200-sxm", "llama-2-13b")
+
+
+RECIPE = (
+    "recipe/NeMo / Megatron-Core, DGX Cloud recipe v25.02.02_pretraining_Nemotron-4 340B"
+    "_H100-SXM 80GB_128_fp8 per-tensor_32_1"
+)
+
+
+def test_a_recipe_overlaps_interleaves_and_shards_optimizer_states() -> None:
+    """Nemotron-4 340B: 96 layers over 8 stages of 12 chunks."""
+    case = build_recipe(published("training_runs", RECIPE))
+    assert (case.family, case.source) == ("H100 recipes, fp8", "dgx-cloud")
+    assert case.job.parallel == ParallelConfig(
+        tp=8, pp=8, dp_replicate=2, sequence_parallel=True, zero=1, chunks=12,
+        schedule="interleaved", overlap=frozenset({"dp", "tp"}),
+    )  # fmt: skip
+    assert (case.job.training.dtype, case.job.training.attention_kernel) == ("fp8", "")
+
+
+def test_the_ends_of_a_recipe_have_a_layer_less() -> None:
+    """Llama 3.1 405B: 126 layers over 64 chunks of 2, but for the first and the last."""
+    (row,) = [
+        one
+        for one in Published().read_records("training_runs")
+        if one.id.endswith("405B_H100-SXM 80GB_512_bf16_256_1") and "v25.05" in one.id
+    ]
+    assert build_recipe(row).job.parallel.layers_per_stage == (1, *[2] * 62, 1)
+
+
+@for_each(
+    ("values", "problem"),
+    [
+        ({"kind": "LoRA"}, "LoRA is not modelled"),
+        ({"model": "Mamba 3"}, "no preset of Mamba 3"),
+        ({"gpu": "TPU v7"}, "no preset of TPU v7"),
+        ({"gpus": "100"}, "does not divide 100 GPUs"),
+        ({"precision": "NVFP4"}, "nvfp4 is not modelled"),
+        ({"recompute": "mlp"}, "recomputation of mlp is not modelled"),
+        ({"global_batch": ""}, "no global_batch"),
+    ],
+)
+def test_a_recipe_that_has_no_model_is_refused(values: dict[str, str], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        build_recipe(changed("training_runs", RECIPE, **values))
 
 
 def test_korthikanti_ran_each_model_twice() -> None:
@@ -93,8 +169,9 @@ def test_llm_foundry_shards_over_all_gpus_and_learns_a_position_a_token() -> Non
         dp_shard=512, zero=3, overlap=frozenset({"dp"}), reshard_after_forward="never"
     )
     assert case.job.training == TrainingConfig(
-        seq_len=2048, micro_batch=12, global_batch=6144, framework="fsdp2"
-    )
+        seq_len=2048, micro_batch=12, global_batch=6144, framework="fsdp2",
+        attention_kernel="triton-2023",
+    )  # fmt: skip
     assert round(case.step_ns / 1e6) == 617
 
 

@@ -13,20 +13,27 @@ from rich.console import Console
 from work_builders import job
 
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.analyzer.model.confidence import load_error_bands
 from stepsplit.analyzer.model.config import ParallelConfig
+from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
 from stepsplit.analyzer.validation import validate
+from stepsplit.analyzer.validation.coverage import (
+    compute_bands,
+    compute_conformal_error,
+    load_left_out,
+    predict_unseen,
+)
 from stepsplit.analyzer.validation.predictions import build_baseline_rows, compute_utilization
 from stepsplit.analyzer.validation.published_runs import (
-    Case,
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
-    list_fitted_step_times,
     list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     IDS,
     PUBLISHED,
+    Case,
     Check,
     Published,
     PublishedRow,
@@ -83,10 +90,51 @@ def test_rows_that_were_fitted_on_exist_and_are_not_reported(checks: tuple[Check
     rows = {each.case for one in checks for each in one.rows}
     assert list_fitted_memory() <= own
     assert list_fitted_collectives() <= own | rows
-    assert list_fitted_step_times() <= {case.id for case in list_step_time_cases(Published())}
     for one in checks:
         fitted = {each.case for each in one.rows if each.fitted}
         assert fitted.isdisjoint(each.case for each in one.reported)
+
+
+def test_no_step_time_is_predicted_by_constants_that_know_its_publisher() -> None:
+    """The constants of a family are fitted on its publishers; each has constants without it."""
+    fitted = {
+        (family, source) for family in list_families() for source in load_efficiency(family).rows
+    }
+    assert set(load_left_out()) == fitted
+    known = {(case.job.hardware.family, case.source) for case in list_step_time_cases(Published())}
+    assert fitted <= known
+    assert {source for _, source in known - fitted} == {"torchtitan"}
+
+
+def test_the_bands_hold_what_they_say(checks: tuple[Check, ...]) -> None:
+    """9 of 10 runs of publishers that neither constants nor bands know, pooled."""
+    banded = [one for one in checks if one.banded]
+    runs = sum(len(one.banded) for one in banded)
+    assert runs > 350
+    assert 0.87 <= sum(one.inside for one in banded) / runs <= 0.93
+
+
+def test_the_shipped_bands_are_those_of_all_unseen_runs() -> None:
+    found = compute_bands(predict_unseen(list_step_time_cases(Published())))
+    shipped = {(band.kind, band.doubted): band for band in load_error_bands()}
+    assert {(band.kind, band.doubted) for band in found} == set(shipped)
+    for band in found:
+        known = shipped[band.kind, band.doubted]
+        assert (known.runs, known.sources) == (band.runs, band.sources)
+        assert known.error == pytest.approx(band.error, abs=1e-4)
+
+
+def test_the_conformal_error_is_of_a_rank_beyond_nine_of_ten() -> None:
+    assert compute_conformal_error([i / 100 for i in range(1, 20)]) == 0.18
+    assert compute_conformal_error([0.1, 0.3, 0.2]) == 0.3
+
+
+def test_a_run_by_an_unseen_publisher_is_inside_its_band_or_not() -> None:
+    near = replace(row("a", 10, 11), low=9.5, high=12.1)
+    far = replace(row("b", 10, 13), low=11.3, high=15)
+    found = check("GPUs, step time", [near, far, row("c", 10, 10)], "mean", ())
+    assert (len(found.banded), found.inside) == (2, 1)
+    assert "step time  rows       result  limit  in band   verdict" in shown((found,))
 
 
 def test_a_fitted_row_changes_no_result() -> None:
@@ -187,13 +235,18 @@ def test_a_folder_without_tables_is_rejected(tmp_path: Path) -> None:
 
 def test_the_baseline_gives_every_run_the_utilization_of_the_known_ones() -> None:
     """Two runs of one kind take 1 s and 4 s, the second with twice the batch."""
-    short = Case("table", "short", "llm-foundry", job(layout=ParallelConfig(), global_batch=4), 1e9)
-    long = Case("table", "long", "llm-foundry", job(layout=ParallelConfig(), global_batch=8), 4e9)
+    short = Case(
+        "table", "short", "llm-foundry", job(layout=ParallelConfig(), global_batch=4), 1e9, "a"
+    )
+    long = Case(
+        "table", "long", "llm-foundry", job(layout=ParallelConfig(), global_batch=8), 4e9, "b"
+    )
     assert compute_utilization(short) == pytest.approx(2 * compute_utilization(long))
     (found,) = build_baseline_rows([long], [short])
     assert (found.case, found.published, found.fitted) == ("long", 4e9, False)
     assert found.predicted == pytest.approx(2e9)
     assert build_baseline_rows([long], []) == ()
+    assert build_baseline_rows([long], [replace(short, source="b")]) == ()
 
 
 @pytest.mark.parametrize(
@@ -305,6 +358,8 @@ def test_json_has_every_row(tmp_path: Path) -> None:
         "predicted": 2e9,
         "unit": "parameters",
         "error": 0.0,
+        "low": None,
+        "high": None,
         "fitted": False,
     }
 

@@ -1,0 +1,248 @@
+"""How far a predicted step time may be off: its error band, and the reasons to doubt it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.model.config import GroupPlacement, JobConfig, place_group
+from stepsplit.analyzer.model.config_decode import (
+    Mistakes,
+    collect_kinds,
+    decode_keys,
+    read_table,
+)
+from stepsplit.analyzer.model.hardware_config import PRESETS
+from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
+from stepsplit.analyzer.model.memory import is_within_memory
+from stepsplit.analyzer.model.prediction import Confidence, StageMemory
+from stepsplit.analyzer.model.step_time import StageTime
+
+# The error band: what 9 of 10 published runs of the same kind stay within, none of which was known
+# to the constants that predicted it.
+
+LEVEL = 0.9
+"""Share of unseen runs within the band."""
+
+MIN_RUNS, MIN_SOURCES = 9, 2
+"""A kind of run has its own band from so many runs and publishers on; others borrow one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """Runs with a common error band; "" stands for all.
+
+    family is that of the GPU, model "dense" or "experts", dtype "16-bit" or "8-bit", states
+    "sharded" (ZeRO-3) or "replicated".
+    """
+
+    family: str = ""
+    model: str = ""
+    dtype: str = ""
+    states: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.family, self.model, self.dtype, self.states))) or "all"
+
+    def list_wider(self) -> tuple[RunKind, ...]:
+        """This kind, then the wider ones that it belongs to, the widest last."""
+        of_model = replace(self, dtype="", states="")
+        return self, replace(self, states=""), of_model, replace(of_model, family=""), RunKind()
+
+
+@dataclass(frozen=True, slots=True)
+class StepBand:
+    """The error (a ratio) that LEVEL of the runs of this kind stay below.
+
+    doubted: whether the runs had a reason for low confidence.
+    """
+
+    error: float
+    runs: int
+    sources: int
+    family: str = ""
+    model: str = ""
+    dtype: str = ""
+    states: str = ""
+    doubted: bool = False
+
+    @property
+    def kind(self) -> RunKind:
+        return RunKind(self.family, self.model, self.dtype, self.states)
+
+
+def find_run_kind(job: JobConfig) -> RunKind:
+    return RunKind(
+        job.hardware.family,
+        "dense" if job.model.experts is None else "experts",
+        "8-bit" if job.training.dtype == "fp8" else "16-bit",
+        "sharded" if job.parallel.zero == 3 else "replicated",
+    )
+
+
+@lru_cache(maxsize=1)
+def load_error_bands() -> tuple[StepBand, ...]:
+    """The bands of bands.toml. Raises DataError."""
+    presets, mistakes = read_table(PRESETS / "bands.toml"), Mistakes()
+    kinds = {**collect_kinds(StepBand), "doubted": bool, "error": float}
+    rows = decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)["band"]
+    bands = tuple(
+        StepBand(**decode_keys(replace(presets, values=row), kinds, mistakes)) for row in rows
+    )
+    mistakes.raise_all()
+    return bands
+
+
+def find_error_band(
+    kind: RunKind, doubted: bool, bands: Iterable[StepBand] | None = None
+) -> StepBand:
+    """The band of the narrowest kind with enough runs, or of any kind; the wider one of the runs
+    with and without doubts if this run is doubted."""
+    known = load_error_bands() if bands is None else tuple(bands)
+    usual = _find_narrowest(kind, False, known)
+    if not doubted:
+        return usual
+    return max(usual, _find_narrowest(kind, True, known), key=lambda band: band.error)
+
+
+def _find_narrowest(kind: RunKind, doubted: bool, known: tuple[StepBand, ...]) -> StepBand:
+    by_kind = {band.kind: band for band in known if band.doubted == doubted}
+    enough = (
+        by_kind[wider]
+        for wider in kind.list_wider()
+        if wider in by_kind
+        and by_kind[wider].runs >= MIN_RUNS
+        and by_kind[wider].sources >= MIN_SOURCES
+    )
+    return next(enough, by_kind.get(RunKind(), StepBand(NO_BAND, 0, 0)))
+
+
+NO_BAND = 0.5
+"""The error without any run to estimate it from."""
+
+
+# The reasons to doubt a prediction.
+
+Doubt = Literal["medium", "low"]
+
+COMM_SHARE_LIMIT = 0.4
+"""Share of communication above which a step depends more on link constants than on kernels."""
+
+NEARLY_FULL = 0.95
+"""Predicted peak over device memory from which the allocator retries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caveat:
+    """A reason why the step time may be further off, and the confidence that it leaves."""
+
+    text: str
+    confidence: Doubt
+
+
+def list_caveats(
+    job: JobConfig, stages: tuple[StageTime, ...], split: Split, memory: tuple[StageMemory, ...]
+) -> tuple[Caveat, ...]:
+    """All reasons to doubt the step time of the slowest stage (split), the worst first."""
+    found = [
+        *(Caveat(text, "low") for text in _list_unmodelled(job, stages, split, memory)),
+        *(Caveat(text, "medium") for text in _list_distances(job)),
+    ]
+    return tuple(found)
+
+
+def _list_unmodelled(
+    job: JobConfig, stages: tuple[StageTime, ...], split: Split, memory: tuple[StageMemory, ...]
+) -> Iterator[str]:
+    """What the model is known to be wrong about."""
+    if any(_is_stage_host_bound(job, stage) for stage in stages):
+        yield "host-bound: launching a layer takes about as long as computing it"
+    if (group := place_group(job, "tp")).nodes > 1:
+        yield _describe_crossing("tp", group)
+    if job.training.offload & {"parameters", "activations"}:
+        yield "transfers of offloaded parameters and activations are not modelled"
+    if split.exposed_comm_ns > COMM_SHARE_LIMIT * split.step_ns:
+        yield "communication takes most of the step: the estimate depends on link constants"
+    if not is_within_memory(job, memory):
+        yield "does not fit in memory: whatever ran was another job"
+    efficiency = job.hardware.efficiency
+    if not efficiency.rows:
+        yield f"{job.hardware.name}: efficiencies are not calibrated"
+    most = efficiency.most_sharded
+    if job.parallel.zero == 3 and 0 < most < job.parallel.shard_size:
+        yield f"ZeRO-3 over {job.parallel.shard_size:,} ranks: known up to {most:,}"
+
+
+def _list_distances(job: JobConfig) -> Iterator[str]:
+    """In what the job differs from the runs that the efficiencies were fitted on."""
+    efficiency, hardware = job.hardware.efficiency, job.hardware
+    if not efficiency.rows:
+        return
+    for fitted, this in (
+        (efficiency.frameworks, job.training.framework),
+        (efficiency.devices, hardware.name),
+        (efficiency.dtypes, job.training.dtype),
+    ):
+        if fitted and this not in fitted:
+            yield (
+                f"{hardware.family} efficiencies are calibrated on {' and '.join(fitted)},"
+                f" not {this}"
+            )
+    for axis in ("cp", "ep"):
+        if (group := place_group(job, axis)).nodes > 1:
+            yield _describe_crossing(axis, group)
+    if 0 < efficiency.most_tokens < job.training.seq_len:
+        yield (
+            f"sequences of {job.training.seq_len:,} tokens: known up to {efficiency.most_tokens:,}"
+        )
+    if 0 < efficiency.most_gpus < job.parallel.world_size:
+        yield f"{job.parallel.world_size:,} GPUs: known up to {efficiency.most_gpus:,}"
+    kind = find_run_kind(job)
+    if not is_calibrated(job) and find_error_band(kind, doubted=False).kind != kind:
+        yield f"too few published runs of this kind ({kind}) for a band of its own"
+
+
+def _describe_crossing(axis: str, group: GroupPlacement) -> str:
+    return (
+        f"{axis} crosses nodes: a group of {group.ranks} over {group.nodes} nodes communicates over"
+        " the network in every layer"
+    )
+
+
+def _is_stage_host_bound(job: JobConfig, stage: StageTime) -> bool:
+    """Whether launching takes about as long as computing and the launch time is not calibrated."""
+    return not job.hardware.efficiency.host_ns and any(
+        is_host_bound(one, compute_launch_time(job, chunk.layers, chunk.expert_layers))
+        for one, chunk in zip(stage.passes, stage.stage.chunks, strict=True)
+    )
+
+
+def is_calibrated(job: JobConfig) -> bool:
+    """Whether the user's own runs set the constants."""
+    return any(row.startswith("run:") for row in job.hardware.efficiency.rows)
+
+
+def decide_confidence(job: JobConfig, caveats: tuple[Caveat, ...]) -> Confidence:
+    """The lowest that a caveat leaves; calibrated if the user's own runs set the constants."""
+    left = {each.confidence for each in caveats}
+    if "low" in left:
+        return "low"
+    if "medium" in left:
+        return "medium"
+    return "calibrated" if is_calibrated(job) else "high"
+
+
+def estimate_step_band(
+    job: JobConfig, split: Split, caveats: tuple[Caveat, ...]
+) -> tuple[int, int]:
+    """Error band of the step time in ns, which contains 9 of 10 unseen runs."""
+    efficiency, doubted = job.hardware.efficiency, decide_confidence(job, caveats) == "low"
+    error = find_error_band(find_run_kind(job), doubted).error
+    if is_calibrated(job):
+        error = efficiency.error + (error if caveats else 0.0)
+    elif not efficiency.rows:
+        error = max(error, efficiency.error)
+    return round(split.step_ns / (1 + error)), round(split.step_ns * (1 + error))

@@ -1,0 +1,213 @@
+"""Published runs of training recipes (NeMo, Megatron-Bridge, DGX Cloud, MaxText) -> jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.config import (
+    Dtype,
+    Experts,
+    HardwareConfig,
+    JobConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.validation.tables import Case, Family, PublishedRow
+
+RECIPES_TABLE, BRIDGE_TABLE = "training_runs", "megatron_bridge_performance"
+
+_HINT = "give rows of dense or mixture-of-experts decoders with a whole layout"
+
+GROK = ModelConfig(
+    layers=64, hidden=6144, heads=48, kv_heads=8, head_size=128, ffn=32768, vocab=131072,
+    gated=True, tied=True, norm="rms", biases=False, experts=Experts(8, 2, 32768), name="grok-1",
+)  # fmt: skip
+"""config of xai-org/grok-1."""
+
+
+def _scale_gpt3(layers: int, hidden: int) -> ModelConfig:
+    """The sizes in between that NeMo trains, with heads of 128."""
+    heads = hidden // 128
+    return replace(
+        load_model("gpt3-175b"), layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
+        ffn=4 * hidden, name="gpt3",
+    )  # fmt: skip
+
+
+MODELS: tuple[tuple[str, Callable[[], ModelConfig]], ...] = (
+    ("Llama 3.1 405B", lambda: load_model("llama-3.1-405b")),
+    ("Llama 3 70B", lambda: load_model("llama-3-70b")),
+    ("LLAMA3_70B", lambda: load_model("llama-3-70b")),
+    ("LLAMA3-70B", lambda: load_model("llama-3-70b")),
+    ("Llama 3 8B", lambda: load_model("llama-3-8b")),
+    ("LLAMA3-8B", lambda: load_model("llama-3-8b")),
+    ("Llama 2 70B", lambda: load_model("llama-2-70b")),
+    ("Llama 2 13B", lambda: load_model("llama-2-13b")),
+    ("Nemotron-4 340B", lambda: load_model("nemotron-4-340b")),
+    ("GPT-3 175B", lambda: load_model("gpt3-175b")),
+    ("GPT-3 20B", lambda: _scale_gpt3(44, 6144)),
+    ("GPT-3 5B", lambda: _scale_gpt3(24, 4096)),
+    ("Grok-1 314B", lambda: GROK),
+    ("Qwen3 235B", lambda: load_model("qwen3-235b-a22b")),
+    ("Qwen3_30B", lambda: load_model("qwen3-30b-a3b")),
+)
+"""First words of a model's name -> its shape."""
+
+GPUS: tuple[tuple[str, tuple[str, str]], ...] = (
+    ("GB300", ("gb300", "ib-xdr-800")),
+    ("GB200", ("gb200", "ib-ndr-400")),
+    ("B300", ("b300-sxm", "ib-xdr-800")),
+    ("B200", ("b200-sxm", "ib-ndr-400")),
+    ("H100", ("h100-sxm", "ib-ndr-400")),
+)
+"""Word in a system's name -> its GPU and the network of DGX systems."""
+
+
+def build_recipe(row: PublishedRow) -> Case:
+    """A run with a step time or tokens/s; the columns of both tables.
+
+    Recipes overlap data- and tensor-parallel communication and shard optimizer states. Raises
+    DataError if the row does not say what ran, or ran something that has no model.
+    """
+    job = JobConfig(_find_model(row), _build_layout(row), _build_training(row), _find_hardware(row))
+    job = replace(job, parallel=_place_layers(job))
+    family = _name_family(job)
+    return Case(row.table, row.id, family, job, _read_step_ns(row, job), _name_source(row))
+
+
+def _refuse(row: PublishedRow, problem: str) -> DataError:
+    return DataError(f"{row.table}.csv", f"{row.id}: {problem}", _HINT)
+
+
+def _find_model(row: PublishedRow) -> ModelConfig:
+    name = row.read_text("model")
+    kind = row.read_text("kind")
+    if "LoRA" in name or "LoRA" in kind:
+        raise _refuse(row, "LoRA is not modelled")
+    for words, load in MODELS:
+        if name.startswith(words):
+            model = load()
+            layers = _read_size(row, "layers", model.layers)
+            return replace(model, layers=layers)
+    raise _refuse(row, f"no preset of {name}")
+
+
+def _find_hardware(row: PublishedRow) -> HardwareConfig:
+    system = row.read_text("gpu" if row.has_value("gpu") else "system")
+    for word, (name, link) in GPUS:
+        if word in system:
+            return load_hardware(name, link)
+    raise _refuse(row, f"no preset of {system}")
+
+
+def _read_size(row: PublishedRow, column: str, default: int) -> int:
+    """A count; the default where the table leaves it out or prints n/a or 0."""
+    if not row.has_value(column) or row.read_text(column) in ("n/a", "NA"):
+        return default
+    return row.read_count(column) or default
+
+
+def _is_sharded(row: PublishedRow) -> bool:
+    """Whether it ran FSDP: Megatron's, or MaxText's."""
+    return _read_size(row, "fsdp", 0) > 1 or _read_size(row, "fsdp_group", 0) > 1
+
+
+def _build_layout(row: PublishedRow) -> ParallelConfig:
+    tp, pp, cp = (_read_size(row, axis, 1) for axis in ("tp", "pp", "cp"))
+    gpus = row.read_count("gpus")
+    if gpus % (tp * pp * cp):
+        raise _refuse(row, f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
+    common = ParallelConfig(
+        tp=tp, pp=pp, cp=cp, ep=_read_size(row, "ep", 1), sequence_parallel=tp > 1
+    )
+    dp = gpus // (tp * pp * cp)
+    if _is_sharded(row):
+        shard = max(_read_size(row, "fsdp", 0), _read_size(row, "fsdp_group", 0))
+        if dp % shard:
+            raise _refuse(row, f"groups of {shard} do not divide {dp} data-parallel ranks")
+        return replace(
+            common, dp_shard=shard, dp_replicate=dp // shard, zero=3, overlap=frozenset({"dp"})
+        )
+    chunks = _read_size(row, "vp", 1) if pp > 1 else 1
+    if "VP printed NA" in row.values.get("other", ""):
+        chunks = NEMOTRON_CHUNKS
+    return replace(
+        common, dp_replicate=dp, zero=1, overlap=frozenset({"dp", "tp"}), chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+
+
+NEMOTRON_CHUNKS = 12
+"""Virtual stages of Nemotron-4 340B in all other versions of the recipe."""
+
+
+def _place_layers(job: JobConfig) -> ParallelConfig:
+    """An even split, or one with a layer less at both ends, or the first stages one more."""
+    stages = job.parallel.pp * job.parallel.chunks
+    layers, rest = divmod(job.model.layers, stages)
+    if not rest:
+        return job.parallel
+    if rest == stages - 2:
+        sizes = [layers, *[layers + 1] * rest, layers]
+    else:
+        sizes = [layers + (1 <= stage <= rest) for stage in range(stages)]
+    return replace(job.parallel, layers_per_stage=tuple(sizes))
+
+
+def _build_training(row: PublishedRow) -> TrainingConfig:
+    for column in ("seq", "global_batch", "tp"):
+        if not row.has_value(column):
+            raise _refuse(row, f"no {column}")
+    recompute = row.values.get("recompute", "")
+    if recompute not in ("", "none"):
+        raise _refuse(row, f"recomputation of {recompute} is not modelled")
+    if "MaxText" in row.read_text("model"):
+        raise _refuse(row, "MaxText's compiled kernels and remat policy are not modelled")
+    return TrainingConfig(
+        seq_len=row.read_count("seq"),
+        micro_batch=_read_size(row, "micro_batch", 1),
+        global_batch=row.read_count("global_batch"),
+        dtype=_read_dtype(row),
+    )
+
+
+def _read_dtype(row: PublishedRow) -> Dtype:
+    precision = row.read_text("precision").lower()
+    if "fp8" in precision:
+        return "fp8"
+    if "bf16" in precision:
+        return "bf16"
+    raise _refuse(row, f"{precision} is not modelled")
+
+
+def _read_step_ns(row: PublishedRow, job: JobConfig) -> float:
+    if row.has_value("step_s"):
+        return row.read_number("step_s") * 1e9
+    tokens = job.training.global_batch * job.training.seq_len
+    rate = row.read_number("tokens_per_s_per_gpu") * row.read_count("gpus")
+    return tokens / rate * 1e9
+
+
+def _name_family(job: JobConfig) -> Family:
+    if job.model.experts is not None:
+        return "recipes with experts"
+    if job.hardware.family == "hopper":
+        return "H100 recipes, fp8" if job.training.dtype == "fp8" else "H100 recipes, bf16"
+    return "Blackwell recipes, fp8" if job.training.dtype == "fp8" else "Blackwell recipes, bf16"
+
+
+def _name_source(row: PublishedRow) -> str:
+    """The publisher: versions of one recipe and releases of one program are not independent."""
+    if row.table == BRIDGE_TABLE:
+        return "megatron-lm" if "Megatron-LM" in row.read_text("release") else "megatron-bridge"
+    source = row.read_text("source")
+    for word, name in (
+        ("dgxc", "dgx-cloud"), ("Megatron-Bridge", "megatron-bridge"), ("NeMo", "nemo"),
+    ):  # fmt: skip
+        if word in source:
+            return name
+    return source

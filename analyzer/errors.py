@@ -88,6 +88,8 @@ def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[
     try:
         return tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
+        if text.lstrip()[:1] == b"{":
+            raise DataError(where, "is JSON, not TOML", "write it as TOML: key = value") from None
         raise DataError(where, f"not valid TOML ({error})", hint) from None
 
 

@@ -67,6 +67,11 @@ _ALIASES = {
 }  # fmt: skip
 """Aliases of values, by key."""
 
+_EXAMPLE_HINT = (
+    'begin with [model] preset = "llama-3.1-8b", [training] seq_len = 8192, micro_batch = 1,'
+    ' global_batch = 64, [hardware] preset = "h100-sxm"; all keys: docs/model.md'
+)
+
 _SECTIONS = dict.fromkeys(("model", "parallel", "training", "hardware"), dict[str, object])
 
 
@@ -90,6 +95,36 @@ def read_job(path: str | Path) -> JobConfig:
         64
     """
     return decode_job(read_table(path))
+
+
+SEARCHED = (
+    "tp", "pp", "cp", "ep", "expert_tp", "dp", "dp_replicate", "dp_shard", "world_size", "gpus",
+    "sequence_parallel", "schedule", "chunks",
+)  # fmt: skip
+"""Keys of [parallel] that a search for layouts chooses itself."""
+
+
+def read_job_to_plan(path: str | Path, keep: frozenset[str] = frozenset()) -> JobConfig:
+    """Reads a job config whose layout will be searched, except for the keys in keep.
+
+    layers_per_stage is left out unless pp is kept. A layout that is not valid for the model is left
+    out too, except for what is kept. Raises as read_job.
+    """
+    table = read_table(path)
+    layout = table.get_subtable("parallel").values
+    if "pp" not in keep:
+        layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
+        table = replace(table, values={**table.values, "parallel": dict(layout)})
+    try:
+        return decode_job(table)
+    except DataError:
+        stated = _decode_sections(table)
+        kept = {k: v for k, v in layout.items() if k not in SEARCHED or k in keep}
+        framework = stated.training.values.get("framework", infer_framework(stated.parallel))
+        training = {**table.get_subtable("training").values, "framework": framework}
+        return decode_job(
+            replace(table, values={**table.values, "parallel": kept, "training": training})
+        )
 
 
 def parse_job(text: str, where: str = "job.toml") -> JobConfig:
@@ -134,6 +169,8 @@ class _Sections:
 
 def _decode_sections(table: TomlTable) -> _Sections:
     """Raises DataError with all mistakes of all tables, UsageError without [hardware]."""
+    if not table.values:
+        raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
     tables = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
     if not mistakes and "hardware" not in tables:
@@ -448,9 +485,11 @@ TRAINING_KEYS = tuple(_TRAINING_KINDS)
 
 def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
     """Decodes the table's values; recompute = "every-4" and offload = "cpu" become fields."""
-    batch = () if "microbatches" in table.values else ("global_batch",)
-    needed = ("seq_len", "micro_batch", *batch)
+    needed = ("seq_len", "micro_batch")
     stated = decode_keys(replace_aliases(table, _ALIASES), _TRAINING_KINDS, mistakes, needed)
+    if not {"global_batch", "microbatches"} & table.values.keys():
+        hint = "give global_batch (sequences per step, all ranks) or microbatches (per rank)"
+        mistakes.append(table.build_error("global_batch", "missing", hint))
     recompute = stated.get("recompute", "none")
     if match := re.fullmatch(r"every-0*([1-9]\d{0,17})", recompute, re.ASCII):
         stated |= {"recompute": "every", "recompute_every": int(match[1])}

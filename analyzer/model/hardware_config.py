@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -66,6 +67,7 @@ def decode_hardware(
     alone = base is None and not {"preset", "file"} & table.values.keys()
     required = _REQUIRED_KEYS if alone else ()
     stated = decode_keys(table, {**list_hardware_kinds(), **extra_kinds}, mistakes, required)
+    _check_units(table, stated, mistakes)
     known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)
     inter = intra if base is None else known.inter
@@ -81,6 +83,57 @@ def decode_hardware(
         "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
+
+
+@dataclass(frozen=True, slots=True)
+class PlausibleRange:
+    """The values that hardware can have, and the unit that is often given instead."""
+
+    least: float
+    most: float
+    unit: str
+    usual: str
+    usual_size: float
+
+    def describe(self, value: float) -> str:
+        """What the value would be in the usual unit."""
+        size = value * self.usual_size
+        number = f"{size:_.0f}" if self.unit == "bytes" else f"{size:.4g}"
+        return f"{value:g} {self.usual} are {number} {self.unit}"
+
+
+_MEMORY = PlausibleRange(2**26, 2**46, "bytes", "GiB", 2**30)
+
+_BANDWIDTH = PlausibleRange(1e6, 1e15, "bytes per second", "GB/s", 1e9)
+
+_PEAK = PlausibleRange(1e8, 1e19, "FLOP/s", "TFLOP/s", 1e12)
+
+
+def _check_units(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> None:
+    """Refuses sizes and rates that are off by the factor of a unit."""
+    _check_range(table, "memory_bytes", stated.get("memory_bytes"), _MEMORY, mistakes)
+    _check_range(
+        table, "memory_bytes_per_s", stated.get("memory_bytes_per_s"), _BANDWIDTH, mistakes
+    )
+    peaks = table.get_subtable("peaks")
+    for dtype in PEAKS:
+        _check_range(peaks, dtype, peaks.values.get(dtype), _PEAK, mistakes)
+    for link in LINKS:
+        rates = table.get_subtable(link)
+        _check_range(rates, "bytes_per_s", rates.values.get("bytes_per_s"), _BANDWIDTH, mistakes)
+
+
+def _check_range(
+    table: TomlTable, key: str, value: object, plausible: PlausibleRange, mistakes: Mistakes
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not 0 < value < math.inf or plausible.least <= value <= plausible.most:
+        return
+    problem = f"{value:g} {plausible.unit} is not plausible"
+    in_range = plausible.least <= value * plausible.usual_size <= plausible.most
+    hint = plausible.describe(value) if in_range else f"give {plausible.unit}"
+    mistakes.append(table.build_error(key, problem, hint))
 
 
 def list_hardware_kinds() -> dict[str, Any]:

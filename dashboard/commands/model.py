@@ -95,16 +95,17 @@ def plan_command(
     """Find the fastest layout that fits, and why others are slower.
 
     job.toml gives model, sequence length, batch, precision, framework and hardware. The search
-    covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does
-    not run the job.
+    covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation: those
+    of job.toml matter only with --keep. Does not run the job.
     """
     # Imported here to keep `stepsplit --help` fast.
-    from stepsplit.analyzer.model.config_file import read_job
+    from stepsplit.analyzer.model.config_file import read_job_to_plan
     from stepsplit.analyzer.model.plan import plan, to_json
     from stepsplit.analyzer.model.predict import read_rates
 
-    job = read_job(job_file)
-    result = plan(job, gpus, _parse_keep(keep), top, read_rates(job_file, job.hardware))
+    kept = _parse_keep(keep)
+    job = read_job_to_plan(job_file, kept)
+    result = plan(job, gpus, kept, top, read_rates(job_file, job.hardware))
     if not put_json(result, to_json, json_file):
         _show_plan(job, result)
 

@@ -30,6 +30,7 @@ from stepsplit.analyzer.model.config_file import (
     load_model,
     parse_job,
     read_job,
+    read_job_to_plan,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
 
@@ -466,6 +467,14 @@ def test_every_error_is_one_line() -> None:
         (b".".join([b"a"] * 20_000) + b" = 1", "has a key of more than 32 parts"),
         (b'model = { "a"' + b" . 'a b'" * 40 + b" = 1 }", "has a key of more than 32 parts"),
         (b"# " + b"a.b " * 300_000, "too large for a TOML file"),
+        (
+            b'{"model": {"preset": "llama-2-7b"}}',
+            "is JSON, not TOML; write it as TOML: key = value",
+        ),
+        (
+            b"# nothing\n",
+            'is empty; begin with [model] preset = "llama-3.1-8b", [training] seq_len',
+        ),
         (b"[modl]\n", "modl: unknown key; write model, parallel, training or hardware"),
         (
             b"model = 3\ntraining = 1\nhardware = 1\n",
@@ -480,6 +489,63 @@ def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: 
     with pytest.raises(DataError) as error:
         read_job(path)
     assert str(error.value).startswith(f"{path}: {expected}")
+
+
+@for_each(
+    ("device", "problem"),
+    [
+        (
+            {"memory_bytes": 80},
+            "memory_bytes: 80 bytes is not plausible; 80 GiB are 85_899_345_920 ",
+        ),
+        (
+            {"memory_bytes_per_s": 3350},
+            "memory_bytes_per_s: 3350 bytes per second is not plausible; 3350 GB/s are 3.35e+12 ",
+        ),
+        (
+            {"peaks": {"bf16": 989}},
+            "peaks.bf16: 989 FLOP/s is not plausible; 989 TFLOP/s are 9.89e+14 FLOP/s",
+        ),
+        (
+            {"nodes_link": {"bytes_per_s": 50, "ring": 0.9, "latency_ns": 1e4}},
+            "nodes_link.bytes_per_s: 50 bytes per second is not plausible; 50 GB/s are 5e+10 ",
+        ),
+        ({"peaks": {"bf16": 1e30}}, "peaks.bf16: 1e+30 FLOP/s is not plausible; give FLOP/s"),
+    ],
+)
+def test_a_rate_in_another_unit_is_refused_with_what_it_may_mean(device: Any, problem: str) -> None:
+    assert refusal(device=H100 | device).startswith(f"job.toml: hardware.{problem}")
+
+
+def test_a_batch_is_asked_for_in_either_of_its_keys() -> None:
+    text = 'model.preset = "gpt2-124m"\ntraining = { seq_len = 8, micro_batch = 1 }\n'
+    with pytest.raises(DataError) as error:
+        parse_job(text + 'hardware.preset = "h100-sxm"\n')
+    assert str(error.value) == (
+        "job.toml: training.global_batch: missing; give global_batch (sequences per step, all"
+        " ranks) or microbatches (per rank)"
+    )
+
+
+def test_a_layout_that_will_be_searched_need_not_fit_the_model(tmp_path: Path) -> None:
+    """61 layers on 16 stages, and layers_per_stage of another search."""
+    path = tmp_path / "job.toml"
+    text = (
+        '[model]\npreset = "deepseek-v3"\n[parallel]\npp = 16\nep = 64\ndp = 128\n'
+        "bucket_bytes = 1000\n{}[training]\nseq_len = 8\nmicro_batch = 1\n"
+        'global_batch = 1024\n[hardware]\npreset = "h100-sxm"\n'
+    )
+    path.write_text(text.format(""))
+    with pytest.raises(DataError, match=r"layers \(61\) must be divisible by pp \(16\)"):
+        read_job(path)
+    found = read_job_to_plan(path)
+    assert (found.parallel.pp, found.parallel.dp, found.parallel.ep) == (1, 1, 1)
+    assert (found.training.framework, found.parallel.bucket_bytes) == ("megatron", 1000)
+    with pytest.raises(DataError, match=r"layers \(61\) must be divisible by pp \(16\)"):
+        read_job_to_plan(path, frozenset({"pp"}))
+    path.write_text(text.format("layers_per_stage = [60, 1]\n").replace("pp = 16", "pp = 2"))
+    assert read_job_to_plan(path, frozenset({"pp"})).parallel.layers_per_stage == (60, 1)
+    assert read_job_to_plan(path).parallel.layers_per_stage is None
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:

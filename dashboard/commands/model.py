@@ -95,8 +95,8 @@ def plan_command(
     """Find the fastest layout that fits, and why others are slower.
 
     job.toml gives model, sequence length, batch, precision, framework and hardware. The search
-    covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation, and
-    takes them from job.toml only with --keep. Does not run the job.
+    covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does
+    not run the job.
     """
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.model.config_file import read_job_to_plan

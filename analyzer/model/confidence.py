@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -14,6 +14,7 @@ from stepsplit.analyzer.model.config_decode import (
     collect_kinds,
     decode_keys,
     read_table,
+    select_fields,
 )
 from stepsplit.analyzer.model.hardware_config import PRESETS
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
@@ -55,23 +56,16 @@ class RunKind:
 
 @dataclass(frozen=True, slots=True)
 class StepBand:
-    """The error (a ratio) that LEVEL of the runs of this kind stay below.
-
-    doubted: whether the runs had a reason for low confidence.
-    """
+    """The error (a ratio) that LEVEL of the runs of this kind stay below."""
 
     error: float
     runs: int
     sources: int
-    family: str = ""
-    model: str = ""
-    dtype: str = ""
-    states: str = ""
-    doubted: bool = False
+    kind: RunKind = RunKind()
 
-    @property
-    def kind(self) -> RunKind:
-        return RunKind(self.family, self.model, self.dtype, self.states)
+
+BandIndex = Mapping[tuple[RunKind, bool], StepBand]
+"""Bands by kind and whether the runs had a reason for low confidence."""
 
 
 def find_run_kind(job: JobConfig) -> RunKind:
@@ -84,40 +78,37 @@ def find_run_kind(job: JobConfig) -> RunKind:
 
 
 @lru_cache(maxsize=1)
-def load_error_bands() -> tuple[StepBand, ...]:
+def load_error_bands() -> BandIndex:
     """The bands of bands.toml. Raises DataError."""
     presets, mistakes = read_table(PRESETS / "bands.toml"), Mistakes()
-    kinds = {**collect_kinds(StepBand), "doubted": bool, "error": float}
-    rows = decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)["band"]
-    bands = tuple(
-        StepBand(**decode_keys(replace(presets, values=row), kinds, mistakes)) for row in rows
-    )
+    tables = decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)["band"]
+    kinds = {**collect_kinds(StepBand), **collect_kinds(RunKind), "doubted": bool}
+    bands = {}
+    for table in tables:
+        stated = decode_keys(replace(presets, values=table), kinds, mistakes)
+        kind = RunKind(**select_fields(RunKind, stated))
+        doubted = stated.get("doubted", False)
+        bands[kind, doubted] = StepBand(**select_fields(StepBand, stated), kind=kind)
     mistakes.raise_all()
     return bands
 
 
-def find_error_band(
-    kind: RunKind, doubted: bool, bands: Iterable[StepBand] | None = None
-) -> StepBand:
+def find_error_band(kind: RunKind, doubted: bool, bands: BandIndex | None = None) -> StepBand:
     """The band of the narrowest kind with enough runs, or of any kind; the wider one of the runs
     with and without doubts if this run is doubted."""
-    known = load_error_bands() if bands is None else tuple(bands)
+    known = load_error_bands() if bands is None else bands
     usual = _find_narrowest(kind, False, known)
     if not doubted:
         return usual
     return max(usual, _find_narrowest(kind, True, known), key=lambda band: band.error)
 
 
-def _find_narrowest(kind: RunKind, doubted: bool, known: tuple[StepBand, ...]) -> StepBand:
-    by_kind = {band.kind: band for band in known if band.doubted == doubted}
-    enough = (
-        by_kind[wider]
-        for wider in kind.list_wider()
-        if wider in by_kind
-        and by_kind[wider].runs >= MIN_RUNS
-        and by_kind[wider].sources >= MIN_SOURCES
-    )
-    return next(enough, by_kind.get(RunKind(), StepBand(NO_BAND, 0, 0)))
+def _find_narrowest(kind: RunKind, doubted: bool, known: BandIndex) -> StepBand:
+    for wider in kind.list_wider():
+        band = known.get((wider, doubted))
+        if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
+            return band
+    return known.get((RunKind(), doubted), StepBand(NO_BAND, 0, 0))
 
 
 NO_BAND = 0.5
@@ -130,9 +121,6 @@ Doubt = Literal["medium", "low"]
 
 COMM_SHARE_LIMIT = 0.4
 """Share of communication above which a step depends more on link constants than on kernels."""
-
-NEARLY_FULL = 0.95
-"""Predicted peak over device memory from which the allocator retries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +135,10 @@ def list_caveats(
     job: JobConfig, stages: tuple[StageTime, ...], split: Split, memory: tuple[StageMemory, ...]
 ) -> tuple[Caveat, ...]:
     """All reasons to doubt the step time of the slowest stage (split), the worst first."""
-    found = [
+    return (
         *(Caveat(text, "low") for text in _list_unmodelled(job, stages, split, memory)),
         *(Caveat(text, "medium") for text in _list_distances(job)),
-    ]
-    return tuple(found)
+    )
 
 
 def _list_unmodelled(

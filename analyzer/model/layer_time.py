@@ -617,9 +617,14 @@ def is_attention_stated(job: JobConfig) -> bool:
 
 def compute_attention_share(job: JobConfig) -> float:
     """Fraction of the peak that attention reaches in this job's forward; 0 without a peak."""
-    training = job.training
-    peak = job.hardware.peak_flops_per_s("bf16" if training.dtype == "fp8" else training.dtype)
+    peak = find_wide_peak(job)
     return find_attention_rate(job, peak).forward_flops_per_s / peak if peak else 0.0
+
+
+def find_wide_peak(job: JobConfig) -> float | None:
+    """Peak FLOP/s of what is not cast to fp8: attention and the head; None if unknown."""
+    dtype = job.training.dtype
+    return job.hardware.peak_flops_per_s("bf16" if dtype == "fp8" else dtype)
 
 
 def _slow_by_start(rate: AttentionRate, tokens: float, scale: float) -> AttentionRate:
@@ -680,7 +685,7 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     hardware, training = job.hardware, job.training
     efficiency, eight_bits = hardware.efficiency, training.dtype == "fp8"
     peak = hardware.peak_flops_per_s(training.dtype)
-    wide_peak = hardware.peak_flops_per_s("bf16" if eight_bits else training.dtype)
+    wide_peak = find_wide_peak(job)
     if peak is None or wide_peak is None:
         known_dtypes = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
         raise UsageError(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from stepsplit.analyzer.model.confidence import (
     LEVEL,
+    BandIndex,
     RunKind,
     StepBand,
     find_error_band,
@@ -63,25 +64,21 @@ def load_left_out() -> Mapping[tuple[str, str], Mapping[str, float]]:
     }
 
 
-def compute_bands(runs: Iterable[UnseenRun]) -> tuple[StepBand, ...]:
+def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
     """The error that LEVEL of the runs stay below, by kind and each wider kind."""
     groups: dict[tuple[RunKind, bool], list[UnseenRun]] = {}
     for run in runs:
         for kind in run.kind.list_wider():
             groups.setdefault((kind, run.doubted), []).append(run)
-    return tuple(
-        StepBand(
+    return {
+        (kind, doubted): StepBand(
             compute_conformal_error([run.error for run in group]),
             len(group),
             len({run.case.source for run in group}),
-            kind.family,
-            kind.model,
-            kind.dtype,
-            kind.states,
-            doubted,
+            kind,
         )
         for (kind, doubted), group in groups.items()
-    )
+    }
 
 
 def compute_conformal_error(errors: Sequence[float]) -> float:

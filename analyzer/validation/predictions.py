@@ -73,12 +73,16 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     cases = list_cases(published)
     unseen = predict_unseen(cases.cases)
     bands = find_unseen_bands(unseen)
-    known = list_step_time_cases(Published())
+    baseline = build_baseline_rows(cases.cases, list_step_time_cases(Published()))
     checks = []
     for family in get_args(Family):
-        of_family = [i for i, run in enumerate(unseen) if run.case.family == family]
-        rows = [_build_step_row(unseen[i], bands[i]) for i in of_family]
-        baseline_rows = build_baseline_rows([unseen[i].case for i in of_family], known)
+        rows = [
+            _build_step_row(run, band)
+            for run, band in zip(unseen, bands, strict=True)
+            if run.case.family == family
+        ]
+        names = {row.case for row in rows}
+        baseline_rows = [row for row in baseline if row.case in names]
         left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
         checks.append(_check_family(family, rows, baseline_rows, left_out))
     return tuple(checks)

@@ -85,14 +85,12 @@ def _refuse(row: PublishedRow, problem: str) -> DataError:
 
 def _find_model(row: PublishedRow) -> ModelConfig:
     name = row.read_text("model")
-    kind = row.read_text("kind")
-    if "LoRA" in name or "LoRA" in kind:
+    if "LoRA" in name or "LoRA" in row.read_text("kind"):
         raise _refuse(row, "LoRA is not modelled")
     for words, load in MODELS:
         if name.startswith(words):
             model = load()
-            layers = _read_size(row, "layers", model.layers)
-            return replace(model, layers=layers)
+            return replace(model, layers=_read_size(row, "layers", model.layers))
     raise _refuse(row, f"no preset of {name}")
 
 
@@ -111,11 +109,6 @@ def _read_size(row: PublishedRow, column: str, default: int) -> int:
     return row.read_count(column) or default
 
 
-def _is_sharded(row: PublishedRow) -> bool:
-    """Whether it ran FSDP: Megatron's, or MaxText's."""
-    return _read_size(row, "fsdp", 0) > 1 or _read_size(row, "fsdp_group", 0) > 1
-
-
 def _build_layout(row: PublishedRow) -> ParallelConfig:
     tp, pp, cp = (_read_size(row, axis, 1) for axis in ("tp", "pp", "cp"))
     gpus = row.read_count("gpus")
@@ -125,8 +118,8 @@ def _build_layout(row: PublishedRow) -> ParallelConfig:
         tp=tp, pp=pp, cp=cp, ep=_read_size(row, "ep", 1), sequence_parallel=tp > 1
     )
     dp = gpus // (tp * pp * cp)
-    if _is_sharded(row):
-        shard = max(_read_size(row, "fsdp", 0), _read_size(row, "fsdp_group", 0))
+    shard = max(_read_size(row, "fsdp", 1), _read_size(row, "fsdp_group", 1))
+    if shard > 1:
         if dp % shard:
             raise _refuse(row, f"groups of {shard} do not divide {dp} data-parallel ranks")
         return replace(

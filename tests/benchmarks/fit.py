@@ -172,11 +172,12 @@ def write_bands(path: Path) -> None:
         "# tests/benchmarks/fit.py.",
     ]
     bands = compute_bands(predict_unseen(list_step_time_cases(Published())))
-    for band in sorted(bands, key=lambda each: (each.doubted, str(each.kind))):
+    for kind, doubted in sorted(bands, key=lambda each: (each[1], str(each[0]))):
+        band = bands[kind, doubted]
         lines += ["", "[[band]]"]
-        lines += [f'{key} = "{value}"' for key, value in asdict(band.kind).items() if value]
+        lines += [f'{key} = "{value}"' for key, value in asdict(kind).items() if value]
         lines += [f"error = {band.error:.4f}", f"runs = {band.runs}", f"sources = {band.sources}"]
-        lines += ["doubted = true"] if band.doubted else []
+        lines += ["doubted = true"] if doubted else []
     path.write_text("\n".join(lines) + "\n")
 
 

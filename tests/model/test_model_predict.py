@@ -272,16 +272,18 @@ def test_hardware_without_published_runs_is_a_caveat() -> None:
 
 def test_a_kind_with_few_runs_borrows_the_band_of_a_wider_one() -> None:
     narrow = RunKind("hopper", "dense", "8-bit", "sharded")
-    bands = (
-        StepBand(0.2, 30, 4), StepBand(0.1, 12, 3, "hopper", "dense"),
-        StepBand(0.01, 8, 2, "hopper", "dense", "8-bit"),
-        StepBand(0.02, 20, 1, "hopper", "dense", "8-bit", "sharded"),
-        StepBand(0.4, 10, 2, doubted=True),
-    )  # fmt: skip
+    known = (
+        StepBand(0.2, 30, 4),
+        StepBand(0.1, 12, 3, RunKind("hopper", "dense")),
+        StepBand(0.01, 8, 2, RunKind("hopper", "dense", "8-bit")),
+        StepBand(0.02, 20, 1, narrow),
+    )
+    bands = {(band.kind, False): band for band in known}
+    bands[RunKind(), True] = StepBand(0.4, 10, 2)
     assert find_error_band(narrow, False, bands).error == 0.1
     assert find_error_band(narrow, True, bands).error == 0.4
     assert find_error_band(RunKind("volta", "experts"), False, bands).error == 0.2
-    assert find_error_band(narrow, False, ()).error == 0.5
+    assert find_error_band(narrow, False, {}).error == 0.5
 
 
 def test_an_invalid_job_is_rejected() -> None:

@@ -21,7 +21,7 @@ from store_builders import state
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 
 _SERVER = """
-import json, sys
+import json, socket, sys
 from gunicorn.app.base import BaseApplication
 from stepsplit.dashboard.web import connections
 
@@ -45,6 +45,8 @@ def answer(environ, start_response):
     return [body]
 
 def print_port(arbiter):
+    # Connections inherit it; else the kernel takes 4 MiB or more of each answer.
+    arbiter.LISTENERS[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     print(arbiter.LISTENERS[0].sock.getsockname()[1], flush=True)
 
 class Worker(connections.PatientWorker):
@@ -85,6 +87,14 @@ class Server:
     def connect(self) -> socket.socket:
         """A client that has sent nothing yet."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def connect_slowly(self) -> socket.socket:
+        """A client whose kernel keeps little of what it has not read."""
+        link = socket.socket()
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        link.settimeout(WAIT_S)
+        link.connect(("127.0.0.1", self.port))
+        return link
 
     def ask(self, *pieces: bytes) -> bytes:
         """The whole answer to a request that arrives in pieces."""
@@ -248,7 +258,7 @@ def test_an_upload_at_a_higher_rate_is_not(paced: Server) -> None:
 
 def test_pages_are_answered_while_clients_take_theirs_slowly(patient: Server) -> None:
     with ExitStack() as stack:
-        slow = [stack.enter_context(patient.connect()) for _ in range(12)]
+        slow = [stack.enter_context(patient.connect_slowly()) for _ in range(12)]
         for link in slow:
             link.sendall(write_head("GET /page") + _get("/"))
             link.recv(1)
@@ -263,7 +273,7 @@ def test_pages_are_answered_while_clients_take_theirs_slowly(patient: Server) ->
 
 def test_an_answer_that_is_taken_too_slowly_ends(paced: Server) -> None:
     assert paced.process.stdout is not None
-    with paced.connect() as link:
+    with paced.connect_slowly() as link:
         link.sendall(_get("/page"))
         assert paced.process.stdout.readline() == "dropped\n"
 
@@ -272,7 +282,7 @@ def test_an_answer_that_is_taken_too_slowly_ends(paced: Server) -> None:
 
 def test_beyond_the_most_unsent_bytes_the_oldest_answers_end() -> None:
     with running(NEVER | {"UNSENT_BYTES": 30 << 20}) as server, ExitStack() as stack:
-        slow = [stack.enter_context(server.connect()) for _ in range(12)]
+        slow = [stack.enter_context(server.connect_slowly()) for _ in range(12)]
         for link in slow:
             link.sendall(_get("/page"))
             link.recv(1)
@@ -286,7 +296,7 @@ def test_beyond_the_most_unsent_bytes_the_oldest_answers_end() -> None:
 def test_a_client_that_takes_no_large_answer_is_dropped() -> None:
     with running(NEVER | {"STALL_S": 0.5}) as server, ExitStack() as stack:
         for _ in range(4):
-            link = stack.enter_context(server.connect())
+            link = stack.enter_context(server.connect_slowly())
             link.sendall(_get("/large"))
             link.recv(1)
 

@@ -149,9 +149,23 @@ def number_within_group(label: Int64) -> Int64:
     return place
 
 
+def list_ranges(first: Int64, count: Int64) -> Int64:
+    """The numbers from first[i] on, count[i] of them, for each i."""
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+
+
 def group_mean(label: Int64, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """For each row the mean of the values with the same label; labels are from 0 without gaps."""
     return np.asarray((np.bincount(label, values) / np.bincount(label))[label])
+
+
+def group_median(label: Int64, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The median of the values of each label; labels are from 0 without gaps."""
+    ordered = values[np.lexsort((values, label))]
+    count = np.bincount(label)
+    first = np.cumsum(count) - count
+    return np.asarray((ordered[first + (count - 1) // 2] + ordered[first + count // 2]) / 2)
 
 
 def group_min(label: Int64, values: Int64, count: int) -> Int64:

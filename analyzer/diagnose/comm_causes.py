@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
+from stepsplit.analyzer.arrays import group_ids, group_max, group_rows, is_inside, union
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     HoistedCalls,
@@ -124,51 +124,61 @@ def _join_links(
 
 def _collect_links(context: ReplayContext) -> dict[tuple[int, ...], list[_Link]]:
     """The links grouped by (op, message size, number of ranks, number of hosts)."""
-    kernels, matched = context.graph.kernels, context.split.matched
-    took = context.graph.rest_ns[kernels.end]
-    links: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    kernels, matched, steps = context.graph.kernels, context.split.matched, context.graph.steps
+    took, carries = context.graph.rest_ns[kernels.end], _find_carried_rows(context)
+    ranks, link = _number_links(context, carries)
     hosts = {rank.trace.rank: rank.trace.host for rank in context.split.ranks}
-    carries = _find_carried_rows(context)
-    known = (matched.key[carries] >= 0) & (took > 0) & (matched.message_bytes[carries] >= 0)
-    for i in np.flatnonzero(known).tolist():
-        row = int(carries[i])
-        ranks = _find_link_ranks(context, i, row)
-        if len(ranks) > 1:
-            op = min(int(matched.op[row]), OPS.index("send"))
-            nodes = len({hosts.get(rank) for rank in ranks})
-            links[op, int(matched.message_bytes[row]), len(ranks), nodes][ranks].append(i)
-    return {
-        kind: [
-            _Link(ranks, np.array(rows), context.graph.steps.step[kernels.step[rows]], took[rows])
-            for ranks, rows in of_kind.items()
-        ]
-        for kind, of_kind in links.items()
-    }
+    nodes = [len({hosts.get(rank) for rank in of_link}) for of_link in ranks]
+    op = np.minimum(matched.op[carries], OPS.index("send"))
+    size = matched.message_bytes[carries]
+    known = np.flatnonzero((matched.key[carries] >= 0) & (took > 0) & (size >= 0) & (link >= 0))
+    order, first = group_rows(group_ids(op[known], size[known], link[known]))
+    links: dict[tuple[int, ...], list[_Link]] = defaultdict(list)
+    for rows in sorted(np.split(known[order], first[1:]), key=lambda rows: rows[:1].tolist()):
+        if len(rows):
+            number = int(link[rows[0]])
+            kind = int(op[rows[0]]), int(size[rows[0]]), len(ranks[number]), nodes[number]
+            links[kind].append(
+                _Link(ranks[number], rows, steps.step[kernels.step[rows]], took[rows])
+            )
+    return links
 
 
 def _find_carried_rows(context: ReplayContext) -> Int64:
     """For each kernel the row that determined its end: of several messages the last transfer."""
     kernels, found = context.graph.kernels, context.split
     rows = kernels.row.copy()
-    for i in np.flatnonzero(found.matched.op[rows] >= OPS.index("send")).tolist():
-        event = found.ranks[int(kernels.rank[i])].trace.calls.event
-        call = int(kernels.call[i])
-        count = int(np.searchsorted(event[call:], event[call], side="right"))
-        rows[i] += int(found.arrivals.moved_ns[rows[i] : rows[i] + count].argmax())
+    event = np.concatenate([rank.trace.calls.event for rank in found.ranks])
+    last = (event[1:] != event[:-1]) | (found.matched.trace[1:] != found.matched.trace[:-1])
+    ends = np.append(np.flatnonzero(last) + 1, len(event))
+    end = ends[np.searchsorted(ends, rows, side="right")]
+    several = (end - rows > 1) & (found.matched.op[rows] >= OPS.index("send"))
+    for i in np.flatnonzero(several).tolist():
+        rows[i] += int(found.arrivals.moved_ns[rows[i] : end[i]].argmax())
     return rows
 
 
-def _find_link_ranks(context: ReplayContext, kernel: int, row: int) -> tuple[int, ...]:
-    """The ranks between which a call moves data."""
-    matched, found = context.split.matched, context.split
-    if matched.op[row] < OPS.index("send"):
-        group = int(matched.group[row])
-        return matched.groups[group].ranks if group >= 0 else ()
-    trace = found.ranks[int(context.graph.kernels.rank[kernel])].trace
-    peer = int(trace.calls.peer[int(matched.call[row])])
-    return tuple(sorted((trace.rank, peer)))
+def _number_links(context: ReplayContext, rows: Int64) -> tuple[tuple[tuple[int, ...], ...], Int64]:
+    """(the ranks of each link, the link over which the call of each row moves data), -1 for a call
+    that moves none."""
+    matched, ranks = context.split.matched, [rank.trace for rank in context.split.ranks]
+    numbers: dict[tuple[int, ...], int] = {}
+    of_group = [
+        numbers.setdefault(group.ranks, len(numbers)) if len(group.ranks) > 1 else -1
+        for group in matched.groups
+    ]
+    link = np.array([*of_group, -1], dtype=np.int64)[matched.group[rows]]
+    message = np.flatnonzero(matched.is_message[rows])
+    own = np.array([trace.rank for trace in ranks])[matched.trace[rows[message]]]
+    peer = np.concatenate([trace.calls.peer for trace in ranks])[rows[message]]
+    ends, end = np.unique(
+        np.stack((np.minimum(own, peer), np.maximum(own, peer)), axis=1),
+        axis=0,
+        return_inverse=True,
+    )
+    of_pair = [numbers.setdefault(pair, len(numbers)) for pair in map(tuple, ends.tolist())]
+    link[message] = np.array([*of_pair, -1], dtype=np.int64)[end.ravel()]
+    return tuple(numbers), link
 
 
 def _select_slow_links(links: list[_Link]) -> list[tuple[_Link, float]]:

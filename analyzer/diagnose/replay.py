@@ -13,8 +13,9 @@ import numpy.typing as npt
 from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import NEVER, WORK, DependencyGraph, Levels, Needs
+from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.topological_order import NEVER, Levels, Needs
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
 
@@ -410,45 +411,6 @@ def _find_lasting_leads(graph: DependencyGraph, times: Int64) -> Int64:
     return np.rint(lead).astype(np.int64)
 
 
-_WIDE = 16
-"""Mean number of nodes in a level from which the times of a level are computed at once."""
-
-
 def compute_times(graph: DependencyGraph) -> Int64:
     """The time of each node, in ns of the common clock."""
-    levels = graph.levels
-    compute = _compute_by_level if levels.width >= _WIDE else _compute_by_row
-    times = np.empty(len(graph), dtype=np.int64)
-    work_ns, rest_ns = graph.work_ns.sum(axis=1), graph.rest_ns
-    times[levels.node] = compute(levels, work_ns[levels.node], rest_ns[levels.node])
-    return times
-
-
-def _compute_by_level(levels: Levels, work_ns: Int64, rest_ns: Int64) -> Int64:
-    times = np.full(len(work_ns) + 1, NEVER)
-    added = np.zeros(len(levels.source), dtype=np.int64)
-    added[levels.edge[:-1]] = work_ns
-    for rows, edges in zip(
-        pairwise(levels.first.tolist()),
-        pairwise(levels.edge[levels.first].tolist()),
-        strict=True,
-    ):
-        among, own = slice(*edges), slice(*rows)
-        at = times[levels.source[among]] + added[among]
-        latest = np.maximum.reduceat(at, levels.edge[own] - edges[0])
-        times[own] = np.maximum(latest + rest_ns[own], NEVER)
-    return times[:-1]
-
-
-def _compute_by_row(levels: Levels, work_ns: Int64, rest_ns: Int64) -> Int64:
-    source = levels.source.tolist()
-    times = [NEVER] * (len(work_ns) + 1)
-    for row, ((first, last), work, rest) in enumerate(
-        zip(pairwise(levels.edge.tolist()), work_ns.tolist(), rest_ns.tolist(), strict=True)
-    ):
-        at = times[source[first]] + work
-        for needed in source[first + 1 : last]:
-            if times[needed] > at:
-                at = times[needed]
-        times[row] = at + rest if at + rest > NEVER else NEVER
-    return np.array(times[:-1], dtype=np.int64)
+    return graph.levels.compute_times(graph.work_ns.sum(axis=1), graph.rest_ns)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_rows, list_distinct
+from stepsplit.analyzer.arrays import (
+    first_rows,
+    group_ids,
+    group_max,
+    group_median,
+    list_distinct,
+)
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, compute_start_offsets_ns
 
@@ -552,10 +558,8 @@ class _Kinds:
 
 def _compute_kind_medians(level: Float, kind: Int64) -> _Kinds:
     label = group_ids(kind)
-    order, first = group_rows(label)
-    parts = np.split(level[order], first[1:])
-    middle = np.array([np.median(part) for part in parts])
-    return _Kinds(middle, np.array([len(part) for part in parts]), middle[label])
+    middle = group_median(label, level)
+    return _Kinds(middle, np.bincount(label), middle[label])
 
 
 def _combine_kinds(kinds: _Kinds, noise_ns: float) -> tuple[float, float]:
@@ -598,10 +602,15 @@ def _estimate_drift(since: Float, apart: Float, kind: Int64) -> tuple[float, flo
 def _estimate_slope(since: Float, apart: Float) -> float:
     """Theil-Sen slope: the median slope between the medians of time bins."""
     order = np.argsort(since, kind="stable")
-    parts = np.array_split(order, min(_BINS, max(len(order) // 3, 2)))
-    x = np.array([np.median(since[part]) for part in parts])
-    y = np.array([np.median(apart[part]) for part in parts])
+    time_bin = _number_bins(len(order), min(_BINS, max(len(order) // 3, 2)))
+    x, y = (group_median(time_bin, values[order]) for values in (since, apart))
     i, j = np.triu_indices(len(x), k=1)
     apart_in_time = x[j] - x[i]
     valid = apart_in_time > 0
     return float(np.median((y[j] - y[i])[valid] / apart_in_time[valid])) if valid.any() else 0.0
+
+
+def _number_bins(rows: int, bins: int) -> Int64:
+    """The bin of each row: bins of equal size, the first ones larger by one if they must be."""
+    size, larger = divmod(rows, bins)
+    return np.repeat(np.arange(bins), size + (np.arange(bins) < larger))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
 
 import numpy as np
 
@@ -15,36 +14,14 @@ from stepsplit.analyzer.split.idle import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
+from stepsplit.analyzer.split.topological_order import NEVER, Levels, Needs
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW, Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
 
 # The dependency graph of a run, input of a replay.
 
-NEVER = -(1 << 61)
-"""The time of an event that does not happen; no event waits for it."""
-
 WORK = ("compute", "copy", "idle")
 """Kinds of local work of a rank, the columns of DependencyGraph.work_ns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The dependencies between nodes other than along a timeline: node i needs the nodes
-    source[first[i] : first[i + 1]]."""
-
-    first: Int64
-    source: Int64
-
-    @classmethod
-    def build(cls, needs: Sequence[Sequence[int]]) -> Needs:
-        """From the nodes that each node needs."""
-        first = np.cumsum([0, *map(len, needs)], dtype=np.int64)
-        return cls(first, np.fromiter(chain.from_iterable(needs), np.int64, int(first[-1])))
-
-    def list_by_node(self) -> list[list[int]]:
-        """The nodes that each node needs."""
-        source = self.source.tolist()
-        return [source[low:high] for low, high in pairwise(self.first.tolist())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,27 +286,16 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
 def _bind(graph: DependencyGraph, measured: Int64) -> DependencyGraph:
     """Complete the graph by the measured delay of each arrival and each end after its last
     dependency, by its times and by the dependency that determined each of them."""
-    times, before = [0] * len(graph), graph.before.tolist()
-    first, source = graph.needs.first.tolist(), graph.needs.source.tolist()
-    work, known = graph.work_ns.sum(axis=1).tolist(), measured.tolist()
-    mains, events = int(graph.timelines.first[-1]), len(known)
-    rest, binding = [0] * len(graph), [-1] * len(graph)
-    for node in graph.levels.node.tolist():
-        at = times[before[node]] + work[node] if before[node] >= 0 else NEVER
-        last = before[node]
-        for needed in source[first[node] : first[node + 1]]:
-            if times[needed] > at:
-                at, last = times[needed], needed
-        if mains <= node < events or at == NEVER:
-            rest[node] = known[node] - at
-            at = known[node]
-        times[node], binding[node] = at, last
-    return replace(
-        graph,
-        rest_ns=np.array(rest, dtype=np.int64),
-        at_ns=np.array(times, dtype=np.int64),
-        binding=np.array(binding, dtype=np.int64),
-    )
+    levels, work_ns = graph.levels, graph.work_ns.sum(axis=1)
+    node = np.arange(len(graph))
+    events = (node >= int(graph.timelines.first[-1])) & (node < len(measured))
+    known_ns = np.where(events, graph.at_ns, NEVER)
+    roots = ~levels.has_sources
+    known_ns[roots] = graph.at_ns[roots]
+    times = levels.compute_times(work_ns, np.zeros(len(graph), dtype=np.int64), known_ns)
+    latest_ns, binding = levels.find_latest(times, work_ns)
+    rest_ns = np.where(known_ns > NEVER, known_ns - latest_ns, 0)
+    return replace(graph, rest_ns=rest_ns, at_ns=times, binding=binding)
 
 
 # Cumulative time of a rank in each bucket.
@@ -700,95 +666,3 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     called = events.find_launch_ns(event)
     before = np.searchsorted(launched[order], called, side="left")
     return np.where(called >= 0, np.append(_ALWAYS, ends)[before], _ALWAYS)
-
-
-# Topological order of the nodes.
-
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """The nodes in topological order, level by level: a node depends on earlier levels only.
-
-    node[i] is the node of row i; level k has the rows from first[k] to first[k + 1]. Row i depends
-    on the rows source[edge[i] : edge[i + 1]]: the one before it on the timeline, then those that it
-    needs. Instead of a row that does not exist, source has the number of rows.
-    """
-
-    node: Int64
-    first: Int64
-    edge: Int64
-    source: Int64
-
-    @classmethod
-    def build(cls, before: Int64, needs: Needs, measured_ns: Int64) -> Levels:
-        """The levels of the nodes.
-
-        Small clock errors can create cycles between ranks; they are broken at the earliest node.
-        """
-        every, first = _list_predecessors(before, needs)
-        level = np.array(_find_levels(every, first, measured_ns), dtype=np.int64)
-        node = np.argsort(level, kind="stable")
-        row = np.empty(len(node) + 1, dtype=np.int64)
-        row[node] = np.arange(len(node))
-        row[-1] = len(node)
-        edge = np.concatenate(([0], np.cumsum(np.diff(first)[node])))
-        moved = every[np.repeat(first[node] - edge[:-1], np.diff(edge)) + np.arange(edge[-1])]
-        earlier = np.append(level, -1)[moved] < np.repeat(level[node], np.diff(edge))
-        return cls(
-            node=node,
-            first=np.searchsorted(level[node], np.arange(level.max(initial=-1) + 2)),
-            edge=edge,
-            source=np.where(earlier, row[moved], len(node)),
-        )
-
-    @property
-    def width(self) -> float:
-        """The mean number of nodes per level."""
-        return len(self.node) / max(len(self.first) - 1, 1)
-
-
-def _list_predecessors(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
-    """(predecessors of all nodes, first of each node): the one before it, then what it needs."""
-    first = needs.first + np.arange(len(needs.first))
-    every = np.empty(int(first[-1]), dtype=np.int64)
-    needed = np.ones(len(every), dtype=np.bool_)
-    needed[first[:-1]] = False
-    every[first[:-1]] = before
-    every[needed] = needs.source
-    return every, first
-
-
-def _find_levels(every: Int64, first: Int64, measured_ns: Int64) -> list[int]:
-    """The level of each node, from the predecessors of all nodes and the first of each; at a cycle,
-    the earliest node waits for none of its other nodes."""
-    count = len(measured_ns)
-    target = np.repeat(np.arange(count), np.diff(first))[every >= 0]
-    source = every[every >= 0]
-    missing = np.bincount(target, minlength=count).tolist()
-    by_source = np.argsort(source, kind="stable")
-    later = target[by_source].tolist()
-    begin = np.searchsorted(source[by_source], np.arange(count + 1)).tolist()
-    ready = [node for node, open_count in enumerate(missing) if not open_count]
-    stuck: Iterator[int] | None = None
-    level, left = [0] * count, count
-    while left:
-        while not ready:
-            stuck = stuck or iter(np.argsort(measured_ns, kind="stable").tolist())
-            ready = _release_node(next(stuck), missing)
-        node = ready.pop()
-        left -= 1
-        for after in later[begin[node] : begin[node + 1]]:
-            if missing[after] > 0:
-                level[after] = max(level[after], level[node] + 1)
-            missing[after] -= 1
-            if not missing[after]:
-                ready.append(after)
-    return level
-
-
-def _release_node(node: int, missing: list[int]) -> list[int]:
-    """Drop the open dependencies of a node; returns it, or no node if it was done already."""
-    if missing[node] <= 0:
-        return []
-    missing[node] = 0
-    return [node]

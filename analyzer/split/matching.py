@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import (
     first_rows,
@@ -591,6 +592,13 @@ _PLAIN, _NOISE_NS, _TELLING = 3.0, 10_000, 4
 """A pairing is clearly better if its ends scatter less by this factor beyond this noise, with at
 least this many paired calls."""
 
+_MOST_COMPARED = 1 << 18
+"""Number of pairs of calls that are compared at once."""
+
+_NEVER = np.iinfo(np.int64).max
+
+Float = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
@@ -622,11 +630,13 @@ def pair_sequences(
     Among equally good pairings, the likely one is used; else, on one clock, the one clearly closest
     in time; else the one that pairs the most calls with the smallest shift.
     """
-    shifts = [s for s in _list_shifts(MAX_SHIFT) if _is_consistent(first, second, s)]
-    if not shifts:
+    if likely is not None and _fits_closely(first, second, likely):
+        return Pairing(_apply_shift(first, second, likely), False)
+    shifts = _find_consistent(first, second, _list_shifts(MAX_SHIFT))
+    if not len(shifts):
         return _pair_with_gaps(first, second)
-    fitting = _select_fitting(first, second, shifts)
-    if likely in fitting:
+    fitting = _select_fitting(first, second, shifts).tolist()
+    if likely is not None and likely in fitting:
         return Pairing(_apply_shift(first, second, likely), False)
     best = _choose_closest(first, second, fitting) if one_clock else fitting[0]
     return Pairing(_apply_shift(first, second, best), len(fitting) > 1)
@@ -638,69 +648,98 @@ def _choose_closest(first: CallSequence, second: CallSequence, fitting: list[int
     On a busy machine, gloo may end a call on one rank about when it ends the next one on another.
     """
     best = min(fitting, key=lambda shift: _measure_distance_ns(first, second, shift))
-    usual = max(fitting, key=lambda shift: _count_paired(first, second, shift))
+    usual = fitting[int(_count_paired(first, second, np.array(fitting)).argmax())]
     limit = _PLAIN * _measure_distance_ns(first, second, best) + _NOISE_NS
     return usual if _measure_distance_ns(first, second, usual) <= limit else best
 
 
-def _select_fitting(first: CallSequence, second: CallSequence, shifts: list[int]) -> list[int]:
+def _fits_closely(first: CallSequence, second: CallSequence, shift: int) -> bool:
+    """Whether this pairing is certain to be among those with the least scatter."""
+    one = np.array([shift])
+    enough = _count_paired(first, second, one)[0] >= _TELLING
+    if not enough or not len(_find_consistent(first, second, one)):
+        return False
+    return bool(_measure_scatter_ns(first, second, one)[0] <= _NOISE_NS)
+
+
+def _select_fitting(first: CallSequence, second: CallSequence, shifts: Int64) -> Int64:
     """The pairings with the least scatter, and those that are not distinguishable from them."""
-    paired_counts = [_count_paired(first, second, shift) for shift in shifts]
-    if max(paired_counts) < _TELLING:
+    paired_counts = _count_paired(first, second, shifts)
+    if paired_counts.max() < _TELLING:
         return shifts
-    comparable = [
-        shift for shift, count in zip(shifts, paired_counts, strict=True) if count >= _TELLING
-    ]
-    scatter = [_measure_scatter_ns(first, second, shift) for shift in comparable]
-    if min(scatter) > _MAX_SCATTER_NS:
+    comparable = shifts[paired_counts >= _TELLING]
+    scatter_ns = _measure_scatter_ns(first, second, comparable)
+    if scatter_ns.min() > _MAX_SCATTER_NS:
         return shifts
-    limit = _PLAIN * min(scatter) + _NOISE_NS
-    return [shift for shift, ns in zip(comparable, scatter, strict=True) if ns <= limit]
+    fitting: Int64 = comparable[scatter_ns <= _PLAIN * scatter_ns.min() + _NOISE_NS]
+    return fitting
 
 
-def _count_paired(first: CallSequence, second: CallSequence, shift: int) -> int:
-    mine, _ = _find_paired_slices(first, second, shift)
-    return len(first.end_ns[mine])
+def _list_shifts(around: int) -> Int64:
+    return np.array(sorted(range(-around, around + 1), key=abs))
 
 
-def _list_shifts(around: int) -> list[int]:
-    return sorted(range(-around, around + 1), key=abs)
+def _count_paired(first: CallSequence, second: CallSequence, shifts: Int64) -> Int64:
+    """The number of calls that each shift pairs."""
+    low, high = np.maximum(shifts, 0), np.minimum(shifts + len(first), len(second))
+    return np.asarray(np.maximum(high - low, 0))
 
 
-def _find_paired_slices(
-    first: CallSequence, second: CallSequence, shift: int
-) -> tuple[slice, slice]:
-    """The slices of both sequences that a shift pairs."""
-    low, high = max(shift, 0), min(shift + len(first), len(second))
-    high = max(high, low)
-    return slice(low - shift, high - shift), slice(low, high)
-
-
-def _is_consistent(first: CallSequence, second: CallSequence, shift: int) -> bool:
-    """Whether all paired calls are of one kind.
+def _find_consistent(first: CallSequence, second: CallSequence, shifts: Int64) -> Int64:
+    """The shifts under which all paired calls are of one kind.
 
     At least half of the shorter sequence must be paired; otherwise any two calls of a kind would
     do.
     """
-    mine, theirs = _find_paired_slices(first, second, shift)
-    count = _count_paired(first, second, shift)
-    enough = count > 0 and 2 * count >= min(len(first), len(second))
-    return enough and bool(_match_kinds(first.kind[mine], second.kind[theirs]).all())
+    count = _count_paired(first, second, shifts)
+    enough = shifts[(count > 0) & (2 * count >= min(len(first), len(second)))]
+    consistent = [
+        part[(~paired | _match_kinds(first.kind, second.kind[there])).all(axis=1)]
+        for part, there, paired in _pair_by_shift(first, second, enough)
+    ]
+    return np.concatenate([enough[:0], *consistent])
+
+
+def _pair_by_shift(
+    first: CallSequence, second: CallSequence, shifts: Int64
+) -> Iterator[tuple[Int64, Int64, Bool]]:
+    """Yields (some of the shifts, their counterparts in the second sequence, whether there is one),
+    the last two of shape (shifts, calls)."""
+    calls, most = np.arange(len(first)), max(1, _MOST_COMPARED // len(first))
+    for at in range(0, len(shifts), most):
+        there = calls + shifts[at : at + most, np.newaxis]
+        paired = (there >= 0) & (there < len(second))
+        yield shifts[at : at + most], np.where(paired, there, 0), paired
 
 
 def _match_kinds(first: Int64, second: Int64) -> Bool:
     """Whether each pair of calls is of one kind; unknown columns match any."""
-    return np.asarray(((first == second) | (first < 0) | (second < 0)).all(axis=1))
+    return np.asarray(((first == second) | (first < 0) | (second < 0)).all(axis=-1))
 
 
-def _measure_scatter_ns(first: CallSequence, second: CallSequence, shift: int) -> float:
-    mine, theirs = _find_paired_slices(first, second, shift)
-    apart = first.end_ns[mine] - second.end_ns[theirs]
-    return float(np.median(np.abs(apart - np.sort(apart)[len(apart) // 2])))
+def _measure_scatter_ns(first: CallSequence, second: CallSequence, shifts: Int64) -> Float:
+    """For each shift, which pairs some calls, the median distance of the differences of ends to
+    their median."""
+    return np.concatenate(
+        [
+            _compute_row_scatter(first.end_ns - second.end_ns[there], paired)
+            for _, there, paired in _pair_by_shift(first, second, shifts)
+        ]
+    )
+
+
+def _compute_row_scatter(apart_ns: Int64, paired: Bool) -> Float:
+    """The scatter in each row of the differences that are marked."""
+    rows, count = np.arange(len(apart_ns)), paired.sum(axis=1)
+    in_order = np.sort(np.where(paired, apart_ns, _NEVER), axis=1)
+    middle = in_order[rows, count // 2, np.newaxis]
+    distance = np.sort(np.where(paired, np.abs(apart_ns - middle), _NEVER), axis=1)
+    return np.asarray((distance[rows, (count - 1) // 2] + distance[rows, count // 2]) / 2)
 
 
 def _measure_distance_ns(first: CallSequence, second: CallSequence, shift: int) -> int:
-    mine, theirs = _find_paired_slices(first, second, shift)
+    mine = slice(max(-shift, 0), max(len(second) - shift, 0))
+    theirs = slice(max(shift, 0), shift + len(first))
     return int(np.median(np.abs(first.end_ns[mine] - second.end_ns[theirs])))
 
 

@@ -178,14 +178,17 @@ def test_whole_levels_at_once_give_the_same_times(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for runs of many ranks; also with faster links and without every fifth call."""
-    graph = build_dependency_graph(
-        split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
-    )
+    split = split_of(recording_of(Path(__file__).parents[2] / "sample_traces" / name))
+    graph = build_dependency_graph(split)
     calls = np.arange(len(graph.kernels))
     faster = scale_transfers(graph, calls, np.full(len(calls), 0.5))
     changed = [graph, faster, remove_calls(graph, calls[::5])]
     by_row = [compute_times(each) for each in changed]
-    monkeypatch.setattr("stepsplit.analyzer.diagnose.replay._WIDE", 0)
+    monkeypatch.setattr("stepsplit.analyzer.split.topological_order._WIDE", 0)
+    at_once = build_dependency_graph(split)
+    np.testing.assert_array_equal(at_once.levels.node, graph.levels.node)
+    np.testing.assert_array_equal(at_once.rest_ns, graph.rest_ns)
+    np.testing.assert_array_equal(at_once.binding, graph.binding)
     for expected, each in zip(by_row, changed, strict=True):
         np.testing.assert_array_equal(compute_times(each), expected)
 

@@ -43,6 +43,7 @@ COMMANDS = {
     ),
     "record": ("record", "Record some steps of an unmodified training command."),
     "redact": ("analyze", "Copy a recording without hosts, users, paths and stacks."),
+    "reduce": ("analyze", "Write the small tables of each rank that analyze takes for its trace."),
     "retry": ("runs", "Queue runs for another analysis of their files."),
     "runs": ("runs", "List the runs of a store, newest first."),
     "token": ("server", "Create, list and revoke access tokens of a dashboard."),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, make_write_error, write
 from stepsplit.analyzer.readers.compression import (
     is_url,
     list_files,
@@ -24,18 +24,24 @@ from stepsplit.analyzer.readers.nsys import read_nsys
 from stepsplit.analyzer.readers.registry import (
     FLIGHT,
     NSYS,
+    RANK_TABLE,
     RECORD,
     TRACE,
+    RankTraces,
     find_kinds,
     read_rank_record,
+    read_rank_table,
 )
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.workers import Progress, ignore_progress
+from stepsplit.analyzer.readers.workers import Progress, Task, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
 from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json, replace_surrogates
 
 _MAX_RUN_BYTES = 64 << 20
+
+_TABLE_BYTES = 1 << 20
+"""Work that reading a table is, as bytes of a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,21 @@ def _read_all_traces(
             notes.append(make_skipped_note(source, error))
     for source in files.nsys:
         candidates += map(_build_nsys_candidate, read_nsys(source, rules))
+    for source, table in zip(files.tables, _read_tables(files.tables, workers, rules), strict=True):
+        if not isinstance(table, DataError):
+            candidates += (TraceCandidate(trace, trace.rank) for trace in table)
+        elif source.where in named:
+            raise table
+        else:
+            notes.append(make_skipped_note(source, table))
     return candidates, tuple(notes)
+
+
+def _read_tables(
+    sources: Sequence[Source], workers: int, rules: Rules
+) -> list[RankTraces | DataError]:
+    tasks = [Task(one.where, _TABLE_BYTES, read_rank_table, (one, rules)) for one in sources]
+    return run_all(tasks, workers)
 
 
 def _build_candidates(
@@ -237,6 +257,59 @@ def _drop_stale_ranks(
     return tuple(trace for trace in traces if trace.rank < size), notes
 
 
+# A recording reduced to a table per rank, without its raw traces.
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The ranks whose tables were written, and the sizes of their traces and of the tables."""
+
+    ranks: tuple[int, ...]
+    raw_bytes: int
+    table_bytes: int
+
+
+def reduce_recording(
+    places: Sequence[str | Path],
+    out: Path,
+    workers: int = 1,
+    progress: Progress = ignore_progress,
+) -> Reduction:
+    """Writes a table per rank, from which `analyze` makes the report that it makes of the traces.
+
+    Each host can reduce the traces of its own ranks into one folder: files of the same ranks are
+    replaced. run.json and the rank records are copied. Raises as read_recording, and UsageError if
+    the folder cannot be written.
+    """
+    from stepsplit.analyzer.readers.rank_table import name_table, write_table
+
+    with open_recording(places) as files:
+        recording = read_recording_files(files, workers, progress, BUILT_IN)
+        copies = {source.inner.name: _read_raw(source) for source in (*files.runs, *files.records)}
+        raw_bytes = sum(map(_measure_bytes, (*files.traces, *files.nsys)))
+    table_bytes = 0
+    for name, content in copies.items():
+        write(out / name, content)
+    for trace in recording.traces:
+        path = out / name_table(trace.rank)
+        try:
+            write_table(path, trace)
+        except OSError as error:
+            raise make_write_error(path, error) from None
+        table_bytes += path.stat().st_size
+    return Reduction(tuple(trace.rank for trace in recording.traces), raw_bytes, table_bytes)
+
+
+def _read_raw(source: Source) -> bytes:
+    with open_unpacked(source) as content:
+        return content.read(_MAX_RUN_BYTES)
+
+
+def _measure_bytes(source: Source) -> int:
+    with source.open_local() as path:
+        return path.stat().st_size
+
+
 # The files of a recording by kind.
 
 NAME_A_TRACE = "name a torch.profiler trace"
@@ -256,6 +329,7 @@ class RecordingFiles:
     runs: tuple[Source, ...]
     traces: tuple[Source, ...]
     nsys: tuple[Source, ...]
+    tables: tuple[Source, ...]
     flights: tuple[Source, ...]
     records: tuple[Source, ...]
     others: tuple[str, ...]
@@ -265,7 +339,7 @@ class RecordingFiles:
     @property
     def only_dumps(self) -> bool:
         """Whether there are Flight Recorder dumps but no traces."""
-        return bool(self.flights) and not self.traces and not self.nsys
+        return bool(self.flights) and not (self.traces or self.nsys or self.tables)
 
 
 @contextmanager
@@ -318,12 +392,12 @@ def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordin
             continue
         for kind in kinds:
             by_kind[kind].append(source)
-    kinds = (RUN_FILE, TRACE.name, NSYS.name, FLIGHT.name, RECORD.name)
-    runs, traces, nsys, flights, records = (tuple(by_kind.pop(kind, ())) for kind in kinds)
-    others = tuple(by_kind)
+    kinds = (RUN_FILE, TRACE.name, NSYS.name, RANK_TABLE.name, FLIGHT.name, RECORD.name)
+    runs, traces, nsys, tables, flights, records = (tuple(by_kind.pop(k, ())) for k in kinds)
     return RecordingFiles(
-        places, runs, traces, nsys, flights, records, others, tuple(refused), tuple(notes)
-    )
+        places, runs, traces, nsys, tables, flights, records, tuple(by_kind), tuple(refused),
+        tuple(notes),
+    )  # fmt: skip
 
 
 def make_skipped_note(source: Source, error: DataError) -> Note:

@@ -16,6 +16,7 @@ from stepsplit.analyzer.readers.execution_trace import (
     read_execution_trace,
 )
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, is_flight_dump, read_dump
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, is_kineto, read_kineto
 from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord, is_memory_snapshot, read_memory
 from stepsplit.analyzer.readers.nccl import inspector, log
@@ -54,6 +55,21 @@ def read_rank_record(source: Source) -> RankRecord:
         return read_record(text)
     except ValueError as error:
         raise DataError(source.where, f"invalid rank record: {error}", RECORD_AGAIN) from None
+
+
+# The table of a rank, a Parquet file: pyarrow is imported where there is one.
+
+
+def is_parquet(head: bytes) -> bool:
+    """Whether the bytes are the beginning of a Parquet file."""
+    return head.startswith(b"PAR1")
+
+
+def read_rank_table(source: Source, rules: Rules = BUILT_IN) -> RankTraces:
+    """The trace of a rank in the table that `stepsplit reduce` wrote. Raises DataError."""
+    from stepsplit.analyzer.readers.rank_table import read_table
+
+    return (read_table(source, rules),)
 
 
 # Reading a file of any kind.
@@ -198,8 +214,11 @@ FLIGHT = Kind("Flight Recorder dump", is_flight_dump, read_dump)
 
 RECORD = Kind("rank record", is_rank_record, read_rank_record)
 
+RANK_TABLE = Kind("rank table", is_parquet, read_rank_table)
+
 KINDS = (
     NSYS,
+    RANK_TABLE,
     FLIGHT,
     RECORD,
     Kind("memory snapshot", is_memory_snapshot, read_memory),

@@ -1,4 +1,4 @@
-"""stepsplit analyze, stepsplit hang, stepsplit export and stepsplit redact."""
+"""stepsplit analyze, hang, export, reduce and redact."""
 
 from __future__ import annotations
 
@@ -264,6 +264,31 @@ def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
                 packed.writelines(chunks)
     except OSError as error:
         raise make_write_error(file, error) from None
+
+
+# stepsplit reduce: the table of each rank in place of its trace.
+
+
+@click.command()
+@click.argument("places", nargs=-1, required=True, metavar="PATH...")
+@click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path),
+              help="Folder of the tables; several hosts may share it.")  # fmt: skip
+@click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
+              help="Read with up to N processes; by default one per core.")  # fmt: skip
+def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> None:
+    """Write the small tables of each rank that analyze takes for its trace.
+
+    PATH is as for analyze. Run it on each host, next to the traces of its ranks: only the tables
+    travel, and analyze makes of them the report that it makes of the traces.
+    """
+    from stepsplit.analyzer import units
+    from stepsplit.analyzer.readers.recording import reduce_recording
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+
+    with show_reading_bar() as progress:
+        done = reduce_recording(places, out, workers or count_cores(), progress)
+    raw, table = units.format_size(done.raw_bytes), units.format_size(done.table_bytes)
+    click.echo(f"{out}: tables of {len(done.ranks)} ranks, {table} ({raw} of traces)")
 
 
 # stepsplit redact: a copy of a recording that can be passed on.

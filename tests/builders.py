@@ -219,10 +219,18 @@ class CpuTrace:
         seq: int,
         tid: int,
         nelems: int = 1000,
+        shapes: bool = False,
     ) -> Self:
         """A call that the host makes, and its work on a worker thread from start to end."""
+        dims = {"Input Dims": [[nelems]], "Input type": ["float"]} if shapes else {}
+        self._add("gloo:all_reduce", "user_annotation", start, end, tid, **dims)
+        return self.all_reduce_unended(called, group=group, seq=seq, nelems=nelems)
+
+    def all_reduce_unended(
+        self, called: float, *, group: str, seq: int, nelems: int = 1000
+    ) -> Self:
+        """A call that the host makes, whose work has not ended when the recording does."""
         self.op("c10d::allreduce_", called, called + 1)
-        self.annotation("gloo:all_reduce", start, end, tid)
         number = [name for name, _, _ in self.groups].index(group)
         self.flight.append({
             "process_group": [group, self.groups[number][1]], "pg_id": number,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from builders import CpuTrace
+from splitting import recording_of
 
 from stepsplit.analyzer import Report, Split, analyze, examine
 
@@ -176,6 +177,82 @@ def test_a_recorder_that_dropped_its_oldest_still_names_the_latest(tmp_path: Pat
     report = recorded(tmp_path, trace)
     assert [row.count for row in report.collectives if row.group >= 0] == [2]
     assert "flight_incomplete" in {row.code for row in report.warnings}
+
+
+def joined(report: Report) -> int:
+    """Collectives whose group and call are known, of all ranks."""
+    return sum(row.count for row in report.collectives if row.group >= 0)
+
+
+def test_a_call_that_outlives_the_recording_leaves_the_others_joined(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, PAIR).step(2, 0, 100).op("aten::mm", 0, 10)
+        for n, at in enumerate((10, 30, 50)):
+            trace.all_reduce(at, at + 2, at + 10, group="0", seq=n, tid=WORKER_A)
+        trace.all_reduce_unended(90, group="0", seq=3).write(tmp_path)
+    report = analyze(tmp_path)
+    assert joined(report) == 3
+    assert [row.code for row in report.warnings if "gloo" in row.code] == []
+
+
+def test_with_a_call_that_outlives_the_recording_later_ones_of_the_other_worker_are_open(
+    tmp_path: Path,
+) -> None:
+    """Three calls at once: the second worker ended the second or, while the first one is busy with
+    that to the end, the third."""
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 20_000).op("aten::mm", 0, 10)
+    trace.all_reduce(10, 12, 100, group="0", seq=0, tid=WORKER_A)
+    trace.all_reduce(1_000, 1_050, 1_200, group="0", seq=1, tid=WORKER_A)
+    trace.all_reduce(1_002, 1_060, 9_000, group="0", seq=2, tid=WORKER_B)
+    trace.all_reduce_unended(1_004, group="0", seq=3)
+    report = recorded(tmp_path, trace)
+    assert joined(report) == 2
+    assert "gloo_order_unknown" in {row.code for row in report.warnings}
+
+
+def test_the_calls_of_a_worker_that_was_late_are_open_if_they_are_unlike(tmp_path: Path) -> None:
+    """Two calls for two idle workers: the first may have taken the second call, but started first.
+    That matters only if their sizes or their ends are far apart."""
+    counts = {}
+    for name, end, nelems in (("alike", 90, 1500), ("late", 3_000, 1500), ("large", 90, 9000)):
+        trace = CpuTrace(0, 2, PAIR).step(2, 0, 5_000).op("aten::mm", 0, 10)
+        trace.all_reduce(10, 25, 80, group="0", seq=0, tid=WORKER_A)
+        trace.all_reduce(12, 30, end, group="0", seq=1, tid=WORKER_B, nelems=nelems)
+        trace.all_reduce(4_000, 4_010, 4_090, group="0", seq=2, tid=WORKER_A)
+        (tmp_path / name).mkdir()
+        counts[name] = joined(recorded(tmp_path / name, trace))
+    assert counts == {"alike": 3, "late": 1, "large": 1}
+
+
+def read_numbers(folder: Path) -> list[int]:
+    """The sequence number of each collective of the only rank, by start."""
+    (rank,) = recording_of(folder).traces
+    numbers: list[int] = rank.calls.seq.tolist()
+    return numbers
+
+
+def test_names_tell_the_calls_of_a_worker_that_was_late(tmp_path: Path) -> None:
+    """The barrier was called second, and starts first."""
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 9_000).op("aten::mm", 0, 10)
+    trace.all_reduce(10, 40, 6_000, group="0", seq=0, tid=WORKER_A)
+    trace.all_reduce(12, 30, 80, group="0", seq=1, tid=WORKER_B)
+    trace.flight[-1]["profiling_name"] = trace.events[-2]["name"] = "gloo:barrier"
+    trace.write(tmp_path)
+    assert read_numbers(tmp_path) == [1, 0]
+
+
+def test_recorded_shapes_tell_the_calls_of_a_worker_that_was_late(tmp_path: Path) -> None:
+    """The second call starts first; of the last two, one has not ended."""
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 9_000).op("aten::mm", 0, 10)
+    at = ((10, 40, 6_000, WORKER_A), (12, 30, 80, WORKER_B), (8_005, 8_010, 8_500, WORKER_B))
+    for seq, (called, start, end, tid) in zip((0, 1, 3), at, strict=True):
+        if seq == 3:
+            trace.all_reduce_unended(8_000, group="0", seq=2, nelems=3000)
+        trace.all_reduce(
+            called, start, end, group="0", seq=seq, tid=tid, nelems=1000 + 4000 * seq, shapes=True
+        )
+    assert joined(recorded(tmp_path, trace)) == 3
+    assert read_numbers(tmp_path) == [1, 0, 3]
 
 
 def test_gradients_over_all_data_parallel_axes_are_grad_sync(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from stepsplit.analyzer.trace import Lane, Note
 # are unchanged, and if the reader version and the kernel rules are the same. An unreadable cache
 # file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off".
 
-READER = "stepsplit.events/7"
+READER = "stepsplit.events/8"
 """Version of the reader's output; a change invalidates all cache files."""
 
 MOST_BYTES = 16 << 30

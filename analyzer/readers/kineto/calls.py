@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -284,24 +284,36 @@ def _build_collectives(
     if not ranges:
         return [], ()
     entries = _match_recorded(rows, flight)
-    pairs = assign(_group_by_thread(rows, ranges), _list_requests(entries, rows.t0_unix_ns))
-    if pairs is None:
+    found = assign(_group_by_thread(rows, ranges), _list_requests(entries, rows.t0_unix_ns))
+    if found is None:
         note = Note("gloo_unpaired", "gloo collectives have no process group and no Flight Recorder"
                     " dump matches them; they are split as for a single rank")  # fmt: skip
         return [Call(r.event, parse_op(r.name)) for r in ranges], (note,)
     numbers = {group.name: i for i, group in enumerate(groups)}
-    matched = [r for r in ranges if r.event in pairs]
-    calls = [_build_collective(r, *entries[pairs[r.event]], rows, numbers, groups) for r in matched]
-    calls += [Call(r.event, parse_op(r.name)) for r in ranges if r.event not in pairs]
-    return calls, (_note_dropped(len(ranges) - len(matched)),) if len(matched) < len(ranges) else ()
+    calls = [Call(r.event, parse_op(r.name)) for r in ranges if r.event not in found.pairs]
+    dropped = len(calls) - len(found.open)
+    for r in ranges:
+        if r.event in found.pairs:
+            entry = entries[found.pairs[r.event]]
+            calls.append(_build_collective(r, *entry, rows, numbers, groups))
+    return calls, (*_note_dropped(dropped), *_note_open(len(found.open)))
 
 
-def _note_dropped(count: int) -> Note:
-    return Note(
-        "flight_incomplete",
+def _note_dropped(count: int) -> tuple[Note, ...]:
+    text = (
         f"the Flight Recorder dropped the oldest {count} collectives, which are split as for a "
-        "single rank; record with a larger TORCH_FR_BUFFER_SIZE",
+        "single rank; record with a larger TORCH_FR_BUFFER_SIZE"
     )
+    return (Note("flight_incomplete", text),) if count else ()
+
+
+def _note_open(count: int) -> tuple[Note, ...]:
+    text = (
+        f"{count} gloo collectives are split as for a single rank: a worker thread was late, or a "
+        "call had not ended with the recording, and which call each of them is remains open; "
+        "recorded shapes (--shapes) tell"
+    )
+    return (Note("gloo_order_unknown", text),) if count else ()
 
 
 def _list_ranges(rows: SortedRows) -> list[Range]:
@@ -312,8 +324,17 @@ def _list_ranges(rows: SortedRows) -> list[Range]:
         name = rows.events.name_of(event)
         start = int(events.start_ns[event])
         if not name.startswith(MESSAGES):
-            ranges.append(Range(event, name, start, start + int(events.dur_ns[event])))
+            end = start + int(events.dur_ns[event])
+            ranges.append(Range(event, name, start, end, _find_input_bytes(rows, event)))
     return ranges
+
+
+def _find_input_bytes(rows: SortedRows, event: int) -> int:
+    """The size of a range's input, if shapes were recorded; else -1."""
+    args = rows.decode_args(event)
+    elements = _count_elements(args.dims) if args is not None else -1
+    each = {compute_element_bytes(str(kind)) for kind in args.types} if args is not None else {-1}
+    return elements * min(each) if elements >= 0 and len(each) == 1 and min(each) > 0 else -1
 
 
 def _match_recorded(
@@ -349,7 +370,8 @@ def _list_requests(
 ) -> list[list[Request]]:
     groups: dict[int, list[Request]] = {}
     for index, (entry, _) in enumerate(entries):
-        request = Request(index, entry.name, entry.created_unix_ns - t0_unix_ns)
+        created_ns = entry.created_unix_ns - t0_unix_ns
+        request = Request(index, entry.name, created_ns, entry.input_bytes)
         groups.setdefault(entry.group_number, []).append(request)
     return [groups[number] for number in sorted(groups)]
 
@@ -466,87 +488,290 @@ WORKERS = 2
 EARLY_NS = 1_000_000
 """Tolerance for a range that starts before its call, because two clocks are read in sequence."""
 
+_SWAP_NS = 1e6
+"""A worker that has taken a call may be delayed before it starts, so that the other worker starts
+the next one first. That order costs so much misfit: it is chosen only if names require it."""
+
+_SIZE_NS = 1e7
+"""A range and a call of different sizes cost so much misfit."""
+
+_MISSING_NS = 1e12
+"""A call without a range, or a range without a call, costs so much: the fewest are chosen."""
+
+_LIKE_NS, _LIKE_SIZE = 1_000_000, 2
+"""Calls whose ranges end within this time, and whose sizes differ by at most this factor, may be
+mistaken for each other: gloo's ranges end later than their calls by as much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A running collective on a thread: event, name, start and end in ns."""
+    """A running collective on a thread: event, name, start and end in ns, and the size of its
+    input if shapes were recorded (else -1)."""
 
     event: int
     name: str
     start_ns: int
     end_ns: int
+    size_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call on a group: its index, the name that its range must have, and its time in ns."""
+    """A call on a group: its index, the name that its range must have, its time in ns, and the
+    size of its input (-1: unknown)."""
 
     index: int
     name: str
     created_ns: int
+    size_bytes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """{event of a range: index of its request}; open are the events that carried out one of several
+    requests, and nothing tells which."""
+
+    pairs: Mapping[int, int]
+    open: frozenset[int]
 
 
 def assign(
     lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]]
-) -> Mapping[int, int] | None:
-    """{event of a range: index of its request}; None if no assignment matches the ranges.
+) -> Assignment | None:
+    """The requests of all ranges; None if no assignment matches them.
 
     lanes are the threads' ranges in order of thread number, groups the requests of each group in
     order of creation. The oldest ranges of a group may have no request, because the Flight Recorder
-    keeps only the latest entries.
+    keeps only the latest entries. Requests whose work had not ended with the recording have no
+    range: one that a worker is busy with, and the last ones.
     """
-    cost = _build_cost(lanes, groups)
+    fit = _assign(lanes, groups, 0) or _assign(lanes, groups, WORKERS)
+    if fit is None:
+        return None
+    pairs = {event: index for event, index in fit.pairs if event not in fit.open}
+    return Assignment(pairs, fit.open)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How well the times agree; (event of a range, index of its request), and which are open."""
+
+    misfit_ns: float
+    pairs: tuple[tuple[int, int], ...]
+    open: frozenset[int]
+
+
+def _assign(
+    lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]], unended: int
+) -> _Fit | None:
+    """The best assignment of all lanes; at most so many calls of a group more than needed have not
+    ended."""
 
     @cache
-    def best(lane: int, group: int) -> tuple[float, tuple[int, ...]]:
+    def best(lane: int, group: int) -> _Fit | None:
         if group == len(groups):
-            return (0.0 if lane == len(lanes) else math.inf), ()
+            return _Fit(0.0, (), frozenset()) if lane == len(lanes) else None
         options = []
         for taken in range(min(WORKERS, len(lanes) - lane) + 1):
-            rest, choice = best(lane + taken, group + 1)
-            options.append((cost(lane, taken, group) + rest, (taken, *choice)))
-        return min(options)
+            rest = best(lane + taken, group + 1)
+            first = _fit(lanes[lane : lane + taken], groups[group], unended) if rest else None
+            if rest and first:
+                misfit_ns = first.misfit_ns + rest.misfit_ns
+                options.append(_Fit(misfit_ns, first.pairs + rest.pairs, first.open | rest.open))
+        return min(options, key=lambda fit: fit.misfit_ns, default=None)
 
-    total, taken = best(0, 0)
-    return None if math.isinf(total) else _pair_requests(lanes, groups, taken)
-
-
-def _build_cost(
-    lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]]
-) -> Callable[[int, int, int], float]:
-    def cost(lane: int, taken: int, group: int) -> float:
-        return _compute_misfit_ns(_merge_lanes(lanes[lane : lane + taken]), groups[group])
-
-    return cost
+    return best(0, 0)
 
 
-def _merge_lanes(lanes: Sequence[Sequence[Range]]) -> list[Range]:
-    return sorted((r for lane in lanes for r in lane), key=lambda r: r.start_ns)
+def _fit(
+    lanes: Sequence[Sequence[Range]], requests: Sequence[Request], unended: int
+) -> _Fit | None:
+    """The best pairing of these lanes' ranges with a group's requests; None if none is possible."""
+    queue = _Queue.merge(lanes)
+    count = len(queue.ranges)
+    if count and not requests:
+        return None
+    least = max(len(requests) - count, 0)
+    fits = []
+    for missing in range(least, least + unended + 1) if unended or not least else ():
+        dropped = count - (len(requests) - missing)
+        fit = None
+        if 0 <= dropped <= count:
+            fit = _Pairing(queue, requests, dropped, min(missing, WORKERS - 1)).find()
+        if fit is not None:
+            extra_ns = _MISSING_NS * (missing + dropped) if unended else 0.0
+            fits.append(_Fit(fit.misfit_ns + extra_ns, fit.pairs, fit.open))
+    return min(fits, key=lambda fit: fit.misfit_ns, default=None)
 
 
-def _compute_misfit_ns(ranges: Sequence[Range], requests: Sequence[Request]) -> float:
-    """The sum of differences between the ranges' starts and those expected with two workers."""
-    if len(ranges) < len(requests) or (ranges and not requests):
-        return math.inf
-    ranges = ranges[len(ranges) - len(requests) :]
-    last_end = earlier_end = -math.inf
-    misfit = 0.0
-    for gloo_range, request in zip(ranges, requests, strict=True):
-        if gloo_range.name != request.name or gloo_range.start_ns < request.created_ns - EARLY_NS:
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """The ranges of a group's workers by start: the worker of each, since when it was free, and
+    since when any was."""
+
+    ranges: tuple[Range, ...]
+    worker: tuple[int, ...]
+    own_free_ns: tuple[float, ...]
+    free_ns: tuple[float, ...]
+
+    @classmethod
+    def merge(cls, lanes: Sequence[Sequence[Range]]) -> _Queue:
+        by_start = sorted(
+            ((one, lane) for lane, ranges in enumerate(lanes) for one in ranges),
+            key=lambda pair: pair[0].start_ns,
+        )
+        ends = [-math.inf] * WORKERS
+        free, own_free = [], []
+        for one, lane in by_start:
+            free.append(min(ends))
+            own_free.append(ends[lane])
+            ends[lane] = one.end_ns
+        ranges, worker = tuple(one for one, _ in by_start), tuple(lane for _, lane in by_start)
+        return cls(ranges, worker, tuple(own_free), tuple(free))
+
+    def compute_misfit_ns(self, at: int, request: Request) -> float:
+        """How far the range's start is from the one expected with two workers."""
+        one = self.ranges[at]
+        if one.name != request.name or one.start_ns < request.created_ns - EARLY_NS:
             return math.inf
-        misfit += abs(gloo_range.start_ns - max(request.created_ns, earlier_end))
-        earlier_end, last_end = sorted((*(earlier_end, last_end), gloo_range.end_ns))[1:]
-    return misfit
+        misfit_ns = abs(one.start_ns - max(request.created_ns, self.free_ns[at]))
+        other = 0 <= one.size_bytes != request.size_bytes >= 0
+        return misfit_ns + _SIZE_NS if other else misfit_ns
+
+    def may_come_before(self, at: int, earlier: int) -> bool:
+        """Whether the range's worker may have taken its call before the earlier one started."""
+        apart = self.worker[at] != self.worker[earlier]
+        return apart and self.own_free_ns[at] <= self.ranges[earlier].start_ns
+
+    def is_one_left(self, at: int) -> bool:
+        """Whether from this range on only one worker runs: the other may be busy with a call."""
+        return len(set(self.worker[at:])) == 1
 
 
-def _pair_requests(
-    lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]], taken: Sequence[int]
-) -> dict[int, int]:
-    pairs: dict[int, int] = {}
-    lane = 0
-    for count, requests in zip(taken, groups, strict=True):
-        ranges = _merge_lanes(lanes[lane : lane + count])
-        recorded = ranges[len(ranges) - len(requests) :]
-        pairs |= {r.event: q.index for r, q in zip(recorded, requests, strict=True)}
-        lane += count
-    return pairs
+_State = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairing:
+    """Ranges from the dropped-th on, paired with requests.
+
+    A state is (ranges paired, requests passed over). At most `most` are passed over, because their
+    worker was busy to the end of the recording; other missing ones are the last.
+    """
+
+    queue: _Queue
+    requests: Sequence[Request]
+    dropped: int
+    most: int
+
+    def find(self) -> _Fit | None:
+        """The pairing with the least misfit."""
+        count = len(self.queue.ranges) - self.dropped
+        cost, before = {(0, 0): 0.0}, dict[_State, _State]()
+        for state in self._list_states(count):
+            for then, misfit_ns in self._list_moves(state) if state in cost else ():
+                if cost[state] + misfit_ns < cost.get(then, math.inf):
+                    cost[then], before[then] = cost[state] + misfit_ns, state
+        ends = [(count, passed) for passed in range(self.most + 1) if (count, passed) in cost]
+        if not ends:
+            return None
+        best = min(ends, key=lambda state: cost[state])
+        places = self._trace_back(best, before)
+        events = [one.event for one in self.queue.ranges[self.dropped :]]
+        pairs = tuple(
+            (event, self.requests[place].index) for event, place in zip(events, places, strict=True)
+        )
+        unsure = self._find_swaps(places) | self._find_shifts(places, cost, ends)
+        return _Fit(cost[best], pairs, frozenset(events[done] for done in unsure))
+
+    def _list_states(self, count: int) -> list[_State]:
+        return [(done, passed) for done in range(count + 1) for passed in range(self.most + 1)]
+
+    def _list_moves(self, state: _State) -> Iterator[tuple[_State, float]]:
+        """(next state, its misfit)."""
+        done, passed = state
+        at, place = self.dropped + done, done + passed
+        left = min(len(self.queue.ranges) - at, len(self.requests) - place)
+        if left > 0:
+            yield (done + 1, passed), self._compute_misfit_ns(at, place)
+        if left > 1 and self.queue.may_come_before(at + 1, at):
+            swapped = self._compute_misfit_ns(at, place + 1)
+            swapped += self._compute_misfit_ns(at + 1, place)
+            yield (done + 2, passed), swapped + _SWAP_NS
+        if left > 0 and passed < self.most and self.queue.is_one_left(at):
+            yield (done, passed + 1), 0.0
+
+    def _compute_misfit_ns(self, at: int, place: int) -> float:
+        return self.queue.compute_misfit_ns(at, self.requests[place])
+
+    def _trace_back(self, state: _State, before: Mapping[_State, _State]) -> list[int]:
+        """The place of the request of each range."""
+        places: list[int] = []
+        while state in before:
+            (done, passed), then = before[state], state
+            taken = then[0] - done
+            places += [done + passed + i for i in range(taken)]
+            state = before[state]
+        return places[::-1]
+
+    def _find_swaps(self, places: Sequence[int]) -> set[int]:
+        """The ranges that may have carried out each other's calls, and differ.
+
+        A range's worker may have taken its call earlier than it started. Those that the other
+        worker started in between then carried out the calls after the ones that they seem to.
+        """
+        unsure = set[int]()
+        for done in range(1, len(places)):
+            chain = [done]
+            for earlier in range(done - 1, -1, -1):
+                if not self._may_be_later(done, earlier, places):
+                    break
+                chain.append(earlier)
+            if not self._is_alike(chain, places):
+                unsure.update(chain)
+        return unsure
+
+    def _may_be_later(self, done: int, earlier: int, places: Sequence[int]) -> bool:
+        """Whether the earlier range may have carried out the call after its own, and the range
+        an earlier one."""
+        after = places[earlier] + 1
+        if places[earlier + 1] != after:
+            return False
+        begin = self.dropped + earlier
+        possible = self._is_possible(earlier, after, places)
+        return possible and self.queue.may_come_before(self.dropped + done, begin)
+
+    def _is_alike(self, chain: Sequence[int], places: Sequence[int]) -> bool:
+        """Whether it makes no difference which of these ranges carried out which of their calls."""
+        ends = [self.queue.ranges[self.dropped + done].end_ns for done in chain]
+        sizes = [self.requests[places[done]].size_bytes for done in chain]
+        near = max(ends) - min(ends) <= _LIKE_NS
+        return len(chain) == 1 or (near and max(sizes) <= _LIKE_SIZE * min(sizes))
+
+    def _find_shifts(
+        self, places: Sequence[int], cost: Mapping[_State, float], ends: Sequence[_State]
+    ) -> set[int]:
+        """The ranges whose call depends on which other one has not ended."""
+        possible, passed_at = set(ends), dict[int, set[int]]()
+        for state in reversed(self._list_states(len(places))):
+            for then, misfit_ns in self._list_moves(state) if state in cost else ():
+                taken = range(state[0], then[0])
+                near = all(self._is_possible(done, done + state[1], places) for done in taken)
+                if then in possible and misfit_ns < math.inf and near:
+                    possible.add(state)
+                    for done in taken:
+                        passed_at.setdefault(done, set()).add(state[1])
+        return {done for done, passed in passed_at.items() if len(passed) > 1}
+
+    def _is_possible(self, done: int, place: int, places: Sequence[int]) -> bool:
+        """Whether the range may have carried out the request at that place, too: it has the name
+        and comes before the range, and the range has not the size of its own request only."""
+        if place == places[done]:
+            return True
+        one, own, other = (
+            self.queue.ranges[self.dropped + done],
+            self.requests[places[done]],
+            self.requests[place],
+        )
+        sized = one.size_bytes == own.size_bytes != other.size_bytes
+        return one.name == other.name and other.created_ns <= one.start_ns and not sized

@@ -331,7 +331,7 @@ class _Numbers(dict[str, int]):
 
     def __missing__(self, name: str) -> int:
         self[name] = number = len(self)
-        self.noted.append(name == PARAM_COMMS or name.startswith("c10d::"))
+        self.noted.append(name == PARAM_COMMS or name.startswith(("c10d::", "gloo:")))
         is_range = name.startswith(_RANGE_PREFIXES)
         is_op = "::" in name or "Backward" in name or name in _BARE_OPS
         self.is_range.append((is_range, is_range or not is_op))

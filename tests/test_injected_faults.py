@@ -32,7 +32,7 @@ def test_the_fault_is_the_first_finding(framework: str, fault: str, tmp_path: Pa
     if missing := list_missing(framework):
         absent("integrations", f"{', '.join(missing)} is not installed")
     for turn in range(TRIES):
-        record(framework, [fault], tmp_path / framework / f"{turn}")
+        record(framework, fault, tmp_path / framework / f"{turn}")
         (trial,) = read_trials(tmp_path)
         last = trial.faulty[-1]
         if trial.is_named(last) and not trial.list_false(last):

@@ -1,10 +1,11 @@
 """Faults injected into other people's training code: python tests/benchmarks/injected_faults.py
 
 Two gloo ranks on the CPU train with transformers, accelerate, DeepSpeed, Lightning, FSDP2 and
-torch's pipeline, without a fault and with each of some. The jobs take turns of a few steps, so that
-the noise of the machine meets all alike, and some steps of each are recorded by `stepsplit record`.
-The truth is the difference of the mean step with the fault and without it, by time.perf_counter and
-without a profiler; said is the first finding of the analysis.
+torch's pipeline, without a fault and with each of some. Both jobs run at the same time and take
+turns of a few steps, so that the noise of the machine meets both alike, and in one of the turns
+some more steps are recorded by `stepsplit record`. The truth is the difference of the mean step
+with the fault and without it, by time.perf_counter and without a profiler; said is the finding that
+names the fault.
 
     injected_faults.py                         # both, in a temporary folder
     injected_faults.py --record --work DIR     # adds recordings to a folder
@@ -50,21 +51,23 @@ def record_all(work: Path, repeats: int, only: str, fault: str) -> None:
     """Adds recordings of these frameworks and faults to the folder, as often as asked for."""
     for turn in range(repeats):
         for framework, faults in FRAMEWORKS.items():
-            for deep in (False, True):
-                names = [name for name in faults if fault in name and faults[name].deep == deep]
-                missing = list_missing(framework)
-                if missing and only in framework:
-                    _say(f"{framework}: no {', '.join(missing)}")
-                elif only in framework and names:
-                    _say(f"{turn + 1} of {repeats}: {framework}: {', '.join(names)}")
-                    _record(framework, names, work / framework)
+            if only not in framework:
+                continue
+            if missing := list_missing(framework):
+                _say(f"{framework}: no {', '.join(missing)}")
+                continue
+            for name in faults:
+                if fault in name:
+                    _say(f"{turn + 1} of {repeats}: {framework}: {name}")
+                    _record(framework, name, work / framework)
 
 
-def _record(framework: str, names: Sequence[str], folder: Path) -> None:
-    """Adds the jobs in the next numbered folder; failed ones are reported and kept apart."""
+def _record(framework: str, name: str, folder: Path) -> None:
+    """Adds the pair of jobs in the next numbered folder; failed ones are reported and kept
+    apart."""
     place = folder / f"{len(list(folder.glob('*'))) + 1:03}"
     try:
-        record(framework, names, place)
+        record(framework, name, place)
     except RuntimeError as error:
         _say(str(error))
         place.rename(folder / f"failed_{place.name}")
@@ -76,7 +79,7 @@ def format_trial(trial: Trial) -> tuple[str, ...]:
     near = sum(map(trial.is_near, trial.faulty))
     both = sum(trial.is_named(one) and trial.is_near(one) for one in trial.faulty)
     first = [one.findings[0] for one in trial.faulty if one.findings and not trial.is_named(one)]
-    without_s = mean(block for one in trial.clean for block in one.blocks_s)
+    without_s = mean(turn for one in trial.clean for turn in one.turns_s)
     false = [f for one in trial.faulty for f in trial.list_false(one)]
     return (
         trial.framework,

@@ -1,8 +1,8 @@
 """python inject.py FAULT FOLDER TURN SCRIPT [ARGUMENT ...]: runs a training script with a fault.
 
 The script knows nothing of the fault. At its end each rank writes rank{rank}.json: when each
-optimizer step ended, by time.perf_counter. TURN is J/N for job J of N, counted from 0, which take
-turns, as their folders say to each other; they lie in one.
+optimizer step ended, by time.perf_counter. TURN is 0 or 1: two jobs take turns, the first one
+begins. Their folders lie in one, by which they see each other's progress.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 from sizes import (
-    BLOCK,
-    BLOCKS,
     BUCKET_MB,
     EXTRA_BYTES,
     FORWARD_SLEEP_S,
     LAYER_CLASSES,
     LOADER_SLEEP_S,
     MICROBATCHES,
-    SETTLE,
-    SETTLE_S,
+    RECORDED_TURN,
     STEPS,
+    TURN_BEGINS,
     UNEVEN,
 )
 from torch import distributed, nn
@@ -117,35 +115,39 @@ def uneven_batch() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Jobs that take turns, block by block of steps; this is job `own` of `count`."""
+    """Two jobs that take turns; own is 0 or 1. Ranks mark in `folder`, that of the job, what they
+    have ended."""
 
     folder: Path
     own: int
-    count: int
 
     def end_step(self, done: int) -> None:
-        """After so many steps: where a block ends, waits until the other jobs have run theirs."""
-        block, beyond = divmod(done - SETTLE, BLOCK)
-        if done == STEPS or (beyond == 0 and 0 <= block <= BLOCKS):
-            last = block if done < STEPS else BLOCKS + 1
-            self._mark(last, self.own).touch()
-            if done < STEPS:
-                self._await(last, range(self.own, self.count))
-                self._await(last + 1, range(self.own))
-                if last == BLOCKS and self.own > 0:
-                    time.sleep(SETTLE_S)
+        """After so many steps: where a turn ends, waits until the other job has run its own, and
+        at the end until that has ended, too."""
+        if done == STEPS:
+            self._mark(len(TURN_BEGINS))
+            self._await(1 - self.own, len(TURN_BEGINS))
+        elif done in TURN_BEGINS:
+            begun = TURN_BEGINS.index(done)
+            if begun == RECORDED_TURN + 1:
+                _wait_for([self.folder / "recording" / f"rank{RANK}_trace.json.gz"])
+            self._mark(begun)
+            self._await(1 - self.own, begun + self.own)
 
-    def _mark(self, block: int, job: int, rank: int = RANK) -> Path:
-        return self.folder / f"block{block}_job{job}_rank{rank}"
+    def _mark(self, turns: int) -> None:
+        (self.folder.parent / f"job{self.own}_rank{RANK}_turns{turns}").touch()
 
-    def _await(self, block: int, jobs: Iterable[int]) -> None:
-        """Waits until all ranks of these jobs have ended what comes before the block."""
-        marks = [self._mark(block, job, rank) for job in jobs for rank in (0, 1)]
-        until = time.monotonic() + PATIENCE_S
-        while not all(mark.exists() for mark in marks):
-            if time.monotonic() > until:
-                raise TimeoutError(f"another job does not take its turn: {marks}")
-            time.sleep(0.01)
+    def _await(self, job: int, turns: int) -> None:
+        """Waits until both ranks of the job have ended so many turns."""
+        _wait_for([self.folder.parent / f"job{job}_rank{rank}_turns{turns}" for rank in (0, 1)])
+
+
+def _wait_for(files: Sequence[Path]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not all(file.exists() for file in files):
+        if time.monotonic() > until:
+            raise TimeoutError(f"no {', '.join(map(str, files))}")
+        time.sleep(0.01)
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -213,7 +215,7 @@ FAULTS = {
 def main(fault: str, folder: str, turn: str, script: str, *arguments: str) -> None:
     """Runs the script as __main__, with its own folder first on the path."""
     ends: list[float] = []
-    turns = Turns(Path(folder).parent, *map(int, turn.split("/")))
+    turns = Turns(Path(folder), int(turn))
 
     def end_step(*_: object) -> None:
         ends.append(time.perf_counter())

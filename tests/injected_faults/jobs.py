@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
-from injected_faults.sizes import BLOCK, BLOCKS, FIRST, LAYERS, RECORDED, SETTLE
+from injected_faults.sizes import FIRST, LAYERS, RECORDED, TIMED, TURN_BEGINS
 
 HERE = Path(__file__).parent
 PATIENCE_S = 900.0
@@ -94,21 +94,19 @@ FRAMEWORKS: Mapping[str, Mapping[str, Fault]] = {
 }
 
 
-def record(framework: str, names: Sequence[str], folder: Path) -> None:
-    """Runs the framework's script without a fault and with each of these, in turn; see Turns.
+def record(framework: str, name: str, folder: Path) -> None:
+    """Runs the framework's script without a fault and with this one, in turn; see Turns.
 
-    All are deep, or none is.
     Each runs on two ranks under `stepsplit record` and gets a folder of its own in this one, with
     `recording`, the times of its steps, and its output.
 
     Raises:
         RuntimeError: a job failed; with the end of its output.
     """
-    clean = Fault(CLEAN, (), (), deep=FRAMEWORKS[framework][names[0]].deep)
-    jobs = {CLEAN: clean} | {name: FRAMEWORKS[framework][name] for name in names}
+    fault = FRAMEWORKS[framework][name]
+    jobs = {CLEAN: Fault(CLEAN, (), (), deep=fault.deep), name: fault}
     started = [
-        _start(framework, fault, folder / name, f"{i}/{len(jobs)}")
-        for i, (name, fault) in enumerate(jobs.items())
+        _start(framework, one, folder / job, turn) for turn, (job, one) in enumerate(jobs.items())
     ]
     try:
         status = [process.wait(PATIENCE_S) for process in started]
@@ -117,19 +115,19 @@ def record(framework: str, names: Sequence[str], folder: Path) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    for name, code in zip(jobs, status, strict=True):
-        if code or not is_complete(folder / name):
-            output = (folder / name / "output.txt").read_text()
-            raise RuntimeError(f"{framework}, {name}: {output[-2000:]}")
+    for job, code in zip(jobs, status, strict=True):
+        if code or not is_complete(folder / job):
+            output = (folder / job / "output.txt").read_text()
+            raise RuntimeError(f"{framework}, {job}: {output[-2000:]}")
 
 
-def _start(framework: str, fault: Fault, folder: Path, turn: str) -> subprocess.Popen[bytes]:
+def _start(framework: str, fault: Fault, folder: Path, turn: int) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True)
     command = [
         sys.executable, "-m", "stepsplit.collectors", "record", "--out", str(folder / "recording"),
         "--first", str(FIRST), "--steps", str(RECORDED), *fault.options, "--",
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(HERE / "inject.py"), fault.injected, str(folder), turn,
+        str(HERE / "inject.py"), fault.injected, str(folder), str(turn),
         str(HERE / f"train_{framework}.py"), *fault.arguments,
     ]  # fmt: skip
     environment = os.environ | _ENVIRONMENT | ({"STEPSPLIT_DEEP": "1"} if fault.deep else {})
@@ -159,10 +157,10 @@ def is_complete(job: Path) -> bool:
     return len(list(job.glob("rank*.json"))) == 2
 
 
-def read_block_times_s(job: Path) -> list[float]:
-    """The median step of each block, mean of the ranks, by time.perf_counter and without a
+def read_turn_times_s(job: Path) -> list[float]:
+    """The median step of each turn, mean of the ranks, by time.perf_counter and without a
     profiler."""
     ranks = [json.loads(path.read_text()) for path in sorted(job.glob("rank*.json"))]
     steps = [[end - begin for begin, end in pairwise(ends)] for ends in ranks]
-    timed = [range(SETTLE + i * BLOCK, SETTLE + (i + 1) * BLOCK - 1) for i in range(BLOCKS)]
-    return [mean(median(rank[step] for step in block) for rank in steps) for block in timed]
+    timed = [range(begin, begin + TIMED - 1) for begin in TURN_BEGINS]
+    return [mean(median(rank[step] for step in turn) for rank in steps) for turn in timed]

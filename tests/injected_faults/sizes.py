@@ -6,14 +6,18 @@ import os
 
 SETTLE = 3
 """The first steps, which allocate."""
-BLOCKS, BLOCK = 6, 4
-"""Then jobs take turns: each runs a block of steps while the others wait. The first step of a block
-contains the wait; the time of the others is measured, without a profiler."""
-FIRST, RECORDED = SETTLE + BLOCKS * BLOCK + 2, 5
-"""The recorded steps, in a last block, after one of warmup."""
-SETTLE_S = 3.0
-"""How long the next job waits before that block: the one before it still packs its traces."""
-STEPS = FIRST + RECORDED + 1
+TURNS, TIMED = 6, 4
+"""Then two jobs take turns. The first step of a turn contains the wait for the other job; the time
+of the next ones is measured, without a profiler."""
+RECORDED_TURN, RECORDED = 2, 5
+"""In this turn, counted from 0, the timed steps are followed by one of warmup, so many recorded
+ones, and one in which the traces are packed: what is recorded meets the noise of what is timed."""
+FIRST = SETTLE + (RECORDED_TURN + 1) * TIMED + 1
+TURN_BEGINS = tuple(
+    SETTLE + turn * TIMED + (RECORDED + 2 if turn > RECORDED_TURN else 0) for turn in range(TURNS)
+)
+"""How many steps come before each turn."""
+STEPS = TURN_BEGINS[-1] + TIMED
 
 DEEP = "STEPSPLIT_DEEP" in os.environ
 """A model of many small layers and little work: small collectives cost nothing where the backward

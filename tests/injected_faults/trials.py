@@ -13,7 +13,7 @@ from injected_faults.jobs import (
     Fault,
     is_complete,
     list_jobs,
-    read_block_times_s,
+    read_turn_times_s,
 )
 
 from stepsplit.analyzer import examine
@@ -27,9 +27,9 @@ FALSE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """One run of a job: its step in each block without a profiler, and the analysis of others."""
+    """One run of a job: its step in each turn without a profiler, and the analysis of others."""
 
-    blocks_s: tuple[float, ...]
+    turns_s: tuple[float, ...]
     step_ns: float
     findings: tuple[Finding, ...]
 
@@ -62,7 +62,7 @@ class Trial:
         return [
             with_s - without_s
             for one, without in zip(self.faulty, self.clean, strict=True)
-            for with_s, without_s in zip(one.blocks_s, without.blocks_s, strict=True)
+            for with_s, without_s in zip(one.turns_s, without.turns_s, strict=True)
         ]
 
     def find_said(self, one: Repeat) -> Finding | None:
@@ -107,4 +107,4 @@ def read_trials(work: Path) -> Iterator[Trial]:
 def _read_repeat(job: Path) -> Repeat:
     report = examine([job / "recording"]).report
     steps = [row.step_ns for row in report.steps if row.kind == "full"]
-    return Repeat(tuple(read_block_times_s(job)), mean(steps), tuple(report.findings))
+    return Repeat(tuple(read_turn_times_s(job)), mean(steps), tuple(report.findings))

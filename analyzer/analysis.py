@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.causes import find_causes
-from stepsplit.analyzer.diagnose.hang import read_calls
-from stepsplit.analyzer.diagnose.hang_progress import Hang
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
@@ -31,6 +29,7 @@ from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.collectors.run_spec import Mesh
 
 if TYPE_CHECKING:
+    from stepsplit.analyzer.diagnose.hang_progress import Hang
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
@@ -144,6 +143,8 @@ def examine_or_find_hang(
     draft = _make_draft(job) if draft_job else None
     with open_recording(places) as files:
         if files.only_dumps:
+            from stepsplit.analyzer.diagnose.hang import read_calls
+
             return read_calls(places)
         recording = read_recording_files(files, workers, progress, rules)
     return _build_analysis(recording, compare, mesh, draft)

@@ -39,6 +39,7 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.readers.compression import list_files, natural_sort_key, open_unpacked
 from stepsplit.analyzer.readers.flight_recorder import decode_dump
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules, format_stated_class
+from stepsplit.analyzer.readers.kinds import FLIGHT, RECORD, TRACE, find_kinds
 from stepsplit.analyzer.readers.kineto.columns import CATEGORIES
 from stepsplit.analyzer.readers.kineto.json_stream import ArrayBlocks, Entries, parse_loose_object
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, Complete, TrackMetadata
@@ -46,7 +47,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import TraceOpening, parse_ope
 from stepsplit.analyzer.readers.nccl.records import LogMessage, MessageSplitter
 from stepsplit.analyzer.readers.pickle import read_whole
 from stepsplit.analyzer.readers.recording import parse_rank
-from stepsplit.analyzer.readers.registry import FLIGHT, RECORD, TRACE, find_kinds
+from stepsplit.analyzer.readers.registry import KINDS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION, Category
 from stepsplit.collectors.run_spec import RUN_FILE, whole_file
@@ -200,7 +201,7 @@ def _find_kind(source: Source) -> str:
         return RUN_FILE
     if source.inner.suffix == ".toml":
         return _JOB
-    kinds = [kind.name for kind in find_kinds(source)]
+    kinds = [kind.name for kind in find_kinds(source, KINDS)]
     return next((kind for kind in kinds if kind in _COPIERS), "".join(kinds[:1]))
 
 

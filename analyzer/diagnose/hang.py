@@ -38,13 +38,13 @@ from stepsplit.analyzer.diagnose.hang_progress import (
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
+from stepsplit.analyzer.readers.kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.nccl.inspector import (
     RasCommunicator,
     RasMissingRank,
     RasRank,
     read_ras,
 )
-from stepsplit.analyzer.readers.registry import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.rank_record import (
@@ -213,7 +213,7 @@ def read_dumps(
     dumps: list[FlightDump] = []
     warnings: list[HangWarning] = []
     with list_files([str(place) for place in places]) as sources:
-        for source in (one for one in sources if FLIGHT.name in _detect_kinds(one)):
+        for source in filter(_is_dump, sources):
             try:
                 dumps.append(read_dump(source))
             except DataError as error:
@@ -223,11 +223,11 @@ def read_dumps(
     return tuple(dump for dump in dumps if dump.rank >= 0), tuple(warnings)
 
 
-def _detect_kinds(source: Source) -> tuple[str, ...]:
+def _is_dump(source: Source) -> bool:
     try:
-        return tuple(kind.name for kind in find_kinds(source))
+        return bool(find_kinds(source, (FLIGHT,)))
     except DataError:
-        return ()
+        return False
 
 
 def examine_dumps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -18,10 +18,7 @@ from stepsplit.analyzer.readers.compression import (
 )
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
-from stepsplit.analyzer.readers.kineto.reader import build_rank_trace, read_traces
-from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
-from stepsplit.analyzer.readers.nsys import read_nsys
-from stepsplit.analyzer.readers.registry import (
+from stepsplit.analyzer.readers.kinds import (
     FLIGHT,
     NSYS,
     RANK_TABLE,
@@ -32,6 +29,8 @@ from stepsplit.analyzer.readers.registry import (
     read_rank_record,
     read_rank_table,
 )
+from stepsplit.analyzer.readers.kineto.reader import build_rank_trace, read_traces
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.workers import Progress, Task, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
@@ -142,8 +141,11 @@ def _read_all_traces(
             if source.where in named:
                 raise
             notes.append(make_skipped_note(source, error))
-    for source in files.nsys:
-        candidates += map(_build_nsys_candidate, read_nsys(source, rules))
+    if files.nsys:
+        from stepsplit.analyzer.readers.nsys import read_nsys
+
+        for source in files.nsys:
+            candidates += map(_build_nsys_candidate, read_nsys(source, rules))
     for source, table in zip(files.tables, _read_tables(files.tables, workers, rules), strict=True):
         if not isinstance(table, DataError):
             candidates += (TraceCandidate(trace, trace.rank) for trace in table)
@@ -200,7 +202,7 @@ def _read_dumps(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]]
 
 def _make_no_trace_error(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
     """The error for a place without traces: what it contains instead, or the first problem."""
-    kinds = [*files.others, *([FLIGHT.name] if files.flights else [])]
+    kinds = [*_list_other_kinds(files.others), *([FLIGHT.name] if files.flights else [])]
     present = f"; found only: {', '.join(kinds)}" if kinds else ""
     reason = f"; {notes[0].message}" if notes else ""
     return DataError(
@@ -316,13 +318,16 @@ NAME_A_TRACE = "name a torch.profiler trace"
 
 EXPORT = "export it with nsys export --type sqlite"
 
+_OTHER = "other"
+"""Stands for all kinds of files that are no part of a recording."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordingFiles:
     """The files of a recording by kind.
 
-    named are the places that were searched. others are the names of the kinds that contain no
-    traces. refused are the errors of named files, notes those of other files.
+    places are those that were searched. others are files that are no part of a recording. refused
+    are the errors of named files, notes those of other files.
     """
 
     places: tuple[str, ...]
@@ -332,7 +337,7 @@ class RecordingFiles:
     tables: tuple[Source, ...]
     flights: tuple[Source, ...]
     records: tuple[Source, ...]
-    others: tuple[str, ...]
+    others: tuple[Source, ...]
     refused: tuple[DataError, ...]
     notes: tuple[Note, ...]
 
@@ -392,12 +397,13 @@ def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordin
             continue
         for kind in kinds:
             by_kind[kind].append(source)
-    kinds = (RUN_FILE, TRACE.name, NSYS.name, RANK_TABLE.name, FLIGHT.name, RECORD.name)
-    runs, traces, nsys, tables, flights, records = (tuple(by_kind.pop(k, ())) for k in kinds)
+    kinds = (RUN_FILE, TRACE.name, NSYS.name, RANK_TABLE.name, FLIGHT.name, RECORD.name, _OTHER)
+    runs, traces, nsys, tables, flights, records, others = (
+        tuple(by_kind.pop(kind, ())) for kind in kinds
+    )
     return RecordingFiles(
-        places, runs, traces, nsys, tables, flights, records, tuple(by_kind), tuple(refused),
-        tuple(notes),
-    )  # fmt: skip
+        places, runs, traces, nsys, tables, flights, records, others, tuple(refused), tuple(notes)
+    )
 
 
 def make_skipped_note(source: Source, error: DataError) -> Note:
@@ -409,11 +415,22 @@ def _find_kinds(source: Source, required: bool) -> tuple[str, ...]:
     """The names of the file's kinds. Raises DataError if it should have one but has none."""
     if source.inner.name == RUN_FILE:
         return (RUN_FILE,)
-    kinds = tuple(kind.name for kind in find_kinds(source))
+    if kinds := find_kinds(source, (TRACE, NSYS, RANK_TABLE, FLIGHT, RECORD)):
+        return tuple(kind.name for kind in kinds)
     has_trace_name = parse_rank(source.inner) is not None or "trace" in source.inner.name
-    if not kinds and (required or (has_trace_name and ".json" in source.inner.name)):
+    should_have_kind = required or (has_trace_name and ".json" in source.inner.name)
+    if should_have_kind and not _list_other_kinds([source]):
         raise DataError(source.where, *_explain_unknown_kind(source))
-    return kinds
+    return (_OTHER,)
+
+
+def _list_other_kinds(sources: Iterable[Source]) -> list[str]:
+    """The names of the kinds of files that are no part of a recording, each once."""
+    # Imported here because most recordings have no need for the readers of all formats.
+    from stepsplit.analyzer.readers.registry import KINDS
+
+    kinds = (kind for source in sources for kind in find_kinds(source, KINDS))
+    return list(dict.fromkeys(kind.name for kind in kinds))
 
 
 def _explain_unknown_kind(source: Source) -> tuple[str, str]:

@@ -1,29 +1,36 @@
-"""The supported file formats, how each is recognized, and reading of any file."""
+"""All supported file formats, and reading of any file."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
-from stepsplit.analyzer.readers.compression import HEAD_BYTES, list_files, open_unpacked
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers.compression import list_files
 from stepsplit.analyzer.readers.execution_trace import (
     ExecutionTrace,
     is_execution_trace,
     read_execution_trace,
 )
-from stepsplit.analyzer.readers.flight_recorder import FlightDump, is_flight_dump, read_dump
-from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile, is_kineto, read_kineto
+from stepsplit.analyzer.readers.flight_recorder import FlightDump
+from stepsplit.analyzer.readers.kinds import (
+    FLIGHT,
+    NSYS,
+    RANK_TABLE,
+    RECORD,
+    TRACE,
+    Kind,
+    RankTraces,
+    find_kinds,
+)
+from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.memory_snapshot import MemoryRecord, is_memory_snapshot, read_memory
 from stepsplit.analyzer.readers.nccl import inspector, log
 from stepsplit.analyzer.readers.nccl.inspector import InspectorLog
 from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps, is_sweep, read_intact_sweeps
 from stepsplit.analyzer.readers.nccl.records import NcclLog
-from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.training_log import (
     TrainLog,
@@ -32,45 +39,8 @@ from stepsplit.analyzer.readers.training_log import (
     read_golden_values,
     read_train_log,
 )
-from stepsplit.analyzer.trace import Note, RankTrace
-from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_record
-
-# The metadata file that the profiler writes for each rank: the file -> RankRecord.
-
-_BEGIN = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"' + re.escape(RANK_SCHEMA.encode()) + rb'"')
-
-_MAX_BYTES = 64 << 20
-
-
-def is_rank_record(head: bytes) -> bool:
-    """Whether the bytes are the beginning of a rank record."""
-    return _BEGIN.match(head) is not None
-
-
-def read_rank_record(source: Source) -> RankRecord:
-    """The record in the file. Raises DataError if it is cut off or invalid."""
-    with open_unpacked(source) as content:
-        text = content.read(_MAX_BYTES)
-    try:
-        return read_record(text)
-    except ValueError as error:
-        raise DataError(source.where, f"invalid rank record: {error}", RECORD_AGAIN) from None
-
-
-# The table of a rank, a Parquet file: pyarrow is imported where there is one.
-
-
-def is_parquet(head: bytes) -> bool:
-    """Whether the bytes are the beginning of a Parquet file."""
-    return head.startswith(b"PAR1")
-
-
-def read_rank_table(source: Source, rules: Rules = BUILT_IN) -> RankTraces:
-    """The trace of a rank in the table that `stepsplit reduce` wrote. Raises DataError."""
-    from stepsplit.analyzer.readers.rank_table import read_table
-
-    return (read_table(source, rules),)
-
+from stepsplit.analyzer.trace import Note
+from stepsplit.collectors.rank_record import RankRecord
 
 # Reading a file of any kind.
 
@@ -126,7 +96,7 @@ def read_files(*places: str | Path) -> tuple[FileRead, ...]:
 
 def _read_source(source: Source) -> Iterator[FileRead]:
     try:
-        kinds = find_kinds(source)
+        kinds = find_kinds(source, KINDS)
     except DataError as error:
         yield FileRead(source.where, "", 0, (), None, error.problem)
         return
@@ -136,7 +106,7 @@ def _read_source(source: Source) -> Iterator[FileRead]:
         yield _read_as(source, kind)
 
 
-def _read_as(source: Source, kind: Kind) -> FileRead:
+def _read_as(source: Source, kind: Kind[Content]) -> FileRead:
     try:
         content = kind.read(source)
     except DataError as error:
@@ -177,8 +147,6 @@ def _list_notes(content: Content) -> tuple[Note, ...]:
 
 # The supported kinds of files.
 
-RankTraces = tuple[RankTrace, ...]
-
 Content: TypeAlias = (
     KinetoFile
     | RankTraces
@@ -193,30 +161,7 @@ Content: TypeAlias = (
 )
 """What a reader returns."""
 
-_LONG_HEAD_BYTES = 1 << 20
-"""A job's output may begin with pages of other text before the first recognizable line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of file: its display name, the test on the first bytes, and its reader."""
-
-    name: str
-    recognizes: Callable[[bytes], bool]
-    read: Callable[[Source], Content | None]
-
-
-TRACE = Kind("torch.profiler trace", is_kineto, read_kineto)
-
-NSYS = Kind("Nsight Systems export", is_nsys_export, read_nsys)
-
-FLIGHT = Kind("Flight Recorder dump", is_flight_dump, read_dump)
-
-RECORD = Kind("rank record", is_rank_record, read_rank_record)
-
-RANK_TABLE = Kind("rank table", is_parquet, read_rank_table)
-
-KINDS = (
+KINDS: tuple[Kind[Content], ...] = (
     NSYS,
     RANK_TABLE,
     FLIGHT,
@@ -231,12 +176,3 @@ KINDS = (
     Kind("training log", is_training_log, read_train_log),
 )
 """A text file may be of several kinds at once: a job's output contains all that was printed."""
-
-
-def find_kinds(source: Source) -> tuple[Kind, ...]:
-    """The kinds of the file by its content, () if unknown. Raises DataError."""
-    with open_unpacked(source) as content:
-        head = content.read(HEAD_BYTES)
-        if b"\0" not in head and head.lstrip()[:1] not in (b"{", b"["):
-            head += content.read(_LONG_HEAD_BYTES)
-    return tuple(kind for kind in KINDS if kind.recognizes(head))

@@ -23,6 +23,7 @@ from nsys_builders import Export
 from reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
+from stepsplit.analyzer.readers.kinds import find_kinds
 from stepsplit.analyzer.readers.kineto import json_stream
 from stepsplit.analyzer.readers.kineto.json_stream import split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
@@ -32,7 +33,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_range,
 )
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.readers.registry import find_kinds
+from stepsplit.analyzer.readers.registry import KINDS
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 HOSTILE = (
@@ -192,7 +193,7 @@ def traces_read(file: Path) -> bool:
 
 
 def anything_read(file: Path) -> bool:
-    return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file))])
+    return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file), KINDS)])
 
 
 FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]

@@ -170,7 +170,7 @@ def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
     with suppress(OSError, ValueError):
         record = read_record(next(out.glob("rank*_record.json")).read_bytes())
         first = record.first_step - record.steps_before
-        if plan.first is not None and first < plan.first:
+        if plan.first is not None and first < plan.first - plan.warmup:
             return f", its first steps because the job ended before step {plan.first}"
     return ""
 
@@ -258,6 +258,12 @@ def _add_recording_options(verb: argparse.ArgumentParser, out: str) -> None:
     verb.add_argument("--memory", action="store_true", help="measure memory allocated per step")
     verb.add_argument("--shapes", action="store_true", help="record the input shapes of ops")
     verb.add_argument("--stacks", action="store_true", help="record Python stacks (large and slow)")
+    verb.add_argument(
+        "--share",
+        action="store_true",
+        help="if the script's own torch.profiler runs then, copy its trace (default: record after"
+        " its end)",
+    )
 
 
 def _add_overwrite(verb: argparse.ArgumentParser) -> None:
@@ -277,6 +283,7 @@ def _build_plan(options: argparse.Namespace, out: Path, first_step: int | None) 
         memory=options.memory,
         stacks=options.stacks,
         mesh=options.mesh,
+        share=options.share,
     )
 
 

@@ -49,7 +49,7 @@ from stepsplit.collectors.run_spec import (
     merge_groups,
     write_run_json,
 )
-from stepsplit.collectors.trace_window import ProfilerInUseError, TraceWindow
+from stepsplit.collectors.trace_window import ProfilerInUseError, SharedWindow, TraceWindow
 
 # run.json, written by rank 0 from what the ranks have published so far.
 
@@ -192,7 +192,7 @@ class ActiveRecording:
         self._groups: tuple[GroupInfo, ...] = ()
         self._description: RankDescription | None = None
         self._detail: Detail = "none"
-        self._window: TraceWindow | None = None
+        self._window: TraceWindow | SharedWindow | None = None
         self._meter: MemoryMeter | None = None
         self._memory: MemoryState | None = None
         self._sampler: HostSampler | None = None
@@ -262,9 +262,9 @@ class ActiveRecording:
         continues = False
         with warn_on_failure(self.rank, "its trace"):
             if self._window is not None:
-                self._window.end_step()
+                self._window.end_step(step)
                 self._check_device(step)
-            continues = step < self._last
+            continues = step < self._last or isinstance(self._window, SharedWindow)
             if continues:
                 self._begin_step(step + 1)
                 return
@@ -292,8 +292,13 @@ class ActiveRecording:
         self._held, self._is_held = None, False
 
     def _explain_empty_trace(self) -> str:
+        if isinstance(self._window, SharedWindow):
+            return "the script's own torch.profiler had not ended"
         if self._first != self._plan.first:
-            return "the script's own torch.profiler ran in the steps to record"
+            return (
+                "the script's own torch.profiler ran in the steps to record; --share copies its"
+                " trace"
+            )
         return "the run ended before the first recorded step"
 
     def _time_on_gpu(self, kind: str) -> None:
@@ -306,7 +311,8 @@ class ActiveRecording:
 
     def _classify_step(self, step: int) -> str:
         """The field of StepTimes that the step counts in; "" if another profiler is running."""
-        if not self._recording and torch.autograd._profiler_enabled():
+        is_ours = self._recording and step >= self._first
+        if not is_ours and torch.autograd._profiler_enabled():
             return ""
         if self._recorded or self._device_stopped_step is not None:
             return "after" if step > self._last + 1 else ""
@@ -318,13 +324,8 @@ class ActiveRecording:
 
     def _begin_step(self, step: int) -> None:
         self._next_step = step
-        if step == self._first and self._meter is None:
-            with warn_on_failure(self.rank, "the steps before its resumption"):
-                self._steps_before = self._read_steps_before(step) if self._read_steps_before else 0
-            with warn_on_failure(self.rank, "the clock of its GPU"):
-                self._read_gpu()
-            # A snapshot is written at once, so a recording that may be discarded has none.
-            self._meter = MemoryMeter(self._plan.memory and not self._provisional, self.rank)
+        if step == self._first:
+            self._begin_measuring(step)
         if self._window is None:
             return
         try:
@@ -334,12 +335,27 @@ class ActiveRecording:
                 self._finish(complete=False)
                 return
             self._in_use = True
-            self._postpone()
+            if self._plan.share:
+                self._begin_measuring(step)
+                self._share()
+            else:
+                self._postpone()
             return
-        self._in_use = False
+        self._in_use = isinstance(self._window, SharedWindow)
         if step >= self._first and self._sampler is not None:
             with warn_on_failure(self.rank, LOST_PLACES):
                 self._sampler.start()
+
+    def _begin_measuring(self, step: int) -> None:
+        """Reads what is to be known from the first recorded step on; does nothing afterwards."""
+        if self._meter is not None:
+            return
+        with warn_on_failure(self.rank, "the steps before its resumption"):
+            self._steps_before = self._read_steps_before(step) if self._read_steps_before else 0
+        with warn_on_failure(self.rank, "the clock of its GPU"):
+            self._read_gpu()
+        # A snapshot is written at once, so a recording that may be discarded has none.
+        self._meter = MemoryMeter(self._plan.memory and not self._provisional, self.rank)
 
     def _create_window(self) -> TraceWindow:
         return TraceWindow(self._plan, self._first, self._give_way)
@@ -349,6 +365,22 @@ class ActiveRecording:
         self._first = max(self._first, self._next_step + 1 + self._plan.warmup)
         self._last = self._first + self._plan.steps - 1
         self._window = self._create_window()
+
+    def _share(self) -> None:
+        """Takes the trace of the script's own profiler, which is warm or running or begins now."""
+        self._stop_sampler()
+        self._detail = "full"
+        self._window = SharedWindow(self._finish_shared)
+
+    def _finish_shared(self) -> None:
+        """Writes the files once the script's profiler has ended."""
+        window = self._window
+        if isinstance(window, SharedWindow):
+            first = self._next_step if window.first is None else window.first
+            self._first, self._last = first, first + max(window.recorded, 1) - 1
+            steps = f"steps {first} to {self._last} are" if window.recorded else "the trace is"
+            warn(f"rank {self.rank}: {steps} those of the script's own torch.profiler (--share)")
+        self._finish(complete=True)
 
     def _check_device(self, step: int) -> None:
         """Makes this step the last one if Kineto has stopped to record the GPU."""
@@ -363,6 +395,10 @@ class ActiveRecording:
         window = self._window
         if self._provisional or window is None:
             self._finish(complete=False)
+        elif self._plan.share and not window.recorded:
+            window.end()
+            self._in_use = True
+            self._share()
         elif not window.recorded and self._restarts < _MAX_RESTARTS:
             self._restarts += 1
             window.end()
@@ -384,7 +420,10 @@ class ActiveRecording:
             # The last records come when the profiler is stopped.
             self._check_device(self._first - 1 + (window.recorded if window else 0))
         self._recorded = self._held is not None or (complete and window is None)
-        if window is not None and self._recorded and self._first != self._plan.first:
+        if isinstance(window, SharedWindow):
+            # The script's profiler numbers its steps itself.
+            self._end_step = None
+        elif window is not None and self._recorded and self._first != self._plan.first:
             last = self._first + window.recorded - 1
             warn(
                 f"rank {self.rank}: recorded steps {self._first} to {last}, instead of"

@@ -209,7 +209,8 @@ class RecordPlan:
     before. If first is None, recording starts when an attach requests it (standby). ranks is "all",
     "auto" (one pipeline in full, the others thin) or a list such as "0-7,16". memory measures the
     allocations of the steps; stacks and shapes are options of the profiler. mesh is the job's mesh
-    as the user states it, such as "pp=2,tp=4"; "" if unknown.
+    as the user states it, such as "pp=2,tp=4"; "" if unknown. share takes the trace of the script's
+    own profiler if that one runs in the steps to record.
     """
 
     out: str
@@ -222,6 +223,7 @@ class RecordPlan:
     memory: bool = False
     stacks: bool = False
     mesh: str = ""
+    share: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0 or (self.first is not None and self.first < 0):

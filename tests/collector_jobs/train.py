@@ -128,6 +128,22 @@ def own_profiler_warm_or_begun_as_ours_is_warm(training: Training) -> None:
     training.until(STEPS)
 
 
+def own_schedule_until_stopped(training: Training) -> None:
+    """Profiles two of three steps for ever, and exports each time: never free for another one."""
+    places = Path(os.environ["TMPDIR"]) / f"own{training.rank}.json.gz"
+    exported: list[int] = []
+
+    def export(own: profile) -> None:
+        own.export_chrome_trace(str(places))
+        exported.append(places.stat().st_size)
+
+    with profile(schedule=schedule(wait=0, warmup=1, active=2), on_trace_ready=export) as own:
+        while training.steps < STEPS and not _is_stopped(training):
+            training.step()
+            own.step()
+    sys.stdout.write(f"rank {training.rank} exported all: {min(exported) > 1000}\n")
+
+
 def _slow_down_export(training: Training) -> None:
     export = profile.export_chrome_trace
 

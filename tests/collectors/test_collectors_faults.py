@@ -38,6 +38,7 @@ from collector_jobs.starting import (
     steps,
 )
 
+from stepsplit.analyzer import analyze
 from stepsplit.collectors.attach.protocol import (
     Status,
     ask_status,
@@ -208,6 +209,66 @@ def test_the_recorder_yields_to_the_users_profiler_with_one_warning(
         wanted is not None for wanted in recorded_steps
     ]
     assert all(steps(out, k) == wanted for k, wanted in enumerate(recorded_steps) if wanted)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "recorded_steps"),
+    [
+        # Rank 0's is one trace of its first ten steps; ours has step 6 when rank 1's starts.
+        ("own_profiler_throughout_or_in_a_recorded_step", (None, [6, 7])),
+        # The script numbers the steps of its profilers from their start.
+        ("own_profiler_warm_or_begun_as_ours_is_warm", ([4, 5], [1, 2])),
+    ],
+)
+def test_with_share_the_trace_of_the_users_profiler_is_recorded_and_still_its_own(
+    scenario: str,
+    recorded_steps: tuple[list[int] | None, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out = tmp_path / "run"
+
+    job = recorded(scenario, out, "--share")
+
+    assert alike(job, plain(scenario))
+    assert names(out) == WHOLE
+    for rank, wanted in enumerate(recorded_steps):
+        said = f"rank {rank}: .* (those|that) of the script's own torch.profiler"
+        assert bool(re.search(said, job.err)) == (wanted != [6, 7])
+        assert wanted is None or steps(out, rank) == wanted
+    report = analyze(out)
+    assert {step.rank for step in report.steps if step.kind == "full"} == {0, 1}
+
+
+def test_a_script_that_profiles_itself_all_the_time_is_recorded_and_attached_to_with_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    stop = tmp_path / "stop"
+    scenario = "own_schedule_until_stopped"
+
+    # With the profiler free for one step in three, three steps never fit.
+    waiting = recorded(scenario, tmp_path / "waiting", STOP=str(stop))
+    shared = recorded(scenario, tmp_path / "shared", "--share", STOP=str(stop))
+
+    assert len(waiting.lost) == 2 and waiting.err.count("--share copies its trace") == 2
+    assert alike(waiting, shared) and shared.lost == []
+    assert names(tmp_path / "shared") == WHOLE
+    assert steps(tmp_path / "shared", 0) == steps(tmp_path / "shared", 1) == [4, 5]
+
+    standby = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "none"), "--"]
+    job = start([*standby, *RANKS, TRAIN, scenario], STOP=str(stop), STEPS="100000")
+    with ended_at_last(job):
+        when(lambda ranks: [status.steps > 5 for status in ranks] == [True, True])
+        attached = run(attach(tmp_path / "attached", str(job.pid), "--share"))
+        stop.touch()
+        ended = end(job)
+
+    assert attached.status == 0, attached.err
+    assert names(tmp_path / "attached") == WHOLE
+    assert steps(tmp_path / "attached", 0) == steps(tmp_path / "attached", 1)
+    assert ended.status == 0 and ended.out.count("exported all: True") == 2
 
 
 def test_a_recorder_inside_the_users_own_profiler_warns_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from statistics import median
 
 import numpy as np
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_mean
 from stepsplit.analyzer.diagnose.comm_causes import (
+    TokenExchanges,
     find_extra_reductions,
     find_lost_overlap,
     find_redundant_gathers,
@@ -30,7 +32,7 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
@@ -412,7 +414,11 @@ def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -
         others = (of_stage * count - work) / np.maximum(count - 1, 1)
         usual, peers = np.where(rank == worst, others, work), "other ranks"
         ratio = float(work[mine].mean() / max(others[mine].mean(), 1.0))
-    changed = scale_work(context.graph, "compute", usual / np.maximum(work, 1))
+    experts = _describe_expert_load(context, worst)
+    if experts:
+        usual, changed = of_stage, balance_experts(context)
+    else:
+        changed = scale_work(context.graph, "compute", usual / np.maximum(work, 1))
     same_stage = context.ranks[np.unique(steps.rank[context.stage == context.stage[mine][0]])]
     return Finding(
         code="uneven_ranks",
@@ -426,10 +432,7 @@ def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -
         message=(
             f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more compute than "
             f"the {peers} of its stage"
-            + (
-                _describe_expert_load(context, worst)
-                or _describe_doubt(context, (worst,), same_stage.tolist())
-            )
+            + (experts or _describe_doubt(context, (worst,), same_stage.tolist()))
         ),
     )
 
@@ -460,6 +463,30 @@ def _describe_expert_load(context: ReplayContext, rank: int) -> str:
         f"; it sends {units.format_percent(more)} more in all_to_all on ep: its experts receive "
         "more tokens"
     )
+
+
+# Expert load: the tokens of an expert parallel group, evenly on its ranks.
+
+
+def balance_experts(context: ReplayContext) -> DependencyGraph:
+    """The graph with as many tokens for the experts of each rank of an expert parallel group.
+
+    Compute between the all_to_all that brings tokens and the one that returns them is that of the
+    average rank of the group. Both last as long as the rank with most bytes needs, so they shorten
+    by its bytes over those of the average rank.
+    """
+    exchanges = TokenExchanges.find(context)
+    graph = scale_transfers(context.graph, exchanges.kernels, 1 / exchanges.imbalance)
+    changed, column = graph.work_ns.copy(), WORK.index("compute")
+    nodes = exchanges.list_expert_nodes(context)
+    row = graph.step[nodes]
+    total = np.bincount(row, changed[nodes, column], minlength=len(graph.steps.step))
+    busy = np.flatnonzero(total > 0)
+    group = exchanges.list_groups(len(context.ranks))[graph.steps.rank[busy]]
+    factor = np.ones(len(total))
+    factor[busy] = group_mean(group_ids(group, graph.steps.step[busy]), total[busy]) / total[busy]
+    changed[nodes, column] = np.rint(changed[nodes, column] * factor[row])
+    return replace_fields(graph, work_ns=changed)
 
 
 def _find_heaviest(

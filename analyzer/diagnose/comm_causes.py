@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, group_rows, is_inside, union
+from stepsplit.analyzer.arrays import (
+    group_ids,
+    group_max,
+    group_mean,
+    group_rows,
+    is_inside,
+    union,
+)
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     HoistedCalls,
@@ -75,6 +82,77 @@ class BackwardPasses:
         return until - (until - begin) // self.passes, until
 
 
+# Exchanges of tokens: all_to_alls of expert parallel groups, which last as long as the rank with
+# most tokens needs.
+
+_LEAST_IMBALANCE = 0.02
+"""An exchange is more uneven than another by at least this fraction of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExchanges:
+    """The all_to_alls of expert parallel groups by rank, group and time; columns of one length.
+
+    mean_bytes is what the average rank sends, and imbalance the tokens of the rank with most over
+    those of the average one. returns marks
+    those that return the tokens that the one before them has brought: only what they send differs
+    between the ranks.
+    """
+
+    kernels: Int64
+    rank: Int64
+    group: Int64
+    mean_bytes: Int64
+    imbalance: Float
+    returns: Bool
+
+    @classmethod
+    def find(cls, context: ReplayContext) -> TokenExchanges:
+        """The exchanges whose members and sizes are known."""
+        table, matched = context.graph.kernels, context.split.matched
+        kernels = context.find_kernels(lambda axes: "ep" in axes)
+        row = table.row[kernels]
+        known = (matched.op[row] == OP_CODE["all_to_all"]) & (matched.shared[row] >= 0)
+        kernels = kernels[known & (matched.message_bytes[row] > 0)]
+        at = context.graph.at_ns[table.start[kernels]]
+        kernels = kernels[np.lexsort((at, matched.group[table.row[kernels]], table.rank[kernels]))]
+        row = table.row[kernels]
+        call, size = group_ids(matched.shared[row]), matched.message_bytes[row]
+        most = group_max(call, size, int(call.max(initial=-1)) + 1)[call]
+        mean = group_mean(call, size)
+        imbalance = most / mean
+        place = group_ids(table.step[kernels], matched.group[row])
+        returns = np.zeros(len(kernels), dtype=np.bool_)
+        returns[1:] = place[1:] == place[:-1]
+        returns[1:] &= imbalance[1:] > imbalance[:-1] + _LEAST_IMBALANCE
+        brought = np.flatnonzero(returns) - 1
+        imbalance[brought] = imbalance[brought + 1]
+        group = matched.group[row].astype(np.int64)
+        return cls(
+            kernels, table.rank[kernels], group, np.rint(mean).astype(np.int64), imbalance, returns
+        )
+
+    def list_groups(self, ranks: int) -> Int64:
+        """The expert parallel group of each rank, -1 if it has none."""
+        group = np.full(ranks, -1, dtype=np.int64)
+        group[self.rank] = self.group
+        return group
+
+    def list_expert_nodes(self, context: ReplayContext) -> Int64:
+        """The nodes of the timelines between tokens that are brought and returned."""
+        graph, back = context.graph, np.flatnonzero(self.returns)
+        begin = graph.at_ns[graph.kernels.end[self.kernels[back - 1]]]
+        end = graph.at_ns[graph.kernels.start[self.kernels[back]]]
+        found = []
+        for index in range(len(context.ranks)):
+            nodes = np.arange(len(graph))[graph.timelines.slice_rank(index)]
+            at, mine = graph.at_ns[nodes], self.rank[back] == index
+            middle = (at + np.concatenate((at[:1], at[:-1]))) // 2
+            inside = is_inside(union(begin[mine], end[mine]), middle)
+            found.append(nodes[inside & (graph.step[nodes] >= 0)])
+        return np.concatenate(found)
+
+
 # Links that are slower than comparable links with the same traffic.
 
 _SLOW_RATIO = 1.15
@@ -85,7 +163,8 @@ _MIN_CALLS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Calls of one kind between the same ranks: their kernels, steps and transfer times."""
+    """Calls of one kind between the same ranks: their kernels, steps and transfer times, which are
+    those of even exchanges."""
 
     ranks: tuple[int, ...]
     kernels: Int64
@@ -97,7 +176,8 @@ def find_slow_links(context: ReplayContext) -> list[Remedy]:
     """A finding for each set of ranks with slow links; links that share a rank are one finding.
 
     Compared are links with the same op, message size, number of ranks and number of hosts; the gain
-    is that of a transfer time as on the other links.
+    is that of a transfer time as on the other links. Of an exchange of tokens the size is the mean
+    of the ranks, and its time counts as if all had that many.
     """
     slow: dict[tuple[int, ...], list[tuple[Int64, Float]]] = defaultdict(list)
     for alike in _collect_links(context).values():
@@ -126,11 +206,14 @@ def _collect_links(context: ReplayContext) -> dict[tuple[int, ...], list[_Link]]
     """The links grouped by (op, message size, number of ranks, number of hosts)."""
     kernels, matched, steps = context.graph.kernels, context.split.matched, context.graph.steps
     took, carries = context.graph.rest_ns[kernels.end], _find_carried_rows(context)
+    exchanges = TokenExchanges.find(context)
+    even, size = took.copy(), matched.message_bytes[carries]
+    even[exchanges.kernels] = np.rint(took[exchanges.kernels] / exchanges.imbalance)
+    size[exchanges.kernels] = exchanges.mean_bytes
     ranks, link = _number_links(context, carries)
     hosts = {rank.trace.rank: rank.trace.host for rank in context.split.ranks}
     nodes = [len({hosts.get(rank) for rank in of_link}) for of_link in ranks]
     op = np.minimum(matched.op[carries], OPS.index("send"))
-    size = matched.message_bytes[carries]
     known = np.flatnonzero((matched.key[carries] >= 0) & (took > 0) & (size >= 0) & (link >= 0))
     order, first = group_rows(group_ids(op[known], size[known], link[known]))
     links: dict[tuple[int, ...], list[_Link]] = defaultdict(list)
@@ -138,9 +221,8 @@ def _collect_links(context: ReplayContext) -> dict[tuple[int, ...], list[_Link]]
         if len(rows):
             number = int(link[rows[0]])
             kind = int(op[rows[0]]), int(size[rows[0]]), len(ranks[number]), nodes[number]
-            links[kind].append(
-                _Link(ranks[number], rows, steps.step[kernels.step[rows]], took[rows])
-            )
+            step = steps.step[kernels.step[rows]]
+            links[kind].append(_Link(ranks[number], rows, step, even[rows]))
     return links
 
 

@@ -446,7 +446,10 @@ def _sort_by_time(rows: CallRows, chosen: Int64, label: Int64) -> list[Int64]:
 
 
 def _build_sequence(rows: CallRows, chosen: Int64) -> CallSequence:
-    kind = (rows.op[chosen].astype(np.int64), rows.size_bytes[chosen], rows.seq[chosen])
+    """What identifies calls in order: sizes only of ops of which all members pass the same."""
+    alike = np.isin(rows.op[chosen], _SYMMETRIC_CODES)
+    size = np.where(alike, rows.size_bytes[chosen], -1)
+    kind = (rows.op[chosen].astype(np.int64), size, rows.seq[chosen])
     return CallSequence(np.stack(kind, axis=1), rows.end_ns[chosen])
 
 

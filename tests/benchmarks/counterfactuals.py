@@ -21,7 +21,7 @@ from stepsplit.analyzer import Finding, Report, StepsplitError, UsageError, anal
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from cuda_simulator.jobs import Cause, HostStall, Job, SlowLink, SlowRank
+from cuda_simulator.jobs import Cause, ExpertLoad, HostStall, Job, SlowLink, SlowRank
 from cuda_simulator.planted import CLEAN, LAYOUTS, Planted, list_causes, plant
 from cuda_simulator.simulate import simulate
 
@@ -32,7 +32,12 @@ LEAST_SHARE = 0.01
 WORTH_SHARE = 0.02
 NEAR, FAR = 0.15, 0.25
 
-_CODES = {SlowRank: "slow_rank", HostStall: "host_stall", SlowLink: "slow_link"}
+_CODES = {
+    SlowRank: "slow_rank",
+    HostStall: "host_stall",
+    SlowLink: "slow_link",
+    ExpertLoad: "uneven_ranks",
+}
 
 
 @dataclass(frozen=True)

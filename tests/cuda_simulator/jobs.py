@@ -105,7 +105,18 @@ class SlowLink:
     peer: int | None = None
 
 
-Cause = SlowRank | HostStall | SlowLink
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The experts of a rank receive more tokens, those of the others of its ep group fewer.
+
+    Their kernels take as much longer, and the exchanges of tokens as long as the rank with most.
+    """
+
+    rank: int
+    times: float
+
+
+Cause = SlowRank | HostStall | SlowLink | ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -184,6 +195,15 @@ class Job:
             if isinstance(cause, SlowRank) and cause.rank == rank:
                 times *= cause.times
         return times
+
+    def expert_load(self, rank: int) -> float:
+        """The tokens that the rank's experts receive, over those of balanced experts."""
+        load = 1.0
+        for cause in self.causes:
+            if isinstance(cause, ExpertLoad) and cause.rank in self.group("ep", rank).ranks:
+                more = cause.times - 1
+                load += more if rank == cause.rank else -more / (self.ep - 1)
+        return load
 
     def transfer_times(self, axis: str, group: Sequence[int], pair: Sequence[int] = ()) -> float:
         """By how much the transfers of a group, or the messages of a pair in it, take longer."""
@@ -298,16 +318,23 @@ class _Process:
             self.noises[key] = _Noise(self.job, key)
         return self.noises[key]
 
-    def launch_compute(self, name: str, op: str, duration_ns: float) -> None:
-        factor = self.times * self.compute_noise.factor()
+    def launch_compute(self, name: str, op: str, duration_ns: float, load: float = 1.0) -> None:
+        """load: the kernel's work over the usual one."""
+        factor = self.times * self.compute_noise.factor() * load
         self.program.append(
-            Kernel(name, op, COMPUTE_STREAM, round(duration_ns * factor), thread=self.thread)
-        )
+            Kernel(
+                name, op, COMPUTE_STREAM, round(duration_ns * factor), thread=self.thread,
+                blocks=round(132 * load),
+            )
+        )  # fmt: skip
 
     def collective(
-        self, axis: str, op: str, transfer_ns: float, nelems: int, stream: int | None = None
+        self, axis: str, op: str, transfer_ns: float, nelems: int, returned: int | None = None
     ) -> _Work:
-        """Launches a collective behind what the compute stream has been given so far."""
+        """Launches a collective behind what the compute stream has been given so far.
+
+        returned: what the rank gets back, if the op does not say.
+        """
         group = self.group(axis)
         size = len(group.ranks)
         noise = self.noise(f"group {group.name}")
@@ -319,11 +346,11 @@ class _Process:
             op,
             group,
             in_nelems=nelems // size if gathers else nelems,
-            out_nelems=nelems // size if scatters else nelems,
+            out_nelems=nelems // size if scatters else nelems if returned is None else returned,
             transfer_ns=round(transfer_ns * times),
             sequence=sequence,
         )
-        return self._communicate(stream or COMM_STREAMS[axis], call)
+        return self._communicate(COMM_STREAMS[axis], call)
 
     def message(
         self, op: str, axis: str, peer: int, channel: str, stream: int, nelems: int, ns: float
@@ -359,22 +386,33 @@ class _Process:
 
     # the model
 
-    def launch_all(self, kernels: Sequence[tuple[str, str, float]], layer_ns: float) -> None:
-        """Kernels of shares of a layer's forward."""
+    def launch_all(
+        self, kernels: Sequence[tuple[str, str, float]], layer_ns: float, load: float = 1.0
+    ) -> None:
+        """Kernels of shares of a layer's forward; load: their work over the usual one."""
         if self.job.whole_kernels:
             name, op, _ = max(kernels, key=lambda each: each[2])
             kernels = [(name, op, sum(share for _, _, share in kernels))]
         for name, op, share in kernels:
-            self.launch_compute(name, op, layer_ns * share)
+            self.launch_compute(name, op, layer_ns * share, load)
 
     def reduce_tensor_parallel(self) -> None:
         if self.job.tp > 1:
             self.wait(self.collective("tp", "allreduce", self.job.tp_transfer_ns, 16_777_216))
 
-    def exchange_tokens(self) -> None:
-        if self.job.ep > 1:
-            transfer_ns = self.job.experts_transfer_ns
-            self.wait(self.collective("ep", "all_to_allv", transfer_ns, 8_388_608))
+    def run_experts(self, kernels: Sequence[tuple[str, str, float]]) -> None:
+        """The mlp; with experts, of the tokens that all ranks send to this one's."""
+        job, sent = self.job, 8_388_608
+        if job.ep == 1:
+            self.launch_all(kernels, job.layer_ns)
+            return
+        load = job.expert_load(self.rank)
+        received = round(sent * load)
+        most = max(job.expert_load(rank) for rank in self.group("ep").ranks)
+        transfer_ns = job.experts_transfer_ns * most
+        self.wait(self.collective("ep", "all_to_allv", transfer_ns, sent, received))
+        self.launch_all(kernels, job.layer_ns, load)
+        self.wait(self.collective("ep", "all_to_allv", transfer_ns, received, sent))
 
     def run_forward_layer(self) -> None:
         job = self.job
@@ -383,16 +421,12 @@ class _Process:
         else:
             self.launch_all(_ATTENTION_FORWARD, job.layer_ns)
         self.reduce_tensor_parallel()
-        self.exchange_tokens()
-        self.launch_all(_MLP_FORWARD, job.layer_ns)
-        self.exchange_tokens()
+        self.run_experts(_MLP_FORWARD)
         self.reduce_tensor_parallel()
 
     def run_backward_layer(self) -> None:
         job = self.job
-        self.exchange_tokens()
-        self.launch_all(_MLP_BACKWARD, job.layer_ns)
-        self.exchange_tokens()
+        self.run_experts(_MLP_BACKWARD)
         self.reduce_tensor_parallel()
         if job.cp > 1:
             self._attend_over_context(_ATTENTION_BACKWARD, 2)

@@ -152,7 +152,8 @@ class _Writer:
             )
         category = "gpu_memcpy" if copies else "kernel"
         end_ns = self.recorded_ends_ns.get(run, run.end_ns)
-        size = ', "bytes": 4' if copies else ', "grid": [132, 1, 1], "block": [384, 1, 1]'
+        grid = f', "grid": [{kernel.blocks}, 1, 1], "block": [384, 1, 1]'
+        size = ', "bytes": 4' if copies else grid
         yield (
             f'{{"ph": "X", "cat": "{category}", "name": "{kernel.name}", "pid": {self.device}, '
             f'"tid": {kernel.stream}, {self.format_span(run.start_ns, end_ns)}, '
@@ -168,7 +169,8 @@ class _Writer:
             )
 
     def _describe_call(self, call: Call) -> str:
-        key = (call.op, call.group.name, call.in_nelems, -1 if call.peer is None else call.peer)
+        peer = -1 if call.peer is None else call.peer
+        key = (call.op, call.group.name, call.in_nelems, call.out_nelems, peer)
         if key not in self.comm_arguments:
             ranks = ", ".join(map(str, call.group.ranks))
             text = (

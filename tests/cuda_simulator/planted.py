@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from .jobs import RANKS_PER_HOST, Cause, HostStall, Job, SlowLink, SlowRank
+from .jobs import RANKS_PER_HOST, Cause, ExpertLoad, HostStall, Job, SlowLink, SlowRank
 from .kineto import TraceStyle
 
 LAYOUTS = {
@@ -51,6 +51,8 @@ def list_causes(layout: str) -> list[str]:
     causes.append("two_slow_ranks")
     if links:
         causes.append("slow_rank_and_link")
+    if job.ep > 1:
+        causes += ["expert_load_1.1", "expert_load_1.5"]
     if job.world_size // job.pp > RANKS_PER_HOST and job.world_size >= 64:
         causes.append("slow_host")
     return [*causes, CLEAN]
@@ -121,6 +123,8 @@ def _choose_causes(job: Job, cause: str, rank: int) -> tuple[Cause, ...]:
         return ()
     if cause.startswith("slow_rank_1"):
         return (SlowRank(rank, float(cause.removeprefix("slow_rank_"))),)
+    if cause.startswith("expert_load_"):
+        return (ExpertLoad(rank, float(cause.removeprefix("expert_load_"))),)
     if cause.endswith("host_stall"):
         return (HostStall(rank),)
     if cause.startswith("slow_links_"):

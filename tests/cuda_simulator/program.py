@@ -65,6 +65,8 @@ class Kernel:
     thread: int = MAIN_THREAD
     end_jitter_ns: int = 0
     """How much later this member's kernel ends than the data arrived."""
+    blocks: int = 132
+    """The size of its launch grid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,27 @@ def test_more_work_of_an_expert_parallel_rank_is_explained_by_its_tokens(
     )
 
 
+def test_balanced_experts_have_the_work_and_the_exchanges_of_the_average_rank(
+    tmp_path: Path,
+) -> None:
+    """Rank 1's experts receive 1500 of 2000 tokens and take 60 for them, rank 0's 20; attention
+    takes 50 on both, and each exchange 12 after the last arrival. Balanced experts take 40 and
+    exchanges 12 / 1.5: 20 and twice 4 less."""
+    traces = []
+    for rank, (received, took) in enumerate([(500, 20), (1500, 60)]):
+        trace = GpuTrace(rank, 2, groups=[("0", "mesh_ep", [0, 1])])
+        for step in range(3):
+            at = 250 * step
+            trace.step(step, at, at + 250).kernel("gemm", at, at + 50)
+            trace.collective("AllToAll", "all_to_allv", at + 50, at + 62, nelems=1000)
+            trace.kernel("experts", at + 62, at + 62 + took, grid=[received, 1, 1])
+            trace.collective("AllToAll", "all_to_allv", at + 62 + took, at + 134, nelems=received)
+            trace.kernel("adam", at + 134, at + 250)
+        traces.append(trace)
+    (found,) = findings(tmp_path, *traces)
+    assert (found.code, found.ranks, found.gain_ns) == ("uneven_ranks", (1,), 28_000)
+
+
 def test_a_host_that_is_late_costs_what_the_others_wait(tmp_path: Path) -> None:
     """Rank 0 is idle from 20 to 60, rank 1 arrives at 30. The ranks are never idle together, so
     there is no host_bound finding."""

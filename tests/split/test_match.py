@@ -124,3 +124,18 @@ def test_a_replayed_graph_pairs_its_calls_though_one_window_lacks_a_replay(tmp_p
     found = matched(tmp_path, *traces)
     first, second = found.shared[found.trace == 0], found.shared[found.trace == 1]
     assert first[2:].tolist() == second.tolist()
+
+
+def test_exchanges_of_which_each_rank_sends_another_amount_are_paired_in_order(
+    tmp_path: Path,
+) -> None:
+    """Without sequence numbers; the amounts of one rank are those of the other one call later."""
+    traces = []
+    for rank in (0, 1):
+        trace = GpuTrace(rank, 2, groups=PAIR)
+        for call in range(4):
+            at = 100 * call
+            trace.collective("AllToAll", "all_to_allv", at, at + 20, nelems=10 * (call + rank) + 10)
+        traces.append(trace)
+    found = matched(tmp_path, *traces)
+    assert found.key[:4].tolist() == found.key[4:].tolist() and (found.key >= 0).all()

@@ -12,6 +12,7 @@ from math import prod
 import msgspec
 import numpy as np
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
@@ -23,6 +24,7 @@ from stepsplit.analyzer.readers.training_log_formats import (
     RankMemory,
     StepLine,
     Timer,
+    TrainerSteps,
     TrainSteps,
     TrainTimers,
     build_memory,
@@ -125,7 +127,7 @@ def _scale_to_int(value: _Value, scale: int) -> int:
 
 
 # Logs as printed by Megatron-LM, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed, torchtitan, NeMo,
-# nanotron, MaxText, nanoGPT, Composer (LLM Foundry) and ms-swift.
+# nanotron, MaxText, nanoGPT, Composer (LLM Foundry), ms-swift and transformers' Trainer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ class _LogParser:
     """Collects steps, memory, timers and arguments line by line."""
 
     printed: list[Printed] = field(default_factory=list)
+    trainer: TrainerSteps = field(default_factory=lambda: TrainerSteps([]))
     memory: dict[MemoryLine, None] = field(default_factory=dict)
     timers: list[tuple[int, Timer]] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)
@@ -273,11 +276,20 @@ class _LogParser:
             self.printed[-1] = replace(self.printed[-1], line=line)
         elif any(sign in text for sign in STEP_SIGNS):
             self.unparsed += 1
+        else:
+            self._add_trainer_line(text)
         self.memory.update(dict.fromkeys(parse_memory(text)))
         step = self.printed[-1].line.step if self.printed else -1
         self.timers += [(step, timer) for timer in parse_timers(text)]
         self._add_start(text)
         self._add_end(text)
+
+    def _add_trainer_line(self, text: str) -> None:
+        rows = len(self.trainer.rows)
+        if "'" in text or "%|" in text:
+            self.trainer.add_line(text, parse_printer(text), self.launch)
+        if len(self.trainer.rows) > rows:
+            self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
     def _add_step(self, line: StepLine, text: str) -> None:
         self.printed.append(Printed(line, parse_printer(text), parse_clock_ns(text), self.launch))
@@ -300,6 +312,10 @@ class _LogParser:
             self.failure, self.canceled = text.strip(), True
 
     def build_log(self, where: str, torn: str) -> TrainLog:
+        known = [] if self.printed else self.trainer.build()
+        if not self.printed:
+            self.unparsed += len(self.trainer.rows) - len(known)
+        self.printed += known
         arguments = tuple(self.arguments.items())
         mesh = infer_mesh(arguments) or self.mesh
         steps = self._build_steps()
@@ -321,6 +337,10 @@ class _LogParser:
 
     def _build_steps(self) -> TrainSteps:
         interval = self._find_number("log_interval", "steps_per_print")
+        if len(self.printed) > 1 and self.trainer.rows:
+            # A line of the Trainer is about all steps since the line before.
+            first, second, *_ = (each.line.step for each in self.printed)
+            interval = max(interval, second - first)
         batch = self._find_number("train_batch_size", "global batch size")
         return build_steps(self.printed, interval, batch)
 
@@ -345,10 +365,28 @@ class _LogParser:
 
     def _list_notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):
-            yield Note("no_steps", f"{where} contains no step")
+            why = (
+                ": transformers' Trainer prints no step numbers, and they do not follow from a"
+                " progress bar or from exact epochs"
+                if self.trainer.rows
+                else ""
+            )
+            yield Note("no_steps", f"{where} contains no step{why}")
         elif not (steps.step_ns >= 0).any():
+            mean_ns = self.trainer.mean_step_ns
+            mean = (
+                f"; by train_runtime its mean step, with all that is done between steps, is"
+                f" {units.format_milliseconds(mean_ns)}"
+                if mean_ns is not None
+                else ""
+            )
             yield Note(
-                "no_step_time", f"{where} contains neither step times nor usable time stamps"
+                "no_step_time", f"{where} contains neither step times nor usable time stamps{mean}"
+            )
+        elif FAMILIES[self.printed[0].line.family].framework == "transformers":
+            yield Note(
+                "step_time_by_clock",
+                f"{where} contains no step times; they are computed from the seconds of its bar",
             )
         elif not any(each.line.step_ns >= 0 for each in self.printed):
             yield Note(

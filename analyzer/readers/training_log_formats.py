@@ -374,16 +374,14 @@ FAMILIES = (
     _Family("composer", "[batch=",
             re.compile(rf"(?:\[epoch=(?P<epoch>\d{{1,9}})\])?\[batch={_STEP}/(?P<of>\d{{1,9}})\]:"),
             _PAIRS),
+    # Its lines have no step number: see TrainerSteps.
+    _Family("transformers", "\0", re.compile(r"(?!)"), _QUOTED),
 )  # fmt: skip
 
 STEP_SIGNS = (
     "elapsed time per iteration", "SamplesPerSec=", "iter time (s):", "train_step_timing in s",
-    "{'loss': ",
 )  # fmt: skip
-"""Texts that occur only in lines about a step; used to count lines that cannot be parsed.
-
-Lines of transformers' Trainer do not contain the step number.
-"""
+"""Texts that occur only in lines about a step; used to count lines that cannot be parsed."""
 
 _MS, _S, _TERA = 10**6, 10**9, 10**12
 
@@ -495,6 +493,129 @@ def parse_scaled_int(text: str, scale: int) -> int:
     if not _NUMBER.fullmatch(plain) or not 0 <= float(plain) * scale < 2**63 - 1024:
         return -1
     return round(Decimal(plain) * scale)
+
+
+# Lines of transformers' Trainer: {'loss': 1.25, ..., 'epoch': 0.5} without a step number, states of
+# its progress bar, and {'train_runtime': 36.5, 'train_steps_per_second': 0.25, ...} at the end.
+
+_TRAINER_ROW = re.compile(r"(?:^|[\])>|]:?)\s*\{'loss': .*'epoch': ")
+
+_TRAINER_BAR = re.compile(
+    r"%\|[^|]*\| (?P<step>\d{1,12})/(?P<of>\d{1,12}) "
+    r"\[(?:(?P<hours>\d{1,6}):)?(?P<minutes>\d\d):(?P<seconds>\d\d)<"
+)
+
+_LEAST_BAR_S = 20
+"""A progress bar shows whole seconds: a row of at least this time has it within 5 %."""
+
+_MOST_DOUBT = 0.4
+"""A step number that rests on rounded numbers is used if they leave less than this of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRow:
+    """A line with a loss: its values, and the bar that was drawn after it (-1: none)."""
+
+    line: StepLine
+    epoch: str
+    printer: str
+    launch: int
+    bar_step: int = -1
+    bar_s: int = -1
+
+
+@dataclass(slots=True)
+class TrainerSteps:
+    """The steps of transformers' Trainer, whose lines do not name them.
+
+    The bar that is drawn after a line stands at its step. Without a bar the step is the line's
+    part of the last epoch, times the steps of the run, if the rounded numbers leave no doubt.
+    """
+
+    rows: list[TrainerRow]
+    runtime_s: str = ""
+    steps_per_s: str = ""
+    epochs: str = ""
+    waiting: int = 0
+    """So many of the last rows have no bar yet."""
+
+    def add_line(self, text: str, printer: str, launch: int) -> None:
+        """Takes what a line of the Trainer says; ignores others."""
+        if "'epoch': " in text and (match := _TRAINER_ROW.search(text)):
+            values = {name: value for name, value, _ in _QUOTED.findall(text)}
+            columns = _parse_columns(FAMILIES[-1], text[match.start() :])
+            line = StepLine(len(FAMILIES) - 1, -1, **columns)
+            self.rows.append(TrainerRow(line, values.get("epoch", ""), printer, launch))
+            self.waiting += 1
+        elif "'train_runtime': " in text:
+            values = {name: value for name, value, _ in _QUOTED.findall(text)}
+            self.runtime_s = values.get("train_runtime", "")
+            self.steps_per_s = values.get("train_steps_per_second", "")
+            self.epochs = values.get("epoch", "")
+        elif self.waiting and "%|" in text and (bar := _TRAINER_BAR.search(text)):
+            elapsed_s = 3600 * int(bar["hours"] or 0) + 60 * int(bar["minutes"])
+            elapsed_s += int(bar["seconds"])
+            self.rows[-1] = replace(self.rows[-1], bar_step=int(bar["step"]), bar_s=elapsed_s)
+            self.waiting = 0
+
+    @property
+    def mean_step_ns(self) -> int | None:
+        """The mean step with all that the run did between steps; None if it did not end."""
+        rate = _parse_number(self.steps_per_s)
+        return round(10**9 / rate) if rate > 0 else None
+
+    def build(self) -> list[Printed]:
+        """The rows whose steps are known."""
+        per_epoch, doubt = self._count_steps_per_epoch()
+        printed: list[Printed] = []
+        before: TrainerRow | None = None
+        for row in self.rows:
+            step = row.bar_step
+            if step < 0:
+                step = _find_step_of_epoch(row.epoch, per_epoch, doubt)
+            if step >= 0:
+                line = replace(row.line, step=step, step_ns=_compute_bar_step_ns(before, row))
+                printed.append(Printed(line, row.printer, -1, row.launch))
+                before = row
+        return printed
+
+    def _count_steps_per_epoch(self) -> tuple[float, float]:
+        """Steps of an epoch by the end of the run, and by how much that may be wrong; nan."""
+        runtime_s, rate = _parse_number(self.runtime_s), _parse_number(self.steps_per_s)
+        epochs, steps = _parse_number(self.epochs), runtime_s * rate
+        rounding = _get_rounding(self.steps_per_s) * runtime_s
+        rounding += _get_rounding(self.runtime_s) * rate
+        if not epochs > 0 or not rounding < _MOST_DOUBT or steps > 2**53:
+            return NAN, NAN
+        per_epoch = round(steps) / epochs
+        return per_epoch, per_epoch * _get_rounding(self.epochs) / epochs
+
+
+def _find_step_of_epoch(text: str, per_epoch: float, doubt: float) -> int:
+    """The step at this epoch as printed; -1 if rounding leaves several."""
+    epoch = _parse_number(text)
+    if not epoch * doubt + _get_rounding(text) * per_epoch < _MOST_DOUBT:
+        return -1
+    return round(epoch * per_epoch)
+
+
+def _parse_number(text: str) -> float:
+    return float(text.replace(",", "") or "nan")
+
+
+def _get_rounding(text: str) -> float:
+    """By how much a printed number may differ from the exact one."""
+    exponent = Decimal(text.replace(",", "")).as_tuple().exponent if text else 0
+    return 0.5 * 10.0**exponent if isinstance(exponent, int) else NAN
+
+
+def _compute_bar_step_ns(before: TrainerRow | None, row: TrainerRow) -> int:
+    """Mean step since the row before by the bars' seconds; -1 if these are too few."""
+    at_step, at_s = (before.bar_step, before.bar_s) if before is not None else (0, 0)
+    steps, elapsed_s = row.bar_step - at_step, row.bar_s - at_s
+    if row.bar_step < 0 or at_step < 0 or steps <= 0 or elapsed_s < _LEAST_BAR_S:
+        return -1
+    return elapsed_s * 10**9 // steps
 
 
 _MEGATRON_MEMORY = re.compile(

@@ -248,13 +248,68 @@ def test_composer_counts_batches_of_an_epoch(tmp_path: Path) -> None:
     assert read(tmp_path, text).steps.step.tolist() == [7, 12]
 
 
-def test_lines_of_transformers_without_a_step_are_counted(tmp_path: Path) -> None:
-    text = (
-        "{'loss': 1.25, 'grad_norm': 0.5, 'learning_rate': 2e-05, 'epoch': 0.02}\n"
-        "{'train_runtime': 36.5, 'train_steps_per_second': 0.25, 'epoch': 1.0}\n"
+def trainer_row(loss: str, epoch: str) -> str:
+    """As transformers 5.23 prints it."""
+    return (
+        f"{{'loss': '{loss}', 'grad_norm': '1.1', 'learning_rate': '3e-05', 'epoch': '{epoch}'}}\n"
     )
+
+
+# Each state of the bar begins with a carriage return, and is drawn again after a line.
+TRAINER_BAR = (
+    "  0%|          | 0/60 [00:00<?, ?it/s]loader.py:759: UserWarning: 'pin_memory' is set\n"
+    "\r 23%|██▎       | 14/60 [00:46<02:10,  2.83s/it]"
+    "\r 25%|██▌       | 15/60 [00:49<02:18,  3.07s/it]\r                                 \n"
+    + trainer_row("3.897", "0.4688")
+    + "\r 25%|██▌       | 15/60 [00:49<02:18,  3.07s/it]"
+    "\r 27%|██▋       | 16/60 [00:53<02:27,  3.35s/it]"
+    "\r 50%|█████     | 30/60 [01:39<01:41,  3.37s/it]\r                                 \n"
+    + trainer_row("3.896", "0.9375")
+    + "\r 50%|█████     | 30/60 [01:39<01:41,  3.37s/it]\r                              \n"
+    "{'eval_loss': '3.9', 'eval_runtime': '1.2', 'epoch': '0.9375'}\n"
+    "\r 50%|█████     | 30/60 [01:41<01:41,  3.37s/it]"
+    "\r 52%|█████▏    | 31/60 [01:46<02:05,  4.31s/it]"
+)
+
+
+def test_steps_of_transformers_are_where_its_bar_stands(tmp_path: Path) -> None:
+    """A row lasts as long as the bar counts: 49 s for 15 steps, then 50 s for as many."""
+    log = read(tmp_path, TRAINER_BAR)
+    steps = log.steps
+    assert (log.framework, log.unparsed) == ("transformers", 0)
+    assert (steps.step.tolist(), steps.steps_in_row.tolist()) == ([15, 30], [15, 15])
+    assert steps.loss.tolist() == [3.897, 3.896]
+    assert steps.step_ns.tolist() == [49 * 10**9 // 15, 50 * 10**9 // 15]
+    assert [note.code for note in log.notes] == ["step_time_by_clock"]
+    assert is_training_log(TRAINER_BAR.encode())
+
+
+def test_rows_that_are_short_for_a_bar_of_whole_seconds_have_no_time(tmp_path: Path) -> None:
+    text = TRAINER_BAR.replace("[01:39<", "[00:51<").replace("[01:41<", "[00:53<")
+    assert read(tmp_path, text).steps.step_ns.tolist() == [49 * 10**9 // 15, -1]
+
+
+def trainer_lines(*epochs: str, runtime: str = "92.54", rate: str = "0.216") -> str:
+    end = f"{{'train_runtime': '{runtime}', 'train_steps_per_second': '{rate}', 'epoch': '0.625'"
+    return "".join(trainer_row("3.9", at) for at in epochs) + end + "}\n"
+
+
+def test_without_a_bar_exact_epochs_give_the_steps_and_the_end_their_mean_time(
+    tmp_path: Path,
+) -> None:
+    """20 steps are 0.625 epochs of 32: as printed by a run with disable_tqdm."""
+    log = read(tmp_path, trainer_lines("0.1562", "0.3125", "0.4688", "0.625"))
+    assert log.steps.step.tolist() == [5, 10, 15, 20]
+    (note,) = log.notes
+    assert note.code == "no_step_time" and note.message.endswith("between steps, is 4,630 ms")
+
+
+def test_epochs_with_two_digits_do_not_give_the_steps_of_a_long_run(tmp_path: Path) -> None:
+    """Of 10,000 steps in an epoch, a hundredth is 100."""
+    text = trainer_lines("0.16", "0.31", runtime="612.5", rate="10.204")
     log = read(tmp_path, text)
-    assert (log.framework, len(log.steps), log.unparsed) == ("transformers", 0, 1)
+    assert (log.framework, len(log.steps), log.unparsed) == ("transformers", 0, 2)
+    assert "no_steps" in [note.code for note in log.notes]
     assert is_training_log(text.encode())
     assert not is_training_log(f"# It prints {text}".replace("\n{", "\n# {").encode())
 

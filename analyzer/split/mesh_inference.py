@@ -572,6 +572,8 @@ def _sends_what_it_receives(trace: RankTrace, peer: int) -> bool:
     """
     calls, starts = trace.calls, trace.events.start_ns
     rows = np.flatnonzero(calls.is_message & (calls.peer == peer))
+    if not len(rows):
+        return False
     rows = rows[np.argsort(starts[calls.event[rows]], kind="stable")]
     worked = np.diff(_sum_compute_until(collect_work(trace).compute, starts[calls.event[rows]]))
     sign = np.where(calls.op[rows] == OP_CODE["send"], 1, -1)

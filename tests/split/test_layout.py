@@ -531,6 +531,13 @@ def test_two_ranks_of_which_one_sends_more_at_first_may_be_a_pipeline(tmp_path: 
     ]
 
 
+def test_a_swap_of_which_one_rank_recorded_no_message_may_be_a_pipeline(tmp_path: Path) -> None:
+    silent = CpuTrace(1, 2, [("0", "default_pg", [0, 1])]).step(2, 0, 200).op("aten::mm", 15, 55)
+    layout = read(tmp_path, swap(0, works_first=False), silent)
+    assert (layout.mesh, layout.pipelines) == (None, ())
+    assert "could be a pipeline or a ring" in layout.notes[0].message
+
+
 @pytest.mark.parametrize(("stages", "pipelines"), [((1, 0), ((1, 0),)), ((0, 0), ())])
 def test_stage_marks_determine_the_pipeline_and_its_order(
     tmp_path: Path, stages: tuple[int, int], pipelines: tuple[tuple[int, ...], ...]

@@ -40,21 +40,25 @@ def build_blank_figure(height: int, x_title: str, y_title: str) -> go.Figure:
     """An empty figure with a transparent background; axis titles include their unit."""
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GRID, "automargin": True}
     title = {"font": {"size": 12, "color": MUTED}, "standoff": 8}
-    figure = go.Figure()
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 56, "r": 12, "t": 40, "b": 44},
+    # As one dict, which is checked once: update_layout takes ten times as long.
+    layout = {
+        "template": "none",
+        "height": height,
+        "margin": {"l": 56, "r": 12, "t": 40, "b": 44},
         # The page shows through, light or dark; style.css gives texts and lines its own colors.
-        paper_bgcolor=CLEAR,
-        plot_bgcolor=CLEAR,
-        font={"family": FONT, "size": 12, "color": INK},
-        legend=_LEGEND,
-        hoverlabel={"bgcolor": PAPER, "bordercolor": GRID, "font": {"family": FONT, "color": INK}},
-        xaxis={**axis, "title": {**title, "text": x_title}},
-        yaxis={**axis, "title": {**title, "text": y_title}},
-    )
-    return figure
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "legend": _LEGEND,
+        "hoverlabel": {
+            "bgcolor": PAPER,
+            "bordercolor": GRID,
+            "font": {"family": FONT, "color": INK},
+        },
+        "xaxis": {**axis, "title": {**title, "text": x_title}},
+        "yaxis": {**axis, "title": {**title, "text": y_title}},
+    }
+    return go.Figure(layout=layout)
 
 
 def build_marker(look: BucketStyle) -> go.bar.Marker:

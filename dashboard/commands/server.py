@@ -257,9 +257,9 @@ def create(name: str, role: str, url: str) -> None:
     from stepsplit.dashboard.store.audit import AuditLog
     from stepsplit.dashboard.store.logins import Role, Tokens
 
-    secret = Tokens(database).create(name, Role.parse(role) or Role.VIEWER)
-    record_command(AuditLog(database), "token created", f"{name} ({role})")
-    click.echo(secret)
+    new = Tokens(database).create(name, Role.parse(role) or Role.VIEWER)
+    record_command(AuditLog(database), "token created", new.token.label)
+    click.echo(new.secret)
 
 
 @token_command.command("list")

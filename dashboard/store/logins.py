@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Self
 
@@ -61,17 +61,21 @@ class User:
     """Who sends a request: a name for the audit log, and a role.
 
     token_id: of the token that was sent. in_session: logged in by the form, so able to log out.
+    authenticated: by a secret or a proxy, not just let in because everybody is.
     """
 
     name: str
     role: Role
     token_id: str | None = None
     in_session: bool = False
+    authenticated: bool = True
 
 
 # API tokens for scripts: shown once, stored as a hash.
 
 PREFIX = "sst_"
+
+TOKEN_NAME_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,19 @@ class Token:
     revoked: bool
     role: Role
 
+    @property
+    def label(self) -> str:
+        """Its id, name and role, for the audit log."""
+        return f"{self.id} {self.name} ({self.role.label})"
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A token just created, and its secret, which is not stored."""
+
+    token: Token
+    secret: str = field(repr=False)
+
 
 class Tokens:
     """The tokens of a store."""
@@ -92,15 +109,15 @@ class Tokens:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, name: str, role: Role = Role.UPLOADER) -> str:
-        """Creates a token and returns it, to be shown once: only its hash is stored."""
+    def create(self, name: str, role: Role = Role.UPLOADER) -> NewToken:
+        """Creates a token, whose secret is to be shown once: only its hash is stored."""
         secret = PREFIX + secrets.token_urlsafe(32)
-        row = {"id": uuid.uuid4().hex[:8], "name": clean_text(name, 200), "sha256": _hash(secret)}
-        row |= {"role": role.label}
+        shown_name = clean_text(name, TOKEN_NAME_LENGTH)
+        token = Token(uuid.uuid4().hex[:8], shown_name, time.time_ns(), None, False, role)
+        row = asdict(token) | {"role": role.label, "sha256": _hash(secret)}
         with self._database.begin_write() as connection:
-            new = insert(TOKENS).values(row | {"created_unix_ns": time.time_ns(), "revoked": False})
-            connection.execute(new)
-        return secret
+            connection.execute(insert(TOKENS).values(row))
+        return NewToken(token, secret)
 
     def list_tokens(self) -> tuple[Token, ...]:
         """All tokens including revoked ones, oldest first."""

@@ -1,4 +1,4 @@
-"""The HTTP API: uploads, runs, the audit log, health and metrics."""
+"""The HTTP API: uploads, runs, tokens, the audit log, health and metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
-from stepsplit.dashboard.store.audit import audit_to_json, parse_since
+from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
 from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
+from stepsplit.dashboard.store.logins import ROLES, TOKEN_NAME_LENGTH, Role, Token
 from stepsplit.dashboard.store.runs import (
     NOTE_LENGTH,
     RunEdit,
@@ -31,7 +32,7 @@ from stepsplit.dashboard.store.runs import (
 )
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
 from stepsplit.dashboard.upload import choose_run_name
-from stepsplit.dashboard.web.auth import record_action
+from stepsplit.dashboard.web.auth import current_user, record_action
 from stepsplit.dashboard.web.uploads import (
     JSON_BYTES,
     HttpError,
@@ -54,6 +55,8 @@ RUNS = "/api/v1/runs"
 AUDIT = "/api/v1/audit"
 
 SESSIONS = "/api/v1/sessions"
+
+TOKENS = "/api/v1/tokens"
 
 _DEFAULT_LAST = 100
 """Number of runs in a list by default."""
@@ -238,6 +241,33 @@ class Api:
         body = audit_to_json(self.store.audit.list_entries(last, since_ns))
         return Response(body, mimetype="application/json", headers={"Cache-Control": "no-store"})
 
+    def list_tokens(self) -> Response:
+        """GET: all tokens, also revoked ones, without their secrets."""
+        rows = [_build_token_row(token) for token in self.store.tokens.list_tokens()]
+        answer = jsonify(tokens=rows)
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+    def create_token(self) -> tuple[Response, int]:
+        """POST {name, role}: creates a token; its secret is in this answer only."""
+        request.max_content_length = JSON_BYTES
+        name, role = parse_new_token(read_json())
+        if not current_user().authenticated:
+            # It would stay valid when the server asks for a password later.
+            raise HttpError(403, "this server has no login; use: stepsplit token create")
+        new = self.store.tokens.create(name, role)
+        record_action(self.store.audit, "token created", new.token.label)
+        answer = jsonify(secret=new.secret, **_build_token_row(new.token))
+        answer.headers["Cache-Control"] = "no-store"
+        return answer, 201
+
+    def revoke_token(self, token_id: str) -> Response:
+        """DELETE: revokes a token, which ends its sessions."""
+        if not self.store.tokens.revoke(token_id):
+            raise HttpError(404, "token not found")
+        record_action(self.store.audit, "token revoked", token_id)
+        return Response(status=204)
+
     def end_sessions(self) -> Response:
         """DELETE: ends all sessions, so that everyone has to log in again."""
         number = self.store.sessions.end_all()
@@ -303,6 +333,18 @@ def _build_list_row(run: RunRow) -> dict[str, str | None]:
     return {"id": run.id, "name": run.name, "state": run.state, "job": run.job_key}
 
 
+def _build_token_row(token: Token) -> dict[str, str | bool | None]:
+    used_ns = token.last_used_unix_ns
+    return {
+        "id": token.id,
+        "name": token.name,
+        "role": token.role.label,
+        "created": format_time(token.created_unix_ns),
+        "last_used": None if used_ns is None else format_time(used_ns),
+        "revoked": token.revoked,
+    }
+
+
 def _read_last() -> int | None:
     """The number of rows that the query asks for; None if it is no number."""
     last = request.args.get("last", str(_DEFAULT_LAST))
@@ -337,6 +379,10 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(form, "read_job_form", api.read_job_form, methods=["GET", "POST"])
     routes.add_url_rule(f"{run}/{REPORT_NAME}", "report", api.report)
     routes.add_url_rule(AUDIT, "list_audit", api.list_audit)
+    routes.add_url_rule(TOKENS, "list_tokens", api.list_tokens)
+    routes.add_url_rule(TOKENS, "create_token", api.create_token, methods=["POST"])
+    token = f"{TOKENS}/<token_id>"
+    routes.add_url_rule(token, "revoke_token", api.revoke_token, methods=["DELETE"])
     routes.add_url_rule(SESSIONS, "end_sessions", api.end_sessions, methods=["DELETE"])
     # All other addresses; else the pages, which answer every address, would answer them.
     for unknown in ("/api", "/api/", "/api/<path:path>"):
@@ -425,6 +471,23 @@ def _tag(key: object, value: object) -> Tag:
 
 def _is_text(value: object, least: int, most: int) -> bool:
     return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
+
+
+# Name and role of a token.
+
+
+def parse_new_token(body: object) -> tuple[str, Role]:
+    """Name and role from the JSON body. Raises HttpError if they are invalid."""
+    fields = body if isinstance(body, Mapping) else {}
+    name, label = fields.get("name"), fields.get("role", Role.UPLOADER.label)
+    role = Role.parse(label) if isinstance(label, str) else None
+    valid_name = _is_text(name, 1, TOKEN_NAME_LENGTH) and bool(str(name).strip())
+    if role is None or not valid_name or not set(fields) <= {"name", "role"}:
+        raise HttpError(400, f'send JSON such as {{"name": "ci", "role": "uploader"}}; {_ROLES}')
+    return str(name).strip(), role
+
+
+_ROLES = f"role is one of {', '.join(ROLES)}"
 
 
 # Health of the server and its database, and metrics.

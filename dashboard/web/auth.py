@@ -183,7 +183,7 @@ def _build_way_to_login(incoming: Request) -> Response:
 
 # Authorization: which role a request needs. Writes that are not listed need an admin.
 
-_ADMIN_READS = ("api.list_audit",)
+_ADMIN_READS = ("api.list_audit", "api.list_tokens")
 
 _UPLOADS = (
     "api.create", "api.check", "api.put", "api.patch", "api.remove", "api.finish", "api.edit",
@@ -212,7 +212,7 @@ def _refuse_lower_roles(audit: AuditLog, incoming: Request) -> None:
         raise HttpError(403, reason)
 
 
-UNKNOWN = User("unknown", Role.VIEWER)
+UNKNOWN = User("unknown", Role.VIEWER, authenticated=False)
 
 
 def current_user() -> User:
@@ -259,7 +259,8 @@ class Authenticator:
     def find_user(self, request: Request) -> User | None:
         """The user by the access mode, the proxy or the session; None if they name none."""
         if not self.access.guarded:
-            return User("local" if self.access.local else "anyone", Role.ADMIN)
+            name = "local" if self.access.local else "anyone"
+            return User(name, Role.ADMIN, authenticated=False)
         named = self._find_proxy_user(request)
         session_id = request.cookies.get(SESSION)
         if named is not None or not session_id:

@@ -36,7 +36,7 @@ def client(store: Store) -> FlaskClient:
 
 
 def test_logins_uploads_and_deletions_are_in_the_log(client: FlaskClient, store: Store) -> None:
-    ci = HOST | {"Authorization": f"Bearer {store.tokens.create('ci')}"}
+    ci = HOST | {"Authorization": f"Bearer {store.tokens.create('ci').secret}"}
     run_id, done = uploaded(store, "new"), store.import_report("old", *_known())
     client.post("/login", data={"password": "wrong"}, headers=HOST)
     client.post(f"{RUNS}/{run_id}/finish", headers=ci)
@@ -113,7 +113,7 @@ def test_commands_are_in_the_log_and_print_it(
         "token created", "token revoked", "run deleted",
     ]  # fmt: skip
     assert all("command line, ada (admin)" in line for line in lines)
-    ends = ["ci (viewer)", token_id, f"{run_id} old"]
+    ends = [f"{token_id} ci (viewer)", token_id, f"{run_id} old"]
     assert [line.split("  ")[-1] for line in lines] == ends
     assert cli.run(["audit", "--last", "1", "--since", "2020-01-01", "--json", "-", *words]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["entries"]
@@ -194,7 +194,7 @@ def test_a_date_is_in_utc_unless_it_says_otherwise() -> None:
 
 
 def test_uploaders_tokens_are_the_default(store: Store) -> None:
-    token = store.tokens.verify(store.tokens.create("ci"))
+    token = store.tokens.verify(store.tokens.create("ci").secret)
 
     assert token is not None and token.role is Role.UPLOADER
 

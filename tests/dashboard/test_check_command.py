@@ -209,7 +209,7 @@ def test_a_dashboard_is_asked_for_runs_by_tag_over_http(
     report = replace(analysis().report, collectives=())
     ids = [add(store, f"run{i}", report, branch) for i, branch in enumerate(("main", "a/b", "pr"))]
     store.add("not finished", [Tag("branch", "main")])
-    token = store.tokens.create("ci")
+    token = store.tokens.create("ci").secret
     server = create_server(store, Access(local=False, guarded=True))
     verdict, baseline = tmp_path / "verdict.json", tmp_path / "baseline.json"
     with Serving(server) as url:

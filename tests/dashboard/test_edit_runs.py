@@ -267,7 +267,9 @@ def test_only_who_may_upload_sees_the_form(store: Store) -> None:
     client = create_server(store, access).test_client()
     pages = {
         role: ask_page(
-            client, f"/run/{run_id}", Authorization=f"Bearer {store.tokens.create('x', role)}"
+            client,
+            f"/run/{run_id}",
+            Authorization=f"Bearer {store.tokens.create('x', role).secret}",
         )
         for role in Role
     }

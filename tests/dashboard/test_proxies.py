@@ -112,7 +112,7 @@ def test_slow_clients_of_the_proxy_hold_up_no_others(proxy: Proxy, tmp_path: Pat
 def _upload(proxy: Proxy, folder: Path, place: Path) -> str:
     """What stepsplit upload prints, with a token."""
     with open_store(folder) as store:
-        token = store.tokens.create("ci")
+        token = store.tokens.create("ci").secret
     command = [sys.executable, "-m", "stepsplit.dashboard", "upload", str(place)]
     command += ["--to", proxy.url, "--token", token]
     env = {**os.environ, "SSL_CERT_FILE": str(proxy.certificate)}

@@ -183,7 +183,7 @@ def test_a_run_waits_until_its_files_are_complete(store: Store) -> None:
 
 def test_tokens_are_valid_until_revoked(store: Store) -> None:
     assert not store.tokens.has_active()
-    secret = store.tokens.create("ci")
+    secret = store.tokens.create("ci").secret
     (token,) = store.tokens.list_tokens()
     assert (token.name, token.last_used_unix_ns, token.revoked) == ("ci", None, False)
 

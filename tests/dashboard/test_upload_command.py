@@ -164,7 +164,7 @@ def test_a_missing_token_is_an_error(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
-    token = store.tokens.create("ci")
+    token = store.tokens.create("ci").secret
 
     with Serving(server) as url:
         asked = ["upload", str(recording), "--to", url]
@@ -177,7 +177,7 @@ def test_a_viewers_token_is_refused_with_the_role_that_is_needed(
     store: Store, recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = create_server(store, Access(local=False, guarded=True), Limits(spare_bytes=0))
-    token = store.tokens.create("wall", Role.VIEWER)
+    token = store.tokens.create("wall", Role.VIEWER).secret
 
     with Serving(server) as url:
         assert cli.run(["upload", str(recording), "--to", url, "--token", token]) == 2

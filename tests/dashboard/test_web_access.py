@@ -88,7 +88,7 @@ def test_invalid_credentials_are_challenged_again(authorization: str, store: Sto
 
 def test_a_token_is_accepted_until_revoked(store: Store) -> None:
     client = _client(store, choose_access("0.0.0.0", has_tokens=True))
-    secret = store.tokens.create("ci")
+    secret = store.tokens.create("ci").secret
     bearer, basic = {"Authorization": f"Bearer {secret}"}, _basic(secret)
 
     assert client.get("/", headers=HOST | bearer).status_code == 200
@@ -161,7 +161,7 @@ def test_guesses_at_once_do_not_pass_together(store: Store) -> None:
 
 def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> None:
     access = choose_access("0.0.0.0", password=PASSWORD)
-    known, token = _client(store, access), store.tokens.create("ci")
+    known, token = _client(store, access), store.tokens.create("ci").secret
     first = known.get("/", headers=HOST | _basic(PASSWORD))
     guesser = _client(store, access)
     for _ in range(FREE_FAILURES):
@@ -262,7 +262,7 @@ def test_writes_from_another_site_are_refused_with_the_right_password_too(store:
 
 def test_no_secret_is_shown_or_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     access = choose_access("0.0.0.0", password=PASSWORD)
-    secret = store.tokens.create("ci")
+    secret = store.tokens.create("ci").secret
     assert PASSWORD not in repr(access) and PASSWORD not in repr(Authenticator(access, store))
 
     with caplog.at_level(logging.DEBUG):

@@ -125,7 +125,7 @@ def test_a_changed_password_ends_the_sessions_of_the_old_one(store: Store) -> No
 
 
 def test_a_token_may_log_in_until_it_is_revoked(store: Store, guarded: Access) -> None:
-    client, secret = _client(store, guarded), store.tokens.create("ada", Role.VIEWER)
+    client, secret = _client(store, guarded), store.tokens.create("ada", Role.VIEWER).secret
 
     assert _log_in(client, secret).status_code == 303
     assert client.get("/", headers=HOST).status_code == 200
@@ -306,7 +306,7 @@ def test_a_session_is_of_its_password(sessions: Sessions) -> None:
 def test_a_session_is_of_its_token(database_url: str) -> None:
     database = open_database(database_url)
     tokens, sessions = Tokens(database), Sessions(database)
-    secret = tokens.create("ci", Role.UPLOADER)
+    secret = tokens.create("ci", Role.UPLOADER).secret
     token = tokens.verify(secret)
     assert token is not None
     session_id = sessions.create(secret, token.id)

@@ -19,7 +19,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.ingest import process_job
-from stepsplit.dashboard.store.logins import Role, Tokens
+from stepsplit.dashboard.store.logins import ROLES, Role, Tokens
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import (
     Access,
@@ -43,7 +43,7 @@ def _client(store: Store, access: Access = GUARDED) -> FlaskClient:
 
 
 def _token(store: Store, role: Role) -> dict[str, str]:
-    return HOST | {"Authorization": f"Bearer {store.tokens.create(role.label, role)}"}
+    return HOST | {"Authorization": f"Bearer {store.tokens.create(role.label, role).secret}"}
 
 
 NEEDED = {
@@ -59,6 +59,11 @@ NEEDED = {
     ("read_job_form", "POST"): Role.UPLOADER,
     ("delete_run", "DELETE"): Role.ADMIN,
     ("end_sessions", "DELETE"): Role.ADMIN,
+    ("create_token", "POST"): Role.ADMIN,
+    ("revoke_token", "DELETE"): Role.ADMIN,
+    ("list_tokens", "GET"): Role.ADMIN,
+    ("list_tokens", "HEAD"): Role.ADMIN,
+    ("list_tokens", "OPTIONS"): Role.ADMIN,
     ("list_audit", "GET"): Role.ADMIN,
     ("list_audit", "HEAD"): Role.ADMIN,
     ("list_audit", "OPTIONS"): Role.ADMIN,
@@ -103,6 +108,7 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
     for _ in range(2):
         assert process_job(store, claimed(store), known_analysis) == "done"
     run_id, done = uploaded(store), store.import_report("done", *_known())
+    other = store.tokens.create("other", Role.ADMIN)
     store.artifacts.save_job(ended, JOB)
     requests: list[tuple[Role, str, str, dict[str, Any]]] = [
         (Role.VIEWER, "GET", "/", {}),
@@ -122,6 +128,10 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         (Role.UPLOADER, "PUT", f"{RUNS}/{again}/job", {"data": JOB}),
         (Role.UPLOADER, "POST", f"{RUNS}/{ended}/analyze", {}),
         (Role.ADMIN, "GET", "/api/v1/audit", {}),
+        (Role.ADMIN, "GET", "/api/v1/tokens", {}),
+        *((Role.ADMIN, "POST", "/api/v1/tokens", {"json": {"name": "x", "role": one}})
+          for one in ROLES),
+        (Role.ADMIN, "DELETE", f"/api/v1/tokens/{other.token.id}", {}),
         (Role.ADMIN, "DELETE", f"{RUNS}/{done}", {}),
         (Role.ADMIN, "DELETE", "/api/v1/sessions", {}),
     ]  # fmt: skip
@@ -137,6 +147,10 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         answer.close()
 
     assert (store.list_runs() == before) == (role is Role.VIEWER)
+    # No token was made by a lower role.
+    made = [token for token in store.tokens.list_tokens() if token.name == "x"]
+    assert len(made) == (3 if role is Role.ADMIN else 0)
+    assert (store.tokens.verify(other.secret) is None) == (role is Role.ADMIN)
 
 
 def test_each_password_has_its_role(store: Store) -> None:
@@ -249,7 +263,7 @@ def test_this_machine_may_do_everything(store: Store) -> None:
 
 def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
     database = open_database(database_url)
-    secret = Tokens(database).create("old", Role.VIEWER)
+    secret = Tokens(database).create("old", Role.VIEWER).secret
     database.close()
     engine = create_engine(database_url.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as connection:

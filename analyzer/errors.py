@@ -90,7 +90,10 @@ def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[
     except (ValueError, RecursionError) as error:
         if text.lstrip()[:1] == b"{":
             raise DataError(where, "is JSON, not TOML", "write it as TOML: key = value") from None
-        raise DataError(where, f"not valid TOML ({error})", hint) from None
+        # Python's own words name a setting of the interpreter.
+        is_long = "set_int_max_str_digits" in str(error)
+        reason = "a number has over 4,300 digits" if is_long else error
+        raise DataError(where, f"not valid TOML ({reason})", hint) from None
 
 
 # Output files: written atomically.

@@ -25,6 +25,12 @@ _T = TypeVar("_T")
 
 _LARGEST = 2**63
 
+_MAX_DIGITS = 18
+"""Of a number in a text: longer ones are no number of this program."""
+
+_MAX_JSON_DIGITS = 400
+"""Of a number in JSON, as of the largest float; Python refuses to convert more than 4,300."""
+
 _JSON_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 _MAX_SHOWN = 60
@@ -37,12 +43,18 @@ def parse_object(text: str | bytes, schema: str) -> dict[str, Any]:
     NaN and Infinity, which Python's json accepts, are not valid.
     """
     try:
-        body = json.loads(text, parse_constant=_refuse_constant)
+        body = json.loads(text, parse_constant=_refuse_constant, parse_int=_parse_int)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(body, dict) or body.get("schema") != schema:
         raise ValueError(f"not a {schema} file")
     return body
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_JSON_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> None:
@@ -223,9 +235,10 @@ class Mesh:
         for part in text.split(","):
             axis, _, size = part.strip().partition("=")
             axis = SHORTHAND.get(axis, axis)
-            if axis not in MESH_AXES or not size.isdecimal() or int(size) < 1:
+            is_number = size.isdecimal() and len(size) <= _MAX_DIGITS
+            if axis not in MESH_AXES or not is_number or int(size) < 1:
                 raise ValueError(
-                    f"{part.strip()!r} is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"
+                    f"{part.strip()[:40]!r} is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"
                 )
             if axis in sizes:
                 raise ValueError(f"{axis} is given twice in {text!r}")
@@ -510,7 +523,7 @@ def merge_groups(groups: Iterable[GroupInfo]) -> tuple[GroupInfo, ...]:
 
 
 def _build_creation_key(group: GroupInfo) -> tuple[bool, int, str, tuple[int, ...]]:
-    numbered = group.name.isdigit()
+    numbered = group.name.isdecimal() and len(group.name) <= _MAX_DIGITS
     return not numbered, int(group.name) if numbered else 0, group.name, group.ranks
 
 

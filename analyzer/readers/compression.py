@@ -51,11 +51,11 @@ class ZstdStream:
 
 # Listing of files in paths, folders, archives and URLs.
 
-MAX_MEMBERS = 1_000_000
+MAX_MEMBERS = 32_768
 
 _ARCHIVE = re.compile(r"\.(zip|tar|tgz|tbz2|txz|tar\.\w+)$", re.I)
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 @contextmanager
@@ -79,10 +79,11 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def natural_sort_key(text: str) -> list[str | int]:
+def natural_sort_key(text: str) -> list[str | tuple[int, str]]:
     """A sort key that puts rank2 before rank10."""
-    parts = _DIGITS.split(text)
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+    # By their lengths, because Python converts no number of more than 4,300 digits.
+    parts = [part.lstrip("0") if i % 2 else part for i, part in enumerate(_DIGITS.split(text))]
+    return [(len(part), part) if i % 2 else part for i, part in enumerate(parts)]
 
 
 def _list_place(place: str) -> Iterator[Source]:

@@ -52,7 +52,8 @@ def parse_relative_path(path: str) -> PurePosixPath:
     """The validated relative path. Raises HttpError for paths that could leave the folder."""
     parts = path.split("/")
     wrong = any(part in ("", ".", "..") or len(part.encode()) > _NAME_BYTES for part in parts)
-    if wrong or "\\" in path or not path.isprintable() or len(parts) > 16:
+    # Names that are no UTF-8 arrive with U+FFFD: two of them would be one file.
+    if wrong or not path.isprintable() or set(path) & {"\\", "\ufffd"} or len(parts) > 16:
         raise HttpError(400, "the path must be relative, with plain names and no ..")
     return PurePosixPath(path)
 
@@ -433,6 +434,9 @@ class UploadPart:
 
 def build_whole_file_part(stream: BinaryIO, length: int | None, headers: Headers) -> UploadPart:
     """The part of a PUT. Raises HttpError."""
+    if "Content-Range" in headers:
+        # RFC 9110, section 14.5: as a whole file, the rest of an upload would replace all of it.
+        raise HttpError(400, "PUT takes whole files; send the rest as PATCH with Upload-Offset")
     return UploadPart(stream, length, 0, True, _parse_digest(headers), whole=True)
 
 

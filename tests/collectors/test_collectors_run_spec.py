@@ -16,6 +16,7 @@ from stepsplit.collectors.run_spec import (
     RunSpec,
     Training,
     from_json,
+    merge_groups,
     to_json,
     write_run_json,
 )
@@ -62,6 +63,10 @@ def test_a_mesh_is_parsed_in_the_order_in_which_it_is_written() -> None:
         ("ep=2", "'ep=2' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
         ("tp", "'tp' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
         ("tp=0", "'tp=0' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4"),
+        (
+            "tp=" + "9" * 5000,
+            f"'tp={'9' * 37}' is not an axis and a size; use tp=2,pp=2,dp=2 or fsdp=4",
+        ),
         ("dp=2,dp_replicate=2", "dp_replicate is given twice in 'dp=2,dp_replicate=2'"),
     ],
 )
@@ -164,6 +169,18 @@ def test_whole_numbers_may_be_written_as_decimals() -> None:
 def test_json_nested_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         from_json("[" * 100_000)
+
+
+def test_a_number_of_thousands_of_digits_is_refused_in_words_of_the_file() -> None:
+    text = to_json(SPEC).replace('"world_size": 4', '"world_size": 4' + "0" * 5000)
+    with pytest.raises(ValueError, match=r"^a number has 5,001 digits$"):
+        from_json(text)
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "²"])
+def test_a_group_whose_name_python_converts_to_no_number_is_sorted_by_its_name(name: str) -> None:
+    groups = [GroupInfo(one, "", (0, 1)) for one in (name, "10", "2")]
+    assert [group.name for group in merge_groups(groups)] == ["2", "10", name]
 
 
 def test_importing_the_collectors_does_not_import_torch() -> None:

@@ -196,6 +196,8 @@ def test_a_status_has_all_fields(client: FlaskClient, store: Store) -> None:
         "a\\..\\b",
         "a%00b",
         "a%0ab",
+        "a%ff",
+        "%ed%a0%80",
         "x" * 300,
         "d/" * 20 + "x",
     ],

@@ -62,6 +62,21 @@ def test_an_archive_stays_in_its_folder(client: FlaskClient, store: Store, tmp_p
     assert outside == []
 
 
+def test_names_of_thousands_of_digits_are_sorted(client: FlaskClient, store: Store) -> None:
+    traces = [(SAMPLE / f"rank{rank}_trace.json.gz").read_bytes() for rank in (0, 1)]
+    names = [f"rank{'9' * 5000}_{rank}.json.gz" for rank in (0, 1)]
+    packed = _zip(dict(zip(names, traces, strict=True)))
+    assert _ingested(client, store, {"long.zip": packed}) == ("done", None)
+
+
+def test_an_archive_of_more_files_than_a_job_has_is_refused(
+    client: FlaskClient, store: Store
+) -> None:
+    packed = _zip({str(number): b"" for number in range(32_769)})
+    _, error = _ingested(client, store, {"many.zip": packed})
+    assert error == "many.zip: more than 32,768 files; pack only the traces"
+
+
 @pytest.mark.parametrize("name", ["bomb.json.gz", "bomb.zip"])
 def test_an_archive_bomb_fails_with_a_one_line_error(
     name: str, client: FlaskClient, store: Store, monkeypatch: pytest.MonkeyPatch

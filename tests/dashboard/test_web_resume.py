@@ -179,6 +179,14 @@ def test_invalid_headers_are_refused(
     assert client.head(file).status_code == 404
 
 
+def test_a_put_of_the_rest_of_a_file_is_refused(client: FlaskClient, file: str) -> None:
+    """As curl -T FILE -C 5 sends: taken for a whole file it would replace the beginning."""
+    client.patch(file, data=b"hello", headers={"Upload-Offset": "0"})
+    rest = client.put(file, data=b"world", headers={"Content-Range": "bytes 5-9/10"})
+    assert (rest.status_code, "PATCH" in rest.text) == (400, True)
+    assert _held(client.head(file)) == (204, "5", "?0")
+
+
 def _kept(client: FlaskClient, store: Store, file: str) -> tuple[bytes, str | None, str | None]:
     """The bytes on disk, and what the server says of them."""
     head = _held(client.head(file))

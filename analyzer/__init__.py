@@ -26,6 +26,11 @@ if TYPE_CHECKING:
         Stuck,
         StuckGroup,
     )
+    from stepsplit.analyzer.diagnose.other_hardware import (
+        CarriedCalls,
+        CarriedKernels,
+        CarriedRun,
+    )
     from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage, calibrate
@@ -187,6 +192,9 @@ __all__ = [
     "CallsDelta",
     "CallsWithGroups",
     "Candidate",
+    "CarriedCalls",
+    "CarriedKernels",
+    "CarriedRun",
     "Category",
     "CategoryMemory",
     "Cause",
@@ -366,6 +374,9 @@ _HOME = {
     "CallsDelta": "regression.checks",
     "CallsWithGroups": "trace",
     "Candidate": "model.plan_space",
+    "CarriedCalls": "diagnose.other_hardware",
+    "CarriedKernels": "diagnose.other_hardware",
+    "CarriedRun": "diagnose.other_hardware",
     "Category": "trace",
     "CategoryMemory": "readers.memory_snapshot",
     "Cause": "regression.checks",

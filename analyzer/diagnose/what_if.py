@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +18,12 @@ from stepsplit.analyzer.diagnose.comm_causes import (
     compute_service_ns,
     find_sync_kernels,
     list_hoistable_calls,
+)
+from stepsplit.analyzer.diagnose.other_hardware import (
+    CarriedRun,
+    HardwareChange,
+    carry_run,
+    choose_hardware,
 )
 from stepsplit.analyzer.diagnose.replay import (
     Float,
@@ -50,7 +56,7 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, build_dependency_graph
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
-from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit, find_recorded_device, split_run
 from stepsplit.analyzer.split.run import Schedule as MeasuredSchedule
 from stepsplit.analyzer.trace import OP_CODE, Int64
 
@@ -60,13 +66,15 @@ SCHEMA = "stepsplit.what_if/1"
 
 
 def to_json(found: WhatIfs) -> str:
-    """{"schema", "step_ns", "slowdown", "changes": [{"change", "step_ns", "gain_ns"}]}"""
+    """{"schema", "step_ns", "slowdown", "changes": [{"change", "step_ns", "gain_ns"}], "carried":
+    the fields of CarriedRun, or null}"""
     rows = [
         {"change": str(one.change), "step_ns": one.step_ns, "gain_ns": one.gain_ns}
         for one in found.changes
     ]
     body = {
         "schema": SCHEMA, "step_ns": found.step_ns, "slowdown": found.slowdown, "changes": rows,
+        "carried": None if found.carried is None else asdict(found.carried),
     }  # fmt: skip
     return json.dumps(body, indent=1, allow_nan=False) + "\n"
 
@@ -98,6 +106,7 @@ class WhatIfs:
     Attributes:
         step_ns: mean full step as recorded, in ns.
         changes: one `WhatIf` per change, in the order of the request.
+        carried: the step on other hardware, if asked for. Default None.
         slowdown: cost of stragglers as a ratio: the step divided by the step in which all ranks and
             stages have equal compute and no call transfers longer than the median of its op and
             size, both without idle hosts. The metric S of Lin et al., Understanding Stragglers in
@@ -107,10 +116,14 @@ class WhatIfs:
     step_ns: int
     changes: tuple[WhatIf, ...]
     slowdown: float
+    carried: CarriedRun | None = None
 
 
-def compute_what_ifs(split: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
-    """Estimate each change given as text; without any, all default changes that apply.
+def compute_what_ifs(
+    split: RunSplit, words: Sequence[str] = (), hardware: HardwareChange | None = None
+) -> WhatIfs:
+    """Estimate each change given as text; without any, all default changes that apply, or only the
+    step on other hardware.
 
     Raises UsageError for an invalid change, one that does not apply to the recording, or a
     recording without steps.
@@ -123,10 +136,11 @@ def compute_what_ifs(split: RunSplit, words: Sequence[str] = ()) -> WhatIfs:
     else:
         rows = [
             row
-            for each in DEFAULT_CHANGES
+            for each in (DEFAULT_CHANGES if hardware is None else ())
             if (row := _try_change(context, parse_change(each))) is not None
         ]
-    return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context))
+    carried = None if hardware is None else carry_run(context, hardware)
+    return WhatIfs(round(context.mean_ns), tuple(rows), compute_slowdown(context), carried)
 
 
 def compute_slowdown(context: ReplayContext) -> float:
@@ -154,34 +168,57 @@ def _try_change(context: ReplayContext, change: WhatIfChange) -> WhatIf | None:
         return None
 
 
-def what_if(*places: str | Path, changes: Sequence[str] = (), rules: Rules = BUILT_IN) -> WhatIfs:
+def what_if(
+    *places: str | Path,
+    changes: Sequence[str] = (),
+    rules: Rules = BUILT_IN,
+    hardware: str | None = None,
+    links: Sequence[str] = (),
+    gpus_per_node: int | None = None,
+    recorded_on: str | None = None,
+) -> WhatIfs:
     """Estimate how changes would affect the step time of a recording, by a replay.
 
     Args:
         places: files, folders, archives or URLs of the recording.
         changes: changes as text: even, even-ranks, even-stages, no-slow-ranks, no-idle, overlap,
             link:AXIS=FACTOR, microbatches=N, schedule=NAME, replicas=N or buckets=N. Default: all
-            that apply.
+            that apply, or none if other hardware is given.
         rules: kernel rules, see `read_rules`. Default: the built-in rules.
+        hardware: other hardware to carry the recording to: a preset such as "b200-sxm", or a file
+            of `stepsplit calibrate` (.toml). Default: the recorded hardware.
+        links: links of single axes there, such as "tp=nvlink-5" ("all=..." for every axis).
+            Default: those of the hardware.
+        gpus_per_node: GPUs per node there. Default: those of the hardware.
+        recorded_on: preset or file of the recorded hardware. Default: by the recorded device name.
 
     Returns:
-        A `WhatIfs` with the recorded step, the step after each change (ns) and the slowdown by
-        stragglers.
+        A `WhatIfs` with the recorded step, the step after each change (ns), the slowdown by
+        stragglers and, with other hardware, links or gpus_per_node, the step there (`CarriedRun`).
 
     Raises:
         DataError: a place is missing or cannot be read.
-        UsageError: a change is invalid or does not apply to the recording.
+        UsageError: a change is invalid or does not apply to the recording, a preset is unknown, or
+            the recorded device has none.
 
     Examples:
         >>> from stepsplit.analyzer import what_if
         >>> result = what_if("runs/exp1", changes=["link:tp=2"])  # doctest: +SKIP
         >>> result.changes[0].gain_ns  # doctest: +SKIP
         1250000
+        >>> carried = what_if("runs/exp1", hardware="b200-sxm").carried  # doctest: +SKIP
+        >>> carried.low_ns, carried.step_ns, carried.high_ns  # doctest: +SKIP
+        (410000000, 520000000, 690000000)
     """
     recording = read_recording(places, rules=rules)
-    return compute_what_ifs(
-        split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction), changes
-    )
+    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    change = None
+    if hardware is not None or links or gpus_per_node is not None:
+        device = find_recorded_device(recording.spec, split)
+        change = choose_hardware(device, hardware, recorded_on, links, gpus_per_node)
+    elif recorded_on is not None:
+        raise UsageError("recorded_on needs hardware, links or gpus_per_node to carry the run to")
+    return compute_what_ifs(split, changes, change)
 
 
 # The pipeline under another schedule, or with more microbatches.

@@ -24,8 +24,9 @@ from stepsplit.analyzer.model.config_file import (
     TRAINING_KEYS,
     decode_job,
 )
+from stepsplit.analyzer.model.hardware_config import find_preset
 from stepsplit.analyzer.split.pipeline import normalize_schedule
-from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
 from stepsplit.analyzer.split.strategy_evidence import Strategy, count_accumulated_microbatches
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
 
@@ -238,58 +239,14 @@ def _whole_table(table: Mapping[str, object]) -> tuple[str, ...]:
 
 # The [hardware] table of a recording: the preset of its device name.
 
-_PRESETS = (
-    (r"V100.*SXM.*16GB", "v100-sxm-16gb"),
-    (r"V100.*SXM.*32GB", "v100-sxm-32gb"),
-    (r"A100.*SXM.*40GB", "a100-sxm-40gb"),
-    (r"A100.*SXM.*80GB", "a100-sxm-80gb"),
-    (r"A100.*PCIE?.*40GB", "a100-pcie-40gb"),
-    (r"A100.*80GB.*PCIE|A100.*PCIE.*80GB", "a100-pcie-80gb"),
-    (r"A800.*SXM.*80GB", "a800-sxm-80gb"),
-    (r"L40S", "l40s"),
-    (r"H100.*PCIE", "h100-pcie"),
-    (r"H100 80GB HBM3|H100.*SXM", "h100-sxm"),
-    (r"H800 PCIE|H100 NVL", None),
-    (r"H800", "h800-sxm"),
-    (r"H200 NVL", None),
-    (r"GH200 144G", "gh200-144gb"),
-    (r"GH200", "gh200"),
-    (r"H200", "h200-sxm"),
-    (r"H20\b", "h20-sxm"),
-    (r"GB200", "gb200"),
-    (r"GB300", "gb300"),
-    (r"B200", "b200-sxm"),
-    (r"B300", "b300-sxm"),
-    (r"MI250X", "mi250x"),
-    (r"MI300X", "mi300x"),
-    (r"MI325X", "mi325x"),
-    (r"MI350X", "mi350x"),
-    (r"MI355X", "mi355x"),
-    (r"^CPU$", "cpu"),
-)
-"""Patterns of device names as reported by the driver, in order; None: no preset for the device."""
-
 
 def infer_hardware(spec: RunSpec | None, split: RunSplit) -> TomlTable:
     """The preset of the run's device, and the ranks per node for several hosts."""
     values = {
-        "preset": find_preset(_find_device(spec, split)),
+        "preset": find_preset(find_recorded_device(spec, split)),
         "gpus_per_node": _count_ranks_per_node(split),
     }
     return build_table("hardware", values)
-
-
-def find_preset(device: str) -> str | None:
-    """The preset of a device name as reported by the driver; None if unknown or ambiguous."""
-    matching = (preset for words, preset in _PRESETS if re.search(words, device.upper()))
-    return next(matching, None)
-
-
-def _find_device(spec: RunSpec | None, split: RunSplit) -> str:
-    recorded = [host.gpu for host in spec.hosts if host.gpu] if spec else []
-    if not all(rank.trace.on_device for rank in split.ranks):
-        return "cpu"
-    return next(iter(recorded), split.ranks[0].trace.device or "")
 
 
 def _count_ranks_per_node(split: RunSplit) -> int | None:

@@ -460,3 +460,11 @@ def _select_window(band: BucketBands, window: int, clock: Clock) -> BucketBands:
         clock.map_to_common_ns(band.end_ns[rows]),
     )
     return BucketBands(band.window[rows], band.bucket[rows], start, end)
+
+
+def find_recorded_device(spec: RunSpec | None, split: RunSplit) -> str:
+    """The name of the device that the ranks ran on, as its driver reports it; "cpu" without one."""
+    recorded = [host.gpu for host in spec.hosts if host.gpu] if spec else []
+    if not all(rank.trace.on_device for rank in split.ranks):
+        return "cpu"
+    return next(iter(recorded), split.ranks[0].trace.device or "")

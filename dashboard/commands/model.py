@@ -286,6 +286,21 @@ class _ChangeCommand(click.Command):
     help="Change to replay; may be repeated. Default: all common changes.",
 )  # fmt: skip
 @click.option(
+    "--hardware", metavar="PRESET",
+    help="Carry the recording to this hardware: a preset, or a file of calibrate (.toml).",
+)  # fmt: skip
+@click.option(
+    "--link", "links", metavar="AXIS=PRESET", multiple=True,
+    help="Link of an axis there, such as tp=nvlink-5; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--gpus-per-node", metavar="N", type=click.IntRange(min=1), help="GPUs per node there.",
+)  # fmt: skip
+@click.option(
+    "--recorded-on", metavar="PRESET",
+    help="Hardware of the recording, if its device name is unknown.",
+)  # fmt: skip
+@click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the result as JSON; - for standard output, without the screen.",
 )  # fmt: skip
@@ -293,19 +308,27 @@ class _ChangeCommand(click.Command):
 def what_if_command(
     places: tuple[str, ...],
     changes: tuple[str, ...],
+    hardware: str | None,
+    links: tuple[str, ...],
+    gpus_per_node: int | None,
+    recorded_on: str | None,
     json_file: str | None,
     rules_file: Path | None,
 ) -> None:
     """Estimate the step time of a recording with something changed.
 
     PATH is as for analyze. Replays the dependency graph of the measured steps; other microbatch
-    counts and pipeline schedules are simulated in the order of the schedule.
+    counts and pipeline schedules are simulated in the order of the schedule. On other hardware,
+    kernels and transfers take the time that the model's rates give; the host keeps its own.
     """
     from rich.console import Console
 
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
     from stepsplit.dashboard.reporters.compare import build_what_if_screen
 
-    result = what_if(*places, changes=changes, rules=load_rules(rules_file))
+    result = what_if(
+        *places, changes=changes, rules=load_rules(rules_file), hardware=hardware, links=links,
+        gpus_per_node=gpus_per_node, recorded_on=recorded_on,
+    )  # fmt: skip
     if not put_json(result, to_json, json_file):
         Console(highlight=False).print(build_what_if_screen(result))

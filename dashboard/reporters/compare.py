@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.other_hardware import CarriedRun
 from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs
 from stepsplit.analyzer.regression.compare import (
     BucketChange,
@@ -311,15 +314,52 @@ _DESCRIPTIONS = {
 
 def build_what_if_screen(result: WhatIfs) -> RenderableType:
     """Builds the screen of what-if: the measured step, and its estimate with each change."""
-    heading = (
-        f"mean step {units.format_milliseconds(result.step_ns)}; estimates with one change each:"
-    )
+    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
+    parts: list[RenderableType] = []
+    if result.carried is not None:
+        parts += _build_carried(result.carried, result.step_ns)
+    if result.changes or not parts:
+        parts += _build_changes(result)
+    return Group(*parts, Text(slowdown))
+
+
+def _build_changes(result: WhatIfs) -> Iterator[RenderableType]:
+    mean = units.format_milliseconds(result.step_ns)
+    yield Text(f"mean step {mean}; estimates with one change each:", style="bold")
     table = build_table("change", "step", "difference")
     table.add_column("", overflow="fold")
     for row in result.changes:
         table.add_row(*_format_change_row(row, result.step_ns))
-    slowdown = f"slowdown by stragglers and load imbalance: {result.slowdown:.3f}x"
-    return Group(Text(heading, style="bold"), table, Text(slowdown))
+    yield table
+
+
+def _build_carried(run: CarriedRun, recorded_ns: int) -> Iterator[RenderableType]:
+    """The step on other hardware: its band, its parts, and what changes by how much."""
+    format_ms = units.format_milliseconds
+    difference = units.format_signed_percent(run.step_ns / recorded_ns - 1 if recorded_ns else 0.0)
+    yield Text(f"carried from {run.source} to {run.target}", style="bold")
+    yield Text(
+        f"mean step {format_ms(recorded_ns)} -> {format_ms(run.step_ns)} ({difference}; band "
+        f"{format_ms(run.low_ns)} to {format_ms(run.high_ns)})"
+    )
+    yield Text(
+        f"compute {format_ms(run.compute_ns)}, exposed communication and waits "
+        f"{format_ms(run.communication_ns)}, copies {format_ms(run.copy_ns)}, idle "
+        f"{format_ms(run.idle_ns)}; the host alone needs {format_ms(run.host_ns)}"
+    )
+    table = build_table("per step and rank", "count", "recorded", "there", "by shape")
+    for kernels in run.kernels:
+        table.add_row(
+            f"{kernels.kind} kernels", f"{kernels.count:,}", format_ms(kernels.recorded_ns),
+            format_ms(kernels.carried_ns), units.format_percent(kernels.by_shape),
+        )  # fmt: skip
+    for calls in run.calls:
+        table.add_row(
+            f"transfers, {calls.axis or 'axis unknown'}", f"{calls.count:,}",
+            format_ms(calls.recorded_ns), format_ms(calls.carried_ns), "",
+        )  # fmt: skip
+    yield table
+    yield from (Text(f"limit: {text}") for text in run.limits)
 
 
 def _format_change_row(row: WhatIf, step_ns: int) -> tuple[str, ...]:

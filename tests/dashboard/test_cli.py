@@ -203,7 +203,10 @@ HELP = {
         "--store URL", "--artifacts URL", "--limit MINUTES", "--memory GIB",
         "--log-format [text|json]", "--help",
     ],
-    ("what-if",): ["--change CHANGE", "--json FILE", "--rules FILE", "--help"],
+    ("what-if",): [
+        "--change CHANGE", "--hardware PRESET", "--link AXIS=PRESET", "--gpus-per-node N",
+        "--recorded-on PRESET", "--json FILE", "--rules FILE", "--help",
+    ],
     ("validate",): ["--json FILE", "--rows", "--help"],
 }  # fmt: skip
 

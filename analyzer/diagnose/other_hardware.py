@@ -1,0 +1,480 @@
+"""A recording carried to other hardware: its step there, with a band and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
+from stepsplit.analyzer.diagnose.kernel_scaling import (
+    KINDS,
+    KernelScaling,
+    scale_kernels,
+)
+from stepsplit.analyzer.diagnose.replay import Float, ReplayContext, replay, scale_transfers
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
+from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, Link
+from stepsplit.analyzer.model.config_decode import Mistakes, read_table
+from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
+from stepsplit.analyzer.model.hardware_config import (
+    decode_hardware,
+    find_preset,
+    list_link_names,
+    load_link,
+)
+from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, Levels, Needs
+from stepsplit.analyzer.trace import OPS, Int64
+
+# The result.
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedKernels:
+    """Kernels of one kind on both devices.
+
+    Attributes:
+        kind: "gemm", "attention", "memory" (limited by memory bandwidth) or "unknown".
+        count: number of kernels per step and rank.
+        recorded_ns: their summed time per step and rank, in ns.
+        carried_ns: the same on the other device.
+        by_shape: share of recorded_ns whose rate is that of the recorded shapes, 0..1.
+    """
+
+    kind: str
+    count: int
+    recorded_ns: int
+    carried_ns: int
+    by_shape: float
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedCalls:
+    """The collectives and messages of one axis on both networks.
+
+    Attributes:
+        axis: axis of the mesh; "" if unknown.
+        count: number of calls per step and rank.
+        recorded_ns: their summed transfer time per step and rank, without waits, in ns.
+        carried_ns: the same on the other network.
+    """
+
+    axis: str
+    count: int
+    recorded_ns: int
+    carried_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedRun:
+    """The mean step of a recording on other hardware.
+
+    Attributes:
+        source: name of the hardware that was recorded.
+        target: name of the other hardware.
+        step_ns: mean step there, in ns.
+        low_ns: lower end of its band: kernels, links and host as fast as their errors allow.
+        high_ns: upper end of its band.
+        host_ns: the step if device and network took no time: no hardware makes it shorter while
+            the host needs the recorded time.
+        compute_ns: its compute, mean over steps and ranks.
+        communication_ns: its exposed communication with waits and bubbles.
+        copy_ns: its copies.
+        idle_ns: its idle time: the device waits for the host.
+        kernels: the kernels by kind.
+        calls: the communication by axis.
+        limits: what bounds the step, and what the estimate does not know, as sentences.
+    """
+
+    source: str
+    target: str
+    step_ns: int
+    low_ns: int
+    high_ns: int
+    host_ns: int
+    compute_ns: int
+    communication_ns: int
+    copy_ns: int
+    idle_ns: int
+    kernels: tuple[CarriedKernels, ...]
+    calls: tuple[CarriedCalls, ...]
+    limits: tuple[str, ...]
+
+
+# Recorded and other hardware.
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareChange:
+    """The hardware of a recording and the one that it is carried to.
+
+    links replaces the links of single axes ("all": of every axis) on the target.
+    """
+
+    source: HardwareConfig
+    target: HardwareConfig
+    links: Mapping[str, Link]
+
+    @property
+    def label(self) -> str:
+        links = [f"{axis} over {link.name}" for axis, link in self.links.items()]
+        return ", ".join((self.target.name, *links))
+
+
+def choose_hardware(
+    device: str,
+    hardware: str | None,
+    recorded_on: str | None,
+    links: Sequence[str],
+    gpus_per_node: int | None,
+) -> HardwareChange:
+    """The change of hardware that a user asks for; device is the recorded device's name.
+
+    Raises UsageError for unknown names, and if the recorded device is unknown; DataError for an
+    invalid hardware file.
+    """
+    other = None if hardware is None else read_hardware(hardware)
+    preset = recorded_on or find_preset(device)
+    if preset is None:
+        raise UsageError(
+            f"the recorded device {device or 'is not named'!r} has no hardware preset; say what it "
+            "is with --recorded-on PRESET"
+        )
+    source = read_hardware(preset)
+    target = other or source
+    if (source.family == "cpu") != (target.family == "cpu"):
+        raise UsageError(
+            f"a recording on {source.name} cannot be carried to {target.name}: on a CPU the host's "
+            "own work is part of its compute; record a step on any GPU"
+        )
+    if gpus_per_node is not None:
+        if gpus_per_node < 1:
+            raise UsageError(f"--gpus-per-node ({gpus_per_node}) must be at least 1")
+        target = replace(target, gpus_per_node=gpus_per_node)
+    return HardwareChange(source, target, dict(map(_parse_link, links)))
+
+
+def read_hardware(name: str) -> HardwareConfig:
+    """A hardware preset, or a file that `stepsplit calibrate` wrote (a name that ends in .toml)."""
+    if not name.endswith(".toml"):
+        return load_hardware(name)
+    if not Path(name).is_file():
+        known = ", ".join(list_hardware_names())
+        raise UsageError(f"no file {name}; give one of calibrate, or one of {known}")
+    mistakes = Mistakes()
+    hardware = decode_hardware(read_table(name), None, mistakes, {})
+    mistakes.raise_all()
+    return hardware
+
+
+def _parse_link(text: str) -> tuple[str, Link]:
+    axis, equals, name = text.partition("=")
+    if not axis or not equals or not name:
+        raise UsageError(f"--link {text!r} is not AXIS=PRESET, such as tp=nvlink-5")
+    plain = {known.replace("-", ""): known for known in list_link_names()}
+    return axis, load_link(plain.get(name.replace("-", ""), name))
+
+
+# The recording on the other hardware.
+
+SMALL_SHARE = 0.02
+"""Kinds of kernels below this share of the kernel time are not mentioned among the limits."""
+
+HOST_SHARE = 0.1
+"""Idle time from this share of the step on is mentioned among the limits."""
+
+HOST_ERROR = 0.15
+"""Error (a ratio) of the host's time on another machine: the hosts of the public pair of recordings
+that is host-bound differ by 14 %."""
+
+_NO_TIME = 1e-6
+
+
+def carry_run(context: ReplayContext, change: HardwareChange) -> CarriedRun:
+    """Replay the recording with the durations of the other hardware.
+
+    Raises UsageError if the model has no rate for a kernel, or an axis of a link is not in the
+    recording.
+    """
+    scalings = [
+        scale_kernels(rank.trace, change.source, change.target) for rank in context.split.ranks
+    ]
+    transfers = _compare_transfers(context, change)
+    every = context.replay_with(_add_step_ends(context.graph))
+    middle, low, high, nothing = (
+        _change_graph(every, scalings, transfers, edge, change)
+        for edge in ("ns", "low_ns", "high_ns", "")
+    )
+    step_ns = round(replay(middle).mean_ns)
+    work_ns, least_ns, most_ns = (_average_work(context, graph) for graph in (middle, low, high))
+    host_error = 0.0 if change.source == change.target else HOST_ERROR
+    faster_ns = least_ns["idle"] * host_error / (1 + host_error)
+    slower_ns = most_ns["idle"] * host_error
+    kernels = _list_kernels(context, scalings)
+    host_ns = round(replay(nothing).mean_ns)
+    carried = CarriedRun(
+        source=change.source.name,
+        target=change.label,
+        step_ns=step_ns,
+        low_ns=min(step_ns, round(replay(low).mean_ns - faster_ns)),
+        high_ns=max(step_ns, round(replay(high).mean_ns + slower_ns)),
+        host_ns=min(host_ns, step_ns),
+        compute_ns=work_ns["compute"],
+        communication_ns=max(0, step_ns - sum(work_ns.values())),
+        copy_ns=work_ns["copy"],
+        idle_ns=work_ns["idle"],
+        kernels=kernels,
+        calls=_list_calls(context, transfers),
+        limits=(),
+    )
+    return replace(carried, limits=tuple(_list_limits(context, carried)))
+
+
+def _add_step_ends(graph: DependencyGraph) -> DependencyGraph:
+    """Let each step end after the communication that ended in it, also where no kernel waited for
+    it as recorded: it may be what the optimizer waits for once the compute is faster."""
+    needs, steps, kernels = graph.needs.list_by_node(), graph.steps, graph.kernels
+    for node, step in zip(kernels.end.tolist(), kernels.step.tolist(), strict=True):
+        if step >= 0 and graph.at_ns[node] <= graph.at_ns[steps.end[step]]:
+            needs[int(steps.end[step])].append(node)
+    every = Needs.build(needs)
+    return replace(graph, needs=every, levels=Levels.build(graph.before, every, graph.at_ns))
+
+
+def _change_graph(
+    context: ReplayContext,
+    scalings: Sequence[KernelScaling],
+    transfers: _Transfers,
+    edge: str,
+    change: HardwareChange,
+) -> DependencyGraph:
+    """The graph with the durations of the other hardware, at this edge of their band; without an
+    edge device and network take no time."""
+    ratio = transfers.find_ratio(edge)
+    graph = scale_transfers(context.graph, np.arange(len(ratio)), ratio)
+    work, spent_ns = graph.work_ns.copy(), transfers.spent_ns
+    for index, rank in enumerate(context.split.ranks):
+        nodes = graph.timelines.slice_rank(index)
+        if nodes.start == nodes.stop:
+            continue
+        own = context.graph.kernels.rank == index
+        scaling = scalings[index]
+        factors = DurationFactors(
+            row=scaling.row,
+            compute=_select_factor(scaling, edge),
+            copy=_compare_copies(change) if edge else _NO_TIME,
+            transfer=float((ratio[own] @ spent_ns[own]) / max(spent_ns[own].sum(), 1)),
+        )
+        cuts_ns = rank.clock.map_to_own_ns(graph.timelines.cut_ns[nodes])
+        work[nodes] = np.maximum(work[nodes] + measure_changed_work(rank, factors, cuts_ns), 0)
+    return replace(graph, work_ns=work)
+
+
+def _select_factor(scaling: KernelScaling, edge: str) -> Float:
+    match edge:
+        case "ns":
+            return scaling.factor
+        case "low_ns":
+            return scaling.low
+        case "high_ns":
+            return scaling.high
+    return np.full(len(scaling.factor), _NO_TIME)
+
+
+def _compare_copies(change: HardwareChange) -> float:
+    before, after = (one.host.bytes_per_s * one.host.ring for one in (change.source, change.target))
+    return before / after
+
+
+def _average_work(context: ReplayContext, graph: DependencyGraph) -> dict[str, int]:
+    """The local work per kind of WORK, mean over the steps that enter the mean."""
+    counted = context.replay_with(graph)
+    return {name: round(float(counted.sum_work_ns(name)[context.counted].mean())) for name in WORK}
+
+
+# Transfers of collectives and messages.
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfers:
+    """Per collective or message event: recorded transfer time, and its ratio with a band."""
+
+    spent_ns: Int64
+    middle: Float
+    low: Float
+    high: Float
+    axis: tuple[str, ...]
+
+    def find_ratio(self, edge: str) -> Float:
+        match edge:
+            case "ns":
+                return self.middle
+            case "low_ns":
+                return self.low
+            case "high_ns":
+                return self.high
+        return np.full(len(self.middle), _NO_TIME)
+
+
+def _compare_transfers(context: ReplayContext, change: HardwareChange) -> _Transfers:
+    graph, matched = context.graph, context.split.matched
+    kernels = graph.kernels
+    axes = [_name_axes(context, group) for group in range(len(matched.groups))]
+    _check_axes(change, axes)
+    cache: dict[tuple[int, int, int], Band] = {}
+    ratios = []
+    for row in kernels.row.tolist():
+        key = (int(matched.group[row]), int(matched.op[row]), int(matched.message_bytes[row]))
+        if key not in cache:
+            cache[key] = _compare_call(context, change, axes, *key)
+        ratios.append(cache[key])
+    return _Transfers(
+        np.maximum(graph.rest_ns[kernels.end], 0),
+        np.array([one.ns for one in ratios]),
+        np.array([one.low_ns for one in ratios]),
+        np.array([one.high_ns for one in ratios]),
+        tuple(
+            axes[group] if (group := int(matched.group[row])) >= 0 else "" for row in kernels.row
+        ),
+    )
+
+
+def _name_axes(context: ReplayContext, group: int) -> str:
+    layout = context.split.layout
+    axes = layout.find_axes(context.split.matched.groups[group])
+    order = layout.mesh.axes if layout.mesh else ()
+    return next((axis for axis in order if axis in axes), next(iter(sorted(axes)), ""))
+
+
+def _check_axes(change: HardwareChange, axes: Sequence[str]) -> None:
+    for axis in change.links:
+        if axis != "all" and axis not in axes:
+            known = ", ".join(sorted(filter(None, set(axes)))) or "no axis"
+            raise UsageError(f"the recording has no communication on {axis!r}; it has {known}")
+
+
+def _compare_call(
+    context: ReplayContext,
+    change: HardwareChange,
+    axes: Sequence[str],
+    group: int,
+    op: int,
+    message_bytes: int,
+) -> Band:
+    """The time of a call on the target over that on the source, with the band of the model."""
+    ranks = context.split.matched.groups[group].ranks if group >= 0 else ()
+    axis = axes[group] if group >= 0 else ""
+    link = change.links.get(axis) or change.links.get("all")
+    name = OPS[op] if OPS[op] in TIMED_OPS else "all_reduce"
+    if OPS[op] == "send_recv":
+        name = "send"
+    size = message_bytes if message_bytes > 0 else _USUAL_BYTES
+    hosts = {rank.trace.rank: rank.trace.host for rank in context.split.ranks}
+    target = change.target
+    if link is not None:
+        target = replace(target, intra=link, inter=link)
+    here = _place_recorded(ranks, hosts, change.source)
+    there = _place_group(ranks, target.gpus_per_node)
+    if (here, _list_links(change.source)) == (there, _list_links(target)):
+        return Band(1.0, 1.0, 1.0)
+    before, after = time_of(name, size, here, change.source), time_of(name, size, there, target)
+    ratio = after.ns / before.ns
+    return Band(ratio, ratio * after.low_ns / after.ns, ratio * after.high_ns / after.ns)
+
+
+def _list_links(hardware: HardwareConfig) -> tuple[Link, Link, float, int]:
+    """What decides the time of a call on a placement."""
+    return hardware.intra, hardware.inter, hardware.nvls, hardware.gpus_per_node
+
+
+_USUAL_BYTES = 1 << 24
+"""Message size assumed for a call without a recorded one."""
+
+
+def _place_recorded(
+    ranks: tuple[int, ...], hosts: Mapping[int, str], source: HardwareConfig
+) -> GroupPlacement:
+    """The placement by the recorded hosts; by the GPUs of a node if these are unknown."""
+    named = [hosts.get(rank, "") for rank in ranks]
+    if not all(named):
+        return _place_group(ranks, source.gpus_per_node)
+    return _even_placement(len(ranks), len(set(named)))
+
+
+def _place_group(ranks: tuple[int, ...], gpus_per_node: int) -> GroupPlacement:
+    return _even_placement(len(ranks), len({rank // gpus_per_node for rank in ranks}))
+
+
+def _even_placement(ranks: int, nodes: int) -> GroupPlacement:
+    count = max(ranks, 2)
+    return GroupPlacement(count, max(1, count // max(nodes, 1)))
+
+
+# What the result says.
+
+
+def _list_kernels(
+    context: ReplayContext, scalings: Sequence[KernelScaling]
+) -> tuple[CarriedKernels, ...]:
+    """The kernels by kind, per counted step and rank."""
+    rows, steps = [], max(int(context.counted.sum()), 1)
+    for kind, name in enumerate(KINDS):
+        count, recorded, carried, known = 0, 0.0, 0.0, 0.0
+        for rank, scaling in zip(context.split.ranks, scalings, strict=True):
+            at = rank.trace.events.start_ns[scaling.row]
+            inside = np.zeros(len(at), dtype=np.bool_)
+            for window in rank.windows.counted:
+                inside |= (at >= window.start_ns) & (at < window.end_ns)
+            own = inside & (scaling.kind == kind)
+            count += int(own.sum())
+            recorded += float(scaling.took_ns[own].sum())
+            carried += float((scaling.took_ns * scaling.factor)[own].sum())
+            known += float(scaling.took_ns[own & scaling.by_shape].sum())
+        if count:
+            per_step = [round(each / steps) for each in (count, recorded, carried)]
+            by_shape = known / recorded if recorded else 0.0
+            rows.append(CarriedKernels(name, per_step[0], per_step[1], per_step[2], by_shape))
+    return tuple(rows)
+
+
+def _list_calls(context: ReplayContext, transfers: _Transfers) -> tuple[CarriedCalls, ...]:
+    kernels, steps = context.graph.kernels, max(int(context.counted.sum()), 1)
+    inside = (kernels.step >= 0) & context.counted[kernels.step] if len(kernels) else None
+    names, rows = np.array(transfers.axis), []
+    for axis in dict.fromkeys(transfers.axis):
+        own = (names == axis) & inside
+        spent = transfers.spent_ns[own]
+        carried = float(spent @ transfers.middle[own])
+        rows.append(
+            CarriedCalls(
+                axis, round(own.sum() / steps), round(spent.sum() / steps), round(carried / steps)
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -row.recorded_ns))
+
+
+def _list_limits(context: ReplayContext, run: CarriedRun) -> Iterable[str]:
+    """What bounds the step there, the largest part first, then what is not known."""
+    shares = (
+        (run.idle_ns, "the device idles {} of the step: the host launches no faster there"),
+        (run.communication_ns, "exposed communication and waits are {} of the step"),
+    )
+    for ns, text in sorted(shares, reverse=True):
+        if ns >= HOST_SHARE * run.step_ns:
+            yield text.format(units.format_percent(ns / run.step_ns))
+    total = sum(row.recorded_ns for row in run.kernels) or 1
+    for row in run.kernels:
+        if row.recorded_ns < SMALL_SHARE * total:
+            continue
+        share = units.format_percent(row.recorded_ns / total)
+        if row.kind == "unknown":
+            yield f"{share} of the kernel time is of unknown kind, scaled as memory-bound"
+        elif row.kind != "memory" and row.by_shape < 0.5:
+            yield f"{row.kind} kernels ({share}) have no recorded shapes: typical ones are assumed"
+    if not all(rank.trace.on_device for rank in context.split.ranks):
+        yield "a CPU run: the host's own work is not distinguished from compute"

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage, calibrate
-    from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep, TunerTable
+    from stepsplit.analyzer.model.comm_measured import (
+        Rates,
+        TransferSweep,
+        TunerTable,
+        collective_time,
+    )
     from stepsplit.analyzer.model.comm_ops import CommOp
     from stepsplit.analyzer.model.config import (
         Efficiency,
@@ -343,6 +348,7 @@ __all__ = [
     "analyze",
     "calibrate",
     "check_runs",
+    "collective_time",
     "compare_runs",
     "examine",
     "find_hang",
@@ -526,6 +532,7 @@ _HOME = {
     "analyze": "analysis",
     "calibrate": "gap.calibrate",
     "check_runs": "analysis",
+    "collective_time": "model.comm_measured",
     "compare_runs": "analysis",
     "examine": "analysis",
     "find_hang": "diagnose.hang",

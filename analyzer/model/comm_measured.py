@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import PLATEAU, time_of
 from stepsplit.analyzer.model.config import KEY, GroupPlacement, HardwareConfig
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
 
@@ -159,6 +160,53 @@ def _compute_sweep_ns(
 
 def _build_band(ns: float, error_band: tuple[float, float]) -> Band:
     return Band(ns, ns * error_band[0], ns * error_band[1])
+
+
+# The time of one call, for a user.
+
+
+def collective_time(
+    op: str,
+    message_bytes: int,
+    ranks: int,
+    hardware: HardwareConfig | str,
+    ranks_per_node: int | None = None,
+    rates: Rates | None = None,
+) -> Band:
+    """Estimate the time of one collective or message.
+
+    Args:
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+            "send" or "recv".
+        message_bytes: message size as nccl-tests counts it, in bytes: the full buffer of an
+            all_gather or reduce_scatter.
+        ranks: ranks of the group; a send or recv is between two of them.
+        hardware: a preset such as "h100-sxm", or the hardware of a job.
+        ranks_per_node: ranks of the group on each node. Default: full nodes; if they do not divide
+            the ranks, the largest number of GPUs of a node that does.
+        rates: measured times of the cluster, see `read_rates`. Default: none, the closed form.
+
+    Returns:
+        A `Band`: the time in ns, its band (nine of ten calls of this size and placement on three
+        published clusters; narrower for measured sizes), and its formulas, the one that was used
+        first. 0 for one rank.
+
+    Raises:
+        UsageError: the op is not modelled, the preset is unknown, or a number is not possible.
+
+    Examples:
+        >>> from stepsplit.analyzer import collective_time
+        >>> call = collective_time("all_reduce", 2**30, ranks=8, hardware="h100-sxm")
+        >>> call.low_ns < call.ns < call.high_ns, call.formulas[0].id
+        (True, 'comm.nvls')
+    """
+    if ranks < 1:
+        raise UsageError(f"ranks ({ranks}) must be at least 1")
+    device = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    most = min(ranks, device.gpus_per_node)
+    full = next(count for count in range(most, 0, -1) if ranks % count == 0)
+    group = GroupPlacement(ranks, full if ranks_per_node is None else ranks_per_node)
+    return (rates or Rates()).estimate_call_time(op, message_bytes, group, device)
 
 
 # Interpolation in a measured sweep.

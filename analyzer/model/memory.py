@@ -271,6 +271,12 @@ def estimate_allocated_band(
     return BytesBand(total, round(total * low), round(total * high))
 
 
+def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:
+    """The memory of a stage with the error band of its peak."""
+    band = estimate_allocated_band(job, stage)
+    return replace(stage, total_bytes_low=band.low_bytes, total_bytes_high=band.high_bytes)
+
+
 # Transient memory: gathered weights, gradients, logits.
 
 GATHERED = Formula(

@@ -47,7 +47,11 @@ from stepsplit.analyzer.model.flops import Convention, StepFlops, compute_mfu, c
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.layer_time import compute_device_speed
-from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
+from stepsplit.analyzer.model.memory import (
+    add_allocated_band,
+    compute_memory,
+    is_within_memory,
+)
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_parameters,
@@ -117,7 +121,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     return Prediction(
         parameters=count_parameters(job.model),
         parameters_per_stage=tuple(each.total for each in stage_params),
-        memory=stage_memory,
+        memory=tuple(add_allocated_band(job, each) for each in stage_memory),
         model_flops=step_flops.model,
         hardware_flops=step_flops.hardware,
         communication=_list_communication(job, stages, timed, pipeline),

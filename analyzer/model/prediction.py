@@ -39,6 +39,9 @@ class StageMemory:
         activations_bytes: saved activations at the peak.
         transient_bytes: gathered weights, logits and working memory at the peak.
         other_bytes: workspaces and the constant of a calibration.
+        total_bytes_low: lower end of the error band of total_bytes, default None; None when it was
+            not estimated, as in a prediction that an earlier version wrote.
+        total_bytes_high: upper end of the band, likewise.
         formulas: the formulas used, default (); empty when the prediction was read from a file,
             which keeps them in Prediction.formulas.
 
@@ -54,6 +57,8 @@ class StageMemory:
     activations_bytes: int
     transient_bytes: int
     other_bytes: int
+    total_bytes_low: int | None = None
+    total_bytes_high: int | None = None
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -185,7 +190,11 @@ _MEMO_KEYS = tuple(name for name in MEMOS if name != "ambiguous_ns")
 _FORMULAS = "formulas"
 """The field that rows leave out: the JSON lists the formulas once, at the top level."""
 
-_MEMORY_KEYS = tuple(each.name for each in fields(StageMemory) if each.name != _FORMULAS)
+_MEMORY_BAND_KEYS = ("total_bytes_low", "total_bytes_high")
+
+_MEMORY_KEYS = tuple(
+    each.name for each in fields(StageMemory) if each.name not in (_FORMULAS, *_MEMORY_BAND_KEYS)
+)
 
 _MESSAGE_KEYS = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
 
@@ -254,8 +263,10 @@ def _build_split_row(split: Split) -> dict[str, int]:
     return buckets | {"step_ns": split.step_ns} | memos
 
 
-def _build_memory_row(row: StageMemory) -> dict[str, int]:
-    return {name: getattr(row, name) for name in _MEMORY_KEYS} | {"total_bytes": row.total_bytes}
+def _build_memory_row(row: StageMemory) -> dict[str, int | None]:
+    parts = {name: getattr(row, name) for name in _MEMORY_KEYS}
+    band = {name: getattr(row, name) for name in _MEMORY_BAND_KEYS}
+    return parts | {"total_bytes": row.total_bytes} | band
 
 
 def _build_communication_row(row: Communication) -> dict[str, Any]:
@@ -297,6 +308,8 @@ def _parse_split(row: Mapping[str, Any]) -> Split:
 
 def _parse_memory(row: Mapping[str, Any]) -> StageMemory:
     values: dict[str, Any] = {name: _read_int(row, name) for name in _MEMORY_KEYS}
+    for name in _MEMORY_BAND_KEYS:
+        values[name] = None if row.get(name) is None else _read_int(row, name)
     memory = StageMemory(**values)
     _check_sum(row, "total_bytes", memory.total_bytes)
     return memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 from statistics import mean, median
+from typing import Any
 
 import pytest
 from cases import for_each
@@ -23,6 +24,7 @@ from published_sweeps import (
 )
 from work_builders import DEVICE, job
 
+from stepsplit.analyzer import Rates, TransferSweep, collective_time
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import (
     TIMED_OPS,
@@ -277,3 +279,37 @@ def test_a_job_uses_as_many_gpus_of_each_node_as_divide_its_ranks() -> None:
     assert place_group(replace(job(layout=layout), hardware=rack), "dp") == GroupPlacement(16, 8)
     small = ParallelConfig(tp=8, dp_replicate=4)
     assert place_group(replace(job(layout=small), hardware=rack), "dp") == GroupPlacement(4, 4)
+
+
+@for_each(("ranks", "stated", "group"), [
+    (8, None, GroupPlacement(8, 8)),
+    (64, None, GroupPlacement(64, 8)),
+    (100, None, GroupPlacement(100, 5)),
+    (16, 1, GroupPlacement(16, 1)),
+    (1, None, GroupPlacement(1, 1)),
+])  # fmt: skip
+def test_a_user_asks_for_one_call_by_ranks(
+    ranks: int, stated: int | None, group: GroupPlacement
+) -> None:
+    """By default a group fills its nodes; 100 ranks fill 20 nodes with 5 each."""
+    found = collective_time("all_reduce", 2**20, ranks, "h100-sxm", stated)
+    assert found == time_of("all_reduce", 2**20, group, load_hardware("h100-sxm"))
+    assert found.low_ns <= found.ns <= found.high_ns
+
+
+def test_a_sweep_of_the_cluster_comes_before_the_closed_form() -> None:
+    sweep = TransferSweep("all_reduce", 8, 8, (2**20,), (123_000.0,))
+    found = collective_time("all_reduce", 2**20, 8, "h100-sxm", rates=Rates((sweep,)))
+    assert found.ns == 123_000
+    assert found.formulas[0].id == "comm.sweep"
+
+
+@for_each(("arguments", "problem"), [
+    (("all_reduce", 8, 0, "h100-sxm"), "ranks .0. must be at least 1"),
+    (("all_sum", 8, 8, "h100-sxm"), "op 'all_sum' has no time model"),
+    (("all_reduce", 8, 8, "h100"), "unknown hardware preset 'h100'"),
+    (("all_reduce", 8, 8, "h100-sxm", 16), "ranks_per_node .16. must be between 1 and"),
+])  # fmt: skip
+def test_an_impossible_call_is_refused(arguments: tuple[Any, ...], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        collective_time(*arguments)

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from cases import for_each
 from prediction_builders import GIB, MS, prediction
+from work_builders import job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import CommOp
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import (
     Band,
     Communication,
@@ -32,7 +34,7 @@ def test_rows_are_flat_and_carry_their_sums() -> None:
     assert body["memory"][1] == {
         "stage": 1, "weights_bytes": GIB, "gradients_bytes": 2 * GIB, "optimizer_bytes": 4 * GIB,
         "activations_bytes": 3 * GIB, "transient_bytes": GIB // 2, "other_bytes": GIB,
-        "total_bytes": 11 * GIB + GIB // 2,
+        "total_bytes": 11 * GIB + GIB // 2, "total_bytes_low": None, "total_bytes_high": None,
     }  # fmt: skip
     assert body["splits"][0] == {
         "stage": 0, "compute_ns": 360 * MS, "collective_ns": 30 * MS, "p2p_ns": 2 * MS,
@@ -51,6 +53,16 @@ def test_rows_are_flat_and_carry_their_sums() -> None:
 
 def test_a_written_prediction_reads_back_equal() -> None:
     assert prediction_from_json(prediction_to_json(prediction())) == prediction()
+
+
+def test_memory_has_its_band_and_earlier_predictions_have_none() -> None:
+    made = predict(job(framework="fsdp2"))
+    [row] = json.loads(prediction_to_json(made))["memory"]
+    assert row["total_bytes_low"] < row["total_bytes"] < row["total_bytes_high"]
+    assert prediction_from_json(prediction_to_json(made)).memory == made.memory
+    body = json.loads(prediction_to_json(made))
+    del body["memory"][0]["total_bytes_low"], body["memory"][0]["total_bytes_high"]
+    assert prediction_from_json(json.dumps(body)).memory[0].total_bytes_low is None
 
 
 def test_an_unknown_peak_reads_back_as_null_mfu() -> None:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.plan_space import (
         AxisPlacement,
         Candidate,
+        ParetoPoint,
         Plan,
         RunnerUp,
         SearchCounts,
@@ -285,6 +286,7 @@ __all__ = [
     "PathPart",
     "PathStep",
     "Pipeline",
+    "ParetoPoint",
     "Plan",
     "Prediction",
     "PredictionRow",
@@ -469,6 +471,7 @@ _HOME = {
     "PathPart": "split.critical_path",
     "PathStep": "split.critical_path",
     "Pipeline": "report.report",
+    "ParetoPoint": "model.plan_space",
     "Plan": "model.plan_space",
     "Prediction": "model.prediction",
     "PredictionRow": "report.report",

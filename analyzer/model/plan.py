@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,7 @@ from stepsplit.analyzer.model.plan_space import (
     AxisPlacement,
     Candidate,
     Choice,
+    ParetoPoint,
     Plan,
     Reason,
     RunnerUp,
@@ -59,6 +60,8 @@ def plan(
     keep: frozenset[str] = frozenset(),
     top: int = TOP,
     rates: Rates | None = None,
+    price_per_gpu_hour: float | None = None,
+    pareto: bool = False,
 ) -> Plan:
     """Find the fastest layouts of a job that fit on a number of GPUs.
 
@@ -75,12 +78,18 @@ def plan(
         top: layouts to return, each with a different split of the GPUs; default 8.
         rates: measured collective times, as read_rates returns them; default None: the constants
             of the hardware preset.
+        price_per_gpu_hour: price of a GPU per hour, for the cost of a million tokens (see
+            Plan.compute_cost); default None.
+        pareto: whether to list the layouts that no other beats in step time, memory and number of
+            GPUs, on these GPUs, a half, a quarter and an eighth of them; default False. Each needs
+            a search of its own.
 
     Returns:
         The Plan: the best layout, the runners-up and why they are slower.
 
     Raises:
-        UsageError: gpus is below 1, or no layout is valid and fits in memory.
+        UsageError: gpus is below 1, the price is not above 0, or no layout is valid and fits in
+            memory.
 
     Examples:
         >>> from stepsplit.analyzer import plan, read_job
@@ -90,6 +99,8 @@ def plan(
     """
     if gpus < 1:
         raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
+    if price_per_gpu_hour is not None and not 0 < price_per_gpu_hour < math.inf:
+        raise UsageError(f"price per GPU hour must be above 0, not {price_per_gpu_hour:g}")
     filtered = filter_feasible(job, gpus, keep)
     if not filtered.fitting:
         raise UsageError(_explain_no_layout(job, gpus, filtered))
@@ -102,6 +113,9 @@ def plan(
         tree=build_decision_tree(job, gpus),
         places=list_placements(best_job),
         searched=_summarize_search(filtered, timed),
+        tokens=job.training.global_batch * job.training.seq_len,
+        price_per_gpu_hour=price_per_gpu_hour,
+        pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates())) if pareto else (),
     )
 
 
@@ -173,6 +187,70 @@ def _explain_no_layout(job: JobConfig, gpus: int, filtered: FilteredLayouts) -> 
         f"{units.format_gibibytes(job.hardware.memory_bytes)}"
     )
     return f"{where} fits; the closest is {axes} with {memory}; use more GPUs or a shorter seq_len"
+
+
+# Layouts that no other beats in step time, memory and number of GPUs at once.
+
+GPU_DIVISORS = (8, 4, 2, 1)
+"""The list has layouts on these fractions of the GPUs."""
+
+LEAST_SAVING = 0.05
+"""Share of the device's memory that a slower layout must save to be listed."""
+
+
+def _list_pareto(
+    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates
+) -> Iterator[ParetoPoint]:
+    """The points by GPUs and step time; one on more GPUs is faster than all on fewer with as little
+    memory."""
+    shown: list[ParetoPoint] = []
+    for divisor in GPU_DIVISORS:
+        if gpus % divisor == 0:
+            fitting = filter_feasible(job, gpus // divisor, keep).fitting
+            for candidate in _find_front(job, fitting, rates):
+                point = ParetoPoint(
+                    gpus // divisor, candidate, job.hardware.memory_bytes - candidate.peak_bytes
+                )
+                if not any(_is_beaten(point, other) for other in shown):
+                    shown.append(point)
+                    yield point
+
+
+def _is_beaten(point: ParetoPoint, other: ParetoPoint) -> bool:
+    return (
+        other.candidate.step_ns <= point.candidate.step_ns
+        and other.headroom_bytes >= point.headroom_bytes
+    )
+
+
+def _find_front(job: JobConfig, fitting: list[JobConfig], rates: Rates) -> list[Candidate]:
+    """The layouts of one number of GPUs from the fastest to the smallest, each with less memory
+    than all faster ones.
+
+    A layout is not timed if one that is no larger is faster than its lower bound.
+    """
+    bound, front = LowerBound(rates), list[Candidate]()
+    peaks = [max(stage.total_bytes for stage in compute_memory(each)) for each in fitting]
+    queue = sorted((bound.compute_step_ns(each), n) for n, each in enumerate(fitting))
+    for bound_ns, n in queue:
+        if any(each.step_ns <= bound_ns and each.peak_bytes <= peaks[n] for each in front):
+            continue
+        candidate = build_candidate(fitting[n], rates)
+        key = _make_sort_key(candidate)
+        if any(_make_sort_key(each) < key and each.peak_bytes <= peaks[n] for each in front):
+            continue
+        front = [each for each in front if _make_sort_key(each) < key or each.peak_bytes < peaks[n]]
+        front.append(candidate)
+    return _thin_front(sorted(front, key=_make_sort_key), job.hardware.memory_bytes)
+
+
+def _thin_front(front: list[Candidate], memory_bytes: int) -> list[Candidate]:
+    """Only those that save LEAST_SAVING over the one listed before."""
+    listed = front[:1]
+    for each in front[1:]:
+        if listed[-1].peak_bytes - each.peak_bytes >= LEAST_SAVING * memory_bytes:
+            listed.append(each)
+    return listed
 
 
 # Which layouts are valid and fit in memory.
@@ -457,6 +535,10 @@ def to_json(plan: Plan) -> str:
         "tree": [asdict(trial) for trial in plan.tree],
         "places": [asdict(place) for place in plan.places],
         "searched": asdict(plan.searched) | {"refused": dict(plan.searched.refused)},
+        "tokens": plan.tokens,
+        "price_per_gpu_hour": plan.price_per_gpu_hour,
+        "cost_per_million_tokens": plan.compute_cost(plan.best, plan.gpus),
+        "pareto": [_build_pareto_row(plan, point) for point in plan.pareto],
     }
     parts = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items())
     return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -480,6 +562,15 @@ def _build_candidate_row(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def _build_pareto_row(plan: Plan, point: ParetoPoint) -> dict[str, Any]:
+    return {
+        "gpus": point.gpus,
+        "candidate": _build_candidate_row(point.candidate),
+        "headroom_bytes": point.headroom_bytes,
+        "cost_per_million_tokens": plan.compute_cost(point.candidate, point.gpus),
+    }
+
+
 def _build_runner_row(runner: RunnerUp) -> dict[str, Any]:
     return {
         "candidate": _build_candidate_row(runner.candidate),
@@ -498,6 +589,12 @@ def _parse_plan(body: Mapping[str, Any]) -> Plan:
         tree=tuple(Trial(**row) for row in body["tree"]),
         places=tuple(AxisPlacement(**row) for row in body["places"]),
         searched=SearchCounts(**{**searched, "refused": tuple(searched["refused"].items())}),
+        tokens=int(body.get("tokens", 0)),
+        price_per_gpu_hour=body.get("price_per_gpu_hour"),
+        pareto=tuple(
+            ParetoPoint(row["gpus"], _parse_candidate(row["candidate"]), row["headroom_bytes"])
+            for row in body.get("pareto", ())
+        ),
     )
 
 

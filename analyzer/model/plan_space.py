@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -105,7 +106,8 @@ class RunnerUp:
 class Trial:
     """One step of the usual decision tree: does the model fit on this part of the cluster?
 
-    The layout is the one with the least memory of its kind: micro_batch 1, full recomputation.
+    The layout is the one with the least memory of its kind: micro_batch 1, full recomputation,
+    experts spread over ep ranks (default 1, without experts).
     """
 
     question: str
@@ -115,6 +117,22 @@ class Trial:
     ranks: int
     peak_bytes: int
     fits: bool
+    ep: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """A layout than which no other is faster with as little memory on as few GPUs.
+
+    Attributes:
+        gpus: number of GPUs.
+        candidate: the layout with its predicted step.
+        headroom_bytes: memory of the device beyond the peak.
+    """
+
+    gpus: int
+    candidate: Candidate
+    headroom_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +171,10 @@ class Plan:
         tree: the usual decision tree (one GPU, ZeRO, one node, a pipeline) up to the first fit.
         places: link and number of nodes of each axis of the best layout.
         searched: how many layouts were considered, invalid, too big and timed.
+        tokens: tokens of a step of all GPUs, default 0; 0 when an earlier version wrote the plan.
+        price_per_gpu_hour: price of a GPU per hour in any currency, default None.
+        pareto: the layouts that no other beats in step time, peak memory and number of GPUs at
+            once, by GPUs and step time; default (), when they were not asked for.
 
     Examples:
         >>> from stepsplit.analyzer import plan, read_job
@@ -167,6 +189,16 @@ class Plan:
     tree: tuple[Trial, ...]
     places: tuple[AxisPlacement, ...]
     searched: SearchCounts
+    tokens: int = 0
+    price_per_gpu_hour: float | None = None
+    pareto: tuple[ParetoPoint, ...] = ()
+
+    def compute_cost(self, candidate: Candidate, gpus: int) -> float | None:
+        """Price of a million tokens of training; None without a price."""
+        if self.price_per_gpu_hour is None or not self.tokens:
+            return None
+        hours = candidate.step_ns / 3.6e12
+        return self.price_per_gpu_hour * gpus * hours / self.tokens * 1e6
 
 
 # The usual decision tree, with this job's numbers.
@@ -215,8 +247,11 @@ def _list_trials(job: JobConfig, gpus: int) -> Iterator[Trial]:
 
 def _try_layout(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Iterator[Trial]:
     """Try the job with the least memory: full recomputation, pp microbatches of one sequence."""
-    lean_job = _build_leanest_job(job, tp, pp, dp)
-    if find_violation(lean_job) is not None:
+    lean_jobs = (
+        _build_leanest_job(job, tp, pp, dp, ep) for ep in _list_expert_splits(job, tp * dp)
+    )
+    lean_job = next((one for one in lean_jobs if find_violation(one) is None), None)
+    if lean_job is None:
         return
     memory = compute_memory(lean_job)
     peak_bytes = max(stage.total_bytes for stage in memory)
@@ -229,13 +264,22 @@ def _try_layout(job: JobConfig, question: str, tp: int, pp: int, dp: int) -> Ite
         lean_job.parallel.world_size,
         peak_bytes,
         is_within_memory(lean_job, memory),
+        lean_job.parallel.ep,
     )
 
 
-def _build_leanest_job(job: JobConfig, tp: int, pp: int, dp: int) -> JobConfig:
+def _list_expert_splits(job: JobConfig, ranks: int) -> tuple[int, ...]:
+    """The most ranks of a stage over which the experts can be spread, then none."""
+    if job.model.experts is None:
+        return (1,)
+    most = math.gcd(job.model.experts.count, ranks)
+    return (most, 1) if most > 1 else (1,)
+
+
+def _build_leanest_job(job: JobConfig, tp: int, pp: int, dp: int, ep: int = 1) -> JobConfig:
     zero = max(list_zero_stages(job, dp, pp))
     layout = replace(
-        job.parallel, tp=tp, pp=pp, cp=1, ep=1, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
+        job.parallel, tp=tp, pp=pp, cp=1, ep=ep, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
         dp_replicate=1 if zero == 3 else dp, dp_shard=dp if zero == 3 else 1,
         layers_per_stage=split_layers_evenly(job.model.layers, pp),
         sequence_parallel=tp > 1 and job.training.seq_len % tp == 0,

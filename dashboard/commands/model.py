@@ -86,11 +86,25 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
     help="Keep this setting of job.toml: tp, pp, cp, zero, recompute, ...; may be repeated.",
 )  # fmt: skip
 @click.option(
+    "--pareto", is_flag=True,
+    help="List layouts that no other beats in time, memory and GPUs; also on fewer GPUs.",
+)  # fmt: skip
+@click.option(
+    "--price-per-gpu-hour", "price", metavar="X", type=float,
+    help="Price of a GPU per hour, for the cost of a million tokens.",
+)  # fmt: skip
+@click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the plan as JSON; - for standard output, without the screen.",
 )  # fmt: skip
 def plan_command(
-    job_file: Path, gpus: int, top: int, keep: tuple[str, ...], json_file: str | None
+    job_file: Path,
+    gpus: int,
+    top: int,
+    keep: tuple[str, ...],
+    pareto: bool,
+    price: float | None,
+    json_file: str | None,
 ) -> None:
     """Find the fastest layout that fits, and why others are slower.
 
@@ -105,7 +119,7 @@ def plan_command(
 
     kept = _parse_keep(keep)
     job = read_job_to_plan(job_file, kept)
-    result = plan(job, gpus, kept, top, read_rates(job_file, job.hardware))
+    result = plan(job, gpus, kept, top, read_rates(job_file, job.hardware), price, pareto)
     if not put_json(result, to_json, json_file):
         _show_plan(job, result)
 

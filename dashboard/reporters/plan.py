@@ -53,6 +53,8 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
         Text(),
         *_build_decision_tree(job, plan),
     ]
+    if plan.pareto:
+        parts += [Text(), _build_pareto_table(plan)]
     lines = format_toml_lines(plan.best.choice, job.model.experts is not None)
     parts += [Text(), Text("add to job.toml", style="bold"), *map(Text, lines)]
     return Group(*parts)
@@ -80,7 +82,8 @@ def _format_search(searched: SearchCounts) -> Text:
 
 def _build_ranking_table(job: JobConfig, plan: Plan) -> Table:
     """One line per layout."""
-    table = build_table("", "layout", "step", "slower", "MFU", "peak memory", "confidence")
+    cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
+    table = build_table("", "layout", "step", "slower", "MFU", "peak memory", "confidence", *cost)
     table.columns[1].justify = "left"
     for rank, candidate in enumerate((plan.best, *(each.candidate for each in plan.runners_up)), 1):
         behind = candidate.step_ns / plan.best.step_ns - 1
@@ -92,6 +95,32 @@ def _build_ranking_table(job: JobConfig, plan: Plan) -> Table:
             "" if candidate.mfu is None else units.format_percent(candidate.mfu),
             f"{units.format_gibibytes(candidate.peak_bytes)}",
             candidate.confidence,
+            *_format_cost(plan, candidate, plan.gpus),
+        )
+    return table
+
+
+def _format_cost(plan: Plan, candidate: Candidate, gpus: int) -> tuple[str, ...]:
+    """The cost of a million tokens in a cell of its own; no cell without a price."""
+    cost = plan.compute_cost(candidate, gpus)
+    return () if cost is None else (f"{cost:,.4g}",)
+
+
+def _build_pareto_table(plan: Plan) -> Table:
+    """The layouts that no other beats in step time, memory and number of GPUs at once."""
+    cost = ("1M tokens",) if plan.price_per_gpu_hour is not None else ()
+    table = build_table("GPUs", "not beaten", "step", "headroom", "recompute", "MFU", *cost)
+    table.columns[1].justify = "left"
+    for point in plan.pareto:
+        candidate = point.candidate
+        table.add_row(
+            f"{point.gpus:,}",
+            format_axes(candidate.choice),
+            units.format_milliseconds(candidate.step_ns),
+            units.format_gibibytes(point.headroom_bytes),
+            candidate.choice.recompute,
+            "" if candidate.mfu is None else units.format_percent(candidate.mfu),
+            *_format_cost(plan, candidate, point.gpus),
         )
     return table
 
@@ -130,7 +159,11 @@ def _build_decision_tree(job: JobConfig, plan: Plan) -> list[RenderableType]:
 def _format_rule_of_thumb(plan: Plan) -> Text:
     """The rule-of-thumb layout and the fastest layout."""
     last, best = plan.tree[-1], format_axes(plan.best.choice)
-    sizes = [f"{axis} {size}" for axis, size in (("tp", last.tp), ("pp", last.pp)) if size > 1]
+    sizes = [
+        f"{axis} {size}"
+        for axis, size in (("tp", last.tp), ("pp", last.pp), ("ep", last.ep))
+        if size > 1
+    ]
     alone = "data parallelism only" if plan.gpus > 1 else "one GPU"
     by_hand = f"{' '.join(sizes)} and data parallelism" if sizes else alone
     return Text(f"rule-of-thumb layout: {by_hand}; fastest layout: {best}")
@@ -145,6 +178,7 @@ def _select_trials(tree: tuple[Trial, ...]) -> list[Trial]:
 
 def _format_question(trial: Trial) -> str:
     words = [f"tp {trial.tp}"] * (trial.tp > 1) + [f"pp {trial.pp}"] * (trial.pp > 1)
+    words += [f"ep {trial.ep}"] * (trial.ep > 1)
     words += [f"ZeRO-{trial.zero}"] * (trial.zero > 0)
     return f"{trial.question}{': ' if words else ''}{' '.join(words)}"
 

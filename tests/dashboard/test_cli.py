@@ -173,7 +173,10 @@ HELP = {
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
     ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
-    ("plan",): ["--gpus N", "--top K", "--keep KEY", "--json FILE", "--help"],
+    ("plan",): [
+        "--gpus N", "--top K", "--keep KEY", "--pareto", "--price-per-gpu-hour X", "--json FILE",
+        "--help",
+    ],
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import islice
@@ -22,9 +23,16 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
-from stepsplit.analyzer.model.plan import LowerBound, build_candidate, plan
+from stepsplit.analyzer.model.plan import (
+    LowerBound,
+    build_candidate,
+    from_json,
+    plan,
+    to_json,
+)
 from stepsplit.analyzer.model.plan_space import (
     Plan,
+    build_decision_tree,
     format_toml_lines,
     list_families,
     split_layers_evenly,
@@ -167,6 +175,51 @@ def test_no_step_is_below_its_lower_bound(one: JobConfig, gpus: int) -> None:
     assert fitting
     for each in islice(fitting, 0, None, 1 + len(fitting) // 200):
         assert floor.compute_step_ns(each) <= predict(each).split.step_ns
+
+
+def test_the_pareto_list_is_that_of_timing_every_layout() -> None:
+    """On 1, 2 and 4 GPUs: no layout of any is faster than a listed one of at most as many GPUs with
+    at least 5 % of the device's memory less."""
+    found = plan(SMALL, 4, top=1, pareto=True)
+    listed = [(each.gpus, each.candidate.step_ns, each.headroom_bytes) for each in found.pareto]
+    assert {gpus for gpus, _, _ in listed} == {1, 2, 4}
+    assert listed == sorted(listed)
+    assert len(listed) > 3
+    least = 0.05 * SMALL.hardware.memory_bytes
+    for gpus in (1, 2, 4):
+        for each in jobs_that_fit(SMALL, gpus):
+            peak = max(stage.total_bytes for stage in compute_memory(each))
+            headroom = SMALL.hardware.memory_bytes - peak
+            step_ns = build_candidate(each, Rates()).step_ns
+            assert any(
+                fewer <= gpus and ns <= step_ns and free > headroom - least
+                for fewer, ns, free in listed
+            )
+
+
+def test_a_price_gives_the_cost_of_a_million_tokens() -> None:
+    found = plan(SMALL, 2, top=1, price_per_gpu_hour=3.0, pareto=True)
+    tokens = 16 * 1024
+    expected = 3.0 * 2 * found.best.step_ns / 3.6e12 / tokens * 1e6
+    assert found.compute_cost(found.best, 2) == pytest.approx(expected)
+    body = json.loads(to_json(found))
+    assert body["cost_per_million_tokens"] == pytest.approx(expected)
+    cheapest = min(row["cost_per_million_tokens"] for row in body["pareto"])
+    assert cheapest <= expected
+    assert from_json(to_json(found)) == found
+    for older in ("tokens", "price_per_gpu_hour", "pareto", "cost_per_million_tokens"):
+        del body[older]
+    assert from_json(json.dumps(body)).compute_cost(found.best, 2) is None
+    with pytest.raises(UsageError, match="price per GPU hour must be above 0"):
+        plan(SMALL, 2, price_per_gpu_hour=-1.0)
+
+
+def test_the_rule_of_thumb_spreads_experts() -> None:
+    """Mixtral's 8 experts over the ranks of a node: its states fit where they did not on ep 1."""
+    trials = build_decision_tree(EXPERTS, 16)
+    assert {trial.ep for trial in trials if trial.ranks >= 8} == {8}
+    assert trials[0].ep == 1
+    assert all(trial.ep == 1 for trial in build_decision_tree(MIDDLE, 16))
 
 
 def test_runners_up_are_other_splits_of_the_gpus_in_order(sixteen: Plan) -> None:

@@ -28,7 +28,8 @@ from stepsplit.analyzer.model.hardware_config import (
     load_link,
 )
 from stepsplit.analyzer.model.prediction import Band
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, Levels, Needs
+from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.split.topological_order import Levels, Needs
 from stepsplit.analyzer.trace import OPS, Int64
 
 # The result.

@@ -2,7 +2,7 @@
 
 The script knows nothing of the fault. At its end each rank writes rank{rank}.json: when each
 optimizer step ended, by time.perf_counter. TURN is 0 or 1: two jobs take turns, the first one
-begins. Their folders lie in one, by which they see each other's progress.
+begins. Their folders lie in one, by which they see each other's progress. Or it is "alone".
 """
 
 from __future__ import annotations
@@ -215,11 +215,12 @@ FAULTS = {
 def main(fault: str, folder: str, turn: str, script: str, *arguments: str) -> None:
     """Runs the script as __main__, with its own folder first on the path."""
     ends: list[float] = []
-    turns = Turns(Path(folder), int(turn))
+    turns = None if turn == "alone" else Turns(Path(folder), int(turn))
 
     def end_step(*_: object) -> None:
         ends.append(time.perf_counter())
-        turns.end_step(len(ends))
+        if turns is not None:
+            turns.end_step(len(ends))
 
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -8,17 +8,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
+from typing import cast
 
 import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.analyzer.gap.config_from_trace import infer_job
-from stepsplit.analyzer.model.comm_measured import SWEEP_OPS, Rates, TransferSweep
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.gap.calibration_sample import (
+    AttentionSample,
+    CalibrationSample,
+    GemmSample,
+    StageSample,
+    Transfer,
+    read_sample,
+)
+from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
+    AttentionKernel,
+    AttentionRate,
     Chunk,
     Efficiency,
     GroupPlacement,
@@ -30,7 +40,9 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
+from stepsplit.analyzer.model.hardware_config import load_attention_rate
 from stepsplit.analyzer.model.layer_time import (
+    FUSED_BACKWARD,
     DeviceSpeed,
     Gemm,
     build_head_gemm,
@@ -44,12 +56,8 @@ from stepsplit.analyzer.model.layer_time import (
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import compute_skew, compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.kernels import sum_kernel_families
-from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
 
 # A calibration as TOML, for `file` in [hardware].
 
@@ -66,6 +74,7 @@ def format_hardware(calibration: Calibration) -> str:
         *_format_header(hardware),
         *(line for key, link in links for line in _format_link(key, link)),
         *_format_efficiency(hardware.efficiency),
+        *_format_attention(hardware.attention),
         *_format_learned(hardware.learned),
         *(line for sweep in calibration.transfers for line in _format_transfer(sweep)),
     ]
@@ -103,8 +112,18 @@ def _format_efficiency(known: Efficiency) -> Iterable[str]:
         value = getattr(known, field.name)
         if isinstance(value, tuple):
             yield f"{field.name} = [{', '.join(map(_quote_text, value))}]"
-        elif value and not field.name.startswith("most_"):
+        elif (value or value != field.default) and not field.name.startswith("most_"):
             yield f"{field.name} = {_format_number(value)}"
+
+
+def _format_attention(known: AttentionRate | None) -> Iterable[str]:
+    if known is None:
+        return
+    yield "\n[attention]"
+    yield f"forward = {_format_number(known.forward_flops_per_s)}"
+    yield f"backward = {_format_number(known.backward_flops_per_s)}"
+    yield f"start = {_format_number(known.start_tokens)}"
+    yield f"backward_start = {_format_number(known.backward_start_tokens)}"
 
 
 def _format_learned(known: MemoryCorrection) -> Iterable[str]:
@@ -272,7 +291,11 @@ def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> H
         rows=tuple(dict.fromkeys(f"run:{one.name}" for one in runs)),
     )
     learned = fit_memory_correction(runs, known.learned)
-    return raise_peaks(replace(linked, efficiency=efficiency, learned=learned))
+    # A fitted constant takes the place of a stated rate, which would come before it.
+    is_fitted = efficiency.attention != known.efficiency.attention
+    attention = fit_attention_rate(runs) or (None if is_fitted else linked.attention)
+    fitted = replace(linked, efficiency=efficiency, learned=learned, attention=attention)
+    return raise_peaks(fitted)
 
 
 def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) -> float:
@@ -326,17 +349,24 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
     """
     rows = [_Row(parts, seen) for run in runs for parts, seen in _pair_parts(run)]
     if any(row.sample.products_ns <= 0 or row.sample.other_ns <= 0 for row in rows):
-        attention = known.attention or compute_attention_share(runs[0].job)
+        attention = _compute_attention_share(runs[0].job)
         fitted = _scale_all(rows, replace(known, attention=attention))
     else:
         fitted = _fit_attention(rows, _fit_products(rows, _fit_memory(rows, known)))
+        fitted = replace(fitted, gemm=fit_gemm_share(runs, fitted) or fitted.gemm)
     jitter = _estimate_jitter(runs)
     return replace(
         fitted,
         host_ns=_estimate_host_ns(runs, rows) or known.host_ns,
         jitter=jitter or known.jitter,
-        jitter_per_layer=0.0 if jitter else known.jitter_per_layer,
+        jitter_per_layer=None if jitter else known.jitter_per_layer,
     )
+
+
+def _compute_attention_share(job: JobConfig) -> float:
+    """The fraction of the peak at the device's clock, to which the constants are relative, that
+    attention reaches in this job's forward: stated, constant, or that of its kernel."""
+    return compute_attention_share(job) / job.hardware.clock
 
 
 def _pair_parts(run: CalibrationSample) -> list[tuple[StageParts, StageSample]]:
@@ -381,7 +411,7 @@ def _fit_products(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
         / row.parts.products
         for row in rows
     ]
-    return replace(known, gemm=1 / geometric_mean(slow), gemm_fp8=0.0)
+    return replace(known, gemm=1 / geometric_mean(slow), gemm_fp8=None)
 
 
 def _compute_overhead_ns(row: _Row, known: Efficiency) -> float:
@@ -411,7 +441,7 @@ def _scale_all(rows: Sequence[_Row], known: Efficiency) -> Efficiency:
     return replace(
         known,
         gemm=known.gemm / times,
-        gemm_fp8=known.gemm_fp8 / times,
+        gemm_fp8=None if known.gemm_fp8 is None else known.gemm_fp8 / times,
         attention=known.attention / times,
         unfused_attention=known.unfused_attention / times,
         memory=known.memory / times,
@@ -456,6 +486,73 @@ def _estimate_host_ns(runs: Sequence[CalibrationSample], rows: Sequence[_Row]) -
         hidden = 0 if alone else split.compute_ns + split.exposed_comm_ns
         estimates.append((split.idle_ns + hidden) / host)
     return fmean(estimates) if estimates else 0.0
+
+
+# GEMMs and attention at their recorded shapes.
+
+LEAST_SHAPED = 0.5
+"""Share of the time of all GEMMs whose shapes must be known, to fit their rate to these."""
+
+
+def fit_gemm_share(runs: Sequence[CalibrationSample], known: Efficiency) -> float | None:
+    """The fraction of the peak that reproduces the summed time of the GEMMs with recorded shapes in
+    the dtype of their job; None if these are a small part.
+
+    Independent of whether the job config has the work that ran.
+    """
+    ideal_ns, own_ns, total_ns = 0.0, 0.0, 0
+    for run in runs:
+        peak = compute_device_speed(_set_peak(run.job))
+        total_ns += run.kernels.all_gemms_ns
+        for gemm in run.kernels.gemms:
+            if gemm.dtype == run.job.training.dtype:
+                ideal_ns += _time_gemms(gemm, replace(peak, bytes_per_ns=math.inf))
+                moved_ns = _time_gemms(gemm, replace(peak, linear_flops_per_ns=math.inf))
+                overhead_ns = moved_ns / known.memory + gemm.count * known.launch_ns
+                own_ns += _subtract_bounded(gemm.took_ns, overhead_ns)
+                total_ns -= gemm.took_ns
+    if not own_ns or total_ns > (1 - LEAST_SHAPED) * sum(one.kernels.all_gemms_ns for one in runs):
+        return None
+    return ideal_ns / own_ns
+
+
+def _time_gemms(gemm: GemmSample, speed: DeviceSpeed) -> float:
+    shape = gemm.shape
+    one_ns = speed.compute_gemm_ns(shape.rows, shape.columns, shape.inner)
+    return gemm.count * shape.count * one_ns
+
+
+def fit_attention_rate(runs: Sequence[CalibrationSample]) -> AttentionRate | None:
+    """The rate of fused attention at long sequences, forward and backward, from kernels with
+    recorded shapes; None without both, or if the device cannot be that fast.
+
+    The tokens at which a kernel reaches half of its rate are the published ones (0 without any).
+    """
+    hardware, dtype = runs[0].job.hardware, runs[0].job.training.dtype
+    samples = [one for run in runs for one in run.kernels.attention]
+    halves = [[one for one in samples if one.backward == backward] for backward in (False, True)]
+    if not all(halves) or not runs[0].job.training.flash_attention:
+        return None
+    rates, starts = zip(*(_fit_half(half, hardware.family) for half in halves), strict=True)
+    peak = hardware.peak_flops_per_s("bf16" if dtype == "fp8" else dtype) or math.inf
+    if max(rates) > MAX_OVER_PEAK * peak:
+        return None
+    return AttentionRate(rates[0], rates[1], starts[0], starts[1])
+
+
+def _fit_half(samples: Sequence[AttentionSample], family: str) -> tuple[float, float]:
+    """The rate of one pass in FLOP/s, and the start tokens of the kernel that ran longest."""
+    longest = max(samples, key=lambda one: one.took_ns)
+    published = load_attention_rate(cast(AttentionKernel, longest.kernel), family)
+    start = 0.0
+    if published is not None:
+        rate = published.rate
+        start = rate.backward_start_tokens if longest.backward else rate.start_tokens
+    flops = 0.0
+    for one in samples:
+        forward = one.count * one.shape.causal_forward_flops * (1 + start / one.shape.tokens)
+        flops += FUSED_BACKWARD * forward if one.backward else forward
+    return flops / sum(one.took_ns for one in samples) * 1e9, start
 
 
 # Links: the measured transfers, and fitted constants for all other calls.
@@ -624,7 +721,7 @@ def _compute_stage_parts(
 def _set_peak(job: JobConfig) -> JobConfig:
     known = job.hardware.efficiency
     peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile)
-    return replace(job, hardware=replace(job.hardware, efficiency=peak))
+    return replace(job, hardware=replace(job.hardware, efficiency=peak, attention=None))
 
 
 def _compute_ns(
@@ -765,134 +862,3 @@ def raise_peaks(hardware: HardwareConfig) -> HardwareConfig:
         memory_bytes_per_s=hardware.memory_bytes_per_s * wider,
         efficiency=efficiency,
     )
-
-
-# The measurements of a recorded run: compute by kind, idle time, transfers, memory.
-
-PRODUCTS, ATTENTION = "gemm", "attention"
-"""Names of kernel families in the built-in rules."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageSample:
-    """The median full step of a stage's ranks with its compute by kind, in ns.
-
-    products_ns, attention_ns and other_ns add up to split.compute_ns; products_ns is 0 if the trace
-    has no kernel names. peak_bytes is the largest allocation of a rank, None if not measured.
-    """
-
-    stage: int
-    step_ns: int
-    split: Split
-    products_ns: float
-    attention_ns: float
-    other_ns: float
-    peak_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """The median transfer time, without waits, of `count` calls of one size in a group."""
-
-    op: str
-    ranks: int
-    ranks_per_node: int
-    message_bytes: int
-    count: int
-    ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationSample:
-    """One recorded run: job config, recorded stages and transfers, cores of a host (0: unknown)."""
-
-    name: str
-    job: JobConfig
-    stages: tuple[StageSample, ...]
-    transfers: tuple[Transfer, ...]
-    cores: int = 0
-
-
-def read_sample(
-    place: str, job_table: TomlTable | None, rules: Rules = BUILT_IN
-) -> CalibrationSample:
-    """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
-
-    Raises DataError, also for a recording without a full step; UsageError for an incomplete config.
-    """
-    recording = read_recording([place], rules=rules)
-    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
-    stages = collect_stages(recording, split)
-    if not stages:
-        raise DataError(place, "no full step", "record at least three complete steps")
-    job = infer_job(recording.spec, split, job_table)
-    hosts = () if recording.spec is None else recording.spec.hosts
-    cores = max((host.cores for host in hosts), default=0)
-    return CalibrationSample(recording.name, job, stages, collect_transfers(split), cores)
-
-
-def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, ...]:
-    """One entry per stage with full steps, in order."""
-    stages: dict[int, list[RankSplit]] = {}
-    for rank in split.ranks:
-        if any(step.kind == "full" for step in rank.steps):
-            stages.setdefault(split.layout.find_stage(rank.trace.rank), []).append(rank)
-    return tuple(
-        _build_stage_sample(stage, ranks, recording) for stage, ranks in sorted(stages.items())
-    )
-
-
-def _build_stage_sample(stage: int, ranks: list[RankSplit], recording: Recording) -> StageSample:
-    steps = [step.split for rank in ranks for step in rank.steps if step.kind == "full"]
-    split, shares = compute_median_split(steps), _compute_shares(ranks)
-    present = {rank.trace.rank for rank in ranks}
-    peaks = [
-        record.memory.peak_allocated_bytes
-        for record in recording.records
-        if record.memory and record.memory.peak_allocated_bytes and record.rank.rank in present
-    ]
-    return StageSample(
-        stage=stage,
-        step_ns=int(median(one.step_ns for one in steps)),
-        split=split,
-        products_ns=split.compute_ns * shares[0],
-        attention_ns=split.compute_ns * shares[1],
-        other_ns=split.compute_ns * (1 - shares[0] - shares[1]),
-        peak_bytes=max(peaks, default=None),
-    )
-
-
-def compute_median_split(steps: list[Split]) -> Split:
-    """The median of each bucket, which need not add up to the median step."""
-    columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
-    return Split(*(int(ns) for ns in columns))
-
-
-def _compute_shares(ranks: list[RankSplit]) -> tuple[float, float]:
-    """The shares of GEMMs and attention in the kernel time."""
-    rows = sum_kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
-    total = sum(row.total_ns for row in rows) or 1
-    products, attention = (
-        sum(row.total_ns for row in rows if row.family == family) / total
-        for family in (PRODUCTS, ATTENTION)
-    )
-    return products, attention
-
-
-def collect_transfers(split: RunSplit) -> tuple[Transfer, ...]:
-    """The calls with measured transfers, one row per kind and size."""
-    host = {rank.trace.rank: rank.trace.host for rank in split.ranks}
-    rows = []
-    for one in split.collectives:
-        if one.busbw_bytes_per_s is None or one.message_bytes is None or one.op == "recv":
-            continue
-        ranks = split.matched.groups[one.group].ranks
-        hosts = [host.get(rank, "") for rank in ranks]
-        per_node = len(ranks) // len(set(hosts))
-        rows.append(
-            Transfer(
-                SWEEP_OPS.get(one.op, one.op), len(ranks), max(1, per_node),
-                one.message_bytes, one.count, one.transfer_ns_median,
-            )
-        )  # fmt: skip
-    return tuple(rows)

@@ -159,8 +159,8 @@ class Efficiency:
         launch_ns: Fixed cost of a kernel, in ns.
         tile: Tile size of GEMMs for wave quantization; 0 (default) to ignore it.
         jitter: Relative variation of a node's step time. Default 0.02.
-        gemm_fp8: Fraction of the fp8 peak that large GEMMs reach; 0 (default): as gemm.
-        jitter_per_layer: jitter if every layer waits for all ranks (ZeRO-3); 0 (default): as
+        gemm_fp8: Fraction of the fp8 peak that large GEMMs reach; None (default): as gemm.
+        jitter_per_layer: jitter if every layer waits for all ranks (ZeRO-3); None (default): as
             jitter.
         host_ns: Host time to launch the forward pass of a layer, in ns; 0 (default) to use the
             framework's value.
@@ -189,8 +189,8 @@ class Efficiency:
     launch_ns: float
     tile: AsDecimal = 0
     jitter: float = 0.02
-    gemm_fp8: Annotated[float, NumberLimits(0)] = 0.0
-    jitter_per_layer: Annotated[float, NumberLimits(0)] = 0.0
+    gemm_fp8: float | None = None
+    jitter_per_layer: Annotated[float, NumberLimits(0)] | None = None
     host_ns: float = 0.0
     error: float = 0.3
     frameworks: tuple[str, ...] = ()

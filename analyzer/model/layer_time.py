@@ -691,7 +691,9 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         raise UsageError(
             f"{hardware.name} has no peak FLOP/s at {training.dtype}; known: {known_dtypes}"
         )
-    gemm = (eight_bits and efficiency.gemm_fp8) or efficiency.gemm
+    gemm = efficiency.gemm
+    if eight_bits and efficiency.gemm_fp8 is not None:
+        gemm = efficiency.gemm_fp8
     attention = find_attention_rate(job, wide_peak)
     return DeviceSpeed(
         linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,

@@ -97,10 +97,7 @@ def plan(
         >>> best.choice.tp, best.choice.pp, f"{best.step_ns / 1e9:.0f} s"
         (4, 4, '47 s')
     """
-    if gpus < 1:
-        raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
-    if price_per_gpu_hour is not None and not 0 < price_per_gpu_hour < math.inf:
-        raise UsageError(f"price per GPU hour must be above 0, not {price_per_gpu_hour:g}")
+    _check_numbers(gpus, price_per_gpu_hour)
     filtered = filter_feasible(job, gpus, keep)
     if not filtered.fitting:
         raise UsageError(_explain_no_layout(job, gpus, filtered))
@@ -117,6 +114,13 @@ def plan(
         price_per_gpu_hour=price_per_gpu_hour,
         pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates())) if pareto else (),
     )
+
+
+def _check_numbers(gpus: int, price_per_gpu_hour: float | None) -> None:
+    if gpus < 1:
+        raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
+    if price_per_gpu_hour is not None and not 0 < price_per_gpu_hour < math.inf:
+        raise UsageError(f"price per GPU hour must be above 0, not {price_per_gpu_hour:g}")
 
 
 def _rank_layouts(

@@ -162,7 +162,9 @@ def compute_skew(job: JobConfig) -> Skew:
     if job.hardware.family == "cpu":
         nodes = job.parallel.world_size / job.parallel.pp
     efficiency = job.hardware.efficiency
-    jitter = (job.parallel.zero == 3 and efficiency.jitter_per_layer) or efficiency.jitter
+    jitter = efficiency.jitter
+    if job.parallel.zero == 3 and efficiency.jitter_per_layer is not None:
+        jitter = efficiency.jitter_per_layer
     return Skew(jitter * math.sqrt(2 * math.log(nodes)), formulas)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace
+from builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import (
     Calibration,
@@ -34,11 +34,22 @@ from stepsplit.analyzer.gap.calibrate import (
     format_hardware,
     to_json,
 )
+from stepsplit.analyzer.gap.calibration_sample import (
+    AttentionSample,
+    GemmSample,
+    KernelSamples,
+    collect_kernels,
+)
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import GroupPlacement, MemoryCorrection
+from stepsplit.analyzer.model.config import AttentionRate, GroupPlacement, MemoryCorrection
 from stepsplit.analyzer.model.config_file import load_hardware, parse_job
+from stepsplit.analyzer.model.layer_time import compute_attention_share
 from stepsplit.analyzer.model.memory import compute_memory
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.split.kernels import AttentionShape, GemmShape
+from stepsplit.analyzer.split.run import split_run
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -124,6 +135,116 @@ def test_without_names_of_kernels_one_number_scales_all() -> None:
     stages = tuple(replace(one, products_ns=0.0, attention_ns=0.0) for one in blind.stages)
     found = fit_efficiency([replace(blind, stages=stages)], known())
     assert close(found, true, "host_ns")
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("stated", [None, AttentionRate(400e12, 300e12, 500.0)])
+def test_a_run_on_a_device_with_a_clock_is_predicted_by_its_calibration(
+    named: bool, stated: AttentionRate | None
+) -> None:
+    """GB300 sustains 1.24 times what its family does, and its attention is half as fast as what is
+    stated or published; the calibration replaces both, with names of kernels or without."""
+    half = replace(job().training, dtype="bf16", seq_len=4096)
+    device = replace(load_hardware("gb300"), attention=stated)
+    of = replace(job("tp = 2", "megatron"), hardware=device, training=half)
+    share = compute_attention_share(of) / 1.24
+    known = device.efficiency
+    true = replace(known, attention=share / 2, gemm=known.gemm / 2, memory=known.memory / 2,
+                   launch_ns=2 * known.launch_ns)  # fmt: skip
+    sample = run(replace(of, hardware=replace(device, attention=None)), true)
+    if not named:
+        stages = (replace(one, products_ns=0.0, attention_ns=0.0) for one in sample.stages)
+        sample = replace(sample, stages=tuple(stages))
+    found = fit_calibration([replace(sample, job=of)])
+    assert found.hardware.attention is None
+    [stage] = found.stages
+    assert stage.predicted.compute_ns == pytest.approx(stage.measured.compute_ns, rel=0.01)
+    assert found.hardware.efficiency.attention == pytest.approx(share / 2, rel=0.02)
+
+
+def build_kernels(gemm: float, memory: float, launch_ns: float) -> KernelSamples:
+    """The kernels of a run on H100 whose GEMMs reach that fraction of the peak, and whose attention
+    is FlashAttention 3 at 0.9 of its published rate."""
+    gemms, attention = [], []
+    for rows, columns, inner in ((4096, 6144, 4096), (4096, 28672, 4096), (4096, 4096, 14336)):
+        tiles = -(-rows // 128) * -(-columns // 128)
+        waste = -(-tiles // 132) * 132 / tiles
+        shape = GemmShape(rows, columns, inner)
+        moved = 2 * (rows + columns) * inner + 2 * rows * columns
+        took = shape.flops * waste / (989.4e12 * gemm) * 1e9 + moved / (3.35e12 * memory) * 1e9
+        gemms.append(GemmSample(shape, "bf16", 10, round(10 * (took + launch_ns))))
+    for tokens in (2048, 8192):
+        core = AttentionShape(1, 32, tokens, 128)
+        forward = core.causal_forward_flops / (0.9 * 662e12 * tokens / (tokens + 600))
+        backward = 2.5 * core.causal_forward_flops / (0.9 * 569e12 * tokens / (tokens + 1050))
+        attention.append(AttentionSample(core, "flash-3", False, 4, round(4e9 * forward)))
+        attention.append(AttentionSample(core, "flash-3", True, 4, round(4e9 * backward)))
+    return KernelSamples(tuple(gemms), tuple(attention), sum(one.took_ns for one in gemms))
+
+
+def run_on_gpu() -> CalibrationSample:
+    half = replace(job().training, dtype="bf16")
+    of = replace(job("tp = 2", "megatron"), hardware=load_hardware("h100-sxm"), training=half)
+    return run(of, replace(TRUE, launch_ns=of.hardware.efficiency.launch_ns))
+
+
+def test_recorded_shapes_decide_the_rates_not_the_job(tmp_path: Path) -> None:
+    """The job has another model than what ran; the GEMMs' rate and that of attention at both
+    sequences are those of the kernels, and the file keeps them."""
+    sample = run_on_gpu()
+    launch_ns = sample.job.hardware.efficiency.launch_ns
+    before = fit_calibration([sample]).hardware
+    memory = before.efficiency.memory * before.memory_bytes_per_s / 3.35e12
+    kernels = build_kernels(0.7, memory, launch_ns)
+    found = fit_calibration([replace(sample, kernels=kernels)])
+    assert before.efficiency.gemm < 0.6
+    assert found.hardware.efficiency.gemm == pytest.approx(0.7, rel=0.01)
+    assert found.hardware.attention is not None
+    assert found.hardware.attention.forward_flops_per_s == pytest.approx(0.9 * 662e12, rel=0.01)
+    assert found.hardware.attention.backward_flops_per_s == pytest.approx(0.9 * 569e12, rel=0.01)
+    assert found.hardware.attention.start_tokens == 600
+    (tmp_path / "mine.toml").write_text(format_hardware(found))
+    text = JOB.format(parallel="tp = 2", micro_batch=4, framework="megatron")
+    (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', 'file = "mine.toml"'))
+    read = read_job(tmp_path / "job.toml").hardware.attention
+    assert read is not None
+    assert read.forward_flops_per_s == pytest.approx(
+        found.hardware.attention.forward_flops_per_s, rel=1e-5
+    )
+
+
+def test_few_shapes_or_no_backward_leave_the_rates_to_the_sums() -> None:
+    sample = run_on_gpu()
+    kernels = build_kernels(0.7, 0.5, 4_000.0)
+    few = replace(
+        kernels,
+        all_gemms_ns=3 * kernels.all_gemms_ns,
+        attention=tuple(one for one in kernels.attention if not one.backward),
+    )
+    found = fit_calibration([replace(sample, kernels=few)])
+    assert found.hardware == fit_calibration([sample]).hardware
+
+
+def test_kernels_are_collected_with_their_shapes(tmp_path: Path) -> None:
+    """Two GEMMs and a forward of attention on a GPU; the sum of a split GEMM belongs to it."""
+    bf16 = ["c10::BFloat16"] * 3
+    trace = GpuTrace().step(1, 0, 1_000)
+    trace.op("aten::mm", 0, 5, **{"Input Dims": [[64, 128], [128, 256]], "Input type": bf16[:2]})
+    trace.kernel("sm90_gemm_bf16_splitK", 10, 110, launched=1)
+    trace.kernel("cublasLt::splitKreduce_kernel", 110, 120, launched=2)
+    dims = [[2, 512, 8, 64]] * 3
+    trace.op("flash_attn::fwd", 6, 9, **{"Input Dims": dims, "Input type": bf16})
+    trace.kernel("flash_fwd_kernel", 130, 330, launched=7)
+    recording = read_recording([trace.write(tmp_path)])
+    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    kernels = collect_kernels(split)
+    assert {(one.shape, one.count, one.took_ns) for one in kernels.gemms} == {
+        (GemmShape(64, 256, 128), 1, 100_000), (GemmShape(64, 256, 128), 0, 10_000),
+    }  # fmt: skip
+    assert kernels.all_gemms_ns == 110_000
+    assert kernels.attention == (
+        AttentionSample(AttentionShape(2, 8, 512, 64), "flash-2", False, 1, 200_000),
+    )
 
 
 def test_runs_that_disagree_meet_in_the_geometric_mean() -> None:

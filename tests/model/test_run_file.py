@@ -33,6 +33,7 @@ from stepsplit.analyzer.model.config_file import (
     read_job_to_plan,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
+from stepsplit.analyzer.model.predict import predict
 
 LLAMA = {"preset": "llama-3.1-8b"}
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1000}
@@ -576,3 +577,24 @@ def test_megatron_shards_experts_over_tp_by_default() -> None:
     assert run(mixture, parallel={"tp": 2, "dp": 4}).parallel.expert_tp == 2
     assert run(mixture, parallel={"tp": 2, "dp": 4, "expert_tp": 1}).parallel.expert_tp == 1
     assert run(SMALL, parallel={"tp": 2, "dp": 2}).parallel.expert_tp == 1
+
+
+def test_a_stated_jitter_of_zero_is_zero() -> None:
+    """It used to mean "as jitter"; a GEMM fraction of zero is not possible."""
+    text = """[model]
+preset = "llama-3.1-8b"
+[parallel]
+dp_shard = 32
+[training]
+seq_len = 4096
+micro_batch = 1
+global_batch = 32
+framework = "fsdp2"
+[hardware]
+preset = "h100-sxm"
+"""
+    assert predict(parse_job(text)).split.skew_ns > 0
+    still = parse_job(text + "efficiency.jitter_per_layer = 0\n")
+    assert predict(still).split.skew_ns == 0
+    with pytest.raises(DataError, match="gemm_fp8: 0 is not a valid number"):
+        parse_job(text + "efficiency.gemm_fp8 = 0\n")

@@ -1,0 +1,237 @@
+"""What a calibration fits: a recorded run's compute, transfers, memory and kernels."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.gap.config_from_trace import infer_job
+from stepsplit.analyzer.model.comm_measured import SWEEP_OPS
+from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
+from stepsplit.analyzer.readers.recording import Recording, read_recording
+from stepsplit.analyzer.split.kernels import (
+    AttentionShape,
+    GemmShape,
+    KernelWork,
+    collect_compute,
+    find_attention_kernel,
+    find_dtype,
+    find_kernel_work,
+    is_backward,
+    parse_attention,
+    parse_gemm,
+    sum_kernel_families,
+)
+from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
+
+# The measurements of a recorded run: compute by kind, idle time, transfers, memory.
+
+PRODUCTS, ATTENTION = "gemm", "attention"
+"""Names of kernel families in the built-in rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSample:
+    """The median full step of a stage's ranks with its compute by kind, in ns.
+
+    products_ns, attention_ns and other_ns add up to split.compute_ns; products_ns is 0 if the trace
+    has no kernel names. peak_bytes is the largest allocation of a rank, None if not measured.
+    """
+
+    stage: int
+    step_ns: int
+    split: Split
+    products_ns: float
+    attention_ns: float
+    other_ns: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The median transfer time, without waits, of `count` calls of one size in a group."""
+
+    op: str
+    ranks: int
+    ranks_per_node: int
+    message_bytes: int
+    count: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSample:
+    """One recorded run: job config, recorded stages and transfers, cores of a host (0: unknown),
+    and the kernels whose shapes were recorded."""
+
+    name: str
+    job: JobConfig
+    stages: tuple[StageSample, ...]
+    transfers: tuple[Transfer, ...]
+    cores: int = 0
+    kernels: KernelSamples = field(default_factory=lambda: KernelSamples())
+
+
+def read_sample(
+    place: str, job_table: TomlTable | None, rules: Rules = BUILT_IN
+) -> CalibrationSample:
+    """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
+
+    Raises DataError, also for a recording without a full step; UsageError for an incomplete config.
+    """
+    recording = read_recording([place], rules=rules)
+    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    stages = collect_stages(recording, split)
+    if not stages:
+        raise DataError(place, "no full step", "record at least three complete steps")
+    job = infer_job(recording.spec, split, job_table)
+    hosts = () if recording.spec is None else recording.spec.hosts
+    cores = max((host.cores for host in hosts), default=0)
+    return CalibrationSample(
+        recording.name, job, stages, collect_transfers(split), cores, collect_kernels(split)
+    )
+
+
+def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, ...]:
+    """One entry per stage with full steps, in order."""
+    stages: dict[int, list[RankSplit]] = {}
+    for rank in split.ranks:
+        if any(step.kind == "full" for step in rank.steps):
+            stages.setdefault(split.layout.find_stage(rank.trace.rank), []).append(rank)
+    return tuple(
+        _build_stage_sample(stage, ranks, recording) for stage, ranks in sorted(stages.items())
+    )
+
+
+def _build_stage_sample(stage: int, ranks: list[RankSplit], recording: Recording) -> StageSample:
+    steps = [step.split for rank in ranks for step in rank.steps if step.kind == "full"]
+    split, shares = compute_median_split(steps), _compute_shares(ranks)
+    present = {rank.trace.rank for rank in ranks}
+    peaks = [
+        record.memory.peak_allocated_bytes
+        for record in recording.records
+        if record.memory and record.memory.peak_allocated_bytes and record.rank.rank in present
+    ]
+    return StageSample(
+        stage=stage,
+        step_ns=int(median(one.step_ns for one in steps)),
+        split=split,
+        products_ns=split.compute_ns * shares[0],
+        attention_ns=split.compute_ns * shares[1],
+        other_ns=split.compute_ns * (1 - shares[0] - shares[1]),
+        peak_bytes=max(peaks, default=None),
+    )
+
+
+def compute_median_split(steps: list[Split]) -> Split:
+    """The median of each bucket, which need not add up to the median step."""
+    columns = np.median([[*one.buckets_ns, one.overlapped_ns] for one in steps], axis=0)
+    return Split(*(int(ns) for ns in columns))
+
+
+def _compute_shares(ranks: list[RankSplit]) -> tuple[float, float]:
+    """The shares of GEMMs and attention in the kernel time."""
+    rows = sum_kernel_families([rank.trace for rank in ranks], [rank.windows for rank in ranks])
+    total = sum(row.total_ns for row in rows) or 1
+    products, attention = (
+        sum(row.total_ns for row in rows if row.family == family) / total
+        for family in (PRODUCTS, ATTENTION)
+    )
+    return products, attention
+
+
+def collect_transfers(split: RunSplit) -> tuple[Transfer, ...]:
+    """The calls with measured transfers, one row per kind and size."""
+    host = {rank.trace.rank: rank.trace.host for rank in split.ranks}
+    rows = []
+    for one in split.collectives:
+        if one.busbw_bytes_per_s is None or one.message_bytes is None or one.op == "recv":
+            continue
+        ranks = split.matched.groups[one.group].ranks
+        hosts = [host.get(rank, "") for rank in ranks]
+        per_node = len(ranks) // len(set(hosts))
+        rows.append(
+            Transfer(
+                SWEEP_OPS.get(one.op, one.op), len(ranks), max(1, per_node),
+                one.message_bytes, one.count, one.transfer_ns_median,
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+# Kernels whose shapes were recorded.
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSample:
+    """All runs of a GEMM of one shape: their number and summed time in ns."""
+
+    shape: GemmShape
+    dtype: str
+    count: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSample:
+    """All runs of an attention kernel (as attention_kernel in job.toml) on one shape."""
+
+    shape: AttentionShape
+    kernel: str
+    backward: bool
+    count: int
+    took_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSamples:
+    """The GEMMs and attention kernels of the full steps of all ranks with recorded shapes, and the
+    time in ns of all GEMMs."""
+
+    gemms: tuple[GemmSample, ...] = ()
+    attention: tuple[AttentionSample, ...] = ()
+    all_gemms_ns: int = 0
+
+
+_GEMM_OPS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$")
+"""The ops of a CPU run that multiply themselves; those around them have the same shapes."""
+
+_SPLIT_SUM = re.compile(r"splitK.*reduce|reduce.*splitK", re.IGNORECASE)
+"""The second kernel of a GEMM with a split inner dimension."""
+
+
+def collect_kernels(split: RunSplit) -> KernelSamples:
+    """The kernels of the run with shapes; none of attention on a CPU, where its ops are nested."""
+    counts: dict[tuple[KernelWork, str], list[int]] = defaultdict(lambda: [0, 0])
+    for rank in split.ranks:
+        compute = collect_compute(rank.trace, rank.windows)
+        work, work_id = find_kernel_work(rank.trace, compute.row)
+        count = np.bincount(work_id, minlength=len(work))
+        took = np.bincount(work_id, compute.took_ns, minlength=len(work))
+        family = dict(zip(work_id.tolist(), compute.name_id.tolist(), strict=True))
+        for i, one in enumerate(work):
+            own = counts[one, compute.kinds.find_family(family[i])]
+            own[0] += int(count[i])
+            own[1] += round(took[i])
+    on_device = all(rank.trace.on_device for rank in split.ranks)
+    gemms, attention, total = [], [], 0
+    for (one, name), (count_of, took_ns) in counts.items():
+        if name == PRODUCTS:
+            total += took_ns
+            shape = parse_gemm(one.shapes)
+            if shape and (_GEMM_OPS.search(one.name) or on_device):
+                again = _SPLIT_SUM.search(one.name) is not None
+                gemms.append(GemmSample(shape, find_dtype(one), 0 if again else count_of, took_ns))
+        elif name == ATTENTION and on_device and (core := parse_attention(one.shapes)):
+            kernel, backward = find_attention_kernel(one.name), is_backward(one.name)
+            attention.append(AttentionSample(core, kernel, backward, count_of, took_ns))
+    return KernelSamples(tuple(gemms), tuple(attention), total)

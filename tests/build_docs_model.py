@@ -16,7 +16,8 @@ from stepsplit.analyzer.validation.tables import Check
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = (
-    "| check | rows | measure | bar | result | constant utilization |\n|---|---|---|---|---|---|\n"
+    "| check | rows | measure | bar | result | constant utilization | in band |\n"
+    "|---|---|---|---|---|---|---|\n"
 )
 
 
@@ -41,9 +42,10 @@ def screen() -> str:
 
 def row(one: Check) -> str:
     baseline = f"| {percents(one.baseline)} |" if one.baseline else "| |"
+    inside = f" {one.inside} of {len(one.banded)} |" if one.banded else " |"
     measure, bar = one.measure.replace("/", " / "), percents(one.bar) if one.bar else "none"
     cells = (one.name, str(len(one.reported)), measure, bar, percents(one.result))
-    return f"| {' | '.join(cells)} {baseline}"
+    return f"| {' | '.join(cells)} {baseline}{inside}"
 
 
 def percents(ratios: tuple[float, ...]) -> str:

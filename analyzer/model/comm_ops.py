@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import JobConfig, StageConfig, count_chunks, list_rank_chunks
+from stepsplit.analyzer.model.config import (
+    JobConfig,
+    StageConfig,
+    count_chunks,
+    list_rank_chunks,
+    place_group,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -112,7 +118,7 @@ def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
 
 
 def _count_recomputed_pairs(job: JobConfig, pairs: int) -> int:
-    return pairs if job.training.recompute in FULL_RECOMPUTE else 0
+    return _scale_rerun(job, pairs) if job.training.recompute in FULL_RECOMPUTE else 0
 
 
 def _list_loss_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
@@ -191,15 +197,21 @@ def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
         for message in calls(
             job,
             CommSite("cp", "cp", stage.index, phase, (formula,)),
-            count_rank_microbatches(job) * stage.layers,
+            _scale_rerun(job, count_rank_microbatches(job) * stage.layers)
+            if phase == "recompute"
+            else count_rank_microbatches(job) * stage.layers,
         )
     )
 
 
 def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
-    hops = (job.parallel.cp - 1) * (2 if site.phase == "backward" else 1)
+    hops = (job.parallel.ring - 1) * (2 if site.phase == "backward" else 1)
     size = _count_kv_bytes(job)
-    return make_send(site, count * hops, size), make_recv(site, count * hops, size)
+    ring = (make_send(site, count * hops, size), make_recv(site, count * hops, size))
+    if job.parallel.ulysses == 1:
+        return ring
+    heads = replace(site, axis="ulysses", formulas=(ULYSSES,))
+    return (*ring, *_list_head_exchanges(job, heads, count, job.parallel.ulysses))
 
 
 def _list_gather_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
@@ -211,14 +223,20 @@ def _list_gather_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp
 
 
 def _list_ulysses_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
-    """Each rank gets the whole sequence of some heads, with at least one key-value head."""
-    model, cp, tp = job.model, job.parallel.cp, job.parallel.tp
+    return _list_head_exchanges(job, site, count, job.parallel.cp)
+
+
+def _list_head_exchanges(
+    job: JobConfig, site: CommSite, count: int, ranks: int
+) -> tuple[CommOp, ...]:
+    """Each rank gets all tokens of the group for some heads, with at least one key-value head."""
+    model, tp = job.model, job.parallel.tp
     token = job.tokens * job.training.activation_bytes * model.head_size
     wide = token * divide_ceil(model.heads, tp)
-    narrow = token * max(divide_ceil(model.kv_heads, tp), cp)
+    narrow = token * max(divide_ceil(model.kv_heads, tp), ranks)
     return (
-        make_all_to_all(site, 2 * count, wide, cp),
-        make_all_to_all(site, 2 * count, narrow, cp),
+        make_all_to_all(site, 2 * count, wide, ranks),
+        make_all_to_all(site, 2 * count, narrow, ranks),
     )
 
 
@@ -242,19 +260,38 @@ EXPERT_ROUTING = Formula(
 )
 
 
+ONCE_PER_RANK = Formula(
+    "comm.experts_once",
+    "DeepEP and HybridEP send a token once to each of n ranks (over the network: nodes) with any of"
+    " its experts: n (1 - (1 - 1/n)^top_k) copies, at most expert_nodes",
+    "deepseek-ai/DeepEP; DeepSeek-V3, arXiv:2412.19437, section 3.2.2; expectation of n urns",
+)
+
+
 def list_ep_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """Lists the calls for the experts of one rank of a stage in a step."""
     if stage.expert_layers == 0:
         return ()
     phases = ["forward", "backward"]
-    if job.training.recompute in FULL_RECOMPUTE:
+    again = "experts" in job.training.recompute_parts
+    if job.training.recompute in FULL_RECOMPUTE or again:
         phases.append("recompute")
     count = count_rank_microbatches(job) * stage.expert_layers
     return tuple(
         message
         for phase in phases
-        for message in _list_expert_phase_ops(job, stage.index, phase, count)
+        for message in _list_expert_phase_ops(
+            job, stage.index, phase, count if phase != "recompute" else _scale_rerun(job, count)
+        )
     )
+
+
+def _scale_rerun(job: JobConfig, count: int) -> int:
+    """The calls of the layers that run their forward pass again."""
+    if not job.training.recompute_layers or job.training.recompute != "full":
+        return count
+    layers = job.model.layers / count_chunks(job)
+    return round(count * min(1.0, job.training.recompute_layers / layers))
 
 
 def _list_expert_phase_ops(
@@ -263,7 +300,8 @@ def _list_expert_phase_ops(
     """Experts sharded by expert_tp gather their group's tokens and reduce-scatter the outputs."""
     layout, size, ops = job.parallel, _count_routed_bytes(job), []
     if layout.ep > 1:
-        site = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING,))
+        once = () if layout.dispatcher == "all-to-all" else (ONCE_PER_RANK,)
+        site = CommSite("ep", "ep", stage, phase, (EXPERT_ROUTING, *once))
         ops.append(make_all_to_all(site, 2 * count, size, layout.ep))
     if layout.expert_tp > 1:
         site = CommSite("expert-tp", "tp", stage, phase, (EXPERT_ROUTING,))
@@ -273,9 +311,22 @@ def _list_expert_phase_ops(
 
 
 def _count_routed_bytes(job: JobConfig) -> int:
-    """Bytes of a rank's tokens of one microbatch, counted once per expert."""
-    tokens = divide_ceil(job.tokens, job.parallel.tp) * require_experts(job.model).top_k
-    return tokens * job.model.hidden * job.training.activation_bytes
+    """Bytes of a rank's tokens of one microbatch, counted once per copy that is sent."""
+    token_bytes = job.model.hidden * job.training.activation_bytes
+    return round(divide_ceil(job.tokens, job.parallel.tp) * _count_copies(job) * token_bytes)
+
+
+def _count_copies(job: JobConfig) -> float:
+    """Copies of a token that are sent: one per expert, or one per rank or node with any of them
+    (ONCE_PER_RANK)."""
+    top_k, layout = require_experts(job.model).top_k, job.parallel
+    if layout.dispatcher == "all-to-all":
+        return float(top_k)
+    nodes = place_group(job, "ep").nodes
+    places = nodes if nodes > 1 else layout.ep
+    copies = places * (1 - (1 - 1 / places) ** top_k)
+    limited = nodes > 1 and layout.expert_nodes
+    return min(copies, layout.expert_nodes) if limited else copies
 
 
 # Pipeline parallelism: messages between stages.

@@ -93,6 +93,8 @@ class ModelConfig:
         experts: Sizes of the mixture of experts; None (default) for a dense model.
         latent: Sizes of multi-head latent attention; None (default) for ordinary attention.
         name: Name of the model. Default "".
+        mtp_layers: Multi-token prediction modules after the last layer, each with a projection, a
+            layer and the head again. Default 0; not counted in layers.
 
     Examples:
         >>> model = ModelConfig(
@@ -118,6 +120,7 @@ class ModelConfig:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     name: str = ""
+    mtp_layers: Natural = 0
 
     @property
     def expert_layers(self) -> int:
@@ -164,6 +167,8 @@ class Efficiency:
             jitter.
         host_ns: Host time to launch the forward pass of a layer, in ns; 0 (default) to use the
             framework's value.
+        expert_ns: Time that the forward pass of a layer with experts waits for its launches, in
+            ns; the backward pass twice that. Default 0.
         error: Relative error of the step time that 9 of 10 runs outside of the fit stay below.
             Default 0.3.
         frameworks: Frameworks of the runs of the fit.
@@ -192,6 +197,7 @@ class Efficiency:
     gemm_fp8: float | None = None
     jitter_per_layer: Annotated[float, NumberLimits(0)] | None = None
     host_ns: float = 0.0
+    expert_ns: Annotated[float, NumberLimits(0)] = 0.0
     error: float = 0.3
     frameworks: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -293,6 +299,11 @@ OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 Recompute = Literal["none", "selective", "full", "every", "sqrt"]
 
+RecomputePart = Literal["core-attention", "mla-up", "norms", "activation", "mlp", "experts"]
+"""Parts of a layer that are recomputed alone (Megatron-LM's recompute_modules)."""
+
+RECOMPUTE_PARTS: tuple[RecomputePart, ...] = get_args(RecomputePart)
+
 Framework = Literal[
     "zero-paper", "megatron", "deepspeed", "fsdp2", "ddp", "huggingface", "nanotron"
 ]
@@ -304,10 +315,18 @@ State = Literal["optimizer", "parameters", "activations"]
 Target = Literal["cpu", "nvme"]
 
 AttentionKernel = Literal[
-    "", "flash-2", "flash-3", "flash-4", "cudnn", "triton", "ck", "aiter", "triton-2023"
-]
-"""Fused attention: FlashAttention 2 to 4 (torch SDPA calls 2), cuDNN (Transformer Engine), Triton,
-composable kernel and aiter on AMD, and the Triton kernel of llm-foundry's benchmarks."""
+    "", "flash-2", "flash-3", "flash-4", "cudnn", "cudnn-fp8", "triton", "ck", "aiter",
+    "triton-2023",
+]  # fmt: skip
+"""Fused attention: FlashAttention 2 to 4 (torch SDPA calls 2), cuDNN (Transformer Engine), in fp8
+too, Triton, composable kernel and aiter on AMD, and the Triton kernel of llm-foundry's
+benchmarks."""
+
+Fp8Scaling = Literal["tensor", "row"]
+"""What shares a scale in fp8 GEMMs: a whole tensor, or each row of it."""
+
+CudaGraph = Literal["none", "layers", "step"]
+"""What CUDA graphs replay: nothing, all of a layer but its experts, or the whole step."""
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -327,6 +346,10 @@ class TrainingConfig:
             "sqrt".
         recompute_every: With recompute "every", the input of each recompute_every-th layer is
             saved. Default 1.
+        recompute_parts: Parts of each layer that are recomputed. Default: none.
+        recompute_layers: With recompute "full", how many layers of each model stage are recomputed;
+            0 (default) for all.
+        moments_dtype: dtype of the optimizer's moments: "fp32" (default) or "bf16".
         framework: Framework whose behavior is modelled. Default "megatron".
         gradient_dtype: dtype of the gradient reduction. Default "fp32".
         activation_dtype: dtype of the activations between layers. Default "bf16".
@@ -337,6 +360,13 @@ class TrainingConfig:
         offload_to: "cpu" (default) or "nvme".
         attention_kernel: Kernel of fused attention; "" (default): the one that the framework calls
             on the hardware.
+        fp8_activations: Whether fp8 training also stores the inputs of the activation function in
+            fp8. Default False.
+        compile: Whether torch.compile fuses the operations of the model. Default False.
+        fp8_scaling: What shares a scale in fp8: "tensor" (default) or "row".
+        cuda_graph: What CUDA graphs replay: "none" (default), "layers" or "step".
+        document_tokens: Tokens of the documents that are packed into a sequence, beyond which
+            attention does not look; 0 (default): the sequence is one document.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -351,6 +381,9 @@ class TrainingConfig:
     optimizer: Optimizer = "adam"
     recompute: Recompute = "none"
     recompute_every: int = field(default=1, metadata={KEY: ""})
+    recompute_parts: frozenset[RecomputePart] = field(default=frozenset(), metadata={KEY: ""})
+    recompute_layers: Natural = 0
+    moments_dtype: Literal["fp32", "bf16"] = "fp32"
     framework: Framework = "megatron"
     gradient_dtype: Dtype = "fp32"
     activation_dtype: Dtype = "bf16"
@@ -360,6 +393,16 @@ class TrainingConfig:
     offload: frozenset[str] = frozenset()
     offload_to: Target = "cpu"
     attention_kernel: AttentionKernel = ""
+    fp8_activations: bool = False
+    compile: bool = False
+    fp8_scaling: Fp8Scaling = "tensor"
+    cuda_graph: CudaGraph = "none"
+    document_tokens: Natural = 0
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens of a document, or of the sequence if it is one."""
+        return min(self.document_tokens or self.seq_len, self.seq_len)
 
     @property
     def weight_bytes(self) -> int:
@@ -391,6 +434,10 @@ TWO_STAGES: tuple[Schedule, ...] = ("zb-v", "dualpipe", "dualpipe-v")
 ContextKind = Literal["ring", "all-gather", "ulysses"]
 
 Reshard = Literal["default", "always", "never"]
+
+Dispatcher = Literal["all-to-all", "deepep", "hybridep"]
+"""What moves tokens to their experts: NCCL, once per expert, or a library that sends a token once
+to each rank, and over the network once to each node."""
 
 Axis = Literal["tp", "cp", "ep", "dp", "pp"]
 
@@ -428,6 +475,11 @@ class ParallelConfig:
             False.
         sum_once: Whether FSDP reduces gradients only after the last microbatch. Default False.
         bucket_bytes: Size of a DDP bucket, in bytes; 0 (default) for PyTorch's default.
+        dispatcher: What moves tokens to their experts: "all-to-all" (default), "deepep" or
+            "hybridep".
+        ulysses: Ranks of cp that exchange heads by all-to-all, inside of a ring of cp / ulysses.
+            Default 1.
+        expert_nodes: Most nodes to which a token is routed; 0 (default) for no limit.
 
     Examples:
         >>> layout = ParallelConfig(tp=8, pp=4, dp_replicate=2, schedule="interleaved", chunks=5)
@@ -456,6 +508,9 @@ class ParallelConfig:
     root_unit: bool = False
     sum_once: bool = False
     bucket_bytes: int = 0
+    dispatcher: Dispatcher = "all-to-all"
+    ulysses: int = 1
+    expert_nodes: Natural = 0
 
     @property
     def dp(self) -> int:
@@ -497,6 +552,11 @@ class ParallelConfig:
     def vocab_split(self) -> int:
         """Ranks over which tensor parallelism shards embedding and head."""
         return self.tp if self.split_vocab else 1
+
+    @property
+    def ring(self) -> int:
+        """Ranks over which ring attention passes keys and values; 1 without it."""
+        return self.cp // self.ulysses if self.context_kind == "ring" else 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -569,8 +629,8 @@ class GroupPlacement:
 
 
 def place_group(job: JobConfig, axis: str) -> GroupPlacement:
-    """Returns the placement of an axis's group: tp, cp, ep, dp (all ranks of the dense gradient
-    reduction, including cp), dp_shard, dp_replicate, expert_tp, expert_dp, or pp (the two
+    """Returns the placement of an axis's group: tp, cp, ulysses, ep, dp (all ranks of the dense
+    gradient reduction, including cp), dp_shard, dp_replicate, expert_tp, expert_dp, or pp (the two
     neighbors that are farthest apart)."""
     ranks, stride = _compute_ranks_and_stride(job.parallel, axis)
     if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
@@ -592,6 +652,10 @@ def _compute_ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, i
         return min(2, layout.pp), _compute_stride(layout, "pp")
     if axis == "expert_tp":
         return layout.expert_tp, 1
+    if axis == "ulysses":
+        return layout.ulysses, _compute_stride(layout, "cp")
+    if axis == "cp" and layout.ulysses > 1:
+        return layout.ring, _compute_stride(layout, "cp") * layout.ulysses
     if axis == "ep":
         return layout.ep, layout.expert_tp
     if axis == "expert_dp":
@@ -627,6 +691,8 @@ class Chunk:
     expert_layers: int
     embedding: bool
     head: bool
+    mtp_layers: int = 0
+    """Those of the layers that belong to multi-token prediction modules."""
 
     @property
     def layers(self) -> int:
@@ -651,6 +717,10 @@ class StageConfig:
     @property
     def layers(self) -> int:
         return self.dense_layers + self.expert_layers
+
+    @property
+    def mtp_layers(self) -> int:
+        return sum(chunk.mtp_layers for chunk in self.chunks)
 
     @property
     def embedding(self) -> bool:
@@ -682,16 +752,17 @@ def find_equal_stages(job: JobConfig) -> tuple[int, ...]:
     return _find_equal_stages(*_build_cache_key(job))
 
 
-def _build_cache_key(job: JobConfig) -> tuple[tuple[int, ...], int, Schedule, int, int]:
+def _build_cache_key(job: JobConfig) -> tuple[tuple[int, ...], int, int, Schedule, int, int]:
     layout, dense = job.parallel, job.model.layers - job.model.expert_layers
-    return split_layers(job), dense, layout.schedule, layout.pp, layout.chunks
+    mtp = job.model.mtp_layers
+    return split_layers(job), dense, mtp, layout.schedule, layout.pp, layout.chunks
 
 
 @lru_cache(maxsize=1024)
 def _build_stages(
-    sizes: tuple[int, ...], dense: int, schedule: Schedule, pp: int, chunks: int
+    sizes: tuple[int, ...], dense: int, mtp: int, schedule: Schedule, pp: int, chunks: int
 ) -> tuple[StageConfig, ...]:
-    model = _build_chunks(sizes, dense)
+    model = _build_chunks(sizes, dense, mtp)
     return tuple(
         StageConfig(rank, tuple(model[i] for i in _list_rank_chunks(schedule, pp, chunks, rank)))
         for rank in range(pp)
@@ -700,9 +771,10 @@ def _build_stages(
 
 @lru_cache(maxsize=1024)
 def _find_equal_stages(
-    sizes: tuple[int, ...], dense: int, schedule: Schedule, pp: int, chunks: int
+    sizes: tuple[int, ...], dense: int, mtp: int, schedule: Schedule, pp: int, chunks: int
 ) -> tuple[int, ...]:
-    chunk_lists = [stage.chunks for stage in _build_stages(sizes, dense, schedule, pp, chunks)]
+    stages = _build_stages(sizes, dense, mtp, schedule, pp, chunks)
+    chunk_lists = [stage.chunks for stage in stages]
     return tuple(chunk_lists.index(each) for each in chunk_lists)
 
 
@@ -727,6 +799,12 @@ def count_chunks(job: JobConfig) -> int:
     return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
 
 
+def count_rerun_layers(job: JobConfig, layers: float) -> float:
+    """Counts how many of a model stage's layers run their forward pass again."""
+    most = job.training.recompute_layers
+    return min(layers, most) if most and job.training.recompute == "full" else layers
+
+
 def split_layers(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first stages get the remainder."""
     if job.parallel.layers_per_stage is not None:
@@ -736,10 +814,20 @@ def split_layers(job: JobConfig) -> tuple[int, ...]:
     return tuple(base_layers + (i < rest) for i in range(count))
 
 
-def _build_chunks(sizes: tuple[int, ...], dense: int) -> tuple[Chunk, ...]:
-    before, chunks = 0, []
+def _build_chunks(sizes: tuple[int, ...], dense: int, mtp: int) -> tuple[Chunk, ...]:
+    """The modules of multi-token prediction follow the last layer, and are of its kind."""
+    before, chunks, last = 0, [], len(sizes) - 1
     for i, layers in enumerate(sizes):
         dense_here = max(0, min(before + layers, dense) - before)
-        chunks.append(Chunk(dense_here, layers - dense_here, i == 0, i == len(sizes) - 1))
+        own_mtp = mtp if i == last else 0
+        routed = layers - dense_here
+        all_dense = dense == sum(sizes)
+        chunks.append(
+            Chunk(
+                dense_here + (own_mtp if all_dense else 0),
+                routed + (0 if all_dense else own_mtp),
+                i == 0, i == last, own_mtp,
+            )
+        )  # fmt: skip
         before += layers
     return tuple(chunks)

@@ -25,7 +25,7 @@ def find_violation(job: JobConfig) -> Violation | None:
 
 # Constraints of the axes: heads, widths, experts and the sequence must divide.
 
-_AXES = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "chunks")
+_AXES = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "chunks", "ulysses")
 
 _MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
 
@@ -106,14 +106,34 @@ def _check_sequence(job: JobConfig) -> Violation | None:
 
 
 def _check_ulysses(job: JobConfig) -> Violation | None:
-    """Ulysses gives each cp rank whole heads."""
-    layout = job.parallel
+    """Ulysses gives each cp rank, or beside a ring each of its own, whole heads."""
+    layout, heads = job.parallel, job.model.heads
+    if layout.ulysses > 1:
+        if layout.context_kind != "ring":
+            problem = (
+                f"ulysses ({layout.ulysses}) is a part of a ring, not of {layout.context_kind}"
+            )
+            return Violation(problem, 'set context = "ring" or remove ulysses')
+        inside = check_divisible("cp", layout.cp, "ulysses", layout.ulysses)
+        divisor = _format_product(("ulysses", layout.ulysses), ("tp", layout.tp))
+        parts = layout.ulysses * layout.tp
+        return inside or check_remainder("heads", heads, divisor, parts, "fix ulysses")
     if layout.cp == 1 or layout.context_kind != "ulysses":
         return None
     divisor = _format_product(("cp", layout.cp), ("tp", layout.tp))
-    return check_remainder(
-        "heads", job.model.heads, divisor, layout.cp * layout.tp, 'set context = "ring"'
-    )
+    return check_remainder("heads", heads, divisor, layout.cp * layout.tp, 'set context = "ring"')
+
+
+def _check_recompute(job: JobConfig) -> Violation | None:
+    """recompute_layers belongs to full recomputation, fp8 storage to fp8 training."""
+    training = job.training
+    if training.recompute_layers and training.recompute != "full":
+        problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
+        return Violation(problem, 'set recompute = "full"')
+    if training.fp8_activations and training.dtype != "fp8":
+        problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
+        return Violation(problem, "remove fp8_activations")
+    return None
 
 
 AXIS_CHECKS = (
@@ -185,7 +205,14 @@ def _check_ddp(job: JobConfig) -> Violation | None:
     return Violation(problem, 'set framework = "fsdp2"')
 
 
-BATCH_CHECKS = (_check_global_batch, _check_positions, _check_dtype, _check_shards, _check_ddp)
+BATCH_CHECKS = (
+    _check_global_batch,
+    _check_positions,
+    _check_dtype,
+    _check_shards,
+    _check_ddp,
+    _check_recompute,
+)
 
 
 # Constraints of the pipeline schedule: layers, stages and microbatches.

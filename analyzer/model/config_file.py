@@ -23,6 +23,7 @@ from stepsplit.analyzer.model.config import (
     Natural,
     ParallelConfig,
     Recompute,
+    RecomputePart,
     State,
     Target,
     TrainingConfig,
@@ -476,7 +477,7 @@ STATES: tuple[State, ...] = get_args(State)
 _TRAINING_KINDS: Mapping[str, Any] = {
     **collect_kinds(TrainingConfig),
     "microbatches": int,
-    "recompute": str,
+    "recompute": str | frozenset[RecomputePart],
     "offload": Target | frozenset[State],
 }
 
@@ -491,7 +492,9 @@ def _decode_training(table: TomlTable, mistakes: Mistakes) -> TomlTable:
         hint = "give global_batch (sequences per step, all ranks) or microbatches (per rank)"
         mistakes.append(table.build_error("global_batch", "missing", hint))
     recompute = stated.get("recompute", "none")
-    if match := re.fullmatch(r"every-0*([1-9]\d{0,17})", recompute, re.ASCII):
+    if isinstance(recompute, frozenset):
+        stated |= {"recompute": "none", "recompute_parts": recompute}
+    elif match := re.fullmatch(r"every-0*([1-9]\d{0,17})", recompute, re.ASCII):
         stated |= {"recompute": "every", "recompute_every": int(match[1])}
     elif recompute not in RECOMPUTES:
         hint = f"write {', '.join(RECOMPUTES)} or every-4"

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stepsplit.analyzer.model.config import Chunk, JobConfig, ModelConfig
+from stepsplit.analyzer.model.config import (
+    Chunk,
+    JobConfig,
+    ModelConfig,
+    count_chunks,
+    count_rerun_layers,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     Weights,
@@ -92,6 +98,9 @@ def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     pass of all layers without the head (C4 and C6, like llm-foundry: with the head).
     """
     layers, core = _count_passes(job, convention)
+    if job.training.recompute_parts:
+        core += "core-attention" in job.training.recompute_parts
+        layers += _count_parts_share(job)
     match convention:
         case "C2" | "C3":
             return count_model_flops(job, convention)
@@ -119,7 +128,25 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
             return PASSES, PASSES
         case "selective":
             return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
-    return PASSES + 1, PASSES + 1
+    again = count_rerun_layers(job, job.model.layers / count_chunks(job))
+    share = again * count_chunks(job) / job.model.layers
+    return PASSES + share, PASSES + share
+
+
+def _count_parts_share(job: JobConfig) -> float:
+    """Recomputed FLOPs of the layers' GEMMs over those of one forward pass."""
+    model, parts, again = job.model, job.training.recompute_parts, 0
+    if "mla-up" in parts and model.latent is not None:
+        latent = model.latent
+        queries = latent.query_rank * model.heads * (latent.nope + latent.rope)
+        pairs = latent.kv_rank * model.heads * (latent.nope + latent.value)
+        again += model.layers * (queries + pairs)
+    if "mlp" in parts:
+        products, last = count_mlp_weights(model, model.ffn).total, model.ffn * model.hidden
+        again += (model.layers - model.expert_layers) * (products - last)
+    if "experts" in parts and model.experts is not None:
+        again += model.expert_layers * count_routed_weights(model).total
+    return again / count_layer_weights(model)
 
 
 def _count_job_flops(job: JobConfig, layers: float, core: float, causal: bool = False) -> int:

@@ -13,10 +13,14 @@ from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
     LatentAttention,
+    count_rerun_layers,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_attention_kernels, load_attention_rate
-from stepsplit.analyzer.model.memory_states import MASTER_BYTES, MOMENTS_BYTES
+from stepsplit.analyzer.model.memory_states import (
+    MASTER_BYTES,
+    count_moments_bytes,
+)
 from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
@@ -41,18 +45,21 @@ def compute_chunk_passes(
         layers = dense * chunk.dense_layers
         if experts is not None:
             layers += experts * chunk.expert_layers
-        passes.append(_add_recompute(job, layers) + _time_embedding_and_head(job, speed, chunk))
+        layers = _add_recompute(job, layers, chunk.layers)
+        passes.append(layers + _time_embedding_and_head(job, speed, chunk))
     return tuple(passes)
 
 
-def _add_recompute(job: JobConfig, layers: LayerPass) -> LayerPass:
-    """Add the recomputation; every layer runs its forward again, however few inputs are saved."""
+def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
+    """Add the recomputation of count layers; every layer runs its forward again, however few inputs
+    are saved."""
     match job.training.recompute:
         case "none":
             return layers
         case "selective":
             return layers + LayerPass(0.0, _compute_selective_ns(job, layers), 0.0)
-    return layers + LayerPass(0.0, layers.forward_ns, 0.0)
+    share = count_rerun_layers(job, count) / count if count else 1.0
+    return layers + LayerPass(0.0, layers.forward_ns * share, 0.0)
 
 
 def _compute_selective_ns(job: JobConfig, layers: LayerPass) -> float:
@@ -74,7 +81,29 @@ def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -
             3 * job.tokens * job.model.hidden * job.training.activation_bytes, 2
         )
         total += LayerPass(copy_ns, 0.0, copy_ns)
-    return total + (_time_head(job, speed) if chunk.head else zero)
+    if not chunk.head:
+        return total
+    total += _time_head(job, speed)
+    return total + _time_mtp(job, speed) * chunk.mtp_layers if chunk.mtp_layers else total
+
+
+MTP = Formula(
+    "step.mtp",
+    "each module of multi-token prediction: a projection (2h x h), two norms, a layer, and the head"
+    " and its loss again",
+    "DeepSeek-V3, arXiv:2412.19437, section 2.2",
+)
+
+
+def _time_mtp(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+    """Time of a module of multi-token prediction without its layer."""
+    own_tokens = job.tokens / job.parallel.sequence_split
+    projection = Gemm(own_tokens, job.model.hidden, 2 * job.model.hidden)
+    norms = speed.compute_memory_ns(
+        4 * own_tokens * job.model.hidden * job.training.activation_bytes, 2
+    )
+    linear = _time_linear(speed, (projection,), select_framework_costs(job))
+    return _time_head(job, speed) + linear + LayerPass(norms, norms, 0.0, formulas=(MTP,))
 
 
 def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
@@ -108,9 +137,41 @@ EXPERT_LAUNCHES = 3
 """Kernels of a layer with experts over those of a dense one: router, sorting, permutation."""
 
 
+EXPERT_LAUNCH = Formula(
+    "step.expert_launches",
+    "w per layer with experts forward, 2 w backward: its many small kernels are launched after the"
+    " host has read the counts of tokens; with CUDA graphs of layers 1/32 of w per expert of the"
+    " rank, in fp8 1/16, at most w; 0 if one CUDA graph replays the step",
+    "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 6 (host-bound experts); w: fitted",
+)
+
+GRAPHED_EXPERTS = 32
+"""Experts of a rank whose launches take as long as a whole layer's, in 16 bits."""
+
+
+def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
+    """Time that one microbatch waits for the launches of experts (EXPERT_LAUNCH)."""
+    if job.model.experts is None or job.training.cuda_graph == "step":
+        return LayerPass(0.0, 0.0, 0.0)
+    wait_ns = job.hardware.efficiency.expert_ns * expert_layers
+    if job.training.cuda_graph == "layers":
+        local = divide_ceil(job.model.experts.count, job.parallel.ep)
+        launches = 2 * local if job.training.dtype == "fp8" else local
+        wait_ns *= min(1.0, launches / GRAPHED_EXPERTS)
+    formulas = (EXPERT_LAUNCH,) if wait_ns else ()
+    return LayerPass(wait_ns, 2 * wait_ns, 0.0, formulas=formulas)
+
+
 def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> LayerPass:
-    """Host time to launch one microbatch of a number of layers, some of them with experts."""
-    launched = layers + (EXPERT_LAUNCHES - 1) * expert_layers
+    """Host time to launch one microbatch of a number of layers, some of them with experts.
+
+    CUDA graphs of layers leave the experts to the host, one graph of the step leaves nothing.
+    """
+    graph = job.training.cuda_graph
+    if graph == "step":
+        return LayerPass(0.0, 0.0, 0.0)
+    experts_launched = (EXPERT_LAUNCHES - 1) * expert_layers
+    launched = experts_launched if graph == "layers" else layers + experts_launched
     layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * launched
     recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
     return LayerPass(layer_ns, layer_ns + recompute_ns, 0.0)
@@ -179,9 +240,14 @@ class LayerPass:
 
 def time_dense_layer(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Time of a layer with a dense MLP."""
-    gemms = (*list_attention_gemms(job), *list_mlp_gemms(job, job.model.ffn))
-    mlp_width = divide_ceil(job.model.ffn, job.parallel.tp)
-    return _time_layer(job, speed, gemms, job.tokens * mlp_width)
+    mlp = list_mlp_gemms(job, job.model.ffn)
+    activations = job.tokens * divide_ceil(job.model.ffn, job.parallel.tp)
+    again_ns = _time_parts(job, speed, activations)
+    if "mlp" in job.training.recompute_parts:
+        again_ns += mlp[0].compute_forward_ns(speed)
+        again_ns += _time_activation(job, speed, activations)
+    gemms = (*list_attention_gemms(job), *mlp)
+    return _time_layer(job, speed, gemms, activations) + LayerPass(0.0, again_ns, 0.0)
 
 
 def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> LayerPass:
@@ -193,7 +259,43 @@ def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> L
     routing_ns = speed.compute_memory_ns(
         4 * routed * job.model.hidden * job.training.activation_bytes, 4
     )
-    return _time_layer(job, speed, gemms, activations) + LayerPass(routing_ns, routing_ns, 0.0)
+    layer = _time_layer(job, speed, gemms, activations)
+    again_ns = _time_parts(job, speed, activations)
+    if "experts" in job.training.recompute_parts:
+        experts_again = list_expert_gemms(job, experts)
+        again_ns += sum(each.compute_forward_ns(speed) for each in experts_again) + routing_ns
+        again_ns += _time_activation(job, speed, activations)
+    return layer + LayerPass(routing_ns, routing_ns + again_ns, 0.0)
+
+
+def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
+    """Time to recompute parts of a layer before its backward pass, apart from its MLP or
+    experts."""
+    parts, latent, ns = job.training.recompute_parts, job.model.latent, 0.0
+    traffic = select_framework_costs(job)
+    if "core-attention" in parts:
+        ns += _time_attention_core(job, speed, traffic).forward_ns
+    if "mla-up" in parts and latent is not None:
+        ups = (each for each in list_attention_gemms(job) if each.inner in _list_ranks(latent))
+        ns += sum(each.compute_forward_ns(speed) for each in ups)
+    if "norms" in parts:
+        hidden = job.tokens * job.model.hidden / job.parallel.sequence_split
+        norm_bytes = 4 * hidden * job.training.activation_bytes * traffic.elementwise
+        ns += speed.compute_memory_ns(norm_bytes, 2)
+    if "activation" in parts:
+        ns += _time_activation(job, speed, activations)
+    return ns
+
+
+def _list_ranks(latent: LatentAttention) -> tuple[int, ...]:
+    return tuple(filter(None, (latent.query_rank, latent.kv_rank)))
+
+
+def _time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
+    """Time of the activation function's forward."""
+    gates = 2 if job.model.gated else 1
+    moved_bytes = (gates + 1) * activations * job.training.activation_bytes
+    return speed.compute_memory_ns(moved_bytes * select_framework_costs(job).elementwise, 1)
 
 
 def _time_layer(
@@ -246,7 +348,7 @@ def _time_casts(speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
 def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts) -> LayerPass:
     """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
     heads = divide_ceil(job.model.heads, job.parallel.tp)
-    scores = float(job.tokens) * job.training.seq_len * heads
+    scores = float(job.tokens) * job.training.attended_tokens * heads
     work = 2 * scores * _sum_head_widths(job)
     if job.training.flash_attention:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
@@ -306,7 +408,10 @@ def _count_rotated(job: JobConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """count GEMMs (rows x inner) (inner x columns): activations times a weight."""
+    """count GEMMs (rows x inner) (inner x columns): activations times a weight.
+
+    Several are one grouped GEMM, whose tiles fill the device together.
+    """
 
     rows: float
     columns: int
@@ -318,15 +423,16 @@ class Gemm:
         return self.count * self.columns * self.inner
 
     def compute_forward_ns(self, speed: DeviceSpeed) -> float:
-        return self.count * speed.compute_gemm_ns(self.rows, self.columns, self.inner)
+        return speed.compute_gemm_ns(self.rows, self.columns, self.inner, self.count)
 
     def compute_input_ns(self, speed: DeviceSpeed) -> float:
         """Time of the input gradient."""
-        return self.count * speed.compute_gemm_ns(self.rows, self.inner, self.columns)
+        return speed.compute_gemm_ns(self.rows, self.inner, self.columns, self.count)
 
     def compute_weight_ns(self, speed: DeviceSpeed) -> float:
         """Time of the weight gradient."""
-        return self.count * speed.compute_gemm_ns(self.inner, self.columns, self.rows)
+        size = speed.weight_gradient_bytes
+        return speed.compute_gemm_ns(self.inner, self.columns, self.rows, self.count, size)
 
 
 def list_attention_gemms(job: JobConfig) -> tuple[Gemm, ...]:
@@ -401,7 +507,9 @@ def build_head_gemm(job: JobConfig) -> Gemm:
 ACCUMULATE = Formula(
     "step.accumulate",
     "every microbatch but the first accumulates its gradients: 3 b_g bytes per parameter,"
-    " 14 in DeepSpeed's bf16 optimizer, 0 if the GEMM itself accumulates (Megatron-LM)",
+    " 14 in DeepSpeed's bf16 optimizer; in Megatron-LM the GEMM itself reads and writes the sum:"
+    " half of what that adds to the 2 bytes written anyway, b_g - 1, for the rest overlaps,"
+    " and on A100 all of it",
     "arithmetic; Megatron-LM gradient_accumulation_fusion; DeepSpeed bf16_optimizer.py",
 )
 
@@ -435,6 +543,15 @@ EAGER_TRAFFIC = 1.75
 SHARDED_TRAFFIC = 2.4
 """The same for models under FSDP, which also cast each gathered weight (fitted on llm-foundry)."""
 
+UPCAST_TRAFFIC = 3.0
+"""The same for Llama's layers, whose norms and rotary embedding are cast to fp32 and back, each
+step in a kernel of its own: counted in elements, 36 h + 5 f + 10 (a + k) d instead of
+10 h + 3 f + 2 (a + k) d forward."""
+
+COMPILED_TRAFFIC = 1.3
+"""The same with torch.compile: its norms read and write at 0.8 of the rate of fused kernels
+forward, 0.4 backward (cudnn-frontend's norm benchmark on H200 and GB200)."""
+
 
 def select_framework_costs(job: JobConfig) -> FrameworkCosts:
     """The constants of the job's framework."""
@@ -447,15 +564,22 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
         case "fsdp2" if job.parallel.sum_once:
             accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
             return FrameworkCosts(
-                SHARDED_TRAFFIC, accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
+                _find_sharded_traffic(job), accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
             )
         case "fsdp2":
-            traffic = SHARDED_TRAFFIC if job.parallel.zero == 3 else EAGER_TRAFFIC
-            return FrameworkCosts(traffic, 0.0, 16.0, 400e3)
+            return FrameworkCosts(_find_sharded_traffic(job), 0.0, 16.0, 400e3)
         case "ddp" | "huggingface":
             return FrameworkCosts(
                 EAGER_TRAFFIC, 3.0 * job.training.gradient_bytes * later_share, 0.0, 400e3
             )
+
+
+def _find_sharded_traffic(job: JobConfig) -> float:
+    if job.training.compile:
+        return COMPILED_TRAFFIC
+    if job.parallel.zero != 3:
+        return EAGER_TRAFFIC
+    return UPCAST_TRAFFIC if job.model.norm == "rms" else SHARDED_TRAFFIC
 
 
 # Time of the optimizer step, and of offloading.
@@ -480,7 +604,7 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     if "optimizer" in job.training.offload:
         return 0.0
     count = count_updated_parameters(job, parameters)
-    states = MASTER_BYTES + MOMENTS_BYTES[job.training.optimizer]
+    states = MASTER_BYTES + count_moments_bytes(job.training)
     written = 0 if job.training.dtype == "fp32" else job.training.weight_bytes
     return speed.compute_memory_ns(count * (2 * states + job.training.gradient_bytes + written), 10)
 
@@ -520,8 +644,7 @@ keys and values)."""
 
 def is_fused_ring(job: JobConfig) -> bool:
     """Whether attention is fused and runs as ring attention."""
-    layout = job.parallel
-    return layout.cp > 1 and layout.context_kind == "ring" and job.training.flash_attention
+    return job.parallel.ring > 1 and job.training.flash_attention
 
 
 def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
@@ -540,7 +663,7 @@ def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     backward = speed.compute_memory_ns(
         token_bytes * (heads * query + pairs * (query + value)), BACKWARD_KERNELS
     )
-    turns = layout.cp - 1
+    turns = layout.ring - 1
     return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
 
@@ -607,7 +730,7 @@ def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRat
 
 def count_attended_tokens(job: JobConfig) -> float:
     """Tokens of the keys that one call sees: a ring passes a part of the sequence at a time."""
-    return job.training.seq_len / (job.parallel.cp if is_fused_ring(job) else 1)
+    return job.training.attended_tokens / (job.parallel.ring if is_fused_ring(job) else 1)
 
 
 def is_attention_stated(job: JobConfig) -> bool:
@@ -657,27 +780,31 @@ class DeviceSpeed:
     tile: int = 0
     multiprocessors: int = 0
     operand_bytes: int = 2
+    weight_gradient_bytes: int = 2
 
     @property
     def head_speed(self) -> DeviceSpeed:
         """Speed of the head, whose GEMMs stay in bf16 with fp8 training."""
         return replace(self, linear_flops_per_ns=self.head_flops_per_ns, operand_bytes=2)
 
-    def compute_gemm_ns(self, rows: float, columns: float, inner: float) -> float:
-        """Time of one GEMM (rows x inner) (inner x columns) with a result in 16 bits."""
-        moved_bytes = self.operand_bytes * (rows + columns) * inner + 2 * rows * columns
-        work = (
-            2.0
-            * rows
-            * columns
-            * inner
-            * _compute_wave_ratio(rows, columns, self.tile, self.multiprocessors)
-        )
-        return work / self.linear_flops_per_ns + moved_bytes / self.bytes_per_ns + self.launch_ns
+    def compute_gemm_ns(
+        self, rows: float, columns: float, inner: float, count: int = 1, result_bytes: int = 2
+    ) -> float:
+        """Time of count GEMMs (rows x inner) (inner x columns) in one kernel, with result_bytes
+        moved per element of the result."""
+        moved_bytes = self.operand_bytes * (rows + columns) * inner + result_bytes * rows * columns
+        ratio = _compute_wave_ratio(rows, columns, count, self.tile, self.multiprocessors)
+        work_ns = 2.0 * rows * columns * inner * ratio / self.linear_flops_per_ns
+        return count * (work_ns + moved_bytes / self.bytes_per_ns) + self.launch_ns
 
     def compute_memory_ns(self, count_bytes: float, kernels: int = 0) -> float:
         """Time of a number of kernels that read and write count_bytes in total."""
         return count_bytes / self.bytes_per_ns + kernels * self.launch_ns
+
+
+ROW_SCALED = 0.8
+"""Rate of fp8 GEMMs with a scale per row over that with a scale per tensor: 6,412 tokens/s against
+7,186, and 5,760 in bf16, of Llama 3 8B on 8 H100 (pytorch/torchtitan, commit 7a04053)."""
 
 
 def compute_device_speed(job: JobConfig) -> DeviceSpeed:
@@ -694,6 +821,8 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     gemm = efficiency.gemm
     if eight_bits and efficiency.gemm_fp8 is not None:
         gemm = efficiency.gemm_fp8
+    if eight_bits and training.fp8_scaling == "row":
+        gemm *= ROW_SCALED
     attention = find_attention_rate(job, wide_peak)
     return DeviceSpeed(
         linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,
@@ -705,13 +834,28 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         tile=efficiency.tile,
         multiprocessors=hardware.multiprocessors,
         operand_bytes=1 if eight_bits else 2,
+        weight_gradient_bytes=_count_weight_gradient_bytes(job),
     )
 
 
-def _compute_wave_ratio(rows: float, columns: float, tile: int, multiprocessors: int) -> float:
-    """Slowdown of a GEMM because its last wave of tiles is not full, a ratio >= 1."""
+def _count_weight_gradient_bytes(job: JobConfig) -> int:
+    """Bytes moved per weight by its gradient's GEMM (ACCUMULATE).
+
+    On A100, whose GEMMs fill no waves by the model either, sums overlap: MegaScale's runs with fp32
+    sums would be 5 % too slow with their bytes.
+    """
+    if job.training.framework != "megatron" or not job.hardware.efficiency.tile:
+        return 2
+    return 1 + job.training.gradient_bytes
+
+
+def _compute_wave_ratio(
+    rows: float, columns: float, count: int, tile: int, multiprocessors: int
+) -> float:
+    """Slowdown of count GEMMs in one kernel because tiles and the last wave of them are not full, a
+    ratio >= 1."""
     if not tile or not multiprocessors:
         return 1.0
-    tiles = math.ceil(rows / tile) * math.ceil(columns / tile)
+    tiles = count * math.ceil(rows / tile) * math.ceil(columns / tile)
     waves = math.ceil(tiles / multiprocessors)
-    return waves * multiprocessors * tile * tile / (rows * columns)
+    return waves * multiprocessors * tile * tile / (count * rows * columns)

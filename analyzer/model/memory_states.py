@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from stepsplit.analyzer.model.config import (
     LatentAttention,
     StageConfig,
     TrainingConfig,
+    count_rerun_layers,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters
@@ -104,14 +105,23 @@ class States:
         )
 
 
+def count_moments_bytes(training: TrainingConfig) -> int:
+    """Bytes of the optimizer's moments per parameter, half as many in bf16."""
+    size = MOMENTS_BYTES[training.optimizer]
+    halved = training.moments_dtype == "bf16" and training.optimizer != "adam-8bit"
+    return size // 2 if halved else size
+
+
 def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
     """Bytes of one parameter, unsharded, in the framework's convention.
 
     zero-paper and nanotron have 16-bit weights and gradients; nanotron adds the fp32 buffer into
     which it accumulates them.
     """
-    moments = MOMENTS_BYTES[training.optimizer]
-    extra_adam = MOMENTS_BYTES["adam"] - moments if training.optimizer == "muon" else 0
+    moments = count_moments_bytes(training)
+    extra_adam = 0
+    if training.optimizer == "muon":
+        extra_adam = count_moments_bytes(replace(training, optimizer="adam")) - moments
     formula = FORMULA_OF_FRAMEWORK.get(training.framework, STATES)
     if training.dtype == "fp32" or training.framework in FP32_WEIGHT_FRAMEWORKS:
         return ParameterBytes(4, 4, moments, extra_adam, formula)
@@ -222,11 +232,13 @@ def compute_stage_activations(
     all_layers_bytes = _sum_layer_bytes(stage, layers)
     if job.training.recompute in ("none", "selective"):
         return StageActivations(all_layers_bytes // chunks, 0, layers.dense.formula)
-    saved_inputs = count_saved_inputs(job, count / chunks, all_layers_bytes / count)
-    recompute_bytes = _find_largest_layer(stage, layers) * math.ceil(count / chunks / saved_inputs)
+    rerun = count_rerun_layers(job, count / chunks)
+    saved_inputs = count_saved_inputs(job, rerun, all_layers_bytes / count)
+    recompute_bytes = _find_largest_layer(stage, layers) * math.ceil(rerun / saved_inputs)
     formula = FULL if job.training.recompute == "full" else EVERY
+    whole_bytes = (count / chunks - rerun) * all_layers_bytes / count
     return StageActivations(
-        round(saved_inputs * compute_input_bytes(job)), recompute_bytes, formula
+        round(saved_inputs * compute_input_bytes(job) + whole_bytes), recompute_bytes, formula
     )
 
 
@@ -253,6 +265,15 @@ def _find_largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
 
 
 # Saved activations of a layer, item by item.
+
+PARTS = Formula(
+    "memory.recompute_parts",
+    "not kept: mla-up 2 T a (2 d_qk + d_v)/t; norms their outputs, also of the compressed forms;"
+    " activation the input of the last GEMM, in experts too; mlp its first GEMMs' outputs as well;"
+    " experts all but their tokens before dispatch; core-attention its scores",
+    "NVIDIA/Megatron-LM, recompute_modules; NVIDIA, Megatron-Core MoE report, arXiv:2603.07685,"
+    " section 4; DeepSeek-V3, arXiv:2412.19437, section 3.2.3",
+)
 
 LAYER_ACTIVATIONS = Formula(
     "memory.activations",
@@ -314,11 +335,12 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
     table 2. What selective recomputation drops is in the framework's coefficients.
     """
     saved, routed, mlp = select_saved_bytes(job), 0, 0
-    if expert and job.model.experts is not None:
+    parts = job.training.recompute_parts
+    if not expert or job.model.experts is None:
+        mlp = 0 if "mlp" in parts else _compute_mlp(job, saved, job.model.ffn)
+    elif "experts" not in parts:
         routed = _compute_routed(job, saved, job.model.experts)
         mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
-    else:
-        mlp = _compute_mlp(job, saved, job.model.ffn)
     return LayerActivations(
         norms=_compute_norms(job, saved),
         heads=_compute_heads(job, saved),
@@ -326,7 +348,7 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         masks=2 * MASK_BYTES * _count_hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
-        formula=KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
+        formula=PARTS if parts else KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
     )
 
 
@@ -337,8 +359,19 @@ def _is_gpt(job: JobConfig) -> bool:
 
 def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
-    known = load_coefficients(job.training.framework)
-    return known.selective if job.training.recompute == "selective" else known.saved
+    known, parts = load_coefficients(job.training.framework), job.training.recompute_parts
+    if job.training.recompute == "selective":
+        return known.selective
+    if not parts:
+        return known.saved
+    dropped: dict[str, float | bool] = {"scores": False} if "core-attention" in parts else {}
+    if "norms" in parts:
+        dropped["norm_output"] = 0.0
+    if "activation" in parts:
+        dropped["mlp_second"] = 0.0
+    if "mla-up" in parts and job.model.latent is not None:
+        dropped |= {"query": 0.0, "key": 0.0, "value": 0.0}
+    return replace(known.saved, **dropped)  # type: ignore[arg-type]
 
 
 def compute_input_bytes(job: JobConfig) -> int:
@@ -385,7 +418,9 @@ def _compute_latent_heads(job: JobConfig, saved: SavedBytes, latent: LatentAtten
     DeepSeek-V2, arXiv:2405.04434, section 2.1: keys are as wide as queries for every head.
     """
     width = (latent.nope + latent.rope) * (saved.query + saved.key) + latent.value * saved.value
-    narrow = 2.0 * (2 * latent.query_rank + 2 * latent.kv_rank + latent.rope)
+    compressed = latent.query_rank + latent.kv_rank
+    kept = 1 if "norms" in job.training.recompute_parts else 2
+    narrow = 2.0 * (kept * compressed + latent.rope)
     shared = narrow / job.parallel.sequence_split
     return round(
         job.tokens * (job.model.heads * width / job.parallel.tp + shared) * _compute_scale(job)
@@ -398,7 +433,8 @@ def _compute_attention(job: JobConfig, saved: SavedBytes) -> int:
     all-to-all, fp8 GEMMs a further copy."""
     model, training, layout = job.model, job.training, job.parallel
     size = model.latent.value if model.latent is not None else model.head_size
-    copies = 2.0 if layout.context_kind == "ulysses" and layout.cp > 1 else 1.0
+    exchanged = layout.cp if layout.context_kind == "ulysses" else layout.ulysses
+    copies = 2.0 if exchanged > 1 else 1.0
     copies += 1.0 - _compute_input_ratio(job, saved)
     output = copies * saved.attention_output * size * _compute_scale(job)
     extra = 4.0
@@ -416,6 +452,8 @@ def _compute_mlp(job: JobConfig, saved: SavedBytes, ffn: int) -> int:
 def _compute_mlp_unit_bytes(job: JobConfig, saved: SavedBytes) -> float:
     """Bytes saved per token and unit of width."""
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
+    if job.training.fp8_activations and job.training.dtype == "fp8":
+        first /= 2
     return (first + saved.mlp_second * _compute_input_ratio(job, saved)) * _compute_scale(job)
 
 
@@ -425,7 +463,9 @@ def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
     Balanced routing: each rank receives as many copies as it sends.
     """
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
-    hidden = saved.norm_output * job.model.hidden * (2 if saved.routed_output else 1)
+    known = load_coefficients(job.training.framework).saved
+    hidden = known.norm_output * _compute_input_ratio(job, known) * job.model.hidden
+    hidden *= 2 if saved.routed_output else 1
     inside = experts.ffn / job.parallel.expert_tp * _compute_mlp_unit_bytes(job, saved)
     router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
     return round(copies * (hidden * _compute_scale(job) + inside) + router)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepsplit.analyzer.model.config import (
     Experts,
@@ -66,6 +66,16 @@ class StageParameters:
             count += self.expert_layers * self.expert_layer.replicated
         return count
 
+    def move_to_stage(self, stage: int) -> StageParameters:
+        """Returns the same parameters on another stage; dataclasses.replace is slower."""
+        if self.stage == stage:
+            return self
+        return StageParameters(
+            stage, self.dense, self.experts, self.embedding, self.head, self.final_norm,
+            self.dense_layer, self.expert_layer, self.dense_layers, self.expert_layers,
+            self.formulas,
+        )  # fmt: skip
+
     @property
     def largest_layer(self) -> int:
         """Parameters of the larger kind of layer on the rank; 0 without layers."""
@@ -98,10 +108,7 @@ def count_stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
         count_expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
     )
     params = map_unique_stages(job, lambda stage: _count_stage(job, stage, dense, experts))
-    return tuple(
-        each if each.stage == rank else replace(each, stage=rank)
-        for rank, each in enumerate(params)
-    )
+    return tuple(each.move_to_stage(rank) for rank, each in enumerate(params))
 
 
 def _count_stage(
@@ -109,12 +116,13 @@ def _count_stage(
 ) -> StageParameters:
     embedding, head = _count_embedding(job, stage), _count_head(job, stage)
     norm = count_norm_parameters(job.model) * sum(chunk.head for chunk in stage.chunks)
+    mtp = stage.mtp_layers * count_mtp_parameters(job.model)
     in_layers = stage.dense_layers * dense.dense
     if experts is not None:
         in_layers += stage.expert_layers * experts.dense
     return StageParameters(
         stage=stage.index,
-        dense=in_layers + embedding + head + norm,
+        dense=in_layers + embedding + head + norm + mtp,
         experts=stage.expert_layers * experts.experts if experts is not None else 0,
         embedding=embedding,
         head=head,
@@ -130,6 +138,12 @@ def _count_stage(
 def count_vocabulary_parameters(job: JobConfig) -> int:
     """Counts the embedding (or head) parameters of one tensor-parallel rank: V'h/t."""
     return divide_ceil(job.padded_vocab, job.parallel.vocab_split) * job.model.hidden
+
+
+def count_mtp_parameters(model: ModelConfig) -> int:
+    """Counts a module of multi-token prediction without its layer: a projection of two hidden
+    states and three norms; embedding and head are the model's (DeepSeek-V3, section 2.2)."""
+    return 2 * model.hidden**2 + 3 * count_norm_parameters(model)
 
 
 def _count_embedding(job: JobConfig, stage: StageConfig) -> int:

@@ -16,14 +16,25 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import list_cp_ops, list_ep_ops, list_tp_ops
-from stepsplit.analyzer.model.config import Chunk, Experts, JobConfig, StageConfig, list_stages
+from stepsplit.analyzer.model.config import (
+    Chunk,
+    Experts,
+    JobConfig,
+    ParallelConfig,
+    StageConfig,
+    list_stages,
+)
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
     compute_device_speed,
     compute_launch_time,
 )
-from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
+from stepsplit.analyzer.model.memory import (
+    compute_peak_bytes,
+    compute_state_bytes,
+    is_peak_within_memory,
+)
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.plan_space import (
     SCHEMA,
@@ -279,41 +290,64 @@ class FilteredLayouts:
 
 def filter_feasible(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
     """Check every layout of the search space for validity and memory."""
+    layouts, states = FilteredLayouts(), StateBytes()
+    for family in list_families(job, gpus, keep):
+        _filter_family(layouts, family, states)
+    if layouts.fitting:
+        return layouts
     layouts = FilteredLayouts()
     for family in list_families(job, gpus, keep):
-        _filter_family(layouts, family)
+        _filter_family(layouts, family, None)
     return layouts
 
 
-def _filter_family(layouts: FilteredLayouts, family: tuple[JobConfig, ...]) -> None:
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Weights, gradients and optimizer states of layouts, which do not depend on the rest."""
+
+    bytes_by_layout: dict[ParallelConfig, int] = field(default_factory=dict)
+
+    def are_too_big(self, job: JobConfig) -> bool:
+        layout = replace(job.parallel, sequence_parallel=False)
+        if layout not in self.bytes_by_layout:
+            self.bytes_by_layout[layout] = compute_state_bytes(job)
+        return not is_peak_within_memory(job, self.bytes_by_layout[layout])
+
+
+def _filter_family(
+    layouts: FilteredLayouts, family: tuple[JobConfig, ...], states: StateBytes | None
+) -> None:
     """Filter jobs that differ only in the microbatch, smallest first; stop at the first too big.
 
     The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
-    needs no fp32 sums.
+    needs no fp32 sums. Without states, the peak of each is computed.
     """
     for at, job in enumerate(family):
-        if _filter_job(layouts, job):
+        if _filter_job(layouts, job, states):
             continue
         larger = family[at + 1 :]
         if larger and larger[-1].microbatches == 1:
-            _filter_job(layouts, larger[-1])
+            _filter_job(layouts, larger[-1], states)
             larger = larger[:-1]
         layouts.too_big += len(larger)
         return
 
 
-def _filter_job(layouts: FilteredLayouts, job: JobConfig) -> bool:
+def _filter_job(layouts: FilteredLayouts, job: JobConfig, states: StateBytes | None) -> bool:
     """Count one job. Returns False if it is too big, so that larger ones can be skipped."""
     fault = find_violation(job)
     if fault is not None:
         layouts.refused[_strip_numbers(fault.problem)] += 1
         return True
-    memory = compute_memory(job)
-    if is_within_memory(job, memory):
+    if states is not None and states.are_too_big(job):
+        layouts.too_big += 1
+        return False
+    peak_bytes = compute_peak_bytes(job)
+    if is_peak_within_memory(job, peak_bytes):
         layouts.fitting.append(job)
         return True
     layouts.too_big += 1
-    _update_nearest(layouts, job, max(stage.total_bytes for stage in memory))
+    _update_nearest(layouts, job, peak_bytes)
     return False
 
 
@@ -423,7 +457,10 @@ def _build_one_layer_job(job: JobConfig) -> JobConfig:
         layers_per_stage=None,
     )  # fmt: skip
     training = replace(job.training, global_batch=job.training.micro_batch * dp)
-    return replace(job, parallel=layout, training=training, model=replace(job.model, layers=3))
+    if training.recompute_layers:
+        training = replace(training, recompute="none", recompute_layers=0)
+    model = replace(job.model, layers=3, mtp_layers=0)
+    return replace(job, parallel=layout, training=training, model=model)
 
 
 def _remove_experts(job: JobConfig) -> JobConfig:
@@ -505,6 +542,8 @@ def build_choice(job: JobConfig) -> Choice:
 def _format_recompute(job: JobConfig) -> str:
     """The value of recompute in a job.toml."""
     training = job.training
+    if training.recompute_parts:
+        return "+".join(sorted(training.recompute_parts))
     return (
         f"every-{training.recompute_every}" if training.recompute == "every" else training.recompute
     )

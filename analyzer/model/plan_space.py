@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
+    RECOMPUTE_PARTS,
     TWO_STAGES,
     Dtype,
     Framework,
@@ -318,11 +319,18 @@ def list_families(
         training = adjust_training(job, layout)
         sizes = _list_micro_batches(job, layout, keep)
         for recompute in (training.recompute,) if "recompute" in keep else list_recomputes(job):
-            variant = replace(training, recompute=recompute)
+            variant = _choose_recompute(training, recompute)
             yield tuple(
                 replace(job, parallel=layout, training=replace(variant, micro_batch=size))
                 for size in sizes
             )
+
+
+def _choose_recompute(training: TrainingConfig, recompute: Recompute) -> TrainingConfig:
+    """The training with another recomputation; the job's own parts and layers belong to its own."""
+    if recompute == training.recompute:
+        return training
+    return replace(training, recompute=recompute, recompute_parts=frozenset(), recompute_layers=0)
 
 
 def _list_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
@@ -593,4 +601,7 @@ def _format_pipeline(choice: Choice) -> list[str]:
 
 
 def _format_training(choice: Choice) -> list[str]:
-    return [f"micro_batch = {choice.micro_batch}", f'recompute = "{choice.recompute}"']
+    recompute, parts = f'"{choice.recompute}"', choice.recompute.split("+")
+    if set(parts) <= {*RECOMPUTE_PARTS}:
+        recompute = str(parts).replace("'", '"')
+    return [f"micro_batch = {choice.micro_batch}", f"recompute = {recompute}"]

@@ -26,6 +26,7 @@ from stepsplit.analyzer.model.layer_time import (
     DeviceSpeed,
     LayerPass,
     compute_chunk_passes,
+    compute_expert_wait,
     compute_host_wait,
     compute_launch_time,
     compute_offload_ns,
@@ -258,8 +259,10 @@ def compute_stage_time(
     messages = tuple(each for each in timed if each.message.strategy != "pp")
     communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
     comm = _split_by_chunk(job, stage, communication)
+    waits = (compute_expert_wait(job, chunk.expert_layers) for chunk in stage.chunks)
     idle = tuple(
-        compute_host_wait(a + b, c, is_cpu) for a, b, c in zip(passes, comm, host, strict=True)
+        compute_host_wait(a + b, c, is_cpu) + wait
+        for a, b, c, wait in zip(passes, comm, host, waits, strict=True)
     )
     return StageTime(
         stage=stage,
@@ -272,7 +275,7 @@ def compute_stage_time(
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
             KERNEL,
-            *_collect_formulas(passes),
+            *_collect_formulas((*passes, *idle)),
             *(EXPOSED,) * bool(communication),
             UPDATE,
             HOST,
@@ -387,13 +390,18 @@ TENSOR_EXPOSED_SHARE = 0.25
 """A GEMM that overlaps its own collective is split in four, and one part stays exposed (Wang et
 al., ASPLOS 2023; Transformer Engine's default of four splits)."""
 
+DISPATCHER_PROCESSORS = {"all-to-all": 0, "deepep": 20, "hybridep": 16}
+"""Multiprocessors that a dispatcher takes from the compute that overlaps it, which loses as much of
+the time: 20 of 132 in DeepSeek-V3 (arXiv:2412.19437, section 3.2.2), 16 by default in HybridEP
+(deepseek-ai/DeepEP, branch hybrid-ep)."""
+
 DATA_AXES = ("dp", "dp_shard", "dp_replicate", "expert_dp")
 
 BACKWARD = ("backward", "recompute")
 
 ONCE_A_STEP = ("grad_sync", "optimizer", "other")
 
-OVERLAP_ORDER = ("cp", "tp", "ep", "pp", "dp")
+OVERLAP_ORDER = ("cp", "ulysses", "tp", "ep", "pp", "dp")
 """Communication inside a layer overlaps first, prefetched communication last."""
 
 OverlapGroup = tuple[str, str]
@@ -521,12 +529,12 @@ def _compute_room_ns(
     without its last step, after which no message follows."""
     if key[0] == "cp":
         core_ns = compute.core_backward_ns if key[1] == "backward" else compute.core_ns
-        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.cp if _is_ring(job) else 1.0))
+        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.ring if _is_ring(job) else 1.0))
     return max(0.0, free_ns)
 
 
 def _is_ring(job: JobConfig) -> bool:
-    return job.parallel.context_kind == "ring"
+    return job.parallel.ring > 1
 
 
 def _compute_min_exposed_share(
@@ -537,8 +545,10 @@ def _compute_min_exposed_share(
     axis, phase = key
     if axis == "tp":
         return TENSOR_EXPOSED_SHARE
+    if axis == "ep" and job.hardware.multiprocessors:
+        return DISPATCHER_PROCESSORS[job.parallel.dispatcher] / job.hardware.multiprocessors
     if axis == "cp" and phase == "backward" and _is_ring(job):
-        return 1 / (2 * (job.parallel.cp - 1))
+        return 1 / (2 * (job.parallel.ring - 1))
     if axis != "dp":
         return 0.0
     largest_ns = max(each.call.ns for each in group if each.message.count)

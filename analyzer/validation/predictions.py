@@ -60,7 +60,7 @@ from stepsplit.analyzer.validation.tables import (
 BARS: dict[Family, tuple[float, float]] = {
     "A100 Megatron": (0.04, 0.09),
     "llm-foundry": (0.06, 0.15),
-    "H100 recipes, bf16": (0.05, 0.10),
+    "H100 recipes, bf16": (0.04, 0.08),
     "H100 recipes, fp8": (0.10, 0.20),
     "Blackwell recipes, fp8": (0.10, 0.20),
 }

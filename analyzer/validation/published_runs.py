@@ -506,6 +506,10 @@ def build_torchtitan_job(row: PublishedRow) -> JobConfig:
     )
 
 
+COMPILED = ("compile", "float8", "asyncTP")
+"""Words for torch.compile in a config: asynchronous tensor parallelism needs it, and torchtitan's
+docs/float8.md asks for it."""
+
 TORCHTITAN_GPUS = {"A100": "a100-sxm-80gb", "H100": "h100-sxm", "H200": "h200-sxm"}
 
 
@@ -554,6 +558,8 @@ def _build_torchtitan_training(row: PublishedRow, layout: ParallelConfig) -> Tra
         recompute="full" if row.read_text("activation_ckpt") == "full" else "selective",
         framework="fsdp2",
         fused_loss=False,
+        compile=any(word in row.read_text("config") for word in COMPILED),
+        fp8_scaling="row" if "rowwise" in row.read_text("config") else "tensor",
     )
 
 

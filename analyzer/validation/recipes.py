@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import (
+    AttentionKernel,
+    CudaGraph,
+    Dispatcher,
     Dtype,
     Experts,
     HardwareConfig,
@@ -73,7 +76,13 @@ def build_recipe(row: PublishedRow) -> Case:
     Recipes overlap data- and tensor-parallel communication and shard optimizer states. Raises
     DataError if the row does not say what ran, or ran something that has no model.
     """
-    job = JobConfig(_find_model(row), _build_layout(row), _build_training(row), _find_hardware(row))
+    software = find_software(row)
+    job = JobConfig(
+        _find_model(row),
+        _build_layout(row, software),
+        _build_training(row, software),
+        _find_hardware(row),
+    )
     job = replace(job, parallel=_place_layers(job))
     family = _name_family(job)
     return Case(row.table, row.id, family, job, _read_step_ns(row, job), _name_source(row))
@@ -95,11 +104,15 @@ def _find_model(row: PublishedRow) -> ModelConfig:
 
 
 def _find_hardware(row: PublishedRow) -> HardwareConfig:
-    system = row.read_text("gpu" if row.has_value("gpu") else "system")
+    system = _read_system(row)
     for word, (name, link) in GPUS:
         if word in system:
             return load_hardware(name, link)
     raise _refuse(row, f"no preset of {system}")
+
+
+def _read_system(row: PublishedRow) -> str:
+    return row.read_text("gpu" if row.has_value("gpu") else "system")
 
 
 def _read_size(row: PublishedRow, column: str, default: int) -> int:
@@ -109,14 +122,15 @@ def _read_size(row: PublishedRow, column: str, default: int) -> int:
     return row.read_count(column) or default
 
 
-def _build_layout(row: PublishedRow) -> ParallelConfig:
+def _build_layout(row: PublishedRow, software: Software) -> ParallelConfig:
     tp, pp, cp = (_read_size(row, axis, 1) for axis in ("tp", "pp", "cp"))
     gpus = row.read_count("gpus")
     if gpus % (tp * pp * cp):
         raise _refuse(row, f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs")
     common = ParallelConfig(
-        tp=tp, pp=pp, cp=cp, ep=_read_size(row, "ep", 1), sequence_parallel=tp > 1
-    )
+        tp=tp, pp=pp, cp=cp, ep=_read_size(row, "ep", 1), sequence_parallel=tp > 1,
+        expert_tp=tp if software.shards_experts else 1, dispatcher=software.dispatcher,
+    )  # fmt: skip
     dp = gpus // (tp * pp * cp)
     shard = max(_read_size(row, "fsdp", 1), _read_size(row, "fsdp_group", 1))
     if shard > 1:
@@ -128,8 +142,9 @@ def _build_layout(row: PublishedRow) -> ParallelConfig:
     chunks = _read_size(row, "vp", 1) if pp > 1 else 1
     if "VP printed NA" in row.values.get("other", ""):
         chunks = NEMOTRON_CHUNKS
+    overlap = {"dp", "tp", "ep"} if software.overlaps_experts else {"dp", "tp"}
     return replace(
-        common, dp_replicate=dp, zero=1, overlap=frozenset({"dp", "tp"}), chunks=chunks,
+        common, dp_replicate=dp, zero=1, overlap=frozenset(overlap), chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b",
     )  # fmt: skip
 
@@ -151,7 +166,7 @@ def _place_layers(job: JobConfig) -> ParallelConfig:
     return replace(job.parallel, layers_per_stage=tuple(sizes))
 
 
-def _build_training(row: PublishedRow) -> TrainingConfig:
+def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
     for column in ("seq", "global_batch", "tp"):
         if not row.has_value(column):
             raise _refuse(row, f"no {column}")
@@ -165,7 +180,68 @@ def _build_training(row: PublishedRow) -> TrainingConfig:
         micro_batch=_read_size(row, "micro_batch", 1),
         global_batch=row.read_count("global_batch"),
         dtype=_read_dtype(row),
+        gradient_dtype="fp32" if _name_source(row) == "megatron-lm" else "bf16",
+        attention_kernel=software.attention_kernel,
+        cuda_graph=software.cuda_graph,
+        document_tokens=DOCUMENT_TOKENS if "SFT" in row.read_text("kind") else 0,
     )
+
+
+# What each release ran beside the columns of its table, from its scripts.
+
+DOCUMENT_TOKENS = 200
+"""SFT recipes pack SQuAD: paragraphs of about 120 words with a question (Rajpurkar et al.,
+arXiv:1606.05250)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Settings of a run with experts that its table leaves out."""
+
+    dispatcher: Dispatcher = "all-to-all"
+    overlaps_experts: bool = False
+    cuda_graph: CudaGraph = "none"
+    attention_kernel: AttentionKernel = ""
+    shards_experts: bool = False
+
+
+FULL_GRAPH = Software("hybridep", True, "step", "cudnn-fp8")
+
+QWEN3: tuple[tuple[str, str, Software], ...] = (
+    ("25.09", "GB200", Software(cuda_graph="layers")),
+    ("25.09", "H100", Software("deepep", overlaps_experts=True)),
+    ("25.11", "GB", Software("hybridep", cuda_graph="layers")),
+    ("25.11", "H100", Software(overlaps_experts=True)),
+    ("26.02.01", "H100", Software("deepep", overlaps_experts=True)),
+    ("26.02.01", "", Software("hybridep", cuda_graph="layers")),
+    ("26.02", "B200", Software(cuda_graph="layers")),
+    ("26.02", "H100", Software(overlaps_experts=True)),
+    ("26.02", "", Software("hybridep", cuda_graph="layers")),
+    ("26.0", "H100", Software("hybridep")),
+    ("26.04", "", Software("hybridep", cuda_graph="layers")),
+    ("26.0", "", FULL_GRAPH),
+)  # fmt: skip
+"""Release, GPU -> settings of Qwen3 in Megatron-Bridge's scripts/performance, tags v0.1.0rc4 to
+v0.6.0; the first match counts. 26.06 has one CUDA graph of the step, fused experts and fp8
+attention (pull request 4211); 26.02 had no DeepEP (known issues)."""
+
+
+def find_software(row: PublishedRow) -> Software:
+    """Settings of the release in a row."""
+    name, system = row.read_text("model"), _read_system(row)
+    release = row.read_text("release" if row.has_value("release") else "framework")
+    if name.startswith("Grok"):
+        # DGX Cloud's grok1: the NeMo 1 recipe of v25.02 shards experts over tp by default; ET of
+        # launch.sh in v25.05 is 4 on GB200 and 1 on H100.
+        shards = "v25.02" in release or "GB200" in system
+        return Software(shards_experts=shards, cuda_graph="step" if "GB200" in system else "none")
+    if name.startswith("Qwen3"):
+        for version, word, software in QWEN3:
+            if version in release and word in system.replace("DGX-", ""):
+                is_b200 = word != "B200" or "GB200" not in system
+                if is_b200:
+                    return software
+    return Software()
 
 
 def _read_dtype(row: PublishedRow) -> Dtype:

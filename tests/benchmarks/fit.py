@@ -27,7 +27,7 @@ from scipy.optimize import least_squares
 from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.hardware_config import PRESETS, load_efficiency
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.validation.coverage import compute_bands, predict_unseen
+from stepsplit.analyzer.validation.coverage import compute_bands, load_left_out, predict_unseen
 from stepsplit.analyzer.validation.published_runs import ZERO_FAMILY, list_step_time_cases
 from stepsplit.analyzer.validation.tables import Case, Published
 
@@ -38,12 +38,16 @@ FITTED: dict[str, tuple[str, ...]] = {
 }
 """The other constants are measured elsewhere or too little exercised by these runs."""
 
+EXPERT = ("expert_ns",)
+"""Fitted afterwards, on the runs with experts of hopper and blackwell."""
+
 BOUNDS = {
     "gemm": (0.3, 0.87),
     "gemm_fp8": (0.3, 0.9),
     "unfused_attention": (0.1, 0.8),
     "jitter": (0.001, 0.03),
     "jitter_per_layer": (0.001, 0.05),
+    "expert_ns": (0.0, 3e6),
 }
 """What a kernel can reach at all: the best GEMM measured (MAMF) is 0.87 on A100."""
 
@@ -57,16 +61,16 @@ ROBUST = 0.05
 """Errors well above it count linearly instead of squared."""
 
 
-def list_fitted_cases(family: str) -> list[Case]:
-    """Dense runs that fit in memory, without ZeRO-3 of 2021, whose loss over many ranks is not
-    modelled: software for experts differs more than the constants."""
+def list_fitted_cases(family: str, experts: bool = False) -> list[Case]:
+    """Dense runs, or those with experts, that fit in memory; without ZeRO-3 of 2021, whose loss
+    over many ranks is not modelled."""
     return [
         case
         for case in list_step_time_cases(Published())
         if case.job.hardware.family == family
         and case.source not in HELD_OUT
         and case.family != ZERO_FAMILY
-        and case.job.model.experts is None
+        and (case.job.model.experts is not None) == experts
         and predict(case.job).fits
     ]
 
@@ -78,10 +82,13 @@ def compute_log_error(efficiency: Efficiency, case: Case) -> float:
     return math.log(predicted.split.step_ns / case.step_ns)
 
 
-def fit(family: str, cases: Sequence[Case]) -> Efficiency:
+def fit(
+    names: tuple[str, ...], start: Efficiency, family: str, cases: Sequence[Case]
+) -> Efficiency:
     """The constants of least robust error; many runs of a publisher count less each."""
-    names, start = FITTED[family], load_efficiency(family)
     names = tuple(name for name in names if name != "gemm_fp8" or _has_fp8(cases))
+    if not cases:
+        return start
     runs = Counter(case.source for case in cases)
     weights = np.array([runs[case.source] ** -0.25 for case in cases])
 
@@ -90,12 +97,21 @@ def fit(family: str, cases: Sequence[Case]) -> Efficiency:
         return weights * [compute_log_error(tried, case) for case in cases]
 
     limits = [LIMITS.get((family, name), BOUNDS[name]) for name in names]
-    first = [min(getattr(start, name), high) for name, (_, high) in zip(names, limits, strict=True)]
+    first = [
+        min(getattr(start, name) or high / 2, high)
+        for name, (_, high) in zip(names, limits, strict=True)
+    ]
     found = least_squares(
         compute_residuals, first, bounds=tuple(zip(*limits, strict=True)),
         loss="soft_l1", f_scale=ROBUST, x_scale=first, diff_step=0.01, max_nfev=20,
+        ftol=1e-4, xtol=1e-3,
     )  # fmt: skip
     return replace(start, **{n: float(f"{v:.4g}") for n, v in zip(names, found.x, strict=True)})
+
+
+def list_names(family: str) -> tuple[str, ...]:
+    """The fitted constants that a family's presets hold."""
+    return FITTED[family] if family == "ampere" else (*FITTED[family], *EXPERT)
 
 
 def _has_fp8(cases: Sequence[Case]) -> bool:
@@ -113,12 +129,23 @@ class FamilyFit:
 
 
 def fit_family(family: str) -> FamilyFit:
-    cases = list_fitted_cases(family)
-    sources = sorted({case.source for case in cases})
+    dense, experts = list_fitted_cases(family), list_fitted_cases(family, experts=True)
+    cases = [*dense, *experts]
     without = {
-        source: fit(family, [case for case in cases if case.source != source]) for source in sources
+        source: _fit_twice(
+            family,
+            [case for case in dense if case.source != source],
+            [case for case in experts if case.source != source],
+        )
+        for source in sorted({case.source for case in cases})
     }
-    return FamilyFit(family, fit(family, cases), without, cases)
+    return FamilyFit(family, _fit_twice(family, dense, experts), without, cases)
+
+
+def _fit_twice(family: str, dense: Sequence[Case], experts: Sequence[Case]) -> Efficiency:
+    """The constants on dense runs, then with these the one of experts."""
+    found = fit(FITTED[family], load_efficiency(family), family, dense)
+    return fit(EXPERT, found, family, experts)
 
 
 def write_efficiency(fits: Sequence[FamilyFit], path: Path) -> None:
@@ -139,7 +166,7 @@ def write_efficiency(fits: Sequence[FamilyFit], path: Path) -> None:
                 (layout.shard_size for layout in layouts if layout.zero == 3), default=0
             ),
         }
-        values = {name: f"{getattr(one.all_runs, name):.4g}" for name in FITTED[one.family]}
+        values = {name: f"{getattr(one.all_runs, name):.4g}" for name in list_names(one.family)}
         values |= {key: json.dumps(sorted(names)) for key, names in seen.items()}
         values |= {key: str(value) for key, value in most.items()}
         head, _, rest = text.partition(f"[{one.family}]\n")
@@ -157,10 +184,17 @@ def write_left_out(fits: Sequence[FamilyFit], path: Path) -> None:
         "",
         'source = "tests/benchmarks/fit.py"',
     ]
+    constants = dict(load_left_out())
     for one in fits:
-        for source, found in one.without.items():
-            lines += ["", f'[{one.family}."{source}"]']
-            lines += [f"{name} = {getattr(found, name):.4g}" for name in FITTED[one.family]]
+        constants = {key: value for key, value in constants.items() if key[0] != one.family}
+        constants |= {
+            (one.family, source): {name: getattr(found, name) for name in list_names(one.family)}
+            for source, found in one.without.items()
+        }
+    families = list(FITTED)
+    for family, source in sorted(constants, key=lambda key: (families.index(key[0]), key[1])):
+        lines += ["", f'[{family}."{source}"]']
+        lines += [f"{name} = {value:.4g}" for name, value in constants[family, source].items()]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -197,12 +231,12 @@ def _describe(one: FamilyFit) -> Iterator[str]:
 
 
 def _select_fitted(family: str, found: Efficiency) -> dict[str, float]:
-    return {name: getattr(found, name) for name in FITTED[family]}
+    return {name: getattr(found, name) for name in list_names(family)}
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--family", action="append")
+    options.add_argument("--family", action="append", help="leave the others as they are")
     options.add_argument("--bands", action="store_true", help="only write bands.toml")
     given = options.parse_args()
     if given.bands:
@@ -212,11 +246,10 @@ def main() -> None:
     fits = [fit_family(family) for family in wanted]
     for one in fits:
         sys.stdout.write("\n".join(_describe(one)) + "\n")
-    if len(fits) == len(FITTED):
-        write_efficiency(fits, PRESETS / "efficiency.toml")
-        write_left_out(fits, PRESETS / "left_out.toml")
-        # In a process of its own, which reads the files just written.
-        subprocess.run([sys.executable, __file__, "--bands"], check=True)
+    write_efficiency(fits, PRESETS / "efficiency.toml")
+    write_left_out(fits, PRESETS / "left_out.toml")
+    # In a process of its own, which reads the files just written.
+    subprocess.run([sys.executable, __file__, "--bands"], check=True)
 
 
 if __name__ == "__main__":

@@ -237,6 +237,17 @@ def test_more_ranks_of_zero_3_than_known_are_a_caveat() -> None:
     assert doubts(far) == ["communication takes most of the step", "ZeRO-3 over 1,024 ranks"]
 
 
+def test_nearly_full_memory_is_a_caveat_of_fsdp_alone() -> None:
+    """The same job on a device on which its peak takes 90 %."""
+    plain = llama(ParallelConfig(dp_shard=8, zero=3), framework="fsdp2", global_batch=8)
+    peak_bytes = max(stage.total_bytes for stage in predict(plain).memory)
+    device = replace(plain.hardware, memory_bytes=round(peak_bytes / 0.9))
+    full = replace(plain, hardware=device)
+    kept = {"memory is 90% full: the allocator may free and retry"}
+    assert kept & {*predict(full).notes} == kept
+    assert not kept & {*predict(plain).notes}
+
+
 def distances(one: JobConfig) -> list[str]:
     """The caveats of a prediction with medium confidence."""
     found = predict(one)

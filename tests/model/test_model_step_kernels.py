@@ -5,6 +5,7 @@ A FLOP and a byte each take a ns, so that a time is the sum of both counts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from stepsplit.analyzer.model.config import (
     Efficiency,
     Experts,
     HardwareConfig,
+    JobConfig,
     LatentAttention,
     Link,
     ModelConfig,
@@ -75,12 +77,56 @@ def test_rates_are_shares_of_the_peaks_and_head_and_attention_stay_in_bf16() -> 
     device = replace(DEVICE, peaks_flops_per_s=peaks, efficiency=efficiency, multiprocessors=100)
     eight = replace(job(dtype="fp8"), hardware=device)
     assert compute_device_speed(eight) == DeviceSpeed(
-        1e6, 0.5e6, 0.25e6, 0.2e6, 500.0, 1000.0, 128, 100, operand_bytes=1
+        1e6, 0.5e6, 0.25e6, 0.2e6, 500.0, 1000.0, 128, 100, operand_bytes=1, weight_gradient_bytes=5
     )
     unfused = replace(eight, training=replace(eight.training, flash_attention=False))
     assert compute_device_speed(unfused) == DeviceSpeed(
-        1e6, 0.5e6, 0.125e6, 0.1e6, 500.0, 1000.0, 128, 100, operand_bytes=1
+        1e6, 0.5e6, 0.125e6, 0.1e6, 500.0, 1000.0, 128, 100, operand_bytes=1,
+        weight_gradient_bytes=5,
+    )  # fmt: skip
+
+
+def test_weight_gradients_are_summed_by_megatrons_gemm_and_written_by_the_others() -> None:
+    """Megatron-LM reads and writes its sum, 4 or 2 bytes: half of what that adds to 2 counts."""
+    recipes = (job(), job(gradient_dtype="bf16"), job(framework="ddp"))
+    sizes = [compute_device_speed(replace(one, hardware=H100)) for one in recipes]
+    assert [speed.weight_gradient_bytes for speed in sizes] == [5, 3, 2]
+    gemm, speed = Gemm(16, 8, 4), replace(UNIT, weight_gradient_bytes=5)
+    work, operands = 2 * 16 * 8 * 4, 2 * (4 + 8) * 16
+    assert gemm.compute_weight_ns(UNIT) == work + operands + 2 * 8 * 4
+    assert gemm.compute_weight_ns(speed) == work + operands + 5 * 8 * 4
+
+
+def test_the_tiles_of_experts_fill_the_device_together() -> None:
+    """Four experts of 128 x 384, 3 tiles each, on 4 multiprocessors: 3 waves of 4 tiles instead of
+    one of 3 tiles each."""
+    speed = replace(UNIT, tile=128, multiprocessors=4, bytes_per_ns=math.inf)
+    together, alone = Gemm(128, 384, 64, count=4), Gemm(128, 384, 64)
+    assert together.compute_forward_ns(speed) == 4 * 2 * 128 * 384 * 64
+    assert alone.compute_forward_ns(speed) == 2 * 128 * 512 * 64
+
+
+def test_fp8_with_a_scale_per_row_is_slower() -> None:
+    tensor, row = (
+        compute_device_speed(replace(job(dtype="fp8", fp8_scaling=scaling), hardware=H100))
+        for scaling in ("tensor", "row")
     )
+    assert row.linear_flops_per_ns == pytest.approx(0.8 * tensor.linear_flops_per_ns)
+    assert row.head_flops_per_ns == tensor.head_flops_per_ns
+
+
+def test_attention_does_not_look_beyond_a_packed_document() -> None:
+    """Documents of 4 of the 16 tokens: a quarter of the work, at the rate of 4 tokens."""
+    whole, packed = (
+        _core(replace(job(document_tokens=tokens), hardware=H100)) for tokens in (0, 4)
+    )
+    slowdown = (4 + 670) / 4 / ((16 + 670) / 16)
+    assert packed == pytest.approx(whole / 4 * slowdown, rel=1e-3)
+
+
+def _core(one: JobConfig) -> float:
+    speed = replace(compute_device_speed(one), launch_ns=0.0)
+    return time_dense_layer(one, speed).core_ns
 
 
 def test_fp8_gemms_have_a_share_of_their_own_and_all_rates_follow_the_clock() -> None:
@@ -108,17 +154,24 @@ def test_attention_runs_at_the_rate_of_the_kernel_that_the_framework_calls() -> 
     assert attention_rates(H100, 1_000_000) == (628, 540)
     assert attention_rates(H100, 1_000_000, framework="fsdp2") == (335, 291)
     assert attention_rates(H100, 1_000_000, attention_kernel="flash-3") == (609, 523)
-    assert attention_rates(B200, 1_000_000, framework="huggingface") == (379, 309)
+    b200, b200_kernel = 2.25 * 0.926, 2.0835
+    assert attention_rates(B200, 1_000_000, framework="huggingface") == (
+        round(0.92 * 458 * b200 / 2.5 * 1e6 / (1e6 + 840)),
+        round(0.92 * 373 * b200 / 2.5 * 1e6 / (1e6 + 780)),
+    )
+    assert b200 == pytest.approx(b200_kernel)
 
 
 def test_attention_is_slower_on_short_sequences() -> None:
-    """At s tokens s / (s + 2800) forward and s / (s + 2750) backward of the rate."""
-    assert attention_rates(B200, 2800) == (round(0.92 * 1551 / 2), round(0.92 * 1234 / 1.98214))
-    assert attention_rates(B200, 2750)[1] == round(0.92 * 1234 / 2)
+    """At s tokens s / (s + 1410) forward and s / (s + 2500) backward of the rate."""
+    assert attention_rates(B200, 1410)[0] == round(0.92 * 1551 / 2)
+    assert attention_rates(B200, 2500)[1] == round(0.92 * 1277 / 2)
+    fp8 = attention_rates(B200, 3650, attention_kernel="cudnn-fp8")
+    assert fp8[1] == round(0.92 * 1746 / 2)
 
 
 def test_a_ring_calls_attention_on_a_part_of_the_sequence() -> None:
-    ring = job(layout=ParallelConfig(cp=4), seq_len=4 * 2800)
+    ring = job(layout=ParallelConfig(cp=4), seq_len=4 * 1410)
     gathered = replace(ring, parallel=replace(ring.parallel, context_kind="all-gather"))
     part, whole = (
         compute_device_speed(replace(one, hardware=B200)).attention_flops_per_ns

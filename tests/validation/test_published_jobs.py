@@ -106,6 +106,54 @@ def test_the_ends_of_a_recipe_have_a_layer_less() -> None:
 
 
 @for_each(
+    ("release", "gpu", "ran"),
+    [
+        ("26.06 NeMo", "DGX-GB200", ("hybridep", "step", "cudnn-fp8", True)),
+        ("26.02.01 NeMo", "DGX-B200", ("hybridep", "layers", "", False)),
+        ("26.02 NeMo", "DGX-B200", ("all-to-all", "layers", "", False)),
+        ("26.04 NeMo", "DGX-H100", ("hybridep", "none", "", False)),
+    ],
+)
+def test_each_release_runs_experts_with_its_own_settings(
+    release: str, gpu: str, ran: tuple[object, ...]
+) -> None:
+    """Qwen3-30B in Megatron-Bridge: dispatcher, CUDA graphs, attention and overlap."""
+    rows = Published().read_records("megatron_bridge_performance")
+    row = next(
+        one
+        for one in rows
+        if (one.read_text("release"), one.read_text("system")) == (f"{release} Container", gpu)
+        and one.read_text("model").startswith("Qwen3_30B")
+    )
+    job = build_recipe(row).job
+    layout, training = job.parallel, job.training
+    assert ran == (
+        layout.dispatcher, training.cuda_graph, training.attention_kernel, "ep" in layout.overlap,
+    )  # fmt: skip
+    assert training.gradient_dtype == "bf16"
+
+
+def test_grok_splits_its_experts_as_the_scripts_of_the_release_say() -> None:
+    """v25.02 over all tp ranks; v25.05 on GB200 as well, on H100 not. SFT packs documents."""
+    found = {}
+    for row in Published().read_records("training_runs"):
+        if row.read_text("model").startswith("Grok-1"):
+            release = row.read_text("framework").rpartition(" ")[2]
+            found[release, row.read_text("gpu")[:5]] = build_recipe(row).job.parallel.expert_tp
+    assert found == {
+        ("v25.02.02", "H100-"): 4,
+        ("v25.05.05", "H100-"): 1,
+        ("v25.05.05", "GB200"): 4,
+    }
+    (sft,) = [
+        row
+        for row in Published().read_records("training_runs")
+        if row.read_text("model") == "Llama 3 8B SFT" and "_8_bf16" in row.id
+    ]
+    assert build_recipe(sft).job.training.document_tokens == 200
+
+
+@for_each(
     ("values", "problem"),
     [
         ({"kind": "LoRA"}, "LoRA is not modelled"),
@@ -206,6 +254,6 @@ def test_torchtitan_names_its_sizes_in_the_config() -> None:
     )  # fmt: skip
     assert case.job.training == TrainingConfig(
         seq_len=65536, micro_batch=1, global_batch=32, dtype="fp8", recompute="full",
-        framework="fsdp2", fused_loss=False,
+        framework="fsdp2", fused_loss=False, compile=True,
     )  # fmt: skip
     assert round(case.step_ns / 1e9, 1) == 87.1

@@ -245,7 +245,7 @@ def _find_front(job: JobConfig, fitting: list[JobConfig], rates: Rates) -> list[
     A layout is not timed if one that is no larger is faster than its lower bound.
     """
     bound, front = LowerBound(rates), list[Candidate]()
-    peaks = [max(stage.total_bytes for stage in compute_memory(each)) for each in fitting]
+    peaks = [compute_peak_bytes(each) for each in fitting]
     queue = sorted((bound.compute_step_ns(each), n) for n, each in enumerate(fitting))
     for bound_ns, n in queue:
         if any(each.step_ns <= bound_ns and each.peak_bytes <= peaks[n] for each in front):

@@ -15,7 +15,15 @@ from typing import Any
 _SAMPLES = Path(__file__).parents[1] / "sample_traces"
 _SEEDS = ("built_ddp_host_stall", "built_fsdp_four_hosts", "built_zero_bubble", "pp2_m2", "dp4",
           "tp2_pp2")  # fmt: skip
-_MOST_EVENTS = 2500
+_STEPS = 2
+_PLAIN_OPS = ("aten::", "autograd::", "torch::", "fwdbwd", "PythonSubclass")
+_KEPT_PLAIN_OPS = 8
+_JOB = {
+    "model": {"layers": 4, "hidden": 256, "heads": 8, "ffn": 1024, "vocab": 32},
+    "parallel": {"tp": 1, "pp": 2, "dp": 2},
+    "training": {"seq_len": 64, "micro_batch": 4, "global_batch": 16},
+    "hardware": {"preset": "h100-sxm"},
+}
 _ODD_NUMBERS = (float("nan"), float("inf"), -float("inf"), -1, 0, 1e308, 2**63, 2**53 + 1, "x",
                 None, [], {"a": 1}, True, "-5", 0.001)  # fmt: skip
 _ODD_VALUES = (*_ODD_NUMBERS, "", "\ud800", "a\nb", [1, "b"], [[]], {}, False, 10**30, 1.5)
@@ -25,10 +33,11 @@ Event = dict[str, Any]
 
 @dataclass
 class Recorded:
-    """The parsed traces of a recording by file name, and its run.json."""
+    """The parsed traces of a recording by file name, its run.json and its job.toml."""
 
     traces: dict[str, dict[str, Any]]
     run: dict[str, Any] | None
+    job: dict[str, Any] | None = None
 
     def write(self, folder: Path) -> Path:
         """Writes the files to a folder of their own."""
@@ -37,32 +46,49 @@ class Recorded:
             (folder / name).write_text(json.dumps(body))
         if self.run is not None:
             (folder / "run.json").write_text(json.dumps(self.run))
+        if self.job is not None:
+            lines = [f"{key} = {_format_toml(value)}\n" for key, value in self.job.items()]
+            (folder / "job.toml").write_bytes("".join(lines).encode(errors="surrogatepass"))
         return folder
 
 
-@functools.cache
+def _format_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {_format_toml(one)}" for key, one in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_toml, value))}]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
 def read_sample(name: str) -> Recorded:
-    """A sample's traces, the early half of the events of long ones, and its run.json."""
+    """A sample's first steps, with an eighth of its plain ops, and its run.json."""
+    traces, run = json.loads(_read_sample_text(name))
+    return Recorded(traces, run)
+
+
+@functools.cache
+def _read_sample_text(name: str) -> str:
+    # As text, which is parsed in less time than objects are copied.
     folder, traces = _SAMPLES / name, {}
     for file in sorted(folder.glob("rank*_trace.json.gz")):
         body = json.loads(gzip.decompress(file.read_bytes()))
         body["traceEvents"] = _shorten(body["traceEvents"])
         traces[file.name.removesuffix(".gz")] = body
-    return Recorded(traces, json.loads((folder / "run.json").read_text()))
+    return json.dumps([traces, json.loads((folder / "run.json").read_text())])
 
 
 def _shorten(events: list[Event]) -> list[Event]:
-    """All step marks and metadata, and the events of the first two steps."""
-    marks = [event for event in events if _is_step(event)]
-    if len(events) <= _MOST_EVENTS or len(marks) < 3:
-        return events
-    end = sorted(event["ts"] for event in marks)[2]
+    """The metadata, and the events of the first steps without flows and most plain ops."""
+    marks = {event["name"]: event["ts"] for event in events[::-1] if _is_step(event)}
+    end = sorted(marks.values())[_STEPS]
     kept = [event for event in events if event.get("ph") == "M" or event.get("ts", 0) < end]
-    return [event for event in kept if not _is_rare(event)]
-
-
-def _is_rare(event: Event) -> bool:
-    return event.get("ph") in ("s", "f", "i")
+    kept = [event for event in kept if event.get("ph") not in ("s", "f", "i")]
+    plain = [event for event in kept if str(event.get("name")).startswith(_PLAIN_OPS)]
+    dropped = {id(event) for at, event in enumerate(plain) if at % _KEPT_PLAIN_OPS}
+    return [event for event in kept if id(event) not in dropped]
 
 
 def _is_step(event: Event) -> bool:
@@ -188,7 +214,7 @@ def move_threads(random: Random, recorded: Recorded) -> None:
 
 
 def mix_runs(random: Random, recorded: Recorded) -> None:
-    other = copy.deepcopy(read_sample(random.choice(_SEEDS)))
+    other = read_sample(random.choice(_SEEDS))
     names = sorted(other.traces)
     for name in random.sample(names, random.randint(1, len(names))):
         recorded.traces[name] = other.traces[name]
@@ -228,6 +254,16 @@ def odd_run(random: Random, recorded: Recorded) -> None:
         recorded.run = _replace_one(random, recorded.run)
 
 
+def odd_job(random: Random, recorded: Recorded) -> None:
+    """Values of a job.toml are odd, or its job is another one."""
+    recorded.job = recorded.job or copy.deepcopy(_JOB)
+    if random.random() < 0.3:
+        recorded.job["parallel"] = {random.choice(("tp", "pp", "dp", "cp")): random.choice((1, 4))}
+        return
+    for _ in range(random.choice((1, 1, 3))):
+        recorded.job = _replace_one(random, recorded.job)
+
+
 def odd_header(random: Random, recorded: Recorded) -> None:
     name = random.choice(sorted(recorded.traces))
     body = recorded.traces[name]
@@ -259,15 +295,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     drop_events, drop_kind, keep_kind, swap_times, repeat_events, empty_trace, odd_number,
     odd_argument, zero_durations, zero_steps, move_steps, rename_steps, drop_steps, overlap_steps,
     shift_rank, move_threads, mix_runs, swap_ranks, drop_rank, drop_run, wrong_mesh, odd_run,
-    odd_header,
+    odd_job, odd_header,
 )  # fmt: skip
 
 
-def mutate(random: Random) -> tuple[str, Recorded]:
+@dataclass(frozen=True)
+class Mutant:
     """A mutated sample, and the names of the sample and of its one to three mutations."""
+
+    sample: str
+    mutations: tuple[str, ...]
+    recorded: Recorded
+
+
+def mutate(random: Random) -> Mutant:
     sample = random.choice(_SEEDS)
-    recorded = copy.deepcopy(read_sample(sample))
+    recorded = read_sample(sample)
+    if random.random() < 0.5:
+        recorded.job = copy.deepcopy(_JOB)
     chosen = [random.choice(MUTATIONS) for _ in range(random.choice((1, 1, 2, 3)))]
     for mutation in chosen:
         mutation(random, recorded)
-    return f"{sample}: {', '.join(mutation.__name__ for mutation in chosen)}", recorded
+    return Mutant(sample, tuple(mutation.__name__ for mutation in chosen), recorded)

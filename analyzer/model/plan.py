@@ -83,17 +83,14 @@ def plan(
         job: gives model, sequence, batch, precision, framework and hardware. Its layout, microbatch
             size and recomputation are ignored unless keep names them.
         gpus: number of GPUs, 1 or more.
-        keep: settings to keep as the job has them, out of "tp", "pp", "cp", "ep", "expert_tp",
-            "zero", "sequence_parallel", "schedule", "chunks", "micro_batch", "recompute"; default
-            none.
+        keep: settings to keep as the job has them, such as "tp" or "schedule"; default none.
         top: layouts to return, each with a different split of the GPUs; default 8.
         rates: measured collective times, as read_rates returns them; default None: the constants
             of the hardware preset.
         price_per_gpu_hour: price of a GPU per hour, for the cost of a million tokens (see
             Plan.compute_cost); default None.
-        pareto: whether to list the layouts that no other beats in step time, memory and number of
-            GPUs, on these GPUs, a half, a quarter and an eighth of them; default False. Each needs
-            a search of its own.
+        pareto: whether to list the layouts that no other beats in step time, memory and GPUs, on
+            these, a half, a quarter and an eighth of them; default False. Each needs a search.
 
     Returns:
         The Plan: the best layout, the runners-up and why they are slower.

@@ -42,8 +42,6 @@ class EventsFile:
     def __init__(self, path: Path) -> None:
         try:
             self._file = pq.ParquetFile(path, page_checksum_verification=True, memory_map=True)
-            if not self._file.schema_arrow.equals(_SCHEMA):
-                raise ValueError("a Parquet file of other columns")
         except pa.ArrowException as error:
             raise ValueError(str(error)) from None
 
@@ -53,7 +51,9 @@ class EventsFile:
 
     @property
     def about(self) -> bytes:
-        """The metadata as bytes; empty if the file was not written by stepsplit."""
+        """The metadata as bytes; empty if the file has other columns than stepsplit writes."""
+        if not self._file.schema_arrow.equals(_SCHEMA):
+            return b""
         found: bytes = (self._file.metadata.metadata or {}).get(_ABOUT, b"")
         return found
 

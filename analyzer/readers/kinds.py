@@ -75,11 +75,13 @@ def is_parquet(head: bytes) -> bool:
     return head.startswith(b"PAR1")
 
 
-def read_rank_table(source: Source, rules: Rules = BUILT_IN) -> RankTraces:
-    """The trace of a rank in the table that `stepsplit reduce` wrote. Raises DataError."""
+def read_rank_table(source: Source, rules: Rules = BUILT_IN) -> RankTraces | None:
+    """The trace of a rank in the table that `stepsplit reduce` wrote; None if it is no such table.
+    Raises DataError."""
     from stepsplit.analyzer.readers.rank_table import read_table
 
-    return (read_table(source, rules),)
+    trace = read_table(source, rules)
+    return None if trace is None else (trace,)
 
 
 # The metadata file that the profiler writes for each rank: the file -> RankRecord.

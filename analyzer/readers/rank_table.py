@@ -83,8 +83,9 @@ def write_table(path: Path, trace: RankTrace) -> None:
     write_events(path, trace.events, trace.shapes, msgspec.msgpack.encode(data), packed=True)
 
 
-def read_table(source: Source, rules: Rules = BUILT_IN) -> RankTrace:
-    """Reads the trace of a rank, whose kernels the rules classify. Raises DataError."""
+def read_table(source: Source, rules: Rules = BUILT_IN) -> RankTrace | None:
+    """Reads the trace of a rank, whose kernels the rules classify; None for a Parquet file of
+    something else. Raises DataError."""
     try:
         with source.open_local() as path:
             return _read(path, EventClassifier(rules))
@@ -92,8 +93,10 @@ def read_table(source: Source, rules: Rules = BUILT_IN) -> RankTrace:
         raise DataError(source.where, f"not a rank table ({error})", _HINT) from None
 
 
-def _read(path: Path, classifier: EventClassifier) -> RankTrace:
+def _read(path: Path, classifier: EventClassifier) -> RankTrace | None:
     file = EventsFile(path)
+    if not file.about:
+        return None
     if len(file) > _MOST_EVENTS:
         raise ValueError(f"{len(file):,} events; at most {_MOST_EVENTS:,} are read")
     data = msgspec.msgpack.decode(file.about, type=_RankData)

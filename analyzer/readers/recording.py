@@ -148,7 +148,7 @@ def _read_all_traces(
             candidates += map(_build_nsys_candidate, read_nsys(source, rules))
     for source, table in zip(files.tables, _read_tables(files.tables, workers, rules), strict=True):
         if not isinstance(table, DataError):
-            candidates += (TraceCandidate(trace, trace.rank) for trace in table)
+            candidates += (TraceCandidate(trace, trace.rank) for trace in table or ())
         elif source.where in named:
             raise table
         else:
@@ -158,7 +158,7 @@ def _read_all_traces(
 
 def _read_tables(
     sources: Sequence[Source], workers: int, rules: Rules
-) -> list[RankTraces | DataError]:
+) -> list[RankTraces | DataError | None]:
     tasks = [Task(one.where, _TABLE_BYTES, read_rank_table, (one, rules)) for one in sources]
     return run_all(tasks, workers)
 

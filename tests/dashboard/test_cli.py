@@ -167,7 +167,7 @@ HELP = {
     ("attach",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--timeout S", "--overwrite",
+        "--stacks", "--share", "--timeout S", "--overwrite",
     ],
     ("doctor",): ["--json FILE", "--help"],
     ("export",): ["--perfetto FILE", "--workers N", "--rules FILE", "--help"],
@@ -180,7 +180,8 @@ HELP = {
     ("record",): [
         "--out DIR", "--name NAME", "--steps N", "--ranks auto|all|LIST", "--mesh AXES",
         "--memory", "--shapes",
-        "--stacks", "--first N", "--standby", "--nccl-calls", "--nccl-inspector", "--overwrite",
+        "--stacks", "--share", "--first N", "--standby", "--nccl-calls", "--nccl-inspector",
+        "--overwrite",
     ],
     ("edit",): [
         "--name NAME", "--note TEXT", "--tag KEY=VALUE", "--untag KEY", "--store URL",

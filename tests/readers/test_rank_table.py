@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -110,3 +112,15 @@ def test_a_table_is_read_as_any_file(tmp_path: Path) -> None:
     [trace] = file.content
     assert isinstance(trace.events, Events) and isinstance(trace.shapes, Shapes)
     assert file.events == len(trace.events)
+
+
+def test_a_parquet_file_of_something_else_is_no_trace(tmp_path: Path) -> None:
+    other = tmp_path / "prices.parquet"
+    pq.write_table(pa.table({"price": [1.0]}), other)
+    reduce_recording([SAMPLES / "pp2_m2"], tmp_path)
+
+    [file] = read_files(other)
+    assert (file.kind, file.refused) == ("rank table", "unknown format")
+    assert analyze(tmp_path) == analyze(SAMPLES / "pp2_m2")
+    with pytest.raises(DataError, match="no trace found"):
+        analyze(other)

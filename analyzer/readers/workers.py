@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from stepsplit.analyzer.errors import DataError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ProcessPoolExecutor
 
 LEAST_BYTES = 48 << 20
 """Below this size, reading in one process is faster than starting another."""
@@ -69,6 +69,9 @@ def _run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T 
     if n_helpers < 1:
         yield from ((index, task.run()) for index, task in todo)
         return
+    # Imported here, as in the functions below, because small recordings need no other process.
+    from concurrent.futures import FIRST_COMPLETED, wait
+
     with _start_pool(n_helpers) as pool:
         running: dict[Future[T | DataError], int] = {}
         while todo or running:
@@ -85,16 +88,20 @@ def _run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T 
 
 
 def _send_task(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
+    from concurrent.futures import BrokenExecutor
+
     try:
         return pool.submit(task.run)
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise _make_worker_error(task.where) from None
 
 
 def _await_result(future: Future[T | DataError], where: str) -> T | DataError:
+    from concurrent.futures import BrokenExecutor
+
     try:
         return future.result()
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise _make_worker_error(where) from None
 
 
@@ -106,6 +113,9 @@ def _make_worker_error(where: str) -> DataError:
 @contextmanager
 def _start_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Spawned processes: a fork would copy the locks of other threads of a server."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     other_children = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
         context = multiprocessing.get_context("spawn")

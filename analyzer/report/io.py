@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from stepsplit.analyzer.errors import DataError, make_write_error, write
-from stepsplit.analyzer.model.config import JobConfig
-from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import decode_job
-from stepsplit.analyzer.model.hardware_config import read_hardware_file
-from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, read_tables, write_tables
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.model.config import JobConfig
+    from stepsplit.analyzer.model.config_decode import TomlTable
+    from stepsplit.analyzer.model.prediction import Prediction
 
 _T = TypeVar("_T")
 
@@ -137,11 +137,14 @@ def read_report(path: Path) -> Report:
         raise DataError(file, error.strerror or "unreadable", "pass a report.json") from None
 
 
-# The prediction and the job config in a report.
+# The prediction and the job config in a report. The model is loaded where it is used: most reports
+# have neither.
 
 
 def build_prediction_row(prediction: Prediction) -> PredictionRow:
     """Convert a prediction to its row in report.json."""
+    from stepsplit.analyzer.model.prediction import prediction_to_json
+
     return msgspec.json.decode(prediction_to_json(prediction), type=PredictionRow)
 
 
@@ -149,6 +152,8 @@ def extract_prediction(report: Report) -> Prediction | None:
     """The prediction in the report; None without a model comparison. Raises DataError."""
     if report.prediction is None:
         return None
+    from stepsplit.analyzer.model.prediction import prediction_from_json
+
     return prediction_from_json(msgspec.json.encode(report.prediction).decode(), "report.json")
 
 
@@ -157,6 +162,8 @@ def build_job_tables(job: TomlTable) -> JobTables:
 
     The values of a hardware file are included, and the reference to the file is removed.
     """
+    from stepsplit.analyzer.model.hardware_config import read_hardware_file
+
     hardware = job.get_subtable("hardware")
     file = read_hardware_file(hardware)
     values = {**(file.values if file is not None else {}), **hardware.values}
@@ -170,4 +177,7 @@ def extract_job(report: Report) -> JobConfig | None:
     """The job config in the report; None without a model comparison. Raises DataError."""
     if report.job is None:
         return None
+    from stepsplit.analyzer.model.config_decode import TomlTable
+    from stepsplit.analyzer.model.config_file import decode_job
+
     return decode_job(TomlTable("report.json", "", msgspec.structs.asdict(report.job)))

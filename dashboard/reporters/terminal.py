@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +52,8 @@ from stepsplit.dashboard.reporters.tables import (
 )
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from stepsplit.analyzer.diagnose.hang_progress import (
         Hang,
         LastCall,
@@ -501,6 +502,8 @@ def _show_progress() -> Iterator[Progress | None]:
     if not console.is_terminal:
         yield None
         return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import platform
 import re
 import time
@@ -157,6 +158,17 @@ _MAPS = Path("/proc/self/maps")
 _VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)*\b")
 
 _CUPTI_PACKAGES = ("nvidia-cuda-cupti", "nvidia-cuda-cupti-cu13", "nvidia-cuda-cupti-cu12")
+
+
+MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable: the number of queues from the host to a GPU. With 1, kernels of all streams
+start in the order of their launches."""
+
+
+def read_max_connections() -> int | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS of this process; None if it is not set to a number."""
+    text = os.environ.get(MAX_CONNECTIONS, "")
+    return int(text) if text.isdecimal() else None
 
 
 @cache

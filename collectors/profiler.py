@@ -13,7 +13,13 @@ from typing import Any, Self
 
 import torch
 
-from stepsplit.collectors.gpu import GpuStepClock, find_gpu_uuid, read_gpu, read_versions
+from stepsplit.collectors.gpu import (
+    GpuStepClock,
+    find_gpu_uuid,
+    read_gpu,
+    read_max_connections,
+    read_versions,
+)
 from stepsplit.collectors.guard import delay_sigterm, warn, warn_lost, warn_on_failure
 from stepsplit.collectors.host_sampler import LOST_PLACES, HostSampler
 from stepsplit.collectors.job_info import (
@@ -143,6 +149,7 @@ class RunFile:
             groups=merge_groups(group for each in descriptions for group in each.groups),
             versions=read_versions(),
             hosts=tuple({each.machine.host: each.machine for each in descriptions}.values()),
+            max_connections=read_max_connections(),
         )
 
 
@@ -524,6 +531,7 @@ class ActiveRecording:
             host=self._host,
             steps_before=before,
             end_step=None if end is None else before + end,
+            max_connections=read_max_connections(),
         )
 
     def _collect_times(self) -> StepTimes:

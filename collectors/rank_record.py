@@ -181,7 +181,8 @@ class RankRecord:
     host: what its host did in Python.
     steps_before: the steps that a resumed job had done before this process; the other numbers of
     steps count them, like the marks of the trace. end_step: the first step after the recorded ones,
-    of which the trace may hold a part; None if unknown.
+    of which the trace may hold a part; None if unknown. max_connections:
+    CUDA_DEVICE_MAX_CONNECTIONS of its process, None if not set.
     """
 
     run: str
@@ -202,6 +203,7 @@ class RankRecord:
     host: HostSamples = HostSamples()
     steps_before: int = 0
     end_step: int | None = None
+    max_connections: int | None = None
 
 
 def write_record(folder: Path, record: RankRecord) -> Path:
@@ -215,6 +217,7 @@ def write_record(folder: Path, record: RankRecord) -> Path:
 def read_record(text: str | bytes) -> RankRecord:
     """Decodes the text of a record. Raises ValueError if it is invalid."""
     body = parse_object(text, RANK_SCHEMA)
+    connections = body.get("max_connections")
     stopped = body.get("device_stopped_step")
     return RankRecord(
         run=decode_field(body, "run", str),
@@ -235,6 +238,7 @@ def read_record(text: str | bytes) -> RankRecord:
         host=decode_value(body.get("host", {}), HostSamples, "host"),
         steps_before=decode_value(body.get("steps_before", 0), int, "steps_before"),
         end_step=decode_value(body.get("end_step"), int | None, "end_step"),
+        max_connections=decode_value(connections, int | None, "max_connections"),
     )
 
 
@@ -253,6 +257,7 @@ def build_spec(records: Sequence[RankRecord], previous: RunSpec | None = None) -
         groups=merge_groups(group for record in records for group in record.groups),
         versions=first.versions,
         hosts=tuple(hosts.values()),
+        max_connections=first.max_connections,
     )
 
 

@@ -406,6 +406,8 @@ class RunSpec:
         versions: (name, version) of python, torch, cuda or hip, nccl, cupti and driver. Default:
             empty.
         hosts: Machines of the job. Default: empty.
+        max_connections: CUDA_DEVICE_MAX_CONNECTIONS of the job, the queues from a host to its GPU.
+            Default: None, not set.
 
     Raises:
         ValueError: If the mesh does not have `world_size` ranks.
@@ -425,6 +427,7 @@ class RunSpec:
     groups: tuple[GroupInfo, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
     hosts: tuple[HostInfo, ...] = ()
+    max_connections: int | None = None
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.world_size != self.world_size:
@@ -465,6 +468,7 @@ def from_json(text: str | bytes) -> RunSpec:
         groups=decode_value(body.get("groups", []), tuple[GroupInfo, ...], "groups"),
         versions=decode_versions(body),
         hosts=decode_value(body.get("hosts", []), tuple[HostInfo, ...], "hosts"),
+        max_connections=decode_value(body.get("max_connections"), int | None, "max_connections"),
     )
     _check_ranges(spec)
     return spec

@@ -22,6 +22,7 @@ from stepsplit.analyzer.diagnose.comm_causes import (
     find_small_collectives,
 )
 from stepsplit.analyzer.diagnose.host_causes import find_host_causes
+from stepsplit.analyzer.diagnose.launch_order import find_launch_order_causes
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     Remedy,
@@ -91,6 +92,7 @@ def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
         *find_load_imbalance(context),
         *host.common,
         *find_lost_overlap(context),
+        *find_launch_order_causes(context),
         *find_few_microbatches(context),
         *find_redundant_gathers(context),
         *find_extra_reductions(context),

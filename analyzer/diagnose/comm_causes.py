@@ -716,9 +716,18 @@ def find_lost_overlap(context: ReplayContext) -> list[Finding]:
                 f"exposed gradient reduction: {units.format_milliseconds(spent)} per "
                 "step; reducing "
                 "bucket by bucket during the backward would overlap most of it with compute"
+                f"{_describe_queues(context)}"
             ),
         )
     ]
+
+
+def _describe_queues(context: ReplayContext) -> str:
+    """The doubt that the reduction is launched in time, and one queue to the GPU holds it up."""
+    is_one = {record.max_connections for record in context.records} == {1}
+    if not is_one or not context.split.ranks[0].trace.on_device:
+        return ""
+    return "; CUDA_DEVICE_MAX_CONNECTIONS is 1, which may hold it up: try it unset"
 
 
 def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:

@@ -25,6 +25,7 @@ from stepsplit.collectors.gpu import (  # noqa: E402
     read_versions,
 )
 from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.run_spec import from_json  # noqa: E402
 
 
 class Nvml(SimpleNamespace):
@@ -227,3 +228,16 @@ def test_versions_of_cuda_hip_nccl_cupti_and_the_driver_are_known(
         "driver": "580.95.05",
     }
     assert "cuda" not in on_rocm and on_rocm["hip"] == "6.4.1"
+
+
+def test_the_queues_to_the_gpu_are_in_the_record_and_in_run_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, number in (("1", 1), ("many", None)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", text)
+        with profile_run(tmp_path, wait=0, warmup=0, active=1) as run:
+            torch.ones(2) + 1
+            run.step()
+        record = read_record((tmp_path / "rank0_record.json").read_bytes())
+        spec = from_json((tmp_path / "run.json").read_bytes())
+        assert record.max_connections == spec.max_connections == number

@@ -165,6 +165,8 @@ class Job:
     seed: int = 1
     launch_queue: int = 160
     """CUDA's holds 1024 launches of kernels ten times shorter: it too is less than a step."""
+    one_queue: bool = False
+    """CUDA_DEVICE_MAX_CONNECTIONS=1."""
     warmup: int = 2
     steps: int = 3
     causes: tuple[Cause, ...] = ()

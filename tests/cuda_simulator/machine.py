@@ -6,6 +6,8 @@ The rules are CUDA's and NCCL's, and nothing else decides when a kernel runs:
   launch of a kernel waits until the kernel `launch_queue` launches before it has started.
 - A kernel starts once it is launched, the kernel before it on its stream has ended, and so have the
   events that its stream was made to wait for.
+- With one queue to the device (CUDA_DEVICE_MAX_CONNECTIONS=1), a kernel does not start before the
+  one that was launched before it, on whatever stream.
 - A collective moves data from the start of its last member's kernel on and ends on all members
   together; a message from the start of the later of its two ends on.
 
@@ -41,6 +43,7 @@ class Latencies:
     event_call_ns: int = 700
     synchronize_return_ns: int = 8_000
     launch_queue: int = 1024
+    one_queue: bool = False
 
 
 class Deadlock(Exception):
@@ -52,7 +55,7 @@ class KernelRun:
 
     __slots__ = (
         "call_ns", "earliest_ns", "end_ns", "end_waiters", "kernel", "launched_ns", "missing",
-        "rank", "start_ns", "start_waiters", "step",
+        "next_in_queue", "rank", "start_ns", "start_waiters", "step",
     )  # fmt: skip
 
     def __init__(self, rank: int, kernel: Kernel, step: int, call_ns: int, launched_ns: int):
@@ -66,6 +69,7 @@ class KernelRun:
         self.earliest_ns = 0
         self.missing = 0
         self.start_waiters: list[_Host] = []
+        self.next_in_queue: KernelRun | None = None
         self.end_waiters: list[tuple[KernelRun | _Host, int]] = []
 
 
@@ -171,6 +175,8 @@ class _Host:
         if stream.last:
             dependencies.append((stream.last, latencies.same_stream_ns))
         stream.waits, stream.last = [], run
+        if latencies.one_queue and len(runs) > 1:
+            self._queue_behind(runs[-2], run)
         for before, latency_ns in dependencies:
             if before.end_ns < 0:
                 run.missing += 1
@@ -179,6 +185,13 @@ class _Host:
                 run.earliest_ns = max(run.earliest_ns, before.end_ns + latency_ns)
         self.machine.enqueue(run)
         return True
+
+    def _queue_behind(self, before: KernelRun, run: KernelRun) -> None:
+        if before.start_ns < 0:
+            run.missing += 1
+            before.next_in_queue = run
+        else:
+            run.earliest_ns = max(run.earliest_ns, before.start_ns)
 
     def _synchronize(self, instruction: Synchronize) -> bool:
         chosen = (
@@ -225,12 +238,17 @@ class _Machine:
         self.all_hosts = [_Host(rank, program, self) for rank, program in enumerate(programs)]
         self.hosts = deque(self.all_hosts)
         self.ended: deque[KernelRun] = deque()
+        self.freed: deque[tuple[KernelRun, int]] = deque()
+        """Kernels at the head of their queue, since then."""
         self.meetings: dict[Hashable, _Meeting] = {}
         self.keys: dict[KernelRun, list[Hashable]] = {}
         self.counts: dict[Hashable, int] = {}
 
     def run(self) -> None:
-        while self.hosts or self.ended:
+        while self.hosts or self.ended or self.freed:
+            if self.freed:
+                self._release(*self.freed.popleft())
+                continue
             if not self.ended:
                 self.hosts.popleft().advance()
                 continue
@@ -239,12 +257,16 @@ class _Machine:
                 if isinstance(waiter, _Host):
                     waiter.release(run.end_ns + latency_ns)
                     continue
-                waiter.earliest_ns = max(waiter.earliest_ns, run.end_ns + latency_ns)
-                waiter.missing -= 1
-                if not waiter.missing:
-                    self._start(waiter)
+                self._release(waiter, run.end_ns + latency_ns)
             run.end_waiters = []
         self._check_all_done()
+
+    def _release(self, run: KernelRun, at_ns: int) -> None:
+        """One of the things that the kernel waits for has come."""
+        run.earliest_ns = max(run.earliest_ns, at_ns)
+        run.missing -= 1
+        if not run.missing:
+            self._start(run)
 
     def enqueue(self, run: KernelRun) -> None:
         """Registers whom a launched kernel will meet; starts it if nothing is before it."""
@@ -268,6 +290,8 @@ class _Machine:
         for host in run.start_waiters:
             host.release(run.start_ns)
         run.start_waiters = []
+        if run.next_in_queue is not None:
+            self.freed.append((run.next_in_queue, run.start_ns))
         call = run.kernel.call
         if not call:
             self._end(run, run.start_ns + run.kernel.duration_ns)

@@ -51,7 +51,7 @@ def _without_collection() -> Iterator[None]:
 def simulate(job: Job) -> Simulation:
     """Runs all ranks of the job."""
     with _without_collection():
-        latencies = Latencies(launch_queue=job.launch_queue)
+        latencies = Latencies(launch_queue=job.launch_queue, one_queue=job.one_queue)
         if job.touching:
             latencies = replace(latencies, same_stream_ns=0, event_ns=0)
         return Simulation(job, run_programs(build_programs(job), latencies))

@@ -92,6 +92,17 @@ def test_every_latency_counts_once() -> None:
     assert [(each.start_ns, each.end_ns) for each in rank.calls] == [(20, 21), (21, 22), (32, 225)]
 
 
+def test_one_queue_starts_kernels_of_all_streams_in_the_order_of_their_launches() -> None:
+    """The second kernel of stream 8 waits for the first, and holds up what is launched after it."""
+    program: list[Instruction] = [compute(100), compute(150, stream=8), compute(20, stream=8)]
+    program += [compute(30), compute(10)]
+    (free,), (queued,) = (
+        run(program, latencies=replace(FREE, one_queue=one_queue)) for one_queue in (False, True)
+    )
+    assert spans(free) == [(0, 100), (0, 150), (150, 170), (100, 130), (130, 140)]
+    assert spans(queued) == [(0, 100), (0, 150), (150, 170), (150, 180), (180, 190)]
+
+
 def test_an_event_holds_what_was_recorded_and_not_what_follows() -> None:
     (rank,) = run(
         [

@@ -205,8 +205,8 @@ class KernelSamples:
 _GEMM_OPS = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$")
 """The ops of a CPU run that multiply themselves; those around them have the same shapes."""
 
-_SPLIT_SUM = re.compile(r"splitK.*reduce|reduce.*splitK", re.IGNORECASE)
-"""The second kernel of a GEMM with a split inner dimension."""
+_SPLIT_SUM = ("splitk", "reduce")
+"""Both are in the name of the second kernel of a GEMM with a split inner dimension."""
 
 
 def collect_kernels(split: RunSplit) -> KernelSamples:
@@ -229,7 +229,7 @@ def collect_kernels(split: RunSplit) -> KernelSamples:
             total += took_ns
             shape = parse_gemm(one.shapes)
             if shape and (_GEMM_OPS.search(one.name) or on_device):
-                again = _SPLIT_SUM.search(one.name) is not None
+                again = all(word in one.name.lower() for word in _SPLIT_SUM)
                 gemms.append(GemmSample(shape, find_dtype(one), 0 if again else count_of, took_ns))
         elif name == ATTENTION and on_device and (core := parse_attention(one.shapes)):
             kernel, backward = find_attention_kernel(one.name), is_backward(one.name)

@@ -349,7 +349,7 @@ def read_run_metrics(
         UsageError: Rules were given with a report, or the model needs a key that is missing.
 
     Examples:
-        >>> for metrics in facts_at("ci/baseline.json"):
+        >>> for metrics in read_run_metrics("ci/baseline.json"):
         ...     print(metrics)
     """
     from stepsplit.analyzer.regression.metrics import extract_metrics, is_baseline, read_baseline

@@ -66,7 +66,7 @@ def write_table(path: Path, trace: RankTrace) -> None:
     """Writes the table atomically: all that the analysis needs of the trace. Raises OSError."""
     data = _RankData(
         schema=SCHEMA,
-        source=str(trace.source),
+        source=trace.source.name,
         rank=trace.rank,
         world_size=trace.world_size,
         host=trace.host,

@@ -108,6 +108,7 @@ def test_a_table_is_read_as_any_file(tmp_path: Path) -> None:
 
     [file] = read_files(tmp_path / "rank0_events.parquet")
 
+    assert str(SAMPLES).encode() not in (tmp_path / "rank0_events.parquet").read_bytes()
     assert (file.kind, file.refused) == ("rank table", "")
     [trace] = file.content
     assert isinstance(trace.events, Events) and isinstance(trace.shapes, Shapes)

@@ -37,8 +37,8 @@ SEEN = {
     "pipeline-zero-bubble": (("pp (zb-h1)",), "pp=2"),
     "pipeline-zb-v": (("pp (zb-v)",), "pp=2"),
     "pipeline-dualpipe-v": (("pp (dualpipe-v)",), "pp=2"),
-    # DDP reduces the gradients of a ring's ranks. Two ranks may also be a pipeline.
-    "context": (("ddp", "cp (ring)"), ""),
+    # DDP reduces the gradients of a ring's ranks.
+    "context": (("ddp", "cp (ring)"), "cp=2"),
     "context-4-ranks": (("ddp", "cp (ring)"), "cp=4"),
     "experts": (("ddp", "ep"), "dp_replicate=2"),
     "three-d": (("ddp", *LAYERS, "pp (1f1b)"), "pp=2 dp_replicate=2 tp=2"),

@@ -10,13 +10,6 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
 from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, list_stages
 from stepsplit.analyzer.model.explain_comm import explain_calls, explain_messages, explain_routes
-from stepsplit.analyzer.model.flops import (
-    CONVENTIONS,
-    MFU,
-    RECOMPUTE,
-    Convention,
-    count_layer_weights,
-)
 from stepsplit.analyzer.model.formulas import (
     Explanation,
     Formula,
@@ -42,10 +35,15 @@ from stepsplit.analyzer.model.memory_states import (
     shard_states,
 )
 from stepsplit.analyzer.model.parameters import (
+    CONVENTIONS,
+    MFU,
+    RECOMPUTE,
     TOTAL,
+    Convention,
     StageParameters,
     count_dense_layer,
     count_expert_layer,
+    count_layer_weights,
     count_stage_parameters,
 )
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory

@@ -11,7 +11,6 @@ from stepsplit.analyzer.model import (
     comm_ops,
     comm_time,
     comm_volume,
-    flops,
     layer_time,
     memory,
     memory_states,
@@ -23,11 +22,7 @@ from stepsplit.analyzer.model import (
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
-from stepsplit.analyzer.model.confidence import (
-    decide_confidence,
-    estimate_step_band,
-    list_caveats,
-)
+from stepsplit.analyzer.model.confidence import decide_confidence, estimate_step_band, list_caveats
 from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
@@ -43,7 +38,6 @@ from stepsplit.analyzer.model.config_decode import (
     list_required_keys,
     read_table,
 )
-from stepsplit.analyzer.model.flops import Convention, StepFlops, compute_mfu, count_step_flops
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.layer_time import compute_device_speed
@@ -53,9 +47,13 @@ from stepsplit.analyzer.model.memory import (
     is_within_memory,
 )
 from stepsplit.analyzer.model.parameters import (
+    Convention,
     StageParameters,
+    StepFlops,
+    compute_mfu,
     count_parameters,
     count_stage_parameters,
+    count_step_flops,
 )
 from stepsplit.analyzer.model.prediction import (
     GRADIENT_AXIS,
@@ -207,13 +205,13 @@ def _map_to_mesh_axis(job: JobConfig, communication: Communication) -> Communica
 
 # The formulas used, in the order in which a prediction lists them.
 
-ALWAYS = (parameters.TOTAL, flops.MFU, memory.RESERVED)
+ALWAYS = (parameters.TOTAL, parameters.MFU, memory.RESERVED)
 """Formulas of every prediction."""
 
 ORDER = (
     parameters.TOTAL, parameters.STAGE, parameters.LAYER_PARAMETERS, parameters.LATENT,
     parameters.EXPERT_PARAMETERS,
-    *flops.CONVENTIONS.values(), flops.RECOMPUTE, flops.MFU,
+    *parameters.CONVENTIONS.values(), parameters.RECOMPUTE, parameters.MFU,
     memory_states.STATES, memory_states.MEGATRON, memory_states.DEEPSPEED,
     memory_states.FSDP_STATES, memory_states.FULL, memory_states.EVERY, memory_states.KORTHIKANTI,
     memory_states.LAYER_ACTIVATIONS, memory_states.PARTS, schedule.IN_FLIGHT,

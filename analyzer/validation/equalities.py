@@ -14,13 +14,6 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
-from stepsplit.analyzer.model.flops import (
-    compute_mfu,
-    compute_sc21_flops,
-    compute_training_days,
-    count_hardware_flops,
-    count_model_flops,
-)
 from stepsplit.analyzer.model.memory import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.memory_states import (
     States,
@@ -31,9 +24,14 @@ from stepsplit.analyzer.model.memory_states import (
     shard_states,
 )
 from stepsplit.analyzer.model.parameters import (
+    compute_mfu,
+    compute_sc21_flops,
+    compute_training_days,
     count_active_parameters,
     count_attention_weights,
+    count_hardware_flops,
     count_mlp_weights,
+    count_model_flops,
     count_parameters,
 )
 from stepsplit.analyzer.model.schedule_time import compute_bubble_rate

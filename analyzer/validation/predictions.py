@@ -1,15 +1,25 @@
-"""Checks of predicted step times, peak memory and collective times."""
+"""Checks of predictions: step times, peak memory, collective times, and runs that are held out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from statistics import fmean
-from typing import get_args
+from typing import Any, cast, get_args
 
+from stepsplit.analyzer.model import hardware_config
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.confidence import StepBand
+from stepsplit.analyzer.model.confidence import (
+    LEVEL,
+    BandIndex,
+    RunKind,
+    StepBand,
+    find_error_band,
+    find_run_kind,
+)
 from stepsplit.analyzer.model.config import (
     GroupPlacement,
     HardwareConfig,
@@ -18,16 +28,17 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     TrainingConfig,
 )
+from stepsplit.analyzer.model.config_decode import read_table
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
-from stepsplit.analyzer.model.flops import count_hardware_flops
 from stepsplit.analyzer.model.memory import (
     calibrate_memory,
     compute_memory,
     estimate_reserved_bytes,
 )
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
+from stepsplit.analyzer.model.parameters import count_hardware_flops
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.ops import compute_busbw_factor
-from stepsplit.analyzer.validation.coverage import UnseenRun, find_unseen_bands, predict_unseen
 from stepsplit.analyzer.validation.published_runs import (
     SCHEDULES,
     SIMUMAX_TABLE,
@@ -479,3 +490,85 @@ def _find_model(row: PublishedRow) -> ModelConfig:
     if row.read_text("model").startswith("google/gemma-1.1-2b"):
         return GEMMA
     return load_model(row.read_choice("model", PRESETS))
+
+
+# Predictions of each publisher's runs by constants and bands that know none of its runs.
+
+
+@dataclass(frozen=True, slots=True)
+class UnseenRun:
+    """A run as predicted without its publisher's runs; doubted: with low confidence."""
+
+    case: Case
+    predicted_ns: int
+    kind: RunKind
+    doubted: bool
+
+    @property
+    def error(self) -> float:
+        """By what factor the prediction is off, less one: 0.25 for 25 % more, and for 20 % less."""
+        return math.expm1(abs(math.log(self.predicted_ns / self.case.step_ns)))
+
+
+def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
+    """Predict each run by the constants that were fitted without its publisher."""
+    return tuple(map(_predict_one, cases))
+
+
+def _predict_one(case: Case) -> UnseenRun:
+    hardware = case.job.hardware
+    constants = load_left_out().get((hardware.family, case.source), {})
+    efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
+    job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
+    prediction = predict(job)
+    doubted = prediction.confidence == "low"
+    return UnseenRun(case, prediction.split.step_ns, find_run_kind(job), doubted)
+
+
+@lru_cache(maxsize=1)
+def load_left_out() -> Mapping[tuple[str, str], Mapping[str, float]]:
+    """The constants of left_out.toml, by family and publisher. Raises DataError."""
+    families = read_table(hardware_config.PRESETS / "left_out.toml").values
+    return {
+        (family, source): constants
+        for family, sources in families.items()
+        if isinstance(sources, dict)
+        for source, constants in sources.items()
+    }
+
+
+def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
+    """The error that LEVEL of the runs stay below, by kind and each wider kind."""
+    groups: dict[tuple[RunKind, bool], list[UnseenRun]] = {}
+    for run in runs:
+        for kind in run.kind.list_wider():
+            groups.setdefault((kind, run.doubted), []).append(run)
+    return {
+        (kind, doubted): StepBand(
+            compute_conformal_error([run.error for run in group]),
+            len(group),
+            len({run.case.source for run in group}),
+            kind,
+        )
+        for (kind, doubted), group in groups.items()
+    }
+
+
+def compute_conformal_error(errors: Sequence[float]) -> float:
+    """The error that a further run of the same kind stays below with probability LEVEL.
+
+    Split conformal prediction: of n errors that of rank ceil((n + 1) LEVEL), the largest if there
+    are too few (Lei et al., Distribution-Free Predictive Inference for Regression, 2018).
+    """
+    rank = min(len(errors), math.ceil((len(errors) + 1) * LEVEL))
+    return sorted(errors)[rank - 1]
+
+
+def find_unseen_bands(runs: Sequence[UnseenRun]) -> tuple[StepBand, ...]:
+    """The band of each run, from the runs of the other publishers."""
+    sources = {run.case.source for run in runs}
+    by_source = {
+        source: compute_bands(run for run in runs if run.case.source != source)
+        for source in sources
+    }
+    return tuple(find_error_band(run.kind, run.doubted, by_source[run.case.source]) for run in runs)

@@ -28,10 +28,17 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
-from stepsplit.analyzer.model.flops import compute_sc21_flops, count_model_flops
 from stepsplit.analyzer.model.memory_states import load_coefficients
-from stepsplit.analyzer.validation.recipes import BRIDGE_TABLE, RECIPES_TABLE, build_recipe
-from stepsplit.analyzer.validation.tables import Case, Family, Published, PublishedRow
+from stepsplit.analyzer.model.parameters import compute_sc21_flops, count_model_flops
+from stepsplit.analyzer.validation.tables import (
+    BRIDGE_TABLE,
+    RECIPES_TABLE,
+    Case,
+    Family,
+    Published,
+    PublishedRow,
+    build_recipe,
+)
 
 MEGATRON_FAMILY: Family = "A100 Megatron"
 

@@ -172,8 +172,7 @@ def _record(store: Store | RemoteStore, candidate: Sequence[SideRun], verdict: C
 def _show_check(verdict: CheckResult) -> None:
     from rich.console import Console
 
-    from stepsplit.dashboard.reporters.ci import format_annotations
-    from stepsplit.dashboard.reporters.verdict import build_verdict_screen
+    from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
 
     Console(highlight=False).print(build_verdict_screen(verdict))
     if os.environ.get("GITHUB_ACTIONS") == "true":
@@ -398,14 +397,14 @@ def write_files(verdict: CheckResult, files: Mapping[str, Path | None], issue_pa
 
 
 def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
-    from stepsplit.dashboard.reporters.ci import (
+    from stepsplit.dashboard.reporters.verdict import (
         format_bencher,
         format_benchmark_action,
         format_code_quality,
         format_junit,
+        format_markdown,
         format_open_metrics,
     )
-    from stepsplit.dashboard.reporters.verdict import format_markdown
 
     if option == "junit":
         return format_junit(verdict)
@@ -423,7 +422,7 @@ def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
 
 def _append_summary(path: Path, verdict: CheckResult) -> None:
     from stepsplit.collectors.run_spec import open_special
-    from stepsplit.dashboard.reporters.ci import format_summary
+    from stepsplit.dashboard.reporters.verdict import format_summary
 
     try:
         with open_special(path) or path.open("ab") as file:

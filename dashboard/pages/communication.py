@@ -31,14 +31,20 @@ from stepsplit.dashboard.figures.communication import (
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
+    Cell,
     View,
     build_card,
     build_collapsed,
+    build_count_cell,
     build_empty_card,
     build_graph,
     build_menu,
     build_section,
+    build_share_cell,
+    build_table,
+    build_time_cell,
     count_summed_steps,
+    format_hidden_rows,
 )
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
@@ -46,16 +52,11 @@ from stepsplit.dashboard.pages.overview import (
     build_exposed_table,
     estimate_total_ns,
 )
-from stepsplit.dashboard.pages.tables import (
-    Cell,
-    build_count_cell,
-    build_share_cell,
-    build_table,
-    build_time_cell,
-    format_hidden_rows,
+from stepsplit.dashboard.pages.timeline import (
+    RankGrouping,
+    list_rank_groupings,
+    list_rank_locations,
 )
-from stepsplit.dashboard.pages.timeline import list_rank_groupings, list_rank_locations
-from stepsplit.dashboard.pages.timeline_queries import RankGrouping
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
 

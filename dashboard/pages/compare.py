@@ -28,28 +28,26 @@ from stepsplit.analyzer.units import (
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_difference, draw_splits
 from stepsplit.dashboard.pages.components import (
+    MAX_ROWS,
     AddressQuery,
+    Cell,
+    Content,
     View,
     build_card,
     build_empty_card,
     build_graph,
     build_link,
     build_menu,
-    build_page_url,
-    build_section,
-    format_query,
-)
-from stepsplit.dashboard.pages.tables import (
-    MAX_ROWS,
-    Cell,
-    Content,
     build_number_cell,
+    build_page_url,
     build_rate_cell,
+    build_section,
     build_size_cell,
     build_table,
     build_time_cell,
     build_time_change_cell,
     format_hidden_rows,
+    format_query,
 )
 from stepsplit.dashboard.store.runs import RunRow
 

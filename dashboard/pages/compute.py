@@ -18,25 +18,23 @@ from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
-    View,
-    build_collapsed,
-    build_empty_card,
-    build_graph,
-    build_section,
-    count_summed_steps,
-)
-from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
     DataTable,
+    View,
+    build_collapsed,
     build_count_cell,
+    build_empty_card,
+    build_graph,
     build_memory_cell,
     build_name_cell,
     build_ratio_cell,
+    build_section,
     build_share_cell,
     build_table,
     build_time_cell,
     build_worst_cell,
+    count_summed_steps,
     format_hidden_rows,
 )
 

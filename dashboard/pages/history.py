@@ -28,20 +28,18 @@ from stepsplit.dashboard.figures.communication import (
 )
 from stepsplit.dashboard.pages.components import (
     AddressQuery,
+    Cell,
     JobRun,
     build_empty_card,
     build_graph,
     build_menu,
+    build_number_cell,
     build_page_url,
     build_section,
-    build_text_field,
-    label_jobs,
-)
-from stepsplit.dashboard.pages.tables import (
-    Cell,
-    build_number_cell,
     build_share_change_cell,
     build_table,
+    build_text_field,
+    label_jobs,
 )
 from stepsplit.dashboard.store.metrics import MetricPoint
 

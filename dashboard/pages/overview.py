@@ -46,30 +46,28 @@ from stepsplit.dashboard.figures.run import (
 )
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    View,
-    build_cards,
-    build_collapsed,
-    build_graph,
-    build_link,
-    build_page_url,
-    build_section,
-    format_subtitle,
-)
-from stepsplit.dashboard.pages.run_actions import build_job_button
-from stepsplit.dashboard.pages.tables import (
     Cell,
     Content,
     DataTable,
+    View,
+    build_cards,
+    build_collapsed,
     build_count_cell,
+    build_graph,
+    build_link,
     build_name_cell,
     build_number_cell,
+    build_page_url,
     build_rate_cell,
+    build_section,
     build_share_cell,
     build_size_cell,
     build_table,
     build_time_cell,
     format_hidden_rows,
+    format_subtitle,
 )
+from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.

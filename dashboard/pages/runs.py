@@ -23,10 +23,14 @@ from stepsplit.dashboard.pages.components import (
     RUN_PAGES,
     Address,
     AddressQuery,
+    Cell,
+    Content,
     JobRun,
+    SortHead,
     View,
     build_aria_label,
     build_check_pill,
+    build_count_cell,
     build_empty_card,
     build_legend,
     build_link,
@@ -34,8 +38,11 @@ from stepsplit.dashboard.pages.components import (
     build_page_url,
     build_progress_bar,
     build_share_bar,
+    build_share_cell,
     build_state_pill,
+    build_table,
     build_text_field,
+    build_time_cell,
     format_query,
     label_jobs,
 )
@@ -47,15 +54,6 @@ from stepsplit.dashboard.pages.run_actions import (
     build_run_actions,
     build_run_labels,
     build_tags,
-)
-from stepsplit.dashboard.pages.tables import (
-    Cell,
-    Content,
-    SortHead,
-    build_count_cell,
-    build_share_cell,
-    build_table,
-    build_time_cell,
 )
 from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.metrics import JobFingerprint

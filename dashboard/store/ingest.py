@@ -31,8 +31,8 @@ from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
-from stepsplit.dashboard.store.artifacts import INPUT_NAME
-from stepsplit.dashboard.store.job_files import (
+from stepsplit.dashboard.store.artifacts import (
+    INPUT_NAME,
     JOB_BYTES,
     check_named_files,
     complete_job,

@@ -24,9 +24,12 @@ from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
+    JOB_BYTES,
     JOB_FILE,
     Artifacts,
     RemoteArtifacts,
+    check_job_text,
+    choose_job_path,
     open_artifacts,
     open_remote,
 )
@@ -38,7 +41,6 @@ from stepsplit.dashboard.store.database import (
     Database,
     open_database,
 )
-from stepsplit.dashboard.store.job_files import JOB_BYTES, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
 from stepsplit.dashboard.store.runs import (

@@ -19,8 +19,8 @@ from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
+from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
-from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.logins import ROLES, TOKEN_NAME_LENGTH, Role, Token
 from stepsplit.dashboard.store.runs import (
     NOTE_LENGTH,

@@ -47,24 +47,21 @@ from stepsplit.dashboard.pages.runs import (
     build_waiting_page,
 )
 from stepsplit.dashboard.pages.timeline import (
+    MAX_QUERY_LENGTH,
     TimelineView,
     WindowDetail,
     build_index_json,
-    build_window_json,
-)
-from stepsplit.dashboard.pages.timeline_queries import (
-    MAX_QUERY_LENGTH,
     build_matches_json,
     build_range_json,
+    build_window_json,
 )
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.logins import Role, User
 from stepsplit.dashboard.store.runs import RunRow
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.api import read_json
-from stepsplit.dashboard.web.auth import CALLBACKS, current_user
+from stepsplit.dashboard.web.auth import CALLBACKS, LOGOUT_PATH, current_user
 from stepsplit.dashboard.web.html_export import build_export_routes
-from stepsplit.dashboard.web.login import LOGOUT_PATH
 from stepsplit.dashboard.web.report_cache import LruCache, ReportCache, require_tables
 from stepsplit.dashboard.web.uploads import HttpError
 

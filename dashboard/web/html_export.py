@@ -18,11 +18,10 @@ from plotly.offline import get_plotlyjs
 from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
-from stepsplit.dashboard.pages.components import AddressQuery, View
+from stepsplit.dashboard.pages.components import AddressQuery, ChartData, DataTable, View
 from stepsplit.dashboard.pages.compute import build_memory_page
 from stepsplit.dashboard.pages.overview import build_overview
 from stepsplit.dashboard.pages.runs import build_compute_page
-from stepsplit.dashboard.pages.tables import ChartData, DataTable
 from stepsplit.dashboard.pages.timeline import build_timeline_page, export_json
 from stepsplit.dashboard.web.report_cache import ReportCache
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_file import parse_job, read_job_to_plan
-from stepsplit.analyzer.model.flops import Convention, count_model_flops
+from stepsplit.analyzer.model.parameters import Convention, count_model_flops
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction

@@ -23,17 +23,18 @@ from stepsplit.analyzer.regression.checks import (
 )
 from stepsplit.analyzer.regression.judge import check_candidate
 from stepsplit.analyzer.regression.metrics import BucketTime, CallMetrics, CausedWait
-from stepsplit.dashboard.reporters.ci import (
+from stepsplit.dashboard.reporters.verdict import (
+    COMMENT_BYTES,
     SUMMARY_BYTES,
     format_annotations,
     format_bencher,
     format_benchmark_action,
     format_code_quality,
     format_junit,
+    format_markdown,
     format_open_metrics,
     format_summary,
 )
-from stepsplit.dashboard.reporters.verdict import COMMENT_BYTES, format_markdown
 
 XSD = Path(sys.prefix) / "junit-10.xsd"
 """Of Jenkins' xunit plugin; .ci/run takes it out of pytest's source release."""

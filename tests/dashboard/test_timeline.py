@@ -16,19 +16,17 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
 from stepsplit.dashboard.pages.timeline import (
     DrawnShapes,
+    RangeSplit,
+    RankGrouping,
     TimelineTrack,
     TimelineView,
     WindowDetail,
     build_band,
     build_index_json,
     build_lanes,
+    build_matches_json,
     build_window_json,
     export_json,
-)
-from stepsplit.dashboard.pages.timeline_queries import (
-    RangeSplit,
-    RankGrouping,
-    build_matches_json,
     find_slots,
     list_groupings,
     measure_range,

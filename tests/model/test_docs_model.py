@@ -24,7 +24,6 @@ from stepsplit.analyzer.model.config_file import (
     list_model_names,
     parse_job,
 )
-from stepsplit.analyzer.model.flops import CONVENTIONS
 from stepsplit.analyzer.model.hardware_config import (
     HARDWARE_KEYS,
     PEAKS,
@@ -33,6 +32,7 @@ from stepsplit.analyzer.model.hardware_config import (
     list_link_names,
 )
 from stepsplit.analyzer.model.memory_states import load_coefficients
+from stepsplit.analyzer.model.parameters import CONVENTIONS
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check
 

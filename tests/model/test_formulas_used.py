@@ -24,10 +24,13 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.explain import explain
-from stepsplit.analyzer.model.flops import CONVENTIONS, count_step_flops
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory import compute_memory
-from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.parameters import (
+    CONVENTIONS,
+    count_stage_parameters,
+    count_step_flops,
+)
 from stepsplit.analyzer.model.predict import (
     ORDER,
     collect_formulas,

@@ -20,7 +20,6 @@ from stepsplit.analyzer.model.config import (
     place_group,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model, parse_job
-from stepsplit.analyzer.model.flops import count_hardware_flops, count_model_flops
 from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
     compute_device_speed,
@@ -34,7 +33,12 @@ from stepsplit.analyzer.model.memory_states import (
     compute_parameter_bytes,
     compute_stage_activations,
 )
-from stepsplit.analyzer.model.parameters import count_parameters, count_stage_parameters
+from stepsplit.analyzer.model.parameters import (
+    count_hardware_flops,
+    count_model_flops,
+    count_parameters,
+    count_stage_parameters,
+)
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import format_toml_lines, list_families
 from stepsplit.analyzer.model.predict import predict

@@ -9,7 +9,7 @@ from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.config import Chunk, Experts, ParallelConfig, list_stages
-from stepsplit.analyzer.model.flops import (
+from stepsplit.analyzer.model.parameters import (
     CONVENTIONS,
     ChunkFlops,
     compute_korthikanti_flops,
@@ -18,11 +18,12 @@ from stepsplit.analyzer.model.flops import (
     compute_sc21_days,
     compute_sc21_flops,
     compute_training_days,
+    count_active_parameters,
     count_chunk_flops,
     count_hardware_flops,
     count_model_flops,
+    count_parameters,
 )
-from stepsplit.analyzer.model.parameters import count_active_parameters, count_parameters
 
 SMALL = gpt(layers=2, hidden=4, heads=2, vocab=128, seq=8)
 STEP = {"seq_len": 8, "global_batch": 4}

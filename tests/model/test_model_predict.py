@@ -16,12 +16,7 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.confidence import (
-    RunKind,
-    StepBand,
-    find_error_band,
-    find_run_kind,
-)
+from stepsplit.analyzer.model.confidence import RunKind, StepBand, find_error_band, find_run_kind
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     SCHEDULES,

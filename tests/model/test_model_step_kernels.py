@@ -28,7 +28,6 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_file import load_hardware
-from stepsplit.analyzer.model.flops import count_chunk_flops
 from stepsplit.analyzer.model.layer_time import (
     DeviceSpeed,
     FrameworkCosts,
@@ -52,7 +51,7 @@ from stepsplit.analyzer.model.layer_time import (
     time_expert_layer,
     time_pieces,
 )
-from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.parameters import count_chunk_flops, count_stage_parameters
 
 UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,

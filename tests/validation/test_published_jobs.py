@@ -22,8 +22,7 @@ from stepsplit.analyzer.validation.published_runs import (
     build_torchtitan,
     build_zero_bubble,
 )
-from stepsplit.analyzer.validation.recipes import build_recipe
-from stepsplit.analyzer.validation.tables import Published, PublishedRow
+from stepsplit.analyzer.validation.tables import Published, PublishedRow, build_recipe
 
 
 def published(table: str, name: str) -> PublishedRow:

@@ -17,13 +17,14 @@ from stepsplit.analyzer.model.confidence import load_error_bands
 from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
 from stepsplit.analyzer.validation import validate
-from stepsplit.analyzer.validation.coverage import (
+from stepsplit.analyzer.validation.predictions import (
+    build_baseline_rows,
     compute_bands,
     compute_conformal_error,
+    compute_utilization,
     load_left_out,
     predict_unseen,
 )
-from stepsplit.analyzer.validation.predictions import build_baseline_rows, compute_utilization
 from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,

@@ -10,7 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.analysis import Analysis, analyze, check_runs, compare_runs, examine
+    from stepsplit.analyzer.analysis import (
+        Analysis,
+        analyze,
+        check_runs,
+        compare_runs,
+        compare_scaling,
+        examine,
+    )
     from stepsplit.analyzer.buckets import BUCKETS, Split
     from stepsplit.analyzer.diagnose.hang import find_hang
     from stepsplit.analyzer.diagnose.hang_progress import (
@@ -127,6 +134,7 @@ if TYPE_CHECKING:
         Side,
     )
     from stepsplit.analyzer.regression.metrics import Setup
+    from stepsplit.analyzer.regression.scaling import BucketCost, Scaling, ScalingRun
     from stepsplit.analyzer.report.report import (
         AxisSize,
         BlameRow,
@@ -190,6 +198,7 @@ __all__ = [
     "BlameRow",
     "Boxes",
     "BucketChange",
+    "BucketCost",
     "Calibration",
     "CallStats",
     "CallTimings",
@@ -303,6 +312,8 @@ __all__ = [
     "Run",
     "RunComparison",
     "RunnerUp",
+    "Scaling",
+    "ScalingRun",
     "SearchCounts",
     "Segments",
     "Setting",
@@ -352,6 +363,7 @@ __all__ = [
     "check_runs",
     "collective_time",
     "compare_runs",
+    "compare_scaling",
     "examine",
     "find_hang",
     "plan",
@@ -374,6 +386,7 @@ _HOME = {
     "BlameRow": "report.report",
     "Boxes": "report.tables",
     "BucketChange": "regression.compare",
+    "BucketCost": "regression.scaling",
     "Calibration": "gap.calibrate",
     "CallStats": "regression.compare",
     "CallTimings": "readers.nccl.inspector",
@@ -488,6 +501,8 @@ _HOME = {
     "Run": "report.report",
     "RunComparison": "regression.compare",
     "RunnerUp": "model.plan_space",
+    "Scaling": "regression.scaling",
+    "ScalingRun": "regression.scaling",
     "SearchCounts": "model.plan_space",
     "Segments": "report.tables",
     "Setting": "regression.compare",
@@ -537,6 +552,7 @@ _HOME = {
     "check_runs": "analysis",
     "collective_time": "model.comm_measured",
     "compare_runs": "analysis",
+    "compare_scaling": "analysis",
     "examine": "analysis",
     "find_hang": "diagnose.hang",
     "plan": "model.plan",

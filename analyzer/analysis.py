@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunMetrics
+    from stepsplit.analyzer.regression.scaling import Scaling, Work
 
 _ModelComparison = Callable[[Report, Recording, RunSplit], Report]
 
@@ -243,6 +244,42 @@ def compare_runs(
         load_report(place, workers, progress, rules) for place in (baseline, candidate)
     )
     return compare_reports(baseline_report, candidate_report)
+
+
+def compare_scaling(
+    places: Sequence[str | Path],
+    work: Work | None = None,
+    workers: int = 1,
+    progress: Progress = ignore_progress,
+    rules: Rules = BUILT_IN,
+) -> Scaling:
+    """Compares runs of one job on several numbers of GPUs or in several layouts.
+
+    Args:
+        places: Two runs or more, in any of the forms that compare_runs takes.
+        work: What the runs have in common: "tokens" are known of each (by a job.toml), "gpu": each
+            GPU does the same work in a step (weak scaling), "step": all GPUs together do (strong
+            scaling). None (default): tokens, where each run has a job; else no efficiency.
+        workers: The most processes that read a recording at the same time; default 1.
+        progress: Called with (bytes read, bytes in total) after each part of a file.
+        rules: Which kernels communicate and which compute, as for compare_runs.
+
+    Returns:
+        The runs, fewest GPUs first, with their efficiency against the first of them, and by how
+        much each bucket adds to the GPU time of the same work.
+
+    Raises:
+        DataError: A place is missing or cannot be read.
+        UsageError: A run has no full step to compare, or "tokens" are asked for and one has no job.
+
+    Examples:
+        >>> scaling = compare_scaling(["sample_traces/pp2_m2", "sample_traces/tp2_pp2"], "gpu")
+        >>> [run.gpus for run in scaling.runs]
+        [2, 4]
+    """
+    from stepsplit.analyzer.regression.scaling import build_scaling
+
+    return build_scaling([load_report(place, workers, progress, rules) for place in places], work)
 
 
 def load_report(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunMetrics
+    from stepsplit.analyzer.regression.scaling import Work
     from stepsplit.analyzer.report.report import Report
     from stepsplit.dashboard.store.runs import RunRow
     from stepsplit.dashboard.store.store import Store
@@ -432,38 +433,50 @@ def _append_summary(path: Path, verdict: CheckResult) -> None:
         raise make_write_error(path, error) from None
 
 
-# stepsplit compare: the differences between two recordings or reports.
+# stepsplit compare: the differences between two recordings or reports, or the scaling of several.
 
 
 @click.command()
-@click.argument("baseline", metavar="BASELINE")
-@click.argument("candidate", metavar="CANDIDATE")
+@click.argument("runs", metavar="BASELINE CANDIDATE...", nargs=-1, required=True)
 @click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the comparison as JSON; - for standard output, without the screen.",
 )  # fmt: skip
+@click.option(
+    "--work", type=click.Choice(["tokens", "gpu", "step"]),
+    help="What several runs have in common, for their efficiency: tokens are known of each by a "
+    "job.toml; each gpu does the same work in a step; all GPUs together do in a step.",
+)  # fmt: skip
 @rules_option
 def compare_command(
-    baseline: str, candidate: str, json_file: str | None, rules_file: Path | None
+    runs: tuple[str, ...], json_file: str | None, work: Work | None, rules_file: Path | None
 ) -> None:
-    """Compare two runs: settings, buckets, calls and kernels.
+    """Compare two runs, or how a job scales over several.
 
-    BASELINE and CANDIDATE are each a recording as for analyze (file, folder, archive or URL), a
-    report.json, or a folder that contains one. The runs may have different layouts.
+    Of two runs: settings, buckets, calls and kernels. Of more, or with --work: the step, the
+    efficiency of each run against the one with the fewest GPUs, and the buckets that cost it.
+
+    Each run is a recording as for analyze (file, folder, archive or URL), a report.json, or a
+    folder that contains one. The runs may have different layouts.
     """
+    if len(runs) < 2:
+        raise UsageError("give a baseline and a candidate, or more runs of a job")
+    if len(runs) > 2 or work:
+        _show_scaling(runs, work, json_file, load_rules(rules_file))
+        return
     # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.compare import to_json
 
-    comparison = _compare_runs(baseline, candidate, rules_file)
+    baseline, candidate = runs
+    comparison = _compare_runs(baseline, candidate, load_rules(rules_file))
     if not put_json(comparison, to_json, json_file):
         _show_compare(comparison)
 
 
-def _compare_runs(baseline: str, candidate: str, rules_file: Path | None) -> RunComparison:
+def _compare_runs(baseline: str, candidate: str, rules: Rules) -> RunComparison:
     from stepsplit.analyzer.analysis import compare_runs
     from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
-    rules = load_rules(rules_file)
     with show_reading_bar() as progress:
         return compare_runs(baseline, candidate, count_cores(), progress, rules)
 
@@ -474,3 +487,19 @@ def _show_compare(comparison: RunComparison) -> None:
     from stepsplit.dashboard.reporters.compare import build_comparison_screen
 
     Console(highlight=False).print(build_comparison_screen(comparison))
+
+
+def _show_scaling(
+    runs: Sequence[str], work: Work | None, json_file: str | None, rules: Rules
+) -> None:
+    from rich.console import Console
+
+    from stepsplit.analyzer.analysis import compare_scaling
+    from stepsplit.analyzer.regression.scaling import scaling_to_json
+    from stepsplit.dashboard.reporters.compare import build_scaling_screen
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+
+    with show_reading_bar() as progress:
+        scaling = compare_scaling(runs, work, count_cores(), progress, rules)
+    if not put_json(scaling, scaling_to_json, json_file):
+        Console(highlight=False).print(build_scaling_screen(scaling))

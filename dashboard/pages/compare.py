@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from dash import dcc, html
 from dash.development.base_component import Component
+from msgspec.structs import replace
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.compare import (
     CallsChange,
@@ -19,6 +20,8 @@ from stepsplit.analyzer.regression.compare import (
     compare_reports,
     compare_with_baseline,
 )
+from stepsplit.analyzer.regression.scaling import ScalingRun, Work, build_scaling
+from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import (
     format_date,
     format_memory_size,
@@ -351,8 +354,11 @@ _SHORT_NAME = 24
 """Characters of a name below a figure."""
 
 
-def build_comparison_of_many(views: Sequence[View]) -> list[Component]:
-    """The page that compares each run with the first."""
+def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Component]:
+    """The page that compares each run with the first, and shows how the job scales.
+
+    work: what a step of each run has in common, "gpu" or "step"; "" to go by the tokens.
+    """
     try:
         comparisons = compare_with_baseline([view.report for view in views])
     except UsageError as error:
@@ -377,6 +383,7 @@ def build_comparison_of_many(views: Sequence[View]) -> list[Component]:
             className="matrix",
         ),
         build_section("Mean step", "over ranks and full steps", figure),
+        *_build_scaling_section([_name_report(view) for view in views], work),
         *_build_settings_of_many(heads, comparisons),
     ]
 
@@ -514,3 +521,62 @@ def _build_settings_of_many(
     table = build_table(["setting", *heads[1:]], rows)
     note = "may explain other differences"
     return [html.Div(build_section("Configuration differences", note, table), className="matrix")]
+
+
+# How the job scales over the runs.
+
+_WORKS = {
+    "": "by tokens",
+    "gpu": "the same for each GPU (weak scaling)",
+    "step": "the same in total (strong scaling)",
+}
+
+_NO_WORK = "unknown: analyze each run with a job, or choose what their steps have in common"
+
+
+def _build_scaling_section(reports: Sequence[Report], work: str) -> list[Component]:
+    """Efficiency against the run with the fewest GPUs; nothing for runs of equal layout."""
+    if len({(report.run.world_size, report.run.mesh) for report in reports}) == 1:
+        return []
+    scaling = build_scaling(reports, _read_work(work))
+    menu = build_menu("work", _WORKS, work if work in _WORKS else "", "", "work of a step")
+    heads = ["run", "GPUs", "layout", "median step", "predicted", "tokens/s per GPU", "efficiency"]
+    table = build_table(heads, [_build_scaling_row(run) for run in scaling.runs])
+    parts: list[Component] = [html.Div(menu, className="choices"), table]
+    if scaling.work is not None:
+        bars = [NamedSplit(run.name, _scale_step(run, scaling.runs[0])) for run in scaling.runs]
+        parts += [
+            html.P(f"GPU time for the work of a step of {scaling.reference}", className="note"),
+            build_graph("scaling", draw_splits(bars)),
+        ]
+    note = f"against {scaling.reference}, which has the fewest GPUs" if scaling.work else _NO_WORK
+    return [build_section("Scaling", f"efficiency {note}", *parts)]
+
+
+def _name_report(view: View) -> Report:
+    """The report by the name that the dashboard has for its run."""
+    return replace(view.report, run=replace(view.report.run, name=view.name))
+
+
+def _read_work(text: str) -> Work | None:
+    return "gpu" if text == "gpu" else "step" if text == "step" else None
+
+
+def _build_scaling_row(run: ScalingRun) -> list[Cell]:
+    tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
+    axes = (f"{axis.axis} {axis.size}" for axis in run.mesh or () if axis.size > 1)
+    return [
+        Cell(run.name, head=True),
+        build_number_cell(f"{run.gpus:,}", run.gpus),
+        Cell(", ".join(axes) or "unknown"),
+        build_time_cell(run.median_ns),
+        Cell("") if run.predicted_ns is None else build_time_cell(run.predicted_ns),
+        Cell("" if tokens is None else f"{tokens:,.0f}", number=True),
+        Cell("" if efficiency is None else format_percent(efficiency), number=True),
+    ]
+
+
+def _scale_step(run: ScalingRun, reference: ScalingRun) -> Split:
+    """The mean step, times what makes it the same work per GPU as the reference's step."""
+    scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
+    return Split(*(round(ns * scale) for ns in run.step.buckets_ns))

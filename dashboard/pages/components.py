@@ -351,9 +351,8 @@ def format_query(chosen: Mapping[str, object]) -> str:
     return f"?{urlencode(values, safe=',')}" if values else ""
 
 
-# Cells: what they show, and the number by which they are sorted and downloaded.
-
-# Tables that are sorted, filtered, paged and downloaded in the browser.
+# Tables that are sorted, filtered, paged and downloaded in the browser: cells with what they show,
+# and the number by which they are sorted and downloaded.
 
 Content = str | Component
 

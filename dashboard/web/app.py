@@ -375,10 +375,10 @@ class PageBuilder:
             return html.Div([*head, build_empty_card("Select runs", hint)])
         try:
             views = [self._loaded.load_report_view(run) for run in selection.runs]
-            many = len(views) > 2
-            return html.Div(
-                [*head, *(build_comparison_of_many(views) if many else compare_page(*views))]
-            )
+            if len(views) == 2:
+                return html.Div([*head, *compare_page(*views)])
+            work = chosen.find_text("work") or ""
+            return html.Div([*head, *build_comparison_of_many(views, work)])
         except DataError as error:
             return _build_problem("Compare", "A run cannot be read", str(error))
         except Exception:  # noqa: BLE001 - as above

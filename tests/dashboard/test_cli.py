@@ -154,7 +154,7 @@ HELP = {
     ("calibrate",): [
         "--quick", "--ranks N", "--out FILE", "--job FILE", "--json FILE", "--rules FILE", "--help",
     ],
-    ("compare",): ["--json FILE", "--rules FILE", "--help"],
+    ("compare",): ["--json FILE", "--work [tokens|gpu|step]", "--rules FILE", "--help"],
     ("dashboard",): [
         "--store URL", "--artifacts URL", "--host TEXT", "--port PORT", "--workers N",
         "--limit MINUTES", "--memory GIB",

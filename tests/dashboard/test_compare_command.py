@@ -186,7 +186,7 @@ def test_rules_are_rejected_for_a_report(
     [
         (["nowhere.json", str(TWO)], ["nowhere.json", "check the path"]),
         ([str(TWO), "nowhere.json"], ["nowhere.json", "check the path"]),
-        ([str(TWO)], ["CANDIDATE"]),
+        ([str(TWO)], ["a baseline and a candidate"]),
         ([str(TWO), "torn.json"], ["torn.json", "not a stepsplit report", "analyze the run again"]),
         ([str(TWO), "empty.json"], ["nothing", "no step to compare", "record at least one"]),
     ],

@@ -16,9 +16,9 @@ from job_builders import JOBS, key_of, store_runs
 from msgspec import structs
 from report_builders import MS, paced
 
-from stepsplit.analyzer.regression.compare import compare_reports
+from stepsplit.analyzer.regression.compare import build_side, compare_reports
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.units import format_milliseconds
+from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.communication import MAX_JOBS, compute_typical_range
 from stepsplit.dashboard.pages.compare import MAX_COMPARED, build_comparison_of_many
 from stepsplit.dashboard.pages.components import (
@@ -253,13 +253,34 @@ def views(*reports: Report) -> list[View]:
     return [View(f"run {at}", report, None, f"{at:08x}") for at, report in enumerate(reports)]
 
 
+def test_runs_of_other_layouts_show_how_the_job_scales() -> None:
+    one, m8 = JOBS["gpt"], JOBS["m8"]
+    assert one.run.world_size > m8.run.world_size
+    reports = [one, paced(one, 1.5), m8]
+
+    _, scaling = list(found(build_comparison_of_many(views(*reports), "gpu"), html.Table))[:2]
+
+    step_ns = [build_side(report).mean.step_ns for report in (m8, one, paced(one, 1.5))]
+    assert [(row[0], row[1], row[-1]) for row in rows_of(scaling)[1:]] == [
+        (name, f"{report.run.world_size}", format_percent(step_ns[0] / ns))
+        for name, report, ns in zip(
+            ("run 2", "run 0", "run 1"), (m8, one, one), step_ns, strict=True
+        )
+    ]
+
+
+def test_runs_of_one_layout_have_no_scaling() -> None:
+    page = build_comparison_of_many(views(*(paced(JOBS["gpt"], pace) for pace in (1.0, 1.5, 2.0))))
+    assert "Scaling" not in text(page)
+
+
 def test_each_run_is_compared_with_the_first() -> None:
     one, tiny = JOBS["gpt"], JOBS["tiny"]
     reports = [one, paced(one, 1.5), tiny, JOBS["m8"]]
 
     page = build_comparison_of_many(views(*reports))
 
-    table, settings = found(page, html.Table)
+    table, _, settings = found(page, html.Table)
     rows = {row[0]: row[1:] for row in rows_of(table)}
     pairs = [compare_reports(one, other) for other in reports[1:]]
     sides = [pairs[0].baseline, *(pair.candidate for pair in pairs)]

@@ -24,7 +24,7 @@ COMMANDS = {
     "baseline": ("check", "Write a baseline file for check from recorded runs."),
     "calibrate": ("model", "Fit the model's hardware constants to your own recordings."),
     "check": ("check", "Check runs against budgets: pass, regressed or inconclusive."),
-    "compare": ("check", "Compare two runs: settings, buckets, calls and kernels."),
+    "compare": ("check", "Compare two runs, or how a job scales over several."),
     "dashboard": ("server", "Serve the dashboard: runs, uploads and the report of each run."),
     "delete": ("runs", "Delete runs of a store, by id or by age, with their files."),
     "demo": ("record", "Train and record a small GPT here, then show its report."),

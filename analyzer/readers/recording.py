@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, make_write_error, write
+from stepsplit.analyzer.readers import event_store
 from stepsplit.analyzer.readers.compression import (
     is_url,
     list_files,
     natural_sort_key,
     open_unpacked,
 )
+from stepsplit.analyzer.readers.event_store import EventStore, store_trace
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry, read_dump
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kinds import (
@@ -29,7 +31,11 @@ from stepsplit.analyzer.readers.kinds import (
     read_rank_record,
     read_rank_table,
 )
-from stepsplit.analyzer.readers.kineto.reader import build_rank_trace, read_traces
+from stepsplit.analyzer.readers.kineto.reader import (
+    build_rank_trace,
+    estimate_bytes,
+    read_traces,
+)
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.readers.workers import Progress, Task, ignore_progress, run_all
@@ -41,6 +47,9 @@ _MAX_RUN_BYTES = 64 << 20
 
 _TABLE_BYTES = 1 << 20
 """Work that reading a table is, as bytes of a trace."""
+
+_UNPACKED_RATIO = 40
+"""About how much larger the trace of a table is, unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +142,11 @@ def _read_all_traces(
     """The traces in the files. An unreadable file gives a note, or an error if it was named."""
     flights, notes = _read_dumps(files.flights)
     candidates, classifier = [], EventClassifier(rules)
-    read = read_traces(files.traces, workers, progress, rules)
+    store = open_store(files)
+    read = read_traces(files.traces, workers, progress, rules, store)
     for source, file in zip(files.traces, read, strict=True):
         try:
-            candidates += _build_candidates(source, file, flights, classifier)
+            candidates += _build_candidates(source, file, flights, classifier, store)
         except DataError as error:
             if source.where in named:
                 raise
@@ -146,7 +156,8 @@ def _read_all_traces(
 
         for source in files.nsys:
             candidates += map(_build_nsys_candidate, read_nsys(source, rules))
-    for source, table in zip(files.tables, _read_tables(files.tables, workers, rules), strict=True):
+    tables = _read_tables(files.tables, workers, rules, store)
+    for source, table in zip(files.tables, tables, strict=True):
         if not isinstance(table, DataError):
             candidates += (TraceCandidate(trace, trace.rank) for trace in table or ())
         elif source.where in named:
@@ -156,11 +167,28 @@ def _read_all_traces(
     return candidates, tuple(notes)
 
 
+def open_store(files: RecordingFiles) -> EventStore | None:
+    """A store for the events of a large recording; None for one that fits into memory."""
+    if len(files.traces) + len(files.tables) < event_store.LEAST_FILES:
+        return None
+    total = sum(map(estimate_bytes, files.traces))
+    total += sum(_UNPACKED_RATIO * estimate_bytes(source) for source in files.tables)
+    return EventStore() if total >= event_store.LEAST_BYTES else None
+
+
 def _read_tables(
-    sources: Sequence[Source], workers: int, rules: Rules
+    sources: Sequence[Source], workers: int, rules: Rules, store: EventStore | None
 ) -> list[RankTraces | DataError | None]:
-    tasks = [Task(one.where, _TABLE_BYTES, read_rank_table, (one, rules)) for one in sources]
+    folder = None if store is None else store.path
+    tasks = [Task(one.where, _TABLE_BYTES, _read_table, (one, rules, folder)) for one in sources]
     return run_all(tasks, workers)
+
+
+def _read_table(source: Source, rules: Rules, folder: str | None) -> RankTraces | None:
+    traces = read_rank_table(source, rules)
+    if traces is None or folder is None:
+        return traces
+    return tuple(store_trace(folder, trace) for trace in traces)
 
 
 def _build_candidates(
@@ -168,6 +196,7 @@ def _build_candidates(
     file: KinetoFile | DataError | None,
     flights: dict[int, list[FlightEntry]],
     classifier: EventClassifier,
+    store: EventStore | None,
 ) -> list[TraceCandidate]:
     if isinstance(file, DataError):
         raise file
@@ -177,6 +206,8 @@ def _build_candidates(
     rank = header_rank if 0 <= header_rank < MAX_RANKS else name_rank
     flight = [] if rank is None else flights.get(rank, [])
     trace = build_rank_trace(source.where, file, rank or 0, flight, classifier)
+    if store is not None:
+        trace = store_trace(store.path, trace)
     return [TraceCandidate(trace, rank, name_rank)]
 
 

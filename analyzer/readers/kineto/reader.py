@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
+from stepsplit.analyzer.readers.event_store import EventStore, store_events, store_shapes
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls
@@ -57,15 +59,30 @@ class _Plan:
 
 
 def read_traces(
-    sources: Sequence[Source], workers: int, progress: Progress, rules: Rules = BUILT_IN
+    sources: Sequence[Source],
+    workers: int,
+    progress: Progress,
+    rules: Rules = BUILT_IN,
+    store: EventStore | None = None,
 ) -> list[KinetoFile | DataError | None]:
-    """For each file, in order: its trace, None if it is not a trace, or its error."""
-    fair_bytes = sum(map(_estimate_bytes, sources)) // workers
-    plans = [_plan(source, fair_bytes, workers, rules) for source in sources]
+    """For each file, in order: its trace, None if it is not a trace, or its error. The columns of
+    the events are in the store, if there is one."""
+    fair_bytes = sum(map(estimate_bytes, sources)) // workers
+    folder = None if store is None else store.path
+    plans = [_plan(source, fair_bytes, workers, rules, folder) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
     results = run_all(tasks, workers, progress)
     pieces = iter(results)
     return [_assemble_file(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
+
+
+def read_into_store(source: Source, rules: Rules, folder: str) -> KinetoFile | None:
+    """The trace in the file, with its events in the folder of a store. Raises DataError."""
+    file = read_cached(source, rules)
+    if file is None:
+        return None
+    events, shapes = store_events(folder, file.rows.events), store_shapes(folder, file.rows.shapes)
+    return replace(file, rows=replace(file.rows, events=events, shapes=shapes))
 
 
 def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
@@ -83,11 +100,14 @@ def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
         return found
 
 
-def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules) -> _Plan:
+def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules, folder: str | None) -> _Plan:
     """Plans byte ranges if the file exceeds one worker's fair share of the bytes."""
-    whole_file_task: Task[_Piece] = Task(
-        source.where, _estimate_bytes(source), read_cached, (source, rules)
+    reading: tuple[Callable[..., _Piece], tuple[Any, ...]] = (
+        (read_cached, (source, rules))
+        if folder is None
+        else (read_into_store, (source, rules, folder))
     )
+    whole_file_task: Task[_Piece] = Task(source.where, estimate_bytes(source), *reading)
     if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
         return _Plan(source, rules, None, (whole_file_task,))
     opening = read_opening(source)
@@ -110,7 +130,7 @@ def _is_large(source: DiskFile, fair_bytes: int) -> bool:
     return not cache.has(source)
 
 
-def _estimate_bytes(source: Source) -> int:
+def estimate_bytes(source: Source) -> int:
     """The approximate uncompressed size; an unknown size counts as large."""
     if not isinstance(source, DiskFile):
         return LEAST_RANGE_BYTES

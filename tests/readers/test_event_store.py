@@ -1,0 +1,124 @@
+"""Recordings of many ranks keep their events on disk, and their report is the same."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+from benchmarks.fleet import Fleet, run_fleet, write_fleet
+
+from stepsplit.analyzer import RankTrace
+from stepsplit.analyzer.analysis import examine
+from stepsplit.analyzer.readers import event_store, workers
+from stepsplit.analyzer.readers.recording import read_recording, reduce_recording
+from stepsplit.analyzer.report.io import save
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "fleet"
+    write_fleet(run_fleet(Fleet(pp=2, dp=1, microbatches=2, layers=1, slow_ranks={5: 1.3})), folder)
+    return folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, for recordings of any size: small ones are stored too."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(event_store, "LEAST_BYTES", 0)
+    monkeypatch.setattr(event_store, "LEAST_FILES", 1)
+    monkeypatch.setattr(event_store, "MAPPED_BYTES", 1 << 16)
+    return folder
+
+
+def save_analysis(recording: Path, folder: Path, processes: int = 1) -> dict[str, bytes]:
+    """The content of the saved files of a recording's analysis, by name."""
+    analysis = examine([recording], processes)
+    save(folder, analysis.report, analysis.tables)
+    return read_files(folder)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def in_memory(fleet: Path) -> dict[str, bytes]:
+    """The analysis of the fleet with its events in memory; made before the thresholds change."""
+    return save_analysis(fleet, fleet.parent / "in_memory")
+
+
+def list_stores(temporary: Path) -> list[Path]:
+    return sorted(temporary.glob("stepsplit-events-*"))
+
+
+def test_the_report_of_a_stored_fleet_is_the_same_to_the_byte(
+    fleet: Path, tmp_path: Path, in_memory: dict[str, bytes], temporary: Path
+) -> None:
+    assert {"report.json", "tables/slices.parquet"} <= in_memory.keys()
+    assert save_analysis(fleet, tmp_path / "stored") == in_memory
+    gc.collect()
+    assert not list_stores(temporary)
+
+
+def test_worker_processes_write_into_the_same_store(
+    fleet: Path,
+    tmp_path: Path,
+    in_memory: dict[str, bytes],
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "LEAST_BYTES", 0)
+    recording = read_recording([fleet], 2)
+    [store] = list_stores(temporary)
+    assert len(list(store.iterdir())) == 2
+    del recording
+    assert save_analysis(fleet, tmp_path / "stored", 2) == in_memory
+
+
+def test_rank_tables_are_stored_as_well(
+    fleet: Path, tmp_path: Path, in_memory: dict[str, bytes], temporary: Path
+) -> None:
+    reduce_recording([fleet], tmp_path / "tables")
+    stored = save_analysis(tmp_path / "tables", tmp_path / "stored")
+    assert stored == in_memory
+
+
+@pytest.mark.parametrize("name", ["dp4", "pp2_m8"])
+def test_the_report_of_a_stored_sample_is_the_same_to_the_byte(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    in_memory = save_analysis(SAMPLES / name, tmp_path / "in_memory")
+    request.getfixturevalue("temporary")
+    assert save_analysis(SAMPLES / name, tmp_path / "stored") == in_memory
+
+
+def test_traces_outlive_their_recording(fleet: Path, temporary: Path) -> None:
+    trace: RankTrace = read_recording([fleet]).traces[3]
+    gc.collect()
+    assert len(list_stores(temporary)) == 1
+    assert len(trace.events.start_ns) == len(trace.events) > 0
+    assert (trace.events.ends_of(trace.kinds.computes) > 0).all()
+
+
+def test_events_that_the_disk_does_not_hold_stay_in_memory(
+    fleet: Path, tmp_path: Path, in_memory: dict[str, bytes], temporary: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        analysis = examine([fleet])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    [file] = list_stores(temporary)[0].iterdir()
+    assert 0 < file.stat().st_size <= 200_000
+    save(tmp_path / "stored", analysis.report, analysis.tables)
+    assert read_files(tmp_path / "stored") == in_memory

@@ -55,12 +55,7 @@ from stepsplit.collectors.run_spec import (
     merge_groups,
     write_run_json,
 )
-from stepsplit.collectors.trace_window import (
-    ProfilerInUseError,
-    SharedWindow,
-    TraceWindow,
-    release_profiler,
-)
+from stepsplit.collectors.trace_window import ProfilerInUseError, SharedWindow, TraceWindow
 
 # run.json, written by rank 0 from what the ranks have published so far.
 
@@ -301,7 +296,6 @@ class ActiveRecording:
         """Ends the recording without its files, or drops those that are held back."""
         self._provisional = True
         self._finish(complete=False)
-        release_profiler(self._held)
         self._held, self._is_held = None, False
 
     def _explain_empty_trace(self) -> str:
@@ -463,7 +457,6 @@ class ActiveRecording:
         has_trace = self._recorded and self._files.write(
             profiler, self._began_unix_ns, thin, memory
         )
-        release_profiler(profiler)
         self._detail = self._detail if has_trace else "none"
         self._write_record()
         # Write a first run.json now, in case the job is killed before its end or its threads run.

@@ -96,10 +96,7 @@ class TraceWindow:
         finally:
             self._profiler = None
             self._patches.close()
-        if not self.recorded:
-            release_profiler(profiler)
-            return None
-        return profiler
+        return profiler if self.recorded else None
 
     def _warm_up(self) -> None:
         if TraceWindow._open is not None:
@@ -144,21 +141,6 @@ class TraceWindow:
             callback()
         finally:
             self._ours = False
-
-
-def release_profiler(profiler: Any) -> None:
-    """Frees the events of a profiler of ours that has ended; it cannot be exported afterwards.
-
-    Its action_map has bound methods of it. This reference cycle would keep all events until
-    Python's oldest generation is collected: never, if a training has switched that off
-    (pytorch/pytorch#193348).
-    """
-    if not isinstance(profiler, torch.profiler.profile):
-        return
-    actions = getattr(profiler, "action_map", None)
-    if isinstance(actions, dict):
-        actions.clear()
-    profiler.profiler = None
 
 
 def _release_window() -> None:

@@ -506,8 +506,6 @@ def _list_limits(context: ReplayContext, run: CarriedRun) -> Iterable[str]:
 
 # How the kernels of a rank scale.
 
-# The duration of a recorded kernel on another device, by the model's rates on both.
-
 KINDS = ("gemm", "attention", "memory", "unknown")
 """Kinds of kernels by what limits them."""
 

@@ -354,8 +354,6 @@ def require_experts(model: ModelConfig) -> Experts:
 
 # FLOPs of a step of the whole job, and of one forward pass on one rank.
 
-# FLOPs of a step and of one forward pass on one rank, MFU and HFU.
-
 RECOMPUTE = Formula(
     "flops.recompute",
     "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once",

@@ -565,8 +565,6 @@ def _concatenate(first: DrawnShapes, second: DrawnShapes) -> DrawnShapes:
 
 # Ways to group the ranks.
 
-# Questions about a timeline: groups of ranks, places of a name, a slice, the split of a range.
-
 _Label = tuple[int, str]
 """The number of a group, by which groups are ordered, and its name."""
 

@@ -341,8 +341,6 @@ def format_line(judged: CheckedMetric) -> str:
 
 # GitHub Actions: annotations and the job summary, within the limits of GitHub.
 
-# For CI systems: GitHub, GitLab, JUnit, OpenMetrics and benchmark formats.
-
 SUMMARY_BYTES = 1 << 20
 """GitHub rejects a larger summary of a step."""
 

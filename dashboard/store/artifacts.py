@@ -284,8 +284,6 @@ def open_remote(url: str, local: Path) -> RemoteArtifacts:
 
 # The job.toml of an upload; every other .toml file gives a warning.
 
-# The job.toml of a run: found in an upload by name or content, checked, and changed by key.
-
 _NAMES = (JOB_FILE, "run.toml")
 """Names of a job config, in any case; the second one is used by older recordings."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
@@ -76,11 +75,12 @@ def read_traces(
     return [_assemble_file(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
 
 
-def read_into_store(source: Source, rules: Rules, folder: str) -> KinetoFile | None:
-    """The trace in the file, with its events in the folder of a store. Raises DataError."""
+def read_whole_file(source: Source, rules: Rules, folder: str | None) -> KinetoFile | None:
+    """The trace in the file, with its events in the folder of a store, if there is one. Raises
+    DataError."""
     file = read_cached(source, rules)
-    if file is None:
-        return None
+    if file is None or folder is None:
+        return file
     events, shapes = store_events(folder, file.rows.events), store_shapes(folder, file.rows.shapes)
     return replace(file, rows=replace(file.rows, events=events, shapes=shapes))
 
@@ -102,12 +102,9 @@ def read_cached(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
 
 def _plan(source: Source, fair_bytes: int, workers: int, rules: Rules, folder: str | None) -> _Plan:
     """Plans byte ranges if the file exceeds one worker's fair share of the bytes."""
-    reading: tuple[Callable[..., _Piece], tuple[Any, ...]] = (
-        (read_cached, (source, rules))
-        if folder is None
-        else (read_into_store, (source, rules, folder))
+    whole_file_task: Task[_Piece] = Task(
+        source.where, estimate_bytes(source), read_whole_file, (source, rules, folder)
     )
-    whole_file_task: Task[_Piece] = Task(source.where, estimate_bytes(source), *reading)
     if workers < 2 or not isinstance(source, DiskFile) or not _is_large(source, fair_bytes):
         return _Plan(source, rules, None, (whole_file_task,))
     opening = read_opening(source)

@@ -26,7 +26,7 @@ store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
 """
 _SERVER = """
 from stepsplit.dashboard.web.auth import Access, ServeOptions
-from stepsplit.dashboard.web.server import find_free_port, serve
+from stepsplit.dashboard.web.serve import find_free_port, serve
 ready = lambda url: print(url, flush=True)
 serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), workers=0))
 """

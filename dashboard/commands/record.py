@@ -167,7 +167,7 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 def _serve(analysis: Analysis, port: int) -> None:
     from stepsplit.dashboard.commands.common import open_store
-    from stepsplit.dashboard.web.server import find_free_port, serve
+    from stepsplit.dashboard.web.serve import find_free_port, serve
 
     store = open_store()
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)

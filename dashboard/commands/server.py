@@ -150,7 +150,7 @@ def dashboard_command(
     require_package("dash", "dashboard")
     from stepsplit.dashboard.store.logins import Role
     from stepsplit.dashboard.web.auth import ServeOptions, choose_access, parse_trusted_proxy
-    from stepsplit.dashboard.web.server import find_free_port, serve
+    from stepsplit.dashboard.web.serve import find_free_port, serve
 
     role = Role.parse(trusted_proxy_role or "")
     proxy = parse_trusted_proxy(trusted_proxy_header, proxies, role, trusted_proxy_role_header)

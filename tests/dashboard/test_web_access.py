@@ -25,7 +25,8 @@ from stepsplit.dashboard.web.auth import (
     list_guessed,
     parse_trusted_proxy,
 )
-from stepsplit.dashboard.web.server import create_server, find_free_port, serve
+from stepsplit.dashboard.web.serve import find_free_port, serve
+from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}
 PASSWORD = "correct horse"

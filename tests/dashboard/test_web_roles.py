@@ -175,7 +175,7 @@ def test_passwords_come_from_files_or_the_environment(
 ) -> None:
     served: list[Access] = []
     monkeypatch.setattr(
-        "stepsplit.dashboard.web.server.serve",
+        "stepsplit.dashboard.web.serve.serve",
         lambda *_, options, **__: served.append(options.access),
     )
     monkeypatch.setenv("STEPSPLIT_PASSWORD", "adm")

@@ -57,6 +57,11 @@ def warn(text: str) -> None:
         sys.stderr.write(f"stepsplit: {text}\n")
 
 
+def is_reported_full(folder: Path) -> bool:
+    """Whether this process has reported the folder's disk as full."""
+    return folder in _full_folders
+
+
 def forget_full_folder(folder: Path) -> None:
     """Reports a full disk again if the folder is still full in the next recording."""
     _full_folders.discard(folder)

@@ -176,6 +176,29 @@ def wait_for_first(keys: Sequence[str], timeout_s: float, poll_s: float) -> tupl
     return None
 
 
+class SharedValues:
+    """Values that the ranks share through the job's store, over a connection of its own.
+
+    For one background thread. No call waits for another rank. Raises RuntimeError if the job has
+    no store that can be used from a thread.
+    """
+
+    def __init__(self) -> None:
+        store = _own_store()
+        if store is None:
+            raise RuntimeError("the job's store cannot be read from a thread")
+        self._store: Any = store
+
+    def write(self, key: str, value: str) -> None:
+        """Sets a value; it replaces the earlier one."""
+        self._store.set(f"stepsplit/{key}", value)
+
+    def read(self, key: str) -> str | None:
+        """The value; None if it is not set."""
+        name = f"stepsplit/{key}"
+        return str(self._store.get(name).decode()) if self._store.check([name]) else None
+
+
 def _describe_device() -> str:
     # Do not initialize CUDA in a job that trains on the CPU.
     if not torch.cuda.is_initialized():

@@ -20,7 +20,13 @@ from stepsplit.collectors.gpu import (
     read_max_connections,
     read_versions,
 )
-from stepsplit.collectors.guard import delay_sigterm, warn, warn_lost, warn_on_failure
+from stepsplit.collectors.guard import (
+    delay_sigterm,
+    is_reported_full,
+    warn,
+    warn_lost,
+    warn_on_failure,
+)
 from stepsplit.collectors.host_sampler import LOST_PLACES, HostSampler
 from stepsplit.collectors.job_info import (
     HostClock,
@@ -55,7 +61,15 @@ from stepsplit.collectors.run_spec import (
     merge_groups,
     write_run_json,
 )
-from stepsplit.collectors.trace_window import ProfilerInUseError, SharedWindow, TraceWindow
+from stepsplit.collectors.trace_window import (
+    BUFFERS_FULL,
+    ProfilerInUseError,
+    SharedWindow,
+    TraceWindow,
+    release_profiler,
+)
+from stepsplit.collectors.watch import Sampler
+from stepsplit.collectors.watch_plan import DEFAULT_BUDGET, WatchPlan
 
 # run.json, written by rank 0 from what the ranks have published so far.
 
@@ -159,11 +173,6 @@ LATE_RANKS_TIMEOUT_S = 10.0
 
 _MAX_RESTARTS = 5
 """How often a window without a step is tried again, after a profiler of the script interrupted."""
-
-BUFFERS_FULL = (
-    "Kineto's GPU buffers are full; record fewer steps, or name a file with a larger"
-    " ACTIVITIES_MAX_GPU_BUFFER_SIZE_MB in KINETO_CONFIG"
-)
 
 
 class ActiveRecording:
@@ -296,6 +305,7 @@ class ActiveRecording:
         """Ends the recording without its files, or drops those that are held back."""
         self._provisional = True
         self._finish(complete=False)
+        release_profiler(self._held)
         self._held, self._is_held = None, False
 
     def _explain_empty_trace(self) -> str:
@@ -457,6 +467,7 @@ class ActiveRecording:
         has_trace = self._recorded and self._files.write(
             profiler, self._began_unix_ns, thin, memory
         )
+        release_profiler(profiler)
         self._detail = self._detail if has_trace else "none"
         self._write_record()
         # Write a first run.json now, in case the job is killed before its end or its threads run.
@@ -506,6 +517,8 @@ class ActiveRecording:
 
     def _write_record(self) -> None:
         worth_it = self._recorded or self._device_stopped_step is not None
+        # What was reported lost stays so, also if the disk has space again for a small file.
+        worth_it = worth_it and not is_reported_full(self._folder)
         if self._description is not None and worth_it:
             with warn_on_failure(self.rank, "its record"):
                 write_record(self._folder, self._build_record(self._description))
@@ -567,6 +580,8 @@ def profile_run(
     record_shapes: bool = False,
     profile_memory: bool = False,
     with_stack: bool = False,
+    every: int | None = None,
+    budget: float = DEFAULT_BUDGET,
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
 
@@ -588,12 +603,15 @@ def profile_run(
         record_shapes: Whether to record the input shapes of ops. Default: False.
         profile_memory: Whether to measure activations, with a CUDA snapshot. Default: False.
         with_stack: Whether to record Python stacks; large and slow. Default: False.
+        every: Steps between samples of two steps, in `out`/samples, for as long as the job runs;
+            replaces `wait` to `with_stack`. Default: None, one recording.
+        budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
 
     Returns:
         A ProfiledRun to use as a context manager, or with start() and stop().
 
     Raises:
-        ValueError: If `active` < 1, `warmup` < 0, `wait` + `warmup` < 0, or `ranks` is invalid.
+        ValueError: If a number of steps is too low, `budget` not in (0, 1], or `ranks` invalid.
 
     Examples:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:
@@ -601,18 +619,11 @@ def profile_run(
                 train(batch)
                 run.step()
     """
-    plan = RecordPlan(
-        out=str(out),
-        name=name or Path(out).resolve().name,
-        first=wait + warmup,
-        steps=active,
-        warmup=warmup,
-        ranks=ranks,
-        shapes=record_shapes,
-        memory=profile_memory,
-        stacks=with_stack,
-    )
-    return ProfiledRun(plan, mesh, model, training)
+    title = name or Path(out).resolve().name
+    details = (ranks, record_shapes, profile_memory, with_stack)
+    plan = RecordPlan(str(out), title, wait + warmup, active, warmup, *details)
+    watch = None if every is None else WatchPlan(plan.out, title, every, budget=budget)
+    return ProfiledRun(plan, mesh, model, training, watch)
 
 
 class ProfiledRun:
@@ -641,8 +652,11 @@ class ProfiledRun:
         mesh: MeshLike = None,
         model: ModelSpec | None = None,
         training: Training | None = None,
+        watch: WatchPlan | None = None,
     ) -> None:
         self._plan, self._mesh = plan, mesh
+        self._watch = watch
+        self._sampler: Sampler | None = None
         self._model, self._training = model, training
         self._recording: ActiveRecording | None = None
         self._resumed: ResumedSteps | None = None
@@ -659,8 +673,10 @@ class ProfiledRun:
             This object.
         """
         mesh = convert_mesh(self._mesh, read_job()[1])
-        user_spec = UserSpec(mesh, self._model, self._training)
         self._resumed = ResumedSteps(steps_before)
+        if self._watch is not None:
+            return self
+        user_spec = UserSpec(mesh, self._model, self._training)
         self._recording = ActiveRecording(
             self._plan, user_spec, read_steps_before=self._resumed.read
         )
@@ -674,7 +690,9 @@ class ProfiledRun:
         """
         if self._recording is not None:
             self._recording.end_step(self._step)
-            self._step += 1
+        elif self._watch is not None:
+            self._watch_step(self._watch)
+        self._step += 1
 
     def stop(self, failed: bool = False) -> None:
         """Ends the recording and keeps the steps recorded so far.
@@ -688,6 +706,18 @@ class ProfiledRun:
             self._resumed.close()
         if recording is not None:
             recording.close(failed)
+        self._watch, sampler, self._sampler = None, self._sampler, None
+        if sampler is not None:
+            sampler.close()
+
+    def _watch_step(self, plan: WatchPlan) -> None:
+        """Ends a step of a watched job, whose watch begins with its first step."""
+        if self._sampler is None and self._resumed is not None:
+            with warn_on_failure(read_job()[0], "its watch"):
+                self._sampler = start_sampler(plan, self._mesh, self._resumed.read(self._step + 1))
+            self._resumed = None
+        if self._sampler is not None:
+            self._sampler.end_step(self._step)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -708,6 +738,11 @@ def state_mesh(text: str) -> UserSpec:
     """
     rank, world_size, _ = read_job()
     return UserSpec(mesh=convert_mesh(text, world_size)) if text and rank == 0 else UserSpec()
+
+
+def start_sampler(plan: WatchPlan, mesh: MeshLike, steps_before: int) -> Sampler:
+    """Begins to watch this rank; without a mesh, all ranks are sampled."""
+    return Sampler(plan, convert_mesh(None if mesh == "" else mesh, read_job()[1]), steps_before)
 
 
 def convert_mesh(given: MeshLike, world_size: int) -> Mesh | None:

@@ -105,6 +105,8 @@ class Packer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._processes = [each for each in self._processes if each.poll() is None]
+        if not self._processes:
+            atexit.unregister(self.finish)
         return not self._processes
 
     def finish(self, timeout_s: float = PACK_TIMEOUT_S) -> None:

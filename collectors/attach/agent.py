@@ -53,9 +53,11 @@ from stepsplit.collectors.record import (
     parse_plan,
 )
 from stepsplit.collectors.run_spec import GroupInfo
+from stepsplit.collectors.watch_plan import WATCH_VARIABLE, read_watch_plan
 
 if TYPE_CHECKING:
     from stepsplit.collectors.profiler import ActiveRecording
+    from stepsplit.collectors.watch import Sampler
 
 
 # The agent runs in every process of a recorded job, so it does as little as possible: it waits
@@ -73,6 +75,8 @@ class Agent:
         self._times: deque[int] = deque(maxlen=16)
         self._recording: ActiveRecording | None = None
         self._early: ActiveRecording | None = None
+        self._watch = read_watch_plan(os.environ)
+        self._sampler: Sampler | None = None
         self._pid = 0
         self._steps_before = 0
         self._log: Path | None = None
@@ -101,6 +105,9 @@ class Agent:
             self._listen()
         if step == _UNSTEADY_STEPS:
             self._steps_before = self._counter.read_steps_before(step + 1)
+            self._begin_watch()
+        if self._sampler is not None:
+            self._sampler.end_step(step)
         if self._recording is not None:
             self._recording.end_step(step)
             if self._recording.over:
@@ -155,6 +162,15 @@ class Agent:
                 )
                 self._recording.begin(next_step, self._list_step_times(next_step))
 
+    def _begin_watch(self) -> None:
+        """Begins to sample this rank for as long as it runs, if the job is watched."""
+        plan, self._watch = self._watch, None
+        if plan is not None:
+            with warn_on_failure(read_identity().rank, "its watch"):
+                from stepsplit.collectors.profiler import start_sampler
+
+                self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
+
     def _list_step_times(self, next_step: int) -> list[int]:
         """The times of the last steps, without the first ones of the job."""
         times_ns = [later - earlier for earlier, later in pairwise(self._times)]
@@ -177,6 +193,9 @@ class Agent:
             early.close()
         elif recording is not None:
             recording.close()
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            sampler.close()
         self._watchdog.stop()
         with warn_on_failure(read_identity().rank, "its socket"):
             protocol.leave_state(self._observer.describe_end(self._counter.steps))
@@ -188,6 +207,7 @@ class Agent:
         self._pid = os.getpid()
         # A child process of this rank is not a rank of the job, even if it trains.
         started = os.environ.pop(PLAN_VARIABLE, None) is not None
+        os.environ.pop(WATCH_VARIABLE, None)
         self._log = build_log_path(os.environ, self._pid) if started else None
         atexit.register(self._close_at_exit)
         with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):

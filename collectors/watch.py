@@ -1,9 +1,4 @@
-"""Watches a training for as long as it runs: step times of each rank, and a sample now and then.
-
-Everything is written into the folder of the plan:
-    ranks/rank0.jsonl   what the rank notes: its start, windows of step times, its samples, its end
-    samples/STEP/       a sample, an ordinary recording of a few steps; STEP-N after N restarts
-"""
+"""Watches a training for as long as it runs: step times of each rank, and a sample now and then."""
 
 from __future__ import annotations
 
@@ -47,95 +42,28 @@ from stepsplit.collectors.trace_window import (
     TraceWindow,
     release_profiler,
 )
+from stepsplit.collectors.watch_notes import (
+    SAMPLES,
+    Note,
+    NoteFile,
+    RankDropped,
+    RankEnded,
+    RankStarted,
+    RankWindow,
+    SampleReport,
+    parse_report,
+)
 from stepsplit.collectors.watch_plan import (
     WINDOW_STEPS,
     BudgetController,
     NextSample,
-    RankWindow,
-    SampleReport,
     StepRing,
     WatchPlan,
     choose_pivot,
     compute_cost_ns,
     list_cross,
     parse_next_sample,
-    parse_report,
 )
-
-# What a rank notes, one JSON object a line; "kind" is started, window, sample, dropped or ended.
-
-RANKS, SAMPLES = "ranks", "samples"
-"""Folders of the notes and of the samples."""
-
-MAX_NOTES_BYTES = 4 << 20
-"""Size at which the file of notes becomes rank0.jsonl.old, and the .old one before it is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankStarted:
-    """The begin of a watched rank."""
-
-    rank: int
-    world_size: int
-    host: str
-    pid: int
-    incarnation: int
-    budget: float
-    unix_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankEnded:
-    """The end of a rank, or of its samples: why there are no more; "" if the rank has ended."""
-
-    rank: int
-    step: int
-    unix_ns: int
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankDropped:
-    """Traces that a rank has deleted because they were not reduced in time."""
-
-    rank: int
-    traces: int
-    unix_ns: int
-
-
-Note = RankStarted | RankWindow | SampleReport | RankDropped | RankEnded
-
-NOTE_KINDS: dict[str, type[Any]] = {
-    "started": RankStarted,
-    "window": RankWindow,
-    "sample": SampleReport,
-    "dropped": RankDropped,
-    "ended": RankEnded,
-}
-
-
-def build_notes_path(folder: Path, rank: int) -> Path:
-    """The file of what a rank notes."""
-    return folder / RANKS / f"rank{rank}.jsonl"
-
-
-class NoteFile:
-    """Appends notes to a rank's file, from one background thread."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = build_notes_path(folder, rank)
-        self._names = {kind: name for name, kind in NOTE_KINDS.items()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, notes: list[Note]) -> None:
-        """Appends the notes."""
-        lines = [json.dumps({"kind": self._names[type(one)]} | asdict(one)) + "\n" for one in notes]
-        with self._path.open("ab") as file:
-            file.write("".join(lines).encode())
-            size = file.tell()
-        if size > MAX_NOTES_BYTES:
-            self._path.replace(self._path.with_name(f"{self._path.name}.old"))
-
 
 # One sample on one rank.
 

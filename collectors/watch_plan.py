@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from stepsplit.collectors.run_spec import Mesh, select_known_fields
+from stepsplit.collectors.watch_notes import RankWindow, SampleReport
 
 WATCH_VARIABLE = "STEPSPLIT_WATCH"
 """Environment variable that passes the plan to the agent, as JSON."""
@@ -88,21 +89,6 @@ def parse_every(text: str) -> tuple[int | None, float | None]:
 
 WINDOW_STEPS, WINDOW_NS = 20, 60_000_000_000
 """A window is closed after so many steps or so long, whichever is first."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankWindow:
-    """The times of a rank's unprofiled steps between two closings, in ns."""
-
-    rank: int
-    first_step: int
-    last_step: int
-    start_unix_ns: int
-    end_unix_ns: int
-    steps: int
-    min_step_ns: int
-    median_step_ns: int
-    max_step_ns: int
 
 
 class StepRing:
@@ -194,41 +180,6 @@ def list_cross(mesh: Mesh, pivot: int) -> frozenset[int]:
 
 MAX_FAULTS = 3
 """Samples in a row that failed, after which there are no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampleReport:
-    """What a rank says of a sample when the steps after it have been timed.
-
-    step: the first recorded step, with the steps before a resumption. no_data: why there is no
-    trace of this rank; is_fault: whether that was a failure of ours, not a profiler of the script.
-    before_ns and after_ns: times of unprofiled steps. cost_ns: how much longer the steps of the
-    sample took, with its stop and export.
-    """
-
-    number: int
-    incarnation: int
-    rank: int
-    step: int
-    steps: int
-    unix_ns: int
-    pivot: int | None
-    folder: str
-    is_sampled: bool
-    no_data: str = ""
-    is_fault: bool = False
-    cost_ns: int = 0
-    before_ns: tuple[int, ...] = ()
-    after_ns: tuple[int, ...] = ()
-    interval_steps: int = 0
-    overhead: float | None = None
-
-
-def parse_report(text: str) -> SampleReport:
-    """Parses a report of a rank. Raises TypeError or ValueError if it is invalid."""
-    body = select_known_fields(SampleReport, json.loads(text))
-    times = {name: tuple(body.get(name, ())) for name in ("before_ns", "after_ns")}
-    return SampleReport(**(body | times))
 
 
 def compute_cost_ns(before_ns: Sequence[int], under_ns: Sequence[int], own_ns: int) -> int:

@@ -1,7 +1,7 @@
 """What is known of a watched training: batches of step times, samples and events.
 
-One process beside the job on each host closes batches, appends them to watch.jsonl and sends them to
-a dashboard. A batch holds numbers only; traces stay on the host.
+One process beside the job on each host closes batches, appends them to watch.jsonl and sends them
+to a dashboard. A batch holds numbers only; traces stay on the host.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Sample(Struct, frozen=True, kw_only=True):
         no_data: Why the sample does not count; "" if it does.
         finding: The first finding of its analysis; "" without one.
         cost_ns: The training time it cost on the worst rank: slower steps, stop and export.
-        traces: The folder of its raw traces if they were kept, relative to the watched folder; "" if
+        traces: The folder of its raw traces if they were kept, under that of the watch; "" if
             not.
     """
 
@@ -100,7 +100,7 @@ class WatchEvent(Struct, frozen=True, kw_only=True):
     """Something that happened to the training or to its watch, for the marks on the chart.
 
     Attributes:
-        kind: "started" and "ended" of the job, "restarted" with a new level, "pause" for a step that
+        kind: "started", "ended" of the job, "restarted" with a new level, "pause" for a step that
             took over five times the median (a checkpoint or an evaluation), "capture" of full
             traces, "no_data", "dropped", "sampling_ended", "lost_rank".
         step: The step, with the steps before a resumption.

@@ -24,9 +24,9 @@ from stepsplit.collectors.trace_window import (  # noqa: E402
     TraceWindow,
     release_profiler,
 )
+from stepsplit.collectors.watch_notes import SampleReport  # noqa: E402
 from stepsplit.collectors.watch_plan import (  # noqa: E402
     BudgetController,
-    SampleReport,
     WatchPlan,
     choose_pivot,
     list_cross,

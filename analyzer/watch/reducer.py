@@ -1,0 +1,447 @@
+"""Reduces on one host, beside the ranks, what they note and sample, to batches that stay small.
+
+Everything is kept in the folder of the watch:
+    hosts/HOST.jsonl        the batches, one a line, the newest 64 MiB
+    hosts/HOST.state.json   how far the notes have been read and the batches sent
+    samples/STEP/           traces and report of a sample, the newest within the disk budget
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import secrets
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from stepsplit.analyzer.errors import UsageError, make_write_error, write
+from stepsplit.analyzer.watch.records import (
+    EventKind,
+    Sample,
+    StepWindow,
+    WatchBatch,
+    WatchEvent,
+    encode_batch,
+)
+from stepsplit.analyzer.watch.samples import reduce_sample
+from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.watch_notes import (
+    SAMPLES,
+    Note,
+    NoteCursor,
+    RankDropped,
+    RankEnded,
+    RankStarted,
+    RankWindow,
+    SampleReport,
+    list_note_files,
+    read_notes,
+)
+
+HOSTS = "hosts"
+
+MOST_BATCH_BYTES = 64 << 20
+"""Size at which the older half of the batches is dropped."""
+
+MOST_WINDOWS = 2_000
+"""Step times of one batch; what is more waits for the next one."""
+
+LATE_S = 120.0
+"""How long a sample waits for the notes of ranks that have not said anything of it."""
+
+PAUSE = 5.0
+"""A step that takes so many times the median of its window is noted as a pause."""
+
+T = TypeVar("T")
+
+
+class RankState(Struct, frozen=True, kw_only=True):
+    """What is known of a rank: where its notes have been read to, and its last start and end."""
+
+    cursor: NoteCursor = NoteCursor()
+    started: RankStarted | None = None
+    ended: bool = False
+    step: int = 0
+
+
+class ReducerState(Struct, frozen=True, kw_only=True):
+    """What the reducer knows after its last batch; a new one goes on from it.
+
+    Attributes:
+        token: Random, so that batches of another folder of the same name differ.
+        batches: The number of batches closed.
+        batch_bytes: The size of their file.
+        sent: The number of batches that need not be sent any more.
+        unsent_lost: The number of these that were dropped before they could be sent, and of which
+            no batch has told yet.
+        samples: The number of samples reduced.
+        without_data: The number of these that do not count.
+        ranks: What is known of each rank.
+        waiting: Reports of samples that are not reduced yet.
+        interval_steps: The steps between samples; None if there are no more.
+        overhead: The part of the training time that samples have cost.
+    """
+
+    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    batches: int = 0
+    batch_bytes: int = 0
+    sent: int = 0
+    unsent_lost: int = 0
+    samples: int = 0
+    without_data: int = 0
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    waiting: tuple[SampleReport, ...] = ()
+    interval_steps: int | None = None
+    overhead: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchFolder:
+    """The folder of a watch, and what may be kept in it.
+
+    mesh: the stated layout of the job; None: inferred from each sample. disk_bytes bounds the
+    samples that are kept.
+    """
+
+    path: Path
+    run: str
+    host: str
+    mesh: Mesh | None = None
+    disk_bytes: int = 4 << 30
+
+    @property
+    def batches(self) -> Path:
+        """The file of batches of this host."""
+        return self.path / HOSTS / f"{self.host}.jsonl"
+
+    @property
+    def state(self) -> Path:
+        """The file of the reducer's state."""
+        return self.path / HOSTS / f"{self.host}.state.json"
+
+
+def read_state(folder: WatchFolder) -> ReducerState:
+    """The state of the reducer of this host. Raises UsageError if its file cannot be read."""
+    try:
+        return msgspec.json.decode(folder.state.read_bytes(), type=ReducerState)
+    except FileNotFoundError:
+        return ReducerState()
+    except (OSError, msgspec.MsgspecError) as error:
+        hint = "delete it, and the notes are read from their begin"
+        raise UsageError(f"{folder.state}: {error}; {hint}") from None
+
+
+class Reducer:
+    """Makes batches of what the ranks of this host have noted.
+
+    Killed at any time, the next one goes on after the last batch that is on disk: nothing is
+    lost, and nothing is counted twice. One at a time for a folder and host.
+    """
+
+    def __init__(self, folder: WatchFolder) -> None:
+        self._folder = folder
+        self._state = read_state(folder)
+        folder.batches.parent.mkdir(parents=True, exist_ok=True)
+        self._cut_batches(self._state.batch_bytes)
+
+    def collect(self, is_last: bool = False) -> WatchBatch | None:
+        """Reads what is new, reduces the samples that are complete, and closes a batch.
+
+        is_last: the job has ended; samples wait no longer.
+
+        Returns:
+            The batch, which is on disk; None if nothing is new.
+
+        Raises:
+            UsageError: The folder cannot be written.
+        """
+        draft = _Draft(self._folder.host, self._state)
+        draft.count("batch", self._state.unsent_lost)
+        for path in list_note_files(self._folder.path):
+            draft.add_notes(int(path.stem[4:]), path)
+        if is_last:
+            draft.note_lost_ranks()
+        for reports in draft.take_complete_samples(is_last):
+            draft.add_sample(self._reduce(reports))
+        draft.count("sample", self._keep_within_budget(draft.waiting))
+        if draft.is_empty():
+            return None
+        return self._close(draft)
+
+    def list_running(self) -> list[int]:
+        """The processes of the ranks of this host that have not ended, by their own word."""
+        started = [each.started for each in self._state.ranks.values() if not each.ended]
+        return [one.pid for one in started if one is not None and one.host == self._folder.host]
+
+    def list_unsent(self) -> Iterator[bytes]:
+        """The batches that were not sent yet, oldest first, as JSON."""
+        if self._state.sent >= self._state.batches:
+            return
+        with self._folder.batches.open("rb") as file:
+            lines = file.readlines()
+        yield from lines[max(0, len(lines) - self._state.batches + self._state.sent) :]
+
+    def note_sent(self, batches: int = 1) -> None:
+        """Notes that so many more batches have been sent. Raises UsageError."""
+        self._save(msgspec.structs.replace(self._state, sent=self._state.sent + batches))
+
+    def _reduce(self, reports: Sequence[SampleReport]) -> Sample:
+        first = reports[0]
+        folder = self._folder.path / SAMPLES / first.folder
+        sample_id = f"{self._state.token}-{first.folder}-{self._folder.host}"
+        sample = reduce_sample(folder, reports, sample_id, self._folder.mesh)
+        _compress_traces(folder)
+        kept = f"{SAMPLES}/{first.folder}" if folder.exists() else ""
+        return msgspec.structs.replace(sample, traces=kept)
+
+    def _keep_within_budget(self, waiting: Iterable[SampleReport]) -> int:
+        """Removes the oldest samples beyond the disk budget; returns how many."""
+        unreduced = {report.folder for report in waiting}
+        sizes = {}
+        for folder in (self._folder.path / SAMPLES).glob("*"):
+            files = [file.stat() for file in folder.iterdir() if file.is_file()]
+            sizes[folder] = (max((f.st_mtime_ns for f in files), default=0), _sum_sizes(files))
+        total, dropped = sum(size for _, size in sizes.values()), 0
+        for folder, (_, size) in sorted(sizes.items(), key=lambda item: item[1]):
+            if total <= self._folder.disk_bytes:
+                break
+            if folder.name not in unreduced:
+                shutil.rmtree(folder, ignore_errors=True)
+                total, dropped = total - size, dropped + 1
+        return dropped
+
+    def _close(self, draft: _Draft) -> WatchBatch:
+        state = self._state
+        batch = draft.build(self._folder.run, f"{state.token}-{self._folder.host}-{state.batches}")
+        line = encode_batch(batch) + b"\n"
+        try:
+            with self._folder.batches.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+        except OSError as error:
+            raise make_write_error(self._folder.batches, error) from None
+        self._save(
+            msgspec.structs.replace(
+                state,
+                batches=state.batches + 1,
+                batch_bytes=size,
+                unsent_lost=0,
+                samples=state.samples + len(batch.samples),
+                without_data=state.without_data + sum(bool(s.no_data) for s in batch.samples),
+                ranks=draft.ranks,
+                waiting=tuple(draft.waiting),
+                interval_steps=draft.interval_steps,
+                overhead=draft.overhead,
+            )
+        )
+        if size > MOST_BATCH_BYTES:
+            self._drop_older_half()
+        return batch
+
+    def _drop_older_half(self) -> None:
+        data = self._folder.batches.read_bytes()
+        kept = data[data.index(b"\n", len(data) // 2) + 1 :]
+        write(self._folder.batches, kept)
+        state = self._state
+        lost = max(0, state.batches - state.sent - kept.count(b"\n"))
+        self._save(
+            msgspec.structs.replace(
+                state, batch_bytes=len(kept), sent=state.sent + lost, unsent_lost=lost
+            )
+        )
+
+    def _save(self, state: ReducerState) -> None:
+        write(self._folder.state, msgspec.json.encode(state))
+        self._state = state
+
+    def _cut_batches(self, size: int) -> None:
+        """Removes a batch that was written, perhaps in part, before a kill within _close."""
+        try:
+            with self._folder.batches.open("r+b") as file:
+                file.truncate(min(size, file.seek(0, 2)))
+        except FileNotFoundError:
+            return
+
+
+class _Draft:
+    """The batch in progress."""
+
+    def __init__(self, host: str, state: ReducerState) -> None:
+        self._host = host
+        self.ranks = dict(state.ranks)
+        self.waiting = list(state.waiting)
+        self.interval_steps, self.overhead = state.interval_steps, state.overhead
+        self._windows: list[StepWindow] = []
+        self._samples: list[Sample] = []
+        self._events: list[WatchEvent] = []
+        self._dropped: Counter[str] = Counter()
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self._windows or self._samples or self._events or self._dropped.total())
+
+    def count(self, reason: str, number: int) -> None:
+        """Counts what was given up."""
+        if number:
+            self._dropped[reason] += number
+
+    def add_notes(self, rank: int, path: Path) -> None:
+        """Adds what a rank has noted since the last batch."""
+        known = self.ranks.get(rank, RankState())
+        if len(self._windows) >= MOST_WINDOWS:
+            return
+        new = read_notes(path, known.cursor)
+        self.ranks[rank] = msgspec.structs.replace(known, cursor=new.cursor)
+        self.count("line", new.lost_lines)
+        for note in new.notes:
+            self._add_note(rank, note)
+
+    def add_sample(self, sample: Sample) -> None:
+        """Adds a reduced sample."""
+        self._samples.append(sample)
+
+    def note_lost_ranks(self) -> None:
+        """Notes the ranks that have ended without a word."""
+        for rank, known in self.ranks.items():
+            if known.started is not None and not known.ended and self._is_own(rank):
+                self._note_lost(rank, known)
+
+    def take_complete_samples(self, is_last: bool) -> list[list[SampleReport]]:
+        """The reports of each sample that every rank seen here has told of, or that is late.
+
+        If hosts share the folder, the one of the lowest rank reduces it.
+        """
+        of_sample: dict[str, dict[int, SampleReport]] = defaultdict(dict)
+        for report in self.waiting:
+            of_sample[report.folder][report.rank] = report
+        complete = []
+        for folder, reports in of_sample.items():
+            expected = {rank for rank, known in self.ranks.items() if _is_running(known, reports)}
+            is_late = min(each.unix_ns for each in reports.values()) < time.time_ns() - LATE_S * 1e9
+            if not (is_last or is_late or expected <= set(reports)):
+                continue
+            self.waiting = [each for each in self.waiting if each.folder != folder]
+            sampled = sorted(rank for rank, each in reports.items() if each.is_sampled)
+            if sampled and self._is_own(sampled[0]):
+                complete.append([reports[rank] for rank in sampled])
+        return complete
+
+    def build(self, run: str, batch_id: str) -> WatchBatch:
+        """The batch."""
+        started = [each.started for each in self.ranks.values() if each.started is not None]
+        newest = max(started, key=lambda each: (each.incarnation, each.unix_ns), default=None)
+        return WatchBatch(
+            id=batch_id,
+            run=run,
+            incarnation=newest.incarnation if newest else 0,
+            host=self._host,
+            world_size=newest.world_size if newest else 1,
+            unix_ns=time.time_ns(),
+            interval_steps=self.interval_steps,
+            budget=newest.budget if newest else 0.0,
+            overhead=self.overhead,
+            windows=tuple(self._windows),
+            samples=tuple(self._samples),
+            events=tuple(self._events),
+            dropped=dict(self._dropped),
+        )
+
+    def _is_own(self, rank: int) -> bool:
+        started = self.ranks[rank].started
+        return started is not None and started.host == self._host
+
+    def _is_first_here(self, rank: int) -> bool:
+        """Whether it is the lowest rank of this host, which speaks for the job."""
+        return self._is_own(rank) and rank == min(filter(self._is_own, self.ranks))
+
+    def _add_note(self, rank: int, note: Note) -> None:
+        if isinstance(note, RankStarted):
+            self._add_start(rank, note)
+        elif not self._is_own(rank) and not isinstance(note, SampleReport):
+            return
+        elif isinstance(note, RankWindow):
+            self._add_window(rank, note)
+        elif isinstance(note, SampleReport):
+            self.waiting.append(note)
+            self.interval_steps = note.interval_steps or self.interval_steps
+            self.overhead = self.overhead if note.overhead is None else note.overhead
+        elif isinstance(note, RankDropped):
+            self.count("trace", note.traces)
+        else:
+            self._add_end(rank, note)
+
+    def _add_start(self, rank: int, note: RankStarted) -> None:
+        known = self.ranks[rank]
+        if known.started is not None and not known.ended and self._is_own(rank):
+            self._note_lost(rank, known)
+        self.ranks[rank] = msgspec.structs.replace(known, started=note, ended=False)
+        if self._is_first_here(rank):
+            self.overhead = self.interval_steps = None
+            kind: EventKind = "restarted" if note.incarnation else "started"
+            text = f"{note.world_size} ranks, start {note.incarnation + 1}"
+            self._add_event(kind, known.step, note.unix_ns, text)
+
+    def _add_window(self, rank: int, note: RankWindow) -> None:
+        self._windows.append(StepWindow(**_list_fields(note)))
+        self._set(rank, step=note.last_step)
+        if self._is_first_here(rank) and note.max_step_ns > PAUSE * note.median_step_ns:
+            text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
+            self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
+
+    def _add_end(self, rank: int, note: RankEnded) -> None:
+        if note.text:
+            self.interval_steps = None
+            self._add_event("sampling_ended", note.step, note.unix_ns, note.text, rank)
+            return
+        self._set(rank, ended=True, step=note.step)
+        if self._is_first_here(rank):
+            self._add_event("ended", note.step, note.unix_ns, f"after {note.step} steps")
+
+    def _note_lost(self, rank: int, known: RankState) -> None:
+        self._set(rank, ended=True)
+        text = "ended without a word: killed, or its host is down"
+        self._add_event("lost_rank", known.step, time.time_ns(), text, rank)
+
+    def _add_event(
+        self, kind: EventKind, step: int, unix_ns: int, text: str, rank: int | None = None
+    ) -> None:
+        self._events.append(WatchEvent(kind=kind, step=step, unix_ns=unix_ns, text=text, rank=rank))
+
+    def _set(self, rank: int, **values: object) -> None:
+        self.ranks[rank] = msgspec.structs.replace(self.ranks[rank], **values)
+
+
+def _is_running(known: RankState, reports: Mapping[int, SampleReport]) -> bool:
+    """Whether a word on the sample is to be expected from the rank."""
+    incarnation = next(iter(reports.values())).incarnation
+    started = known.started
+    return started is not None and not known.ended and started.incarnation == incarnation
+
+
+def _list_fields(note: RankWindow) -> dict[str, int]:
+    return {name: getattr(note, name) for name in RankWindow.__dataclass_fields__}
+
+
+def _sum_sizes(files: Iterable[object]) -> int:
+    return sum(getattr(each, "st_size", 0) for each in files)
+
+
+def _compress_traces(folder: Path) -> None:
+    """Replaces raw traces by packed ones, a tenth of their size."""
+    for raw in folder.glob("rank*_trace.json"):
+        packed = raw.with_name(f"{raw.name}.gz")
+        draft = packed.with_name(f".{packed.name}")
+        with raw.open("rb") as source, gzip.open(draft, "wb", compresslevel=4) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        draft.replace(packed)
+        raw.unlink()

@@ -1,0 +1,134 @@
+"""A sample of a watched training: analyzed and judged, then reduced to a few numbers per rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from stepsplit.analyzer.analysis import analyze
+from stepsplit.analyzer.errors import StepsplitError, write
+from stepsplit.analyzer.report.io import REPORT_NAME, to_json
+from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.units import format_number_list
+from stepsplit.analyzer.watch.records import RankSample, Sample
+from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.watch_notes import SampleReport
+
+SPOILS = frozenset(
+    {
+        "clock_unaligned", "device_stopped", "device_work_lost", "entries_damaged", "file_cut",
+        "file_skipped", "file_torn", "no_clock", "no_device_data", "no_steps", "no_steps_on_rank",
+        "step_torn", "trace_cut_off",
+    }
+)  # fmt: skip
+"""Warnings of a report after which its split is not that of the sampled steps."""
+
+
+def reduce_sample(
+    folder: Path, reports: Sequence[SampleReport], sample_id: str, mesh: Mesh | None = None
+) -> Sample:
+    """Analyzes the traces of a sample, saves their report beside them and judges it.
+
+    The split of each rank is that of one step, the one of median duration, so that its buckets add
+    up to the step.
+
+    Args:
+        folder: The folder of the sample's traces.
+        reports: What the ranks that are reduced here say of it, at least one.
+        sample_id: The id of the sample.
+        mesh: The layout of the job, if it was stated.
+
+    Returns:
+        The sample; without ranks and with the reason if it does not count.
+    """
+    sampled = [each for each in reports if each.is_sampled]
+    ranks: tuple[RankSample, ...] = ()
+    no_data, finding = judge_reports(sampled), ""
+    if not no_data:
+        try:
+            report = analyze(folder, mesh=mesh)
+            write(folder / REPORT_NAME, to_json(report))
+        except (StepsplitError, MemoryError) as error:
+            no_data = str(error) or "the analysis needs more memory than it may use"
+        else:
+            no_data = judge_report(report, [each.rank for each in sampled])
+            ranks = () if no_data else split_ranks(report)
+            finding = report.findings[0].message if report.findings and ranks else ""
+    first = reports[0]
+    return Sample(
+        id=sample_id,
+        step=first.step,
+        steps=first.steps,
+        unix_ns=min(each.unix_ns for each in reports),
+        pivot=first.pivot,
+        ranks=ranks,
+        no_data=no_data,
+        finding=finding,
+        cost_ns=max(each.cost_ns for each in reports),
+    )
+
+
+def judge_reports(sampled: Sequence[SampleReport]) -> str:
+    """Why the sample has no data by what its ranks say; "" if all have a trace.
+
+    A rank without a trace spoils it: the waits of the others would be guesses.
+    """
+    for each in sampled:
+        if each.no_data:
+            return f"rank {each.rank}: {each.no_data}"
+    return ""
+
+
+def judge_report(report: Report, sampled: Iterable[int]) -> str:
+    """Why the analyzed sample does not count; "" if it does.
+
+    sampled: the ranks that say that they have a trace.
+    """
+    missing = sorted(set(sampled) - {row.rank for row in report.steps})
+    if missing:
+        return f"no steps in the trace of rank {format_number_list(missing)}"
+    for warning in report.warnings:
+        if warning.code in SPOILS:
+            return warning.message
+    if not any(row.kind == "full" for row in report.steps):
+        return "no recorded step is whole"
+    return ""
+
+
+def split_ranks(report: Report) -> tuple[RankSample, ...]:
+    """Each rank's split of the report's median step, with what it makes others wait."""
+    step = choose_median_step(report.steps)
+    exposed_ns: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for row in report.exposed:
+        if row.step == step:
+            spent_ns = row.collective_ns + row.p2p_ns + row.skew_ns
+            exposed_ns[row.rank][row.axis or ""] += spent_ns
+    caused_ns: dict[int | None, int] = defaultdict(int)
+    for blame in report.blame:
+        caused_ns[blame.rank] += blame.caused_ns
+    n_steps = len({row.step for row in report.steps})
+    return tuple(
+        RankSample(
+            rank=row.rank,
+            split=row.split,
+            exposed_ns=dict(exposed_ns[row.rank]),
+            caused_wait_ns=caused_ns[row.rank] // n_steps,
+            estimated=row.estimated,
+        )
+        for row in report.steps
+        if row.step == step
+    )
+
+
+def choose_median_step(steps: Iterable[StepRow]) -> int:
+    """The step of median duration among the full ones; the shorter of two.
+
+    A step is as long as its longest rank.
+    """
+    longest_ns: dict[int, int] = defaultdict(int)
+    for row in steps:
+        if row.kind == "full":
+            longest_ns[row.step] = max(longest_ns[row.step], row.step_ns)
+    ordered = sorted(longest_ns, key=lambda step: (longest_ns[step], step))
+    return ordered[(len(ordered) - 1) // 2]

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,8 @@ from stepsplit.collectors.nccl import (
 )
 from stepsplit.collectors.rank_record import find_free_folder, list_recorded
 from stepsplit.collectors.run_spec import MESH_AXES, GroupInfo, Mesh, select_known_fields
+from stepsplit.collectors.watch_notes import count_incarnations
+from stepsplit.collectors.watch_plan import WATCH_VARIABLE, WatchPlan
 
 # Runs a command with the agent in all of its processes; the training script is not modified.
 
@@ -53,14 +55,40 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()
     A negative status is the signal that killed the command. Raises CollectError if the command
     cannot be started or the folder cannot be written.
     """
+    _make_folder(Path(plan.out))
+    return _run(command, Path(plan.out), build_environment(os.environ, plan, nccl))
+
+
+def run_watched(command: Sequence[str], plan: WatchPlan) -> int:
+    """Runs the command with each rank watched as planned, and returns its exit status.
+
+    If the folder of the plan has notes of an earlier job, this one is a further incarnation of it.
+    `stepsplit attach` records it as well. Status and errors are as in `record`.
+    """
     out = Path(plan.out)
+    _make_folder(out)
+    standby = RecordPlan(plan.out, plan.name, first=None)
+    numbered = replace(plan, incarnation=count_incarnations(out))
+    variables = build_environment(os.environ, standby, NcclLogs())
+    if _KINETO_LOG not in os.environ:
+        # Else Kineto prints four lines for each sample of each rank.
+        variables[_KINETO_LOG] = "99"
+    return _run(command, out, variables | {WATCH_VARIABLE: numbered.format_json()})
+
+
+_KINETO_LOG = "KINETO_LOG_LEVEL"
+
+
+def _make_folder(out: Path) -> None:
     try:
         (out / "nccl").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
-    env = dict(os.environ) | build_environment(os.environ, plan, nccl)
+
+
+def _run(command: Sequence[str], out: Path, variables: Mapping[str, str]) -> int:
     try:
-        process = subprocess.Popen(command, env=env)
+        process = subprocess.Popen(command, env=dict(os.environ) | dict(variables))
     except OSError as error:
         remove_if_empty(out)
         raise CollectError(f"{command[0]}: {error.strerror}; is it on PATH?") from None
@@ -162,11 +190,11 @@ def _parse_version(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in (text or "").split(".") if part.isdecimal())
 
 
-def choose_out(existing: Mapping[str, str]) -> Path:
-    """The next free runs/record; if each rank runs `record`, one folder for the whole job."""
+def choose_out(existing: Mapping[str, str], verb: str = "record") -> Path:
+    """The next free folder, such as runs/record; if each rank runs the verb, one for the job."""
     if is_rank(existing):
-        return Path(_RUNS).absolute() / f"job-{existing.get('SLURM_JOB_ID', 'record')}"
-    return find_free_folder(Path(_RUNS).absolute() / "record")
+        return Path(_RUNS).absolute() / f"job-{existing.get('SLURM_JOB_ID', verb)}"
+    return find_free_folder(Path(_RUNS).absolute() / verb)
 
 
 _RUNS = "runs"

@@ -217,3 +217,9 @@ def _parse_note(line: bytes) -> Note | None:
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return note
+
+
+def count_incarnations(folder: Path) -> int:
+    """How many starts of the job the notes of a watch know of; 0 in a new folder."""
+    notes = [note for path in list_note_files(folder) for note in read_notes(path).notes]
+    return 1 + max((n.incarnation for n in notes if isinstance(n, RankStarted)), default=-1)

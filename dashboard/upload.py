@@ -373,7 +373,7 @@ class ServerAnswer:
 class Connection:
     """One connection, reopened after an error."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, timeout_s: float = _TIMEOUT_S) -> None:
         self.url, self._token = url.rstrip("/"), token
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -382,7 +382,7 @@ class Connection:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._prefix = parts.path
         try:
-            self._http = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+            self._http = kind(parts.hostname, parts.port, timeout=timeout_s)
         except ValueError as error:
             raise UsageError(f"{url}: {error}") from None
 

@@ -84,6 +84,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
             no batch has told yet.
         samples: The number of samples reduced.
         without_data: The number of these that do not count.
+        newest: The folder of the newest one that counts, under that of the watch.
         ranks: What is known of each rank.
         waiting: Reports of samples that are not reduced yet.
         interval_steps: The steps between samples; None if there are no more.
@@ -97,6 +98,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
     unsent_lost: int = 0
     samples: int = 0
     without_data: int = 0
+    newest: str = ""
     ranks: dict[int, RankState] = field(default_factory=dict)
     waiting: tuple[SampleReport, ...] = ()
     interval_steps: int | None = None
@@ -238,6 +240,9 @@ class Reducer:
                 unsent_lost=0,
                 samples=state.samples + len(batch.samples),
                 without_data=state.without_data + sum(bool(s.no_data) for s in batch.samples),
+                newest=next(
+                    (s.traces for s in reversed(batch.samples) if not s.no_data), state.newest
+                ),
                 ranks=draft.ranks,
                 waiting=tuple(draft.waiting),
                 interval_steps=draft.interval_steps,

@@ -49,8 +49,12 @@ def reduce_sample(
         try:
             report = analyze(folder, mesh=mesh)
             write(folder / REPORT_NAME, to_json(report))
-        except (StepsplitError, MemoryError) as error:
-            no_data = str(error) or "the analysis needs more memory than it may use"
+        except StepsplitError as error:
+            no_data = str(error)
+        except MemoryError:
+            no_data = "its analysis needs more memory than it may use"
+        except Exception as error:  # noqa: BLE001 - the watch goes on
+            no_data = f"its analysis failed: {error!r}"
         else:
             no_data = judge_report(report, [each.rank for each in sampled])
             ranks = () if no_data else split_ranks(report)

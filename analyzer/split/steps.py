@@ -579,8 +579,19 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
 
 
 def _build_signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
-    """The sequence of (group, op) of each step, in issue order within each group."""
+    """The sequence of (group, op) of each step, in issue order within each group.
+
+    The order of calls whose group is unknown, such as those of gloo that no op is paired with, is
+    that of the threads that ran them: then it is the number of calls of each op.
+    """
     calls = trace.calls
+    if len(calls.group_id) and calls.group_id.min() < 0:
+        n_ops = int(calls.op.max()) + 1
+        cells = (step_of * n_ops + calls.op)[step_of >= 0]
+        return [
+            row.tobytes()
+            for row in np.bincount(cells, minlength=count * n_ops).reshape(count, n_ops)
+        ]
     rows = np.lexsort((when, calls.group_id, step_of))
     pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
     edges = np.searchsorted(step_of[rows], np.arange(count + 1)).tolist()

@@ -78,6 +78,20 @@ def test_without_a_flight_recording_collectives_are_estimated_with_a_note(
     assert {"gloo_unpaired", "unmatched"} <= {row.code for row in report.warnings}
 
 
+def test_a_step_whose_unpaired_collectives_ran_in_another_order_is_full(tmp_path: Path) -> None:
+    trace = CpuTrace(0, 2, PAIR)
+    for number, ops in enumerate(
+        (("reduce", "gather"), ("gather", "reduce"), ("reduce", "gather"))
+    ):
+        start = 100 * number
+        trace.step(2 + number, start, start + 100).op("aten::mm", start, start + 20)
+        for at, op in zip((30, 60), ops, strict=True):
+            name = {"reduce": "gloo:all_reduce", "gather": "gloo:all_gather"}[op]
+            trace.annotation(name, start + at, start + at + 20, tid=WORKER_A)
+    report = recorded(tmp_path, trace)
+    assert [row.kind for row in report.steps] == ["full", "full", "full"]
+
+
 def test_a_stage_that_waits_for_its_microbatch_is_in_the_bubble(tmp_path: Path) -> None:
     first = CpuTrace(0, 2, STAGES).step(2, 0, 100).op("aten::mm", 0, 40)
     first.message("send", 1, 40, 50).op("aten::mm", 50, 100)

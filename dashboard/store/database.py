@@ -202,7 +202,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0007"
+VERSION = "0008"
 """The newest migration."""
 
 METADATA = sa.MetaData()
@@ -342,6 +342,147 @@ LOGIN_FAILURES = sa.Table(
     sa.Column("last_unix_ns", sa.BigInteger, nullable=False),
     sa.Column("blocked_until_unix_ns", sa.BigInteger, nullable=False),
 )
+
+WATCHES = sa.Table(
+    "watches",
+    METADATA,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("name", sa.String(200), nullable=False, unique=True),
+    sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("received_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("newest_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("rolled_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("trimmed_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("last_step", sa.BigInteger, nullable=False),
+    sa.Column("batches", sa.Integer, nullable=False),
+)
+"""Watched runs. newest is the latest time in the data, rolled and trimmed how far of it is rolled
+up and rid of old rows; received is by the clock of the server."""
+
+
+def _build_watch_column(**kind: bool) -> sa.Column[int]:
+    """The watched run of a row; deleting the run deletes the row."""
+    watch = sa.ForeignKey("watches.id", ondelete="CASCADE")
+    return sa.Column("watch_id", sa.Integer, watch, nullable=False, **kind)  # type: ignore[arg-type]
+
+
+WATCH_STARTS = sa.Table(
+    "watch_starts",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("incarnation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("world_size", sa.Integer, nullable=False),
+    sa.Column("first_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("newest_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("ended_unix_ns", sa.BigInteger),
+)
+"""The incarnations of a watched run: the starts of its job."""
+
+WATCH_HOSTS = sa.Table(
+    "watch_hosts",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("host", sa.String(200), primary_key=True),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("newest_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("interval_steps", sa.BigInteger),
+    sa.Column("budget", sa.Float, nullable=False),
+    sa.Column("overhead", sa.Float),
+)
+"""The newest batch of each host."""
+
+WATCH_BATCHES = sa.Table(
+    "watch_batches",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("digest", sa.LargeBinary(16), primary_key=True),
+    sa.Column("unix_ns", sa.BigInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""The ids of received batches, hashed; a batch that is received twice counts once."""
+
+
+def _build_slot_columns() -> list[sa.Column[int]]:
+    """The key of a slot of time."""
+    return [
+        _build_watch_column(primary_key=True),
+        sa.Column("level_s", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("start_unix_s", sa.BigInteger, primary_key=True, autoincrement=False),
+        sa.Column("incarnation", sa.Integer, primary_key=True, autoincrement=False),
+    ]
+
+
+WATCH_STEPS = sa.Table(
+    "watch_steps",
+    METADATA,
+    *_build_slot_columns(),
+    sa.Column("rolled", sa.Boolean, nullable=False),
+    sa.Column("steps", sa.BigInteger, nullable=False),
+    sa.Column("ranks", sa.Integer, nullable=False),
+    sa.Column("min_step_ns", sa.BigInteger, nullable=False),
+    sa.Column("median_step_ns", sa.BigInteger, nullable=False),
+    sa.Column("max_step_ns", sa.BigInteger, nullable=False),
+    sa.Column("slowest_rank", sa.Integer, nullable=False),
+    sa.Column("slowest_median_ns", sa.BigInteger, nullable=False),
+    sa.Column("by_rank", sa.LargeBinary, nullable=False),
+)
+"""Step times in slots of a minute, ten minutes, an hour and a day; by_rank are packed arrays."""
+
+WATCH_SPLITS = sa.Table(
+    "watch_splits",
+    METADATA,
+    *_build_slot_columns(),
+    sa.Column("samples", sa.Integer, nullable=False),
+    sa.Column("rank_samples", sa.BigInteger, nullable=False),
+    *(sa.Column(f"{bucket}_ns", sa.BigInteger, nullable=False) for bucket in BUCKETS),
+    sa.Column("exposed", sa.Text, nullable=False),
+    sa.Column("no_data", sa.Text, nullable=False),
+    sa.Column("waits", sa.LargeBinary, nullable=False),
+)
+"""Sums over the sampled ranks, in the same slots. exposed: ns by axis, and no_data: samples by
+reason, in JSON; waits: packed arrays over ranks."""
+
+WATCH_SAMPLES = sa.Table(
+    "watch_samples",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("sample_id", sa.String(200), primary_key=True),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("host", sa.String(200), nullable=False),
+    sa.Column("pivot", sa.Integer),
+    sa.Column("no_data", sa.String(500), nullable=False),
+    sa.Column("finding", sa.String(500), nullable=False),
+    sa.Column("cost_ns", sa.BigInteger, nullable=False),
+    sa.Column("traces", sa.String(500), nullable=False),
+    sa.Column("by_rank", sa.LargeBinary, nullable=False),
+    sa.Index("ix_watch_samples_time", "watch_id", "unix_ns"),
+)
+
+WATCH_EVENTS = sa.Table(
+    "watch_events",
+    METADATA,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    _build_watch_column(),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("host", sa.String(200), nullable=False),
+    sa.Column("rank", sa.Integer),
+    sa.Column("text", sa.String(500), nullable=False),
+    sa.Index("ix_watch_events_time", "watch_id", "unix_ns"),
+)
+
+WATCH_DROPPED = sa.Table(
+    "watch_dropped",
+    METADATA,
+    _build_watch_column(primary_key=True),
+    sa.Column("reason", sa.String(200), primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+)
+"""What the hosts gave up, by reason."""
 
 DELETED = sa.Table("deleted", METADATA, sa.Column("run_id", sa.String(32), primary_key=True))
 """Deleted runs whose files may still exist."""

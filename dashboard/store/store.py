@@ -51,6 +51,7 @@ from stepsplit.dashboard.store.runs import (
     add_job,
     can_add_files,
 )
+from stepsplit.dashboard.store.watch import WatchStore
 
 # Runs in SQL and their files.
 
@@ -68,6 +69,7 @@ class Store:
         self.tokens, self.numbers = Tokens(database), MetricStore(database)
         self.verdicts, self.login_failures = CheckResults(database), LoginFailures(database)
         self.sessions, self.audit = Sessions(database), AuditLog(database)
+        self.watches = WatchStore(database)
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:

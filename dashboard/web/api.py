@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 from flask import Blueprint, Response, current_app, jsonify, request, send_file
@@ -18,6 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
+from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
@@ -31,6 +32,7 @@ from stepsplit.dashboard.store.runs import (
     explain_no_retry,
 )
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
+from stepsplit.dashboard.store.watch import WatchedRun
 from stepsplit.dashboard.upload import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action
 from stepsplit.dashboard.web.uploads import (
@@ -57,6 +59,11 @@ AUDIT = "/api/v1/audit"
 SESSIONS = "/api/v1/sessions"
 
 TOKENS = "/api/v1/tokens"
+
+WATCH = "/api/v1/watch"
+
+WATCH_BYTES = 4 << 20
+"""Largest batch of a watched run."""
 
 _DEFAULT_LAST = 100
 """Number of runs in a list by default."""
@@ -274,6 +281,32 @@ class Api:
         record_action(self.store.audit, "sessions ended", f"{number} sessions")
         return jsonify(ended=number)
 
+    def add_watch_batch(self) -> Response:
+        """POST: adds a batch of a watched run; one that was received before counts once."""
+        request.max_content_length = WATCH_BYTES
+        try:
+            batch = decode_batch(request.get_data(), "the body")
+            receipt = self.store.watches.add_batch(batch)
+        except StepsplitError as error:
+            raise HttpError(400, str(error)[:_ERROR_LENGTH]) from None
+        if receipt.is_new_run:
+            record_action(self.store.audit, "watch began", batch.run)
+        return jsonify(accepted=receipt.accepted)
+
+    def list_watches(self) -> Response:
+        """GET: the watched runs, those with the newest batches first."""
+        rows = [_build_watch_row(watch) for watch in self.store.watches.list_watches()]
+        answer = jsonify(watches=rows)
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+    def delete_watch(self, name: str) -> Response:
+        """DELETE: deletes a watched run."""
+        if not self.store.watches.delete(name):
+            raise HttpError(404, "watched run not found")
+        record_action(self.store.audit, "watch deleted", name)
+        return Response(status=204)
+
     def _open_body(self) -> BinaryIO:
         request.max_content_length = self.limits.file_bytes
         return cast(BinaryIO, request.stream)
@@ -345,6 +378,23 @@ def _build_token_row(token: Token) -> dict[str, str | bool | None]:
     }
 
 
+def _build_watch_row(watch: WatchedRun) -> dict[str, Any]:
+    ended_ns = watch.start.ended_unix_ns
+    return {
+        "run": watch.name,
+        "world_size": watch.start.world_size,
+        "incarnation": watch.start.incarnation,
+        "started": format_time(watch.starts[0].first_unix_ns),
+        "newest": format_time(watch.newest_unix_ns),
+        "ended": None if ended_ns is None else format_time(ended_ns),
+        "last_step": watch.last_step,
+        "interval_steps": watch.interval_steps,
+        "budget": watch.budget,
+        "overhead": watch.overhead,
+        "dropped": dict(watch.dropped),
+    }
+
+
 def _read_last() -> int | None:
     """The number of rows that the query asks for; None if it is no number."""
     last = request.args.get("last", str(_DEFAULT_LAST))
@@ -384,6 +434,9 @@ def build_api_routes(api: Api) -> Blueprint:
     token = f"{TOKENS}/<token_id>"
     routes.add_url_rule(token, "revoke_token", api.revoke_token, methods=["DELETE"])
     routes.add_url_rule(SESSIONS, "end_sessions", api.end_sessions, methods=["DELETE"])
+    routes.add_url_rule(WATCH, "add_watch_batch", api.add_watch_batch, methods=["POST"])
+    routes.add_url_rule(WATCH, "list_watches", api.list_watches)
+    routes.add_url_rule(f"{WATCH}/<name>", "delete_watch", api.delete_watch, methods=["DELETE"])
     # All other addresses; else the pages, which answer every address, would answer them.
     for unknown in ("/api", "/api/", "/api/<path:path>"):
         routes.add_url_rule(unknown, "unknown", _refuse_unknown, methods=_METHODS)

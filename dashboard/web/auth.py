@@ -187,7 +187,7 @@ _ADMIN_READS = ("api.list_audit", "api.list_tokens")
 
 _UPLOADS = (
     "api.create", "api.check", "api.put", "api.patch", "api.remove", "api.finish", "api.edit",
-    "api.analyze", "api.attach_job", "api.read_job_form",
+    "api.analyze", "api.attach_job", "api.read_job_form", "api.add_watch_batch",
 )  # fmt: skip
 
 CALLBACKS = "/_dash-update-component"

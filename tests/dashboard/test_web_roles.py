@@ -14,10 +14,12 @@ from flask.testing import FlaskClient
 from report_builders import analysis
 from sqlalchemy import create_engine, text
 from store_builders import claimed, known_analysis, queued, uploaded
+from watch_builders import batch
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.watch.records import encode_batch
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.store.database import open_database
+from stepsplit.dashboard.store.database import METADATA, open_database
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import ROLES, Role, Tokens
 from stepsplit.dashboard.store.store import Store
@@ -57,6 +59,8 @@ NEEDED = {
     ("analyze", "POST"): Role.UPLOADER,
     ("attach_job", "PUT"): Role.UPLOADER,
     ("read_job_form", "POST"): Role.UPLOADER,
+    ("add_watch_batch", "POST"): Role.UPLOADER,
+    ("delete_watch", "DELETE"): Role.ADMIN,
     ("delete_run", "DELETE"): Role.ADMIN,
     ("end_sessions", "DELETE"): Role.ADMIN,
     ("create_token", "POST"): Role.ADMIN,
@@ -69,6 +73,12 @@ NEEDED = {
     ("list_audit", "OPTIONS"): Role.ADMIN,
 }
 """What a viewer may not do in the API."""
+
+DROP_WATCHES = [
+    f"DROP TABLE {table.name}"
+    for table in reversed(METADATA.sorted_tables)
+    if table.name.startswith("watch")
+]
 
 ELSEWHERE = {("login.enter", "POST"), ("login.leave", "POST")}
 """Before the login. No other write outside of the API is for a viewer, except for callbacks."""
@@ -110,6 +120,7 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
     run_id, done = uploaded(store), store.import_report("done", *_known())
     other = store.tokens.create("other", Role.ADMIN)
     store.artifacts.save_job(ended, JOB)
+    store.watches.add_batch(batch(id="known"))
     requests: list[tuple[Role, str, str, dict[str, Any]]] = [
         (Role.VIEWER, "GET", "/", {}),
         (Role.VIEWER, "GET", RUNS, {}),
@@ -127,6 +138,9 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         (Role.UPLOADER, "POST", f"{RUNS}/{ended}/job/form", {"data": JOB}),
         (Role.UPLOADER, "PUT", f"{RUNS}/{again}/job", {"data": JOB}),
         (Role.UPLOADER, "POST", f"{RUNS}/{ended}/analyze", {}),
+        (Role.UPLOADER, "POST", "/api/v1/watch", {"data": encode_batch(batch())}),
+        (Role.VIEWER, "GET", "/api/v1/watch", {}),
+        (Role.ADMIN, "DELETE", "/api/v1/watch/night", {}),
         (Role.ADMIN, "GET", "/api/v1/audit", {}),
         (Role.ADMIN, "GET", "/api/v1/tokens", {}),
         *((Role.ADMIN, "POST", "/api/v1/tokens", {"json": {"name": "x", "role": one}})
@@ -268,7 +282,8 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
     engine = create_engine(database_url.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as connection:
         for command in (
-            "DROP TABLE audit", "DROP TABLE sessions", "ALTER TABLE tokens DROP COLUMN role",
+            *DROP_WATCHES, "DROP TABLE audit", "DROP TABLE sessions",
+            "ALTER TABLE tokens DROP COLUMN role",
             "ALTER TABLE runs DROP COLUMN note",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
             "UPDATE alembic_version SET version_num = '0004'",

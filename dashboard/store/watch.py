@@ -1,0 +1,688 @@
+"""Watched runs in SQL: batches are added, rolled up and read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Row, Table, delete, insert, select, update
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
+
+from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.watch.records import (
+    RankSample,
+    Sample,
+    StepWindow,
+    WatchBatch,
+    WatchEvent,
+)
+from stepsplit.dashboard.store.database import (
+    TAGS,
+    WATCH_BATCHES,
+    WATCH_DROPPED,
+    WATCH_EVENTS,
+    WATCH_HOSTS,
+    WATCH_SAMPLES,
+    WATCH_SPLITS,
+    WATCH_STARTS,
+    WATCH_STEPS,
+    WATCHES,
+    Database,
+    clean_text,
+)
+from stepsplit.dashboard.store.watch_slots import (
+    DAY_S,
+    HOUR_S,
+    KEPT_S,
+    LEVELS_S,
+    MINUTE_S,
+    StepSummary,
+    WaitGrid,
+    build_step_columns,
+    build_wait_columns,
+    build_wait_grid,
+    compute_slot_start,
+    merge_steps,
+    merge_waits,
+    pack_columns,
+    pack_splits,
+    pack_steps,
+    summarize_steps,
+    unpack_splits,
+    unpack_steps,
+    unpack_waits,
+)
+
+_SECOND_NS = 10**9
+
+LATE_S = 3 * DAY_S
+"""A batch may be so much older than the newest of its run: ids are kept for so long. With a day
+within a batch, its step times still find the slots of a minute."""
+
+SPAN_S, AHEAD_S = DAY_S, HOUR_S
+"""How far the times in a batch may lie before and after its closing, and that after now."""
+
+KEPT_SAMPLES_S, KEPT_EVENTS_S = 8 * DAY_S, 100 * DAY_S
+
+MAX_RANKS, NAME_LENGTH = 1 << 17, 200
+
+SAMPLE_TAG = "sample"
+"""A stored run with this tag is the analysis of the sample of that id."""
+
+# What is known of a watched run.
+
+
+@dataclass(frozen=True, slots=True)
+class WatchHost:
+    """A host with the numbers of its newest batch; overhead is None before the first sample."""
+
+    host: str
+    incarnation: int
+    newest_unix_ns: int
+    interval_steps: int | None
+    budget: float
+    overhead: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchStart:
+    """A start of the job; ended_unix_ns is None unless its end was reported."""
+
+    incarnation: int
+    world_size: int
+    first_unix_ns: int
+    newest_unix_ns: int
+    ended_unix_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedRun:
+    """A watched run; batches is their number, which a new one changes."""
+
+    id: int
+    name: str
+    created_unix_ns: int
+    received_unix_ns: int
+    newest_unix_ns: int
+    last_step: int
+    batches: int
+    starts: tuple[WatchStart, ...]
+    hosts: tuple[WatchHost, ...]
+    dropped: Mapping[str, int]
+
+    @property
+    def start(self) -> WatchStart:
+        """The newest start of the job."""
+        return self.starts[-1]
+
+    @property
+    def current_hosts(self) -> tuple[WatchHost, ...]:
+        """The hosts of the newest start."""
+        return tuple(h for h in self.hosts if h.incarnation == self.start.incarnation)
+
+    @property
+    def overhead(self) -> float | None:
+        """The largest overhead of the newest start that a host reports."""
+        known = [h.overhead for h in self.current_hosts if h.overhead is not None]
+        return max(known, default=None)
+
+    @property
+    def budget(self) -> float:
+        """The part of the training time that samples may cost."""
+        return max(h.budget for h in self.current_hosts)
+
+    @property
+    def interval_steps(self) -> int | None:
+        """The steps between samples by the newest batch; None if there are no more."""
+        return max(self.current_hosts, key=lambda h: h.newest_unix_ns).interval_steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlot:
+    """Step times of one start of the job in a slot of time."""
+
+    start_unix_s: int
+    incarnation: int
+    summary: StepSummary
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSlot:
+    """Samples of one start of the job in a slot of time.
+
+    total is the sum over the sampled ranks, as exposed_ns by axis; rank_samples their number;
+    no_data the number of samples that do not count, by reason.
+    """
+
+    start_unix_s: int
+    incarnation: int
+    samples: int
+    rank_samples: int
+    total: Split
+    exposed_ns: Mapping[str, int]
+    no_data: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event of a host."""
+
+    incarnation: int
+    host: str
+    event: WatchEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSample:
+    """A sample of a host; run_id is the stored run of its analysis, if there is one."""
+
+    incarnation: int
+    host: str
+    sample: Sample
+    run_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRange:
+    """A range of time, and the level of the slots that are read for it."""
+
+    first_unix_s: int
+    last_unix_s: int
+    level_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReceipt:
+    """Whether the batch was new, and whether it was the first of its run."""
+
+    accepted: bool
+    is_new_run: bool = False
+
+
+class WatchStore:
+    """The watched runs of a store. Thread-safe; all processes of the store share it."""
+
+    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._database, self._now_ns = database, now_ns
+
+    def add_batch(self, batch: WatchBatch) -> BatchReceipt:
+        """Adds a batch once. Raises UsageError if it is invalid or too old."""
+        now_ns = self._now_ns()
+        check_batch(batch, now_ns)
+        with self._database.begin_write() as connection:
+            watch, is_new_run = _find_or_add(connection, batch, now_ns)
+            if batch.unix_ns < watch.newest_unix_ns - LATE_S * _SECOND_NS:
+                days = LATE_S // DAY_S
+                raise UsageError(
+                    f"the batch is over {days} days older than the newest of its run; drop it"
+                )
+            if not _add_batch_id(connection, watch.id, batch):
+                return BatchReceipt(False)
+            _add_contents(connection, watch.id, batch)
+            _update_status(connection, watch, batch, now_ns)
+        return BatchReceipt(True, is_new_run)
+
+    def list_watches(self) -> tuple[WatchedRun, ...]:
+        """All watched runs, those with the newest batches first."""
+        newest_first = select(WATCHES).order_by(WATCHES.c.received_unix_ns.desc(), WATCHES.c.id)
+        with self._database.begin_read() as connection:
+            rows = connection.execute(newest_first).all()
+            return tuple(_read_watch(connection, row) for row in rows)
+
+    def find_watch(self, name: str) -> WatchedRun | None:
+        """The watched run of this name; None if there is none."""
+        if not is_watch_name(name):
+            return None
+        with self._database.begin_read() as connection:
+            row = connection.execute(select(WATCHES).where(WATCHES.c.name == name)).one_or_none()
+            return None if row is None else _read_watch(connection, row)
+
+    def delete(self, name: str) -> bool:
+        """Deletes the watched run. False if it does not exist."""
+        if not is_watch_name(name):
+            return False
+        with self._database.begin_write() as connection:
+            deleted = connection.execute(delete(WATCHES).where(WATCHES.c.name == name))
+            return bool(deleted.rowcount)
+
+    def read_steps(self, watch_id: int, within: WatchRange) -> tuple[StepSlot, ...]:
+        """The step times in the range, by time and start of the job."""
+        names = StepSummary.__dataclass_fields__
+        with self._database.begin_read() as connection:
+            rows = connection.execute(
+                _select_slots(WATCH_STEPS, watch_id, within, [WATCH_STEPS.c[n] for n in names])
+            )
+            return tuple(StepSlot(row[0], row[1], StepSummary(*row[2:])) for row in rows)
+
+    def read_splits(self, watch_id: int, within: WatchRange) -> tuple[SplitSlot, ...]:
+        """The samples in the range, by time and start of the job."""
+        names = ["samples", "rank_samples", "exposed", "no_data", *_BUCKET_NAMES]
+        with self._database.begin_read() as connection:
+            rows = connection.execute(
+                _select_slots(WATCH_SPLITS, watch_id, within, [WATCH_SPLITS.c[n] for n in names])
+            )
+            return tuple(
+                SplitSlot(
+                    row.start_unix_s, row.incarnation, row.samples, row.rank_samples,
+                    Split(*row[6:]), json.loads(row.exposed), json.loads(row.no_data),
+                )
+                for row in rows
+            )  # fmt: skip
+
+    def read_waits(self, watch_id: int, within: WatchRange, bin_s: int) -> WaitGrid:
+        """The waits that each rank caused, in bins of time that are a multiple of the level."""
+        query = _select_slots(WATCH_SPLITS, watch_id, within, [WATCH_SPLITS.c.waits])
+        with self._database.begin_read() as connection:
+            slots = [(row[0], row[2]) for row in connection.execute(query)]
+        first_s = within.first_unix_s // bin_s * bin_s
+        return build_wait_grid(slots, first_s, within.last_unix_s, bin_s)
+
+    def read_events(self, watch_id: int, within: WatchRange, last: int) -> tuple[StoredEvent, ...]:
+        """The newest events in the range, newest first."""
+        table = WATCH_EVENTS.c
+        begin, end = within.first_unix_s * _SECOND_NS, (within.last_unix_s + 1) * _SECOND_NS
+        query = (
+            select(
+                table.incarnation, table.host, table.kind, table.step, table.unix_ns, table.text,
+                table.rank,
+            )
+            .where(table.watch_id == watch_id, table.unix_ns >= begin, table.unix_ns < end)
+            .order_by(table.unix_ns.desc(), table.id.desc())
+            .limit(last)
+        )  # fmt: skip
+        with self._database.begin_read() as connection:
+            return tuple(
+                StoredEvent(
+                    row.incarnation, row.host,
+                    WatchEvent(
+                        kind=row.kind, step=row.step, unix_ns=row.unix_ns, text=row.text,
+                        rank=row.rank,
+                    ),
+                )
+                for row in connection.execute(query)
+            )  # fmt: skip
+
+    def list_samples(self, watch_id: int, last: int) -> tuple[StoredSample, ...]:
+        """The newest samples of the hosts, newest first, with their ranks."""
+        newest = (
+            select(WATCH_SAMPLES)
+            .where(WATCH_SAMPLES.c.watch_id == watch_id)
+            .order_by(WATCH_SAMPLES.c.unix_ns.desc(), WATCH_SAMPLES.c.sample_id)
+            .limit(last)
+        )
+        with self._database.begin_read() as connection:
+            rows = connection.execute(newest).all()
+            tagged = select(TAGS.c.value, TAGS.c.run_id).where(
+                TAGS.c.key == SAMPLE_TAG, TAGS.c.value.in_([row.sample_id for row in rows])
+            )
+            run_ids = {row[0]: row[1] for row in connection.execute(tagged)}
+        return tuple(_read_sample(row, run_ids.get(row.sample_id)) for row in rows)
+
+
+_BUCKET_NAMES = tuple(f"{bucket}_ns" for bucket in BUCKETS)
+
+
+def _select_slots(table: Table, watch_id: int, within: WatchRange, columns: Sequence[Any]) -> Any:
+    """The start and the incarnation of the slots in the range, and these columns."""
+    return (
+        select(table.c.start_unix_s, table.c.incarnation, *columns)
+        .where(
+            table.c.watch_id == watch_id,
+            table.c.level_s == within.level_s,
+            table.c.start_unix_s.between(within.first_unix_s, within.last_unix_s),
+        )
+        .order_by(table.c.start_unix_s, table.c.incarnation)
+    )
+
+
+def _read_watch(connection: Connection, row: Row[Any]) -> WatchedRun:
+    starts, hosts, dropped = (
+        connection.execute(select(*columns).where(table.c.watch_id == row.id).order_by(columns[0]))
+        for table, columns in (
+            (WATCH_STARTS, [WATCH_STARTS.c[n] for n in WatchStart.__dataclass_fields__]),
+            (WATCH_HOSTS, [WATCH_HOSTS.c[n] for n in WatchHost.__dataclass_fields__]),
+            (WATCH_DROPPED, [WATCH_DROPPED.c.reason, WATCH_DROPPED.c.number]),
+        )
+    )
+    return WatchedRun(
+        row.id, row.name, row.created_unix_ns, row.received_unix_ns, row.newest_unix_ns,
+        row.last_step, row.batches,
+        tuple(WatchStart(*one) for one in starts), tuple(WatchHost(*one) for one in hosts),
+        {row[0]: row[1] for row in dropped},
+    )  # fmt: skip
+
+
+def _read_sample(row: Row[Any], run_id: str | None) -> StoredSample:
+    sample = Sample(
+        id=row.sample_id, step=row.step, steps=0, unix_ns=row.unix_ns, pivot=row.pivot,
+        ranks=unpack_splits(row.by_rank), no_data=row.no_data, finding=row.finding,
+        cost_ns=row.cost_ns, traces=row.traces,
+    )  # fmt: skip
+    return StoredSample(row.incarnation, row.host, sample, run_id)
+
+
+# Checks of a batch: numbers must fit into the database, and times must be sane.
+
+_MAX_NUMBER = 1 << 53
+
+
+def is_watch_name(name: str) -> bool:
+    """Whether a watched run may have this name, which is part of its page's address."""
+    is_plain = name.isprintable() and not set(name) & set("/\\%?#") and name.strip(" .") == name
+    return is_plain and 0 < len(name) <= NAME_LENGTH
+
+
+def check_batch(batch: WatchBatch, now_ns: int) -> None:
+    """Raises UsageError if the batch has a name, number or time that cannot be stored."""
+    if not is_watch_name(batch.run):
+        raise UsageError(
+            f"the name of the run must have 1 to {NAME_LENGTH} printable characters without / \\ %"
+            " ? #; choose another --name"
+        )
+    if not 0 < batch.world_size <= MAX_RANKS or not batch.id or not batch.host:
+        raise UsageError(f"a batch needs an id, a host and a world_size of 1 to {MAX_RANKS}")
+    if not all(0 <= number < _MAX_NUMBER for number in _list_numbers(batch)):
+        raise UsageError(f"the numbers of a batch must be between 0 and {_MAX_NUMBER}")
+    if not 0 <= batch.budget <= 1 or not 0 <= (batch.overhead or 0) < 1e6:
+        raise UsageError("budget and overhead must be parts of the training time, such as 0.005")
+    if any(rank >= batch.world_size for rank in _list_ranks(batch)):
+        raise UsageError(f"a rank of the batch is not below its world_size {batch.world_size}")
+    for one in batch.windows:
+        if not (one.steps and one.min_step_ns <= one.median_step_ns <= one.max_step_ns):
+            raise UsageError(f"the step times of rank {one.rank} are not min <= median <= max")
+    _check_times(batch, now_ns)
+
+
+def _check_times(batch: WatchBatch, now_ns: int) -> None:
+    if batch.unix_ns > now_ns + AHEAD_S * _SECOND_NS:
+        raise UsageError(f"the clock of host {clean_text(batch.host, 100)} is over an hour ahead")
+    times = [one.end_unix_ns for one in batch.windows]
+    times += [one.unix_ns for one in batch.samples] + [one.unix_ns for one in batch.events]
+    begin = batch.unix_ns - SPAN_S * _SECOND_NS
+    if times and not begin <= min(times) <= max(times) <= batch.unix_ns + AHEAD_S * _SECOND_NS:
+        raise UsageError("the times in a batch must be of the day before it was closed")
+
+
+def _list_numbers(batch: WatchBatch) -> Iterator[int]:
+    yield from (batch.incarnation, batch.interval_steps or 0, *batch.dropped.values())
+    # Times in ns are above 2 ** 53.
+    yield from (batch.unix_ns >> 10, *_list_ranks(batch))
+    for window in batch.windows:
+        yield from (window.steps, window.last_step, window.end_unix_ns >> 10)
+        yield from (window.min_step_ns, window.median_step_ns, window.max_step_ns)
+    for sample in batch.samples:
+        yield from (sample.step, sample.unix_ns >> 10, sample.cost_ns)
+        for one in sample.ranks:
+            yield from (*asdict(one.split).values(), *one.exposed_ns.values(), one.caused_wait_ns)
+    for event in batch.events:
+        yield from (event.step, event.unix_ns >> 10)
+
+
+def _list_ranks(batch: WatchBatch) -> Iterator[int]:
+    yield from (window.rank for window in batch.windows)
+    yield from (one.rank for sample in batch.samples for one in sample.ranks)
+    yield from (sample.pivot or 0 for sample in batch.samples)
+    yield from (event.rank or 0 for event in batch.events)
+
+
+# Adding a batch, within a write transaction.
+
+
+def _find_or_add(connection: Connection, batch: WatchBatch, now_ns: int) -> tuple[Row[Any], bool]:
+    """The row of the run, locked until the transaction ends, and whether it is new."""
+    query = select(WATCHES).where(WATCHES.c.name == batch.run).with_for_update()
+    row = connection.execute(query).one_or_none()
+    if row is not None:
+        return row, False
+    new = {
+        "name": batch.run, "created_unix_ns": now_ns, "received_unix_ns": now_ns,
+        "newest_unix_ns": batch.unix_ns, "rolled_unix_ns": 0, "trimmed_unix_ns": batch.unix_ns,
+        "last_step": 0, "batches": 0,
+    }  # fmt: skip
+    try:
+        with connection.begin_nested():
+            connection.execute(insert(WATCHES), new)
+    except IntegrityError:
+        # Another host was first, in a database that takes several writers.
+        return connection.execute(query).one(), False
+    return connection.execute(query).one(), True
+
+
+def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> bool:
+    """Records the id of the batch. False if it is known."""
+    digest = blake2b(batch.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    known = select(WATCH_BATCHES.c.unix_ns).where(
+        WATCH_BATCHES.c.watch_id == watch_id, WATCH_BATCHES.c.digest == digest
+    )
+    if connection.execute(known).one_or_none() is not None:
+        return False
+    row = {"watch_id": watch_id, "digest": digest, "unix_ns": batch.unix_ns}
+    connection.execute(insert(WATCH_BATCHES), row)
+    return True
+
+
+def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
+    by_minute: dict[int, list[StepWindow]] = defaultdict(list)
+    for window in batch.windows:
+        by_minute[compute_slot_start(window.end_unix_ns, MINUTE_S)].append(window)
+    for start_s, windows in sorted(by_minute.items()):
+        key = _SlotKey(watch_id, MINUTE_S, start_s, batch.incarnation)
+        _add_steps(connection, key, merge_steps(build_step_columns(windows)))
+    for sample in batch.samples:
+        if _add_sample(connection, watch_id, batch, sample):
+            for level_s in LEVELS_S:
+                start_s = compute_slot_start(sample.unix_ns, level_s)
+                _add_split(
+                    connection, _SlotKey(watch_id, level_s, start_s, batch.incarnation), sample
+                )
+    if batch.events:
+        connection.execute(
+            insert(WATCH_EVENTS),
+            [_build_event_row(watch_id, batch, event) for event in batch.events],
+        )
+    for reason, number in batch.dropped.items():
+        _count_dropped(connection, watch_id, clean_text(reason, 200), number)
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotKey:
+    watch_id: int
+    level_s: int
+    start_unix_s: int
+    incarnation: int
+
+    def where(self, table: Table) -> list[Any]:
+        return [table.c[name] == value for name, value in asdict(self).items()]
+
+
+def _add_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
+    """Adds parts to a slot of a minute. A rank may have several, so that the median of all of them
+    does not depend on their order."""
+    query = select(WATCH_STEPS.c.by_rank).where(*key.where(WATCH_STEPS))
+    known = connection.execute(query).scalar()
+    if known is not None:
+        parts = np.concatenate([unpack_steps(known), parts], axis=1)
+    _write_steps(connection, key, parts)
+
+
+def _write_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
+    values = {**asdict(summarize_steps(parts)), "rolled": False, "by_rank": pack_steps(parts)}
+    _write_row(connection, WATCH_STEPS, asdict(key), values)
+
+
+def _add_sample(connection: Connection, watch_id: int, batch: WatchBatch, sample: Sample) -> bool:
+    """Adds a sample. False if one of this id is known."""
+    sample_id = clean_text(sample.id, 200)
+    key = {"watch_id": watch_id, "sample_id": sample_id}
+    known = select(WATCH_SAMPLES.c.step).where(*_match(WATCH_SAMPLES, key))
+    if connection.execute(known).one_or_none() is not None:
+        return False
+    row = {
+        **key, "incarnation": batch.incarnation, "step": sample.step, "unix_ns": sample.unix_ns,
+        "host": clean_text(batch.host, 200), "pivot": sample.pivot,
+        "no_data": clean_text(sample.no_data, 500), "finding": clean_text(sample.finding, 500),
+        "cost_ns": sample.cost_ns, "traces": clean_text(sample.traces, 500),
+        "by_rank": pack_splits(_select_ranks(sample)),
+    }  # fmt: skip
+    connection.execute(insert(WATCH_SAMPLES), row)
+    return True
+
+
+def _select_ranks(sample: Sample) -> tuple[RankSample, ...]:
+    """The ranks of a sample that counts."""
+    return () if sample.no_data else sample.ranks
+
+
+def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
+    """Adds a sample to the sums of a slot."""
+    ranks = _select_ranks(sample)
+    known = connection.execute(select(WATCH_SPLITS).where(*key.where(WATCH_SPLITS))).one_or_none()
+    exposed = Counter(json.loads(known.exposed) if known else {})
+    for one in ranks:
+        exposed.update({clean_text(axis, 40): ns for axis, ns in one.exposed_ns.items()})
+    no_data = Counter(json.loads(known.no_data) if known else {})
+    if sample.no_data or not ranks:
+        no_data[clean_text(sample.no_data or "no rank has data", 200)] += 1
+    waits = build_wait_columns(ranks)
+    if known:
+        waits = np.concatenate([unpack_waits(known.waits), waits], axis=1)
+    sums = {
+        name: sum(getattr(one.split, name) for one in ranks)
+        + (getattr(known, name) if known else 0)
+        for name in _BUCKET_NAMES
+    }
+    values = {
+        "samples": 1 + (known.samples if known else 0),
+        "rank_samples": len(ranks) + (known.rank_samples if known else 0),
+        "exposed": json.dumps(exposed), "no_data": json.dumps(no_data),
+        "waits": pack_columns(merge_waits(waits)), **sums,
+    }  # fmt: skip
+    _write_row(connection, WATCH_SPLITS, asdict(key), values)
+
+
+def _build_event_row(watch_id: int, batch: WatchBatch, event: WatchEvent) -> dict[str, Any]:
+    return {
+        "watch_id": watch_id, "incarnation": batch.incarnation, "kind": event.kind,
+        "step": event.step, "unix_ns": event.unix_ns, "host": clean_text(batch.host, 200),
+        "rank": event.rank, "text": clean_text(event.text, 500),
+    }  # fmt: skip
+
+
+def _count_dropped(connection: Connection, watch_id: int, reason: str, number: int) -> None:
+    key = {"watch_id": watch_id, "reason": reason}
+    known = connection.execute(select(WATCH_DROPPED.c.number).where(*_match(WATCH_DROPPED, key)))
+    _write_row(connection, WATCH_DROPPED, key, {"number": number + (known.scalar() or 0)})
+
+
+def _match(table: Table, key: Mapping[str, Any]) -> list[Any]:
+    return [table.c[name] == value for name, value in key.items()]
+
+
+def _write_row(
+    connection: Connection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    """Writes the row of this key, which may exist."""
+    changed = update(table).where(*_match(table, key)).values(values)
+    if not connection.execute(changed).rowcount:
+        connection.execute(insert(table), {**key, **values})
+
+
+# The status of the run, its hosts and starts; rolling up and trimming as its time goes on.
+
+
+def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, now_ns: int) -> None:
+    newest_ns = max(watch.newest_unix_ns, batch.unix_ns)
+    steps = [one.last_step for one in batch.windows] + [one.step for one in batch.samples]
+    values = {
+        "received_unix_ns": now_ns, "newest_unix_ns": newest_ns, "batches": watch.batches + 1,
+        "last_step": max(watch.last_step, *steps, 0),
+    }  # fmt: skip
+    if newest_ns >= watch.rolled_unix_ns + MINUTE_S * _SECOND_NS:
+        _roll_up(connection, watch.id)
+        values["rolled_unix_ns"] = newest_ns
+    if newest_ns >= watch.trimmed_unix_ns + HOUR_S * _SECOND_NS:
+        _trim(connection, watch.id, newest_ns)
+        values["trimmed_unix_ns"] = newest_ns
+    _update_host(connection, watch.id, batch)
+    _update_start(connection, watch.id, batch)
+    connection.execute(update(WATCHES).where(WATCHES.c.id == watch.id).values(values))
+
+
+def _update_host(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
+    key = {"watch_id": watch_id, "host": clean_text(batch.host, 200)}
+    newest = select(WATCH_HOSTS.c.newest_unix_ns).where(*_match(WATCH_HOSTS, key))
+    if (connection.execute(newest).scalar() or 0) <= batch.unix_ns:
+        values = {
+            "incarnation": batch.incarnation, "newest_unix_ns": batch.unix_ns,
+            "interval_steps": batch.interval_steps, "budget": batch.budget,
+            "overhead": batch.overhead,
+        }  # fmt: skip
+        _write_row(connection, WATCH_HOSTS, key, values)
+
+
+def _update_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
+    key = {"watch_id": watch_id, "incarnation": batch.incarnation}
+    known = connection.execute(select(WATCH_STARTS).where(*_match(WATCH_STARTS, key))).one_or_none()
+    first = min([batch.unix_ns, *(one.start_unix_ns for one in batch.windows)])
+    ended = [one.unix_ns for one in batch.events if one.kind == "ended"]
+    values = {
+        "world_size": batch.world_size,
+        "first_unix_ns": min(first, known.first_unix_ns) if known else first,
+        "newest_unix_ns": max(batch.unix_ns, known.newest_unix_ns if known else 0),
+        "ended_unix_ns": max(ended) if ended else known.ended_unix_ns if known else None,
+    }
+    _write_row(connection, WATCH_STARTS, key, values)
+
+
+def _roll_up(connection: Connection, watch_id: int) -> None:
+    """Makes the longer slots of step times anew whose shorter ones have changed."""
+    table = WATCH_STEPS.c
+    for level_s, longer_s in pairwise(LEVELS_S):
+        changed = (table.watch_id == watch_id, table.level_s == level_s, table.rolled.is_(False))
+        rows = connection.execute(select(table.start_unix_s, table.incarnation).where(*changed))
+        wanted = {(start_s // longer_s * longer_s, number) for start_s, number in rows}
+        for start_s, number in sorted(wanted):
+            shorter = select(table.by_rank).where(
+                table.watch_id == watch_id,
+                table.level_s == level_s,
+                table.start_unix_s.between(start_s, start_s + longer_s - 1),
+                table.incarnation == number,
+            )
+            parts = [
+                merge_steps(unpack_steps(row)) for row in connection.execute(shorter).scalars()
+            ]
+            key = _SlotKey(watch_id, longer_s, start_s, number)
+            _write_steps(connection, key, merge_steps(np.concatenate(parts, axis=1)))
+        connection.execute(update(WATCH_STEPS).where(*changed).values(rolled=True))
+
+
+def _trim(connection: Connection, watch_id: int, newest_ns: int) -> None:
+    """Deletes what is older than is kept, by the newest time of the run."""
+    for table in (WATCH_STEPS, WATCH_SPLITS):
+        for level_s, kept_s in KEPT_S.items():
+            oldest_s = newest_ns // _SECOND_NS - kept_s
+            connection.execute(
+                delete(table).where(
+                    table.c.watch_id == watch_id,
+                    table.c.level_s == level_s,
+                    table.c.start_unix_s < oldest_s,
+                )
+            )
+    for table, kept_s in (
+        (WATCH_BATCHES, LATE_S),
+        (WATCH_SAMPLES, KEPT_SAMPLES_S),
+        (WATCH_EVENTS, KEPT_EVENTS_S),
+    ):
+        oldest_ns = newest_ns - kept_s * _SECOND_NS
+        connection.execute(
+            delete(table).where(table.c.watch_id == watch_id, table.c.unix_ns < oldest_ns)
+        )

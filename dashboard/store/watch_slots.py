@@ -1,0 +1,203 @@
+"""Numbers of a watched run over time: arrays over ranks in slots of a minute up to a day."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.watch.records import RankSample, StepWindow
+
+# Slots of time, and how long they are kept.
+
+MINUTE_S, TEN_MINUTES_S, HOUR_S, DAY_S = 60, 600, 3_600, 86_400
+
+LEVELS_S = (MINUTE_S, TEN_MINUTES_S, HOUR_S, DAY_S)
+"""Lengths of a slot in s; the slots of a level are made of those of the level before."""
+
+KEPT_S = {MINUTE_S: 4 * DAY_S + HOUR_S, TEN_MINUTES_S: 14 * DAY_S, HOUR_S: 100 * DAY_S}
+"""How long the slots of a level are kept, by the newest time of the run; those of a day stay."""
+
+
+def compute_slot_start(unix_ns: int, level_s: int) -> int:
+    """The start of the slot of this time, in s since 1970."""
+    return unix_ns // 1_000_000_000 // level_s * level_s
+
+
+# Packed arrays: columns of int64, a row per rank or per part of a rank's steps.
+
+Columns = npt.NDArray[np.int64]
+"""Integers by column and row."""
+
+
+def pack_columns(columns: Columns) -> bytes:
+    """The columns as compressed bytes; bytes of one significance stand together, since the upper
+    ones are nearly all the same."""
+    plain = np.ascontiguousarray(columns, dtype="<i8").view(np.uint8)
+    return zlib.compress(plain.reshape(len(columns), -1, 8).transpose(0, 2, 1).tobytes(), 1)
+
+
+def unpack_columns(packed: bytes, number: int) -> Columns:
+    """So many columns, of what pack_columns returned."""
+    plain = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(number, 8, -1)
+    rows: Columns = np.ascontiguousarray(plain.transpose(0, 2, 1)).view("<i8")[:, :, 0]
+    return rows.astype(np.int64, copy=False)
+
+
+# Step times: rank, steps, min, median, max.
+
+_STEP_COLUMNS = 5
+
+
+def build_step_columns(windows: Iterable[StepWindow]) -> Columns:
+    """The step times of some windows."""
+    rows = [(w.rank, w.steps, w.min_step_ns, w.median_step_ns, w.max_step_ns) for w in windows]
+    return np.array(rows, dtype=np.int64).reshape(-1, _STEP_COLUMNS).T
+
+
+def pack_steps(columns: Columns) -> bytes:
+    """As pack_columns, with the times as differences, which are small."""
+    rank, steps, low, median, high = columns
+    return pack_columns(np.stack([rank, steps, median - low, median, high - median]))
+
+
+def unpack_steps(packed: bytes) -> Columns:
+    """The columns that pack_steps took."""
+    rank, steps, below, median, above = unpack_columns(packed, _STEP_COLUMNS)
+    return np.stack([rank, steps, median - below, median, median + above])
+
+
+def merge_steps(parts: Columns) -> Columns:
+    """One row per rank of all of its parts.
+
+    Numbers of steps add up; the shortest and the longest step are those of all parts; the median is
+    the median of the parts' medians, weighted by their steps (the lower one of two).
+    """
+    if not parts.shape[1]:
+        return parts
+    rank, steps, low, median, high = parts[:, np.lexsort((parts[3], parts[0]))]
+    first = np.flatnonzero(np.concatenate([[True], rank[1:] != rank[:-1]]))
+    total = np.add.reduceat(steps, first)
+    sizes = np.diff(np.append(first, len(rank)))
+    running = np.cumsum(steps) - np.repeat(np.cumsum(total) - total, sizes)
+    is_half = 2 * running >= np.repeat(total, sizes)
+    place = np.minimum.reduceat(np.where(is_half, np.arange(len(rank)), len(rank)), first)
+    lowest, highest = np.minimum.reduceat(low, first), np.maximum.reduceat(high, first)
+    return np.stack([rank[first], total, lowest, median[place], highest])
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """Step times of all ranks in a slot of time, in ns.
+
+    steps is that of the rank with most; the median is the median over ranks of their medians;
+    slowest_rank has the largest median of its own.
+    """
+
+    steps: int
+    ranks: int
+    min_step_ns: int
+    median_step_ns: int
+    max_step_ns: int
+    slowest_rank: int
+    slowest_median_ns: int
+
+
+def summarize_steps(parts: Columns) -> StepSummary:
+    """The summary of the parts of one slot, of which there is at least one."""
+    rank, steps, low, median, high = merge_steps(parts)
+    slowest = int(np.argmax(median))
+    middle = np.sort(median)[(len(median) - 1) // 2]
+    return StepSummary(
+        int(steps.max()), len(rank), int(low.min()), int(middle), int(high.max()),
+        int(rank[slowest]), int(median[slowest]),
+    )  # fmt: skip
+
+
+# Waits that a rank caused: rank, samples of the rank, their caused wait.
+
+_WAIT_COLUMNS = 3
+
+
+def build_wait_columns(ranks: Sequence[RankSample]) -> Columns:
+    """The waits of the ranks of one sample."""
+    rows = [(one.rank, 1, one.caused_wait_ns) for one in ranks]
+    return np.array(rows, dtype=np.int64).reshape(-1, _WAIT_COLUMNS).T
+
+
+def merge_waits(parts: Columns) -> Columns:
+    """One row per rank, with the sums of its parts."""
+    if not parts.shape[1]:
+        return parts
+    rank, samples, waited = parts[:, np.argsort(parts[0], kind="stable")]
+    first = np.flatnonzero(np.concatenate([[True], rank[1:] != rank[:-1]]))
+    return np.stack([rank[first], np.add.reduceat(samples, first), np.add.reduceat(waited, first)])
+
+
+def unpack_waits(packed: bytes) -> Columns:
+    """The rank, number of samples and caused wait in ns, of packed waits."""
+    return unpack_columns(packed, _WAIT_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGrid:
+    """How long others waited for each rank, per step: the mean over the samples in a bin of time.
+
+    waited_ns: bins of time by rank from 0 on; NaN where the rank has no sample.
+    """
+
+    start_unix_s: Int64
+    bin_s: int
+    waited_ns: npt.NDArray[np.float64]
+
+
+def build_wait_grid(
+    slots: Iterable[tuple[int, bytes]], first_s: int, last_s: int, bin_s: int
+) -> WaitGrid:
+    """The grid from the first to the last time, of slots with their start in s and packed waits."""
+    bins = (last_s - first_s) // bin_s + 1
+    parts = [((start - first_s) // bin_s, unpack_waits(packed)) for start, packed in slots]
+    ranks = max((int(waits[0].max(initial=-1)) for _, waits in parts), default=-1) + 1
+    samples, waited = np.zeros((ranks, bins)), np.zeros((ranks, bins))
+    for at, (rank, count, sum_ns) in parts:
+        if 0 <= at < bins:
+            # Each rank once: slots are merged before they are packed.
+            samples[rank, at] += count
+            waited[rank, at] += sum_ns
+    with np.errstate(invalid="ignore"):
+        means = np.where(samples > 0, waited / samples, np.nan)
+    return WaitGrid(first_s + bin_s * np.arange(bins, dtype=np.int64), bin_s, means)
+
+
+# Splits of a sample by rank: rank, buckets and memos, caused wait, whether it is estimated.
+
+_SPLIT_FIELDS = tuple(Split.__dataclass_fields__)
+
+_SPLIT_COLUMNS = len(_SPLIT_FIELDS) + 3
+
+
+def pack_splits(ranks: Sequence[RankSample]) -> bytes:
+    """The splits and waits of the ranks of a sample."""
+    rows = [
+        (
+            one.rank, *(getattr(one.split, name) for name in _SPLIT_FIELDS),
+            one.caused_wait_ns, one.estimated,
+        )
+        for one in ranks
+    ]  # fmt: skip
+    return pack_columns(np.array(rows, dtype=np.int64).reshape(-1, _SPLIT_COLUMNS).T)
+
+
+def unpack_splits(packed: bytes) -> tuple[RankSample, ...]:
+    """The ranks of a sample, without exposed communication by axis."""
+    return tuple(
+        RankSample(
+            rank=row[0], split=Split(*row[1:-2]), caused_wait_ns=row[-2], estimated=bool(row[-1])
+        )
+        for row in unpack_columns(packed, _SPLIT_COLUMNS).T.tolist()
+    )

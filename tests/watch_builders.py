@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -63,3 +64,79 @@ def sample(step: int, unix_ns: int, *ranks: RankSample, **parts: Any) -> Sample:
 def event(kind: EventKind, unix_ns: int, text: str, step: int = 1, **parts: Any) -> WatchEvent:
     """An event of the whole job."""
     return WatchEvent(kind=kind, step=step, unix_ns=unix_ns, text=text, **parts)
+
+
+def list_story(now_ns: int, hours: int = 26) -> list[WatchBatch]:
+    """A watched training of 16 ranks on two hosts that ended a minute ago or goes on.
+
+    Rank 5 slows down for the last third; one restart; a fourth of an hour without any batch, and
+    another in which the profiler was busy.
+    """
+    rng = random.Random(4)
+    minutes = hours * 60
+    made = []
+    for minute in range(0, minutes, 5):
+        at = now_ns - (minutes - minute - 5) * 60 * SECOND_NS
+        if 0.35 < minute / minutes < 0.40:
+            continue
+        made += [_close_story_batch(rng, host, minute, minutes, at) for host in range(2)]
+    return made
+
+
+def _close_story_batch(
+    rng: random.Random, host: int, minute: int, minutes: int, at: int
+) -> WatchBatch:
+    progress = minute / minutes
+    incarnation, drift = int(progress > 0.4), 1 + max(0.0, progress - 0.66) / 3
+    ranks = range(8 * host, 8 * host + 8)
+    windows = [
+        window(
+            rank, at, int(412 * MS * drift * rng.uniform(0.99, 1.01)), steps=700,
+            spread_ns=int(rng.uniform(8, 20) * MS),
+        )
+        for rank in ranks
+    ]  # fmt: skip
+    events: list[WatchEvent] = []
+    if minute == 0 and host == 0:
+        events.append(event("started", at, "16 ranks on 2 hosts"))
+    if minute % 180 == 60 and host == 0:
+        events.append(event("pause", at, "a step of 9.1 s, 22 times the median", minute * 140))
+        windows[0] = window(0, at, 412 * MS, steps=700, spread_ns=400 * MS)
+    if incarnation and 0.40 < progress <= 0.40 + 5 / minutes + 1e-9 and host == 0:
+        events.append(event("restarted", at, "the job started again, 16 ranks", minute * 140))
+    samples = []
+    if minute % 10 == 0:
+        busy = 0.55 < progress < 0.60
+        samples.append(_make_story_sample(rng, host, minute, drift, at, busy))
+        if busy and host == 0:
+            events.append(event("no_data", at, samples[0].no_data, minute * 140))
+    return WatchBatch(
+        id=f"{host}-{minute}", run="llama-8b night 3", incarnation=incarnation,
+        host=f"node{host + 1:02d}", world_size=16, unix_ns=at, interval_steps=1_400,
+        budget=0.005, overhead=rng.uniform(0.0028, 0.0034), windows=tuple(windows),
+        samples=tuple(samples), events=tuple(events),
+        dropped={"batches: spool full": 2} if minute == 600 and host else {},
+    )  # fmt: skip
+
+
+def _make_story_sample(
+    rng: random.Random, host: int, minute: int, drift: float, at: int, busy: bool
+) -> Sample:
+    ranks = []
+    for rank in range(8 * host, 8 * host + 8):
+        slow = (drift - 1) * 412 * MS
+        waits = 0 if rank == 5 else int(slow + rng.uniform(2, 12) * MS)
+        split = Split(
+            compute_ns=int(280 * MS + (slow if rank == 5 else 0)),
+            collective_ns=int(rng.uniform(55, 65) * MS), p2p_ns=int(9 * MS), skew_ns=waits,
+            bubble_ns=int(38 * MS), copy_ns=int(3 * MS), idle_ns=int(rng.uniform(10, 16) * MS),
+        )  # fmt: skip
+        exposed = {"tp": int(30 * MS), "dp": split.collective_ns - 30 * MS + waits, "pp": 9 * MS}
+        caused = int(slow * 15 if rank == 5 else rng.uniform(0, 8) * MS)
+        ranks.append(RankSample(rank=rank, split=split, exposed_ns=exposed, caused_wait_ns=caused))
+    why = "another profiler is attached (nsys)" if busy else ""
+    return sample(
+        minute * 140, at, *ranks, id=f"{host}-{minute}", no_data=why,
+        finding="" if host or drift == 1 else "rank 5 is a straggler: its GEMMs are slower",
+        cost_ns=int(rng.uniform(1.5, 1.9) * 1e9),
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from dash import dcc, html
 from dash.development.base_component import Component
@@ -27,6 +27,7 @@ from stepsplit.analyzer.units import (
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.watch import is_watch_name
 
 # A finished run, as input of the pages.
 
@@ -298,7 +299,11 @@ RUN_PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memo
 
 _RUN = re.compile(rf"/run/([0-9a-f]{{8,32}})(?:/({'|'.join(RUN_PAGES[1:])}))?/?")
 
-_OTHER_PAGES = {"": "runs", "/": "runs", "/compare": "compare", "/history": "history"}
+_OTHER_PAGES = {
+    "": "runs", "/": "runs", "/compare": "compare", "/history": "history", "/watch": "watch",
+}  # fmt: skip
+
+_WATCHED = "/watch/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +324,13 @@ class AddressQuery:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A page: one of RUN_PAGES with a run id, or "runs", "compare" or "history" with ""."""
+    """A page: one of RUN_PAGES with a run id, or "runs", "compare", "history" or "watch" with "";
+    watched is the name of a watched run."""
 
     page: str
     run_id: str
     chosen: AddressQuery
+    watched: str = ""
 
 
 def parse_address(path: str | None, search: str | None) -> Address | None:
@@ -335,6 +342,9 @@ def parse_address(path: str | None, search: str | None) -> Address | None:
     found = _RUN.fullmatch(path or "")
     if found:
         return Address(found.group(2) or RUN_PAGES[0], found.group(1), chosen)
+    if path is not None and path.startswith(_WATCHED):
+        name = unquote(path.removeprefix(_WATCHED)).rstrip("/")
+        return Address("watch", "", chosen, name) if is_watch_name(name) else None
     page = _OTHER_PAGES.get(path or "")
     return None if page is None else Address(page, "", chosen)
 

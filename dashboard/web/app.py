@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,6 +55,13 @@ from stepsplit.dashboard.pages.timeline import (
     build_matches_json,
     build_range_json,
     build_window_json,
+)
+from stepsplit.dashboard.pages.watch import (
+    build_live_frame,
+    build_watch_list,
+    build_watch_page,
+    compute_watch_mark,
+    read_watch_view,
 )
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.logins import Role, User
@@ -113,7 +121,9 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
         add_log_handler=False,
     )
     app.layout = lambda: _build_layout(current_user())
-    _add_page_callback(app, PageBuilder(store, cache))
+    contents = PageBuilder(store, cache)
+    _add_page_callback(app, contents)
+    _add_watch_callback(app, contents)
     _add_timeline_link(app)
     _refuse_odd_callbacks(server, app)
     _mark_missing_pages(server, store)
@@ -138,7 +148,7 @@ def _warm() -> None:
 
 
 def _build_layout(user: User) -> html.Div:
-    links = [("Runs", "/"), ("Compare", "/compare"), ("History", "/history")]
+    links = [("Runs", "/"), ("Compare", "/compare"), ("History", "/history"), ("Watch", "/watch")]
     nav = html.Nav([dcc.Link(text, href=href) for text, href in links], className="pages")
     brand = dcc.Link("stepsplit", href="/", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
@@ -188,6 +198,30 @@ def _add_page_callback(app: Dash, contents: PageBuilder) -> None:
         return content.children, not at_home, not content.pending, content.fingerprint
 
 
+def _add_watch_callback(app: Dash, contents: PageBuilder) -> None:
+    """Draws a page of watched runs again while it is open."""
+
+    @app.callback(
+        Output("watch-live", "children"),
+        Output("watch-mark", "data"),
+        Input("watch-tick", "n_intervals"),
+        State("url", "pathname"),
+        State("url", "search"),
+        State("watch-mark", "data"),
+        prevent_initial_call=True,
+    )
+    def update(
+        _: int | None, path: str | None, search: str | None, mark: str | None
+    ) -> tuple[Any, str]:
+        address = parse_address(_require_text(path), _require_text(search))
+        if address is None or address.page != "watch":
+            raise PreventUpdate
+        live = contents.build_watch(address, mark)
+        if live is None:
+            raise PreventUpdate
+        return live.children, live.fingerprint
+
+
 def _add_timeline_link(app: Dash) -> None:
     """Opens the timeline on a click on the bar of a rank or step."""
 
@@ -231,11 +265,18 @@ def _mark_missing_pages(server: Flask, store: Store) -> None:
     def answer_page(path: str) -> Response:
         response = make_response(page(path))
         address = parse_address(f"/{path}", "")
-        if address is None or (address.run_id and store.find_run(address.run_id) is None):
+        if address is None or not _has_page(store, address):
             response.status_code = 404
         return response
 
     server.view_functions[_ANY_PAGE] = answer_page
+
+
+def _has_page(store: Store, address: Address) -> bool:
+    """Whether the run or watched run of the address exists, if it names one."""
+    if address.watched:
+        return store.watches.find_watch(address.watched) is not None
+    return not address.run_id or store.find_run(address.run_id) is not None
 
 
 # Dash answers a callback request that it did not send itself with an internal error.
@@ -333,9 +374,30 @@ class PageBuilder:
                 return PageContent(self._build_comparison(address.chosen))
             case "history":
                 return PageContent(self._build_history(address.chosen))
+            case "watch":
+                live = self.build_watch(address)
+                if live is None:
+                    return PageContent(build_missing_page())
+                return PageContent(build_live_frame(live.children, live.fingerprint))
         return self._build_run(
             address, RunRights(edit=role >= Role.UPLOADER, delete=role >= Role.ADMIN)
         )
+
+    def build_watch(self, address: Address, mark: str | None = None) -> PageContent | None:
+        """The list of watched runs, or the page of one of them; None if it does not exist, or if
+        the mark shows that it is still the same."""
+        watches, now_ns = self._store.watches, time.time_ns()
+        found = watches.find_watch(address.watched) if address.watched else None
+        if address.watched and found is None:
+            return None
+        runs = watches.list_watches() if found is None else (found,)
+        newest = compute_watch_mark(runs, address.chosen, now_ns)
+        if newest == mark:
+            return None
+        if found is None:
+            return PageContent(build_watch_list(runs, now_ns), fingerprint=newest)
+        view = read_watch_view(watches, found, address.chosen, now_ns)
+        return PageContent(build_watch_page(view, address.chosen), fingerprint=newest)
 
     def _build_run(self, address: Address, rights: RunRights) -> PageContent:
         run = self._store.find_run(address.run_id)

@@ -1,0 +1,305 @@
+"""Figures of a watched run over time: step times, split, exposed communication, caused waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import plotly.graph_objects as go
+
+from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.dashboard.figures import theme
+
+Float64 = npt.NDArray[np.float64]
+
+_HEIGHT, _LANE_HEIGHT = 300, 20
+
+_WAIT_SCALE = [[0.0, "rgba(204,121,167,0.10)"], [0.25, "rgba(204,121,167,0.5)"], [1.0, "#B0357F"]]
+"""From the background to one color, so that more is stronger in the light and the dark theme."""
+
+# Marks of events, in a lane for each kind above the chart.
+
+
+@dataclass(frozen=True, slots=True)
+class EventMark:
+    """An event at a time in s since 1970; the lane is the label of its kind, text one sentence."""
+
+    lane: str
+    unix_s: float
+    text: str
+    is_problem: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """The range of time of a chart, in s since 1970; charts of one page have the same."""
+
+    first_unix_s: float
+    last_unix_s: float
+
+
+def _convert_to_dates(unix_s: npt.ArrayLike) -> npt.NDArray[np.datetime64]:
+    milliseconds = np.round(np.asarray(unix_s, dtype=np.float64) * 1_000)
+    return milliseconds.astype("datetime64[ms]")
+
+
+def _build_figure(title: str, axis: TimeAxis, marks: Sequence[EventMark] = ()) -> go.Figure:
+    """An empty chart over the time, with the lanes of the marks above it."""
+    lanes = list(dict.fromkeys(one.lane for one in marks))
+    height = _HEIGHT + _LANE_HEIGHT * len(lanes)
+    figure = theme.build_blank_figure(height, "", title)
+    first, last = _convert_to_dates([axis.first_unix_s, axis.last_unix_s])
+    # The range stays as the user has zoomed it while new data arrives.
+    figure.update_layout(uirevision=f"{axis.last_unix_s - axis.first_unix_s:.0f}")
+    figure.update_xaxes(type="date", range=[str(first), str(last)], hoverformat="%Y-%m-%d %H:%M")
+    if lanes:
+        plot_height = height - 84
+        base = 1 - (_LANE_HEIGHT * len(lanes) - 8) / plot_height
+        figure.update_layout(
+            yaxis={"domain": [0, base - 12 / plot_height]},
+            yaxis2={
+                "domain": [base, 1], "range": [len(lanes) - 0.5, -0.5], "showgrid": False,
+                "tickvals": list(range(len(lanes))), "ticktext": lanes, "zeroline": False,
+                "automargin": True, "fixedrange": True, "tickfont": {"size": 11},
+            },
+        )  # fmt: skip
+        for number, lane in enumerate(lanes):
+            own = [one for one in marks if one.lane == lane]
+            figure.add_trace(_draw_marks(own, number))
+    return figure
+
+
+def _draw_marks(own: Sequence[EventMark], number: int) -> go.Scatter:
+    is_problem = own[0].is_problem
+    return go.Scatter(
+        name=own[0].lane,
+        mode="markers",
+        x=_convert_to_dates([one.unix_s for one in own]),
+        y=[number] * len(own),
+        yaxis="y2",
+        marker={
+            "symbol": "x-thin" if is_problem else "diamond",
+            "size": 8,
+            "color": theme.WORSE if is_problem else theme.BACKWARD,
+            "line": {"width": 2 if is_problem else 0, "color": theme.WORSE},
+        },
+        customdata=[theme.escape_text(one.text) for one in own],
+        hovertemplate="<b>%{fullData.name}</b><br>%{customdata}<br>%{x} UTC<extra></extra>",
+        showlegend=False,
+    )
+
+
+# Step times: the median over the ranks, and the band from the shortest to the longest step.
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """Step times of one start of the job, in ns, by slots of time; NaN where there is a gap."""
+
+    unix_s: Float64
+    low_ns: Float64
+    median_ns: Float64
+    high_ns: Float64
+    notes: tuple[str, ...]
+
+
+def draw_step_times(
+    lines: Sequence[StepLine], marks: Sequence[EventMark], axis: TimeAxis
+) -> go.Figure:
+    """The median step over time with the band of all steps; a line for each start of the job."""
+    figure = _build_figure("ms", axis, marks)
+    for line in lines:
+        when = _convert_to_dates(line.unix_s)
+        figure.add_trace(_draw_edge(when, line.high_ns, None))
+        figure.add_trace(_draw_edge(when, line.low_ns, "tonexty"))
+        figure.add_trace(
+            go.Scatter(
+                name="median step",
+                mode="lines+markers" if len(when) < 100 else "lines",
+                x=when,
+                y=theme.convert_to_ms(line.median_ns),
+                line={"color": theme.BACKWARD, "width": 2},
+                marker={"size": 4, "color": theme.BACKWARD},
+                connectgaps=False,
+                customdata=line.notes,
+                hovertemplate="%{customdata}<br>%{x} UTC<extra></extra>",
+                showlegend=False,
+            )
+        )
+    for line in lines[1:]:
+        begin = str(_convert_to_dates(line.unix_s[:1])[0])
+        figure.add_vline(x=begin, line={"color": theme.MUTED, "width": 1, "dash": "dot"})
+    if lines:
+        low, high = _choose_range(lines)
+        figure.layout.yaxis.range = [low / 1e6, high / 1e6]
+    return figure
+
+
+def _draw_edge(when: npt.NDArray[np.datetime64], values: Float64, fill: str | None) -> go.Scatter:
+    return go.Scatter(
+        name="shortest to longest step",
+        mode="lines",
+        x=when,
+        y=theme.convert_to_ms(values),
+        line={"color": theme.MUTED, "width": 0},
+        fill=fill,
+        fillcolor="rgba(141,148,158,0.25)",
+        connectgaps=False,
+        hoverinfo="skip",
+        showlegend=False,
+    )
+
+
+def _choose_range(lines: Sequence[StepLine]) -> tuple[float, float]:
+    """The range of the axis: that of the medians with some of the band, so that one long step does
+    not hide all changes of the median."""
+    medians = np.concatenate([line.median_ns for line in lines])
+    low, high = float(np.nanmin(medians)), float(np.nanmax(medians))
+    room = max(0.6 * (high - low), 0.08 * high)
+    shortest = min(float(np.nanmin(line.low_ns)) for line in lines)
+    longest = max(float(np.nanmax(line.high_ns)) for line in lines)
+    edge = 0.01 * high
+    return max(0.0, low - room, shortest - edge), min(high + room, longest + edge)
+
+
+# The split of the samples, and exposed communication by axis.
+
+
+@dataclass(frozen=True, slots=True)
+class SplitBins:
+    """The mean step of the sampled ranks in bins of time.
+
+    buckets_ns: the seven buckets (row) of each bin, NaN in a bin without data; notes: a text for
+    each bin.
+    """
+
+    start_unix_s: Int64
+    bin_s: int
+    buckets_ns: Float64
+    notes: tuple[str, ...]
+
+
+def draw_split_over_time(
+    bins: SplitBins, marks: Sequence[EventMark], axis: TimeAxis, *, as_share: bool
+) -> go.Figure:
+    """Stacked bars of the seven buckets, in ms or as share of the step; no bar where no sample has
+    data."""
+    figure = _build_figure("% of the step" if as_share else "ms", axis, marks)
+    total = bins.buckets_ns.sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        values = 100 * bins.buckets_ns / total if as_share else bins.buckets_ns / 1e6
+    known = np.flatnonzero(np.isfinite(total))
+    when = _convert_to_dates(bins.start_unix_s[known] + bins.bin_s / 2)
+    for row, look in enumerate(theme.BUCKET_STYLES):
+        own = bins.buckets_ns[row, known]
+        texts = [
+            f"{look.bucket} {format_milliseconds(ns)}, {format_percent(ns / all_ns)}<br>{note}"
+            for ns, all_ns, note in zip(
+                own, total[known], (bins.notes[i] for i in known), strict=True
+            )
+        ]
+        figure.add_trace(
+            go.Bar(
+                name=look.bucket,
+                x=when,
+                y=values[row, known],
+                width=1_000.0 * bins.bin_s,
+                marker=theme.build_marker(look),
+                customdata=texts,
+                hovertemplate="%{customdata}<br>%{x} UTC<extra></extra>",
+            )
+        )
+    figure.update_layout(barmode="stack", bargap=0, showlegend=False)
+    if as_share:
+        figure.layout.yaxis.range = [0, 100]
+    return figure
+
+
+def draw_exposed_over_time(
+    start_unix_s: Int64, bin_s: int, exposed_ns: Mapping[str, Float64], axis: TimeAxis
+) -> go.Figure:
+    """Exposed communication of the mean step by axis, in ms; NaN where there is a gap."""
+    figure = _build_figure("ms", axis)
+    when = _convert_to_dates(start_unix_s + bin_s / 2)
+    for number, (name, values) in enumerate(sorted(exposed_ns.items())):
+        color = theme.AXIS_COLORS[number % len(theme.AXIS_COLORS)]
+        figure.add_trace(
+            go.Scatter(
+                name=theme.escape_text(name or "unknown"),
+                mode="lines+markers",
+                x=when,
+                y=theme.convert_to_ms(values),
+                line={"color": color, "width": 1.5},
+                marker={"size": 4, "color": color},
+                connectgaps=False,
+                hovertemplate="<b>%{fullData.name}</b> %{y:.4g} ms<br>%{x} UTC<extra></extra>",
+                showlegend=True,
+            )
+        )
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+# Heat map: how long others waited for each rank.
+
+MAX_ROWS = 128
+"""Rows of the heat map: more ranks share a row, which shows the one with the longest wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitRows:
+    labels: list[str]
+    longest_ns: Float64
+    rank: Int64
+
+
+def draw_caused_waits(
+    start_unix_s: Int64, bin_s: int, waited_ns: Float64, axis: TimeAxis
+) -> go.Figure:
+    """How long others waited for a rank (row) in a step, over time; empty where the rank was not
+    sampled.
+
+    Args:
+        start_unix_s: The starts of the bins, in s since 1970.
+        bin_s: Their length in s.
+        waited_ns: The mean wait in ns by rank and bin; NaN without a sample.
+        axis: The range of time.
+    """
+    rows = _group_ranks(waited_ns)
+    figure = _build_figure("rank", axis)
+    figure.add_trace(
+        go.Heatmap(
+            z=np.round(rows.longest_ns / 1e6, 4).astype(np.float32),
+            x=_convert_to_dates(start_unix_s + bin_s / 2),
+            y=rows.labels,
+            customdata=rows.rank.astype(np.int32),
+            colorscale=_WAIT_SCALE,
+            zmin=0,
+            colorbar={"title": {"text": "ms"}, "thickness": 12, "len": 1},
+            hovertemplate=(
+                "others waited %{z:.4g} ms a step for rank %{customdata}<br>%{x} UTC<extra></extra>"
+            ),
+            hoverongaps=False,
+        )
+    )
+    figure.update_layout(height=max(220, min(100 + 16 * len(rows.labels), 620)))
+    figure.update_xaxes(showgrid=False)
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    return figure
+
+
+def _group_ranks(waited_ns: Float64) -> _WaitRows:
+    """The ranks in at most MAX_ROWS rows, with the longest wait of each row and its rank."""
+    ranks, bins = waited_ns.shape
+    size = max(1, -(-ranks // MAX_ROWS))
+    padded = np.full((-(-ranks // size) * size, bins), np.nan)
+    padded[:ranks] = waited_ns
+    parts = padded.reshape(-1, size, bins)
+    place = np.argmax(np.where(np.isnan(parts), -1.0, parts), axis=1)
+    longest = np.take_along_axis(parts, place[:, None], axis=1)[:, 0]
+    first = np.arange(len(parts), dtype=np.int64) * size
+    labels = [f"{rank}" if size == 1 else f"{rank}+" for rank in first.tolist()]
+    return _WaitRows(labels, longest, place + first[:, None])

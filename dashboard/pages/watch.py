@@ -1,0 +1,618 @@
+"""Pages: the list of watched runs, and the live page of one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from urllib.parse import quote
+
+import numpy as np
+from dash import dcc, html
+from dash.development.base_component import Component
+
+from stepsplit.analyzer.units import (
+    format_date,
+    format_milliseconds,
+    format_percent,
+    format_signed_percent,
+)
+from stepsplit.dashboard.figures.watch import (
+    MAX_ROWS,
+    EventMark,
+    SplitBins,
+    StepLine,
+    TimeAxis,
+    draw_caused_waits,
+    draw_exposed_over_time,
+    draw_split_over_time,
+    draw_step_times,
+)
+from stepsplit.dashboard.pages.components import (
+    COLOR,
+    AddressQuery,
+    Cell,
+    Content,
+    build_aria_label,
+    build_card,
+    build_collapsed,
+    build_count_cell,
+    build_empty_card,
+    build_graph,
+    build_legend,
+    build_menu,
+    build_number_cell,
+    build_page_url,
+    build_section,
+    build_share_bar,
+    build_table,
+    build_time_cell,
+    format_query,
+)
+from stepsplit.dashboard.store.watch import (
+    SplitSlot,
+    StepSlot,
+    StoredEvent,
+    StoredSample,
+    WatchedRun,
+    WatchRange,
+    WatchStore,
+)
+from stepsplit.dashboard.store.watch_slots import (
+    DAY_S,
+    HOUR_S,
+    MINUTE_S,
+    TEN_MINUTES_S,
+    StepSummary,
+    WaitGrid,
+    compute_slot_start,
+)
+
+_SECOND_NS = 10**9
+
+# The range of time, by a URL parameter.
+
+
+@dataclass(frozen=True, slots=True)
+class RangeChoice:
+    """A range of time: its label, length, the level of its slots, and the bins of bar charts."""
+
+    label: str
+    length_s: int
+    level_s: int
+    bin_s: int
+
+
+RANGES: Mapping[str, RangeChoice] = {
+    "1h": RangeChoice("1 h", HOUR_S, MINUTE_S, MINUTE_S),
+    "1d": RangeChoice("1 d", DAY_S, TEN_MINUTES_S, TEN_MINUTES_S),
+    "7d": RangeChoice("7 d", 7 * DAY_S, HOUR_S, HOUR_S),
+    "30d": RangeChoice("30 d", 30 * DAY_S, HOUR_S, 4 * HOUR_S),
+    "1y": RangeChoice("1 y", 365 * DAY_S, DAY_S, 3 * DAY_S),
+}
+
+_USUAL_RANGE = "1d"
+
+
+def choose_range(chosen: AddressQuery) -> str:
+    """The range of time named in the URL; a day by default."""
+    name = chosen.find_text("range")
+    return name if name is not None and name in RANGES else _USUAL_RANGE
+
+
+# What the page shows, read from the store.
+
+_LAST_EVENTS, _LAST_SAMPLES, _MOST_HOST_SAMPLES = 1_000, 30, 600
+
+_SILENT_NS = 5 * 60 * _SECOND_NS
+"""A run or host without a batch for so long is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchView:
+    """A watched run in a range of time; first_hour is None unless its start is longer ago."""
+
+    run: WatchedRun
+    now_unix_ns: int
+    choice: RangeChoice
+    within: WatchRange
+    steps: tuple[StepSlot, ...]
+    splits: tuple[SplitSlot, ...]
+    waits: WaitGrid
+    events: tuple[StoredEvent, ...]
+    samples: tuple[StoredSample, ...]
+    newest_steps: tuple[StepSlot, ...]
+    first_hour: StepSummary | None
+
+    @property
+    def axis(self) -> TimeAxis:
+        """The range of time of all charts."""
+        return TimeAxis(self.within.first_unix_s, self.within.last_unix_s)
+
+
+def read_watch_view(
+    watches: WatchStore, run: WatchedRun, chosen: AddressQuery, now_unix_ns: int
+) -> WatchView:
+    """Reads what the page of a watched run shows; a run that ended is shown until its end."""
+    choice = RANGES[choose_range(chosen)]
+    last_s = min(now_unix_ns, run.newest_unix_ns + choice.level_s * _SECOND_NS) // _SECOND_NS
+    # The first slot is whole.
+    first_s = compute_slot_start((last_s - choice.length_s) * _SECOND_NS, choice.level_s)
+    within = WatchRange(first_s, last_s, choice.level_s)
+    newest_s = run.newest_unix_ns // _SECOND_NS
+    newest = WatchRange(newest_s - TEN_MINUTES_S, newest_s, MINUTE_S)
+    return WatchView(
+        run, now_unix_ns, choice, within,
+        watches.read_steps(run.id, within), watches.read_splits(run.id, within),
+        watches.read_waits(run.id, within, choice.bin_s),
+        _merge_events(watches.read_events(run.id, within, _LAST_EVENTS)),
+        watches.list_samples(run.id, _MOST_HOST_SAMPLES),
+        watches.read_steps(run.id, newest), _read_first_hour(watches, run),
+    )  # fmt: skip
+
+
+def _read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
+    first_s = compute_slot_start(run.start.first_unix_ns, HOUR_S)
+    if first_s == compute_slot_start(run.newest_unix_ns, HOUR_S):
+        return None
+    slots = watches.read_steps(run.id, WatchRange(first_s, first_s + HOUR_S, HOUR_S))
+    own = [one.summary for one in slots if one.incarnation == run.start.incarnation]
+    return own[0] if own else None
+
+
+def _merge_events(events: Sequence[StoredEvent]) -> tuple[StoredEvent, ...]:
+    """The events without those that several hosts report of the whole job."""
+    merged: dict[object, StoredEvent] = {}
+    for one in events:
+        event = one.event
+        merged.setdefault((one.incarnation, event.kind, event.step, event.rank, event.text), one)
+    return tuple(merged.values())
+
+
+# The frame, which updates by itself.
+
+TICK_MS = 10_000
+
+
+def build_live_frame(content: Component, mark: str) -> html.Div:
+    """The content with a clock; assets/watch.js stops it while the page is not visible."""
+    return html.Div(
+        [
+            dcc.Interval(id="watch-tick", interval=TICK_MS),
+            dcc.Store(id="watch-mark", data=mark),
+            html.Div(content, id="watch-live"),
+        ]
+    )
+
+
+def compute_watch_mark(runs: Sequence[WatchedRun], chosen: AddressQuery, now_unix_ns: int) -> str:
+    """Changes when the page should be drawn again: each minute, and in the shortest range with
+    each batch."""
+    minute = now_unix_ns // (60 * _SECOND_NS)
+    number = sum(run.batches for run in runs) if choose_range(chosen) == "1h" else 0
+    return f"{minute}.{number}"
+
+
+# The list of watched runs.
+
+
+def build_watch_list(runs: Sequence[WatchedRun], now_unix_ns: int) -> html.Div:
+    """The watched runs, those with the newest batches first."""
+    if not runs:
+        hint: list[Content] = [
+            "Watch a training with ",
+            html.Code("stepsplit watch --to URL -- torchrun ... train.py"),
+            ", where URL is the address of this dashboard.",
+        ]
+        return html.Div([html.H1("Watch"), html.P(hint, className="card empty")])
+    heads = (
+        "run", "state", "ranks", "starts", "last step", "last data", "overhead", "sample each",
+        "dropped",
+    )  # fmt: skip
+    table = build_table(heads, [_build_list_row(run, now_unix_ns) for run in runs])
+    return html.Div([html.H1("Watch"), html.Section(table, className="card scroll")])
+
+
+def _build_list_row(run: WatchedRun, now_unix_ns: int) -> list[Cell]:
+    when = html.Span(format_date(run.newest_unix_ns), className="when")
+    return [
+        Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
+        Cell(_build_state(run, now_unix_ns)),
+        build_count_cell(run.start.world_size),
+        build_count_cell(len(run.starts)),
+        build_count_cell(run.last_step),
+        build_number_cell(when, run.newest_unix_ns / 1e9),
+        build_number_cell(_format_overhead(run), run.overhead, "ratio"),
+        build_number_cell(_format_interval(run), run.interval_steps),
+        build_count_cell(sum(run.dropped.values())),
+    ]
+
+
+def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
+    if run.start.ended_unix_ns is not None:
+        return html.Span("ended", className="pill")
+    if now_unix_ns - run.received_unix_ns > _SILENT_NS:
+        return html.Span("silent", className="pill failed")
+    return html.Span("live", className="pill done")
+
+
+def _format_overhead(run: WatchedRun) -> str:
+    measured = "no sample yet" if run.overhead is None else f"{100 * run.overhead:.2f} %"
+    return f"{measured} of {100 * run.budget:.2g} %" if run.overhead is not None else measured
+
+
+def _format_interval(run: WatchedRun) -> str:
+    steps = run.interval_steps
+    return "no more samples" if steps is None else f"{steps:,} steps"
+
+
+# The page of one run.
+
+
+def build_watch_page(view: WatchView, chosen: AddressQuery) -> html.Div:
+    """The live page of a watched run."""
+    run = view.run
+    head = html.Div(
+        [
+            html.H1(run.name),
+            _build_state(run, view.now_unix_ns),
+            _build_ranges(run, chosen),
+        ],
+        className="heading",
+    )
+    parts = [head, html.P(_format_subtitle(run), className="subtitle"), _build_watch_cards(view)]
+    if not view.steps and not view.splits:
+        hint = f"No batch has data of this {view.choice.label}; choose a longer range."
+        return html.Div([*parts, build_empty_card("No data in this range", hint)])
+    as_share, sums = chosen.find_text("unit") != "ms", _sum_samples(view)
+    return html.Div(
+        [
+            *parts,
+            _build_steps_section(view),
+            _build_split_section(view, sums, as_share),
+            *_build_exposed_section(view, sums),
+            _build_waits_section(view),
+            _build_samples_section(view),
+            _build_events_section(view),
+            _build_hosts(view),
+        ]
+    )
+
+
+def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
+    current, others = choose_range(chosen), dict(chosen.values)
+    links = []
+    for name, choice in RANGES.items():
+        query = {**others, "range": "" if name == _USUAL_RANGE else name}
+        href = f"/watch/{quote(run.name)}{format_query(query)}"
+        words: list[Content] = [choice.label, html.Span(" (shown)", className="unseen")]
+        is_current = name == current
+        look = "button on" if is_current else "button"
+        links.append(dcc.Link(words if is_current else words[:1], href=href, className=look))
+    return html.Nav(links, className="ranges", **build_aria_label("range of time"))
+
+
+def _format_subtitle(run: WatchedRun) -> str:
+    start = run.start
+    which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
+    parts = [
+        f"{start.world_size:,} ranks on {len(run.current_hosts):,} hosts",
+        f"{which}, {format_date(start.first_unix_ns)}",
+        f"step {run.last_step:,}",
+    ]
+    return "  ·  ".join(parts)
+
+
+def _build_watch_cards(view: WatchView) -> html.Div:
+    run = view.run
+    over = run.overhead is not None and run.overhead > run.budget
+    measured = "none yet" if run.overhead is None else f"{100 * run.overhead:.2f} %"
+    given_up = sum(run.dropped.values())
+    reasons = "; ".join(f"{number:,} {reason}" for reason, number in run.dropped.items())
+    interval = run.interval_steps
+    cards = [
+        _build_step_card(view),
+        build_card(
+            "overhead of samples", measured, f"budget {100 * run.budget:.2g} %",
+            "var(--bad)" if over else None,
+        ),
+        build_card("a sample each", *(
+            ("none", "no more samples") if interval is None else (f"{interval:,} steps", "")
+        )),
+        _build_age_card(view),
+        build_card(
+            "dropped", f"{given_up:,}", reasons or "nothing was given up",
+            "var(--bad)" if given_up else None,
+        ),
+    ]  # fmt: skip
+    return html.Div(cards, className="cards")
+
+
+def _build_step_card(view: WatchView) -> html.Div:
+    own = [s for s in view.newest_steps if s.incarnation == view.run.start.incarnation]
+    if not own:
+        return build_card("median step", "none", "no step times in the last 10 min")
+    newest_ns = median(s.summary.median_step_ns for s in own)
+    first, note = view.first_hour, "over the last 10 min"
+    if first is not None and first.median_step_ns:
+        change = newest_ns / first.median_step_ns - 1
+        note = f"{format_signed_percent(change)} since the first hour of this start"
+    return build_card("median step", format_milliseconds(newest_ns), note, COLOR["compute"])
+
+
+def _build_age_card(view: WatchView) -> html.Div:
+    run = view.run
+    silent = [
+        host.host for host in run.current_hosts
+        if run.newest_unix_ns - host.newest_unix_ns > _SILENT_NS
+    ]  # fmt: skip
+    number = len(run.current_hosts)
+    note = f"of all {number:,} hosts" if number > 1 else f"of host {run.hosts[0].host}"
+    if silent:
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
+        note = f"{len(silent)} of {number:,} hosts silent: {', '.join(silent[:3])}{more}"
+    age = _format_age(view.now_unix_ns - run.newest_unix_ns)
+    return build_card("last data", age, note, "var(--bad)" if silent else None)
+
+
+def _format_age(ns: int) -> str:
+    seconds = max(ns // _SECOND_NS, 0)
+    for unit, length in (("d", DAY_S), ("h", HOUR_S), ("min", MINUTE_S)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit} ago"
+    return f"{seconds} s ago"
+
+
+# Step times, with a mark for each event.
+
+_LANES = {
+    "started": "start", "restarted": "restart", "ended": "end", "pause": "pause",
+    "capture": "capture", "no_data": "no data", "dropped": "dropped",
+    "sampling_ended": "no more samples", "lost_rank": "lost rank",
+}  # fmt: skip
+
+_PROBLEMS = ("no_data", "dropped", "sampling_ended", "lost_rank")
+
+_IN_SPLIT = ("capture", "no_data", "sampling_ended")
+
+
+def _build_steps_section(view: WatchView) -> html.Section:
+    lines = [
+        _build_step_line(list(slots), view.choice.level_s)
+        for _, slots in groupby(
+            sorted(view.steps, key=lambda s: (s.incarnation, s.start_unix_s)),
+            key=lambda s: s.incarnation,
+        )
+    ]
+    marks = [_build_mark(one) for one in _list_oldest_first(view.events)]
+    note = "median over the ranks; the band goes from the shortest to the longest step of any rank"
+    if view.steps:
+        longest = max(slot.summary.max_step_ns for slot in view.steps)
+        note += f" (longest {format_milliseconds(longest)})"
+    figure = draw_step_times(lines, marks, view.axis)
+    return build_section("Step time", note, build_graph("watch-steps", figure))
+
+
+def _list_oldest_first(events: Sequence[StoredEvent]) -> list[StoredEvent]:
+    """The events by lane, so that lanes keep their order as new events arrive."""
+    lanes = list(_LANES)
+    return sorted(events, key=lambda one: (lanes.index(one.event.kind), one.event.unix_ns))
+
+
+def _build_mark(one: StoredEvent) -> EventMark:
+    event = one.event
+    where = "" if event.rank is None else f", rank {event.rank}"
+    text = f"step {event.step:,}{where}: {event.text}"
+    return EventMark(_LANES[event.kind], event.unix_ns / 1e9, text, event.kind in _PROBLEMS)
+
+
+def _build_step_line(slots: Sequence[StepSlot], level_s: int) -> StepLine:
+    """The slots of one start as a line, which ends where a slot has no steps."""
+    rows: list[tuple[float, float, float, float]] = []
+    notes: list[str] = []
+    for slot in slots:
+        at, summary = slot.start_unix_s + level_s / 2, slot.summary
+        if rows and at - rows[-1][0] > 2 * level_s:
+            rows.append((rows[-1][0] + level_s, np.nan, np.nan, np.nan))
+            notes.append("no step times arrived")
+        low, middle, high = summary.min_step_ns, summary.median_step_ns, summary.max_step_ns
+        rows.append((at, low, middle, high))
+        notes.append(_describe_steps(summary))
+    unix_s, low_ns, median_ns, high_ns = np.array(rows, dtype=np.float64).T
+    return StepLine(unix_s, low_ns, median_ns, high_ns, tuple(notes))
+
+
+def _describe_steps(summary: StepSummary) -> str:
+    low, high = format_milliseconds(summary.min_step_ns), format_milliseconds(summary.max_step_ns)
+    slowest = format_milliseconds(summary.slowest_median_ns)
+    return (
+        f"<b>median {format_milliseconds(summary.median_step_ns)}</b><br>"
+        f"{low} to {high}<br>{summary.steps:,} steps of {summary.ranks:,} ranks<br>"
+        f"slowest rank {summary.slowest_rank}: median {slowest}"
+    )
+
+
+# The split of the samples.
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleSums:
+    """Sums of the samples in bins of time."""
+
+    bins: SplitBins
+    exposed_ns: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]
+    no_data: Mapping[int, Counter[str]]
+
+
+def _sum_samples(view: WatchView) -> _SampleSums:
+    bin_s = view.choice.bin_s
+    first_s = view.within.first_unix_s // bin_s * bin_s
+    number = (view.within.last_unix_s - first_s) // bin_s + 1
+    totals, counts = np.zeros((7, number)), np.zeros(number)
+    exposed: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = defaultdict(
+        lambda: np.zeros(number)
+    )
+    no_data: dict[int, Counter[str]] = defaultdict(Counter)
+    for slot in view.splits:
+        at = (slot.start_unix_s - first_s) // bin_s
+        totals[:, at] += slot.total.buckets_ns
+        counts[at] += slot.rank_samples
+        for axis, ns in slot.exposed_ns.items():
+            exposed[axis][at] += ns
+        if slot.no_data:
+            no_data[at].update(slot.no_data)
+    known = np.where(counts > 0, counts, np.nan)
+    notes = tuple(f"mean of {int(n):,} steps of sampled ranks" for n in counts)
+    starts = first_s + bin_s * np.arange(number, dtype=np.int64)
+    return _SampleSums(
+        SplitBins(starts, bin_s, totals / known, notes),
+        {axis: values / known for axis, values in exposed.items()},
+        no_data,
+    )
+
+
+def _build_split_section(view: WatchView, sums: _SampleSums, as_share: bool) -> html.Section:
+    figure = draw_split_over_time(
+        sums.bins, _list_gap_marks(view, sums), view.axis, as_share=as_share
+    )
+    menu = build_menu(
+        "unit", {"": "share of the step", "ms": "ms"}, "" if as_share else "ms", "", "shown as"
+    )
+    note = "mean step of the sampled ranks; a gap where no sample has data, with the reason above"
+    head = html.Div([html.Div(menu, className="choices"), build_legend()], className="split-head")
+    return build_section("Split", note, head, build_graph("watch-split", figure))
+
+
+def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
+    """Marks of samples without data, and of what else keeps samples away."""
+    bin_s, marks = sums.bins.bin_s, []
+    reasons = {reason for counted in sums.no_data.values() for reason in counted}
+    for at, counted in sorted(sums.no_data.items()):
+        text = "; ".join(f"{number} of {reason}" for reason, number in counted.items())
+        middle = float(sums.bins.start_unix_s[at]) + bin_s / 2
+        marks.append(EventMark(_LANES["no_data"], middle, f"samples without data: {text}", True))
+    marks += [
+        _build_mark(one)
+        for one in view.events
+        if one.event.kind in _IN_SPLIT and one.event.text not in reasons
+    ]
+    return sorted(marks, key=lambda one: (one.lane, one.unix_s))
+
+
+def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Section]:
+    if not sums.exposed_ns:
+        return []
+    bins = sums.bins
+    figure = draw_exposed_over_time(bins.start_unix_s, bins.bin_s, sums.exposed_ns, view.axis)
+    note = "exposed time of the mean step by axis, waits included"
+    graph = build_graph("watch-exposed", figure)
+    return [build_section("Exposed communication", note, graph)]
+
+
+# Which rank the others wait for.
+
+
+def _build_waits_section(view: WatchView) -> html.Section:
+    waits, title = view.waits, "Caused waits"
+    if not np.isfinite(waits.waited_ns).any():
+        none = html.P("No sample with data in this range.", className="message")
+        return build_section(title, "how long others waited for each rank", none)
+    figure = draw_caused_waits(waits.start_unix_s, waits.bin_s, waits.waited_ns, view.axis)
+    note = "how long others waited for each rank in a step; empty where it was not sampled"
+    if len(waits.waited_ns) > MAX_ROWS:
+        size = -(-len(waits.waited_ns) // MAX_ROWS)
+        note += f"; a row shows the worst of {size} ranks"
+    return build_section(title, note, build_graph("watch-waits", figure))
+
+
+# The newest samples, events and hosts as tables.
+
+
+def _build_samples_section(view: WatchView) -> html.Section:
+    key = lambda one: (one.incarnation, one.sample.step)  # noqa: E731
+    newest = sorted(view.samples, key=key, reverse=True)
+    groups = [list(own) for _, own in groupby(newest, key=key)][:_LAST_SAMPLES]
+    note = f"the newest {len(groups)}, of all hosts" if groups else "none yet"
+    heads = ("step", "when", "ranks", "median step", "split", "waited for", "cost", "result")
+    table = build_table(heads, [_build_sample_row(own) for own in groups])
+    return build_section("Samples", note, table)
+
+
+def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
+    """A row for the samples of one step, which all hosts took together."""
+    samples = [one.sample for one in hosts]
+    ranks = [one for sample in samples for one in sample.ranks]
+    when = format_date(min(sample.unix_ns for sample in samples))
+    unknown = Cell("", number=True)
+    worst = max(ranks, key=lambda one: one.caused_wait_ns, default=None)
+    cost_ns = max(sample.cost_ns for sample in samples)
+    return [
+        build_count_cell(samples[0].step),
+        Cell(html.Span(when, className="when")),
+        build_count_cell(len(ranks)),
+        build_time_cell(median(one.split.step_ns for one in ranks)) if ranks else unknown,
+        Cell(build_share_bar(_compute_shares(hosts)) if ranks else "no data"),
+        Cell(f"rank {worst.rank}, {format_milliseconds(worst.caused_wait_ns)}")
+        if worst is not None and worst.caused_wait_ns
+        else Cell(""),
+        build_time_cell(cost_ns),
+        Cell(_describe_result(hosts)),
+    ]
+
+
+def _compute_shares(hosts: Sequence[StoredSample]) -> list[float]:
+    splits = [one.split.buckets_ns for host in hosts for one in host.sample.ranks]
+    totals = [sum(own) for own in zip(*splits, strict=True)]
+    return [one / max(sum(totals), 1) for one in totals]
+
+
+def _describe_result(hosts: Sequence[StoredSample]) -> html.Div:
+    reasons = Counter(one.sample.no_data for one in hosts if one.sample.no_data)
+    number = len(hosts)
+    parts: list[Content] = [
+        f"no data: {reason}" if count == number else f"no data of {count} of {number}: {reason}"
+        for reason, count in reasons.items()
+    ]
+    parts += list(dict.fromkeys(one.sample.finding for one in hosts if one.sample.finding))
+    parts += [
+        dcc.Link("open the run", href=build_page_url(one.run_id)) for one in hosts if one.run_id
+    ]
+    parts += [f"traces on {one.host}: {one.sample.traces}" for one in hosts if one.sample.traces]
+    return html.Div([html.Div(part) for part in parts], className="result")
+
+
+def _build_events_section(view: WatchView) -> html.Section:
+    heads = ("when", "event", "step", "where", "what")
+    rows = [
+        [
+            Cell(html.Span(format_date(one.event.unix_ns), className="when")),
+            Cell(_LANES[one.event.kind]),
+            build_count_cell(one.event.step),
+            Cell(one.host if one.event.rank is None else f"rank {one.event.rank}, {one.host}"),
+            Cell(one.event.text),
+        ]
+        for one in view.events[:100]
+    ]
+    if not rows:
+        none = html.P("No events in this range.", className="message")
+        return build_section("Events", "", none)
+    return build_section("Events", "of this range, newest first", build_table(heads, rows))
+
+
+def _build_hosts(view: WatchView) -> html.Section:
+    heads = ("host", "start", "last batch", "overhead")
+    rows = [
+        [
+            Cell(host.host),
+            build_count_cell(host.incarnation),
+            Cell(html.Span(format_date(host.newest_unix_ns), className="when")),
+            Cell("", number=True)
+            if host.overhead is None
+            else build_number_cell(format_percent(host.overhead), host.overhead, "ratio"),
+        ]
+        for host in view.run.hosts
+    ]
+    table = build_table(heads, rows)
+    return html.Section(build_collapsed(f"{len(rows):,} hosts", table), className="card")

@@ -78,7 +78,7 @@ def main() -> None:
             while reducer.collect(is_last=has_ended) is not None:
                 outage.end()
             if sender is not None:
-                sender.send(reducer)
+                sender.send(reducer, is_last=has_ended)
         except (StepsplitError, OSError) as error:
             outage.report(f"{error}; what is watched waits for it")
 
@@ -141,9 +141,12 @@ class BatchSender:
         self._failures = 0
         self._next_s = 0.0
 
-    def send(self, reducer: Reducer) -> None:
-        """Sends what is unsent, oldest first, until the dashboard fails. Raises UsageError."""
-        if time.monotonic() < self._next_s:
+    def send(self, reducer: Reducer, is_last: bool = False) -> None:
+        """Sends what is unsent, oldest first, until the dashboard fails.
+
+        is_last: tries once more also within a pause. Raises UsageError.
+        """
+        if time.monotonic() < self._next_s and not is_last:
             return
         for batch in reducer.list_unsent():
             if not self._try_to_send(batch):

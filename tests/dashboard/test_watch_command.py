@@ -14,11 +14,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from dashboard_processes import open_store, running_dashboard, until
 
 pytest.importorskip("torch")
 
-from stepsplit.analyzer import analyze  # noqa: E402
-from stepsplit.analyzer.watch.records import StepWindow, WatchBatch, decode_batch  # noqa: E402
+from stepsplit.analyzer import analyze
+from stepsplit.analyzer.watch.records import StepWindow, WatchBatch, decode_batch
+from stepsplit.dashboard.store.watch import WatchRange
+from stepsplit.dashboard.store.watch_slots import LEVELS_S
+from stepsplit.dashboard.web.serve import find_free_port
 
 pytestmark = pytest.mark.slow
 
@@ -205,3 +209,34 @@ def test_an_odd_interval_or_command_is_one_line(tmp_path: Path) -> None:
         status, printed, errors = watch(out, command, *options)
         assert (status, printed, errors.count("\n")) == (2, "", 1)
     assert not out.exists()
+
+
+def test_a_dashboard_that_was_away_gets_every_batch_once(tmp_path: Path) -> None:
+    out, port = tmp_path / "run", str(find_free_port())
+    with running_dashboard(tmp_path, "--port", port) as dashboard:
+        process = start(out, build_command(3 * STEPS), "--to", dashboard.url)
+        until(lambda: count_received(tmp_path) >= 1, within_s=60)
+        dashboard.kill_all()
+    wait_until_batches(out, count_received(tmp_path) + 1)
+    with running_dashboard(tmp_path, "--port", port):
+        _, errors = process.communicate(timeout=240)
+
+    assert process.returncode == 0
+    assert errors.count("batches are kept and sent later") <= 3
+    batches = read_batches(out)
+    assert count_received(tmp_path) == len(batches)
+    with open_store(tmp_path) as store:
+        watch = store.watches.find_watch("run")
+        assert watch is not None
+        everything = WatchRange(0, 1 << 40, LEVELS_S[0])
+        slots = store.watches.read_steps(watch.id, everything)
+    # A slot has as many steps as the rank with most of them.
+    of_ranks = [sum(each.steps for each in list_windows(batches, rank)) for rank in (0, 1)]
+    assert max(of_ranks) <= sum(slot.summary.steps for slot in slots) <= sum(of_ranks)
+
+
+def count_received(folder: Path) -> int:
+    """The batches of the run that the dashboard of the folder has."""
+    with open_store(folder) as store:
+        watch = store.watches.find_watch("run")
+        return 0 if watch is None else watch.batches

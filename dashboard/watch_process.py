@@ -24,7 +24,7 @@ from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
 from stepsplit.collectors.guard import warn
 from stepsplit.collectors.run_spec import Mesh
-from stepsplit.dashboard.upload import Connection, TransientError
+from stepsplit.dashboard.upload import Connection, ServerAnswer, TransientError
 
 POLL_S = 5.0
 """Time between two batches."""
@@ -115,20 +115,20 @@ def _is_alive(pid: int) -> bool:
 
 
 class Outage:
-    """Reports a failure that lasts with one line."""
+    """Reports a failure that lasts with one line, that of its begin."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self._is_reported = False
 
     def report(self, text: str) -> None:
-        """Prints the failure if it is not the last one."""
-        if text != self._text:
+        """Prints the failure if it is the first one."""
+        if not self._is_reported:
             warn(text)
-        self._text = text
+        self._is_reported = True
 
     def end(self) -> None:
         """The next failure is a new one."""
-        self._text = ""
+        self._is_reported = False
 
 
 class BatchSender:
@@ -156,7 +156,7 @@ class BatchSender:
     def _try_to_send(self, batch: bytes) -> bool:
         """Whether the batch need not be sent again."""
         try:
-            answer = self._connection.request("POST", _ROUTE, batch, _JSON)
+            answer = self._post(batch)
         except TransientError as error:
             self._pause(str(error))
             return False
@@ -171,6 +171,12 @@ class BatchSender:
             self._outage.end()
         self._failures = 0
         return True
+
+    def _post(self, batch: bytes) -> ServerAnswer:
+        """The answer; the server may have closed the connection since the last batch."""
+        with suppress(TransientError):
+            return self._connection.request("POST", _ROUTE, batch, _JSON)
+        return self._connection.request("POST", _ROUTE, batch, _JSON)
 
     def _pause(self, problem: str) -> None:
         self._outage.report(f"{problem}; batches are kept and sent later")

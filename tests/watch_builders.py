@@ -115,7 +115,7 @@ def _close_story_batch(
         host=f"node{host + 1:02d}", world_size=16, unix_ns=at, interval_steps=1_400,
         budget=0.005, overhead=rng.uniform(0.0028, 0.0034), windows=tuple(windows),
         samples=tuple(samples), events=tuple(events),
-        dropped={"batches: spool full": 2} if minute == 600 and host else {},
+        dropped={"batches: spool full": 2} if minute == 900 and host else {},
     )  # fmt: skip
 
 

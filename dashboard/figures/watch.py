@@ -17,6 +17,15 @@ Float64 = npt.NDArray[np.float64]
 
 _HEIGHT, _LANE_HEIGHT = 300, 20
 
+_HOURS, _DAYS = "%H:%M\n%b %d", "%b %d\n%Y"
+
+_TICKS = (
+    (600, _HOURS), (4 * 3_600, _HOURS), (86_400, _DAYS), (5 * 86_400, _DAYS), (60 * 86_400, _DAYS),
+)  # fmt: skip
+"""Distances of the ticks in s, with their format; plotly's own are at the middle of bars."""
+
+_MARGIN = {"l": 56, "r": 12, "t": 12, "b": 44}
+
 _WAIT_SCALE = [[0.0, "rgba(204,121,167,0.10)"], [0.25, "rgba(204,121,167,0.5)"], [1.0, "#B0357F"]]
 """From the background to one color, so that more is stronger in the light and the dark theme."""
 
@@ -53,10 +62,15 @@ def _build_figure(title: str, axis: TimeAxis, marks: Sequence[EventMark] = ()) -
     figure = theme.build_blank_figure(height, "", title)
     first, last = _convert_to_dates([axis.first_unix_s, axis.last_unix_s])
     # The range stays as the user has zoomed it while new data arrives.
-    figure.update_layout(uirevision=f"{axis.last_unix_s - axis.first_unix_s:.0f}")
-    figure.update_xaxes(type="date", range=[str(first), str(last)], hoverformat="%Y-%m-%d %H:%M")
+    length_s = axis.last_unix_s - axis.first_unix_s
+    figure.update_layout(uirevision=f"{length_s:.0f}", margin=_MARGIN)
+    tick_s, words = next((one for one in _TICKS if one[0] >= length_s / 8), _TICKS[-1])
+    figure.update_xaxes(
+        type="date", range=[str(first), str(last)], hoverformat="%Y-%m-%d %H:%M",
+        tick0="2020-01-01", dtick=1_000 * tick_s, tickformat=words,
+    )  # fmt: skip
     if lanes:
-        plot_height = height - 84
+        plot_height = height - _MARGIN["t"] - _MARGIN["b"]
         base = 1 - (_LANE_HEIGHT * len(lanes) - 8) / plot_height
         figure.update_layout(
             yaxis={"domain": [0, base - 12 / plot_height]},
@@ -113,8 +127,7 @@ def draw_step_times(
     figure = _build_figure("ms", axis, marks)
     for line in lines:
         when = _convert_to_dates(line.unix_s)
-        figure.add_trace(_draw_edge(when, line.high_ns, None))
-        figure.add_trace(_draw_edge(when, line.low_ns, "tonexty"))
+        figure.add_trace(_draw_band(line))
         figure.add_trace(
             go.Scatter(
                 name="median step",
@@ -138,14 +151,24 @@ def draw_step_times(
     return figure
 
 
-def _draw_edge(when: npt.NDArray[np.datetime64], values: Float64, fill: str | None) -> go.Scatter:
+def _draw_band(line: StepLine) -> go.Scatter:
+    """The area between the shortest and the longest step, as a polygon for each part without a
+    gap: a fill between two lines is wrong where these have gaps."""
+    known = np.isfinite(line.median_ns)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], known, [False]]).astype(np.int8)))
+    when, ms = [], []
+    for first, end in edges.reshape(-1, 2).tolist():
+        part = line.unix_s[first:end]
+        when.append(np.concatenate([part, part[::-1], part[:1]]))
+        low, high = line.low_ns[first:end], line.high_ns[first:end]
+        ms.append(np.concatenate([high, low[::-1], [np.nan]]))
     return go.Scatter(
         name="shortest to longest step",
         mode="lines",
-        x=when,
-        y=theme.convert_to_ms(values),
+        x=_convert_to_dates(np.concatenate(when)),
+        y=theme.convert_to_ms(np.concatenate(ms)),
         line={"color": theme.MUTED, "width": 0},
-        fill=fill,
+        fill="toself",
         fillcolor="rgba(141,148,158,0.25)",
         connectgaps=False,
         hoverinfo="skip",
@@ -219,11 +242,12 @@ def draw_split_over_time(
 
 
 def draw_exposed_over_time(
-    start_unix_s: Int64, bin_s: int, exposed_ns: Mapping[str, Float64], axis: TimeAxis
+    unix_s: Float64, exposed_ns: Mapping[str, Float64], axis: TimeAxis
 ) -> go.Figure:
     """Exposed communication of the mean step by axis, in ms; NaN where there is a gap."""
     figure = _build_figure("ms", axis)
-    when = _convert_to_dates(start_unix_s + bin_s / 2)
+    figure.update_layout(margin={**_MARGIN, "t": 36})
+    when = _convert_to_dates(unix_s)
     for number, (name, values) in enumerate(sorted(exposed_ns.items())):
         color = theme.AXIS_COLORS[number % len(theme.AXIS_COLORS)]
         figure.add_trace(
@@ -278,14 +302,19 @@ def draw_caused_waits(
             customdata=rows.rank.astype(np.int32),
             colorscale=_WAIT_SCALE,
             zmin=0,
-            colorbar={"title": {"text": "ms"}, "thickness": 12, "len": 1},
+            # Above, so that the times are below those of the other charts.
+            colorbar={
+                "title": {"text": "ms", "side": "right"}, "orientation": "h", "thickness": 10,
+                "nticks": 4, "len": 0.5, "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom",
+            },
             hovertemplate=(
                 "others waited %{z:.4g} ms a step for rank %{customdata}<br>%{x} UTC<extra></extra>"
             ),
             hoverongaps=False,
         )
-    )
-    figure.update_layout(height=max(220, min(100 + 16 * len(rows.labels), 620)))
+    )  # fmt: skip
+    height = max(240, min(120 + 16 * len(rows.labels), 640))
+    figure.update_layout(height=height, margin={**_MARGIN, "t": 48})
     figure.update_xaxes(showgrid=False)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import median
 from urllib.parse import quote
 
@@ -212,7 +212,8 @@ def build_watch_list(runs: Sequence[WatchedRun], now_unix_ns: int) -> html.Div:
         "dropped",
     )  # fmt: skip
     table = build_table(heads, [_build_list_row(run, now_unix_ns) for run in runs])
-    return html.Div([html.H1("Watch"), html.Section(table, className="card scroll")])
+    head = html.Div(html.H1("Watch"), className="heading")
+    return html.Div([head, html.Section(table, className="card scroll")])
 
 
 def _build_list_row(run: WatchedRun, now_unix_ns: int) -> list[Cell]:
@@ -223,7 +224,7 @@ def _build_list_row(run: WatchedRun, now_unix_ns: int) -> list[Cell]:
         build_count_cell(run.start.world_size),
         build_count_cell(len(run.starts)),
         build_count_cell(run.last_step),
-        build_number_cell(when, run.newest_unix_ns / 1e9),
+        Cell(when, value=run.newest_unix_ns / 1e9),
         build_number_cell(_format_overhead(run), run.overhead, "ratio"),
         build_number_cell(_format_interval(run), run.interval_steps),
         build_count_cell(sum(run.dropped.values())),
@@ -318,9 +319,8 @@ def _build_watch_cards(view: WatchView) -> html.Div:
             "overhead of samples", measured, f"budget {100 * run.budget:.2g} %",
             "var(--bad)" if over else None,
         ),
-        build_card("a sample each", *(
-            ("none", "no more samples") if interval is None else (f"{interval:,} steps", "")
-        )),
+        build_card("interval of samples", "none", "no more samples") if interval is None
+        else build_card("interval of samples", f"{interval:,}", "steps"),
         _build_age_card(view),
         build_card(
             "dropped", f"{given_up:,}", reasons or "nothing was given up",
@@ -386,7 +386,8 @@ def _build_steps_section(view: WatchView) -> html.Section:
             key=lambda s: s.incarnation,
         )
     ]
-    marks = [_build_mark(one) for one in _list_oldest_first(view.events)]
+    marks = [_build_mark(one) for one in view.events] + _list_silence_marks(view)
+    marks.sort(key=lambda one: (list(_LANES.values()).index(one.lane), one.unix_s))
     note = "median over the ranks; the band goes from the shortest to the longest step of any rank"
     if view.steps:
         longest = max(slot.summary.max_step_ns for slot in view.steps)
@@ -395,10 +396,25 @@ def _build_steps_section(view: WatchView) -> html.Section:
     return build_section("Step time", note, build_graph("watch-steps", figure))
 
 
-def _list_oldest_first(events: Sequence[StoredEvent]) -> list[StoredEvent]:
-    """The events by lane, so that lanes keep their order as new events arrive."""
-    lanes = list(_LANES)
-    return sorted(events, key=lambda one: (lanes.index(one.event.kind), one.event.unix_ns))
+def _find_gap_s(starts_s: Sequence[int], level_s: int) -> float:
+    """The distance in s from which on two neighbors have a gap between them: three times the usual
+    one, since slow steps do not end in every slot."""
+    usual = median(np.diff(starts_s).tolist()) if len(starts_s) > 1 else level_s
+    return 3.0 * max(usual, level_s)
+
+
+def _list_silence_marks(view: WatchView) -> list[EventMark]:
+    """Marks of the times of which no step times have arrived."""
+    level_s = view.choice.level_s
+    starts = sorted({slot.start_unix_s for slot in view.steps})
+    gap_s = _find_gap_s(starts, level_s)
+    marks = []
+    for one, other in pairwise(starts):
+        if other - one > gap_s:
+            begin, end = (format_date(at * _SECOND_NS) for at in (one + level_s, other))
+            text = f"no step times have arrived, from {begin} to {end}"
+            marks.append(EventMark(_LANES["no_data"], (one + level_s + other) / 2, text, True))
+    return marks
 
 
 def _build_mark(one: StoredEvent) -> EventMark:
@@ -412,11 +428,12 @@ def _build_step_line(slots: Sequence[StepSlot], level_s: int) -> StepLine:
     """The slots of one start as a line, which ends where a slot has no steps."""
     rows: list[tuple[float, float, float, float]] = []
     notes: list[str] = []
+    gap_s = _find_gap_s([slot.start_unix_s for slot in slots], level_s)
     for slot in slots:
         at, summary = slot.start_unix_s + level_s / 2, slot.summary
-        if rows and at - rows[-1][0] > 2 * level_s:
+        if rows and at - rows[-1][0] > gap_s:
             rows.append((rows[-1][0] + level_s, np.nan, np.nan, np.nan))
-            notes.append("no step times arrived")
+            notes.append("")
         low, middle, high = summary.min_step_ns, summary.median_step_ns, summary.max_step_ns
         rows.append((at, low, middle, high))
         notes.append(_describe_steps(summary))
@@ -504,11 +521,25 @@ def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
 def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Section]:
     if not sums.exposed_ns:
         return []
-    bins = sums.bins
-    figure = draw_exposed_over_time(bins.start_unix_s, bins.bin_s, sums.exposed_ns, view.axis)
+    shown = _list_line_bins(sums)
+    unix_s = sums.bins.start_unix_s[shown].astype(np.float64) + sums.bins.bin_s / 2
+    exposed = {axis: values[shown] for axis, values in sums.exposed_ns.items()}
+    figure = draw_exposed_over_time(unix_s, exposed, view.axis)
     note = "exposed time of the mean step by axis, waits included"
     graph = build_graph("watch-exposed", figure)
     return [build_section("Exposed communication", note, graph)]
+
+
+def _list_line_bins(sums: _SampleSums) -> list[int]:
+    """The bins that a line goes through: those with data, and an empty one in each gap."""
+    known = np.flatnonzero(np.isfinite(sums.bins.buckets_ns[0])).tolist()
+    gap = _find_gap_s(known, 1)
+    shown = known[:1]
+    for one, other in pairwise(known):
+        if other - one > gap or any(one < at < other for at in sums.no_data):
+            shown.append(one + 1)
+        shown.append(other)
+    return shown
 
 
 # Which rank the others wait for.
@@ -591,7 +622,7 @@ def _build_events_section(view: WatchView) -> html.Section:
             Cell(_LANES[one.event.kind]),
             build_count_cell(one.event.step),
             Cell(one.host if one.event.rank is None else f"rank {one.event.rank}, {one.host}"),
-            Cell(one.event.text),
+            Cell(html.Div(one.event.text, className="result")),
         ]
         for one in view.events[:100]
     ]

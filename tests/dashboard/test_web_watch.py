@@ -1,0 +1,259 @@
+"""Watched runs through the HTTP API and their pages: batches, gaps, restarts, what was dropped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from report_builders import analysis
+from watch_builders import (
+    MS,
+    RUN,
+    batch,
+    event,
+    list_story,
+    minutes_ago,
+    rank_sample,
+    sample,
+    window,
+)
+
+from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.server import create_server
+
+WATCH = "/api/v1/watch"
+CALLBACK = "/_dash-update-component"
+
+
+@pytest.fixture
+def client(store: Store) -> FlaskClient:
+    return create_server(store).test_client()
+
+
+def _send(client: FlaskClient, one: WatchBatch) -> Any:
+    answer = client.post(WATCH, data=encode_batch(one), content_type="application/json")
+    assert answer.status_code == 200, answer.text
+    return answer.json
+
+
+def _ask(client: FlaskClient, outputs: dict[str, str], inputs: list[Any], state: list[Any]) -> Any:
+    """What the browser sends for a callback, and the new values of its outputs."""
+    body = {
+        "output": f"..{'...'.join(f'{part}.{name}' for part, name in outputs.items())}..",
+        "outputs": [{"id": part, "property": name} for part, name in outputs.items()],
+        "inputs": [{"id": i, "property": n, "value": v} for i, n, v in inputs],
+        "state": [{"id": i, "property": n, "value": v} for i, n, v in state],
+        "changedPropIds": [".".join(inputs[0][:2])],
+    }
+    answer = client.post(CALLBACK, json=body)
+    assert answer.status_code in (200, 204), answer.text
+    return answer.json["response"] if answer.status_code == 200 else None
+
+
+def _open(client: FlaskClient, path: str, search: str = "") -> Any:
+    """The components of a page."""
+    outputs = {"page": "children", "zone": "hidden", "tick": "disabled", "mark": "data"}
+    inputs = [
+        ("url", "pathname", path), ("url", "search", search), ("tick", "n_intervals", 0),
+    ]  # fmt: skip
+    return _ask(client, outputs, inputs, [("mark", "data", "")])["page"]["children"]
+
+
+def _find(node: Any, part: str) -> Any:
+    """The properties of the component of this id; None if there is none."""
+    if isinstance(node, list):
+        return next((found for one in node if (found := _find(one, part))), None)
+    if not isinstance(node, dict):
+        return None
+    if node.get("id") == part or node.get("props", {}).get("id") == part:
+        return node.get("props", node)
+    return next((found for one in node.values() if (found := _find(one, part))), None)
+
+
+def _traces(page: Any, chart: str) -> dict[str, list[Any]]:
+    traces: dict[str, list[Any]] = {}
+    for trace in _find(page, chart)["figure"]["data"]:
+        traces.setdefault(trace.get("name", ""), []).append(trace)
+    return traces
+
+
+def test_a_batch_counts_once(client: FlaskClient) -> None:
+    one = batch(windows=(window(0, minutes_ago(1)),), dropped={"spool full": 3})
+
+    answers = [_send(client, one), _send(client, one)]
+
+    assert answers == [{"accepted": True}, {"accepted": False}]
+    (row,) = (client.get(WATCH).json or {})["watches"]
+    wanted = {
+        "run": RUN, "world_size": 4, "incarnation": 0, "ended": None, "last_step": 20,
+        "interval_steps": 200, "budget": 0.005, "overhead": None, "dropped": {"spool full": 3},
+    }  # fmt: skip
+    assert {name: row[name] for name in wanted} == wanted
+    audit = (client.get("/api/v1/audit").json or {})["entries"]
+    assert [(one["action"], one["target"]) for one in audit] == [("watch began", RUN)]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not a batch of a watch"),
+        (b"[" * 100_000, "not a batch of a watch"),
+        (b'{"schema": "stepsplit.watch/1"}', "missing required field"),
+        (encode_batch(batch(schema="stepsplit.watch/9")), "not 'stepsplit.watch/1'"),
+        (encode_batch(batch(run="a/b")), "choose another --name"),
+        (encode_batch(batch(windows=(window(-1, minutes_ago(1)),))), "must be between 0"),
+        (encode_batch(batch(unix_ns=minutes_ago(-600))), "clock of host a is over an hour"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(client: FlaskClient, body: bytes, reason: str) -> None:
+    answer = client.post(WATCH, data=body)
+
+    assert answer.status_code == 400
+    error = (answer.json or {})["error"]
+    assert reason in error and "\n" not in error
+    assert (client.get(WATCH).json or {})["watches"] == []
+
+
+def test_a_batch_that_is_too_large_is_refused(client: FlaskClient) -> None:
+    assert client.post(WATCH, data=b" " * (5 << 20)).status_code == 413
+
+
+def test_a_watched_run_can_be_deleted(client: FlaskClient) -> None:
+    _send(client, batch(windows=(window(0, minutes_ago(1)),)))
+
+    deleted = [client.delete(f"{WATCH}/{RUN}").status_code for _ in range(2)]
+
+    assert deleted == [204, 404]
+    assert (client.get(WATCH).json or {})["watches"] == []
+    assert _send(client, batch()) == {"accepted": True}
+
+
+def test_the_list_links_to_each_run_and_each_run_has_a_page(client: FlaskClient) -> None:
+    assert "stepsplit watch --to URL" in json.dumps(_open(client, "/watch"))
+    _send(client, batch(run="my night run", windows=(window(0, minutes_ago(1)),)))
+
+    assert '"/watch/my%20night%20run"' in json.dumps(_open(client, "/watch"))
+    page = json.dumps(_open(client, "/watch/my%20night%20run"))
+    assert '"my night run"' in page
+    paths = ("/watch", "/watch/my%20night%20run", "/watch/none", "/watch/a/b", "/watch/")
+    assert [client.get(path).status_code for path in paths] == [200, 200, 404, 404, 404]
+
+
+def test_a_restart_begins_a_new_line_and_is_marked(client: FlaskClient) -> None:
+    for number, (ago, median_ms) in enumerate([(50, 100), (20, 150)]):
+        windows = tuple(
+            window(rank, minutes_ago(ago - at), median_ms * MS)
+            for at in range(10)
+            for rank in range(4)
+        )
+        kind, text = ("restarted", "world size 4 to 4") if number else ("started", "4 ranks")
+        events = (event(kind, minutes_ago(ago), text),)  # type: ignore[arg-type]
+        one = batch(
+            id=str(number), incarnation=number, unix_ns=minutes_ago(ago - 10), windows=windows,
+            events=events,
+        )  # fmt: skip
+        _send(client, one)
+
+    page = _open(client, f"/watch/{RUN}", "?range=1h")
+
+    traces = _traces(page, "watch-steps")
+    lines = [_decode(trace["y"]) for trace in traces["median step"]]
+    assert [set(line) for line in lines] == [{100.0}, {150.0}]
+    assert "world size 4 to 4" in traces["restart"][0]["customdata"][0]
+    assert "no step times have arrived" in traces["no data"][0]["customdata"][0]
+    assert "start 2 of the job" in json.dumps(page)
+
+
+def test_a_sample_without_data_is_a_gap_with_its_reason(client: FlaskClient) -> None:
+    for number in range(5):
+        at = minutes_ago(50 - 10 * number)
+        why = "another profiler is attached" if number == 2 else ""
+        ranks = [rank_sample(rank, wait_ns=rank * MS) for rank in range(4)]
+        one = sample(number, at, *ranks, id=str(number), no_data=why)
+        _send(client, batch(id=str(number), unix_ns=at, windows=(window(0, at),), samples=(one,)))
+
+    page = _open(client, f"/watch/{RUN}", "?range=1h&unit=ms")
+
+    traces = _traces(page, "watch-split")
+    bars = [_decode(traces[bucket][0]["y"]) for bucket in ("compute", "skew", "bubble")]
+    assert bars == [[70.0] * 4, [6.0] * 4, [0.0] * 4], "no bar stands for the sample without data"
+    assert "another profiler is attached" in traces["no data"][0]["customdata"][0]
+    exposed = _decode(_traces(page, "watch-exposed")["dp"][0]["y"])
+    assert [None if y != y else y for y in exposed] == [14.0, 14.0, None, 14.0, 14.0]
+    samples = json.dumps(page).count("no data: another profiler is attached")
+    assert samples == 1
+
+
+def test_the_page_shows_what_samples_cost_and_what_was_dropped(client: FlaskClient) -> None:
+    one = batch(
+        windows=(window(0, minutes_ago(1)),), overhead=0.0071, interval_steps=None,
+        dropped={"batches: spool full": 2, "samples: reducer behind": 1},
+    )  # fmt: skip
+    _send(client, one)
+
+    page = json.dumps(_open(client, f"/watch/{RUN}"))
+
+    for words in ("0.71 %", "budget 0.5 %", "no more samples", "2 batches: spool full"):
+        assert words in page
+
+
+def test_a_sample_leads_to_the_stored_run_of_its_traces(store: Store, client: FlaskClient) -> None:
+    known = analysis()
+    run_id = store.import_report("deep", known.report, known.tables, [Tag("sample", "0-7-a")])
+    taken = sample(7, minutes_ago(1), rank_sample(0), traces="samples/0-7")
+    _send(client, batch(samples=(taken,)))
+
+    page = json.dumps(_open(client, f"/watch/{RUN}"))
+
+    assert f'"/run/{run_id}"' in page
+    assert "traces on a: samples/0-7" in page
+
+
+def test_the_page_updates_while_it_is_open(client: FlaskClient) -> None:
+    _send(client, batch(windows=(window(0, minutes_ago(2)),)))
+    page = _open(client, f"/watch/{RUN}", "?range=1h")
+    mark = _find(page, "watch-mark")["data"]
+
+    def update(mark: str) -> Any:
+        return _ask(
+            client,
+            {"watch-live": "children", "watch-mark": "data"},
+            [("watch-tick", "n_intervals", 1)],
+            [
+                ("url", "pathname", f"/watch/{RUN}"), ("url", "search", "?range=1h"),
+                ("watch-mark", "data", mark),
+            ],
+        )  # fmt: skip
+
+    _send(client, batch(id="second", windows=(window(0, minutes_ago(1), 300 * MS),)))
+    changed = update(mark)
+    assert 300.0 in _decode(_traces(changed, "watch-steps")["median step"][0]["y"])
+    assert update(changed["watch-mark"]["data"]) is None, "nothing new since"
+
+
+def test_a_run_of_a_day_has_a_small_page(client: FlaskClient, store: Store) -> None:
+    for one in list_story(minutes_ago(0)):
+        store.watches.add_batch(one)
+
+    pages = [_open(client, "/watch/llama-8b night 3", f"?range={r}") for r in ("1h", "1d", "30d")]
+
+    assert all(len(json.dumps(page)) < 400_000 for page in pages)
+    (waits,) = _traces(pages[1], "watch-waits")[""]
+    assert waits["y"] == [str(rank) for rank in range(16)]
+
+
+def _decode(values: Any) -> list[float]:
+    """Numbers of a figure, which are packed."""
+    import base64
+
+    import numpy as np
+
+    if isinstance(values, list):
+        return values
+    packed = np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"])
+    numbers: list[float] = packed.tolist()
+    return numbers

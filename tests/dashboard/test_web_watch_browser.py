@@ -1,0 +1,116 @@
+"""The live page of a watched run in a real browser: drawn, updated, accessible, on a phone too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser_builders import running_server
+from watch_builders import MS, batch, list_story, minutes_ago, window
+
+from stepsplit.dashboard.store.store import Store
+
+pytestmark = pytest.mark.slow
+CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-waits")
+PAGE = "/watch/llama-8b night 3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watched")
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with _store(folder) as store:
+        for one in list_story(time.time_ns()):
+            store.watches.add_batch(one)
+    with running_server(folder) as address:
+        yield address
+
+
+class _store:
+    """The store in the folder, while it is needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(f"sqlite:///{folder}/runs.db", folder / "artifacts")
+
+    def __enter__(self) -> Store:
+        return self.store
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
+
+
+def _wait_for_charts(page: Any) -> None:
+    for chart in CHARTS:
+        page.wait_for_selector(f"#{chart} .js-plotly-plot .main-svg")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(url: str, browser: Any, scheme: str, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+    errors: list[str] = []
+    page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+    found = []
+    for path in ("/watch", PAGE):
+        page.goto(url + path)
+        page.wait_for_selector("#watch-live h1")
+        if path == PAGE:
+            _wait_for_charts(page)
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        violations = Axe().run(page).response["violations"]
+        found += [one["id"] for one in violations if one["impact"] in ("serious", "critical")]
+    assert (found, errors) == ([], [])
+
+
+def test_a_range_is_chosen_by_its_button(url: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(url + PAGE)
+    _wait_for_charts(page)
+
+    page.locator(".ranges a", has_text="7 d").click()
+
+    page.wait_for_selector('.ranges a.on:has-text("7 d")')
+    assert page.url.endswith("?range=7d")
+    assert page.title() == "llama-8b night 3 - stepsplit"
+    _wait_for_charts(page)
+
+
+def test_a_new_batch_appears_by_itself(url: str, folder: Path, browser: Any) -> None:
+    with _store(folder) as store:
+        store.watches.add_batch(batch(run="short", windows=(window(0, minutes_ago(3)),)))
+        page = browser.new_page()
+        page.goto(url + "/watch/short?range=1h")
+        page.wait_for_selector("#watch-steps .main-svg")
+        assert "step 20" in page.locator(".subtitle").inner_text()
+
+        more = window(0, minutes_ago(1), 120 * MS, steps=33)
+        store.watches.add_batch(batch(id="second", run="short", windows=(more,)))
+
+    page.wait_for_selector('.subtitle:has-text("step 33")', timeout=20_000)
+
+
+def test_the_page_rests_while_it_is_not_visible(url: str, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(url + PAGE)
+    _wait_for_charts(page)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+
+    page.evaluate(
+        """() => {
+          Object.defineProperty(document, "hidden", { value: true });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }"""
+    )
+    page.wait_for_timeout(11_000)
+
+    assert asked == []

@@ -20,7 +20,8 @@ _HEIGHT, _LANE_HEIGHT = 300, 20
 _HOURS, _DAYS = "%H:%M\n%b %d", "%b %d\n%Y"
 
 _TICKS = (
-    (600, _HOURS), (4 * 3_600, _HOURS), (86_400, _DAYS), (5 * 86_400, _DAYS), (60 * 86_400, _DAYS),
+    (300, _HOURS), (900, _HOURS), (3_600, _HOURS), (6 * 3_600, _HOURS), (86_400, _DAYS),
+    (2 * 86_400, _DAYS), (7 * 86_400, _DAYS), (30 * 86_400, _DAYS), (90 * 86_400, _DAYS),
 )  # fmt: skip
 """Distances of the ticks in s, with their format; plotly's own are at the middle of bars."""
 
@@ -64,10 +65,10 @@ def _build_figure(title: str, axis: TimeAxis, marks: Sequence[EventMark] = ()) -
     # The range stays as the user has zoomed it while new data arrives.
     length_s = axis.last_unix_s - axis.first_unix_s
     figure.update_layout(uirevision=f"{length_s:.0f}", margin=_MARGIN)
-    tick_s, words = next((one for one in _TICKS if one[0] >= length_s / 8), _TICKS[-1])
+    tick_s, words = next((one for one in _TICKS if one[0] >= length_s / 5), _TICKS[-1])
     figure.update_xaxes(
         type="date", range=[str(first), str(last)], hoverformat="%Y-%m-%d %H:%M",
-        tick0="2020-01-01", dtick=1_000 * tick_s, tickformat=words,
+        tick0="2020-01-01", dtick=1_000 * tick_s, tickformat=words, tickangle=0,
     )  # fmt: skip
     if lanes:
         plot_height = height - _MARGIN["t"] - _MARGIN["b"]
@@ -305,7 +306,8 @@ def draw_caused_waits(
             # Above, so that the times are below those of the other charts.
             colorbar={
                 "title": {"text": "ms", "side": "right"}, "orientation": "h", "thickness": 10,
-                "nticks": 4, "len": 0.5, "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom",
+                "nticks": 3, "tickangle": 0, "len": 0.5, "x": 1, "xanchor": "right",
+                "y": 1, "yanchor": "bottom",
             },
             hovertemplate=(
                 "others waited %{z:.4g} ms a step for rank %{customdata}<br>%{x} UTC<extra></extra>"

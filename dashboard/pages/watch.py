@@ -93,13 +93,14 @@ RANGES: Mapping[str, RangeChoice] = {
     "1y": RangeChoice("1 y", 365 * DAY_S, DAY_S, 3 * DAY_S),
 }
 
-_USUAL_RANGE = "1d"
 
-
-def choose_range(chosen: AddressQuery) -> str:
-    """The range of time named in the URL; a day by default."""
+def choose_range(run: WatchedRun, chosen: AddressQuery) -> str:
+    """The range of time named in the URL; by default a day, or an hour for a young run."""
     name = chosen.find_text("range")
-    return name if name is not None and name in RANGES else _USUAL_RANGE
+    if name is not None and name in RANGES:
+        return name
+    age_ns = run.newest_unix_ns - run.starts[0].first_unix_ns
+    return "1h" if age_ns < 2 * HOUR_S * _SECOND_NS else "1d"
 
 
 # What the page shows, read from the store.
@@ -136,10 +137,11 @@ def read_watch_view(
     watches: WatchStore, run: WatchedRun, chosen: AddressQuery, now_unix_ns: int
 ) -> WatchView:
     """Reads what the page of a watched run shows; a run that ended is shown until its end."""
-    choice = RANGES[choose_range(chosen)]
+    choice = RANGES[choose_range(run, chosen)]
     last_s = min(now_unix_ns, run.newest_unix_ns + choice.level_s * _SECOND_NS) // _SECOND_NS
+    begin_ns = max((last_s - choice.length_s) * _SECOND_NS, run.starts[0].first_unix_ns)
     # The first slot is whole.
-    first_s = compute_slot_start((last_s - choice.length_s) * _SECOND_NS, choice.level_s)
+    first_s = compute_slot_start(begin_ns, choice.level_s)
     within = WatchRange(first_s, last_s, choice.level_s)
     newest_s = run.newest_unix_ns // _SECOND_NS
     newest = WatchRange(newest_s - TEN_MINUTES_S, newest_s, MINUTE_S)
@@ -188,10 +190,10 @@ def build_live_frame(content: Component, mark: str) -> html.Div:
 
 
 def compute_watch_mark(runs: Sequence[WatchedRun], chosen: AddressQuery, now_unix_ns: int) -> str:
-    """Changes when the page should be drawn again: each minute, and in the shortest range with
-    each batch."""
+    """Changes when the page is to be drawn again: each minute, and in the shortest range with each
+    batch."""
     minute = now_unix_ns // (60 * _SECOND_NS)
-    number = sum(run.batches for run in runs) if choose_range(chosen) == "1h" else 0
+    number = sum(run.batches for run in runs if choose_range(run, chosen) == "1h")
     return f"{minute}.{number}"
 
 
@@ -283,11 +285,10 @@ def build_watch_page(view: WatchView, chosen: AddressQuery) -> html.Div:
 
 
 def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
-    current, others = choose_range(chosen), dict(chosen.values)
+    current, others = choose_range(run, chosen), dict(chosen.values)
     links = []
     for name, choice in RANGES.items():
-        query = {**others, "range": "" if name == _USUAL_RANGE else name}
-        href = f"/watch/{quote(run.name)}{format_query(query)}"
+        href = f"/watch/{quote(run.name)}{format_query({**others, 'range': name})}"
         words: list[Content] = [choice.label, html.Span(" (shown)", className="unseen")]
         is_current = name == current
         look = "button on" if is_current else "button"

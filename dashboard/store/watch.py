@@ -632,7 +632,9 @@ def _update_host(connection: Connection, watch_id: int, batch: WatchBatch) -> No
 def _update_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
     key = {"watch_id": watch_id, "incarnation": batch.incarnation}
     known = connection.execute(select(WATCH_STARTS).where(*_match(WATCH_STARTS, key))).one_or_none()
-    first = min([batch.unix_ns, *(one.start_unix_ns for one in batch.windows)])
+    times = [one.start_unix_ns for one in batch.windows]
+    times += [one.unix_ns for one in batch.samples] + [one.unix_ns for one in batch.events]
+    first = min([batch.unix_ns, *times])
     ended = [one.unix_ns for one in batch.events if one.kind == "ended"]
     values = {
         "world_size": batch.world_size,

@@ -63,7 +63,7 @@ PAUSE = 5.0
 T = TypeVar("T")
 
 
-class RankState(Struct, frozen=True, kw_only=True):
+class WatchedRank(Struct, frozen=True, kw_only=True):
     """What is known of a rank: where its notes have been read to, and its last start and end."""
 
     cursor: NoteCursor = NoteCursor()
@@ -81,7 +81,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
         batch_bytes: The size of their file.
         sent: The number of batches that need not be sent any more.
         unsent_lost: The number of these that were dropped before they could be sent, and of which
-            no batch has told yet.
+            no batch has counted yet.
         samples: The number of samples reduced.
         without_data: The number of these that do not count.
         newest: The folder of the newest one that counts, under that of the watch.
@@ -99,7 +99,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
     samples: int = 0
     without_data: int = 0
     newest: str = ""
-    ranks: dict[int, RankState] = field(default_factory=dict)
+    ranks: dict[int, WatchedRank] = field(default_factory=dict)
     waiting: tuple[SampleReport, ...] = ()
     interval_steps: int | None = None
     overhead: float | None = None
@@ -302,7 +302,7 @@ class _Draft:
 
     def add_notes(self, rank: int, path: Path) -> None:
         """Adds what a rank has noted since the last batch."""
-        known = self.ranks.get(rank, RankState())
+        known = self.ranks.get(rank, WatchedRank())
         if len(self._windows) >= MOST_WINDOWS:
             return
         new = read_notes(path, known.cursor)
@@ -322,7 +322,7 @@ class _Draft:
                 self._note_lost(rank, known)
 
     def take_complete_samples(self, is_last: bool) -> list[list[SampleReport]]:
-        """The reports of each sample that every rank seen here has told of, or that is late.
+        """The reports of each sample that every rank seen here has reported, or that is late.
 
         If hosts share the folder, the one of the lowest rank reduces it.
         """
@@ -412,7 +412,7 @@ class _Draft:
         if self._is_first_here(rank):
             self._add_event("ended", note.step, note.unix_ns, f"after {note.step} steps")
 
-    def _note_lost(self, rank: int, known: RankState) -> None:
+    def _note_lost(self, rank: int, known: WatchedRank) -> None:
         self._set(rank, ended=True)
         text = "ended without a word: killed, or its host is down"
         self._add_event("lost_rank", known.step, time.time_ns(), text, rank)
@@ -426,7 +426,7 @@ class _Draft:
         self.ranks[rank] = msgspec.structs.replace(self.ranks[rank], **values)
 
 
-def _is_running(known: RankState, reports: Mapping[int, SampleReport]) -> bool:
+def _is_running(known: WatchedRank, reports: Mapping[int, SampleReport]) -> bool:
     """Whether a word on the sample is to be expected from the rank."""
     incarnation = next(iter(reports.values())).incarnation
     started = known.started

@@ -118,7 +118,7 @@ def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None
     assert "USDT" not in errors
 
 
-def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_told_twice(
+def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(
     tmp_path: Path, plain: str
 ) -> None:
     out = tmp_path / "run"

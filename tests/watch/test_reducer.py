@@ -112,7 +112,7 @@ def test_what_the_ranks_note_is_in_one_batch(folder: WatchFolder) -> None:
     assert decode_batch(encode_batch(batch), "test") == batch
 
 
-def test_without_news_there_is_no_batch_and_each_note_is_told_once(folder: WatchFolder) -> None:
+def test_without_news_there_is_no_batch_and_each_note_is_in_one_batch(folder: WatchFolder) -> None:
     note(folder.path, started(0), window(0, 4))
     reducer = Reducer(folder)
     assert reducer.collect() is not None
@@ -126,7 +126,7 @@ def test_without_news_there_is_no_batch_and_each_note_is_told_once(folder: Watch
     assert len({batch.id for batch in read_batches(folder)}) == 2
 
 
-def test_a_sample_is_told_as_its_report_has_it(folder: WatchFolder) -> None:
+def test_a_sample_has_the_numbers_of_its_report(folder: WatchFolder) -> None:
     place = copy_sample(folder.path)
     note(folder.path, started(0), started(1), sampled(0))
     reducer = Reducer(folder)

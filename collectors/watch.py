@@ -52,6 +52,7 @@ from stepsplit.collectors.watch_notes import (
     RankWindow,
     SampleReport,
     parse_report,
+    take_capture_request,
 )
 from stepsplit.collectors.watch_plan import (
     WINDOW_STEPS,
@@ -446,6 +447,9 @@ class _WatchThread:
         if not self._heard:
             self._announce(self.done, median(recent))
             return True
+        if self._may_replace_next(median(recent)) and take_capture_request(Path(self._plan.out)):
+            self._announce(self.done, median(recent), is_capture=True)
+            return True
         for own in _drain(self._reports):
             reason = self._controller.add(own, self._collect_reports(own))
             if reason:
@@ -456,21 +460,33 @@ class _WatchThread:
             self._announce(first + self._controller.compute_interval(step_ns), step_ns)
         return True
 
-    def _announce(self, step: int, step_ns: float) -> None:
-        """Publishes the next sample, so far ahead that every rank will have heard of it."""
-        lead = math.ceil((2 * self._poll_s + 0.5) * 1e9 / step_ns) + self._plan.warmup + 3
+    def _announce(self, step: int, step_ns: float, is_capture: bool = False) -> None:
+        """Publishes the next sample, so far ahead that every rank will have heard of it.
+
+        is_capture: of all ranks.
+        """
+        has_pivot = self._mesh is not None and not is_capture
         self._heard += 1
         due = NextSample(
             number=self._heard,
-            step=max(step, self.done + lead),
+            step=max(step, self.done + self._compute_lead(step_ns)),
             incarnation=self._plan.incarnation,
-            pivot=choose_pivot(self._mesh, self._heard - 1) if self._mesh else None,
+            pivot=choose_pivot(self._mesh, self._heard - 1) if has_pivot and self._mesh else None,
             interval_steps=self._controller.compute_interval(step_ns),
             overhead=self._controller.measure_overhead(),
         )
         if self._values is not None:
             self._values.write(_NEXT, due.format_json())
         self.next_sample = due
+
+    def _compute_lead(self, step_ns: float) -> int:
+        """The steps in which every rank hears of a sample."""
+        return math.ceil((2 * self._poll_s + 0.5) * 1e9 / step_ns) + self._plan.warmup + 3
+
+    def _may_replace_next(self, step_ns: float) -> bool:
+        """Whether the announced sample is so far ahead that all ranks will hear of another."""
+        due = self.next_sample
+        return due is not None and due.step > self.done + 2 * self._compute_lead(step_ns)
 
     def _collect_reports(self, own: SampleReport) -> list[SampleReport]:
         """The reports of the other sampled ranks that come in time."""

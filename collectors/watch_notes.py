@@ -18,6 +18,9 @@ from stepsplit.collectors.run_spec import select_known_fields
 RANKS, SAMPLES = "ranks", "samples"
 """Folders of the notes and of the samples."""
 
+CAPTURE = "capture"
+"""A file that requests a sample of all ranks as soon as possible."""
+
 MAX_NOTES_BYTES = 4 << 20
 """Size at which the file of notes becomes rank0.jsonl.old, and the .old one before it is lost."""
 
@@ -151,6 +154,23 @@ class NoteFile:
 
 def _name_old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
+
+
+# A request beside the ranks.
+
+
+def request_capture(folder: Path) -> None:
+    """Has all ranks sampled as soon as possible, whatever the interval."""
+    (folder / CAPTURE).touch()
+
+
+def take_capture_request(folder: Path) -> bool:
+    """Whether a capture has been requested; it is taken once. Raises OSError."""
+    try:
+        (folder / CAPTURE).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 # Reading beside the ranks.

@@ -18,8 +18,8 @@ from stepsplit.analyzer.errors import DataError
 SCHEMA = "stepsplit.watch/1"
 
 EventKind = Literal[
-    "started", "restarted", "ended", "pause", "capture", "no_data", "dropped", "sampling_ended",
-    "lost_rank",
+    "started", "restarted", "ended", "pause", "change", "capture", "no_data", "dropped",
+    "sampling_ended", "lost_rank",
 ]  # fmt: skip
 
 
@@ -101,8 +101,9 @@ class WatchEvent(Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: "started", "ended" of the job, "restarted" with a new level, "pause" for a step that
-            took over five times the median (a checkpoint or an evaluation), "capture" of full
-            traces, "no_data", "dropped", "sampling_ended", "lost_rank".
+            took over five times the median (a checkpoint or an evaluation), "change" of the step
+            time and what explains it, "capture" of full traces, "no_data", "dropped",
+            "sampling_ended", "lost_rank".
         step: The step, with the steps before a resumption.
         unix_ns: When.
         text: One sentence.

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct, field
 
 from stepsplit.analyzer.errors import UsageError, make_write_error, write
+from stepsplit.analyzer.watch.levels import SampleSplit, StepLevel, explain_change, summarize_sample
 from stepsplit.analyzer.watch.records import (
     EventKind,
     Sample,
@@ -44,6 +45,7 @@ from stepsplit.collectors.watch_notes import (
     SampleReport,
     list_note_files,
     read_notes,
+    request_capture,
 )
 
 HOSTS = "hosts"
@@ -57,6 +59,9 @@ MOST_WINDOWS = 2_000
 LATE_S = 120.0
 """How long a sample waits for the notes of ranks that have not said anything of it."""
 
+MOST_SPLITS = 10
+"""Samples with which a change is explained."""
+
 PAUSE = 5.0
 """A step that takes so many times the median of its window is noted as a pause."""
 
@@ -64,9 +69,14 @@ T = TypeVar("T")
 
 
 class WatchedRank(Struct, frozen=True, kw_only=True):
-    """What is known of a rank: where its notes have been read to, and its last start and end."""
+    """What is known of a rank: where its notes have been read to, and its last start and end.
+
+    level is kept for the lowest rank of the host alone: in a job that synchronizes, all ranks take
+    as long for a step.
+    """
 
     cursor: NoteCursor = NoteCursor()
+    level: StepLevel = StepLevel()
     started: RankStarted | None = None
     ended: bool = False
     step: int = 0
@@ -89,6 +99,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
         waiting: Reports of samples that are not reduced yet.
         interval_steps: The steps between samples; None if there are no more.
         overhead: The part of the training time that samples have cost.
+        splits: Those of the newest samples, with which changes are explained.
     """
 
     token: str = field(default_factory=lambda: secrets.token_hex(6))
@@ -103,6 +114,7 @@ class ReducerState(Struct, frozen=True, kw_only=True):
     waiting: tuple[SampleReport, ...] = ()
     interval_steps: int | None = None
     overhead: float | None = None
+    splits: tuple[SampleSplit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +259,13 @@ class Reducer:
                 waiting=tuple(draft.waiting),
                 interval_steps=draft.interval_steps,
                 overhead=draft.overhead,
+                splits=draft.splits,
             )
         )
         if size > MOST_BATCH_BYTES:
             self._drop_older_half()
+        if draft.must_capture:
+            request_capture(self._folder.path)
         return batch
 
     def _drop_older_half(self) -> None:
@@ -286,10 +301,12 @@ class _Draft:
         self.ranks = dict(state.ranks)
         self.waiting = list(state.waiting)
         self.interval_steps, self.overhead = state.interval_steps, state.overhead
+        self.splits = state.splits
         self._windows: list[StepWindow] = []
         self._samples: list[Sample] = []
         self._events: list[WatchEvent] = []
         self._dropped: Counter[str] = Counter()
+        self.must_capture = False
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -312,8 +329,17 @@ class _Draft:
             self._add_note(rank, note)
 
     def add_sample(self, sample: Sample) -> None:
-        """Adds a reduced sample."""
+        """Adds a reduced sample, and what it says of an open change."""
         self._samples.append(sample)
+        if sample.no_data:
+            return
+        self.splits = (*self.splits, summarize_sample(sample))[-MOST_SPLITS:]
+        rank = min(filter(self._is_own, self.ranks))
+        change = self.ranks[rank].level.change
+        since = [] if change is None else [s for s in self.splits if s.step >= change.step]
+        if change is not None and len(since) == 1:
+            text = explain_change([s for s in self.splits if s.step < change.step], since[0])
+            self._add_event("change", sample.step, sample.unix_ns, text)
 
     def note_lost_ranks(self) -> None:
         """Notes the ranks that have ended without a word."""
@@ -392,6 +418,7 @@ class _Draft:
         self.ranks[rank] = msgspec.structs.replace(known, started=note, ended=False)
         if self._is_first_here(rank):
             self.overhead = self.interval_steps = None
+            self._set(rank, level=StepLevel())
             kind: EventKind = "restarted" if note.incarnation else "started"
             text = f"{note.world_size} ranks, start {note.incarnation + 1}"
             self._add_event(kind, known.step, note.unix_ns, text)
@@ -399,9 +426,19 @@ class _Draft:
     def _add_window(self, rank: int, note: RankWindow) -> None:
         self._windows.append(StepWindow(**_list_fields(note)))
         self._set(rank, step=note.last_step)
-        if self._is_first_here(rank) and note.max_step_ns > PAUSE * note.median_step_ns:
+        if not self._is_first_here(rank):
+            return
+        self._follow_level(rank, self._windows[-1])
+        if note.max_step_ns > PAUSE * note.median_step_ns:
             text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
             self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
+
+    def _follow_level(self, rank: int, window: StepWindow) -> None:
+        level, change = self.ranks[rank].level.add(window, self.interval_steps or 0)
+        self._set(rank, level=level)
+        if change is not None:
+            self._add_event("change", change.step, change.unix_ns, change.describe())
+            self.must_capture = self.must_capture or not change.is_over
 
     def _add_end(self, rank: int, note: RankEnded) -> None:
         if note.text:

@@ -33,6 +33,7 @@ from stepsplit.collectors.watch_notes import (
     SampleReport,
     build_notes_path,
     count_incarnations,
+    take_capture_request,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +224,21 @@ def test_a_long_step_is_a_pause_and_the_end_of_samples_has_its_reason(folder: Wa
     assert batch is not None
     kinds = [(each.kind, each.step) for each in batch.events]
     assert kinds == [("started", 0), ("pause", 23), ("sampling_ended", 44), ("ended", 60)]
+
+
+def test_slower_steps_are_a_change_and_have_the_ranks_sampled_at_once(folder: WatchFolder) -> None:
+    slower = replace(window(0, 2_004), min_step_ns=20, median_step_ns=20, max_step_ns=20)
+    note(folder.path, started(0), *[window(0, 4 + 20 * number) for number in range(100)])
+    reducer = Reducer(folder)
+    reducer.collect()
+    assert not take_capture_request(folder.path)
+    note(folder.path, *[replace(slower, first_step=2_004 + 20 * n) for n in range(5)])
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    assert [(each.kind, each.step) for each in batch.events] == [("change", 2_004)]
+    assert take_capture_request(folder.path)
 
 
 def test_of_hosts_that_share_the_folder_one_reduces_and_each_tells_its_own_ranks(

@@ -7,16 +7,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Row, Table, delete, insert, select, update
+from sqlalchemy import Executable, Row, Select, Table, bindparam, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import (
     RankSample,
@@ -422,7 +424,9 @@ def _list_numbers(batch: WatchBatch) -> Iterator[int]:
     for sample in batch.samples:
         yield from (sample.step, sample.unix_ns >> 10, sample.cost_ns)
         for one in sample.ranks:
-            yield from (*asdict(one.split).values(), *one.exposed_ns.values(), one.caused_wait_ns)
+            yield from one.split.buckets_ns
+            yield from (getattr(one.split, memo) for memo in MEMOS)
+            yield from (*one.exposed_ns.values(), one.caused_wait_ns)
     for event in batch.events:
         yield from (event.step, event.unix_ns >> 10)
 
@@ -460,13 +464,10 @@ def _find_or_add(connection: Connection, batch: WatchBatch, now_ns: int) -> tupl
 def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> bool:
     """Records the id of the batch. False if it is known."""
     digest = blake2b(batch.id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    known = select(WATCH_BATCHES.c.unix_ns).where(
-        WATCH_BATCHES.c.watch_id == watch_id, WATCH_BATCHES.c.digest == digest
-    )
-    if connection.execute(known).one_or_none() is not None:
+    key = {"watch_id": watch_id, "digest": digest}
+    if _find_row(connection, WATCH_BATCHES, key) is not None:
         return False
-    row = {"watch_id": watch_id, "digest": digest, "unix_ns": batch.unix_ns}
-    connection.execute(insert(WATCH_BATCHES), row)
+    connection.execute(insert(WATCH_BATCHES), {**key, "unix_ns": batch.unix_ns})
     return True
 
 
@@ -500,31 +501,34 @@ class _SlotKey:
     start_unix_s: int
     incarnation: int
 
-    def where(self, table: Table) -> list[Any]:
-        return [table.c[name] == value for name, value in asdict(self).items()]
+    @property
+    def columns(self) -> dict[str, int]:
+        """The values of the key's columns."""
+        return {
+            "watch_id": self.watch_id, "level_s": self.level_s,
+            "start_unix_s": self.start_unix_s, "incarnation": self.incarnation,
+        }  # fmt: skip
 
 
 def _add_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
     """Adds parts to a slot of a minute. A rank may have several, so that the median of all of them
     does not depend on their order."""
-    query = select(WATCH_STEPS.c.by_rank).where(*key.where(WATCH_STEPS))
-    known = connection.execute(query).scalar()
+    known = _find_row(connection, WATCH_STEPS, key.columns)
     if known is not None:
-        parts = np.concatenate([unpack_steps(known), parts], axis=1)
+        parts = np.concatenate([unpack_steps(known.by_rank), parts], axis=1)
     _write_steps(connection, key, parts)
 
 
 def _write_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
     values = {**asdict(summarize_steps(parts)), "rolled": False, "by_rank": pack_steps(parts)}
-    _write_row(connection, WATCH_STEPS, asdict(key), values)
+    _write_row(connection, WATCH_STEPS, key.columns, values)
 
 
 def _add_sample(connection: Connection, watch_id: int, batch: WatchBatch, sample: Sample) -> bool:
     """Adds a sample. False if one of this id is known."""
     sample_id = clean_text(sample.id, 200)
     key = {"watch_id": watch_id, "sample_id": sample_id}
-    known = select(WATCH_SAMPLES.c.step).where(*_match(WATCH_SAMPLES, key))
-    if connection.execute(known).one_or_none() is not None:
+    if _find_row(connection, WATCH_SAMPLES, key) is not None:
         return False
     row = {
         **key, "incarnation": batch.incarnation, "step": sample.step, "unix_ns": sample.unix_ns,
@@ -545,7 +549,7 @@ def _select_ranks(sample: Sample) -> tuple[RankSample, ...]:
 def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
     """Adds a sample to the sums of a slot."""
     ranks = _select_ranks(sample)
-    known = connection.execute(select(WATCH_SPLITS).where(*key.where(WATCH_SPLITS))).one_or_none()
+    known = _find_row(connection, WATCH_SPLITS, key.columns)
     exposed = Counter(json.loads(known.exposed) if known else {})
     for one in ranks:
         exposed.update({clean_text(axis, 40): ns for axis, ns in one.exposed_ns.items()})
@@ -566,7 +570,7 @@ def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
         "exposed": json.dumps(exposed), "no_data": json.dumps(no_data),
         "waits": pack_columns(merge_waits(waits)), **sums,
     }  # fmt: skip
-    _write_row(connection, WATCH_SPLITS, asdict(key), values)
+    _write_row(connection, WATCH_SPLITS, key.columns, values)
 
 
 def _build_event_row(watch_id: int, batch: WatchBatch, event: WatchEvent) -> dict[str, Any]:
@@ -579,21 +583,39 @@ def _build_event_row(watch_id: int, batch: WatchBatch, event: WatchEvent) -> dic
 
 def _count_dropped(connection: Connection, watch_id: int, reason: str, number: int) -> None:
     key = {"watch_id": watch_id, "reason": reason}
-    known = connection.execute(select(WATCH_DROPPED.c.number).where(*_match(WATCH_DROPPED, key)))
-    _write_row(connection, WATCH_DROPPED, key, {"number": number + (known.scalar() or 0)})
+    known = _find_row(connection, WATCH_DROPPED, key)
+    total = number + (known.number if known else 0)
+    _write_row(connection, WATCH_DROPPED, key, {"number": total})
 
 
-def _match(table: Table, key: Mapping[str, Any]) -> list[Any]:
-    return [table.c[name] == value for name, value in key.items()]
+# Statements on one row, which are built once: that takes longer than to execute them.
+
+
+@cache
+def _build_find(table: Table) -> Select[Any]:
+    return select(table).where(*(c == bindparam(c.name) for c in table.primary_key.columns))
+
+
+@cache
+def _build_upsert(dialect: str, table: Table) -> Executable:
+    new = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    values = {c.name: new.excluded[c.name] for c in table.columns if not c.primary_key}
+    upsert: Executable = new.on_conflict_do_update(
+        index_elements=[*table.primary_key.columns], set_=values
+    )
+    return upsert
+
+
+def _find_row(connection: Connection, table: Table, key: Mapping[str, Any]) -> Row[Any] | None:
+    """The row of this primary key; None if there is none."""
+    return connection.execute(_build_find(table), key).one_or_none()
 
 
 def _write_row(
     connection: Connection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Writes the row of this key, which may exist."""
-    changed = update(table).where(*_match(table, key)).values(values)
-    if not connection.execute(changed).rowcount:
-        connection.execute(insert(table), {**key, **values})
+    """Writes the row of this primary key, which may exist."""
+    connection.execute(_build_upsert(connection.dialect.name, table), {**key, **values})
 
 
 # The status of the run, its hosts and starts; rolling up and trimming as its time goes on.
@@ -619,8 +641,8 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
 
 def _update_host(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
     key = {"watch_id": watch_id, "host": clean_text(batch.host, 200)}
-    newest = select(WATCH_HOSTS.c.newest_unix_ns).where(*_match(WATCH_HOSTS, key))
-    if (connection.execute(newest).scalar() or 0) <= batch.unix_ns:
+    known = _find_row(connection, WATCH_HOSTS, key)
+    if known is None or known.newest_unix_ns <= batch.unix_ns:
         values = {
             "incarnation": batch.incarnation, "newest_unix_ns": batch.unix_ns,
             "interval_steps": batch.interval_steps, "budget": batch.budget,
@@ -631,7 +653,7 @@ def _update_host(connection: Connection, watch_id: int, batch: WatchBatch) -> No
 
 def _update_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
     key = {"watch_id": watch_id, "incarnation": batch.incarnation}
-    known = connection.execute(select(WATCH_STARTS).where(*_match(WATCH_STARTS, key))).one_or_none()
+    known = _find_row(connection, WATCH_STARTS, key)
     times = [one.start_unix_ns for one in batch.windows]
     times += [one.unix_ns for one in batch.samples] + [one.unix_ns for one in batch.events]
     first = min([batch.unix_ns, *times])

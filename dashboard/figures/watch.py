@@ -111,7 +111,7 @@ def _draw_marks(own: Sequence[EventMark], number: int) -> go.Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLine:
+class StepCurve:
     """Step times of one start of the job, in ns, by slots of time; NaN where there is a gap."""
 
     unix_s: Float64
@@ -122,7 +122,7 @@ class StepLine:
 
 
 def draw_step_times(
-    lines: Sequence[StepLine], marks: Sequence[EventMark], axis: TimeAxis
+    lines: Sequence[StepCurve], marks: Sequence[EventMark], axis: TimeAxis
 ) -> go.Figure:
     """The median step over time with the band of all steps; a line for each start of the job."""
     figure = _build_figure("ms", axis, marks)
@@ -152,7 +152,7 @@ def draw_step_times(
     return figure
 
 
-def _draw_band(line: StepLine) -> go.Scatter:
+def _draw_band(line: StepCurve) -> go.Scatter:
     """The area between the shortest and the longest step, as a polygon for each part without a
     gap: a fill between two lines is wrong where these have gaps."""
     known = np.isfinite(line.median_ns)
@@ -177,7 +177,7 @@ def _draw_band(line: StepLine) -> go.Scatter:
     )
 
 
-def _choose_range(lines: Sequence[StepLine]) -> tuple[float, float]:
+def _choose_range(lines: Sequence[StepCurve]) -> tuple[float, float]:
     """The range of the axis: that of the medians with some of the band, so that one long step does
     not hide all changes of the median."""
     medians = np.concatenate([line.median_ns for line in lines])

@@ -23,7 +23,7 @@ from stepsplit.dashboard.figures.watch import (
     MAX_ROWS,
     EventMark,
     SplitBins,
-    StepLine,
+    StepCurve,
     TimeAxis,
     draw_caused_waits,
     draw_exposed_over_time,
@@ -381,7 +381,7 @@ _IN_SPLIT = ("capture", "no_data", "sampling_ended")
 
 def _build_steps_section(view: WatchView) -> html.Section:
     lines = [
-        _build_step_line(list(slots), view.choice.level_s)
+        _build_step_curve(list(slots), view.choice.level_s)
         for _, slots in groupby(
             sorted(view.steps, key=lambda s: (s.incarnation, s.start_unix_s)),
             key=lambda s: s.incarnation,
@@ -425,7 +425,7 @@ def _build_mark(one: StoredEvent) -> EventMark:
     return EventMark(_LANES[event.kind], event.unix_ns / 1e9, text, event.kind in _PROBLEMS)
 
 
-def _build_step_line(slots: Sequence[StepSlot], level_s: int) -> StepLine:
+def _build_step_curve(slots: Sequence[StepSlot], level_s: int) -> StepCurve:
     """The slots of one start as a line, which ends where a slot has no steps."""
     rows: list[tuple[float, float, float, float]] = []
     notes: list[str] = []
@@ -439,7 +439,7 @@ def _build_step_line(slots: Sequence[StepSlot], level_s: int) -> StepLine:
         rows.append((at, low, middle, high))
         notes.append(_describe_steps(summary))
     unix_s, low_ns, median_ns, high_ns = np.array(rows, dtype=np.float64).T
-    return StepLine(unix_s, low_ns, median_ns, high_ns, tuple(notes))
+    return StepCurve(unix_s, low_ns, median_ns, high_ns, tuple(notes))
 
 
 def _describe_steps(summary: StepSummary) -> str:

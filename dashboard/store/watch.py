@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -76,6 +76,9 @@ SPAN_S, AHEAD_S = DAY_S, HOUR_S
 KEPT_SAMPLES_S, KEPT_EVENTS_S = 8 * DAY_S, 100 * DAY_S
 
 MAX_RANKS, NAME_LENGTH = 1 << 17, 200
+
+MAX_NAMES = 24
+"""Axes, and reasons for no data, that are counted apart in a slot."""
 
 SAMPLE_TAG = "sample"
 """A stored run with this tag is the analysis of the sample of that id."""
@@ -550,12 +553,13 @@ def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
     """Adds a sample to the sums of a slot."""
     ranks = _select_ranks(sample)
     known = _find_row(connection, WATCH_SPLITS, key.columns)
-    exposed = Counter(json.loads(known.exposed) if known else {})
+    exposed: dict[str, int] = json.loads(known.exposed) if known else {}
+    no_data: dict[str, int] = json.loads(known.no_data) if known else {}
     for one in ranks:
-        exposed.update({clean_text(axis, 40): ns for axis, ns in one.exposed_ns.items()})
-    no_data = Counter(json.loads(known.no_data) if known else {})
-    if sample.no_data or not ranks:
-        no_data[clean_text(sample.no_data or "no rank has data", 200)] += 1
+        for axis, ns in one.exposed_ns.items():
+            _count_name(exposed, clean_text(axis, 40), ns)
+    if not ranks:
+        _count_name(no_data, clean_text(sample.no_data or "no rank has data", 200), 1)
     waits = build_wait_columns(ranks)
     if known:
         waits = np.concatenate([unpack_waits(known.waits), waits], axis=1)
@@ -571,6 +575,12 @@ def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
         "waits": pack_columns(merge_waits(waits)), **sums,
     }  # fmt: skip
     _write_row(connection, WATCH_SPLITS, key.columns, values)
+
+
+def _count_name(counts: dict[str, int], name: str, number: int) -> None:
+    """Adds to the number of this name, or to that of all others if there are too many."""
+    key = name if name in counts or len(counts) < MAX_NAMES else "other"
+    counts[key] = counts.get(key, 0) + number
 
 
 def _build_event_row(watch_id: int, batch: WatchBatch, event: WatchEvent) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,39 @@ def test_a_sample_without_data_has_a_reason_and_no_split(watches: WatchStore) ->
     assert slot.no_data == {"no kernels in the trace": 1}
     (stored,) = watches.list_samples(_found(watches).id, 5)
     assert (stored.sample.no_data, stored.sample.ranks) == ("no kernels in the trace", ())
+
+
+def test_reasons_without_number_stay_small(watches: WatchStore) -> None:
+    for number in range(60):
+        one = sample(number, NOON_NS, id=str(number), no_data=f"rank 3 was {number} ms late")
+        watches.add_batch(batch(id=str(number), unix_ns=NOON_NS, samples=(one,)))
+
+    (slot,) = watches.read_splits(_found(watches).id, WatchRange(0, EVER, DAY_S))
+    assert (sum(slot.no_data.values()), len(slot.no_data)) == (60, 25)
+
+
+def test_hosts_that_send_at_once_lose_nothing(watches: WatchStore) -> None:
+    """Also the first batches of a new run, of which each host may be the first."""
+
+    def send(host: int) -> list[bool]:
+        return [
+            watches.add_batch(
+                batch(
+                    id=f"{host}-{number}", host=f"node{host}", unix_ns=NOON_NS + number,
+                    windows=(window(host % 4, NOON_NS + number),), dropped={"spool full": 1},
+                )
+            ).is_new_run
+            for number in range(10)
+        ]  # fmt: skip
+
+    with ThreadPoolExecutor(8) as pool:
+        is_new_run = [one for sent in pool.map(send, range(8)) for one in sent]
+
+    found = _found(watches)
+    assert (is_new_run.count(True), found.batches, len(found.hosts)) == (1, 80, 8)
+    assert dict(found.dropped) == {"spool full": 80}
+    (slot,) = _summaries(watches, MINUTE_S).values()
+    assert (slot.steps, slot.ranks) == (2 * 10 * 20, 4)
 
 
 def test_old_slots_go_and_longer_ones_stay(watches: WatchStore) -> None:

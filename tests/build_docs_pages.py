@@ -1,16 +1,19 @@
 """Writes docs/pages/*.png: python tests/build_docs_pages.py
 
-Every page of the dashboard on the recorded samples, as a browser shows it.
+Every page of the dashboard on the recorded samples, as a browser shows it; that of a watched run
+shows an invented one.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from browser_builders import running_chromium
 from dashboard_processes import open_store, running_dashboard
+from watch_builders import STORY, list_story
 
 from stepsplit.analyzer import UsageError, examine
 from stepsplit.analyzer.regression.checks import parse_budgets
@@ -25,6 +28,9 @@ SAMPLES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
 MAIN = "tp2_pp2_dp2"
 WIDE, HIGH = 1280, 860
 PAGES = ("overview", "timeline", "pipeline", "collectives", "compute", "memory", "model")
+
+
+WATCH = f"/watch/{STORY}"
 
 
 def imported(store: Store) -> dict[str, str]:
@@ -54,7 +60,7 @@ def addresses(ids: dict[str, str]) -> dict[str, str]:
     own = {name: run if name == "overview" else f"{run}/{name}" for name in PAGES}
     own["model"] += "?tp=1&dp_replicate=4"
     compared = f"/compare?baseline={ids['pp2_m2']}&candidate={ids['pp2_m8']}"
-    return {"runs": "/", **own, "compare": compared, "history": "/history"}
+    return {"runs": "/", **own, "compare": compared, "history": "/history", "watch": WATCH}
 
 
 def photograph(url: str, ids: dict[str, str], folder: Path) -> None:
@@ -78,6 +84,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         with open_store(Path(name)) as store:
             ids = imported(store)
+            for one in list_story(time.time_ns()):
+                store.watches.add_batch(one)
             judge(store, ids)
         with running_dashboard(Path(name), "--workers", "0") as dashboard:
             photograph(dashboard.url, ids, folder)

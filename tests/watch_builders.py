@@ -17,7 +17,7 @@ from stepsplit.analyzer.watch.records import (
 )
 
 SECOND_NS, MS = 10**9, 10**6
-RUN = "night"
+RUN, STORY = "night", "llama-8b night 3"
 
 
 def minutes_ago(minutes: float) -> int:
@@ -111,7 +111,7 @@ def _close_story_batch(
         if busy and host == 0:
             events.append(event("no_data", at, samples[0].no_data, minute * 140))
     return WatchBatch(
-        id=f"{host}-{minute}", run="llama-8b night 3", incarnation=incarnation,
+        id=f"{host}-{minute}", run=STORY, incarnation=incarnation,
         host=f"node{host + 1:02d}", world_size=16, unix_ns=at, interval_steps=1_400,
         budget=0.005, overhead=rng.uniform(0.0028, 0.0034), windows=tuple(windows),
         samples=tuple(samples), events=tuple(events),

@@ -11,6 +11,7 @@ from report_builders import analysis
 from watch_builders import (
     MS,
     RUN,
+    STORY,
     batch,
     event,
     list_story,
@@ -239,7 +240,7 @@ def test_a_run_of_a_day_has_a_small_page(client: FlaskClient, store: Store) -> N
     for one in list_story(minutes_ago(0)):
         store.watches.add_batch(one)
 
-    pages = [_open(client, "/watch/llama-8b night 3", f"?range={r}") for r in ("1h", "1d", "30d")]
+    pages = [_open(client, f"/watch/{STORY}", f"?range={r}") for r in ("1h", "1d", "30d")]
 
     assert all(len(json.dumps(page)) < 400_000 for page in pages)
     (waits,) = _traces(pages[1], "watch-waits")[""]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from browser_builders import running_server
-from watch_builders import MS, batch, list_story, minutes_ago, window
+from watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = pytest.mark.slow
 CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-waits")
-PAGE = "/watch/llama-8b night 3"
+PAGE = f"/watch/{STORY}"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_range_is_chosen_by_its_button(url: str, browser: Any) -> None:
 
     page.wait_for_selector('.ranges a.on:has-text("7 d")')
     assert page.url.endswith("?range=7d")
-    assert page.title() == "llama-8b night 3 - stepsplit"
+    assert page.title() == f"{STORY} - stepsplit"
     _wait_for_charts(page)
 
 

@@ -105,7 +105,7 @@ def choose_range(run: WatchedRun, chosen: AddressQuery) -> str:
 
 # What the page shows, read from the store.
 
-_LAST_EVENTS, _LAST_SAMPLES, _MOST_HOST_SAMPLES = 1_000, 30, 600
+_LAST_EVENTS, _LAST_SAMPLES = 1_000, 20
 
 _SILENT_NS = 5 * 60 * _SECOND_NS
 """A run or host without a batch for so long is silent."""
@@ -150,7 +150,7 @@ def read_watch_view(
         watches.read_steps(run.id, within), watches.read_splits(run.id, within),
         watches.read_waits(run.id, within, choice.bin_s),
         _merge_events(watches.read_events(run.id, within, _LAST_EVENTS)),
-        watches.list_samples(run.id, _MOST_HOST_SAMPLES),
+        watches.list_samples(run.id, _LAST_SAMPLES),
         watches.read_steps(run.id, newest), _read_first_hour(watches, run),
     )  # fmt: skip
 
@@ -565,7 +565,7 @@ def _build_waits_section(view: WatchView) -> html.Section:
 def _build_samples_section(view: WatchView) -> html.Section:
     key = lambda one: (one.incarnation, one.sample.step)  # noqa: E731
     newest = sorted(view.samples, key=key, reverse=True)
-    groups = [list(own) for _, own in groupby(newest, key=key)][:_LAST_SAMPLES]
+    groups = [list(own) for _, own in groupby(newest, key=key)]
     note = f"the newest {len(groups)}, of all hosts" if groups else "none yet"
     heads = ("step", "when", "ranks", "median step", "split", "waited for", "cost", "result")
     table = build_table(heads, [_build_sample_row(own) for own in groups])

@@ -316,22 +316,32 @@ class WatchStore:
                 for row in connection.execute(query)
             )  # fmt: skip
 
-    def list_samples(self, watch_id: int, last: int) -> tuple[StoredSample, ...]:
-        """The newest samples of the hosts, newest first, with their ranks."""
+    def list_samples(self, watch_id: int, steps: int) -> tuple[StoredSample, ...]:
+        """The samples of all hosts at the newest sampled steps, newest first, with their ranks."""
+        table = WATCH_SAMPLES.c
         newest = (
-            select(WATCH_SAMPLES)
-            .where(WATCH_SAMPLES.c.watch_id == watch_id)
-            .order_by(WATCH_SAMPLES.c.unix_ns.desc(), WATCH_SAMPLES.c.sample_id)
-            .limit(last)
+            select(table.sample_id, table.incarnation, table.step)
+            .where(table.watch_id == watch_id)
+            .order_by(table.unix_ns.desc(), table.sample_id)
+            .limit(_MOST_SAMPLES)
         )
         with self._database.begin_read() as connection:
-            rows = connection.execute(newest).all()
+            found = connection.execute(newest).all()
+            wanted = list(dict.fromkeys((row.incarnation, row.step) for row in found))[:steps]
+            ids = [row.sample_id for row in found if (row.incarnation, row.step) in wanted]
+            whole = select(WATCH_SAMPLES).where(
+                table.watch_id == watch_id, table.sample_id.in_(ids)
+            )
+            rows = connection.execute(whole.order_by(table.unix_ns.desc(), table.sample_id)).all()
             tagged = select(TAGS.c.value, TAGS.c.run_id).where(
-                TAGS.c.key == SAMPLE_TAG, TAGS.c.value.in_([row.sample_id for row in rows])
+                TAGS.c.key == SAMPLE_TAG, TAGS.c.value.in_(ids)
             )
             run_ids = {row[0]: row[1] for row in connection.execute(tagged)}
         return tuple(_read_sample(row, run_ids.get(row.sample_id)) for row in rows)
 
+
+_MOST_SAMPLES = 1_000
+"""Newest samples of single hosts, among which those of one step are looked for."""
 
 _BUCKET_NAMES = tuple(f"{bucket}_ns" for bucket in BUCKETS)
 

@@ -370,11 +370,11 @@ def _format_age(ns: int) -> str:
 
 _LANES = {
     "started": "start", "restarted": "restart", "ended": "end", "pause": "pause",
-    "capture": "capture", "no_data": "no data", "dropped": "dropped",
+    "change": "change", "capture": "capture", "no_data": "no data", "dropped": "dropped",
     "sampling_ended": "no more samples", "lost_rank": "lost rank",
 }  # fmt: skip
 
-_PROBLEMS = ("no_data", "dropped", "sampling_ended", "lost_rank")
+_PROBLEMS = ("change", "no_data", "dropped", "sampling_ended", "lost_rank")
 
 _IN_SPLIT = ("capture", "no_data", "sampling_ended")
 

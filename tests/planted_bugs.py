@@ -108,8 +108,8 @@ def _no_imbalance(original: Any, *args: Any) -> Any:
     return np.stack((slower + more, np.zeros_like(more)), axis=1)
 
 
-def _only_the_last_event(original: Any, paths: Any, waits: Any) -> Any:
-    return original(paths, replace(waits, begin=paths.previous[waits.last_arrival]))
+def _only_the_last_event(original: Any, graph: Any, paths: Any, waits: Any) -> Any:
+    return original(graph, paths, replace(waits, begin=paths.previous[waits.last_arrival]))
 
 
 def _communication_first(patch: pytest.MonkeyPatch) -> None:

@@ -765,7 +765,7 @@ def _list_rank_hoistable(context: ReplayContext, index: int) -> list[HoistedCall
     }  # fmt: skip
     sums = np.isin(rank.trace.calls.op, [OP_CODE[op] for op in _REDUCTION_OPS])
     large = rank.trace.calls.message_bytes > SCALAR_BYTES
-    mine = np.flatnonzero(kernels.rank == index)
+    mine = kernels.list_rows(index)
     call = kernels.call[mine]
     mine = mine[np.isin(call, list(syncs)) & sums[call] & large[call]]
     if not len(mine):

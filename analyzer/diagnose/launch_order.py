@@ -70,7 +70,7 @@ def _find_held_compute(context: ReplayContext) -> Finding | None:
         free = union(begin, end)
         spans.append(WeightedSpans(free.start_ns, free.end_ns, np.ones(len(free.start_ns))))
         held_ns += int((free.end_ns - free.start_ns).sum())
-        mine = np.flatnonzero(context.graph.kernels.rank == index)
+        mine = context.graph.kernels.list_rows(index)
         events = rank.trace.calls.event[context.graph.kernels.call[mine]]
         kernels.append(mine[np.isin(events, held.comm)])
     if not held_ns:
@@ -211,7 +211,8 @@ def _list_late_calls(context: ReplayContext) -> Iterator[HoistedCalls]:
     late: list[tuple[int, int, int]] = []
     could: Counter[int] = Counter()
     for index, rank in enumerate(context.split.ranks):
-        mine = np.flatnonzero((table.rank == index) & (table.resume >= 0))
+        mine = table.list_rows(index)
+        mine = mine[table.resume[mine] >= 0]
         groups = matched.group[table.row[mine]]
         found = _StartOrder.find(rank, rank.trace.calls.event[table.call[mine]])
         could.update(groups[found.beside].tolist())

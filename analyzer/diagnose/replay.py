@@ -267,7 +267,7 @@ class ReplayContext:
             exposed = rank.attribution.exposed
             per_call = np.zeros(len(rank.trace.calls), dtype=np.int64)
             np.add.at(per_call, exposed.call, exposed.end_ns - exposed.start_ns)
-            mine = np.flatnonzero(kernels.rank == index)
+            mine = kernels.list_rows(index)
             total[mine] = per_call[kernels.call[mine]]
         return total
 

@@ -17,10 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stepsplit.analyzer.arrays import first_rows, group_ids, group_max
+from stepsplit.analyzer.arrays import (
+    first_rows,
+    group_ids,
+    group_max,
+    group_rows,
+)
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
+from stepsplit.analyzer.split.path_tree import PathTree
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
@@ -62,12 +68,12 @@ def blame(split: RunSplit, graph: DependencyGraph) -> tuple[Blame, ...]:
         return ()
     waits = ExposedWaits.collect(split, graph)
     paths = BindingPaths.build(split, graph)
-    common, added = _compare_paths(paths, waits)
-    amount = _divide_by_cause(waits, added)
+    pairs = _compare_paths(graph, paths, waits)
+    amount = _divide_by_cause(waits, pairs.added)
     ideal_ns = _compute_ideal_ns(split)
     schedule = _take_schedule_part(waits, amount, ideal_ns)
     caused = amount - schedule
-    charges = _charge_ranks(split, paths, waits, common, caused)
+    charges = _charge_ranks(split, pairs, paths, waits, caused)
     significant = _find_significant(graph, charges)
     shares = _collect_shares(
         waits, charges, significant, caused[:, -1], schedule.sum(axis=1), any(ideal_ns.values())
@@ -293,18 +299,11 @@ class BindingPaths:
         along = np.flatnonzero((graph.binding == graph.before) & (graph.before >= 0))
         work = {kind: graph.work_ns[along, i] for i, kind in enumerate(WORK)}
         slower, more = _list_workloads(split)[graph.step[along]].T
-        spent[along] = np.stack(
-            [
-                work["compute"] * (1 - slower - more),
-                work["compute"] * slower,
-                work["compute"] * more,
-                work["copy"],
-                work["idle"],
-                np.zeros(len(along)),
-                np.zeros(len(along)),
-            ],
-            axis=1,
-        )
+        spent[along, CAUSES.index("compute")] = work["compute"] * (1 - slower - more)
+        spent[along, CAUSES.index("slower")] = work["compute"] * slower
+        spent[along, CAUSES.index("imbalance")] = work["compute"] * more
+        spent[along, CAUSES.index("copy")] = work["copy"]
+        spent[along, CAUSES.index("host")] = work["idle"]
         bound = graph.binding >= 0
         late, moved = (nodes[bound[nodes]] for nodes in (kernels.start, kernels.end))
         launched = _find_launches_ns(split, graph)[bound[kernels.start]]
@@ -324,7 +323,7 @@ def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
     kernels = graph.kernels
     launched = np.full(len(kernels), np.iinfo(np.int64).min // 2)
     for i, rank in enumerate(split.ranks):
-        mine = np.flatnonzero(kernels.rank == i)
+        mine = kernels.list_rows(i)
         own = rank.trace.events.find_launch_ns(rank.trace.calls.event[kernels.call[mine]])
         launched[mine] = np.where(own >= 0, rank.clock.map_to_common_ns(own), launched[mine])
     return launched
@@ -341,24 +340,59 @@ def _list_workloads(split: RunSplit) -> Float:
     return both
 
 
-def _compare_paths(paths: BindingPaths, waits: ExposedWaits) -> tuple[Int64, Float]:
-    """(last common node of the two paths of each wait, time that the path of the rank waited for
-    has in addition, shape (waits, CAUSES)); both paths are followed back, always the later one."""
-    first, other = waits.begin.copy(), waits.last_arrival.copy()
-    other[~waits.traced] = first[~waits.traced]
-    added = np.zeros((len(first), len(CAUSES)))
-    open_rows = np.flatnonzero(first != other)
-    while len(open_rows):
-        later = paths.position[other[open_rows]] > paths.position[first[open_rows]]
-        rows = open_rows[later]
-        added[rows] += paths.spent_ns[other[rows]]
-        other[rows] = paths.previous[other[rows]]
-        rows = open_rows[~later]
-        added[rows] -= paths.spent_ns[first[rows]]
-        first[rows] = paths.previous[first[rows]]
-        open_rows = open_rows[first[open_rows] != other[open_rows]]
-    added[:, CAUSES.index("transfer")] -= waits.moved_ns
-    return first, added
+@dataclass(frozen=True, slots=True)
+class _PathPairs:
+    """The two paths of each wait, back to their last common node.
+
+    added is the time that the path of the rank waited for has in addition, waited_for the time of
+    that path alone; both of shape (waits, CAUSES). parts are (rows of waits, ranks, times by
+    cause): parts of the paths of the ranks waited for.
+    """
+
+    added: Float
+    waited_for: Float
+    parts: Iterator[tuple[Int64, Int64, Float]]
+
+
+def _compare_paths(graph: DependencyGraph, paths: BindingPaths, waits: ExposedWaits) -> _PathPairs:
+    """The paths of all waits: node by node, or with a tree if there are many ranks, which takes
+    over the memory of paths.spent_ns."""
+    if graph.levels.is_wide:
+        tree = PathTree.build(graph.levels, paths.previous, paths.rank, paths.spent_ns)
+        pairs = _compare_in_tree(tree, waits)
+    else:
+        pairs = _compare_by_node(paths, waits)
+    pairs.added[:, CAUSES.index("transfer")] -= waits.moved_ns
+    return pairs
+
+
+def _compare_in_tree(tree: PathTree, waits: ExposedWaits) -> _PathPairs:
+    own = tree.place[waits.begin]
+    other = np.where(waits.traced, tree.place[waits.last_arrival], own)
+    common = tree.find_common(own, other)
+    waited_for = tree.total_ns[other] - tree.total_ns[common]
+    added = waited_for - (tree.total_ns[own] - tree.total_ns[common])
+    return _PathPairs(added, waited_for, tree.follow(other, common))
+
+
+def _compare_by_node(paths: BindingPaths, waits: ExposedWaits) -> _PathPairs:
+    """Follows both paths of each wait back, always the later one."""
+    common = waits.begin.copy()
+    added, waited_for = (np.zeros((len(common), len(CAUSES))) for _ in range(2))
+    rows = np.flatnonzero(waits.traced & (waits.begin != waits.last_arrival))
+    first, other = waits.begin[rows], waits.last_arrival[rows]
+    while len(rows):
+        later = paths.position[other] > paths.position[first]
+        spent_ns = paths.spent_ns[other[later]]
+        added[rows[later]] += spent_ns
+        waited_for[rows[later]] += spent_ns
+        added[rows[~later]] -= paths.spent_ns[first[~later]]
+        first = np.where(later, first, paths.previous[first])
+        other = np.where(later, paths.previous[other], other)
+        apart = first != other
+        common[rows[~apart]] = first[~apart]
+        rows, first, other = rows[apart], first[apart], other[apart]
+    return _PathPairs(added, waited_for, _follow_paths(paths, waits, common))
 
 
 def _divide_by_cause(waits: ExposedWaits, added: Float) -> Float:
@@ -387,9 +421,10 @@ def _take_schedule_part(
     """The part of each amount that the schedule itself causes, first from usual compute."""
     part = np.zeros_like(amount)
     usual = CAUSES.index("compute")
-    bubble = waits.bucket == BUBBLE
-    for (rank, step), ideal in ideal_ns.items():
-        rows = np.flatnonzero(bubble & (waits.rank == rank) & (waits.step == step))
+    bubble = np.flatnonzero(waits.bucket == BUBBLE)
+    order, first = group_rows(group_ids(waits.rank[bubble], waits.step[bubble]))
+    for rows in np.split(bubble[order], first[1:]) if len(bubble) else []:
+        ideal = ideal_ns.get((int(waits.rank[rows[0]]), int(waits.step[rows[0]])), 0)
         free = float(amount[rows, usual].sum())
         part[rows, usual] = amount[rows, usual] * (min(ideal, free) / free if free else 0.0)
         rest = amount[rows] - part[rows]
@@ -411,37 +446,38 @@ class _Charges:
 
 
 def _charge_ranks(
-    split: RunSplit, paths: BindingPaths, waits: ExposedWaits, common: Int64, amount: Float
+    split: RunSplit, pairs: _PathPairs, paths: BindingPaths, waits: ExposedWaits, amount: Float
 ) -> _Charges:
     """Distributes the amounts over the paths of the ranks waited for, in proportion to their
     time."""
-    total = np.zeros((len(amount), len(CAUSES)))
-    for rows, node in _follow_paths(paths, waits, common):
-        total[rows] += paths.spent_ns[node]
-    recorded = amount[:, : len(CAUSES)]
+    total, recorded = pairs.waited_for, amount[:, : len(CAUSES)]
     density = np.divide(recorded, total, out=np.zeros_like(recorded), where=total > 0)
     steps, step = np.unique(waits.step, return_inverse=True)
-    shape = (len(split.ranks), len(steps), waits.origins)
-    charged = np.zeros((*shape, len(CAUSES)))
-    for rows, node in _follow_paths(paths, waits, common):
-        cell = (paths.rank[node], step[rows], waits.origin[rows])
-        np.add.at(charged, cell, density[rows] * paths.spent_ns[node])
+    charged = np.zeros((len(split.ranks), len(steps), waits.origins, len(CAUSES)))
+    flat = charged.reshape(-1)
+    for rows, rank, spent_ns in pairs.parts:
+        part, cause = np.nonzero(spent_ns)
+        row = rows[part]
+        cell = (rank[part], step[row], waits.origin[row], cause)
+        spent = density[row, cause] * spent_ns[part, cause]
+        np.add.at(flat, np.ravel_multi_index(cell, charged.shape), spent)
     rest = np.flatnonzero(waits.traced & ((recorded > 0) & (total <= 0)).any(axis=1))
-    cell = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
-    np.add.at(charged, cell, np.where(total[rest] > 0, 0.0, recorded[rest]))
+    cells = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
+    np.add.at(charged, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
     return _Charges(tuple(rank.trace.rank for rank in split.ranks), tuple(steps.tolist()), charged)
 
 
 def _follow_paths(
     paths: BindingPaths, waits: ExposedWaits, common: Int64
-) -> Iterator[tuple[Int64, Int64]]:
-    """Yields (rows of waits, nodes): the nodes of ranks on the paths of the ranks waited for."""
+) -> Iterator[tuple[Int64, Int64, Float]]:
+    """Yields (rows of waits, ranks, times by cause) for the nodes of ranks on the paths of the
+    ranks waited for."""
     rows = np.flatnonzero(waits.traced)
     node = waits.last_arrival[rows]
     while len(rows := rows[(ahead := node != common[rows])]):
         node = node[ahead]
         of_rank = paths.rank[node] >= 0
-        yield rows[of_rank], node[of_rank]
+        yield rows[of_rank], paths.rank[node[of_rank]], paths.spent_ns[node[of_rank]]
         node = paths.previous[node]
 
 

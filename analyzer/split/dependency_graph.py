@@ -66,6 +66,10 @@ class CommKernels:
     def __len__(self) -> int:
         return len(self.rank)
 
+    def list_rows(self, index: int) -> Int64:
+        """The rows of one rank, an index; they follow each other."""
+        return np.arange(*np.searchsorted(self.rank, (index, index + 1)).tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class StepEdges:

@@ -80,6 +80,11 @@ class Levels:
         return len(self.node) / max(len(self.first) - 1, 1)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a level has so many nodes that it is computed at once."""
+        return self.width >= _WIDE
+
+    @property
     def has_sources(self) -> Bool:
         """Whether each node depends on another one."""
         has_sources = np.zeros(len(self.node), dtype=np.bool_)
@@ -95,7 +100,7 @@ class Levels:
         known_ns has the times of nodes that need not be computed, else NEVER. All are by node.
         """
         known_ns = np.full(len(work_ns), NEVER) if known_ns is None else known_ns
-        compute = self._compute_by_level if self.width >= _WIDE else self._compute_by_row
+        compute = self._compute_by_level if self.is_wide else self._compute_by_row
         times = np.empty(len(self.node), dtype=np.int64)
         times[self.node] = compute(work_ns[self.node], rest_ns[self.node], known_ns[self.node])
         return times

@@ -10,10 +10,10 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.records import (
     EventKind,
     RankSample,
-    Sample,
-    StepWindow,
+    TimedSteps,
     WatchBatch,
     WatchEvent,
+    WatchSample,
 )
 
 SECOND_NS, MS = 10**9, 10**6
@@ -36,9 +36,9 @@ def batch(**parts: Any) -> WatchBatch:
 
 def window(
     rank: int, end_ns: int, median_ns: int = 100 * MS, steps: int = 20, spread_ns: int = MS
-) -> StepWindow:
+) -> TimedSteps:
     """Steps that ended at this time, and take the median give or take the spread."""
-    return StepWindow(
+    return TimedSteps(
         rank=rank, first_step=1, last_step=steps, start_unix_ns=end_ns - steps * median_ns,
         end_unix_ns=end_ns, steps=steps, min_step_ns=median_ns - spread_ns,
         median_step_ns=median_ns, max_step_ns=median_ns + spread_ns,
@@ -52,13 +52,13 @@ def rank_sample(rank: int, wait_ns: int = 0, split: Split | None = None) -> Rank
     return RankSample(rank=rank, split=split or usual, exposed_ns=exposed, caused_wait_ns=wait_ns)
 
 
-def sample(step: int, unix_ns: int, *ranks: RankSample, **parts: Any) -> Sample:
+def sample(step: int, unix_ns: int, *ranks: RankSample, **parts: Any) -> WatchSample:
     """A sample of two steps."""
     usual = {
         "id": f"0-{step}-a", "step": step, "steps": 2, "unix_ns": unix_ns, "ranks": ranks,
         "cost_ns": 300 * MS,
     }  # fmt: skip
-    return Sample(**{**usual, **parts})
+    return WatchSample(**{**usual, **parts})
 
 
 def event(kind: EventKind, unix_ns: int, text: str, step: int = 1, **parts: Any) -> WatchEvent:
@@ -121,7 +121,7 @@ def _close_story_batch(
 
 def _make_story_sample(
     rng: random.Random, host: int, minute: int, drift: float, at: int, busy: bool
-) -> Sample:
+) -> WatchSample:
     ranks = []
     for rank in range(8 * host, 8 * host + 8):
         slow = (drift - 1) * 412 * MS

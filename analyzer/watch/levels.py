@@ -22,7 +22,7 @@ from stepsplit.analyzer.units import (
     format_signed_milliseconds,
     format_signed_percent,
 )
-from stepsplit.analyzer.watch.records import Sample, StepWindow
+from stepsplit.analyzer.watch.records import TimedSteps, WatchSample
 
 REFERENCE_POINTS, RECENT_POINTS = 50, 5
 
@@ -71,10 +71,10 @@ class StepLevel(Struct, frozen=True):
     """What the rule knows: the points, the windows of the next one, and the open change."""
 
     points: tuple[Point, ...] = ()
-    windows: tuple[StepWindow, ...] = ()
+    windows: tuple[TimedSteps, ...] = ()
     change: LevelChange | None = None
 
-    def add(self, window: StepWindow, point_steps: int) -> tuple[StepLevel, LevelChange | None]:
+    def add(self, window: TimedSteps, point_steps: int) -> tuple[StepLevel, LevelChange | None]:
         """Adds a window of one rank.
 
         Args:
@@ -136,7 +136,7 @@ def _find_onset(points: Sequence[Point], before: float, after: float) -> Point:
     return points[first if is_new[first] else first + 1]
 
 
-def _find_weighted_median(windows: Sequence[StepWindow]) -> float:
+def _find_weighted_median(windows: Sequence[TimedSteps]) -> float:
     """The median of the windows' medians, each as often as it has steps."""
     ordered = sorted(windows, key=lambda each: each.median_step_ns)
     half, passed = sum(each.steps for each in ordered) / 2, 0
@@ -150,7 +150,7 @@ def _find_weighted_median(windows: Sequence[StepWindow]) -> float:
 # What explains a change, by the samples on both sides of it.
 
 
-def summarize_sample(sample: Sample) -> SampleSplit:
+def summarize_sample(sample: WatchSample) -> SampleSplit:
     """The sample in short; it must have ranks."""
     columns = zip(*(astuple(each.split) for each in sample.ranks), strict=True)
     mean = Split(*(sum(column) // len(sample.ranks) for column in columns))

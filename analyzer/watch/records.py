@@ -23,7 +23,7 @@ EventKind = Literal[
 ]  # fmt: skip
 
 
-class StepWindow(Struct, frozen=True, kw_only=True):
+class TimedSteps(Struct, frozen=True, kw_only=True):
     """The times of a rank's unprofiled steps between two closings: 20 steps or a minute.
 
     Attributes:
@@ -67,7 +67,7 @@ class RankSample(Struct, frozen=True, kw_only=True):
     estimated: bool = False
 
 
-class Sample(Struct, frozen=True, kw_only=True):
+class WatchSample(Struct, frozen=True, kw_only=True):
     """Some recorded steps of some ranks, judged before they count.
 
     Attributes:
@@ -147,8 +147,8 @@ class WatchBatch(Struct, frozen=True, kw_only=True):
     interval_steps: int | None = None
     budget: float
     overhead: float | None = None
-    windows: tuple[StepWindow, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    windows: tuple[TimedSteps, ...] = ()
+    samples: tuple[WatchSample, ...] = ()
     events: tuple[WatchEvent, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
 

@@ -26,10 +26,10 @@ from stepsplit.analyzer.errors import UsageError, make_write_error, write
 from stepsplit.analyzer.watch.levels import SampleSplit, StepLevel, explain_change, summarize_sample
 from stepsplit.analyzer.watch.records import (
     EventKind,
-    Sample,
-    StepWindow,
+    TimedSteps,
     WatchBatch,
     WatchEvent,
+    WatchSample,
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
@@ -206,7 +206,7 @@ class Reducer:
         """Notes that so many more batches have been sent. Raises UsageError."""
         self._save(msgspec.structs.replace(self._state, sent=self._state.sent + batches))
 
-    def _reduce(self, reports: Sequence[SampleReport]) -> Sample:
+    def _reduce(self, reports: Sequence[SampleReport]) -> WatchSample:
         first = reports[0]
         folder = self._folder.path / SAMPLES / first.folder
         sample_id = f"{self._state.token}-{first.folder}-{self._folder.host}"
@@ -302,8 +302,8 @@ class _Draft:
         self.waiting = list(state.waiting)
         self.interval_steps, self.overhead = state.interval_steps, state.overhead
         self.splits = state.splits
-        self._windows: list[StepWindow] = []
-        self._samples: list[Sample] = []
+        self._windows: list[TimedSteps] = []
+        self._samples: list[WatchSample] = []
         self._events: list[WatchEvent] = []
         self._dropped: Counter[str] = Counter()
         self.must_capture = False
@@ -328,7 +328,7 @@ class _Draft:
         for note in new.notes:
             self._add_note(rank, note)
 
-    def add_sample(self, sample: Sample) -> None:
+    def add_sample(self, sample: WatchSample) -> None:
         """Adds a reduced sample, and what it says of an open change."""
         self._samples.append(sample)
         if sample.no_data:
@@ -424,7 +424,7 @@ class _Draft:
             self._add_event(kind, known.step, note.unix_ns, text)
 
     def _add_window(self, rank: int, note: RankWindow) -> None:
-        self._windows.append(StepWindow(**_list_fields(note)))
+        self._windows.append(TimedSteps(**_list_fields(note)))
         self._set(rank, step=note.last_step)
         if not self._is_first_here(rank):
             return
@@ -433,7 +433,7 @@ class _Draft:
             text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
             self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
 
-    def _follow_level(self, rank: int, window: StepWindow) -> None:
+    def _follow_level(self, rank: int, window: TimedSteps) -> None:
         level, change = self.ranks[rank].level.add(window, self.interval_steps or 0)
         self._set(rank, level=level)
         if change is not None:

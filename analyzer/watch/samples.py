@@ -11,7 +11,7 @@ from stepsplit.analyzer.errors import StepsplitError, write
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.analyzer.units import format_number_list
-from stepsplit.analyzer.watch.records import RankSample, Sample
+from stepsplit.analyzer.watch.records import RankSample, WatchSample
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.collectors.watch_notes import SampleReport
 
@@ -27,7 +27,7 @@ SPOILS = frozenset(
 
 def reduce_sample(
     folder: Path, reports: Sequence[SampleReport], sample_id: str, mesh: Mesh | None = None
-) -> Sample:
+) -> WatchSample:
     """Analyzes the traces of a sample, saves their report beside them and judges it.
 
     The split of each rank is that of one step, the one of median duration, so that its buckets add
@@ -60,7 +60,7 @@ def reduce_sample(
             ranks = () if no_data else split_ranks(report)
             finding = report.findings[0].message if report.findings and ranks else ""
     first = reports[0]
-    return Sample(
+    return WatchSample(
         id=sample_id,
         step=first.step,
         steps=first.steps,

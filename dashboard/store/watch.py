@@ -22,10 +22,10 @@ from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import (
     RankSample,
-    Sample,
-    StepWindow,
+    TimedSteps,
     WatchBatch,
     WatchEvent,
+    WatchSample,
 )
 from stepsplit.dashboard.store.database import (
     TAGS,
@@ -192,7 +192,7 @@ class StoredSample:
 
     incarnation: int
     host: str
-    sample: Sample
+    sample: WatchSample
     run_id: str | None
 
 
@@ -377,7 +377,7 @@ def _read_watch(connection: Connection, row: Row[Any]) -> WatchedRun:
 
 
 def _read_sample(row: Row[Any], run_id: str | None) -> StoredSample:
-    sample = Sample(
+    sample = WatchSample(
         id=row.sample_id, step=row.step, steps=0, unix_ns=row.unix_ns, pivot=row.pivot,
         ranks=unpack_splits(row.by_rank), no_data=row.no_data, finding=row.finding,
         cost_ns=row.cost_ns, traces=row.traces,
@@ -485,7 +485,7 @@ def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> b
 
 
 def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
-    by_minute: dict[int, list[StepWindow]] = defaultdict(list)
+    by_minute: dict[int, list[TimedSteps]] = defaultdict(list)
     for window in batch.windows:
         by_minute[compute_slot_start(window.end_unix_ns, MINUTE_S)].append(window)
     for start_s, windows in sorted(by_minute.items()):
@@ -537,7 +537,9 @@ def _write_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
     _write_row(connection, WATCH_STEPS, key.columns, values)
 
 
-def _add_sample(connection: Connection, watch_id: int, batch: WatchBatch, sample: Sample) -> bool:
+def _add_sample(
+    connection: Connection, watch_id: int, batch: WatchBatch, sample: WatchSample
+) -> bool:
     """Adds a sample. False if one of this id is known."""
     sample_id = clean_text(sample.id, 200)
     key = {"watch_id": watch_id, "sample_id": sample_id}
@@ -554,12 +556,12 @@ def _add_sample(connection: Connection, watch_id: int, batch: WatchBatch, sample
     return True
 
 
-def _select_ranks(sample: Sample) -> tuple[RankSample, ...]:
+def _select_ranks(sample: WatchSample) -> tuple[RankSample, ...]:
     """The ranks of a sample that counts."""
     return () if sample.no_data else sample.ranks
 
 
-def _add_split(connection: Connection, key: _SlotKey, sample: Sample) -> None:
+def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> None:
     """Adds a sample to the sums of a slot."""
     ranks = _select_ranks(sample)
     known = _find_row(connection, WATCH_SPLITS, key.columns)

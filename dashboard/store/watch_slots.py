@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.trace import Int64
-from stepsplit.analyzer.watch.records import RankSample, StepWindow
+from stepsplit.analyzer.watch.records import RankSample, TimedSteps
 
 # Slots of time, and how long they are kept.
 
@@ -54,7 +54,7 @@ def unpack_columns(packed: bytes, number: int) -> Columns:
 _STEP_COLUMNS = 5
 
 
-def build_step_columns(windows: Iterable[StepWindow]) -> Columns:
+def build_step_columns(windows: Iterable[TimedSteps]) -> Columns:
     """The step times of some windows."""
     rows = [(w.rank, w.steps, w.min_step_ns, w.median_step_ns, w.max_step_ns) for w in windows]
     return np.array(rows, dtype=np.int64).reshape(-1, _STEP_COLUMNS).T

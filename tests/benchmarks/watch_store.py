@@ -28,9 +28,9 @@ from benchmarks.table import in_markdown
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.records import (
     RankSample,
-    Sample,
-    StepWindow,
+    TimedSteps,
     WatchBatch,
+    WatchSample,
     encode_batch,
 )
 from stepsplit.dashboard.pages.watch import RANGES
@@ -69,7 +69,7 @@ class Job:
         times = rng.normal(STEP_NS, STEP_NS / 50, (self.minutes_per_batch, size)).astype(int)
         spread = rng.uniform(5e6, 3e7, (2, self.minutes_per_batch, size)).astype(int)
         windows = tuple(
-            StepWindow(
+            TimedSteps(
                 rank=rank, first_step=1, last_step=minute * 125 + 125,
                 start_unix_ns=at - (past + 1) * 60 * SECOND_NS,
                 end_unix_ns=at - past * 60 * SECOND_NS, steps=125,
@@ -91,7 +91,7 @@ class Job:
 
     def _take_samples(
         self, rng: np.random.Generator, minute: int, host: int, at: int, own: range
-    ) -> tuple[Sample, ...]:
+    ) -> tuple[WatchSample, ...]:
         """The sample of this host: its ranks in a cross that rotates."""
         first = (minute // self.minutes_per_sample) * 37 % self.ranks
         cross = {(first + i) % self.ranks for i in range(self.sampled)} & set(own)
@@ -107,7 +107,7 @@ class Job:
             for rank, part, wait in zip(sorted(cross), parts, waits, strict=True)
         )  # fmt: skip
         return (
-            Sample(
+            WatchSample(
                 id=f"0-{minute}-{host}", step=minute * 125, steps=2, unix_ns=at, pivot=first,
                 ranks=ranks, cost_ns=1_800_000_000,
             ),

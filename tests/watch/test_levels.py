@@ -13,14 +13,14 @@ from stepsplit.analyzer.watch.levels import (
     explain_change,
     summarize_sample,
 )
-from stepsplit.analyzer.watch.records import RankSample, Sample, StepWindow
+from stepsplit.analyzer.watch.records import RankSample, TimedSteps, WatchSample
 
 MS = 1_000_000
 
 
-def build_window(number: int, step_ms: float, steps: int = 20) -> StepWindow:
+def build_window(number: int, step_ms: float, steps: int = 20) -> TimedSteps:
     first, step_ns = steps * number, round(step_ms * MS)
-    return StepWindow(
+    return TimedSteps(
         rank=0, first_step=first, last_step=first + steps - 1, start_unix_ns=number,
         end_unix_ns=number + 1, steps=steps, min_step_ns=step_ns, median_step_ns=step_ns,
         max_step_ns=step_ns,
@@ -75,7 +75,7 @@ def test_a_point_has_the_steps_between_two_samples() -> None:
     assert (number, change.step) == (251, 4_800)
 
 
-def build_sample(step: int, idle_ms: int, caused_ms: int) -> Sample:
+def build_sample(step: int, idle_ms: int, caused_ms: int) -> WatchSample:
     ranks = tuple(
         RankSample(
             rank=rank,
@@ -86,7 +86,7 @@ def build_sample(step: int, idle_ms: int, caused_ms: int) -> Sample:
         )
         for rank in (0, 1)
     )
-    return Sample(id=str(step), step=step, steps=2, unix_ns=step, ranks=ranks)
+    return WatchSample(id=str(step), step=step, steps=2, unix_ns=step, ranks=ranks)
 
 
 def test_a_change_is_explained_by_the_bucket_that_grew_and_the_rank_that_others_wait_for() -> None:

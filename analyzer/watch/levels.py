@@ -40,7 +40,7 @@ class Point(Struct, frozen=True):
     step_ns: float
 
 
-class LevelChange(Struct, frozen=True):
+class StepTimeChange(Struct, frozen=True):
     """A change of the step time: since which step, and both levels. is_over: it is back again."""
 
     step: int
@@ -72,9 +72,9 @@ class StepLevel(Struct, frozen=True):
 
     points: tuple[Point, ...] = ()
     windows: tuple[TimedSteps, ...] = ()
-    change: LevelChange | None = None
+    change: StepTimeChange | None = None
 
-    def add(self, window: TimedSteps, point_steps: int) -> tuple[StepLevel, LevelChange | None]:
+    def add(self, window: TimedSteps, point_steps: int) -> tuple[StepLevel, StepTimeChange | None]:
         """Adds a window of one rank.
 
         Args:
@@ -97,8 +97,8 @@ class StepLevel(Struct, frozen=True):
         return self._follow(points, self.change)
 
     def _follow(
-        self, points: tuple[Point, ...], change: LevelChange
-    ) -> tuple[StepLevel, LevelChange | None]:
+        self, points: tuple[Point, ...], change: StepTimeChange
+    ) -> tuple[StepLevel, StepTimeChange | None]:
         """Whether the open change goes on; it becomes the reference once it has lasted."""
         recent = median(each.step_ns for each in points[-RECENT_POINTS:])
         if abs(recent - change.before_ns) < abs(change.after_ns - change.before_ns) / 2:
@@ -111,7 +111,7 @@ class StepLevel(Struct, frozen=True):
         return StepLevel(points, (), change), None
 
 
-def find_change(points: Sequence[Point]) -> LevelChange | None:
+def find_change(points: Sequence[Point]) -> StepTimeChange | None:
     """The change that the newest points show by the rule; None without one or too few points."""
     if len(points) < REFERENCE_POINTS + RECENT_POINTS:
         return None
@@ -124,7 +124,7 @@ def find_change(points: Sequence[Point]) -> LevelChange | None:
     if abs(after - before) <= max(LEAST_CHANGE * before, LEAST_MADS * mad):
         return None
     onset = _find_onset(points, before, after)
-    return LevelChange(onset.step, onset.unix_ns, before, after)
+    return StepTimeChange(onset.step, onset.unix_ns, before, after)
 
 
 def _find_onset(points: Sequence[Point], before: float, after: float) -> Point:

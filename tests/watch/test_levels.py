@@ -7,7 +7,7 @@ from random import Random
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.levels import (
-    LevelChange,
+    StepTimeChange,
     SampleSplit,
     StepLevel,
     explain_change,
@@ -27,7 +27,7 @@ def build_window(number: int, step_ms: float, steps: int = 20) -> TimedSteps:
     )  # fmt: skip
 
 
-def follow(steps_ms: Iterable[float], point_steps: int = 20) -> list[tuple[int, LevelChange]]:
+def follow(steps_ms: Iterable[float], point_steps: int = 20) -> list[tuple[int, StepTimeChange]]:
     """(number of the window, change) of the changes that begin or end."""
     level, found = StepLevel(), []
     for number, step_ms in enumerate(steps_ms):
@@ -44,7 +44,7 @@ def vary(count: int, step_ms: float = 10.0, seed: int = 0) -> list[float]:
 def test_slower_steps_are_a_change_since_their_first_and_end_when_they_are_over() -> None:
     (begin, change), (end, over) = follow([10.0] * 100 + [12.0] * 30 + [10.0] * 60)
 
-    assert (begin, change) == (102, LevelChange(2_000, 100, 10 * MS, 12 * MS))
+    assert (begin, change) == (102, StepTimeChange(2_000, 100, 10 * MS, 12 * MS))
     assert change.describe() == "steps take 12.0 ms since step 2000, 10.0 ms before (+20.0 %)"
     assert (end, over.is_over, over.step) == (132, True, 2_000)
     assert over.describe() == "steps take 10.0 ms again, as before step 2000"

@@ -19,7 +19,7 @@ from stepsplit.analyzer.readers.recording import (
     read_recording,
     read_recording_files,
 )
-from stepsplit.analyzer.readers.workers import Progress, ignore_progress
+from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report, find_origin_ns
 from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
@@ -131,7 +131,7 @@ def examine(
 
 def examine_or_find_hang(
     places: Sequence[str | Path],
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
     job: str | Path | None = None,
@@ -139,7 +139,8 @@ def examine_or_find_hang(
     draft_job: bool = False,
 ) -> Analysis | Hang:
     """As `examine`; if there are Flight Recorder dumps but no traces, returns the state of the
-    calls in these dumps. With draft_job the analysis has a job.toml of the recording."""
+    calls in these dumps. workers may be a cluster. With draft_job the analysis has a job.toml of
+    the recording."""
     compare = _make_comparison(job)
     draft = _make_draft(job) if draft_job else None
     with open_recording(places) as files:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, make_write_error, write
@@ -33,12 +34,19 @@ from stepsplit.analyzer.readers.kinds import (
 )
 from stepsplit.analyzer.readers.kineto.reader import (
     build_rank_trace,
+    choose_store_folders,
     estimate_bytes,
     read_traces,
 )
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
-from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.workers import Progress, Task, ignore_progress, run_all
+from stepsplit.analyzer.readers.sources import Source, make_absolute
+from stepsplit.analyzer.readers.workers import (
+    Progress,
+    Task,
+    Workers,
+    ignore_progress,
+    run_all,
+)
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
 from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json, replace_surrogates
@@ -82,7 +90,7 @@ def read_recording(
 
 
 def read_recording_files(
-    files: RecordingFiles, workers: int, progress: Progress, rules: Rules
+    files: RecordingFiles, workers: Workers, progress: Progress, rules: Rules
 ) -> Recording:
     """As read_recording, for files that are already listed."""
     for error in files.refused:
@@ -137,7 +145,11 @@ def _mark_ends(traces: Sequence[RankTrace], records: Sequence[RankRecord]) -> tu
 
 
 def _read_all_traces(
-    files: RecordingFiles, named: Sequence[str], workers: int, progress: Progress, rules: Rules
+    files: RecordingFiles,
+    named: Sequence[str],
+    workers: Workers,
+    progress: Progress,
+    rules: Rules,
 ) -> tuple[list[TraceCandidate], tuple[Note, ...]]:
     """The traces in the files. An unreadable file gives a note, or an error if it was named."""
     flights, notes = _read_dumps(files.flights)
@@ -177,15 +189,21 @@ def open_store(files: RecordingFiles) -> EventStore | None:
 
 
 def _read_tables(
-    sources: Sequence[Source], workers: int, rules: Rules, store: EventStore | None
+    sources: Sequence[Source], workers: Workers, rules: Rules, store: EventStore | None
 ) -> list[RankTraces | DataError | None]:
-    folder = None if store is None else store.path
-    tasks = [Task(one.where, _TABLE_BYTES, _read_table, (one, rules, folder)) for one in sources]
-    return run_all(tasks, workers)
+    here, there = choose_store_folders(workers, store)
+    tasks = [
+        Task(one.where, _TABLE_BYTES, _read_table, (make_absolute(one), rules, there))
+        for one in sources
+    ]
+    return run_all(tasks, workers, receive=partial(_store_traces, here))
 
 
 def _read_table(source: Source, rules: Rules, folder: str | None) -> RankTraces | None:
-    traces = read_rank_table(source, rules)
+    return _store_traces(folder, read_rank_table(source, rules))
+
+
+def _store_traces(folder: str | None, traces: RankTraces | None) -> RankTraces | None:
     if traces is None or folder is None:
         return traces
     return tuple(store_trace(folder, trace) for trace in traces)

@@ -113,6 +113,16 @@ class ZipMember:
             yield Path(unpacked.name)
 
 
+def make_absolute(source: Source) -> Source:
+    """The file with the same display name, for a process that runs in another folder."""
+    if isinstance(source, DiskFile):
+        return DiskFile(source.path.absolute(), source.where)
+    if isinstance(source, ZipMember):
+        shown = source.shown or str(source.archive)
+        return ZipMember(source.archive.absolute(), source.member, shown)
+    return source
+
+
 @lru_cache(maxsize=1)
 def _open_zip(stamp: str, path: Path) -> zipfile.ZipFile:
     """The archive with its list of members, which takes long to read for each member anew."""

@@ -1,4 +1,4 @@
-"""Runs tasks on files in this process, or in parallel worker processes."""
+"""Runs tasks on files in this process, in parallel worker processes, or on a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from stepsplit.analyzer.errors import DataError
 
@@ -45,21 +45,57 @@ def ignore_progress(done_bytes: int, all_bytes: int) -> None:
     """The default: ignores progress."""
 
 
-def run_all(
-    tasks: Sequence[Task[T]], workers: int, progress: Progress = ignore_progress
-) -> list[T | DataError]:
-    """Runs all tasks and returns their results in order.
+class Cluster(Protocol):
+    """Workers that may be on other machines, with this many threads; they read the same paths."""
 
-    Uses up to `workers` processes, including this one, if there is enough work. When the caller is
-    interrupted, the other processes are terminated and their temporary files removed.
+    @property
+    def worker_count(self) -> int: ...
+
+    def run(self, tasks: Sequence[Task[T]]) -> Iterator[tuple[int, T | DataError]]:
+        """Yields each task's index and result."""
+
+
+Workers = int | Cluster
+"""The most processes on this machine, or a cluster."""
+
+
+def count_workers(workers: Workers) -> int:
+    """How many tasks can run at the same time."""
+    return workers if isinstance(workers, int) else workers.worker_count
+
+
+def run_all(
+    tasks: Sequence[Task[T]],
+    workers: Workers,
+    progress: Progress = ignore_progress,
+    receive: Callable[[T], T] | None = None,
+) -> list[T | DataError]:
+    """Runs all tasks and returns their results in order, each as receive returns it.
+
+    Uses up to `workers` processes, including this one, if there is enough work, or the cluster.
+    When the caller is interrupted, the other processes are terminated and their temporary files
+    removed.
     """
     total, done = sum(task.size_bytes for task in tasks), 0
     results: dict[int, T | DataError] = {}
-    for index, result in _run_tasks(tasks, workers if total >= LEAST_BYTES else 1):
+    if isinstance(workers, int) and total < LEAST_BYTES:
+        workers = 1
+    for index, result in _yield_results(tasks, workers):
+        if receive is not None and not isinstance(result, DataError):
+            result = receive(result)
         results[index] = result
         done += tasks[index].size_bytes
         progress(done, total)
     return [results[index] for index in range(len(tasks))]
+
+
+def _yield_results(
+    tasks: Sequence[Task[T]], workers: Workers
+) -> Iterator[tuple[int, T | DataError]]:
+    if isinstance(workers, int):
+        yield from _run_tasks(tasks, workers)
+    else:
+        yield from workers.run(tasks)
 
 
 def _run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import click
 
 from stepsplit.analyzer.errors import (
     StepsplitError,
+    UsageError,
     make_write_error,
     write,
 )
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang_progress import Hang
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.readers.kernel_rules import Rules
+    from stepsplit.analyzer.readers.workers import Workers
 
 
 # stepsplit analyze: reads a recording; prints the report, writes report.json and tables/.
@@ -48,6 +51,9 @@ if TYPE_CHECKING:
               help="Write the report as a self-contained HTML page.")  # fmt: skip
 @click.option("--workers", metavar="N", type=click.IntRange(min=1), default=None,
               help="Read with up to N processes; by default one per core.")  # fmt: skip
+@click.option("--scheduler", metavar="URL",
+              help="Read on the workers of this Dask scheduler: tls://HOST:PORT, or "
+                   "tcp://127.0.0.1:PORT. They read the same paths.")  # fmt: skip
 @click.option("--job", metavar="FILE",
               help="Compare with the model of this job.toml, which only needs what cannot be "
                    "inferred from the recording; auto: infer everything.")  # fmt: skip
@@ -63,6 +69,7 @@ def analyze_command(
     out: Path | None,
     html_file: Path | None,
     workers: int | None,
+    scheduler: str | None,
     job: str | None,
     job_out: Path | None,
     mesh_text: str | None,
@@ -83,9 +90,11 @@ def analyze_command(
     if html_file is not None:
         require_package("dash", "dashboard")
     rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
-    with show_reading_bar() as progress:
+    if workers is not None and scheduler is not None:
+        raise UsageError("--workers is for this machine; leave it out with --scheduler")
+    with _choose_workers(workers, scheduler) as chosen, show_reading_bar() as progress:
         analysis = examine_or_find_hang(
-            places, workers or count_cores(), progress, rules, job, mesh, job_out is not None
+            places, chosen, progress, rules, job, mesh, job_out is not None
         )
     if not isinstance(analysis, Analysis):
         _show_hang(analysis, json_file, out)
@@ -98,6 +107,18 @@ def analyze_command(
         Console(highlight=False).print(build_report_screen(analysis.report))
     if job_out is not None and analysis.job_draft is not None:
         _write_job(job_out, analysis.job_draft)
+
+
+@contextmanager
+def _choose_workers(workers: int | None, scheduler: str | None) -> Iterator[Workers]:
+    """The processes on this machine, or the workers of a scheduler while the context is open."""
+    if scheduler is None:
+        yield workers or count_cores()
+        return
+    from stepsplit.analyzer.readers.dask_cluster import connect
+
+    with connect(scheduler) as cluster:
+        yield cluster
 
 
 def _write_job(file: Path, draft: JobDraft) -> None:

@@ -203,6 +203,7 @@ _EXTRA_USES = {
     "postgres": "a dashboard's store in PostgreSQL",
     "hta": "HolisticTraceAnalysis",
     "cloud": "s3:// and gs:// URLs",
+    "scale": "analyze --scheduler",
 }
 
 

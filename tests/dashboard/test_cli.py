@@ -137,8 +137,8 @@ def test_an_unwritable_report_leaves_no_partial_files(
 HELP = {
     (): [*cli.COMMANDS, "--version", "--help"],
     ("analyze",): [
-        "--json FILE", "--out DIR", "--html FILE", "--workers N", "--job FILE",
-        "--write-job FILE", "--mesh AXES", "--rules FILE",
+        "--json FILE", "--out DIR", "--html FILE", "--workers N",
+        "--scheduler URL", "--job FILE", "--write-job FILE", "--mesh AXES", "--rules FILE",
         "--help",
     ],
     ("baseline",): [

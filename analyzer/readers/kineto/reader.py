@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_opening,
     read_range,
 )
-from stepsplit.analyzer.readers.sources import DiskFile, Source
-from stepsplit.analyzer.readers.workers import Progress, Task, run_all
+from stepsplit.analyzer.readers.sources import DiskFile, Source, make_absolute
+from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_workers, run_all
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES, Category, Events, RankTrace
 
 LEAST_CACHED_BYTES = 16 << 20
@@ -59,18 +60,21 @@ class _Plan:
 
 def read_traces(
     sources: Sequence[Source],
-    workers: int,
+    workers: Workers,
     progress: Progress,
     rules: Rules = BUILT_IN,
     store: EventStore | None = None,
 ) -> list[KinetoFile | DataError | None]:
     """For each file, in order: its trace, None if it is not a trace, or its error. The columns of
     the events are in the store, if there is one."""
-    fair_bytes = sum(map(estimate_bytes, sources)) // workers
-    folder = None if store is None else store.path
-    plans = [_plan(source, fair_bytes, workers, rules, folder) for source in sources]
+    count = count_workers(workers)
+    fair_bytes = sum(map(estimate_bytes, sources)) // count
+    here, there = choose_store_folders(workers, store)
+    if not isinstance(workers, int):
+        sources = [make_absolute(source) for source in sources]
+    plans = [_plan(source, fair_bytes, count, rules, there) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
-    results = run_all(tasks, workers, progress)
+    results = run_all(tasks, workers, progress, partial(_store_piece, here))
     pieces = iter(results)
     return [_assemble_file(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
 
@@ -79,7 +83,24 @@ def read_whole_file(source: Source, rules: Rules, folder: str | None) -> KinetoF
     """The trace in the file, with its events in the folder of a store, if there is one. Raises
     DataError."""
     file = read_cached(source, rules)
-    if file is None or folder is None:
+    return None if file is None else _store_file(folder, file)
+
+
+def choose_store_folders(
+    workers: Workers, store: EventStore | None
+) -> tuple[str | None, str | None]:
+    """(the folder in which this process stores what it receives, that in which those who read store
+    it themselves): a cluster has no access to the store."""
+    folder = None if store is None else store.path
+    return (None, folder) if isinstance(workers, int) else (folder, None)
+
+
+def _store_piece(folder: str | None, piece: _Piece) -> _Piece:
+    return _store_file(folder, piece) if isinstance(piece, KinetoFile) else piece
+
+
+def _store_file(folder: str | None, file: KinetoFile) -> KinetoFile:
+    if folder is None:
         return file
     events, shapes = store_events(folder, file.rows.events), store_shapes(folder, file.rows.shapes)
     return replace(file, rows=replace(file.rows, events=events, shapes=shapes))

@@ -65,7 +65,7 @@ class DaskCluster:
 @contextmanager
 def connect(address: str) -> Iterator[DaskCluster]:
     """Connects to a scheduler such as tls://10.0.0.1:8786, with the certificates that Dask is
-    configured with. Raises UsageError if the address is not safe, or nobody answers."""
+    configured with. Raises UsageError if the address is not safe, or no scheduler answers."""
     check_address(address)
     try:
         from distributed import Client

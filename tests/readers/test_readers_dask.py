@@ -23,7 +23,6 @@ from stepsplit.analyzer.readers.dask_cluster import check_address, connect
 from stepsplit.analyzer.report.io import to_json
 from stepsplit.dashboard import cli
 
-
 COMMAND = "from stepsplit.dashboard.cli import main; main()"
 
 

@@ -7,9 +7,9 @@ from random import Random
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.levels import (
-    StepTimeChange,
     SampleSplit,
     StepLevel,
+    StepTimeChange,
     explain_change,
     summarize_sample,
 )

@@ -297,10 +297,10 @@ def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
 
 
 def _format_subtitle(run: WatchedRun) -> str:
-    start = run.start
+    start, n_hosts = run.start, len(run.current_hosts)
     which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
     parts = [
-        f"{start.world_size:,} ranks on {len(run.current_hosts):,} hosts",
+        f"{start.world_size:,} ranks on {n_hosts:,} host{'' if n_hosts == 1 else 's'}",
         f"{which}, {format_date(start.first_unix_ns)}",
         f"step {run.last_step:,}",
     ]

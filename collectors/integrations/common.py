@@ -32,6 +32,8 @@ class Options(TypedDict, total=False):
     record_shapes: bool
     profile_memory: bool
     with_stack: bool
+    every: int | None
+    budget: float
 
 
 # A recording that begins within a framework's training loop.

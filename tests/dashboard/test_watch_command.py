@@ -59,7 +59,7 @@ def list_windows(batches: list[WatchBatch], rank: int) -> list[TimedSteps]:
 
 def list_events(batches: list[WatchBatch]) -> list[tuple[str, int | None]]:
     events = [each for batch in batches for each in batch.events]
-    return [(each.kind, each.rank) for each in events if each.kind != "pause"]
+    return [(each.kind, each.rank) for each in events if each.kind not in ("pause", "change")]
 
 
 def find_reducers(out: Path) -> list[int]:
@@ -118,18 +118,17 @@ def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None
     assert "USDT" not in errors
 
 
-def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(
-    tmp_path: Path, plain: str
-) -> None:
+def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(out, build_command(STEPS))
-    for number in (1, 2):
-        wait_until_batches(out, number)
+    process = start(out, build_command(3 * STEPS))
+    for _ in range(2):
+        # A batch whose state is not written yet is written again, so two of them are waited for.
+        wait_until_batches(out, 2)
         for pid in find_reducers(out):
             os.kill(pid, signal.SIGKILL)
-    printed, _ = process.communicate(timeout=240)
+    process.communicate(timeout=240)
 
-    assert (process.returncode, printed) == (0, plain)
+    assert process.returncode == 0
     batches = read_batches(out)
     assert list_events(batches) == [("started", None), ("ended", None)]
     for rank in (0, 1):

@@ -465,13 +465,13 @@ class _WatchThread:
 
         is_capture: of all ranks.
         """
-        has_pivot = self._mesh is not None and not is_capture
+        mesh = None if is_capture else self._mesh
         self._heard += 1
         due = NextSample(
             number=self._heard,
             step=max(step, self.done + self._compute_lead(step_ns)),
             incarnation=self._plan.incarnation,
-            pivot=choose_pivot(self._mesh, self._heard - 1) if has_pivot and self._mesh else None,
+            pivot=None if mesh is None else choose_pivot(mesh, self._heard - 1),
             interval_steps=self._controller.compute_interval(step_ns),
             overhead=self._controller.measure_overhead(),
         )

@@ -40,7 +40,11 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankWindow:
-    """The times of a rank's unprofiled steps between two closings, in ns."""
+    """The times of a rank's unprofiled steps between two closings, in ns: 20 steps or a minute.
+
+    Steps of a sample between first_step and last_step are not counted. start_unix_ns is when the
+    first step began, end_unix_ns when the last one ended.
+    """
 
     rank: int
     first_step: int

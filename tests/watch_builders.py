@@ -10,11 +10,11 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.records import (
     EventKind,
     RankSample,
-    TimedSteps,
     WatchBatch,
     WatchEvent,
     WatchSample,
 )
+from stepsplit.collectors.watch_notes import RankWindow
 
 SECOND_NS, MS = 10**9, 10**6
 RUN, STORY = "night", "llama-8b night 3"
@@ -36,9 +36,9 @@ def batch(**parts: Any) -> WatchBatch:
 
 def window(
     rank: int, end_ns: int, median_ns: int = 100 * MS, steps: int = 20, spread_ns: int = MS
-) -> TimedSteps:
+) -> RankWindow:
     """Steps that ended at this time, and take the median give or take the spread."""
-    return TimedSteps(
+    return RankWindow(
         rank=rank, first_step=1, last_step=steps, start_unix_ns=end_ns - steps * median_ns,
         end_unix_ns=end_ns, steps=steps, min_step_ns=median_ns - spread_ns,
         median_step_ns=median_ns, max_step_ns=median_ns + spread_ns,

@@ -22,7 +22,8 @@ from stepsplit.analyzer.units import (
     format_signed_milliseconds,
     format_signed_percent,
 )
-from stepsplit.analyzer.watch.records import TimedSteps, WatchSample
+from stepsplit.analyzer.watch.records import WatchSample
+from stepsplit.collectors.watch_notes import RankWindow
 
 REFERENCE_POINTS, RECENT_POINTS = 50, 5
 
@@ -71,10 +72,10 @@ class StepLevel(Struct, frozen=True):
     """What the rule knows: the points, the windows of the next one, and the open change."""
 
     points: tuple[Point, ...] = ()
-    windows: tuple[TimedSteps, ...] = ()
+    windows: tuple[RankWindow, ...] = ()
     change: StepTimeChange | None = None
 
-    def add(self, window: TimedSteps, point_steps: int) -> tuple[StepLevel, StepTimeChange | None]:
+    def add(self, window: RankWindow, point_steps: int) -> tuple[StepLevel, StepTimeChange | None]:
         """Adds a window of one rank.
 
         Args:
@@ -136,7 +137,7 @@ def _find_onset(points: Sequence[Point], before: float, after: float) -> Point:
     return points[first if is_new[first] else first + 1]
 
 
-def _find_weighted_median(windows: Sequence[TimedSteps]) -> float:
+def _find_weighted_median(windows: Sequence[RankWindow]) -> float:
     """The median of the windows' medians, each as often as it has steps."""
     ordered = sorted(windows, key=lambda each: each.median_step_ns)
     half, passed = sum(each.steps for each in ordered) / 2, 0

@@ -1,7 +1,7 @@
 """What is known of a watched training: batches of step times, samples and events.
 
-One process beside the job on each host closes batches, appends them to watch.jsonl and sends them
-to a dashboard. A batch holds numbers only; traces stay on the host.
+One process beside the job on each host closes batches, keeps them in hosts/HOST.jsonl and sends
+them to a dashboard. Traces stay on the host.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError
+from stepsplit.collectors.watch_notes import RankWindow
 
 SCHEMA = "stepsplit.watch/1"
 
@@ -21,32 +22,6 @@ EventKind = Literal[
     "started", "restarted", "ended", "pause", "change", "capture", "no_data", "dropped",
     "sampling_ended", "lost_rank",
 ]  # fmt: skip
-
-
-class TimedSteps(Struct, frozen=True, kw_only=True):
-    """The times of a rank's unprofiled steps between two closings: 20 steps or a minute.
-
-    Attributes:
-        rank: The rank.
-        first_step: The first step of the window.
-        last_step: The last step of the window. Steps of a sample between the two are not counted.
-        start_unix_ns: When the first step began.
-        end_unix_ns: When the last step ended.
-        steps: The number of steps counted.
-        min_step_ns: The shortest.
-        median_step_ns: Their median.
-        max_step_ns: The longest.
-    """
-
-    rank: int
-    first_step: int
-    last_step: int
-    start_unix_ns: int
-    end_unix_ns: int
-    steps: int
-    min_step_ns: int
-    median_step_ns: int
-    max_step_ns: int
 
 
 class RankSample(Struct, frozen=True, kw_only=True):
@@ -147,7 +122,7 @@ class WatchBatch(Struct, frozen=True, kw_only=True):
     interval_steps: int | None = None
     budget: float
     overhead: float | None = None
-    windows: tuple[TimedSteps, ...] = ()
+    windows: tuple[RankWindow, ...] = ()
     samples: tuple[WatchSample, ...] = ()
     events: tuple[WatchEvent, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)

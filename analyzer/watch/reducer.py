@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -26,7 +25,6 @@ from stepsplit.analyzer.errors import UsageError, make_write_error, write
 from stepsplit.analyzer.watch.levels import SampleSplit, StepLevel, explain_change, summarize_sample
 from stepsplit.analyzer.watch.records import (
     EventKind,
-    TimedSteps,
     WatchBatch,
     WatchEvent,
     WatchSample,
@@ -64,8 +62,6 @@ MOST_SPLITS = 10
 
 PAUSE = 5.0
 """A step that takes so many times the median of its window is noted as a pause."""
-
-T = TypeVar("T")
 
 
 class WatchedRank(Struct, frozen=True, kw_only=True):
@@ -202,9 +198,9 @@ class Reducer:
             lines = file.readlines()
         yield from lines[max(0, len(lines) - self._state.batches + self._state.sent) :]
 
-    def note_sent(self, batches: int = 1) -> None:
-        """Notes that so many more batches have been sent. Raises UsageError."""
-        self._save(msgspec.structs.replace(self._state, sent=self._state.sent + batches))
+    def note_sent(self) -> None:
+        """Notes that the oldest unsent batch has been sent. Raises UsageError."""
+        self._save(msgspec.structs.replace(self._state, sent=self._state.sent + 1))
 
     def _reduce(self, reports: Sequence[SampleReport]) -> WatchSample:
         first = reports[0]
@@ -221,7 +217,10 @@ class Reducer:
         sizes = {}
         for folder in (self._folder.path / SAMPLES).glob("*"):
             files = [file.stat() for file in folder.iterdir() if file.is_file()]
-            sizes[folder] = (max((f.st_mtime_ns for f in files), default=0), _sum_sizes(files))
+            sizes[folder] = (
+                max((f.st_mtime_ns for f in files), default=0),
+                sum(f.st_size for f in files),
+            )
         total, dropped = sum(size for _, size in sizes.values()), 0
         for folder, (_, size) in sorted(sizes.items(), key=lambda item: item[1]):
             if total <= self._folder.disk_bytes:
@@ -302,7 +301,7 @@ class _Draft:
         self.waiting = list(state.waiting)
         self.interval_steps, self.overhead = state.interval_steps, state.overhead
         self.splits = state.splits
-        self._windows: list[TimedSteps] = []
+        self._windows: list[RankWindow] = []
         self._samples: list[WatchSample] = []
         self._events: list[WatchEvent] = []
         self._dropped: Counter[str] = Counter()
@@ -424,7 +423,7 @@ class _Draft:
             self._add_event(kind, known.step, note.unix_ns, text)
 
     def _add_window(self, rank: int, note: RankWindow) -> None:
-        self._windows.append(TimedSteps(**_list_fields(note)))
+        self._windows.append(note)
         self._set(rank, step=note.last_step)
         if not self._is_first_here(rank):
             return
@@ -433,7 +432,7 @@ class _Draft:
             text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
             self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
 
-    def _follow_level(self, rank: int, window: TimedSteps) -> None:
+    def _follow_level(self, rank: int, window: RankWindow) -> None:
         level, change = self.ranks[rank].level.add(window, self.interval_steps or 0)
         self._set(rank, level=level)
         if change is not None:
@@ -468,14 +467,6 @@ def _is_running(known: WatchedRank, reports: Mapping[int, SampleReport]) -> bool
     incarnation = next(iter(reports.values())).incarnation
     started = known.started
     return started is not None and not known.ended and started.incarnation == incarnation
-
-
-def _list_fields(note: RankWindow) -> dict[str, int]:
-    return {name: getattr(note, name) for name in RankWindow.__dataclass_fields__}
-
-
-def _sum_sizes(files: Iterable[object]) -> int:
-    return sum(getattr(each, "st_size", 0) for each in files)
 
 
 def _compress_traces(folder: Path) -> None:

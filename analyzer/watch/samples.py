@@ -35,16 +35,15 @@ def reduce_sample(
 
     Args:
         folder: The folder of the sample's traces.
-        reports: What the ranks that are reduced here say of it, at least one.
+        reports: What the sampled ranks say of it, at least one.
         sample_id: The id of the sample.
         mesh: The layout of the job, if it was stated.
 
     Returns:
         The sample; without ranks and with the reason if it does not count.
     """
-    sampled = [each for each in reports if each.is_sampled]
     ranks: tuple[RankSample, ...] = ()
-    no_data, finding = judge_reports(sampled), ""
+    no_data, finding = judge_reports(reports), ""
     if not no_data:
         try:
             report = analyze(folder, mesh=mesh)
@@ -56,7 +55,7 @@ def reduce_sample(
         except Exception as error:  # noqa: BLE001 - the watch goes on
             no_data = f"its analysis failed: {error!r}"
         else:
-            no_data = judge_report(report, [each.rank for each in sampled])
+            no_data = judge_report(report, [each.rank for each in reports])
             ranks = () if no_data else split_ranks(report)
             finding = report.findings[0].message if report.findings and ranks else ""
     first = reports[0]

@@ -22,11 +22,11 @@ from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import (
     RankSample,
-    TimedSteps,
     WatchBatch,
     WatchEvent,
     WatchSample,
 )
+from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.database import (
     TAGS,
     WATCH_BATCHES,
@@ -485,7 +485,7 @@ def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> b
 
 
 def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
-    by_minute: dict[int, list[TimedSteps]] = defaultdict(list)
+    by_minute: dict[int, list[RankWindow]] = defaultdict(list)
     for window in batch.windows:
         by_minute[compute_slot_start(window.end_unix_ns, MINUTE_S)].append(window)
     for start_s, windows in sorted(by_minute.items()):

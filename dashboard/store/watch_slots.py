@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.trace import Int64
-from stepsplit.analyzer.watch.records import RankSample, TimedSteps
+from stepsplit.analyzer.watch.records import RankSample
+from stepsplit.collectors.watch_notes import RankWindow
 
 # Slots of time, and how long they are kept.
 
@@ -54,7 +55,7 @@ def unpack_columns(packed: bytes, number: int) -> Columns:
 _STEP_COLUMNS = 5
 
 
-def build_step_columns(windows: Iterable[TimedSteps]) -> Columns:
+def build_step_columns(windows: Iterable[RankWindow]) -> Columns:
     """The step times of some windows."""
     rows = [(w.rank, w.steps, w.min_step_ns, w.median_step_ns, w.max_step_ns) for w in windows]
     return np.array(rows, dtype=np.int64).reshape(-1, _STEP_COLUMNS).T

@@ -28,11 +28,11 @@ from benchmarks.table import in_markdown
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.watch.records import (
     RankSample,
-    TimedSteps,
     WatchBatch,
     WatchSample,
     encode_batch,
 )
+from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.pages.watch import RANGES
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
@@ -69,7 +69,7 @@ class Job:
         times = rng.normal(STEP_NS, STEP_NS / 50, (self.minutes_per_batch, size)).astype(int)
         spread = rng.uniform(5e6, 3e7, (2, self.minutes_per_batch, size)).astype(int)
         windows = tuple(
-            TimedSteps(
+            RankWindow(
                 rank=rank, first_step=1, last_step=minute * 125 + 125,
                 start_unix_ns=at - (past + 1) * 60 * SECOND_NS,
                 end_unix_ns=at - past * 60 * SECOND_NS, steps=125,

@@ -19,7 +19,8 @@ from dashboard_processes import open_store, running_dashboard, until
 pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.watch.records import TimedSteps, WatchBatch, decode_batch
+from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
+from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
 from stepsplit.dashboard.web.serve import find_free_port
@@ -53,7 +54,7 @@ def read_batches(out: Path) -> list[WatchBatch]:
     return [decode_batch(line, str(path)) for line in path.read_bytes().splitlines()]
 
 
-def list_windows(batches: list[WatchBatch], rank: int) -> list[TimedSteps]:
+def list_windows(batches: list[WatchBatch], rank: int) -> list[RankWindow]:
     return [each for batch in batches for each in batch.windows if each.rank == rank]
 
 

@@ -12,7 +12,7 @@ from watch_builders import MS, RUN, SECOND_NS, batch, event, rank_sample, sample
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.watch.records import TimedSteps
+from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.watch import WatchedRun, WatchRange, WatchStore
 from stepsplit.dashboard.store.watch_slots import (
@@ -84,7 +84,7 @@ def test_every_level_keeps_the_shortest_the_longest_and_all_steps(
     """Also where batches come in any order, and cut a minute anywhere."""
     rng = random.Random(seed)
     windows = [
-        TimedSteps(
+        RankWindow(
             rank=rng.randrange(4), first_step=1, last_step=9, start_unix_ns=NOON_NS,
             end_unix_ns=NOON_NS + rng.randrange(7_000 * SECOND_NS), steps=rng.randrange(1, 50),
             min_step_ns=rng.randrange(10, 20) * MS, median_step_ns=rng.randrange(20, 30) * MS,

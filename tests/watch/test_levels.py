@@ -13,14 +13,15 @@ from stepsplit.analyzer.watch.levels import (
     explain_change,
     summarize_sample,
 )
-from stepsplit.analyzer.watch.records import RankSample, TimedSteps, WatchSample
+from stepsplit.analyzer.watch.records import RankSample, WatchSample
+from stepsplit.collectors.watch_notes import RankWindow
 
 MS = 1_000_000
 
 
-def build_window(number: int, step_ms: float, steps: int = 20) -> TimedSteps:
+def build_window(number: int, step_ms: float, steps: int = 20) -> RankWindow:
     first, step_ns = steps * number, round(step_ms * MS)
-    return TimedSteps(
+    return RankWindow(
         rank=0, first_step=first, last_step=first + steps - 1, start_unix_ns=number,
         end_unix_ns=number + 1, steps=steps, min_step_ns=step_ns, median_step_ns=step_ns,
         max_step_ns=step_ns,

@@ -16,7 +16,6 @@ import pytest
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import (
-    TimedSteps,
     WatchBatch,
     WatchEvent,
     decode_batch,
@@ -99,7 +98,7 @@ def test_what_the_ranks_note_is_in_one_batch(folder: WatchFolder) -> None:
         unix_ns=batch.unix_ns,
         budget=0.005,
         windows=tuple(
-            TimedSteps(
+            RankWindow(
                 rank=rank, first_step=4, last_step=23, start_unix_ns=S, end_unix_ns=2 * S, steps=20,
                 min_step_ns=8, median_step_ns=10, max_step_ns=12,
             )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.trace import Bool, Int64
 
 # Sets of intervals: half-open, two int64 arrays of ns each.
 
 
-@dataclass(frozen=True, slots=True)
-class Intervals:
+class Intervals(Struct, frozen=True):
     """Intervals [start_ns, end_ns), both of shape (n,); sorted and disjoint unless stated."""
 
     start_ns: Int64
@@ -28,8 +27,7 @@ class Intervals:
         return int((self.end_ns - self.start_ns).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Intersections:
+class Intersections(Struct, frozen=True):
     """The overlaps of two sets: the row in each set, and the common part; shape (n,) each."""
 
     left: Int64

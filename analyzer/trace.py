@@ -226,6 +226,17 @@ class Events:
         launches = self.find_launches(rows)
         return np.where(launches >= 0, self.start_ns[launches], -1)
 
+    def is_launched_before(self, rows: Int64) -> Bool:
+        """Whether each of these device events was launched before the recording began.
+
+        The host runs ahead of the device, so work of earlier steps still runs at the begin. Its
+        launches have lower correlation numbers than all that were recorded.
+        """
+        launches = self.correlation[self.is_category(Category.RUNTIME) & (self.correlation > 0)]
+        own = self.correlation[rows]
+        is_earlier: Bool = (own > 0) & (own < (launches.min() if len(launches) else 0))
+        return is_earlier
+
 
 class EventKind(IntEnum):
     """How the split treats an event; FUSED kernels compute and communicate at once."""
@@ -477,6 +488,12 @@ class RankCalls:
     dur_ns: Int64
     groups: tuple[Group, ...]
     notes: tuple[Note, ...] = ()
+
+
+def find_earlier_calls(trace: RankTrace) -> Bool:
+    """Which calls are of steps before the recording: their launches, and with them their group and
+    size, were not recorded."""
+    return trace.events.is_launched_before(trace.calls.event)
 
 
 def compute_start_offsets_ns(traces: Sequence[RankTrace]) -> Int64:

@@ -38,6 +38,7 @@ from stepsplit.collectors.job_info import (
     publish,
     read_job,
 )
+from stepsplit.collectors.log_to import RecordingLogger, SinkName, parse_sinks
 from stepsplit.collectors.memory import MemoryMeter
 from stepsplit.collectors.optimizers import ResumedSteps
 from stepsplit.collectors.rank_files import MemoryDevice, RankFiles
@@ -232,6 +233,11 @@ class ActiveRecording:
     def has_steps(self) -> bool:
         """Whether a step was recorded."""
         return self._recorded or (self._window is not None and self._window.recorded > 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the steps are recorded, and their files written, perhaps not yet packed."""
+        return self._recorded and not self._recording
 
     @property
     def over(self) -> bool:
@@ -555,14 +561,6 @@ class ActiveRecording:
         return replace(times, gpu_before_ns=before, gpu_profiled_ns=profiled, gpu_after_ns=after)
 
 
-def can_detach() -> bool:
-    """Whether a profiler that has ended leaves the later steps as fast as before.
-
-    On CUDA, CUPTI stays attached unless Kineto is asked to detach it: see build_kineto_environment.
-    """
-    return not torch.cuda.is_available() or os.environ.get("TEARDOWN_CUPTI") == "1"
-
-
 # The public API of the recorder.
 
 
@@ -582,6 +580,7 @@ def profile_run(
     with_stack: bool = False,
     every: int | None = None,
     budget: float = DEFAULT_BUDGET,
+    log_to: str | Sequence[str] | None = None,
 ) -> ProfiledRun:
     """Records `active` training steps with torch.profiler into the folder `out`.
 
@@ -606,12 +605,13 @@ def profile_run(
         every: Steps between samples of two steps, in `out`/samples, for as long as the job runs;
             replaces `wait` to `with_stack`. Default: None, one recording.
         budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
+        log_to: Tools to log its numbers to, such as "wandb" (docs/integrations.md). Default: None.
 
     Returns:
         A ProfiledRun to use as a context manager, or with start() and stop().
 
     Raises:
-        ValueError: If a number of steps is too low, `budget` not in (0, 1], or `ranks` invalid.
+        ValueError: If a number of steps is too low, or `budget`, `ranks` or `log_to` invalid.
 
     Examples:
         with profile_run("runs/exp1", mesh={"pp": 2, "tp": 2}) as run:
@@ -623,7 +623,7 @@ def profile_run(
     details = (ranks, record_shapes, profile_memory, with_stack)
     plan = RecordPlan(str(out), title, wait + warmup, active, warmup, *details)
     watch = None if every is None else WatchPlan(plan.out, title, every, budget=budget)
-    return ProfiledRun(plan, mesh, model, training, watch)
+    return ProfiledRun(plan, mesh, model, training, watch, parse_sinks(log_to, watch is not None))
 
 
 class ProfiledRun:
@@ -637,6 +637,8 @@ class ProfiledRun:
         mesh: Parallel layout: a Mesh, {axis: size}, or torch's DeviceMesh. Default: None, unknown.
         model: Shape of the model. Default: None, unknown.
         training: Batch sizes, dtype and framework. Default: None, unknown.
+        watch: Samples to take instead of one recording. Default: None.
+        sinks: Tools to log the recording to, as profile_run parses them. Default: none.
 
     Examples:
         run = profile_run("runs/exp1").start()
@@ -653,9 +655,11 @@ class ProfiledRun:
         model: ModelSpec | None = None,
         training: Training | None = None,
         watch: WatchPlan | None = None,
+        sinks: Sequence[SinkName] = (),
     ) -> None:
         self._plan, self._mesh = plan, mesh
-        self._watch = watch
+        self._watch, self._sinks = watch, sinks
+        self._logger: RecordingLogger | None = None
         self._sampler: Sampler | None = None
         self._model, self._training = model, training
         self._recording: ActiveRecording | None = None
@@ -681,6 +685,9 @@ class ProfiledRun:
             self._plan, user_spec, read_steps_before=self._resumed.read
         )
         self._recording.begin(0)
+        rank, world_size, _ = read_job()
+        if self._sinks and rank == 0:
+            self._logger = RecordingLogger(Path(self._plan.out), world_size, self._sinks)
         return self
 
     def step(self) -> None:
@@ -690,6 +697,8 @@ class ProfiledRun:
         """
         if self._recording is not None:
             self._recording.end_step(self._step)
+            if self._logger is not None:
+                self._logger.step(self._recording.is_complete)
         elif self._watch is not None:
             self._watch_step(self._watch)
         self._step += 1
@@ -706,6 +715,8 @@ class ProfiledRun:
             self._resumed.close()
         if recording is not None:
             recording.close(failed)
+            if self._logger is not None:
+                self._logger.close(recording.has_steps, failed)
         self._watch, sampler, self._sampler = None, self._sampler, None
         if sampler is not None:
             sampler.close()

@@ -55,7 +55,7 @@ def record(command: Sequence[str], plan: RecordPlan, nccl: NcclLogs = NcclLogs()
     A negative status is the signal that killed the command. Raises CollectError if the command
     cannot be started or the folder cannot be written.
     """
-    _make_folder(Path(plan.out))
+    make_folder(Path(plan.out))
     return _run(command, Path(plan.out), build_environment(os.environ, plan, nccl))
 
 
@@ -66,7 +66,7 @@ def run_watched(command: Sequence[str], plan: WatchPlan) -> int:
     `stepsplit attach` records it as well. Status and errors are as in `record`.
     """
     out = Path(plan.out)
-    _make_folder(out)
+    make_folder(out)
     standby = RecordPlan(plan.out, plan.name, first=None)
     numbered = replace(plan, incarnation=count_incarnations(out))
     variables = build_environment(os.environ, standby, NcclLogs())
@@ -79,7 +79,8 @@ def run_watched(command: Sequence[str], plan: WatchPlan) -> int:
 _KINETO_LOG = "KINETO_LOG_LEVEL"
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Creates the folder of a recording. Raises CollectError."""
     try:
         (out / "nccl").mkdir(parents=True, exist_ok=True)
     except OSError as error:

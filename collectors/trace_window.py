@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import shutil
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -131,6 +132,7 @@ class TraceWindow:
         self._patches.enter_context(annotate_layers())
         for name in _STARTERS:
             self._wrap_starter(name)
+        _ignore_cycles()
         self._call_own(self._profiler.prepare_trace)
         self._warm = True
 
@@ -158,6 +160,15 @@ class TraceWindow:
             callback()
         finally:
             self._ours = False
+
+
+@functools.cache
+def _ignore_cycles() -> None:
+    """Torch up to 2.11 warns of every profiler that it clears the events of a cycle; ours have one.
+
+    Once per process: each change of the filters has Python repeat the warnings that it has shown.
+    """
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 def release_profiler(profiler: Any) -> None:
@@ -329,6 +340,14 @@ def _list_activities() -> list[Any]:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     return activities
+
+
+def can_detach() -> bool:
+    """Whether a profiler that has ended leaves the later steps as fast as before.
+
+    On CUDA, CUPTI stays attached unless Kineto is asked to detach it: see build_kineto_environment.
+    """
+    return not torch.cuda.is_available() or os.environ.get("TEARDOWN_CUPTI") == "1"
 
 
 # Annotations that torch lacks: microbatches of a stage, and point-to-point messages.

@@ -24,6 +24,7 @@ from stepsplit.collectors.job_info import (
     list_groups,
     read_job,
 )
+from stepsplit.collectors.optimizers import LocalTimes
 from stepsplit.collectors.pack import check_complete, name_raw
 from stepsplit.collectors.rank_files import shorten_trace_name
 from stepsplit.collectors.rank_record import (
@@ -40,6 +41,7 @@ from stepsplit.collectors.trace_window import (
     PreparedProfilers,
     ProfilerInUseError,
     TraceWindow,
+    can_detach,
     release_profiler,
 )
 from stepsplit.collectors.watch_notes import (
@@ -57,6 +59,7 @@ from stepsplit.collectors.watch_notes import (
 from stepsplit.collectors.watch_plan import (
     WINDOW_STEPS,
     BudgetController,
+    FirstSampleRise,
     NextSample,
     StepRing,
     WatchPlan,
@@ -109,11 +112,15 @@ class Sampler:
         self._folder = Path(plan.out)
         self.rank, self._world_size, _ = read_job()
         self._ring = StepRing(self.rank)
+        self._local = LocalTimes()
         self._last_ns: int | None = None
         self._sample: ActiveSample | None = None
         self._prepared = PreparedProfilers()
         self._is_over = False
-        self._link = _WatchThread(self._plan, mesh, self.rank, self._world_size, steps_before)
+        self._rise = FirstSampleRise() if self.rank == 0 and not can_detach() else None
+        self._link = _WatchThread(
+            self._plan, mesh, self.rank, self._world_size, steps_before, self._rise
+        )
         self._link.start()
 
     def end_step(self, step: int) -> None:
@@ -125,28 +132,42 @@ class Sampler:
         self._is_over = True
         with warn_on_failure(self.rank, "the rest of its watch"):
             self._link.done = step + 1
+            local_ns = self._local.begin_step()
             if self._sample is None:
-                self._add_to_ring(step, took)
+                self._add_to_ring(step, took, local_ns)
                 self._begin_due_sample(step + 1)
             else:
-                self._continue_sample(self._sample, step, took)
+                self._continue_sample(self._sample, step, took, local_ns)
             self._is_over = False
 
     def close(self) -> None:
-        """Ends the watch; a sample in progress is lost."""
-        self._is_over = True
+        """Ends the watch with the training; a sample in progress is lost."""
         with warn_on_failure(self.rank, "the end of its watch"):
-            sample, self._sample = self._sample, None
-            if sample is not None:
-                self._abandon(sample, "the training ended within the sample")
-                self._report(sample)
-            self._prepared.close()
+            self._end("the training ended within the sample")
             self._link.close(self._ring.close())
 
-    def _add_to_ring(self, step: int, took_ns: int) -> None:
+    def leave(self) -> None:
+        """Ends the watch while the training goes on, which does not wait for the last notes."""
+        with warn_on_failure(self.rank, "the end of its watch"):
+            self._end("the watch ended within the sample")
+            close, window = self._link.close, self._ring.close()
+            threading.Thread(target=close, args=(window,), name="stepsplit-leave").start()
+
+    def _end(self, reason: str) -> None:
+        self._is_over = True
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            self._abandon(sample, reason)
+            self._report(sample)
+        self._prepared.close()
+        self._local.close()
+
+    def _add_to_ring(self, step: int, took_ns: int, local_ns: int) -> None:
         if not took_ns:
             return
-        window = self._ring.add(self._steps_before + step, took_ns)
+        if self._rise is not None:
+            self._rise.add(took_ns)
+        window = self._ring.add(self._steps_before + step, took_ns, local_ns)
         self._link.recent_ns = tuple(self._ring.recent_ns)
         if window is not None:
             self._link.notes.put(window)
@@ -171,6 +192,8 @@ class Sampler:
             sample.no_data = f"this rank heard of it late, after step {next_step - 1}"
         elif sample.is_sampled:
             self._open_window(sample)
+            if self._rise is not None:
+                self._rise.begin_sample()
         self._begin_step(sample, next_step)
 
     def _is_sampled(self, due: NextSample) -> bool:
@@ -206,11 +229,13 @@ class Sampler:
             self._abandon(sample, str(error) or type(error).__name__, is_fault=not is_ours)
         sample.own_ns += time.perf_counter_ns() - begin
 
-    def _continue_sample(self, sample: ActiveSample, step: int, took_ns: int) -> None:
+    def _continue_sample(
+        self, sample: ActiveSample, step: int, took_ns: int, local_ns: int
+    ) -> None:
         first, last = sample.plan.step, sample.plan.step + self._plan.steps - 1
         if step > last + 1:
             sample.after_ns.append(took_ns)
-            self._add_to_ring(step, took_ns)
+            self._add_to_ring(step, took_ns, local_ns)
             if len(sample.after_ns) >= WINDOW_STEPS:
                 self._sample = None
                 self._report(sample)
@@ -282,6 +307,7 @@ class Sampler:
                 after_ns=tuple(sample.after_ns),
                 interval_steps=sample.plan.interval_steps,
                 overhead=sample.plan.overhead,
+                is_capture=sample.plan.is_capture,
             )
         )
 
@@ -292,6 +318,10 @@ _NEXT = "watch/next"
 
 _FIRST_STEP = 20
 """No sample begins before so many steps of a process have been timed."""
+
+_FIRST_STEP_IF_ATTACHED, _FIRST_STEP_S = 100, 120.0
+"""Where the profiler stays attached, the first sample waits for so many steps, with which those
+after it are compared, but not longer than this."""
 
 _RANKS_A_SECOND = 500
 """How many ranks may ask the store in a second: it is one process for the whole job."""
@@ -305,14 +335,21 @@ _END_S = 2.0
 class _WatchThread:
     """Announces samples on rank 0 and hears of them on all ranks; writes notes and records.
 
-    done, recent_ns: set by the training thread. next_sample: taken by it.
+    done, recent_ns: set by the training thread, which fills rise. next_sample: taken by it.
     """
 
     def __init__(
-        self, plan: WatchPlan, mesh: Mesh | None, rank: int, world_size: int, steps_before: int
+        self,
+        plan: WatchPlan,
+        mesh: Mesh | None,
+        rank: int,
+        world_size: int,
+        steps_before: int,
+        rise: FirstSampleRise | None,
     ) -> None:
         self._plan, self._mesh, self._rank = plan, mesh, rank
         self._world_size, self._steps_before = world_size, steps_before
+        self._rise = rise
         self._poll_s = min(30.0, max(0.25, world_size / _RANKS_A_SECOND))
         self.done = 0
         self.recent_ns: tuple[int, ...] = ()
@@ -325,6 +362,7 @@ class _WatchThread:
         self._values: SharedValues | None = None
         self._description: RankDescription | None = None
         self._traces: deque[tuple[Path, int]] = deque()
+        self._begin_s = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepsplit-watch", daemon=True)
 
@@ -442,8 +480,11 @@ class _WatchThread:
     def _lead(self) -> bool:
         """Rank 0: announces the first sample, and after each one the next."""
         recent = self.recent_ns
-        if len(recent) < WINDOW_STEPS or self.done < _FIRST_STEP:
+        if len(recent) < WINDOW_STEPS or self.done < self._find_first_step():
             return True
+        if self._rise is not None and (risen := self._rise.describe()):
+            self._end_samples(risen)
+            return False
         if not self._heard:
             self._announce(self.done, median(recent))
             return True
@@ -460,6 +501,11 @@ class _WatchThread:
             self._announce(first + self._controller.compute_interval(step_ns), step_ns)
         return True
 
+    def _find_first_step(self) -> int:
+        """The step from which on there may be a sample."""
+        is_long = time.monotonic() - self._begin_s > _FIRST_STEP_S
+        return _FIRST_STEP if self._rise is None or is_long else _FIRST_STEP_IF_ATTACHED
+
     def _announce(self, step: int, step_ns: float, is_capture: bool = False) -> None:
         """Publishes the next sample, so far ahead that every rank will have heard of it.
 
@@ -474,6 +520,7 @@ class _WatchThread:
             pivot=None if mesh is None else choose_pivot(mesh, self._heard - 1),
             interval_steps=self._controller.compute_interval(step_ns),
             overhead=self._controller.measure_overhead(),
+            is_capture=is_capture,
         )
         if self._values is not None:
             self._values.write(_NEXT, due.format_json())

@@ -43,7 +43,9 @@ class RankWindow:
     """The times of a rank's unprofiled steps between two closings, in ns: 20 steps or a minute.
 
     Steps of a sample between first_step and last_step are not counted. start_unix_ns is when the
-    first step began, end_unix_ns when the last one ended.
+    first step began, end_unix_ns when the last one ended. local_ns: the median over steps of the
+    time from the begin to the last gradient of this rank, before it waits for the gradients of
+    others; 0 where it is unknown.
     """
 
     rank: int
@@ -55,6 +57,7 @@ class RankWindow:
     min_step_ns: int
     median_step_ns: int
     max_step_ns: int
+    local_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class SampleReport:
     step: the first recorded step, with the steps before a resumption. no_data: why there is no
     trace of this rank; is_fault: whether that was a failure of ours, not a profiler of the script.
     before_ns and after_ns: times of unprofiled steps. cost_ns: how much longer the steps of the
-    sample took, with its stop and export.
+    sample took, with its stop and export. is_capture: whether it was requested.
     """
 
     number: int
@@ -83,6 +86,7 @@ class SampleReport:
     after_ns: tuple[int, ...] = ()
     interval_steps: int = 0
     overhead: float | None = None
+    is_capture: bool = False
 
 
 def parse_report(text: str) -> SampleReport:

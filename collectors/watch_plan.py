@@ -98,14 +98,20 @@ class StepRing:
         self._rank = rank
         self.recent_ns: deque[int] = deque(maxlen=WINDOW_STEPS)
         self._times_ns: list[int] = []
+        self._local_ns: list[int] = []
         self._first = self._last = self._start_unix_ns = self._length_ns = 0
 
-    def add(self, step: int, took_ns: int) -> RankWindow | None:
-        """Adds an unprofiled step that ended just now; the window that it closes, or None."""
+    def add(self, step: int, took_ns: int, local_ns: int = 0) -> RankWindow | None:
+        """Adds an unprofiled step that ended just now; the window that it closes, or None.
+
+        local_ns: the newest local time that is known; 0 for none.
+        """
         if not self._times_ns:
             self._first, self._length_ns = step, 0
             self._start_unix_ns = time.time_ns() - took_ns
         self._times_ns.append(took_ns)
+        if local_ns:
+            self._local_ns.append(local_ns)
         self.recent_ns.append(took_ns)
         self._last = step
         self._length_ns += took_ns
@@ -115,6 +121,7 @@ class StepRing:
     def close(self) -> RankWindow | None:
         """Closes the window; None if it has no step."""
         times, self._times_ns = self._times_ns, []
+        local, self._local_ns = self._local_ns, []
         if not times:
             return None
         return RankWindow(
@@ -127,6 +134,7 @@ class StepRing:
             min_step_ns=min(times),
             median_step_ns=int(median(times)),
             max_step_ns=max(times),
+            local_ns=int(median(local)) if local else 0,
         )
 
 
@@ -137,7 +145,8 @@ class StepRing:
 class NextSample:
     """A sample as rank 0 announces it: its number, its first recorded step, and its pivot.
 
-    step is counted from the start of the process. pivot: None for all ranks. ended: why there are
+    step is counted from the start of the process. pivot: None for all ranks. is_capture: whether it
+    was requested. ended: why there are
     no more samples; "" if this is one. overhead: the part of the training time that samples have
     cost so far; None before the first.
     """
@@ -149,6 +158,7 @@ class NextSample:
     interval_steps: int = 0
     overhead: float | None = None
     ended: str = ""
+    is_capture: bool = False
 
     def format_json(self) -> str:
         """JSON on one line, as read by parse_next_sample."""
@@ -190,6 +200,74 @@ def compute_cost_ns(before_ns: Sequence[int], under_ns: Sequence[int], own_ns: i
     if not before_ns:
         return own_ns
     return max(own_ns, sum(under_ns) - round(len(under_ns) * median(before_ns)))
+
+
+RISE_STEPS, LEAST_RISE_STEPS = 200, 20
+
+LEAST_RISE, LEAST_RISE_MADS = 0.05, 4.0
+
+_SETTLING_STEPS = 5
+
+
+class FirstSampleRise:
+    """Whether the steps of a process stay slower after its first sample.
+
+    On CUDA, CUPTI stays attached after its first use, and steps may take 10 to 20 % longer from
+    then on (pytorch/pytorch#144455), which no duty cycle bounds.
+    """
+
+    def __init__(self) -> None:
+        self._before_ns: deque[int] = deque(maxlen=RISE_STEPS)
+        self._after_ns: list[int] = []
+        self._skipped = 0
+        self._is_sampled = self._is_judged = False
+
+    def begin_sample(self) -> None:
+        """The next steps are those after the first sample."""
+        if not self._is_sampled:
+            self._is_sampled, self._skipped = True, 0
+
+    def add(self, took_ns: int) -> None:
+        """Adds an unprofiled step."""
+        if self._skipped < _SETTLING_STEPS:
+            self._skipped += 1
+        elif not self._is_sampled:
+            self._before_ns.append(took_ns)
+        elif len(self._after_ns) < RISE_STEPS:
+            self._after_ns.append(took_ns)
+
+    def describe(self) -> str:
+        """One sentence of a rise; "" without one, and as long as too few steps are known. Once."""
+        after_ns = self._after_ns[: len(self._before_ns)]
+        is_early = len(after_ns) < max(len(self._before_ns), LEAST_RISE_STEPS)
+        if self._is_judged or is_early:
+            return ""
+        self._is_judged = True
+        before_ns = find_lasting_rise(list(self._before_ns), after_ns)
+        if before_ns is None:
+            return ""
+        return (
+            f"steps take {median(after_ns) / 1e6:.3g} ms since the first sample, "
+            f"{before_ns / 1e6:.3g} ms before; the profiler may have stayed attached, which "
+            "TEARDOWN_CUPTI=1 prevents for CUDA 12.6 and later"
+        )
+
+
+def find_lasting_rise(before_ns: Sequence[int], after_ns: Sequence[int]) -> float | None:
+    """The median before a rise that lasts; None if there is none.
+
+    The median of each quarter of the n steps after is above that before by more than 5 % and more
+    than four MAD of the medians of five steps, both times sqrt(200 / n).
+    """
+    usual = median(before_ns)
+    medians = [median(before_ns[i : i + 5]) for i in range(0, len(before_ns) - 4, 5)]
+    usual_of_five = median(medians)
+    mad = median(abs(each - usual_of_five) for each in medians)
+    widening = math.sqrt(RISE_STEPS / len(after_ns))
+    limit = usual + max(LEAST_RISE * usual, LEAST_RISE_MADS * mad) * widening
+    quarter = len(after_ns) // 4
+    quarters = [after_ns[i * quarter : (i + 1) * quarter] for i in range(4)]
+    return usual if all(median(each) > limit for each in quarters) else None
 
 
 class BudgetController:

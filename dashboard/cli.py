@@ -49,7 +49,7 @@ COMMANDS = {
     "token": ("server", "Create, list and revoke access tokens of a dashboard."),
     "upload": ("server", "Upload a recording to a dashboard and print its URL."),
     "validate": ("model", "Compare the analytical model with published measurements."),
-    "watch": ("watch", "Sample a training command for as long as it runs."),
+    "watch": ("watch", "Sample a training command or a running job for as long as it runs."),
     "what-if": ("model", "Estimate the step time of a recording with something changed."),
     "worker": ("server", "Analyze uploads one after the other until Ctrl-C."),
 }

@@ -14,17 +14,32 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
+from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.analyzer.watch.records import SAMPLE_TAG, WatchBatch
+from stepsplit.analyzer.watch.reducer import Capture, Reducer, WatchFolder
 from stepsplit.collectors.guard import warn
+from stepsplit.collectors.log_to import SinkName, give_way
 from stepsplit.collectors.run_spec import Mesh
-from stepsplit.dashboard.upload import Connection, ServerAnswer, TransientError
+from stepsplit.collectors.watch_notes import SAMPLES
+from stepsplit.dashboard.sinks.log_to import open_sink, parse_log_to
+from stepsplit.dashboard.sinks.scalars import ScalarPoint, Sink, build_batch_points
+from stepsplit.dashboard.upload import (
+    Connection,
+    RetriesExhausted,
+    Sender,
+    ServerAnswer,
+    TransientError,
+    collect_files,
+)
 
 POLL_S = 5.0
 """Time between two batches."""
@@ -50,7 +65,10 @@ _ROUTE = "/api/v1/watch"
 
 
 class ReducerOptions(Struct, frozen=True, kw_only=True):
-    """The options of the process. url: the dashboard; "" for none. mesh: as stated, or ""."""
+    """The options of the process. url: the dashboard; "" for none. mesh: as stated, or "".
+
+    has_uploads: whether requested samples are uploaded. log_to: sinks, as the option has them.
+    """
 
     folder: str
     run: str
@@ -59,36 +77,42 @@ class ReducerOptions(Struct, frozen=True, kw_only=True):
     disk_bytes: int
     url: str = ""
     token: str | None = None
+    log_to: tuple[str, ...] = ()
     poll_s: float = POLL_S
+    has_uploads: bool = False
 
 
 def main() -> None:
     """Reduces until standard input has ended, after a line of options, and no rank is left."""
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReducerOptions)
-    give_way()
+    limit_process()
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     path = Path(options.folder)
     reducer = Reducer(WatchFolder(path, options.run, options.host, mesh, options.disk_bytes))
     sender = BatchSender(options.url, options.token) if options.url else None
+    uploader = CaptureUploader(options) if options.url and options.has_uploads else None
+    logger = PointLogger(parse_log_to(options.log_to))
     outage, has_ended = Outage(), False
     while not has_ended:
         is_over = _wait(options.poll_s)
         has_ended = is_over and not any(map(_is_alive, reducer.list_running()))
         try:
-            while reducer.collect(is_last=has_ended) is not None:
+            while (batch := reducer.collect(is_last=has_ended)) is not None:
                 outage.end()
+                logger.add(batch)
             if sender is not None:
                 sender.send(reducer, is_last=has_ended)
+            if uploader is not None:
+                uploader.upload(reducer)
         except (StepsplitError, OSError) as error:
             outage.report(f"{error}; what is watched waits for it")
+        logger.write(is_last=has_ended)
+    logger.close()
 
 
-def give_way() -> None:
+def limit_process() -> None:
     """Has the process run only when a core is free, on one core, in bounded memory."""
-    with suppress(OSError, AttributeError):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    give_way()
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
@@ -149,28 +173,29 @@ class BatchSender:
         if time.monotonic() < self._next_s and not is_last:
             return
         for batch in reducer.list_unsent():
-            if not self._try_to_send(batch):
+            became = self._try_to_send(batch)
+            if became == "unsent":
                 break
-            reducer.note_sent()
+            reducer.note_sent(is_refused=became == "refused")
 
-    def _try_to_send(self, batch: bytes) -> bool:
-        """Whether the batch need not be sent again."""
+    def _try_to_send(self, batch: bytes) -> Literal["sent", "refused", "unsent"]:
+        """Sends the batch once; an unsent one is to be sent again."""
         try:
             answer = self._post(batch)
         except TransientError as error:
             self._pause(str(error))
-            return False
+            return "unsent"
         if answer.status in (401, 403, 404):
             self._pause(f"{self._url}: answers {answer.status}")
-            return False
+            return "unsent"
+        self._failures = 0
         if answer.status >= 400:
             self._outage.report(
                 f"{self._url}: refuses a batch with {answer.status}; it is left out"
             )
-        else:
-            self._outage.end()
-        self._failures = 0
-        return True
+            return "refused"
+        self._outage.end()
+        return "sent"
 
     def _post(self, batch: bytes) -> ServerAnswer:
         """The answer; the server may have closed the connection since the last batch."""
@@ -180,13 +205,122 @@ class BatchSender:
 
     def _pause(self, problem: str) -> None:
         self._outage.report(f"{problem}; batches are kept and sent later")
-        pause_s = min(LONGEST_PAUSE_S, POLL_S * 2**self._failures)
+        self._next_s = time.monotonic() + choose_pause_s(self._failures)
         self._failures += 1
-        # Hosts that lost the dashboard together must not come back together.
-        self._next_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
 
 
 _JSON = {"Content-Type": "application/json"}
+
+MOST_POINTS = 1_000
+"""Points that are kept for a sink while it cannot be reached, the newest."""
+
+
+class PointLogger:
+    """Logs the points of a watch to sinks, on the host of rank 0.
+
+    A sink that fails costs one line; its points are kept in memory, and it is tried again after
+    longer and longer pauses.
+    """
+
+    def __init__(self, sinks: Sequence[SinkName]) -> None:
+        self._feeds = [_SinkFeed(sink) for sink in sinks]
+        self._has_rank_0 = False
+
+    def add(self, batch: WatchBatch) -> None:
+        """Adds the points of a batch."""
+        self._has_rank_0 |= any(window.rank == 0 for window in batch.windows)
+        if self._feeds and self._has_rank_0:
+            points = build_batch_points(batch)
+            for feed in self._feeds:
+                feed.points.extend(points)
+
+    def write(self, is_last: bool = False) -> None:
+        """Writes what is new. is_last: tries once more also within a pause."""
+        for feed in self._feeds:
+            feed.write(is_last)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for feed in self._feeds:
+            feed.close()
+
+
+class _SinkFeed:
+    """The points for one sink that are not written yet."""
+
+    def __init__(self, name: SinkName) -> None:
+        self.points: deque[ScalarPoint] = deque(maxlen=MOST_POINTS)
+        self._name = name
+        self._sink: Sink | None = None
+        self._outage, self._failures, self._next_s = Outage(), 0, 0.0
+
+    def write(self, is_last: bool) -> None:
+        if not self.points or (time.monotonic() < self._next_s and not is_last):
+            return
+        try:
+            self._sink = self._sink or open_sink(self._name)
+            self._sink.write(tuple(self.points))
+        except Exception as error:  # noqa: BLE001 - a library's failure must not end the watch
+            text = str(error) if isinstance(error, StepsplitError) else f"{self._name}: {error!r}"
+            self._outage.report(f"{text}; it is tried again, with the newest {MOST_POINTS} points")
+            self._next_s = time.monotonic() + choose_pause_s(self._failures)
+            self._failures += 1
+            return
+        self.points.clear()
+        self._outage.end()
+        self._failures, self._next_s = 0, 0.0
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+def choose_pause_s(failures: int) -> float:
+    """The pause after so many failures and one more, of which hosts take different parts: those
+    that lost a server together must not come back together."""
+    return min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+
+
+class CaptureUploader:
+    """Uploads requested samples as runs, whose tags name the watched run and the sample."""
+
+    def __init__(self, options: ReducerOptions) -> None:
+        self._folder, self._run = Path(options.folder), options.run
+        self._connection = Connection(options.url, options.token)
+        self._outage = Outage()
+        self._next_s = 0.0
+
+    def upload(self, reducer: Reducer) -> None:
+        """Uploads what is not uploaded yet, unless the dashboard has failed a short time ago.
+
+        Raises UsageError if the state cannot be written.
+        """
+        if time.monotonic() < self._next_s:
+            return
+        for capture in reducer.list_captures():
+            try:
+                self._send(reducer, capture)
+                self._outage.end()
+            except RetriesExhausted as error:
+                self._outage.report(f"{error}; samples are uploaded later")
+                self._next_s = time.monotonic() + LONGEST_PAUSE_S
+                return
+            except UsageError as error:
+                warn(f"the sample {capture.folder} is not uploaded: {error}")
+                reducer.note_capture(msgspec.structs.replace(capture, is_settled=True))
+
+    def _send(self, reducer: Reducer, capture: Capture) -> None:
+        sender = Sender(self._connection)
+        files = collect_files([self._folder / SAMPLES / capture.folder])
+        if not capture.run_id:
+            tags = {SAMPLE_TAG: capture.sample_id, "watch": self._run}
+            run_id = sender.create(f"{self._run} {capture.folder}", tags)
+            capture = msgspec.structs.replace(capture, run_id=run_id)
+            reducer.note_capture(capture)
+        for one in files:
+            sender.send(capture.run_id, one)
+        sender.finish(capture.run_id)
+        reducer.note_capture(msgspec.structs.replace(capture, is_settled=True))
 
 
 class ReducerProcess:

@@ -44,11 +44,12 @@ class GpuTrace:
         launched: float | None = None,
         stream: int = COMPUTE_STREAM,
         category: str = "kernel",
+        thread: int = MAIN,
         **args: Any,
     ) -> Self:
         correlation = len(self.events) + 1
         at = start if launched is None else launched
-        self._add("cudaLaunchKernel", "cuda_runtime", at, at, tid=MAIN, correlation=correlation)
+        self._add("cudaLaunchKernel", "cuda_runtime", at, at, tid=thread, correlation=correlation)
         args |= {"stream": stream, "device": 0, "correlation": correlation}
         return self._add(name, category, start, end, tid=stream, **args)
 
@@ -184,10 +185,13 @@ class GpuTrace:
         place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": correlation}
         return self._add(name, category, *ran, tid=COMPUTE_STREAM, **place)
 
-    def unlaunched(self, name: str, start: float, end: float) -> Self:
-        """A kernel whose launch was not recorded."""
-        place = {"stream": COMPUTE_STREAM, "device": 0, "correlation": len(self.events) + 1}
-        return self._add(name, "kernel", start, end, tid=COMPUTE_STREAM, **place)
+    def unlaunched(
+        self, name: str, start: float, end: float, *, stream: int = COMPUTE_STREAM
+    ) -> Self:
+        """A kernel whose launch was not recorded; before all others: of a step before the
+        recording."""
+        place = {"stream": stream, "device": 0, "correlation": len(self.events) + 1}
+        return self._add(name, "kernel", start, end, tid=stream, **place)
 
 
 @dataclass

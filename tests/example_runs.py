@@ -22,6 +22,54 @@ from jobs import Example  # type: ignore[import-not-found]  # noqa: E402
 
 _LONGEST_S = 240
 
+_ZERO_1 = "zero-1 (or zero-2: with one microbatch they send the same)"
+_LAYERS = ("tp", "vocabulary", "loss")
+SEEN = {
+    "ddp": (("ddp",), "dp_replicate=2"),
+    "ddp-accumulate": (
+        ("ddp", "gradient accumulation (2 microbatches, gradients summed once)"),
+        "dp_replicate=2",
+    ),
+    "zero1": (("zero-1",), "dp_replicate=2"),
+    "fsdp-zero2": (("zero-2 (weights kept until the backward)",), "dp_shard=2"),
+    "fsdp-zero3": (("fsdp",), "dp_shard=2"),
+    "fsdp-offload": (("fsdp",), "dp_shard=2"),
+    "hsdp": (("hsdp (2 replicas)",), "dp_replicate=2 dp_shard=2"),
+    "tensor": (_LAYERS, "tp=2"),
+    "tensor-sequence": (("tp", "sp", "vocabulary", "loss"), "tp=2"),
+    "pipeline-naive": (("pp (naive)",), "pp=2"),
+    "pipeline-gpipe": (("pp (gpipe)",), "pp=2"),
+    "pipeline-1f1b": (("pp (1f1b)",), "pp=2"),
+    "pipeline-1f1b-4-ranks": (("pp (1f1b)",), "pp=4"),
+    "pipeline-interleaved": (("pp (interleaved)",), "pp=2"),
+    "pipeline-zero-bubble": (("pp (zb-h1)",), "pp=2"),
+    "pipeline-zb-v": (("pp (zb-v)",), "pp=2"),
+    "pipeline-dualpipe-v": (("pp (dualpipe-v)",), "pp=2"),
+    # DDP reduces the gradients of a ring's ranks.
+    "context": (("ddp", "cp (ring)"), "cp=2"),
+    "context-4-ranks": (("ddp", "cp (ring)"), "cp=4"),
+    "experts": (("ddp", "ep"), "dp_replicate=2"),
+    "three-d": (("ddp", *_LAYERS, "pp (1f1b)"), "pp=2 dp_replicate=2 tp=2"),
+    "checkpointing-none": (("fsdp",), "dp_shard=2"),
+    "checkpointing-full": (("fsdp", "recompute (full)"), "dp_shard=2"),
+    "checkpointing-selective": (("fsdp", "recompute (selective)"), "dp_shard=2"),
+    "precision-bf16": (("ddp", "autocast"), "dp_replicate=2"),
+    "precision-fp16": (("ddp", "autocast", "loss scaling"), "dp_replicate=2"),
+    "deepspeed-zero1": ((_ZERO_1,), "dp_replicate=2"),
+    "deepspeed-zero2-accumulate": (
+        (
+            "zero-2",
+            "gradient accumulation (2 microbatches, gradients summed after each)",
+        ),
+        "dp_replicate=2",
+    ),
+    "deepspeed-zero3": (("fsdp",), "dp_shard=2"),
+    "deepspeed-zero1-offload": ((_ZERO_1,), "dp_replicate=2"),
+    "deepspeed-zero2-offload": ((_ZERO_1,), "dp_replicate=2"),
+    "deepspeed-zero3-offload": (("fsdp",), "dp_shard=2"),
+}
+"""The strategies and the mesh inferred from the traces alone, by run."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -22,7 +22,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import StepRow
 
 SEED = int(os.environ.get("STEPSPLIT_SEED") or 1)
-"""The same in every run, unless STEPSPLIT_SEED names another; .ci/run has one for each commit."""
+"""The same in every run, unless STEPSPLIT_SEED names another."""
 TOLERANCE = 0.005
 """How much of a step a bucket may be off."""
 CLOCK_NS, SIGMAS = 5_000, 3

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
@@ -64,14 +65,16 @@ def _drift_dropped(original: Any, *args: Any) -> Any:
 
 def _no_waiting(original: Any, *args: Any) -> Arrivals:
     found = original(*args)
-    return replace(found, moves_ns=found.start_ns)
+    return structs.replace(found, moves_ns=found.start_ns)
 
 
 def _first_to_come(original: Any, *args: Any) -> Any:
     came = original(*args)
     matched, start = args[0], args[1]
     least = transfers.group_min(matched.shared, start, int(matched.shared.max(initial=-1)) + 1)
-    return replace(came, at_ns=np.where(matched.shared >= 0, least[matched.shared], came.at_ns))
+    return structs.replace(
+        came, at_ns=np.where(matched.shared >= 0, least[matched.shared], came.at_ns)
+    )
 
 
 def _copies_compute(original: Any, *args: Any) -> Any:
@@ -80,7 +83,7 @@ def _copies_compute(original: Any, *args: Any) -> Any:
         np.concatenate((work.compute.start_ns, work.copy.start_ns)),
         np.concatenate((work.compute.end_ns, work.copy.end_ns)),
     )
-    return replace(work, compute=both, copy=make_empty_intervals())
+    return structs.replace(work, compute=both, copy=make_empty_intervals())
 
 
 def _by_the_host(original: Any, trace: Any, marked: Any) -> Any:
@@ -93,7 +96,7 @@ def _batches_unread(original: Any, events: Any, posts: Any, launches: Any) -> An
 
 def _next_message(original: Any, *args: Any) -> Any:
     found = original(*args)
-    return replace(found, place=found.place + 1)
+    return structs.replace(found, place=found.place + 1)
 
 
 def _one_stream(original: Any, events: Any, mask: Any) -> Any:
@@ -109,7 +112,7 @@ def _no_imbalance(original: Any, *args: Any) -> Any:
 
 
 def _only_the_last_event(original: Any, graph: Any, paths: Any, waits: Any) -> Any:
-    return original(graph, paths, replace(waits, begin=paths.previous[waits.last_arrival]))
+    return original(graph, paths, structs.replace(waits, begin=paths.previous[waits.last_arrival]))
 
 
 def _communication_first(patch: pytest.MonkeyPatch) -> None:

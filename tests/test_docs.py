@@ -15,6 +15,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("example
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
+@pytest.mark.slow
 def test_the_api_page_is_generated_from_the_docstrings_of_today() -> None:
     assert PAGE.read_text() == build_page(), "python tests/build_docs_api.py rewrites it"
 

@@ -35,13 +35,18 @@ def batch(**parts: Any) -> WatchBatch:
 
 
 def window(
-    rank: int, end_ns: int, median_ns: int = 100 * MS, steps: int = 20, spread_ns: int = MS
+    rank: int,
+    end_ns: int,
+    median_ns: int = 100 * MS,
+    steps: int = 20,
+    spread_ns: int = MS,
+    local_ns: int = 0,
 ) -> RankWindow:
     """Steps that ended at this time, and take the median give or take the spread."""
     return RankWindow(
         rank=rank, first_step=1, last_step=steps, start_unix_ns=end_ns - steps * median_ns,
         end_unix_ns=end_ns, steps=steps, min_step_ns=median_ns - spread_ns,
-        median_step_ns=median_ns, max_step_ns=median_ns + spread_ns,
+        median_step_ns=median_ns, max_step_ns=median_ns + spread_ns, local_ns=local_ns,
     )  # fmt: skip
 
 
@@ -93,6 +98,7 @@ def _close_story_batch(
         window(
             rank, at, int(412 * MS * drift * rng.uniform(0.99, 1.01)), steps=700,
             spread_ns=int(rng.uniform(8, 20) * MS),
+            local_ns=int(rng.uniform(330, 336) * MS + (rank == 5) * (drift - 1) * 412 * MS),
         )
         for rank in ranks
     ]  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from statistics import median
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer import units
@@ -32,6 +32,7 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_work,
 )
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelFamily
@@ -49,8 +50,7 @@ MAX_REPLAYED_CALLS = 1_500_000
 """Upper limit of a replay: this many calls take about 90 s and 2 GB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Causes:
+class Causes(Struct, frozen=True):
     """The bottlenecks of a recording, largest gain first; notes list analyses that were skipped."""
 
     findings: tuple[Finding, ...]
@@ -98,7 +98,7 @@ def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
         *find_extra_reductions(context),
         *find_small_collectives(context),
     ]
-    causes = _drop_explained(causes)
+    causes = [_leave_out_profiler(context, cause) for cause in _drop_explained(causes)]
     worth = [cause for cause in causes if cause.gain_ns >= MIN_GAIN_SHARE * context.mean_ns]
     ranked = sorted(worth, key=lambda cause: _rank_finding(context, cause, found.hidden))
     return tuple(ranked[:MAX_FINDINGS])
@@ -113,6 +113,29 @@ def _rank_finding(
     on_device = context.split.ranks[0].trace.on_device
     between_ops = finding.code == "host_bound" and not on_device
     return between_ops, any(finding is one for one in hidden), -finding.gain_ns
+
+
+_SLOWED_BY_PROFILER = ("host_stall", "host_bound")
+"""Time of the host between kernels, to which the profiler adds its own for each op and launch."""
+
+
+def _leave_out_profiler(context: ReplayContext, finding: Finding) -> Finding:
+    """The finding without what the profiler itself costs a step: it ends with the recording.
+
+    On a CPU that is left: there the profiler slows the work as much as what is between.
+    """
+    if finding.code not in _SLOWED_BY_PROFILER or not context.split.ranks[0].trace.on_device:
+        return finding
+    slowdown = compute_profiling_slowdown(context.records) or 0.0
+    if slowdown <= 0:
+        return finding
+    own_ns = round(context.mean_ns * slowdown / (1 + slowdown))
+    return replace(
+        finding,
+        gain_ns=max(0, finding.gain_ns - own_ns),
+        message=f"{finding.message}; the saving leaves out {units.format_milliseconds(own_ns)} of "
+        "the profiler's own",
+    )
 
 
 def _drop_explained(causes: list[Finding]) -> list[Finding]:
@@ -143,8 +166,7 @@ _SET_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Unmasked:
+class Unmasked(Struct, frozen=True):
     """The findings of single ranks and links. hidden are those among them that gain next to nothing
     alone; their gain is what they save once the largest cause is fixed."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import (
@@ -29,6 +29,7 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.report.report import Finding
 from stepsplit.analyzer.split.attribute import list_gradient_sync_ops
+from stepsplit.analyzer.split.classify import find_issue_ns
 from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
@@ -42,16 +43,16 @@ _FORWARD_SHARE = 1 / 3
 """Forward share of forward + backward if they are not marked: a backward takes twice as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardPasses:
+class BackwardPasses(Struct, frozen=True):
     """The backward passes of a rank.
 
-    autograd_ns: start of each autograd kernel (CPU runs: op) on the common clock. passes: number of
-    backward passes per step if the run has no pipeline.
+    autograd_ns: start of each autograd kernel (CPU runs: op) on the common clock; launched_ns: when
+    the host launched it. passes: number of backward passes per step if the run has no pipeline.
     """
 
     rank: RankSplit
     autograd_ns: Int64
+    launched_ns: Int64
     passes: int
 
     @classmethod
@@ -63,8 +64,9 @@ class BackwardPasses:
         on_device = rank.trace.on_device
         works = np.flatnonzero(events.is_category(Category.KERNEL) if on_device else spans)
         launched = events.find_launch_ns(works) if on_device else events.start_ns[works]
-        begun = events.start_ns[works[is_inside(marked, launched)]]
-        return cls(rank, rank.clock.map_to_common_ns(begun), passes)
+        own = is_inside(marked, launched)
+        begun = rank.clock.map_to_common_ns(events.start_ns[works[own]])
+        return cls(rank, begun, launched[own], passes)
 
     def find_before(self, window: int, until: int) -> tuple[int, int]:
         """(begin, end) of the last backward of a step before `until`, on the common clock.
@@ -76,10 +78,25 @@ class BackwardPasses:
         last = [box for box in boxes if box.phase != "forward" and box.end_ns <= until]
         if last:
             return max((box.start_ns, box.end_ns) for box in last)
-        start = self.rank.clock.map_instant_to_common_ns(self.rank.windows.windows[window].start_ns)
+        start, _ = self._find_edges_ns(window)
         begun = self.autograd_ns[(self.autograd_ns >= start) & (self.autograd_ns < until)]
         begin = int(begun.min()) if len(begun) else start + round((until - start) * _FORWARD_SHARE)
         return until - (until - begin) // self.passes, until
+
+    def measure_left(self, window: int, issued_ns: Int64) -> Float:
+        """Of the last backward of a step, the share of the kernels that the host launched after
+        each of these times."""
+        start, end = self._find_edges_ns(window)
+        own = (self.autograd_ns >= start) & (self.autograd_ns < end)
+        launched = np.sort(self.launched_ns[own])
+        after = len(launched) - np.searchsorted(launched, issued_ns, side="right")
+        return np.asarray(after * self.passes / max(1, len(launched)))
+
+    def _find_edges_ns(self, window: int) -> tuple[int, int]:
+        """Start and end of a step on the common clock."""
+        own, clock = self.rank.windows.windows[window], self.rank.clock
+        start, end = (clock.map_instant_to_common_ns(at) for at in (own.start_ns, own.end_ns))
+        return start, end
 
 
 # Exchanges of tokens: all_to_alls of expert parallel groups, which last as long as the rank with
@@ -89,8 +106,7 @@ _LEAST_IMBALANCE = 0.02
 """An exchange is more uneven than another by at least this fraction of the mean."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenExchanges:
+class TokenExchanges(Struct, frozen=True):
     """The all_to_alls of expert parallel groups by rank, group and time; columns of one length.
 
     mean_bytes is what the average rank sends, and imbalance the tokens of the rank with most over
@@ -161,8 +177,7 @@ _SLOW_RATIO = 1.15
 _MIN_CALLS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
+class _Link(Struct, frozen=True):
     """Calls of one kind between the same ranks: their kernels, steps and transfer times, which are
     those of even exchanges."""
 
@@ -591,8 +606,7 @@ def find_sync_kernels(context: ReplayContext) -> Bool:
     return ops & data & ~(_find_forward_kernels(context) & sums)
 
 
-@dataclass(frozen=True, slots=True)
-class _MergedCalls:
+class _MergedCalls(Struct, frozen=True):
     """The collectives of a group: their kernels, calls and bytes per step of a rank, and their time
     in larger buckets as a fraction of the measured one."""
 
@@ -688,11 +702,15 @@ def _build_small_finding(context: ReplayContext, axis: str, parts: list[_MergedC
 _OVERLAPPED_SHARE = 0.1
 """Gradient reduction counts as overlapped if at least this fraction is hidden by compute."""
 
+_LEFT_SHARE = 0.1
+"""A reduction is launched in time if at least this share of the backward is launched after it."""
+
 
 def find_lost_overlap(context: ReplayContext) -> list[Finding]:
     """The finding for exposed gradient reduction.
 
-    The replay starts each bucket as soon as its gradients are ready, in the recorded order.
+    The replay starts each bucket as soon as its gradients are ready, in the recorded order. None
+    where most of it is launched during the backward already: then the link is the limit.
     """
     if _compute_overlapped_share(context) >= _OVERLAPPED_SHARE:
         return []
@@ -724,10 +742,14 @@ def find_lost_overlap(context: ReplayContext) -> list[Finding]:
 
 def _describe_queues(context: ReplayContext) -> str:
     """The doubt that the reduction is launched in time, and one queue to the GPU holds it up."""
-    is_one = {record.max_connections for record in context.records} == {1}
-    if not is_one or not context.split.ranks[0].trace.on_device:
+    if not _has_one_queue(context):
         return ""
     return "; CUDA_DEVICE_MAX_CONNECTIONS is 1, which may hold it up: try it unset"
+
+
+def _has_one_queue(context: ReplayContext) -> bool:
+    is_one = {record.max_connections for record in context.records} == {1}
+    return is_one and context.split.ranks[0].trace.on_device
 
 
 def list_hoistable_calls(context: ReplayContext) -> list[HoistedCalls]:
@@ -774,11 +796,22 @@ def _list_rank_hoistable(context: ReplayContext, index: int) -> list[HoistedCall
     first = int(np.flatnonzero(context.graph.steps.rank == index)[0])
     steps = np.unique(kernels.step[mine]).tolist()
     of_step = [(step - first, mine[kernels.step[mine] == step]) for step in steps]
+    may_be_held_up = _has_one_queue(context)
     return [
         _hoist_step(rank, backwards, window, here, kernels.call)
         for window, here in of_step
         if (kernels.resume[here] >= 0).any()
+        and (may_be_held_up or not _is_in_time(backwards, window, kernels.call[here]))
     ]
+
+
+def _is_in_time(backwards: BackwardPasses, window: int, call: Int64) -> bool:
+    """Whether the host launches most bytes of the reductions while much of the last backward is
+    still to be launched."""
+    trace = backwards.rank.trace
+    size = trace.calls.message_bytes[call]
+    early = backwards.measure_left(window, find_issue_ns(trace)[call]) >= _LEFT_SHARE
+    return bool(2 * size[early].sum() > size.sum())
 
 
 def _count_backwards(context: ReplayContext) -> int:

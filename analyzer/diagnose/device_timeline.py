@@ -6,9 +6,8 @@ needs the recorded time for everything except its waits for the device, which en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.diagnose.replay import Float
@@ -39,8 +38,7 @@ _COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
 _TRANSFERS = (BUCKETS.index("collective"), BUCKETS.index("p2p"))
 
 
-@dataclass(frozen=True, slots=True)
-class DurationFactors:
+class DurationFactors(Struct, frozen=True):
     """The ratio of new to old durations: of each compute event (row indexes the events), of copies
     between host and device, and of exposed transfers."""
 
@@ -73,8 +71,7 @@ def measure_changed_work(rank: RankSplit, factors: DurationFactors, cuts_ns: Int
     return delta
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
+class _Segments(Struct, frozen=True):
     """The windows of a rank, cut wherever a device event starts or ends; columns of equal length.
 
     scaled_ns is the new duration without waiting for the host.
@@ -126,8 +123,7 @@ def _list_device_events(trace: RankTrace) -> Int64:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Launches:
+class _Launches(Struct, frozen=True):
     """The launch before which each segment cannot start: when the call began (-1 for none) and the
     time from it to the start of the segment that is not waiting."""
 
@@ -162,8 +158,7 @@ def _find_launches(trace: RankTrace, segments: _Segments) -> _Launches:
     return _Launches(at, np.where(late, observed, np.minimum(observed, usual)), in_gap)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
+class _Waits(Struct, frozen=True):
     """Calls in which the host waits for the device, by end: begin, end, and the end of the device's
     last event before that (before the begin if nothing was waited for)."""
 

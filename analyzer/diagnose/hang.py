@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from stepsplit.analyzer.diagnose.hang_progress import (
     Called,
@@ -65,8 +65,7 @@ from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json
 # The input of the search for the culprits of a hang.
 
 
-@dataclass(frozen=True, slots=True)
-class HangInputs:
+class HangInputs(Struct, frozen=True):
     """The stuck calls, the mismatches between members, and the progress of each rank.
 
     guessed: names of the groups whose members are only those that used them.
@@ -626,8 +625,7 @@ _RECENT_CALLS = 64
 _MIN_REPEATS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class OrderBreak:
+class OrderBreak(Struct, frozen=True):
     """The first call of a rank that never before followed the call before it.
 
     usual is the kind of call that always followed one like `before` earlier.

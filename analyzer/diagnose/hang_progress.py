@@ -23,8 +23,7 @@ from stepsplit.analyzer.trace import Group
 _Edges = Mapping[int, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainEnd:
+class ChainEnd(Struct, frozen=True):
     """Ranks that wait only for each other through calls (indices), and the ranks they block."""
 
     ranks: tuple[int, ...]
@@ -661,8 +660,7 @@ class Called:
         return self.state != COMPLETED
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(Struct, frozen=True):
     """The last sequence numbers of a rank on a group; -1 for none."""
 
     enqueued: int
@@ -672,8 +670,7 @@ class Reach:
 _NO_REACH = Reach(-1, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """The calls of one rank in order of creation; open are those that are not completed."""
 
     rank: int
@@ -807,8 +804,7 @@ def _classify_state(entry: FlightEntry) -> str:
 _DEFAULT = "default_pg"
 
 
-@dataclass(frozen=True, slots=True)
-class JobGroups:
+class JobGroups(Struct, frozen=True):
     """The groups of a job. guessed: names of those whose members are the ranks that used them."""
 
     guessed: frozenset[str]

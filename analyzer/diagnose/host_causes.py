@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, intersect, is_inside, union
@@ -34,8 +35,7 @@ from stepsplit.collectors.rank_record import CodeFrame, RankRecord
 # The findings of a recording.
 
 
-@dataclass(frozen=True, slots=True)
-class HostCauses:
+class HostCauses(Struct, frozen=True):
     """ranks: what costs single ranks time, each with its remedy; common: what costs all of them."""
 
     ranks: tuple[Remedy, ...]
@@ -66,14 +66,13 @@ def find_host_causes(context: ReplayContext) -> HostCauses:
 
 _GC_PAUSE, _SYNCHRONIZE = "gc_pause", "synchronize"
 
-_NOT_HOST_CAUSES = ("launch_latency", "dependency", "unknown")
+_NOT_HOST_CAUSES = ("launch_latency", "dependency", "late_start", "unknown")
 
 _SPECIFIC_CAUSES = ("data_loading", "allocation", "synchronize")
 """A garbage collection inside of these is part of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HostIdle:
+class _HostIdle(Struct, frozen=True):
     """Idle time caused by hosts, on each rank's own clock and sorted by rank and start; columns.
 
     rank is an index of the context's ranks, step a row of its steps, cause a name of CAUSES or
@@ -209,8 +208,7 @@ _NAMED_CAUSES = {
 """By cause: the code of its finding and the begin of its message."""
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedCause:
+class _NamedCause(Struct, frozen=True):
     """A cause of idle time with its finding; removed_ns: its time in each row of the steps."""
 
     cause: str

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
@@ -96,8 +96,7 @@ def _find_held_compute(context: ReplayContext) -> Finding | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldCompute:
+class _HeldCompute(Struct, frozen=True):
     """Gaps before compute kernels, on the rank's own clock, and the events of the collectives that
     filled them."""
 
@@ -134,8 +133,7 @@ class _HeldCompute:
         return cls(begin_ns[held], end_ns[held], np.unique(pairs.comm[held[kernel] & is_free]))
 
 
-@dataclass(frozen=True, slots=True)
-class _GapCalls:
+class _GapCalls(Struct, frozen=True):
     """Pairs of a compute kernel (by its place) and the event of a collective that ended in the gap
     before it."""
 
@@ -156,8 +154,7 @@ class _GapCalls:
         return cls(kernel, calls[at])
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
+class _Kernels(Struct, frozen=True):
     """The compute kernels of a rank by start; launch_ns is -1 if the launch was not recorded."""
 
     rank: RankSplit
@@ -225,8 +222,7 @@ def _list_late_calls(context: ReplayContext) -> Iterator[HoistedCalls]:
             yield HoistedCalls(np.array([kernel]), np.array([ready_ns]))
 
 
-@dataclass(frozen=True, slots=True)
-class _StartOrder:
+class _StartOrder(Struct, frozen=True):
     """For each communication kernel: when it could start (on the rank's own clock), whether compute
     that was launched later ran at that time, and whether it started only when that ended."""
 

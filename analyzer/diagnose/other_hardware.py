@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
@@ -133,8 +134,7 @@ class CarriedRun:
 # Recorded and other hardware.
 
 
-@dataclass(frozen=True, slots=True)
-class HardwareChange:
+class HardwareChange(Struct, frozen=True):
     """The hardware of a recording and the one that it is carried to.
 
     links replaces the links of single axes ("all": of every axis) on the target.
@@ -324,8 +324,7 @@ def _average_work(context: ReplayContext, graph: DependencyGraph) -> dict[str, i
 # Transfers of collectives and messages.
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfers:
+class _Transfers(Struct, frozen=True):
     """Per collective or message event: recorded transfer time, and its ratio with a band."""
 
     spent_ns: Int64
@@ -525,8 +524,7 @@ LONG_SEQUENCE = 4_096
 """Tokens assumed for attention without recorded shapes."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelScaling:
+class KernelScaling(Struct, frozen=True):
     """The compute events of a rank and how their durations change; columns of equal length.
 
     row indexes the events and kind KINDS; took_ns is the duration (of an op on a CPU without the
@@ -582,14 +580,12 @@ def classify_family(family: str) -> str:
     return "memory" if family in MEMORY_FAMILIES else "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class _Ratio:
+class _Ratio(Struct, frozen=True):
     value: float
     by_shape: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
+class _Rates(Struct, frozen=True):
     """The rates of the model on two devices."""
 
     source: HardwareConfig

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
@@ -122,8 +123,7 @@ def remove_calls(graph: DependencyGraph, kernels: Int64) -> DependencyGraph:
 # Collectives that start as soon as their data is ready; the rank waits for all of them at the end.
 
 
-@dataclass(frozen=True, slots=True)
-class HoistedCalls:
+class HoistedCalls(Struct, frozen=True):
     """Collectives of one rank in one step, in order, and the time at which each could start.
 
     The rank waited for at least one of them.
@@ -152,8 +152,7 @@ def hoist_collectives(graph: DependencyGraph, moves: Sequence[HoistedCalls]) -> 
     return _add_branches(graph, needs, branches, times)
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
+class _Branch(Struct, frozen=True):
     """A new node of a timeline, work_ns after the node before it."""
 
     before: int
@@ -322,8 +321,7 @@ class ReplayContext:
         return tuple(self.make_event_ref(*at) for at in longest[:most])
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
+class Remedy(Struct, frozen=True):
     """A finding and the change of the graph that would fix it."""
 
     finding: Finding
@@ -355,8 +353,7 @@ def build_context(
 # Replay: the time of each node of a graph.
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedSteps:
+class ReplayedSteps(Struct, frozen=True):
     """The steps of a replay: step_ns in the order of DependencyGraph.steps."""
 
     step_ns: Int64

@@ -423,10 +423,12 @@ NORM_BYTES = 4
 
 
 def list_grad_norm_ops(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
-    """Lists the all_reduces of the gradient norm, one per axis.
+    """Lists the all_reduces of the gradient norm, one per axis; empty without clipping.
 
     Frameworks with one call over several axes (Megatron-LM) send as much.
     """
+    if not job.training.clip_gradients:
+        return ()
     layout = job.parallel
     sizes = {"tp": layout.tp, "pp": layout.pp}
     if layout.zero == 3:

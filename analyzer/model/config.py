@@ -367,6 +367,7 @@ class TrainingConfig:
         cuda_graph: What CUDA graphs replay: "none" (default), "layers" or "step".
         document_tokens: Tokens of the documents that are packed into a sequence, beyond which
             attention does not look; 0 (default): the sequence is one document.
+        clip_gradients: Whether gradients are clipped by their norm over all ranks. Default True.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -398,6 +399,7 @@ class TrainingConfig:
     fp8_scaling: Fp8Scaling = "tensor"
     cuda_graph: CudaGraph = "none"
     document_tokens: Natural = 0
+    clip_gradients: bool = True
 
     @property
     def attended_tokens(self) -> int:

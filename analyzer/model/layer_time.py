@@ -25,11 +25,13 @@ from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 
-LOSS_FORWARD_BYTES = 8
+LOSS_BYTES = (8.0, 6.0)
+"""Bytes moved per logit, forward and backward: the loss reads and writes it in fp32, its backward
+in the training dtype."""
 
-LOSS_BACKWARD_BYTES = 6
-"""Bytes moved per logit: the loss reads and writes it in fp32, its backward in the training
-dtype."""
+UPCAST_LOSS_BYTES = (14.0, 14.0)
+"""The same where the logits are cast to fp32 in a kernel of their own (6 bytes), as are the
+gradients back, and log_softmax and its backward read and write fp32 (8 bytes)."""
 
 
 def compute_chunk_passes(
@@ -109,12 +111,12 @@ def _time_mtp(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
 def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     gemm, head_speed = build_head_gemm(job), speed.head_speed
     logits = gemm.rows * gemm.columns
-    gradients = gemm.parameters * select_framework_costs(job).accumulate_bytes
+    costs = select_framework_costs(job)
+    gradients = gemm.parameters * costs.accumulate_bytes
+    forward_bytes, backward_bytes = costs.loss_bytes
     return LayerPass(
-        gemm.compute_forward_ns(head_speed)
-        + speed.compute_memory_ns(logits * LOSS_FORWARD_BYTES, 4),
-        gemm.compute_input_ns(head_speed)
-        + speed.compute_memory_ns(logits * LOSS_BACKWARD_BYTES, 2),
+        gemm.compute_forward_ns(head_speed) + speed.compute_memory_ns(logits * forward_bytes, 4),
+        gemm.compute_input_ns(head_speed) + speed.compute_memory_ns(logits * backward_bytes, 2),
         gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients),
     )
 
@@ -521,20 +523,32 @@ UNIT_COPIES = Formula(
 )
 
 
+AUTOCAST = Formula(
+    "step.autocast",
+    "12 bytes per parameter and microbatch: autocast reads each fp32 weight and writes it in 16"
+    " bits forward, and each gradient the other way backward",
+    "arithmetic; torch.autocast, which caches a weight's cast until the end of its block",
+)
+
+AUTOCAST_BYTES = 12.0
+
+
 @dataclass(frozen=True, slots=True)
 class FrameworkCosts:
     """Constants of a framework.
 
     elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 if each is fused
     into one read and one write. accumulate_bytes are moved per parameter and microbatch for
-    gradient accumulation, unit_bytes for the copies around FSDP's collectives. host_ns is the
-    host's launch time of one layer's forward, an estimate (about 30 kernels of 10 us).
+    gradient accumulation, unit_bytes for the copies around FSDP's collectives, or by autocast.
+    host_ns is the host's launch time of one layer's forward, an estimate (about 30 kernels of 10
+    us). loss_bytes are moved per logit, forward and backward.
     """
 
     elementwise: float
     accumulate_bytes: float
     unit_bytes: float
     host_ns: float
+    loss_bytes: tuple[float, float] = LOSS_BYTES
 
 
 EAGER_TRAFFIC = 1.75
@@ -556,22 +570,24 @@ forward, 0.4 backward (cudnn-frontend's norm benchmark on H200 and GB200)."""
 def select_framework_costs(job: JobConfig) -> FrameworkCosts:
     """The constants of the job's framework."""
     later_share = (job.microbatches - 1) / job.microbatches
+    accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
     match job.training.framework:
         case "megatron" | "nanotron":
             return FrameworkCosts(1.0, 0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
             return FrameworkCosts(1.0, 14.0 * later_share, 0.0, 400e3)
         case "fsdp2" if job.parallel.sum_once:
-            accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
             return FrameworkCosts(
                 _find_sharded_traffic(job), accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
             )
         case "fsdp2":
             return FrameworkCosts(_find_sharded_traffic(job), 0.0, 16.0, 400e3)
-        case "ddp" | "huggingface":
-            return FrameworkCosts(
-                EAGER_TRAFFIC, 3.0 * job.training.gradient_bytes * later_share, 0.0, 400e3
-            )
+        case "ddp":
+            return FrameworkCosts(EAGER_TRAFFIC, accumulate_bytes, 0.0, 400e3)
+        case "huggingface":
+            casts = 0.0 if job.training.dtype == "fp32" else AUTOCAST_BYTES
+            traffic = UPCAST_TRAFFIC if job.model.norm == "rms" else EAGER_TRAFFIC
+            return FrameworkCosts(traffic, accumulate_bytes, casts, 400e3, UPCAST_LOSS_BYTES)
 
 
 def _find_sharded_traffic(job: JobConfig) -> float:

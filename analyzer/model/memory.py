@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm_volume import is_kept_gathered
 from stepsplit.analyzer.model.config import (
     JobConfig,
     StageConfig,
@@ -309,7 +310,8 @@ def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:
 GATHERED = Formula(
     "memory.gathered",
     "2 (unit + prefetched unit) gathered, 2 unit of gradients, 4 unit where they are reduced in"
-    " fp32; with pipeline stages the whole rank, and its gradients; DeepSpeed 4 largest layer",
+    " fp32; with pipeline stages the gradients of the whole rank, and its weights unless they are"
+    " freed after each forward pass; DeepSpeed 4 largest layer",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511;"
     " DeepSpeed docs, memory.rst",
 )
@@ -343,7 +345,11 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     and DistributedDataParallel keeps buckets in addition to the gradients.
     """
     if _is_gathered_once(job):
-        return PersistentBytes(_count_gathered_rank_bytes(job, parameters.total), (GATHERED,))
+        gathered = job.training.weight_bytes * parameters.total
+        return PersistentBytes(gathered + _count_sum_bytes(job, parameters.total), (GATHERED,))
+    if _sums_unreduced(job):
+        unit = _count_gathered_unit_bytes(job, parameters.largest_layer)
+        return PersistentBytes(unit + _count_sum_bytes(job, parameters.total), (GATHERED,))
     if job.parallel.zero >= 3:
         return PersistentBytes(
             _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
@@ -370,14 +376,20 @@ def _count_bucket_bytes(job: JobConfig) -> int:
 
 
 def _is_gathered_once(job: JobConfig) -> bool:
-    """Whether weights stay gathered: torchtitan gathers those of a pipeline stage once per step."""
+    """Whether weights stay gathered: torchtitan gathers those of a pipeline stage once per step,
+    unless they are freed after every forward pass."""
+    return _sums_unreduced(job) and is_kept_gathered(job)
+
+
+def _sums_unreduced(job: JobConfig) -> bool:
+    """Whether microbatches add up whole gradients, which a pipeline of FSDP2 reduces once."""
     return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
 
 
-def _count_gathered_rank_bytes(job: JobConfig, parameters: int) -> int:
-    """All weights, and the unreduced gradients that microbatches accumulate."""
+def _count_sum_bytes(job: JobConfig, parameters: int) -> int:
+    """The unreduced gradients that microbatches accumulate."""
     sums = job.training.gradient_bytes if job.microbatches > 1 else job.training.weight_bytes
-    return parameters * (job.training.weight_bytes + sums)
+    return parameters * sums
 
 
 def _count_gathered_unit_bytes(job: JobConfig, unit: int) -> int:

@@ -225,9 +225,9 @@ ORDER = (
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
     layer_time.KERNEL, layer_time.ATTENTION, layer_time.CASTS, layer_time.ACCUMULATE,
-    layer_time.MTP, layer_time.UNIT_COPIES, step_time.EXPOSED, layer_time.PIECES,
-    schedule_time.FRACTION, schedule_time.OVERHEAD, layer_time.UPDATE, layer_time.HOST,
-    layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
+    layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST, step_time.EXPOSED,
+    layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD, layer_time.UPDATE,
+    layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
+    AUTOCAST,
     HOST,
     KERNEL,
     UNIT_COPIES,
@@ -361,19 +362,22 @@ def _count_last_microbatches(job: JobConfig) -> float:
 def _time_unit_copies(
     job: JobConfig, speed: DeviceSpeed, parameters: StageParameters, chunk: Chunk
 ) -> LayerPass:
-    """FSDP copies around its collectives, a quarter of them in the forward.
+    """Copies of the weights: FSDP's around its collectives, a quarter of them in the forward, and
+    autocast's, half of them.
 
     A pipeline gathers once per step, so each microbatch has a share of the time.
     """
-    if job.parallel.zero != 3:
+    is_cast = job.training.framework == "huggingface"
+    if job.parallel.zero != 3 and not is_cast:
         return LayerPass(0.0, 0.0, 0.0)
     times = 1 / count_rank_microbatches(job) if is_kept_gathered(job) else 1.0
     layers = parameters.dense_layers + parameters.expert_layers
     share = chunk.layers / layers if layers else 0.0
     each_bytes = select_framework_costs(job).unit_bytes
     total_ns = speed.compute_memory_ns(each_bytes * parameters.total * share * times)
-    formulas = (UNIT_COPIES,) if each_bytes else ()
-    return LayerPass(total_ns / 4, 0.0, total_ns * 3 / 4, formulas=formulas)
+    formulas = (AUTOCAST if is_cast else UNIT_COPIES,) if each_bytes else ()
+    forward_ns = total_ns / 2 if is_cast else total_ns / 4
+    return LayerPass(forward_ns, 0.0, total_ns - forward_ns, formulas=formulas)
 
 
 # How much of a stage's communication is exposed.

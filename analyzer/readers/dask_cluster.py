@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.readers.workers import Task
@@ -29,8 +30,7 @@ _QUEUED_A_THREAD = 2
 """Tasks that run or wait per thread of a worker: so many results are in memory at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class DaskCluster:
+class DaskCluster(Struct, frozen=True):
     """The workers of a scheduler, connected to; worker_count is that of their threads."""
 
     address: str

@@ -13,13 +13,14 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from sys import intern
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.trace import (
     EventKinds,
@@ -177,8 +178,7 @@ class _StoredKinds(EventKinds):
 # Columns in files. Each process appends to a file of its own, and maps the files of all.
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
+class _Columns(Struct, frozen=True):
     """Where the columns of a record are in a file; the record is at [begin, end) in bytes."""
 
     file: _StoreFile

@@ -253,8 +253,7 @@ _TENSOR = re.compile(r"Tensor\(([^()]*)\)")
 _CONFIG = re.compile(r"\{(?:[^{}]++|\{[^{}]*+\})*+\}")
 
 
-@dataclass(frozen=True, slots=True)
-class Comm:
+class Comm(Struct, frozen=True):
     """One record_param_comms node; -1 and "" are unknown.
 
     peer_rank is a rank within the group: the peer of a send or receive, the root of a rooted op,

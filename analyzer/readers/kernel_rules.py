@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import DataError, read_toml
@@ -295,8 +296,7 @@ _STATED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StatedClass:
+class StatedClass(Struct, frozen=True):
     """Kind, op ("unknown" if it has none) and family of a kernel or op whose name is redacted."""
 
     kind: KernelKind

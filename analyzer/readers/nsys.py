@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_message_bytes, parse_op
@@ -90,8 +91,7 @@ def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
     return tuple(sorted(traces, key=lambda trace: trace.rank))
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
+class _Session(Struct, frozen=True):
     """Properties of the whole recording; world_size and rank are -1 if unknown.
 
     rank is that of the environment in which nsys itself ran.
@@ -138,8 +138,7 @@ def _parse_variable(environment: str, names: Sequence[str]) -> int:
     return -1
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
+class _Ranks(Struct, frozen=True):
     """The rank of each process, and a note if it was guessed."""
 
     of_process: tuple[int, ...]
@@ -240,8 +239,7 @@ def _read_number(data: bytes, offset: int, width: int) -> int:
     return int.from_bytes(part, "little") if len(part) == width else -1
 
 
-@dataclass(frozen=True, slots=True)
-class NsysCommunicator:
+class NsysCommunicator(Struct, frozen=True):
     """Size of a communicator, -1 if unknown, and its ranks if all are in the export, else ()."""
 
     size: int
@@ -285,8 +283,7 @@ _UNKNOWN = NsysCommunicator(-1, ())
 _MESSAGES = {"send", "recv"}
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchWindow:
+class _LaunchWindow(Struct, frozen=True):
     """An interval on a thread in which NCCL launches the kernels of these API calls."""
 
     start_ns: int
@@ -474,8 +471,7 @@ _KERNEL, _GRAPH, _MEMCPY, _MEMSET = _ON_DEVICE = tuple(
 _PLACE = ("start", "end", "globalPid", "deviceId", "streamId", "correlationId")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     """The events of one process.
 
     Their times count from start_ns after the session's start. row has the row in NVTX_EVENTS of
@@ -488,8 +484,7 @@ class Process:
     row: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """One table; place has columns start, end, process or thread, device, stream, correlation."""
 
     category: Category
@@ -499,8 +494,7 @@ class _Part:
     row: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class _Activity:
+class _Activity(Struct, frozen=True):
     """All tables concatenated; name indexes all their names."""
 
     place: Int64
@@ -663,8 +657,7 @@ MAX_TEXT = 4096
 _IDS_PER_QUERY = 30_000
 
 
-@dataclass(frozen=True, slots=True)
-class NsysDatabase:
+class NsysDatabase(Struct, frozen=True):
     """An open export. A missing table reads as empty; a missing column or NULL as -1."""
 
     where: str

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from msgspec import Struct
+
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, make_write_error, write
 from stepsplit.analyzer.readers import event_store
 from stepsplit.analyzer.readers.compression import (
@@ -60,8 +62,7 @@ _UNPACKED_RATIO = 40
 """About how much larger the trace of a table is, unpacked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(Struct, frozen=True):
     """The traces of a run in rank order, with its run.json if there is one.
 
     records are the rank records; they replace a missing run.json.
@@ -105,7 +106,7 @@ def read_recording_files(
     notes += (*guessed, *_check_mixed_runs(traces))
     name = spec.name if spec else _infer_name(files.places[0])
     run_traces, notes = _drop_stale_ranks(fill_group_members(traces), spec, notes)
-    run_traces = _mark_ends(run_traces, records)
+    run_traces = _name_hosts(_mark_ends(run_traces, records), spec)
     ranks = {trace.rank for trace in run_traces}
     run_records = tuple(record for record in records if record.rank.rank in ranks)
     notes = tuple(replace(note, message=replace_surrogates(note.message)) for note in notes)
@@ -140,6 +141,15 @@ def _mark_ends(traces: Sequence[RankTrace], records: Sequence[RankRecord]) -> tu
         replace(trace, device_stopped_step=record.device_stopped_step, end_step=record.end_step)
         if (record := by_rank.get(trace.rank))
         else trace
+        for trace in traces
+    )
+
+
+def _name_hosts(traces: Sequence[RankTrace], spec: RunSpec | None) -> tuple[RankTrace, ...]:
+    """The traces with the hosts of run.json where they name none, as those of torch before 2.12."""
+    host_of = {rank.rank: rank.host for rank in spec.ranks} if spec else {}
+    return tuple(
+        trace if trace.host else replace(trace, host=host_of.get(trace.rank, ""))
         for trace in traces
     )
 
@@ -311,8 +321,7 @@ def _drop_stale_ranks(
 # A recording reduced to a table per rank, without its raw traces.
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(Struct, frozen=True):
     """The ranks whose tables were written, and the sizes of their traces and of the tables."""
 
     ranks: tuple[int, ...]
@@ -371,8 +380,7 @@ _OTHER = "other"
 """Stands for all kinds of files that are no part of a recording."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordingFiles:
+class RecordingFiles(Struct, frozen=True):
     """The files of a recording by kind.
 
     places are those that were searched. others are files that are no part of a recording. refused

@@ -9,10 +9,11 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError
 
@@ -44,8 +45,7 @@ class Source(Protocol):
         """The file on disk while the context is open. Raises DataError if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFile:
+class DiskFile(Struct, frozen=True):
     """A file on disk; shown is the display name of a file unpacked from an archive."""
 
     path: Path
@@ -76,8 +76,7 @@ class DiskFile:
         yield self.path
 
 
-@dataclass(frozen=True, slots=True)
-class ZipMember:
+class ZipMember(Struct, frozen=True):
     """A file in a zip archive, unpacked on access."""
 
     archive: Path
@@ -129,8 +128,7 @@ def _open_zip(stamp: str, path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
+class RemoteFile(Struct, frozen=True):
     """A file at a URL that fsspec supports, downloaded on access."""
 
     url: str

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.trace import Bool, Int32, Int64
 
@@ -296,8 +297,7 @@ class StepLine:
         return replace(self, **values)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLine:
+class MemoryLine(Struct, frozen=True):
     """The memory of a rank in a line; -1 is unknown."""
 
     rank: int = -1
@@ -308,8 +308,7 @@ class MemoryLine:
     max_reserved_bytes: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Timer:
+class Timer(Struct, frozen=True):
     """A named time: minimum and maximum over ranks, or one rank's time as both; -1 unknown."""
 
     name: str
@@ -317,8 +316,7 @@ class Timer:
     max_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
+class _Family(Struct, frozen=True):
     """The step lines of one program: each contains needle; pattern matches before the fields."""
 
     framework: str

@@ -7,8 +7,9 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
 
@@ -24,8 +25,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) after each task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task(Generic[T]):
+class Task(Struct, Generic[T], frozen=True):
     """A call that reads a file or a part of it, of this size; can run in another process."""
 
     where: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
@@ -17,8 +18,7 @@ LARGE_SHARE = 0.05
 """A bucket above this share of the step is worth a line, whether or not a fix is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class LargeBucket:
+class LargeBucket(Struct, frozen=True):
     """A large bucket: its share of the full steps, and its largest part as text; "" if unknown."""
 
     bucket: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -759,8 +758,7 @@ def build_median_frame(report: Report) -> pd.DataFrame:
 # Medians over the full steps of a run.
 
 
-@dataclass(frozen=True, slots=True)
-class BucketMedian:
+class BucketMedian(Struct, frozen=True):
     """One bucket over the full steps: median in ns, share of all time, and worst rank with its own
     median."""
 
@@ -822,8 +820,7 @@ def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:
 _MESSAGES = ("send", "recv")
 
 
-@dataclass(frozen=True, slots=True)
-class SameCalls:
+class SameCalls(Struct, frozen=True):
     """The calls of one op, dtype and size on the groups of an axis: one row for each group.
 
     per_step: the calls of each row per full step.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     Intervals,
@@ -20,7 +21,7 @@ from stepsplit.analyzer.arrays import (
     union,
 )
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
-from stepsplit.analyzer.split.classify import DDP_FORWARD, Work, parse_marks
+from stepsplit.analyzer.split.classify import DDP_FORWARD, Work, find_issue_ns, parse_marks
 from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
@@ -49,7 +50,7 @@ def infer_phases(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLa
     direction.
     """
     calls, events = trace.calls, trace.events
-    when = np.where(calls.issued_ns >= 0, calls.issued_ns, events.start_ns[calls.event])
+    when = find_issue_ns(trace)
     marks = _Marks(
         optimizer=is_inside(_merge_spans(events, events.match_prefix("Optimizer.step#")), when),
         backward=is_inside(
@@ -91,8 +92,7 @@ def infer_phases(trace: RankTrace, windows: Sequence[StepWindow], layout: RankLa
     return phases
 
 
-@dataclass(frozen=True, slots=True)
-class _Marks:
+class _Marks(Struct, frozen=True):
     """For each call, whether it was issued in this part of the step; early: before the first
     backward."""
 
@@ -265,8 +265,7 @@ _MASK_TO_BUCKET = np.array(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BucketBands:
+class BucketBands(Struct, frozen=True):
     """The windows of a rank, cut where the bucket changes; columns of one length.
 
     window indexes the rank's steps, bucket indexes BUCKETS. Sorted; the bands of a window fill it.
@@ -278,8 +277,7 @@ class BucketBands:
     end_ns: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Exposed:
+class Exposed(Struct, frozen=True):
     """The exposed part of a rank's pieces, each instant once; columns of one length.
 
     Per communication bucket they add up to the bucket. call and owner: as in Pieces.
@@ -293,8 +291,7 @@ class Exposed:
     end_ns: Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Attribution:
+class Attribution(Struct, frozen=True):
     """Attribution of one rank: a Split per window, and the intervals that it sums.
 
     gap is the gap of compute that each of the rank's calls held up, -1 for none: the index of the

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_rows
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.steps import Steps
 from stepsplit.analyzer.split.transfers import Arrivals
-from stepsplit.analyzer.trace import OPS, Int64, RankTrace
+from stepsplit.analyzer.trace import OPS, Int64, RankTrace, find_earlier_calls
 
 # Bandwidth of each kind of collective, waits excluded.
 
@@ -170,8 +171,7 @@ def _build_step_calls_row(
 # Kinds of calls: the same op, dtype and size on the same group.
 
 
-@dataclass(frozen=True, slots=True)
-class CallKind:
+class CallKind(Struct, frozen=True):
     """One op, dtype and size on one group; -1 and "" mean unknown."""
 
     group: int
@@ -183,11 +183,14 @@ class CallKind:
 def group_by_kind(
     traces: Sequence[RankTrace], matched: MatchedCalls
 ) -> list[tuple[CallKind, Int64]]:
-    """Each kind with the rows of its calls, in order of first occurrence."""
+    """Each kind with the rows of its calls, in order of first occurrence; calls of steps before the
+    recording are of no kind."""
     names, dtype = _collect_dtypes(traces)
     dtype, size = _fill_from_members(matched, dtype, names.index(""))
-    order, first = group_rows(group_ids(matched.group, matched.op, dtype, size))
-    kinds = np.split(order, first[1:]) if len(order) else []
+    rows = np.flatnonzero(~np.concatenate([find_earlier_calls(trace) for trace in traces]))
+    columns = (matched.group, matched.op, dtype, size)
+    order, first = group_rows(group_ids(*(column[rows] for column in columns)))
+    kinds = np.split(rows[order], first[1:]) if len(order) else []
     rows_by_kind = []
     for rows in sorted(kinds, key=lambda rows: int(rows[0])):
         first_row = rows[0]

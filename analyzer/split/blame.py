@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     first_rows,
@@ -26,11 +28,11 @@ from stepsplit.analyzer.arrays import (
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
-from stepsplit.analyzer.split.path_tree import PathTree
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
+from stepsplit.analyzer.split.topological_order import Levels
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
-from stepsplit.analyzer.trace import Bool, Int64, RankTrace
+from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace
 
 Float = npt.NDArray[np.float64]
 
@@ -44,8 +46,7 @@ _COMPUTES = 3
 """So many of the causes, the first ones, are compute."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blame:
+class Blame(Struct, frozen=True):
     """Waits that one rank (None: no single rank) caused on one axis in one step."""
 
     rank: int | None
@@ -105,8 +106,7 @@ def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
 # The exposed waits of all ranks in one table.
 
 
-@dataclass(frozen=True, slots=True)
-class ExposedWaits:
+class ExposedWaits(Struct, frozen=True):
     """The exposed waits of all ranks, by rank and time; columns of one length.
 
     A rank whose compute stands still may wait for several calls, one after the other. begin and
@@ -275,8 +275,7 @@ def _look_up(keys: Int64, values: Int64, wanted: Int64) -> Int64:
 # Paths back along the binding dependencies.
 
 
-@dataclass(frozen=True, slots=True)
-class BindingPaths:
+class BindingPaths(Struct, frozen=True):
     """The binding dependencies of a graph, with the time that each node adds to its path.
 
     spent_ns, shape (nodes + 1, CAUSES), is the time from the binding predecessor to the node, of
@@ -340,8 +339,7 @@ def _list_workloads(split: RunSplit) -> Float:
     return both
 
 
-@dataclass(frozen=True, slots=True)
-class _PathPairs:
+class _PathPairs(Struct, frozen=True):
     """The two paths of each wait, back to their last common node.
 
     added is the time that the path of the rank waited for has in addition, waited_for the time of
@@ -436,8 +434,7 @@ def _take_schedule_part(
 # Waits charged to the ranks on the paths.
 
 
-@dataclass(frozen=True, slots=True)
-class _Charges:
+class _Charges(Struct, frozen=True):
     """The waits that each rank caused; table has the shape (ranks, steps, origins, CAUSES)."""
 
     ranks: tuple[int, ...]
@@ -637,8 +634,7 @@ def _round_to_total(amount: Float, total: int) -> Int64:
 # Why a rank computes longer than others: slower kernels, or more work.
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(Struct, frozen=True):
     """The fraction of a rank's compute beyond that of its peers, per window, 0..1.
 
     slower: the same kernels took longer than on the median rank; more: it ran more kernels, or the
@@ -671,8 +667,7 @@ def compute_workloads(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _KernelTable:
+class _KernelTable(Struct, frozen=True):
     """Number of runs and total time of each kernel of a rank per window, shape (windows, work).
 
     work holds what ranks have in common: the kernel, and its stage if it is comparable only there.
@@ -735,3 +730,93 @@ def _compute_workload(actual_ns: Int64, work_ns: Float, fair_ns: Float) -> Workl
     slower = np.clip((actual_ns - work_ns) / whole, 0, 1)
     more = np.clip((work_ns - fair_ns) / whole, 0, 1 - slower)
     return Workload(slower, more)
+
+
+# The tree of binding dependencies, along which the waits of many ranks are blamed.
+
+_MANTISSA_BITS = 52
+
+
+class PathTree(Struct, frozen=True):
+    """A tree whose places are numbered from the begin of the recording, 0, so that each follows its
+    parent; columns by place.
+
+    place is by node. jump is an ancestor at a distance that allows a search in a logarithmic number
+    of steps (a skew-binary jump pointer), and leave the first ancestor on another rank. total_ns,
+    shape (places, causes), is the time from the begin, in a unit in which sums are exact.
+    """
+
+    place: Int64
+    parent: Int32
+    depth: Int32
+    jump: Int32
+    leave: Int32
+    rank: Int32
+    total_ns: Float
+
+    @classmethod
+    def build(cls, levels: Levels, previous: Int64, rank: Int64, spent_ns: Float) -> PathTree:
+        """The tree of the nodes in these levels, each with its predecessor, its rank and the time
+        in between by cause; the last node is the begin of the recording. spent_ns is overwritten:
+        there are hundreds of megabytes of it."""
+        count = len(previous)
+        order = np.append(count - 1, levels.node)
+        place = np.empty(count, dtype=np.int64)
+        place[order] = np.arange(count)
+        parent = place[previous[order]].astype(np.int32)
+        for cause in range(spent_ns.shape[1]):
+            spent_ns[:, cause] = spent_ns[order, cause]
+        total_ns = _round_to_unit(spent_ns, rank[order])
+        depth, jump, leave = (np.zeros(count, dtype=np.int32) for _ in range(3))
+        own_rank = rank[order].astype(np.int32)
+        for low, high in pairwise((levels.first + 1).tolist()):
+            here, before = slice(low, high), parent[low:high]
+            far = jump[before]
+            depth[here] = depth[before] + 1
+            even = depth[before] - depth[far] == depth[far] - depth[jump[far]]
+            jump[here] = np.where(even, jump[far], before)
+            leave[here] = np.where(own_rank[here] == own_rank[before], leave[before], before)
+            total_ns[here] += total_ns[before]
+        return cls(place, parent, depth, jump, leave, own_rank, total_ns)
+
+    def find_common(self, first: Int64, second: Int64) -> Int64:
+        """The last common place of the paths of each pair of places."""
+        depth, first, second = self.depth, first.copy(), second.copy()
+        swap = depth[first] > depth[second]
+        first[swap], second[swap] = second[swap], first[swap]
+        rows = np.flatnonzero(depth[second] > depth[first])
+        while len(rows):
+            deep, wanted = second[rows], depth[first[rows]]
+            far = self.jump[deep]
+            second[rows] = np.where(depth[far] >= wanted, far, self.parent[deep])
+            rows = rows[depth[second[rows]] > wanted]
+        rows = np.flatnonzero(first != second)
+        while len(rows):
+            one, other = first[rows], second[rows]
+            apart = self.jump[one] != self.jump[other]
+            first[rows] = np.where(apart, self.jump[one], self.parent[one])
+            second[rows] = np.where(apart, self.jump[other], self.parent[other])
+            rows = rows[first[rows] != second[rows]]
+        return first
+
+    def follow(self, place: Int64, until: Int64) -> Iterator[tuple[Int64, Int64, Float]]:
+        """Yields (rows, ranks, times by cause): what the path of each row spends on one rank after
+        the other, back to a place of it."""
+        rows = np.flatnonzero(place != until)
+        at, end = place[rows], until[rows]
+        while len(rows):
+            left = np.maximum(self.leave[at], end)
+            yield rows, self.rank[at].astype(np.int64), self.total_ns[at] - self.total_ns[left]
+            ahead = left != end
+            rows, at, end = rows[ahead], left[ahead], end[ahead]
+
+
+def _round_to_unit(spent_ns: Float, rank: Int64) -> Float:
+    """The times as multiples of a power of two, so small that rounding does not count and so large
+    that the time along any path is exact; no path takes longer than some rank was recorded."""
+    longest = 4 * np.bincount(rank + 1, spent_ns.sum(axis=1)).max(initial=1.0)
+    unit = 2.0 ** (np.ceil(np.log2(longest)) - _MANTISSA_BITS)
+    spent_ns /= unit
+    np.rint(spent_ns, out=spent_ns)
+    spent_ns *= unit
+    return spent_ns

@@ -1,21 +1,33 @@
-"""Work of a rank by event kind, and what the ranges of pipelines, autograd and frameworks mark."""
+"""Work of a rank by event kind, what ranges mark, and device work that is missing or lost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+from msgspec import Struct
 
+from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
-from stepsplit.analyzer.trace import Bool, Category, EventKind, Events, Int64, RankTrace
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.trace import (
+    DEVICE_CATEGORIES,
+    UNKNOWN_CATEGORIES,
+    Bool,
+    Category,
+    EventKind,
+    Events,
+    Int64,
+    Note,
+    RankTrace,
+)
 
 # Compute, copies, and fused compute-and-communication kernels of a rank.
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """Work of one rank as sorted disjoint intervals; fused is a subset of compute."""
 
     compute: Intervals
@@ -56,8 +68,7 @@ MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
 """Name prefixes of each kind of mark; only the first kind present in a trace is used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Struct, frozen=True):
     """The work of a stage on a microbatch, parsed from an annotation name."""
 
     stage: int
@@ -119,8 +130,7 @@ _REDISTRIBUTES = "Redistribute"
 """DTensor's function that changes the placement of an activation or of a weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallPurposes:
+class CallPurposes(Struct, frozen=True):
     """For each call of a rank, whether a range shows its purpose; columns of one length.
 
     backward: issued in a range of autograd. weights: issued by FSDP. gradients: in a hook of
@@ -221,3 +231,249 @@ def find_step_starts(events: Events) -> Int64:
         Category.OP, Category.ANNOTATION
     )
     return events.start_ns[mask]
+
+
+# Launches, and whether the device work of each was recorded.
+
+_LAUNCH = re.compile(r"launch(?!host)|memcpy", re.I)
+"""Kernel, graph and copy launches of CUDA, HIP, SYCL and Level Zero; fills of no bytes are not
+recorded on the device, host functions never."""
+
+_BEGIN_CAPTURE, _END_CAPTURE = re.compile("StreamBeginCapture"), re.compile("StreamEndCapture")
+
+_MIN_WORKED_SHARE = 0.05
+"""With fewer launches whose work was recorded, the device's activity was not recorded."""
+
+
+class Launches(Struct, frozen=True):
+    """The launches of a rank by start, except those captured into a CUDA graph.
+
+    A launch that the runtime passes on to the driver is one launch. has_work says whether a device
+    event with the launch's correlation was recorded.
+    """
+
+    start_ns: Int64
+    has_work: Bool
+
+    @property
+    def lost(self) -> int:
+        """Number of launches whose device work was not recorded."""
+        return int((~self.has_work).sum())
+
+
+def collect_launches(events: Events) -> Launches:
+    """The launches of a rank, and which of them led to device work."""
+    is_launch = events.is_category(Category.RUNTIME) & events.match_names(_LAUNCH)
+    rows = np.flatnonzero(is_launch)
+    rows = rows[~_find_captured(events, rows)]
+    device = np.sort(events.correlation[events.is_category(*DEVICE_CATEGORIES)], kind="stable")
+    wanted = events.correlation[rows]
+    at = np.searchsorted(device, wanted)
+    has_work = (wanted >= 0) & (np.append(device, -1)[at] == wanted)
+    return _merge_nested(events, rows, has_work)
+
+
+def _find_captured(events: Events, rows: Int64) -> Bool:
+    """Which rows start while a graph is captured: their kernels run in the graph's launches."""
+    runtime = events.is_category(Category.RUNTIME)
+    begins = events.start_ns[runtime & events.match_names(_BEGIN_CAPTURE)]
+    ends = events.start_ns[runtime & events.match_names(_END_CAPTURE)]
+    opened = np.searchsorted(begins, events.start_ns[rows], side="right")
+    closed = np.searchsorted(ends, events.start_ns[rows], side="right")
+    return opened > closed
+
+
+def _merge_nested(events: Events, rows: Int64, has_work: Bool) -> Launches:
+    """One launch for each call and the calls within it on the same thread.
+
+    A call lies within another if its middle does: of calls that follow each other, the first may
+    seem to end after the start of the second, by the resolution of the clock.
+    """
+    order = np.lexsort((events.start_ns[rows], events.lane[rows]))
+    rows, has_work = rows[order], has_work[order]
+    if not len(rows):
+        return Launches(events.start_ns[rows], has_work)
+    start, end, lane = events.start_ns[rows], events.ends_of(rows), events.lane[rows]
+    # Lanes are placed one after the other, so that one running maximum serves all of them.
+    shift = lane.astype(np.int64) * (int(end.max()) + 1)
+    reached = np.maximum.accumulate(end + shift)
+    is_outer = np.ones(len(rows), dtype=np.bool_)
+    is_outer[1:] = (start + (end - start) // 2 + shift)[1:] >= reached[:-1]
+    first = np.flatnonzero(is_outer)
+    merged = np.logical_or.reduceat(has_work, first)
+    by_start = np.argsort(start[first], kind="stable")
+    return Launches(start[first][by_start], merged[by_start])
+
+
+# Ranks whose device activity was not recorded: they cannot be split.
+
+_DEVICE_BACKENDS = ("nccl", "rccl", "hccl", "xccl", "mccl", "cncl", "eccl")
+
+_RECORD_DEVICE = (
+    "record with ProfilerActivity.CUDA, and without another profiler (nsys, DCGM) on the device"
+)
+
+_NO_DEVICE_DATA = "device activity was not recorded"
+
+_NO_WORK = "no op and no device event with a duration was recorded"
+
+_RECORD_WORK = "name a torch.profiler trace that contains the work of its steps"
+
+
+def select_recorded(
+    traces: Sequence[RankTrace],
+) -> tuple[tuple[RankTrace, ...], tuple[Note, ...]]:
+    """The traces that show where the time of their rank went, and a note on each other one.
+
+    A job uses a device if one of its ranks has device events, launches or a backend for devices;
+    then a rank without device events is left out, for its ops only show when it launched work.
+
+    In a CPU run, the device that a trace names was not used: a note says so, and it is dropped.
+
+    Raises DataError if no trace is left.
+    """
+    problems = _find_missing_device_data(traces)
+    for index, trace in enumerate(traces):
+        if not problems[index] and not _has_work(trace):
+            problems[index] = _explain_no_work(trace)
+    recorded = tuple(t for t, problem in zip(traces, problems, strict=True) if not problem)
+    if not recorded:
+        first, others = traces[0], len(traces) - 1
+        also = f" (nor on {others:,} other ranks)" if others else ""
+        hint = _RECORD_DEVICE if problems[0].startswith(_NO_DEVICE_DATA) else _RECORD_WORK
+        raise DataError(first.source, problems[0] + also, hint, first.rank)
+    notes = [
+        Note("no_device_data", f"{problem}: left out", trace.rank)
+        for trace, problem in zip(traces, problems, strict=True)
+        if problem
+    ]
+    if any(trace.on_device for trace in recorded):
+        return recorded, tuple(notes)
+    notes += [_note_unused(trace) for trace in recorded if trace.device]
+    return tuple(replace(trace, device="") for trace in recorded), tuple(notes)
+
+
+def _explain_no_work(trace: RankTrace) -> str:
+    foreign = [note.message for note in trace.notes if note.code == UNKNOWN_CATEGORIES]
+    return foreign[0] if foreign else f"{_NO_WORK} ({len(trace.events):,} other events)"
+
+
+def _note_unused(trace: RankTrace) -> Note:
+    text = f"the machine has {trace.device}, but nothing was launched on it: analyzed as a CPU run"
+    return Note("device_unused", text, trace.rank)
+
+
+def _find_missing_device_data(traces: Sequence[RankTrace]) -> list[str]:
+    """For each trace, why its device activity is missing; "" if it is not."""
+    launches = [collect_launches(trace.events) for trace in traces]
+    uses_device = [
+        trace.on_device or len(own.start_ns) > 0 or _has_device_backend(trace)
+        for trace, own in zip(traces, launches, strict=True)
+    ]
+    if not any(uses_device):
+        return [""] * len(traces)
+    return [_explain_missing(*one) for one in zip(traces, launches, strict=True)]
+
+
+def _explain_missing(trace: RankTrace, launches: Launches) -> str:
+    count, device = len(launches.start_ns), trace.events.is_category(*DEVICE_CATEGORIES)
+    seen = max(int(launches.has_work.sum()), int(device.sum()))
+    if seen and seen >= _MIN_WORKED_SHARE * count:
+        return ""
+    if count:
+        found = f"only {seen:,}" if seen else "none"
+        return f"{_NO_DEVICE_DATA}: {found} of {count:,} launches led to a kernel"
+    evidence = f" (backend {trace.backend or 'nccl'})" if _has_device_backend(trace) else ""
+    return f"{_NO_DEVICE_DATA}: no launch and no device event{evidence}"
+
+
+def _has_device_backend(trace: RankTrace) -> bool:
+    return trace.backend in _DEVICE_BACKENDS or bool(trace.events.match_prefix("nccl:").any())
+
+
+def _has_work(trace: RankTrace) -> bool:
+    """Whether something took time on the rank: an op, a kernel, a copy or a call."""
+    events = trace.events
+    work = events.is_category(Category.OP, *DEVICE_CATEGORIES)
+    work[trace.calls.event] = True
+    return bool((work & (events.dur_ns > 0)).any())
+
+
+# Device work that was lost within a recording: the profiler's buffers were full, or it was ended.
+
+_MIN_LOST, _MIN_LOST_SHARE = 10, 0.02
+"""Fewer lost launches are not reported."""
+
+_CUT_SHARE, _MOSTLY_LOST_SHARE = 0.05, 0.5
+"""A step is incomplete if this share of its launches is lost at the end of the recording, or
+anywhere."""
+
+
+_SILENT_SHARE, _MIN_STEPS_BEFORE = 0.2, 3
+"""A step is incomplete if this share of its ops, beyond that of at least two steps before it,
+follows its last launch."""
+
+
+def find_lost_steps(launches: Launches, events: Events, starts_ns: Sequence[int]) -> Bool:
+    """Which steps lack so much device work that their split is incomplete.
+
+    The device work of launches is missing at the end of the recording or mostly, or the ops go on
+    without launches: the profiler has stopped recording the device and its runtime. starts_ns are
+    the host starts of the steps; the last one ends with the recording.
+    """
+    is_cut = np.zeros(len(starts_ns), dtype=np.bool_)
+    step = _find_steps(starts_ns, launches.start_ns)
+    worked = np.flatnonzero(launches.has_work)
+    if not len(worked) or not _has_reliable_correlations(launches, events):
+        return is_cut
+    inside, lost = step >= 0, ~launches.has_work
+    in_tail = inside & (np.arange(len(lost)) > worked[-1])
+    total, missing, at_end = (
+        np.bincount(step[mask], minlength=len(starts_ns))
+        for mask in (inside, inside & lost, in_tail)
+    )
+    is_cut |= (at_end > _CUT_SHARE * total) | (missing > _MOSTLY_LOST_SHARE * total)
+    last = int(step[worked[-1]])
+    if last >= 0 and _goes_on_without_launches(launches, events, starts_ns, last):
+        is_cut[last] = True
+    return is_cut
+
+
+def _find_steps(starts_ns: Sequence[int], when_ns: Int64) -> Int64:
+    """The index of the step in which each instant lies, -1 before the first."""
+    return np.searchsorted(np.array(starts_ns), when_ns, side="right") - 1
+
+
+def _goes_on_without_launches(
+    launches: Launches, events: Events, starts_ns: Sequence[int], last: int
+) -> bool:
+    """Whether the last step with launches goes on with ops after them, unlike the steps before."""
+    ops_ns = events.start_ns[events.is_category(Category.OP)]
+    step_of_op, step = _find_steps(starts_ns, ops_ns), _find_steps(starts_ns, launches.start_ns)
+    shares = []
+    for number in range(last + 1):
+        own, launched = ops_ns[step_of_op == number], launches.start_ns[step == number]
+        if len(own) and len(launched):
+            shares.append(float((own > launched[-1]).mean()))
+    if len(shares) < _MIN_STEPS_BEFORE:
+        return False
+    return shares[-1] > _SILENT_SHARE + float(np.median(shares[:-1]))
+
+
+def note_lost_work(launches: Launches, events: Events, rank: int) -> tuple[Note, ...]:
+    """A note with the number of launches whose device work is missing, if it is high."""
+    total, lost = len(launches.start_ns), launches.lost
+    if lost < max(_MIN_LOST, _MIN_LOST_SHARE * total):
+        return ()
+    if not _has_reliable_correlations(launches, events):
+        return ()
+    share = units.format_percent(lost / total)
+    text = f"{lost:,} of {total:,} launches ({share}) have no device event: the profiler lost them,"
+    return (Note("device_work_lost", f"{text} and their time counts as idle", rank),)
+
+
+def _has_reliable_correlations(launches: Launches, events: Events) -> bool:
+    """Whether lost launches are lost work, and not work under another correlation."""
+    device = np.flatnonzero(events.is_category(*DEVICE_CATEGORIES))
+    unmatched = int((events.find_launches(device) < 0).sum())
+    return not launches.lost or unmatched < launches.lost

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     first_rows,
@@ -243,8 +244,7 @@ class ClockFit:
 EXACT = ClockFit(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ClockDomain:
+class ClockDomain(Struct, frozen=True):
     """A clock domain: ranks of a host, and the clock of each against the first; never empty."""
 
     host: str
@@ -348,8 +348,7 @@ _SEND, _RECV = OP_CODE["send"], OP_CODE["recv"]
 _NEVER = (np.iinfo(np.int64).min, np.iinfo(np.int64).max)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Struct, frozen=True):
     """The offset lies in [low_ns, high_ns]; None means unbounded on that side."""
 
     low_ns: int | None
@@ -430,8 +429,7 @@ def _compute_slack(end_ns: Int64, start_ns: Int64) -> int | None:
 # End times of calls that end simultaneously on all members.
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnds:
+class CallEnds(Struct, frozen=True):
     """One row per member of each all_reduce, all_gather and reduce_scatter on a device, by trace.
 
     kind is one number for each (group, op, size), with one bias per member; end_ns is on the
@@ -547,8 +545,7 @@ def fit_offset_and_drift(at_ns: Int64, apart_ns: Int64, kind: Int64) -> ClockFit
     return ClockFit(start + offset, pivot, drift, sigma, residual)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kinds:
+class _Kinds(Struct, frozen=True):
     """Median and number of calls of each kind; of_row is the median of each row's kind."""
 
     middle: Float

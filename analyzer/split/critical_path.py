@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, group_ids, group_rows, intersect, union
 from stepsplit.analyzer.buckets import BUCKETS
@@ -106,8 +107,7 @@ class PathKernel:
     dur_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class CriticalPaths:
+class CriticalPaths(Struct, frozen=True):
     """The critical path of each step; the parts of a step add up to its length, to the nanosecond.
 
     Steps of different ranks overlap slightly, so the first part of a path may belong to the
@@ -161,8 +161,7 @@ def _find_span(graph: DependencyGraph, step: int) -> tuple[int, int, int]:
 # The way back.
 
 
-@dataclass(frozen=True, slots=True)
-class _NodePlaces:
+class _NodePlaces(Struct, frozen=True):
     """For each node its time, the index of its rank (-1: a synchronization) and the node that
     determined it (-1: none)."""
 
@@ -175,8 +174,7 @@ class _NodePlaces:
         return cls(graph.at_ns.tolist(), graph.list_ranks().tolist(), graph.binding.tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class _PathSegment:
+class _PathSegment(Struct, frozen=True):
     """A segment of the path on one rank; rank indexes the ranks."""
 
     rank: int
@@ -199,8 +197,7 @@ def _walk_back(places: _NodePlaces, node: int, begin: int) -> list[_PathSegment]
 # The time of each rank on the path, by bucket and axis.
 
 
-@dataclass(frozen=True, slots=True)
-class _RankActivity:
+class _RankActivity(Struct, frozen=True):
     """The time of one rank on the common clock, in sorted and disjoint intervals of one bucket
     each; axis indexes axes."""
 
@@ -302,8 +299,7 @@ def _list_path_kernels(rank: RankSplit, path: Intervals) -> Iterator[PathKernel]
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _KernelPieces:
+class _KernelPieces(Struct, frozen=True):
     """The time of a rank's kernels on the common clock, each instant once; sorted columns."""
 
     start_ns: Int64

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
@@ -24,8 +25,7 @@ WORK = ("compute", "copy", "idle")
 """Kinds of local work of a rank, the columns of DependencyGraph.work_ns."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineNodes:
+class TimelineNodes(Struct, frozen=True):
     """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1], cut at
     cut_ns of the recording."""
 
@@ -44,8 +44,7 @@ class TimelineNodes:
         return at + int(self.first[index])
 
 
-@dataclass(frozen=True, slots=True)
-class CommKernels:
+class CommKernels(Struct, frozen=True):
     """The recorded collectives and messages, a row per event of a rank; columns of equal length.
 
     rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
@@ -71,8 +70,7 @@ class CommKernels:
         return np.arange(*np.searchsorted(self.rank, (index, index + 1)).tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class StepEdges:
+class StepEdges(Struct, frozen=True):
     """The steps of all ranks; begin and end are nodes. Columns of equal length.
 
     rank indexes the ranks of the split; full marks steps that enter the mean.
@@ -125,8 +123,7 @@ class DependencyGraph:
 # RunSplit -> DependencyGraph.
 
 
-@dataclass(frozen=True, slots=True)
-class _GraphParts:
+class _GraphParts(Struct, frozen=True):
     """The parts of a graph by rank.
 
     The nodes of all timelines come first, then two nodes per event, then the synchronization nodes.
@@ -305,8 +302,7 @@ def _bind(graph: DependencyGraph, measured: Int64) -> DependencyGraph:
 # Cumulative time of a rank in each bucket.
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(Struct, frozen=True):
     """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
     i-th."""
 
@@ -508,8 +504,7 @@ _WAIT_DIVISOR = 4
 _ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
-class CommCalls:
+class CommCalls(Struct, frozen=True):
     """The events of a rank's calls in order of start; columns of equal length.
 
     of_call is the event of each call. Then, per event: the instant of the rank's timeline that its

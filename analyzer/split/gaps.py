@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Literal, Self
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, group_min, is_inside, union
 from stepsplit.analyzer.split.transfers import Pieces, RankCallTimes
@@ -81,8 +82,7 @@ def find_awaited(trace: RankTrace, kernels: Int64, comms: Int64) -> UInt8:
     return awaited
 
 
-@dataclass(frozen=True, slots=True)
-class _RuntimeCalls:
+class _RuntimeCalls(Struct, frozen=True):
     """The calls of a trace after which a kernel may have to wait.
 
     recorded: whether the trace has event waits at all; identified: the waits whose event is known;
@@ -113,8 +113,7 @@ def _find_runtime_calls(trace: RankTrace) -> _RuntimeCalls:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Launches:
+class _Launches(Struct, frozen=True):
     """The launches of pairs of a kernel and a communication: when, the streams, and the host thread
     of the kernel's. known: both were recorded, and neither is a graph."""
 
@@ -170,8 +169,7 @@ def _find_last_start(starts_ns: Int64, at_ns: Int64, side: Literal["left", "righ
 # Waits whose event is known: up to which launch of each stream every stream has waited.
 
 
-@dataclass(frozen=True, slots=True)
-class _Waits:
+class _Waits(Struct, frozen=True):
     """Waits whose event is known, in order of time; columns of equal length.
 
     stream waits (HOST: the host) for everything that was launched on on_stream (or ALL_STREAMS)
@@ -326,8 +324,7 @@ def find_held_gaps(trace: RankTrace, times: RankCallTimes, compute: Intervals) -
     return held if trace.on_device else _find_by_arrival(trace, gaps, times, held)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gaps:
+class _Gaps(Struct, frozen=True):
     """The gaps between the compute intervals of a rank, before the first and after the last.
 
     Gap i begins when interval i - 1 ends, and resumes when interval i starts.
@@ -351,8 +348,7 @@ class _Gaps:
 # By the end of each call, and by what the recording shows that the next kernel waited for.
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
+class _Candidates(Struct, frozen=True):
     """Pairs of a call and a gap that it may have held up, by call and time; over_ns is how long
     after the gap's end the call ended."""
 
@@ -541,8 +537,7 @@ def _select_spans(events: Events, mask: Bool) -> tuple[Int64, Int64]:
     return events.start_ns[mask], events.ends_of(mask)
 
 
-@dataclass(frozen=True, slots=True)
-class _HostWaits:
+class _HostWaits(Struct, frozen=True):
     """For each gap of a CPU run, the call for which the host waited (wait_tensor), -1 if none or
     unknown, and when that wait returned."""
 

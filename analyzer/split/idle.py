@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct
 from stepsplit.analyzer.split.attribute import IDLE, BucketBands
@@ -27,8 +28,7 @@ from stepsplit.analyzer.trace import (
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-@dataclass(frozen=True, slots=True)
-class IdleCause:
+class IdleCause(Struct, frozen=True):
     """Idle time of one window with one cause: its duration, and the number of gaps it occurs in.
 
     idle_ns over all causes of a window add up to its idle time. op is the name of the responsible
@@ -259,8 +259,7 @@ _TO_HOST = re.compile(r"HtoD|DtoH|Host")
 _ORDERS = re.compile(r"StreamWaitEvent|GraphLaunch")
 
 
-@dataclass(frozen=True, slots=True)
-class GapLaunches:
+class GapLaunches(Struct, frozen=True):
     """For each gap the device event that ended it, and its launch; columns of one length.
 
     row and launch index the events, -1 for none. returned_ns is when the launching call returned
@@ -275,8 +274,7 @@ class GapLaunches:
     ordered: Bool
 
 
-@dataclass(frozen=True, slots=True)
-class HostWaits:
+class HostWaits(Struct, frozen=True):
     """For each gap, the host's last wait for the device, -1 if it caused no delay."""
 
     row: Int64
@@ -386,8 +384,7 @@ _BACKWARD = re.compile(r"^(?:torch::)?autograd::|Backward\d*$")
 _RUNS_BACKWARD = re.compile(r"^(?!.*\.py\().*backward", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchThreads:
+class LaunchThreads(Struct, frozen=True):
     """A launching thread and those that it alternates with, such as the threads of backward.
 
     backward are the members that run gradients, others the rest.
@@ -454,8 +451,7 @@ class LaunchThreads:
         return np.sort(np.concatenate([thread.edges_ns for thread in self.threads]), kind="stable")
 
 
-@dataclass(frozen=True, slots=True)
-class HostThreads:
+class HostThreads(Struct, frozen=True):
     """The threads of a host: the thread of each lane, the main (stepping) one, those of
     backward."""
 
@@ -536,8 +532,7 @@ ALLOCATES = re.compile(
 """Runtime or driver calls that wait for the device, and that allocate or free memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class NestedEvents:
+class NestedEvents(Struct, frozen=True):
     """Nested events of one thread; columns in order of start, outer first.
 
     key orders them by depth, then by start; by_key is that order.
@@ -562,8 +557,7 @@ class NestedEvents:
         return np.where((depth >= 0) & open_there, self.row[at], -1)
 
 
-@dataclass(frozen=True, slots=True)
-class HostThread:
+class HostThread(Struct, frozen=True):
     """The events of one thread by kind; the rows of a kind do not overlap.
 
     ops are the outermost ones; work also includes the optimizer's. begins_ns are the starts of all

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, list_distinct, union
 from stepsplit.analyzer.split.steps import Steps, StepWindow
@@ -45,8 +46,7 @@ class KernelFamily:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeEvents:
+class ComputeEvents(Struct, frozen=True):
     """Compute events that start in the full steps of a rank (in all steps if none is full).
 
     Columns of one length, sorted by start: step is the step number, row the row of the event,
@@ -134,8 +134,7 @@ def _find_parents(start: Int64, end: Int64) -> Int64:
     return parent
 
 
-@dataclass(frozen=True, slots=True)
-class KernelWork:
+class KernelWork(Struct, frozen=True):
     """What a kernel or op does: its name, and its input shapes or launch grid, None if unknown.
 
     Runs of one name with equal shapes do the same work.
@@ -191,8 +190,7 @@ MEMORY_FAMILIES = (
 """Kernel families that are limited by memory bandwidth."""
 
 
-@dataclass(frozen=True, slots=True)
-class GemmShape:
+class GemmShape(Struct, frozen=True):
     """count products of (rows x inner) by (inner x columns)."""
 
     rows: int
@@ -205,8 +203,7 @@ class GemmShape:
         return 2 * self.count * self.rows * self.columns * self.inner
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
+class AttentionShape(Struct, frozen=True):
     """Fused attention of batch x heads heads of size head, over tokens queries and keys.
 
     keys may be fewer heads (GQA).
@@ -319,8 +316,7 @@ MIN_PLACES = 10
 """Minimum number of kernels that ran both with and without communication."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contention:
+class Contention(Struct, frozen=True):
     """Slowdown of compute under concurrent data transfer: ratio of times with and without it.
 
     places is the number of kernels of a step that were compared, under and alone the number of runs

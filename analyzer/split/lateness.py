@@ -10,6 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import first_rows, group_ids
 from stepsplit.analyzer.buckets import StepSplit
@@ -106,8 +107,7 @@ def compute_lateness(
     return tuple(lateness)
 
 
-@dataclass(frozen=True, slots=True)
-class _MemberArrivals:
+class _MemberArrivals(Struct, frozen=True):
     """One row per member of each complete call: whether it was last, and by how much.
 
     Columns of one length: row indexes Matched, members is the number of members of the call.
@@ -254,8 +254,7 @@ class SlowKernel:
     shapes: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SlowRank:
+class SlowRank(Struct, frozen=True):
     """The slow kernels of one family on one rank; ratio is their total time over that of the peers.
 
     lost_ns is the cost per step; kernel is the most expensive kernel. same_work: for most of the
@@ -271,8 +270,7 @@ class SlowRank:
     same_work: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _ComparableRuns:
+class _ComparableRuns(Struct, frozen=True):
     """The runs of one kernel, of equal shapes, on the ranks that ran it equally often in each step.
 
     took_ns has shape (ranks, runs), in order of time; counts is the number of runs per step.
@@ -336,8 +334,7 @@ _MIN_PEERS = 3
 """With two ranks the median is between them: neither is known to be the slow one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RankRuns:
+class _RankRuns(Struct, frozen=True):
     """The compute of one rank in its full steps; work_id indexes work and families."""
 
     rank: int

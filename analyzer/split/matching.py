@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     first_rows,
@@ -27,13 +28,13 @@ from stepsplit.analyzer.trace import (
     RankTrace,
     UInt8,
     compute_start_offsets_ns,
+    find_earlier_calls,
 )
 
 # Mapping of a rank's clock to the common clock.
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(Struct, frozen=True):
     """A rank's clock: t_reference = t - offset_ns - drift_ppm / 10^6 * (t - pivot).
 
     t is the rank's wall clock. Own times count from the t0 of the trace, common times from the t0
@@ -82,8 +83,7 @@ class Clock:
         return wall - common_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
+class Alignment(Struct, frozen=True):
     """The clocks, one per trace; common times count from t0_unix_ns."""
 
     clocks: tuple[Clock, ...]
@@ -322,8 +322,7 @@ def _count_replayed(trace: RankTrace, events: Int64) -> int:
 _NUMBERED, _ORDERED, _MESSAGE = range(3)
 
 
-@dataclass(frozen=True, slots=True)
-class CallRows:
+class CallRows(Struct, frozen=True):
     """The calls of all ranks, times on the clocks known so far; columns of one length.
 
     trace indexes the traces. clocks names the clock of each trace: equal names mean one clock, such
@@ -347,8 +346,7 @@ class CallRows:
         return len(clocks) == 1 and clocks != {""}
 
 
-@dataclass(frozen=True, slots=True)
-class Identities:
+class Identities(Struct, frozen=True):
     """One label for all rows of a call, -1 for a row without a counterpart; notes on
     ambiguities."""
 
@@ -403,17 +401,21 @@ def identify_calls(rows: CallRows, collective: Int64, message: Int64) -> Identit
 def _is_numbered(rows: CallRows, collective: Int64) -> Bool:
     """Whether each collective is identified by its sequence number alone.
 
-    A replayed CUDA graph repeats its numbers: a group with such a call is matched by order.
+    A replayed CUDA graph repeats its numbers: a group with such a call is matched by order, and so
+    is one of which a rank has no numbers.
     """
     seq = rows.seq[collective]
     label = group_ids(rows.group[collective], rows.trace[collective])
+    highest = group_max(label, seq, int(label.max(initial=-1)) + 1)
+    bare = np.unique(rows.group[collective[highest[label] < 0]])
     order = np.lexsort((rows.start_ns[collective], label))
     fresh = np.ones(len(order), dtype=np.bool_)
     fresh[1:] = (seq[order][1:] != seq[order][:-1]) | (label[order][1:] != label[order][:-1])
     first = order[fresh]
     again = number_within_group(group_ids(label[first], seq[first])) > 0
     replayed = np.unique(rows.group[collective[first[again & (seq[first] >= 0)]]])
-    return (seq >= 0) & ~np.isin(rows.group[collective], replayed)
+    by_order = np.concatenate([replayed, bare])
+    return (seq >= 0) & ~np.isin(rows.group[collective], by_order)
 
 
 def _place_in_order(rows: CallRows, plain: Int64, place: Int64) -> bool:
@@ -558,9 +560,10 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
 
 
 def _find_unnamed(trace: RankTrace) -> Int64:
-    """The events of the calls without group and peer, by start."""
+    """The events of the calls without group and peer, by start; not those of earlier steps."""
     calls = trace.calls
-    events = calls.event[(calls.group_id < 0) & (calls.peer < 0)]
+    unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
+    events = calls.event[unnamed]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
 
 
@@ -603,8 +606,7 @@ _NEVER = np.iinfo(np.int64).max
 Float = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
+class Pairing(Struct, frozen=True):
     """The n-th call of the first sequence pairs with the place[n]-th of the second; -1 if unpaired.
 
     ambiguous: another pairing fits equally well, and only the wall clocks decided.
@@ -614,8 +616,7 @@ class Pairing:
     ambiguous: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CallSequence:
+class CallSequence(Struct, frozen=True):
     """Calls in order: kind of shape (n, k), -1 for unknown columns, and their end times."""
 
     kind: Int64

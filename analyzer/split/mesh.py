@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.mesh_inference import (
     infer_axes,
     infer_lines,
 )
-from stepsplit.analyzer.trace import Group, Note, RankTrace
+from stepsplit.analyzer.trace import Group, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
 
 # Rank layout: mesh, pipeline coordinate of each rank, axis of each group.
@@ -291,7 +291,9 @@ def _format_inference(source: str, sure: bool) -> str:
 
 def _is_unambiguous(traces: Sequence[RankTrace], traffic: Exchanges, lines: Lines) -> bool:
     """Whether no message can belong to a pipeline that the mesh lacks."""
-    unknown = any(((t.calls.peer < 0) & t.calls.is_message).any() for t in traces)
+    unknown = any(
+        ((t.calls.peer < 0) & t.calls.is_message & ~find_earlier_calls(t)).any() for t in traces
+    )
     return "pp" in lines or not (traffic.doubtful or unknown)
 
 

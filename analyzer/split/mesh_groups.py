@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
+
+from msgspec import Struct
 
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh
@@ -17,8 +18,7 @@ _MAY_BE_ONE = ("dp_shard", "cp")
 """Axes that frameworks include in a combined group name even if the job does not use them."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankLine:
+class RankLine(Struct, frozen=True):
     """Layout of ranks along one axis: stride and size."""
 
     stride: int
@@ -221,8 +221,7 @@ _WHAT_FOR = re.compile(r"(?:_gloo|_ag)$|_group(?=_|$)")
 _EP_SIZE = re.compile(r"^ep_size_\d+$")
 
 
-@dataclass(frozen=True, slots=True)
-class GroupName:
+class GroupName(Struct, frozen=True):
     """The axes along which a group's ranks differ, by its description, if their sizes exceed 1.
 
     whole: the group contains all ranks that differ along these axes only. experts: the group

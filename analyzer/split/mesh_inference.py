@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals
 from stepsplit.analyzer.split.classify import (
@@ -31,8 +32,7 @@ from stepsplit.analyzer.trace import OP_CODE, OPS, Calls, Events, Group, Int64, 
 # Axes of groups without a known name, from their ranks and usage.
 
 
-@dataclass(frozen=True, slots=True)
-class _AxisEvidence:
+class _AxisEvidence(Struct, frozen=True):
     """Shapes of groups that reduce gradients, shapes with an axis, and the smallest stride."""
 
     summed: Set[frozenset[int]]
@@ -40,8 +40,7 @@ class _AxisEvidence:
     closest: int
 
 
-@dataclass(frozen=True, slots=True)
-class InferredAxes:
+class InferredAxes(Struct, frozen=True):
     """The axis of each group that has one; marked holds the groups whose axis the ranges around
     their calls show."""
 
@@ -198,8 +197,7 @@ Counts = npt.NDArray[np.float64]
 _GATHER, _SUM, _SCATTER = (OP_CODE[op] for op in ("all_gather", "all_reduce", "reduce_scatter"))
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Mean calls per step and rank, shape (ops,), before the first backward of a step and after it.
 
     early_bytes: bytes of the early calls. hooked: reductions in a hook of autograd, which are of
@@ -371,8 +369,7 @@ Ranks = tuple[int, ...]
 _ONE_WAY = (OP_CODE["send"], OP_CODE["recv"])
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanges:
+class Exchanges(Struct, frozen=True):
     """Ranks of each pipeline (first stage first) and of each ring (ascending).
 
     doubtful: ranks whose messages fit neither pattern, or both.

@@ -6,8 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import (
     Intervals,
@@ -18,7 +20,7 @@ from stepsplit.analyzer.arrays import (
     union,
 )
 from stepsplit.analyzer.split.attribute import BucketBands
-from stepsplit.analyzer.split.classify import MARKERS, Mark, parse_marks
+from stepsplit.analyzer.split.classify import MARKERS, parse_marks
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
@@ -28,8 +30,7 @@ from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 _PHASES = ("forward", "backward")
 
 
-@dataclass(frozen=True, slots=True)
-class DetectedSlots:
+class DetectedSlots(Struct, frozen=True):
     """The slots of a rank in order of time, and their source: annotations, messages, or None."""
 
     slots: tuple[MicrobatchSlot, ...]
@@ -38,7 +39,7 @@ class DetectedSlots:
 
 def find_slots(trace: RankTrace, layout: RankLayout) -> DetectedSlots:
     """The slots marked by annotations, else those inferred from messages."""
-    marked = read_slots(trace, layout.stage_of.get(trace.rank))
+    marked = read_slots(trace, layout)
     if marked:
         return DetectedSlots(marked, "annotations")
     inferred = infer_slots(trace, layout)
@@ -66,8 +67,7 @@ def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, .
     return _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(Struct, frozen=True):
     """The events of a rank's slots, by launch time; columns of one length.
 
     step is the host's step; autograd marks launches by autograd.
@@ -145,8 +145,7 @@ def _is_launched_in(events: Events, name: str, launched: Int64) -> Bool:
     return np.asarray(np.searchsorted(edges, launched, side="right") % 2 == 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Gaps:
+class _Gaps(Struct, frozen=True):
     """For each event, the number of the interval between messages that contains its launch.
 
     preceded, followed: the interval starts, ends with a message of the same step; before, after:
@@ -214,8 +213,7 @@ def _build_slots(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[Micr
 # The pipeline grid and its bubble.
 
 
-@dataclass(frozen=True, slots=True)
-class StepGrid:
+class StepGrid(Struct, frozen=True):
     """The slots of one rank in one step, and the intervals of work in them, on the common clock."""
 
     rank: int
@@ -224,8 +222,7 @@ class StepGrid:
     busy: Intervals
 
 
-@dataclass(frozen=True, slots=True)
-class StageBubble:
+class StageBubble(Struct, frozen=True):
     """One stage in one step: the window of its whole pipeline, and the bubble of the stage in
     it."""
 
@@ -346,8 +343,7 @@ _SPELLED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DetectedSchedule:
+class DetectedSchedule(Struct, frozen=True):
     """The schedule detected from the slots; name is None for an unknown order.
 
     times_ns: forward, input-gradient and weight-gradient time of one microbatch on a stage; None if
@@ -502,30 +498,78 @@ def _select_exclusive(slots: Sequence[MicrobatchSlot]) -> list[MicrobatchSlot]:
 # Slots marked by annotations.
 
 
-def read_slots(trace: RankTrace, stage: int | None = None) -> tuple[MicrobatchSlot, ...]:
-    """The slots marked by annotations, on the device if it has them, in order of time.
+def read_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, ...]:
+    """The slots marked by annotations, in order of time; on the device those of their kernels.
 
     Some torch schedules mark them too; if the collector did, only its marks count. torch's GPipe
-    marks have no stage: stage, the rank's pp coordinate, is used, and without it they are ignored.
-    A combined action is two slots with the same times.
+    marks have no stage: the rank's pp coordinate is used, and without it they are ignored. A
+    combined action is two slots with the same times.
     """
-    events = trace.events
-    of_category = events.is_category(
-        Category.GPU_ANNOTATION if trace.on_device else Category.ANNOTATION
-    )
+    events, stage = trace.events, layout.stage_of.get(trace.rank)
     for prefixes in MARKERS:
         marks = [
             parse_marks(name, stage) if name.startswith(prefixes) else () for name in events.names
         ]
-        rows = np.flatnonzero(of_category & events.name_mask(tuple(map(bool, marks))))
-        if len(rows):
-            slot_rows = _select_compute_stream(trace, rows).tolist()
-            return tuple(
-                _build_slot(events, row, mark)
-                for row in slot_rows
+        spans = _find_spans(trace, layout, events.name_mask(tuple(map(bool, marks))))
+        if len(spans.row):
+            slots = [
+                MicrobatchSlot(mark.stage, mark.microbatch, mark.phase, start, end)
+                for row, start, end in zip(*map(np.ndarray.tolist, spans), strict=True)
                 for mark in marks[events.name_id[row]]
-            )
+            ]
+            return tuple(sorted(slots, key=lambda slot: slot.start_ns))
     return ()
+
+
+class _Spans(NamedTuple):
+    """When the work of marks ran; row is that of each mark, columns of one length."""
+
+    row: Int64
+    start_ns: Int64
+    end_ns: Int64
+
+
+def _find_spans(trace: RankTrace, layout: RankLayout, marked: Bool) -> _Spans:
+    """When the work of the marks ran: on a device from their first kernel to their last.
+
+    The profiler's own device range of a mark has the kernels that the marking thread launched; a
+    backward is launched by autograd's threads while that thread waits for them. It is used where
+    the trace has no marks or no launches of the host.
+    """
+    events = trace.events
+    on_host = np.flatnonzero(marked & events.is_category(Category.ANNOTATION))
+    if not trace.on_device:
+        return _Spans(on_host, events.start_ns[on_host], events.ends_of(on_host))
+    if len(on_host) and (found := _find_kernels_of_marks(trace, layout, on_host)) is not None:
+        return found
+    rows = np.flatnonzero(marked & events.is_category(Category.GPU_ANNOTATION))
+    rows = _select_compute_stream(trace, rows) if len(rows) else rows
+    return _Spans(rows, events.start_ns[rows], events.ends_of(rows))
+
+
+def _find_kernels_of_marks(trace: RankTrace, layout: RankLayout, marks: Int64) -> _Spans | None:
+    """From the first to the last kernel that any thread launched within each mark; None if no mark
+    has a kernel.
+
+    A mark without a kernel, such as the input gradient of the first stage, is empty and lies where
+    the next launched kernel starts.
+    """
+    events = trace.events
+    kernels = np.flatnonzero(_find_slot_kernels(trace, layout))
+    launched = events.find_launch_ns(kernels)
+    order = np.argsort(launched, kind="stable")
+    kernels, launched = kernels[order], launched[order]
+    first = np.searchsorted(launched, events.start_ns[marks], side="left")
+    after = np.searchsorted(launched, events.ends_of(marks), side="right")
+    if not (first < after).any():
+        return None
+    end = events.ends_of(kernels)
+    start = np.append(events.start_ns[kernels], end.max())
+    # Every second part is that between a mark's first kernel and the next one after it.
+    parts = np.stack([first, after], axis=1).ravel()
+    starts = np.minimum.reduceat(start, parts)[::2]
+    ends = np.maximum.reduceat(np.append(end, -1), parts)[::2]
+    return _Spans(marks, starts, np.where(first < after, ends, starts))
 
 
 def _select_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
@@ -544,10 +588,3 @@ def _select_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
     streams = {lane: (events.lanes[lane].pid, events.lanes[lane].tid) for lane in lanes}
     busiest = max(lanes, key=lambda lane: of_stream[streams[lane]])
     return np.asarray(rows[events.lane[rows] == busiest])
-
-
-def _build_slot(events: Events, row: int, mark: Mark) -> MicrobatchSlot:
-    start = int(events.start_ns[row])
-    return MicrobatchSlot(
-        mark.stage, mark.microbatch, mark.phase, start, start + int(events.dur_ns[row])
-    )

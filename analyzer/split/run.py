@@ -78,7 +78,7 @@ from stepsplit.analyzer.split.transfers import (
     map_call_times,
     split_calls,
 )
-from stepsplit.analyzer.trace import Category, Note, RankTrace
+from stepsplit.analyzer.trace import Category, Int64, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
@@ -228,10 +228,9 @@ def _collect_notes(
     present = {trace.rank for trace in traces} | {note.rank for note in usable.left_out}
     world_size = max(trace.world_size for trace in traces)
     missing = [rank for rank in range(world_size) if rank not in present]
-    of_traces = [matched.key[matched.slice_trace(i)] for i in range(len(traces))]
     unmatched = [
         _note_unmatched(trace.rank, int((keys < 0).sum()), len(keys))
-        for trace, keys in zip(traces, of_traces, strict=True)
+        for trace, keys in zip(traces, _list_recorded_keys(traces, matched), strict=True)
         if (keys < 0).any()
     ]
     absent = [_note_missing_ranks(missing, world_size)] if missing else []
@@ -239,6 +238,12 @@ def _collect_notes(
         *absent, *usable.left_out, *layout.notes, *alignment.notes, *rank_notes, *matched.notes,
         *unmatched,
     )  # fmt: skip
+
+
+def _list_recorded_keys(traces: Sequence[RankTrace], matched: MatchedCalls) -> list[Int64]:
+    """The key of each call of each rank, but for calls of steps before the recording."""
+    keys = [matched.key[matched.slice_trace(i)] for i in range(len(traces))]
+    return [key[~find_earlier_calls(trace)] for key, trace in zip(keys, traces, strict=True)]
 
 
 def _note_few_ops(rank: RankSplit) -> Note | None:

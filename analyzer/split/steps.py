@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, compress, pairwise
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max, list_distinct
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
-from stepsplit.analyzer.split.device_data import (
+from stepsplit.analyzer.split.classify import (
     collect_launches,
     find_lost_steps,
     note_lost_work,
@@ -155,8 +156,7 @@ _TOTAL = re.compile(r"(?<!\s)\s*(?:/|of)\s*\d{1,9}[\])}]?$")
 """The number of steps behind that of the step: "step 3/100"."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRanges:
+class StepRanges(Struct, frozen=True):
     """The ranges that are the steps of a rank, in order, and the number of each step."""
 
     rows: Int64
@@ -206,8 +206,7 @@ _FEWEST_CALLS, _FEWEST_TIMES = 4, 3
 """Minimum calls per period and minimum number of periods to infer steps from the call sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepBoundaries:
+class StepBoundaries(Struct, frozen=True):
     """Host times at which one step ends and the next begins, and what they were inferred from."""
 
     ends_ns: Int64
@@ -296,8 +295,7 @@ def unify_step_numbers(steps: Sequence[Steps], matched: MatchedCalls) -> list[St
     return [numbered[i] for i in range(len(steps))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Calls:
+class _Calls(Struct, frozen=True):
     """The matched calls of a rank that start in one of its windows, sorted by window."""
 
     key: Int64
@@ -375,8 +373,7 @@ class Steps:
         return tuple(w for w in self.windows if w.kind == "full") or self.windows
 
 
-@dataclass(frozen=True, slots=True)
-class UsableRanks:
+class UsableRanks(Struct, frozen=True):
     """The traces that can be split and their steps; left_out has a note on each other rank."""
 
     traces: tuple[RankTrace, ...]
@@ -526,6 +523,7 @@ def _build_device_windows(trace: RankTrace, marked: Sequence[HostStep]) -> list[
     ends = events.ends_of(device)
     main = is_on_main_stream(trace, device)
     step_of = np.searchsorted([step.start_ns for step in marked], launched, side="right") - 1
+    step_of[events.is_launched_before(device)] = -1
     earlier = ends[step_of < 0]
     host_start = marked[0].start_ns
     start = int(earlier.max()) if len(earlier) else host_start
@@ -668,8 +666,7 @@ class SlowStep:
     excess_in_bucket_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Variation:
+class Variation(Struct, frozen=True):
     """Step time statistics by rank and of the run; run is None if no step is full on every rank."""
 
     ranks: tuple[StepDurations, ...]

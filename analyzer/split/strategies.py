@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside
 from stepsplit.analyzer.split.classify import find_spans
@@ -164,8 +164,7 @@ _MIN_CALL_SHARE = 0.5
 """A pattern must hold for more than this fraction of the calls of a group."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUsage:
+class GroupUsage(Struct, frozen=True):
     """The strategies that a group is used for in the forwards of a rank."""
 
     group: Group

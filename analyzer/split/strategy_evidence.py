@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, is_inside, union
 from stepsplit.analyzer.split.classify import DDP_FORWARD, find_call_purposes, find_spans
@@ -39,8 +40,7 @@ _ZERO = "Optimizer.step#ZeroRedundancyOptimizer"
 _MEGATRON = "MODEL_PARALLEL_GROUP"
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
+class _Use(Struct, frozen=True):
     """Tensor traffic on a group: counts and bytes per step, shape (parts, ops).
 
     marked: FSDP annotations mark these calls.
@@ -83,8 +83,7 @@ class _Use:
         return self.is_called(AFTER, *_RETURNS) and bool(back >= _LEAST_WEIGHTS * summed)
 
 
-@dataclass(frozen=True, slots=True)
-class DataParallel:
+class DataParallel(Struct, frozen=True):
     """The strategies of a rank's data parallel groups."""
 
     strategies: tuple[Strategy, ...]
@@ -306,8 +305,7 @@ CALL, BACKWARD_BEGINS = "X", "|"
 _REDUCES = [OP_CODE[op] for op in ("all_reduce", "reduce_scatter", "reduce")]
 
 
-@dataclass(frozen=True, slots=True)
-class RankEvidence:
+class RankEvidence(Struct, frozen=True):
     """The calls of a rank in its full steps, one row each in trace order; columns of one length.
 
     part is FORWARD, BACKWARD or AFTER, -1 if unknown; shards: issued by FSDP. has_purpose: a range
@@ -427,8 +425,7 @@ def collapse_repeats(story: str) -> str:
 _NEVER = np.iinfo(np.int64).max
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
+class Passes(Struct, frozen=True):
     """The backward passes of a rank in order of time; step indexes its full steps.
 
     resumes_ns is the start of the next forward work, the largest int64 if there is none.
@@ -505,8 +502,7 @@ _ATTENTION = re.compile(r"attention|attnfunc|flash_attn|fmha", re.IGNORECASE)
 _WRAPS = ("autograd::", "torch::", "c10d", "_c10d", "nn.Module", "ProfilerStep")
 
 
-@dataclass(frozen=True, slots=True)
-class Landmarks:
+class Landmarks(Struct, frozen=True):
     """Landmark ops in order of time: start and letter (ASCII code).
 
     outside: forward work, outside any backward or optimizer. engine has the intervals of autograd,
@@ -558,8 +554,7 @@ def _classify_letter(name: str) -> str:
 _MARK = "ProfilerStep#"
 
 
-@dataclass(frozen=True, slots=True)
-class HostSteps:
+class HostSteps(Struct, frozen=True):
     """The full steps of a rank in order, each from start_ns to end_ns.
 
     marked: ProfilerStep marks give the host times. Otherwise the steps are inferred from repetition

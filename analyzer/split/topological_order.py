@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_ranges
 from stepsplit.analyzer.trace import Bool, Int64
@@ -18,8 +18,7 @@ _WIDE = 16
 """Mean number of nodes in a level, about that of ranks, from which a level is computed at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(Struct, frozen=True):
     """The dependencies between nodes other than along a timeline: node i needs the nodes
     source[first[i] : first[i + 1]]."""
 
@@ -38,8 +37,7 @@ class Needs:
         return [source[low:high] for low, high in pairwise(self.first.tolist())]
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(Struct, frozen=True):
     """The nodes in topological order, level by level: a node depends on earlier levels only.
 
     node[i] is the node of row i; level k has the rows from first[k] to first[k + 1]. Row i depends
@@ -166,8 +164,7 @@ def _list_predecessors(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
     return every, first
 
 
-@dataclass(frozen=True, slots=True)
-class _Followers:
+class _Followers(Struct, frozen=True):
     """The nodes that depend on each node: target[first[i] : first[i + 1]] on node i; open_count is
     the number of nodes on which each node depends."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_min, group_rows
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
@@ -42,8 +43,7 @@ class Pieces:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RankCallTimes:
+class RankCallTimes(Struct, frozen=True):
     """The times of one rank's calls on its own clock, columns of one length.
 
     Data moves from moves_ns, the last arrival, to moved_ns; matched: whether the arrivals of all
@@ -142,8 +142,7 @@ _MAY_LEAVE = [OP_CODE[op] for op in OPS if op not in (*SYMMETRIC_OPS, "recv")]
 """Ops whose members may end before another arrives. A receive only appears to, by clock errors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(Struct, frozen=True):
     """The transfer interval of each call, on the common clock; columns of one length.
 
     Data moves from moves_ns to moved_ns; the rest of the call is waiting. last is the rank that
@@ -181,8 +180,7 @@ def compute_arrivals(
     return Arrivals(start, end, np.maximum(moves, start), moved, last, matched.key < 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _LastArrivals:
+class _LastArrivals(Struct, frozen=True):
     """For each row, the last arrival that it had to wait for; -1 without a counterpart.
 
     rank is the rank that arrived last. left_early: some member ended before another arrived, so the
@@ -209,8 +207,7 @@ def _find_last_arrivals(
     return _LastArrivals(start[last], who, left_early)
 
 
-@dataclass(frozen=True, slots=True)
-class _Members:
+class _Members(Struct, frozen=True):
     """The first rows of the members, by call and arrival; after[call] is the end of its rows."""
 
     order: Int64

@@ -1,82 +1,166 @@
-"""Changes of the level of the step time, found as a watched training runs.
+"""Changes of the level of the step time and of the lateness of ranks, found as a training runs.
 
-The rule: the median of five points is more than 5 % and more than four MAD of such medians away
-from the median of the fifty points before them. The floor on the effect prevents more false alarms
-than any statistic would on correlated noise. While a change is open, its reference is frozen; it
-ends when the level is back within half of the difference. A point is the median of the unprofiled
-steps of the interval between two samples, of at least 20.
+The rule: the median of five points is more than 5 % of the step and more than six MAD of such
+medians away from the median of the fifty points before them. At the begin of a training twenty or
+more points before them will do, n of them with both limits sqrt(50 / n) times as wide. The floor on
+the effect prevents more false alarms than any statistic would on correlated noise. While a change
+is open, its reference is frozen; it ends when the level is back within half of the difference. A
+point is the median of the unprofiled steps of the interval between two samples, of at least 20.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
-from statistics import median
+from math import sqrt
+from statistics import fmean, median, median_low
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.buckets import BUCKETS, WAITS, Split
 from stepsplit.analyzer.units import (
     format_milliseconds,
     format_signed_milliseconds,
     format_signed_percent,
 )
-from stepsplit.analyzer.watch.records import WatchSample
+from stepsplit.analyzer.watch.records import RankSample, WatchSample
 from stepsplit.collectors.watch_notes import RankWindow
 
 REFERENCE_POINTS, RECENT_POINTS = 50, 5
 
-LEAST_CHANGE, LEAST_MADS = 0.05, 4.0
+LEAST_REFERENCE_POINTS = 20
+
+FURTHER_POINTS = 3 * RECENT_POINTS
+"""Points of an open change after which a further one is found."""
+
+LEAST_CHANGE, LEAST_MADS = 0.05, 6.0
 
 POINT_STEPS = 20
 """Least steps of a point."""
 
+MOST_WAITING = 500
+"""Windows of a rank that wait for those of the others."""
+
+# The rule.
+
 
 class Point(Struct, frozen=True):
-    """The median of some unprofiled steps, and the first of them."""
+    """The median of some unprofiled steps, the first of them, and the step time by which a change
+    is measured."""
 
     step: int
     unix_ns: int
+    value_ns: float
     step_ns: float
 
 
-class StepTimeChange(Struct, frozen=True):
-    """A change of the step time: since which step, and both levels. is_over: it is back again."""
+class OnlineChange(Struct, frozen=True):
+    """A change: since which step, and both levels. is_over: it is back again. mad_ns: the noise of
+    the level before."""
 
     step: int
     unix_ns: int
     before_ns: float
     after_ns: float
     is_over: bool = False
-
-    def describe(self) -> str:
-        """One sentence."""
-        after, before = format_milliseconds(self.after_ns), format_milliseconds(self.before_ns)
-        if self.is_over:
-            return f"steps take {after} again, as before step {self.step}"
-        change = format_signed_percent(self.after_ns / self.before_ns - 1)
-        return f"steps take {after} since step {self.step}, {before} before ({change})"
+    mad_ns: float = 0.0
 
 
-class SampleSplit(Struct, frozen=True):
-    """A sample in short: its mean split over the ranks, and the rank that others wait for most."""
+class OnlineLevel(Struct, frozen=True):
+    """What the rule knows of a number: its points, and the open change."""
 
-    step: int
-    mean: Split
-    worst_rank: int
-    caused_wait_ns: int
+    points: tuple[Point, ...] = ()
+    change: OnlineChange | None = None
+
+    def add(self, point: Point) -> tuple[OnlineLevel, OnlineChange | None]:
+        """The level with a further point; and the change that begins or ends with it, or None."""
+        points = (*self.points, point)
+        if self.change is not None:
+            return _follow(points, self.change)
+        change = find_change(points)
+        return OnlineLevel(points[-(REFERENCE_POINTS + RECENT_POINTS) :], change), change
+
+
+def find_change(points: Sequence[Point]) -> OnlineChange | None:
+    """The change that the newest points show by the rule; None without one or too few points."""
+    reference = points[-(REFERENCE_POINTS + RECENT_POINTS) : -RECENT_POINTS]
+    if len(reference) < LEAST_REFERENCE_POINTS:
+        return None
+    values_ns = [each.value_ns for each in reference]
+    n_medians = len(values_ns) - RECENT_POINTS + 1
+    medians = [median(values_ns[i : i + RECENT_POINTS]) for i in range(n_medians)]
+    usual = median(medians)
+    mad = median(abs(each - usual) for each in medians)
+    widening = sqrt(REFERENCE_POINTS / len(reference))
+    return _compare_with_recent(points, reference, mad, widening)
+
+
+def _compare_with_recent(
+    points: Sequence[Point], reference: Sequence[Point], mad_ns: float, widening: float = 1.0
+) -> OnlineChange | None:
+    """The change of the newest points from the reference, within these points; None if it is below
+    the floor or within the noise."""
+    before, after = median(each.value_ns for each in reference), _find_recent(points)
+    floor = LEAST_CHANGE * median(each.step_ns for each in reference)
+    if abs(after - before) <= max(floor, LEAST_MADS * mad_ns) * widening:
+        return None
+    onset = _find_onset(points, before, after)
+    return OnlineChange(onset.step, onset.unix_ns, before, after, mad_ns=mad_ns)
+
+
+def _follow(
+    points: tuple[Point, ...], change: OnlineChange
+) -> tuple[OnlineLevel, OnlineChange | None]:
+    """Whether the open change goes on; it becomes the reference once it has lasted."""
+    recent = _find_recent(points)
+    if abs(recent - change.before_ns) < abs(change.after_ns - change.before_ns) / 2:
+        over = replace(change, after_ns=recent, is_over=True)
+        before = tuple(each for each in points if each.step < change.step)
+        return OnlineLevel((*before, *points[-RECENT_POINTS:])[-REFERENCE_POINTS:]), over
+    since = _list_since(points, change)
+    if len(since) >= REFERENCE_POINTS + RECENT_POINTS:
+        return OnlineLevel(since), None
+    further = None
+    if len(since) >= FURTHER_POINTS:
+        # From the level of the open change, by the same floor and the noise before it.
+        further = _compare_with_recent(since, since[:-RECENT_POINTS], change.mad_ns)
+    if further is None:
+        return OnlineLevel(points, change), None
+    return OnlineLevel(since, further), further
+
+
+def _list_since(points: Sequence[Point], change: OnlineChange) -> tuple[Point, ...]:
+    return tuple(each for each in points if each.step >= change.step)
+
+
+def _find_recent(points: Sequence[Point]) -> float:
+    return median(each.value_ns for each in points[-RECENT_POINTS:])
+
+
+def _find_onset(points: Sequence[Point], before: float, after: float) -> Point:
+    """The first of the newest points that are all nearer to the new level, but for single ones."""
+    is_new = [abs(each.value_ns - after) < abs(each.value_ns - before) for each in points]
+    first = len(points) - 1
+    while first > 0 and (is_new[first - 1] or (first > 1 and is_new[first - 2])):
+        first -= 1
+    return points[first if is_new[first] else first + 1]
+
+
+# The step time.
 
 
 class StepLevel(Struct, frozen=True):
-    """What the rule knows: the points, the windows of the next one, and the open change."""
+    """The level of a rank's step time, the windows of its next point, and the level of the start of
+    the job before this one; None if it is unknown."""
 
-    points: tuple[Point, ...] = ()
     windows: tuple[RankWindow, ...] = ()
-    change: StepTimeChange | None = None
+    level: OnlineLevel = OnlineLevel()
+    earlier_ns: float | None = None
 
-    def add(self, window: RankWindow, point_steps: int) -> tuple[StepLevel, StepTimeChange | None]:
-        """Adds a window of one rank.
+    def add(self, window: RankWindow, point_steps: int) -> tuple[StepLevel, OnlineChange | None]:
+        """Adds a window of the rank.
 
         Args:
             window: The window, after those before it.
@@ -88,93 +172,281 @@ class StepLevel(Struct, frozen=True):
         windows = (*self.windows, window)
         if sum(each.steps for each in windows) < max(point_steps, POINT_STEPS):
             return replace(self, windows=windows), None
-        first = windows[0]
-        step_ns = _find_weighted_median(windows)
-        points = (*self.points, Point(first.first_step, first.start_unix_ns, step_ns))
-        if self.change is None:
-            change = find_change(points)
-            kept = points[-(REFERENCE_POINTS + RECENT_POINTS) :]
-            return StepLevel(kept, (), change), change
-        return self._follow(points, self.change)
+        step_ns = _find_weighted_median(windows, "median_step_ns")
+        point = Point(windows[0].first_step, windows[0].start_unix_ns, step_ns, step_ns)
+        level, change = self.level.add(point)
+        return replace(self, windows=(), level=level), change
 
-    def _follow(
-        self, points: tuple[Point, ...], change: StepTimeChange
-    ) -> tuple[StepLevel, StepTimeChange | None]:
-        """Whether the open change goes on; it becomes the reference once it has lasted."""
-        recent = median(each.step_ns for each in points[-RECENT_POINTS:])
-        if abs(recent - change.before_ns) < abs(change.after_ns - change.before_ns) / 2:
-            over = replace(change, after_ns=recent, is_over=True)
-            before = tuple(each for each in points if each.step < change.step)
-            return StepLevel((*before, *points[-RECENT_POINTS:])[-REFERENCE_POINTS:]), over
-        since = tuple(each for each in points if each.step >= change.step)
-        if len(since) >= REFERENCE_POINTS + RECENT_POINTS:
-            return StepLevel(since), None
-        return StepLevel(points, (), change), None
+    def restart(self) -> StepLevel:
+        """The level of the next start of the job, which is compared with this one."""
+        change = self.level.change
+        since = self.level.points if change is None else _list_since(self.level.points, change)
+        if len(since) < RECENT_POINTS:
+            return StepLevel(earlier_ns=self.earlier_ns)
+        return StepLevel(earlier_ns=median(each.value_ns for each in since))
 
-
-def find_change(points: Sequence[Point]) -> StepTimeChange | None:
-    """The change that the newest points show by the rule; None without one or too few points."""
-    if len(points) < REFERENCE_POINTS + RECENT_POINTS:
-        return None
-    step_ns = [each.step_ns for each in points[-(REFERENCE_POINTS + RECENT_POINTS) :]]
-    reference, recent = step_ns[:-RECENT_POINTS], step_ns[-RECENT_POINTS:]
-    before, after = median(reference), median(recent)
-    n_medians = len(reference) - RECENT_POINTS + 1
-    medians = [median(reference[i : i + RECENT_POINTS]) for i in range(n_medians)]
-    mad = median(abs(each - median(medians)) for each in medians)
-    if abs(after - before) <= max(LEAST_CHANGE * before, LEAST_MADS * mad):
-        return None
-    onset = _find_onset(points, before, after)
-    return StepTimeChange(onset.step, onset.unix_ns, before, after)
+    def describe_restart(self) -> str:
+        """One sentence that compares this start with the one before, with the last of its first
+        points; else ""."""
+        if not self.earlier_ns or self.windows or len(self.level.points) != RECENT_POINTS:
+            return ""
+        now_ns = _find_recent(self.level.points)
+        growth = format_signed_percent(now_ns / self.earlier_ns - 1)
+        now, earlier = format_milliseconds(now_ns), format_milliseconds(self.earlier_ns)
+        return f"steps take {now} since this start, {earlier} before the restart ({growth})"
 
 
-def _find_onset(points: Sequence[Point], before: float, after: float) -> Point:
-    """The first of the newest points that are all nearer to the new level, but for single ones."""
-    is_new = [abs(each.step_ns - after) < abs(each.step_ns - before) for each in points]
-    first = len(points) - 1
-    while first > 0 and (is_new[first - 1] or (first > 1 and is_new[first - 2])):
-        first -= 1
-    return points[first if is_new[first] else first + 1]
+def describe_step_change(change: OnlineChange) -> str:
+    """One sentence of a change of the step time."""
+    after, before = format_milliseconds(change.after_ns), format_milliseconds(change.before_ns)
+    if change.is_over:
+        return f"steps take {after} again, as before step {change.step}"
+    growth = format_signed_percent(change.after_ns / change.before_ns - 1)
+    return f"steps take {after} since step {change.step}, {before} before ({growth})"
 
 
-def _find_weighted_median(windows: Sequence[RankWindow]) -> float:
-    """The median of the windows' medians, each as often as it has steps."""
-    ordered = sorted(windows, key=lambda each: each.median_step_ns)
-    half, passed = sum(each.steps for each in ordered) / 2, 0
-    for each in ordered:
-        passed += each.steps
+def _find_weighted_median(windows: Sequence[RankWindow], name: str) -> float:
+    """The median of this number of the windows, each as often as it has steps."""
+    ordered = sorted((getattr(each, name), each.steps) for each in windows)
+    half, passed = sum(steps for _, steps in ordered) / 2, 0
+    for value, steps in ordered:
+        passed += steps
         if passed >= half:
-            return float(each.median_step_ns)
-    return float(ordered[-1].median_step_ns)
+            return float(value)
+    return 0.0
+
+
+# The lateness of the ranks of a host, by their local times.
+
+
+class Drift(Struct, frozen=True):
+    """A rank that has become later than the other ranks of its host, or a host whose ranks have
+    all become slower (rank None)."""
+
+    rank: int | None
+    change: OnlineChange
+
+    def describe(self) -> str:
+        """One sentence."""
+        now, step = self.change, self.change.step
+        after, before = format_milliseconds(now.after_ns), format_milliseconds(now.before_ns)
+        if self.rank is None:
+            subject = "the ranks of this host need"
+            if now.is_over:
+                return f"{subject} {after} to their last gradient again, as before step {step}"
+            return f"{subject} {after} to their last gradient since step {step}, {before} before"
+        if now.is_over:
+            return f"rank {self.rank} is {after} late again, as before step {step}"
+        return (
+            f"rank {self.rank} is {after} later than the other ranks of its host since step {step},"
+            f" {before} before"
+        )
+
+
+class HostLateness(Struct, frozen=True):
+    """The levels of the local times of a host's ranks, and the windows of their next points.
+
+    host is that of the median over the ranks; ranks those of each rank above it.
+    """
+
+    windows: Mapping[int, tuple[RankWindow, ...]] = {}
+    host: OnlineLevel = OnlineLevel()
+    ranks: Mapping[int, OnlineLevel] = {}
+
+    def add(
+        self, windows: Sequence[RankWindow], ranks: Collection[int], point_steps: int
+    ) -> tuple[HostLateness, tuple[Drift, ...]]:
+        """Adds windows.
+
+        Args:
+            windows: New windows, after those before them.
+            ranks: The ranks that run on the host.
+            point_steps: The steps of a point.
+
+        Returns:
+            The levels with them; and the ranks that have begun to be late or are not any more.
+        """
+        known, drifts = self, list[Drift]()
+        waiting = {rank: list(self.windows.get(rank, ())) for rank in ranks}
+        for window in windows:
+            if window.rank in waiting:
+                waiting[window.rank].append(window)
+        while taken := _take_common(waiting, max(point_steps, POINT_STEPS)):
+            known, found = known._add_point(taken)
+            drifts += found
+        rest = {rank: tuple(own[-MOST_WAITING:]) for rank, own in waiting.items()}
+        return replace(known, windows=rest), tuple(drifts)
+
+    def _add_point(
+        self, taken: Mapping[int, Sequence[RankWindow]]
+    ) -> tuple[HostLateness, list[Drift]]:
+        first = next(iter(taken.values()))
+        if not all(each.local_ns for own in taken.values() for each in own):
+            return self, []
+        local = {rank: _find_weighted_median(own, "local_ns") for rank, own in taken.items()}
+        step_ns = median(_find_weighted_median(own, "median_step_ns") for own in taken.values())
+        usual = median_low(local.values())
+        at = first[0].first_step, first[0].start_unix_ns
+        host, drifts = _find_drift(None, self.host, Point(*at, usual, step_ns))
+        ranks = {}
+        for rank, own_ns in local.items() if len(local) > 1 else ():
+            level, point = self.ranks.get(rank, OnlineLevel()), Point(*at, own_ns - usual, step_ns)
+            ranks[rank], found = _find_drift(rank, level, point)
+            drifts += found
+        return replace(self, host=host, ranks=ranks), drifts
+
+
+def _find_drift(
+    rank: int | None, level: OnlineLevel, point: Point
+) -> tuple[OnlineLevel, list[Drift]]:
+    """The level with the point, and the drift that begins or ends; earlier ranks are none."""
+    following, change = level.add(point)
+    begin = level.change if change is not None and change.is_over else change
+    if change is None or begin is None or begin.after_ns < begin.before_ns:
+        return following, []
+    return following, [Drift(rank, change)]
+
+
+def _take_common(
+    waiting: dict[int, list[RankWindow]], point_steps: int
+) -> dict[int, list[RankWindow]]:
+    """Takes the windows of one point off the waiting ones: the same steps of every rank.
+
+    Empty if a rank has too few so far.
+    """
+    ends = [_find_end(own, point_steps) for own in waiting.values()]
+    last = max((end for end in ends if end is not None), default=0)
+    if None in ends or any(own[-1].last_step < last for own in waiting.values()):
+        return {}
+    taken = {}
+    for rank, own in waiting.items():
+        taken[rank] = [each for each in own if each.last_step <= last]
+        waiting[rank] = own[len(taken[rank]) :]
+    return taken
+
+
+def _find_end(windows: Sequence[RankWindow], steps: int) -> int | None:
+    """The last step of the first windows that have so many steps; None if there are fewer."""
+    for window in windows:
+        steps -= window.steps
+        if steps <= 0:
+            return window.last_step
+    return None
 
 
 # What explains a change, by the samples on both sides of it.
 
 
-def summarize_sample(sample: WatchSample) -> SampleSplit:
-    """The sample in short; it must have ranks."""
+class SampleSplit(Struct, frozen=True):
+    """A sample in short: its mean split and exposed communication by axis over the ranks, the ranks
+    that may explain a change, and the first finding of its analysis with the rank that it
+    blames."""
+
+    step: int
+    mean: Split
+    exposed_ns: Mapping[str, float] = {}
+    ranks: tuple[RankSample, ...] = ()
+    finding: str = ""
+    finding_rank: int | None = None
+
+
+_OWN_BUCKETS = tuple(name for name in BUCKETS if name not in WAITS)
+
+
+class ChangeCause(Struct, frozen=True):
+    """One sentence, and the rank that others wait for; None if there is none."""
+
+    text: str
+    rank: int | None = None
+
+
+def summarize_sample(sample: WatchSample, own: Collection[int]) -> SampleSplit:
+    """The sample in short, with these ranks and the one that others wait for most.
+
+    It must have ranks.
+    """
     columns = zip(*(astuple(each.split) for each in sample.ranks), strict=True)
     mean = Split(*(sum(column) // len(sample.ranks) for column in columns))
-    worst = max(sample.ranks, key=lambda each: each.caused_wait_ns)
-    return SampleSplit(sample.step, mean, worst.rank, worst.caused_wait_ns)
+    worst = max(sample.ranks, key=lambda each: each.caused_wait_ns).rank
+    kept = tuple(each for each in sample.ranks if each.rank in own or each.rank == worst)
+    axes = sorted({axis for each in sample.ranks for axis in each.exposed_ns})
+    exposed_ns = {
+        axis: fmean(each.exposed_ns.get(axis, 0) for each in sample.ranks) for axis in axes
+    }
+    return SampleSplit(sample.step, mean, exposed_ns, kept, sample.finding, sample.finding_rank)
 
 
-def explain_change(before: Sequence[SampleSplit], now: SampleSplit) -> str:
-    """One sentence: the bucket that has grown most, and the rank that others wait for.
+def explain_change(before: Sequence[SampleSplit], since: Sequence[SampleSplit]) -> ChangeCause:
+    """What has become of a step, by the medians over the samples before and since the change.
 
-    before: the samples before the change; buckets are compared with the median over them.
+    If others wait longer for a rank than before, by more than 5 % of the step, it is the bucket of
+    that rank that has grown most; else that of the mean of the ranks.
     """
     if not before:
-        return "no sample before the change to compare with"
-    growth_ns = {
-        name: getattr(now.mean, f"{name}_ns")
-        - median(getattr(s.mean, f"{name}_ns") for s in before)
-        for name in BUCKETS
+        return ChangeCause("no sample before the change to compare with")
+    waits = _list_waits(since)
+    longer_ns = _find_growth(_list_waits(before), waits)
+    worst = max(waits[-1], key=lambda rank: longer_ns[rank], default=None)
+    if worst is None or longer_ns[worst] <= LEAST_CHANGE * since[-1].mean.step_ns:
+        growth_ns = _find_growth(_list_buckets(before, None), _list_buckets(since, None))
+        # Of a step that has become faster, what has shrunk most.
+        choose = max if sum(growth_ns.values()) >= 0 else min
+        name = choose(growth_ns, key=lambda one: growth_ns[one])
+        text = f"mostly {name}: {format_signed_milliseconds(growth_ns[name])}"
+        return ChangeCause(f"{text} in the mean of the ranks{_describe_axis(before, since)}")
+    waited = format_milliseconds(median(each.get(worst, 0) for each in waits))
+    return ChangeCause(f"{explain_drift(before, since, worst)}; others wait {waited} for it", worst)
+
+
+def explain_drift(before: Sequence[SampleSplit], since: Sequence[SampleSplit], rank: int) -> str:
+    """The bucket of the rank that has grown most, without its waits, by the medians over the
+    samples, and the newest sample's finding if it blames the rank.
+
+    A rank that no sample before has is compared with the mean of the ranks.
+    """
+    was = _list_buckets(before, rank) or _list_buckets(before, None)
+    growth_ns = _find_growth(was, _list_buckets(since, rank))
+    name = max(_OWN_BUCKETS, key=lambda one: growth_ns[one])
+    text = f"rank {rank}: mostly {name}: {format_signed_milliseconds(growth_ns[name])}"
+    newest = since[-1]
+    return f"{text} ({newest.finding})" if newest.finding_rank == rank else text
+
+
+def _describe_axis(before: Sequence[SampleSplit], since: Sequence[SampleSplit]) -> str:
+    """The axis whose exposed communication has grown by more than 5 % of the step, and most."""
+    growth_ns = _find_growth([each.exposed_ns for each in before], [s.exposed_ns for s in since])
+    growth_ns.pop("", None)
+    axis = max(growth_ns, key=lambda one: growth_ns[one], default="")
+    if not axis or growth_ns[axis] <= LEAST_CHANGE * since[-1].mean.step_ns:
+        return ""
+    return f"; exposed communication of {axis} {format_signed_milliseconds(growth_ns[axis])}"
+
+
+def _list_waits(samples: Sequence[SampleSplit]) -> list[dict[int, int]]:
+    """How long others wait for each of the kept ranks."""
+    return [{each.rank: each.caused_wait_ns for each in sample.ranks} for sample in samples]
+
+
+def _list_buckets(samples: Sequence[SampleSplit], rank: int | None) -> list[dict[str, int]]:
+    """The buckets of the rank, or of the mean of the ranks."""
+    splits = (
+        [sample.mean for sample in samples]
+        if rank is None
+        else [each.split for sample in samples for each in sample.ranks if each.rank == rank]
+    )
+    return [dict(zip(BUCKETS, split.buckets_ns, strict=True)) for split in splits]
+
+
+_Name = TypeVar("_Name")
+
+
+def _find_growth(
+    before: Sequence[Mapping[_Name, float]], since: Sequence[Mapping[_Name, float]]
+) -> dict[_Name, float]:
+    """The growth of the median of each number; 0 where a sample lacks it."""
+    names = dict.fromkeys(name for each in since for name in each)
+    return {
+        name: median(each.get(name, 0) for each in since)
+        - median(each.get(name, 0) for each in before)
+        for name in names
     }
-    name = max(growth_ns, key=lambda one: abs(growth_ns[one]))
-    text = f"mostly {name}: {format_signed_milliseconds(growth_ns[name])} in the mean of the ranks"
-    waited_ns = now.caused_wait_ns - median(s.caused_wait_ns for s in before)
-    if waited_ns > LEAST_CHANGE * now.mean.step_ns:
-        waited = format_milliseconds(now.caused_wait_ns)
-        text += f"; others wait {waited} for rank {now.worst_rank}"
-    return text

@@ -18,8 +18,11 @@ from stepsplit.collectors.watch_notes import RankWindow
 
 SCHEMA = "stepsplit.watch/1"
 
+SAMPLE_TAG = "sample"
+"""A run on a dashboard with this tag is the analysis of the sample of that id."""
+
 EventKind = Literal[
-    "started", "restarted", "ended", "pause", "change", "capture", "no_data", "dropped",
+    "started", "restarted", "ended", "pause", "change", "drift", "capture", "no_data", "dropped",
     "sampling_ended", "lost_rank",
 ]  # fmt: skip
 
@@ -54,6 +57,7 @@ class WatchSample(Struct, frozen=True, kw_only=True):
         ranks: The ranks with data; empty if the sample does not count.
         no_data: Why the sample does not count; "" if it does.
         finding: The first finding of its analysis; "" without one.
+        finding_rank: The rank that it blames; None if it is none or several.
         cost_ns: The training time it cost on the worst rank: slower steps, stop and export.
         traces: The folder of its raw traces if they were kept, under that of the watch; "" if
             not.
@@ -67,6 +71,7 @@ class WatchSample(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSample, ...] = ()
     no_data: str = ""
     finding: str = ""
+    finding_rank: int | None = None
     cost_ns: int = 0
     traces: str = ""
 
@@ -75,14 +80,18 @@ class WatchEvent(Struct, frozen=True, kw_only=True):
     """Something that happened to the training or to its watch, for the marks on the chart.
 
     Attributes:
-        kind: "started", "ended" of the job, "restarted" with a new level, "pause" for a step that
-            took over five times the median (a checkpoint or an evaluation), "change" of the step
-            time and what explains it, "capture" of full traces, "no_data", "dropped",
+        kind: "started", "ended" of the job, "restarted" with a new level, and then with how it
+            compares with the last one, "pause" for a step that took over five times the median (a
+            checkpoint or an evaluation), "change" of the step time and what explains it, "drift" of
+            a rank or host that has become late, "capture" of full traces, "no_data", "dropped",
             "sampling_ended", "lost_rank".
         step: The step, with the steps before a resumption.
         unix_ns: When.
         text: One sentence.
         rank: The rank it concerns; None for the whole job.
+        before_ns: Of a change or drift, the level before; None for what explains a change.
+        after_ns: The level since then.
+        is_over: Whether the change or drift that began at this step is over.
     """
 
     kind: EventKind
@@ -90,6 +99,9 @@ class WatchEvent(Struct, frozen=True, kw_only=True):
     unix_ns: int
     text: str
     rank: int | None = None
+    before_ns: float | None = None
+    after_ns: float | None = None
+    is_over: bool = False
 
 
 class WatchBatch(Struct, frozen=True, kw_only=True):

@@ -8,13 +8,14 @@ Everything is kept in the folder of the watch:
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import os
 import secrets
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,16 @@ import msgspec
 from msgspec import Struct, field
 
 from stepsplit.analyzer.errors import UsageError, make_write_error, write
-from stepsplit.analyzer.watch.levels import SampleSplit, StepLevel, explain_change, summarize_sample
+from stepsplit.analyzer.watch.levels import (
+    HostLateness,
+    OnlineChange,
+    SampleSplit,
+    StepLevel,
+    describe_step_change,
+    explain_change,
+    explain_drift,
+    summarize_sample,
+)
 from stepsplit.analyzer.watch.records import (
     EventKind,
     WatchBatch,
@@ -57,11 +67,23 @@ MOST_WINDOWS = 2_000
 LATE_S = 120.0
 """How long a sample waits for the notes of ranks that have not said anything of it."""
 
-MOST_SPLITS = 10
+MOST_CAPTURES = 1_000
+"""Requested samples whose traces are dropped after those of all others."""
+
+MOST_SPLITS = 20
 """Samples with which a change is explained."""
 
 PAUSE = 5.0
 """A step that takes so many times the median of its window is noted as a pause."""
+
+
+class Unexplained(Struct, frozen=True):
+    """A change of the step time (rank None) or a drift of a rank since a step, found by another
+    one, until a sample explains it."""
+
+    step: int
+    found_step: int
+    rank: int | None = None
 
 
 class WatchedRank(Struct, frozen=True, kw_only=True):
@@ -78,6 +100,16 @@ class WatchedRank(Struct, frozen=True, kw_only=True):
     step: int = 0
 
 
+class Capture(Struct, frozen=True, kw_only=True):
+    """A requested sample: its folder under samples/, its id, and its run on the dashboard; "" if
+    its upload has not begun. is_settled: it is uploaded, or has been refused."""
+
+    folder: str
+    sample_id: str
+    run_id: str = ""
+    is_settled: bool = False
+
+
 class ReducerState(Struct, frozen=True, kw_only=True):
     """What the reducer knows after its last batch; a new one goes on from it.
 
@@ -86,8 +118,8 @@ class ReducerState(Struct, frozen=True, kw_only=True):
         batches: The number of batches closed.
         batch_bytes: The size of their file.
         sent: The number of batches that need not be sent any more.
-        unsent_lost: The number of these that were dropped before they could be sent, and of which
-            no batch has counted yet.
+        unsent_lost: The number of these that were dropped before they could be sent, or refused,
+            and of which no batch has counted yet.
         samples: The number of samples reduced.
         without_data: The number of these that do not count.
         newest: The folder of the newest one that counts, under that of the watch.
@@ -96,6 +128,9 @@ class ReducerState(Struct, frozen=True, kw_only=True):
         interval_steps: The steps between samples; None if there are no more.
         overhead: The part of the training time that samples have cost.
         splits: Those of the newest samples, with which changes are explained.
+        lateness: The levels of the local times of the ranks.
+        unexplained: The open changes and drifts that no sample has explained so far.
+        captures: The requested samples, whose traces are dropped last.
     """
 
     token: str = field(default_factory=lambda: secrets.token_hex(6))
@@ -111,6 +146,9 @@ class ReducerState(Struct, frozen=True, kw_only=True):
     interval_steps: int | None = None
     overhead: float | None = None
     splits: tuple[SampleSplit, ...] = ()
+    lateness: HostLateness = HostLateness()
+    unexplained: tuple[Unexplained, ...] = ()
+    captures: tuple[Capture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +214,12 @@ class Reducer:
         draft.count("batch", self._state.unsent_lost)
         for path in list_note_files(self._folder.path):
             draft.add_notes(int(path.stem[4:]), path)
+        draft.follow_lateness()
         if is_last:
             draft.note_lost_ranks()
         for reports in draft.take_complete_samples(is_last):
-            draft.add_sample(self._reduce(reports))
-        draft.count("sample", self._keep_within_budget(draft.waiting))
+            draft.add_sample(self._reduce(reports), reports[0])
+        draft.count("sample", self._keep_within_budget(draft))
         if draft.is_empty():
             return None
         return self._close(draft)
@@ -198,9 +237,30 @@ class Reducer:
             lines = file.readlines()
         yield from lines[max(0, len(lines) - self._state.batches + self._state.sent) :]
 
-    def note_sent(self) -> None:
-        """Notes that the oldest unsent batch has been sent. Raises UsageError."""
-        self._save(msgspec.structs.replace(self._state, sent=self._state.sent + 1))
+    def note_sent(self, is_refused: bool = False) -> None:
+        """Notes that the oldest unsent batch has been sent, or refused, which the next one counts.
+
+        Raises UsageError.
+        """
+        state = self._state
+        lost = state.unsent_lost + is_refused
+        self._save(msgspec.structs.replace(state, sent=state.sent + 1, unsent_lost=lost))
+
+    def list_captures(self) -> list[Capture]:
+        """The requested samples that are neither uploaded nor refused nor dropped."""
+        samples = self._folder.path / SAMPLES
+        return [
+            one
+            for one in self._state.captures
+            if not one.is_settled and (samples / one.folder).exists()
+        ]
+
+    def note_capture(self, capture: Capture) -> None:
+        """Notes how far the upload of a requested sample is. Raises UsageError."""
+        captures = [
+            capture if one.folder == capture.folder else one for one in self._state.captures
+        ]
+        self._save(msgspec.structs.replace(self._state, captures=tuple(captures)))
 
     def _reduce(self, reports: Sequence[SampleReport]) -> WatchSample:
         first = reports[0]
@@ -211,18 +271,21 @@ class Reducer:
         kept = f"{SAMPLES}/{first.folder}" if folder.exists() else ""
         return msgspec.structs.replace(sample, traces=kept)
 
-    def _keep_within_budget(self, waiting: Iterable[SampleReport]) -> int:
-        """Removes the oldest samples beyond the disk budget; returns how many."""
-        unreduced = {report.folder for report in waiting}
+    def _keep_within_budget(self, draft: _Draft) -> int:
+        """Removes the oldest samples beyond the disk budget, requested ones last; returns how
+        many."""
+        unreduced = {report.folder for report in draft.waiting}
+        captures = {capture.folder for capture in draft.captures}
         sizes = {}
         for folder in (self._folder.path / SAMPLES).glob("*"):
             files = [file.stat() for file in folder.iterdir() if file.is_file()]
             sizes[folder] = (
+                folder.name in captures,
                 max((f.st_mtime_ns for f in files), default=0),
                 sum(f.st_size for f in files),
             )
-        total, dropped = sum(size for _, size in sizes.values()), 0
-        for folder, (_, size) in sorted(sizes.items(), key=lambda item: item[1]):
+        total, dropped = sum(size for _, _, size in sizes.values()), 0
+        for folder, (_, _, size) in sorted(sizes.items(), key=lambda item: item[1]):
             if total <= self._folder.disk_bytes:
                 break
             if folder.name not in unreduced:
@@ -259,6 +322,9 @@ class Reducer:
                 interval_steps=draft.interval_steps,
                 overhead=draft.overhead,
                 splits=draft.splits,
+                lateness=draft.lateness,
+                unexplained=draft.unexplained,
+                captures=draft.captures,
             )
         )
         if size > MOST_BATCH_BYTES:
@@ -275,7 +341,10 @@ class Reducer:
         lost = max(0, state.batches - state.sent - kept.count(b"\n"))
         self._save(
             msgspec.structs.replace(
-                state, batch_bytes=len(kept), sent=state.sent + lost, unsent_lost=lost
+                state,
+                batch_bytes=len(kept),
+                sent=state.sent + lost,
+                unsent_lost=state.unsent_lost + lost,
             )
         )
 
@@ -300,8 +369,10 @@ class _Draft:
         self.ranks = dict(state.ranks)
         self.waiting = list(state.waiting)
         self.interval_steps, self.overhead = state.interval_steps, state.overhead
-        self.splits = state.splits
+        self.splits, self.lateness = state.splits, state.lateness
+        self.unexplained, self.captures = state.unexplained, state.captures
         self._windows: list[RankWindow] = []
+        self._since_start: dict[int, list[RankWindow]] = defaultdict(list)
         self._samples: list[WatchSample] = []
         self._events: list[WatchEvent] = []
         self._dropped: Counter[str] = Counter()
@@ -327,18 +398,69 @@ class _Draft:
         for note in new.notes:
             self._add_note(rank, note)
 
-    def add_sample(self, sample: WatchSample) -> None:
-        """Adds a reduced sample, and what it says of an open change."""
+    def add_sample(self, sample: WatchSample, report: SampleReport) -> None:
+        """Adds a reduced sample with the report of one of its ranks, and what it says of an open
+        change."""
         self._samples.append(sample)
+        if report.is_capture:
+            capture = Capture(folder=report.folder, sample_id=sample.id)
+            self.captures = (*self.captures, capture)[-MOST_CAPTURES:]
+            text = f"all ranks are recorded in {sample.traces}" if sample.traces else sample.no_data
+            self._add_event("capture", sample.step, sample.unix_ns, text)
         if sample.no_data:
             return
-        self.splits = (*self.splits, summarize_sample(sample))[-MOST_SPLITS:]
-        rank = min(filter(self._is_own, self.ranks))
-        change = self.ranks[rank].level.change
-        since = [] if change is None else [s for s in self.splits if s.step >= change.step]
-        if change is not None and len(since) == 1:
-            text = explain_change([s for s in self.splits if s.step < change.step], since[0])
-            self._add_event("change", sample.step, sample.unix_ns, text)
+        summary = summarize_sample(sample, self._list_own())
+        self.splits = (*self.splits, summary)[-MOST_SPLITS:]
+        self.unexplained = tuple(
+            each for each in self.unexplained if not self._explain(each, sample)
+        )
+
+    def _explain(self, change: Unexplained, sample: WatchSample) -> bool:
+        """Whether the newest sample explains the change or drift, in an event.
+
+        A later one may if this one was of other ranks, or the only one since its first step and
+        before it was found: that step is known to within a few points.
+        """
+        before = [each for each in self.splits if each.step < change.step]
+        since = [each for each in self.splits if each.step >= change.step]
+        rank = change.rank
+        if not since or rank not in (None, *(each.rank for each in since[-1].ranks)):
+            return False
+        if len(since) < 2 and sample.step < change.found_step:
+            return False
+        at = sample.step, sample.unix_ns
+        if rank is None:
+            found = explain_change(before, since)
+            text = f"{found.text}{self._describe_host(found.rank)}"
+            self._add_event("change", *at, text, found.rank)
+        elif before:
+            self._add_event("drift", *at, explain_drift(before, since, rank), rank)
+        return True
+
+    def _describe_host(self, rank: int | None) -> str:
+        """The host of the rank, of a job of several hosts as far as they share the folder."""
+        hosts = {r: each.started.host for r, each in self.ranks.items() if each.started is not None}
+        if rank is None or rank not in hosts or len(set(hosts.values())) == 1:
+            return ""
+        return f"; it runs on {hosts[rank]}"
+
+    def follow_lateness(self) -> None:
+        """Adds the new windows to the levels of the ranks' local times, and an event of each rank
+        that has begun to be late."""
+        running = [rank for rank in self._list_own() if not self.ranks[rank].ended]
+        new = [window for own in self._since_start.values() for window in own]
+        self.lateness, drifts = self.lateness.add(new, running, self.interval_steps or 0)
+        for drift in drifts:
+            self._add_change("drift", drift.change, drift.describe(), drift.rank)
+            if drift.rank is not None:
+                self._await_explanation(drift.change, drift.rank)
+
+    def _await_explanation(self, change: OnlineChange, rank: int | None = None) -> None:
+        """Has the next sample explain the change, instead of an earlier one of the same number."""
+        others = tuple(each for each in self.unexplained if each.rank != rank)
+        found = max(each.step for each in self.ranks.values())
+        new = () if change.is_over else (Unexplained(change.step, found, rank),)
+        self.unexplained = (*others, *new)
 
     def note_lost_ranks(self) -> None:
         """Notes the ranks that have ended without a word."""
@@ -363,8 +485,23 @@ class _Draft:
             self.waiting = [each for each in self.waiting if each.folder != folder]
             sampled = sorted(rank for rank, each in reports.items() if each.is_sampled)
             if sampled and self._is_own(sampled[0]):
-                complete.append([reports[rank] for rank in sampled])
+                complete.append([reports[rank] for rank in sampled] + self._list_silent(reports))
         return complete
+
+    def _list_silent(self, reports: Mapping[int, SampleReport]) -> list[SampleReport]:
+        """Reports of ranks of a sample of all ranks that have said nothing of it: no data."""
+        one = next(iter(reports.values()))
+        if one.pivot is not None:
+            return []
+        silent = [
+            rank
+            for rank, known in self.ranks.items()
+            if known.started is not None
+            and known.started.incarnation == one.incarnation
+            and rank not in reports
+        ]
+        reason = "it has said nothing of this sample"
+        return [dataclasses.replace(one, rank=rank, no_data=reason, cost_ns=0) for rank in silent]
 
     def build(self, run: str, batch_id: str) -> WatchBatch:
         """The batch."""
@@ -386,13 +523,16 @@ class _Draft:
             dropped=dict(self._dropped),
         )
 
+    def _list_own(self) -> list[int]:
+        return list(filter(self._is_own, self.ranks))
+
     def _is_own(self, rank: int) -> bool:
         started = self.ranks[rank].started
         return started is not None and started.host == self._host
 
     def _is_first_here(self, rank: int) -> bool:
         """Whether it is the lowest rank of this host, which speaks for the job."""
-        return self._is_own(rank) and rank == min(filter(self._is_own, self.ranks))
+        return self._is_own(rank) and rank == min(self._list_own())
 
     def _add_note(self, rank: int, note: Note) -> None:
         if isinstance(note, RankStarted):
@@ -415,15 +555,19 @@ class _Draft:
         if known.started is not None and not known.ended and self._is_own(rank):
             self._note_lost(rank, known)
         self.ranks[rank] = msgspec.structs.replace(known, started=note, ended=False)
+        self._since_start[rank].clear()
+        self.lateness = HostLateness()
         if self._is_first_here(rank):
             self.overhead = self.interval_steps = None
-            self._set(rank, level=StepLevel())
+            self.splits, self.unexplained = (), ()
+            self._set(rank, level=known.level.restart() if note.incarnation else StepLevel())
             kind: EventKind = "restarted" if note.incarnation else "started"
             text = f"{note.world_size} ranks, start {note.incarnation + 1}"
             self._add_event(kind, known.step, note.unix_ns, text)
 
     def _add_window(self, rank: int, note: RankWindow) -> None:
         self._windows.append(note)
+        self._since_start[rank].append(note)
         self._set(rank, step=note.last_step)
         if not self._is_first_here(rank):
             return
@@ -435,8 +579,12 @@ class _Draft:
     def _follow_level(self, rank: int, window: RankWindow) -> None:
         level, change = self.ranks[rank].level.add(window, self.interval_steps or 0)
         self._set(rank, level=level)
+        # In a job that synchronizes, rank 0 speaks for all hosts.
+        if rank == 0 and (text := level.describe_restart()):
+            self._add_event("restarted", window.last_step, window.end_unix_ns, text)
         if change is not None:
-            self._add_event("change", change.step, change.unix_ns, change.describe())
+            self._add_change("change", change, describe_step_change(change))
+            self._await_explanation(change)
             self.must_capture = self.must_capture or not change.is_over
 
     def _add_end(self, rank: int, note: RankEnded) -> None:
@@ -457,6 +605,16 @@ class _Draft:
         self, kind: EventKind, step: int, unix_ns: int, text: str, rank: int | None = None
     ) -> None:
         self._events.append(WatchEvent(kind=kind, step=step, unix_ns=unix_ns, text=text, rank=rank))
+
+    def _add_change(
+        self, kind: EventKind, change: OnlineChange, text: str, rank: int | None = None
+    ) -> None:
+        self._events.append(
+            WatchEvent(
+                kind=kind, step=change.step, unix_ns=change.unix_ns, text=text, rank=rank,
+                before_ns=change.before_ns, after_ns=change.after_ns, is_over=change.is_over,
+            )
+        )  # fmt: skip
 
     def _set(self, rank: int, **values: object) -> None:
         self.ranks[rank] = msgspec.structs.replace(self.ranks[rank], **values)

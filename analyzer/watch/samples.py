@@ -43,6 +43,7 @@ def reduce_sample(
         The sample; without ranks and with the reason if it does not count.
     """
     ranks: tuple[RankSample, ...] = ()
+    blamed: tuple[int, ...] = ()
     no_data, finding = judge_reports(reports), ""
     if not no_data:
         try:
@@ -57,7 +58,8 @@ def reduce_sample(
         else:
             no_data = judge_report(report, [each.rank for each in reports])
             ranks = () if no_data else split_ranks(report)
-            finding = report.findings[0].message if report.findings and ranks else ""
+            if report.findings and ranks:
+                finding, blamed = report.findings[0].message, report.findings[0].ranks
     first = reports[0]
     return WatchSample(
         id=sample_id,
@@ -68,6 +70,7 @@ def reduce_sample(
         ranks=ranks,
         no_data=no_data,
         finding=finding,
+        finding_rank=blamed[0] if len(blamed) == 1 else None,
         cost_ns=max(each.cost_ns for each in reports),
     )
 

@@ -53,7 +53,7 @@ from stepsplit.collectors.record import (
     parse_plan,
 )
 from stepsplit.collectors.run_spec import GroupInfo
-from stepsplit.collectors.watch_plan import WATCH_VARIABLE, read_watch_plan
+from stepsplit.collectors.watch_plan import WATCH_VARIABLE, WatchPlan, read_watch_plan
 
 if TYPE_CHECKING:
     from stepsplit.collectors.profiler import ActiveRecording
@@ -77,6 +77,7 @@ class Agent:
         self._early: ActiveRecording | None = None
         self._watch = read_watch_plan(os.environ)
         self._sampler: Sampler | None = None
+        self._ends_watch = False
         self._pid = 0
         self._steps_before = 0
         self._log: Path | None = None
@@ -105,9 +106,11 @@ class Agent:
             self._listen()
         if step == _UNSTEADY_STEPS:
             self._steps_before = self._counter.read_steps_before(step + 1)
-            self._begin_watch()
+        if step >= _UNSTEADY_STEPS and self._watch is not None:
+            self._begin_watch(self._watch)
         if self._sampler is not None:
             self._sampler.end_step(step)
+            self._end_watch_if_requested(self._sampler)
         if self._recording is not None:
             self._recording.end_step(step)
             if self._recording.over:
@@ -131,7 +134,8 @@ class Agent:
         if not steps:
             return
         with warn_on_failure(read_identity().rank, "the first steps"):
-            from stepsplit.collectors.profiler import ActiveRecording, UserSpec, can_detach
+            from stepsplit.collectors.profiler import ActiveRecording, UserSpec
+            from stepsplit.collectors.trace_window import can_detach
 
             if can_detach():
                 early = replace(plan, first=1, steps=steps, warmup=0)
@@ -162,14 +166,28 @@ class Agent:
                 )
                 self._recording.begin(next_step, self._list_step_times(next_step))
 
-    def _begin_watch(self) -> None:
-        """Begins to sample this rank for as long as it runs, if the job is watched."""
-        plan, self._watch = self._watch, None
-        if plan is not None:
-            with warn_on_failure(read_identity().rank, "its watch"):
-                from stepsplit.collectors.profiler import start_sampler
+    def _begin_watch(self, plan: WatchPlan) -> None:
+        """Begins to sample this rank for as long as it runs, or until an attach ends it."""
+        self._watch, self._ends_watch = None, False
+        with warn_on_failure(read_identity().rank, "its watch"):
+            from stepsplit.collectors.profiler import start_sampler
 
-                self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
+            self._sampler = start_sampler(plan, plan.mesh, self._steps_before)
+
+    def _end_watch_if_requested(self, sampler: Sampler) -> None:
+        if self._ends_watch:
+            self._sampler, self._ends_watch = None, False
+            sampler.leave()
+
+    def _answer_watch(self, plan: WatchPlan | None) -> protocol.AgentAnswer:
+        done, is_watched = self._counter.steps, self._sampler is not None or self._watch is not None
+        if plan is None:
+            self._watch, self._ends_watch = None, self._sampler is not None
+            return protocol.AgentAnswer(True, done)
+        if is_watched:
+            return protocol.AgentAnswer(False, done, "it is already watched")
+        self._watch = plan
+        return protocol.AgentAnswer(True, done)
 
     def _list_step_times(self, next_step: int) -> list[int]:
         """The times of the last steps, without the first ones of the job."""
@@ -240,6 +258,8 @@ class Agent:
         plan = question.plan
         if question.look:
             return self._look(question.flight)
+        if question.watch is not None or question.ends_watch:
+            return self._answer_watch(question.watch)
         if plan is None:
             return self._build_status()
         done = self._counter.steps

@@ -1,4 +1,4 @@
-"""Records or observes a running job through its agents, Kineto's daemon protocol or PEP 768."""
+"""Records, watches or observes a running job by its agents, Kineto's protocol or PEP 768."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import ask_ras
 from stepsplit.collectors.pack import name_raw, try_lock
 from stepsplit.collectors.rank_files import Packer, PackTask
-from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan
+from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan, make_folder
 from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.watch_notes import count_incarnations
+from stepsplit.collectors.watch_plan import WatchPlan
 
 # Attaches through the job's agents, Kineto's protocol, or PEP 768, whichever works.
 
@@ -48,9 +50,7 @@ def attach_and_wait(
     if target is not None and not _has_agent(target):
         if protocol.find_daemon_ranks(target):
             return _record_by_kineto(target, plan, timeout_s)
-        for pid in protocol.list_process_tree(target):
-            if protocol.read_environment(pid).get("RANK") is not None or pid == target:
-                inject(pid, plan)
+        inject_into_ranks(target, plan)
     return _record_by_agents(target, plan, timeout_s, watch)
 
 
@@ -87,6 +87,8 @@ def _record_next_steps(
     if not wait_for_steps(agreed, timeout_s, _say, watch):
         raise CollectError(f"step {last} was not reached in {timeout_s:.0f} s; raise --timeout")
     if not wait_until_written(agreed, timeout_s):
+        if not any(map(_is_running, agreed.ranks)):
+            raise CollectError(f"the job ended before step {before + last}, and was not recorded")
         raise CollectError(f"{plan.out}: some files are missing; was a rank lost?")
     return f"recorded; analyze with: stepsplit analyze {plan.out}"
 
@@ -281,18 +283,26 @@ def wait_for_steps(
 
 
 def wait_until_written(attached: AttachedJob, timeout_s: float) -> bool:
-    """Waits until the files of all asked ranks are packed; False on timeout if one is missing.
+    """Waits until the files of all asked ranks are packed; False if one is missing: on timeout, or
+    where all ranks have ended without files to pack.
 
     A raw file that could not be packed in time has its own name, and is not missing.
     """
     folder, deadline = Path(attached.plan.out), time.monotonic() + timeout_s
     ranks = [rank.rank for rank in attached.ranks]
     while time.monotonic() < deadline:
+        ended = not any(map(_is_running, attached.ranks))
         flights = folder.glob("rank*_flight.json")
         if all(_is_packed(folder, rank) for rank in ranks) and not any(flights):
             return True
+        if ended and not any(folder.glob("rank*")):
+            return False
         time.sleep(_POLL_S)
     return all(_is_packed(folder, rank, or_raw=True) for rank in ranks)
+
+
+def _is_running(rank: protocol.Status) -> bool:
+    return protocol.is_process_alive(rank.pid)
 
 
 def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
@@ -304,6 +314,9 @@ def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
     trace = rank_record.build_trace_path(folder, rank)
     kept = or_raw and name_raw(trace).exists()
     return record.detail == "none" or trace.exists() or kept
+
+
+_OR_DAEMON = ", or with KINETO_USE_DAEMON=1"
 
 
 def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[protocol.Status, ...]:
@@ -318,7 +331,8 @@ def _wait_for_two_steps(target: int | None, watch: StopWatch) -> tuple[protocol.
     return ranks
 
 
-def _find_job_ranks(target: int | None) -> tuple[protocol.Status, ...]:
+def _find_job_ranks(target: int | None, or_else: str = _OR_DAEMON) -> tuple[protocol.Status, ...]:
+    """The ranks of the job. or_else: what the error says beside a start on standby."""
     jobs: defaultdict[str, list[protocol.Status]] = defaultdict(list)
     for pid in protocol.list_agents():
         status = protocol.ask_status(pid)
@@ -331,7 +345,7 @@ def _find_job_ranks(target: int | None) -> tuple[protocol.Status, ...]:
     else:
         matching = list(jobs.values())
     if len(matching) != 1:
-        raise CollectError(_explain_job_choice(matching, target))
+        raise CollectError(_explain_job_choice(matching, target, or_else))
     return tuple(sorted(matching[0], key=lambda rank: rank.rank))
 
 
@@ -345,13 +359,15 @@ def _list_choices(pids: Sequence[int], what: str) -> str:
     return f"{len(pids)} jobs {what} on this host; choose a process of one: {named}"
 
 
-def _explain_job_choice(jobs: Sequence[Sequence[protocol.Status]], target: int | None) -> str:
+def _explain_job_choice(
+    jobs: Sequence[Sequence[protocol.Status]], target: int | None, or_else: str
+) -> str:
     if jobs:
         return _list_choices([job[0].pid for job in jobs], "are on standby")
     what = "no job" if target is None else f"no rank of process {target}"
     return (
         f"{what} on this host is on standby, or no step has ended yet; start the job with"
-        " stepsplit record --standby -- ..., or with KINETO_USE_DAEMON=1"
+        f" stepsplit record --standby -- ...{or_else}"
     )
 
 
@@ -371,6 +387,40 @@ def choose_out(target: int | None) -> Path:
     return folder.absolute()
 
 
+# Watches a running job for as long as it runs.
+
+
+def start_watch(target: int | None, plan: WatchPlan) -> tuple[protocol.Status, ...]:
+    """Has the ranks of a running job on this host watched, beginning with their next steps.
+
+    target: as in attach. Returns the ranks that are watched. Raises CollectError if none is.
+    """
+    if target is not None and not _has_agent(target):
+        inject_into_ranks(target, RecordPlan(plan.out, plan.name, first=None))
+    make_folder(Path(plan.out))
+    numbered = replace(plan, incarnation=count_incarnations(Path(plan.out)))
+    ranks = _find_job_ranks(target, or_else="")
+    answers = [(rank, protocol.ask_watch(rank.pid, numbered)) for rank in ranks]
+    refused = [_format_refusal(*each) for each in answers if not _is_accepted(each[1])]
+    watched = tuple(rank for rank, answer in answers if _is_accepted(answer))
+    if not watched:
+        raise CollectError(f"no rank accepted the request: {refused[0]}")
+    for refusal in refused:
+        _say(f"refused: {refusal}")
+    return watched
+
+
+def wait_until_over(ranks: Sequence[protocol.Status]) -> None:
+    """Waits until the processes of the ranks have ended; Ctrl-C ends their watch instead."""
+    try:
+        while any(protocol.is_process_alive(rank.pid) for rank in ranks):
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        for rank in ranks:
+            protocol.ask_watch(rank.pid, None)
+        _say("the job goes on without its watch")
+
+
 # Starts the agent in an unprepared process; needs Python 3.14 or later on both sides.
 
 _AGENT_TIMEOUT_S = 30.0
@@ -380,6 +430,13 @@ import os, runpy
 os.environ[{name!r}] = {plan!r}
 runpy.run_path({site!r})
 """
+
+
+def inject_into_ranks(target: int, plan: RecordPlan) -> None:
+    """Starts the agent in the process and in the ranks that it started. Raises CollectError."""
+    for pid in protocol.list_process_tree(target):
+        if protocol.read_environment(pid).get("RANK") is not None or pid == target:
+            inject(pid, plan)
 
 
 def inject(pid: int, plan: RecordPlan) -> None:

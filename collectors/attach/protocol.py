@@ -26,6 +26,7 @@ from stepsplit.collectors.rank_record import (
 )
 from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, decode_plan
 from stepsplit.collectors.run_spec import select_known_fields
+from stepsplit.collectors.watch_plan import WatchPlan
 
 MARGIN_STEPS = 3
 """An attach starts at least this many steps ahead, so that every rank gets the request in time."""
@@ -75,12 +76,15 @@ class AgentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request to an agent: a plan to record, a look at the rank, or else its status."""
+    """A request to an agent: a plan to record, a plan to watch, the end of the watch, a look at the
+    rank, or else its status."""
 
     plan: RecordPlan | None
     relayed: bool = False
     look: bool = False
     flight: bool = False
+    watch: WatchPlan | None = None
+    ends_watch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,13 @@ def ask_record(pid: int, plan: RecordPlan, relayed: bool = False) -> AgentAnswer
     return None if body is None else AgentAnswer(**select_known_fields(AgentAnswer, body))
 
 
+def ask_watch(pid: int, plan: WatchPlan | None) -> AgentAnswer | None:
+    """Asks the agent of the process to watch its rank by the plan, or with None to end that; None
+    if no agent answers."""
+    body = _ask(pid, {"do": "watch", "plan": None if plan is None else asdict(plan)}, 2.0)
+    return None if body is None else AgentAnswer(**select_known_fields(AgentAnswer, body))
+
+
 def ask_look(pid: int, flight: bool = False) -> LookAnswer | None:
     """Asks the agent of the process how its rank is; None if no agent answers in time."""
     body = _ask(pid, {"do": "look", "flight": flight}, _LOOK_TIMEOUT_S, _MAX_LOOK_BYTES)
@@ -155,16 +166,23 @@ def format_answer(answer: Status | AgentAnswer | LookAnswer) -> bytes:
     return json.dumps(asdict(answer)).encode() + b"\n"
 
 
+_REQUESTS = ("status", "record", "watch", "look")
+
+
 def parse_request(line: bytes) -> AgentRequest:
     """Parses a request. Raises ValueError if it is invalid."""
     body = json.loads(line)
-    if not isinstance(body, dict) or body.get("do") not in ("status", "record", "look"):
-        raise ValueError("the request is neither status, record nor look")
+    if not isinstance(body, dict) or body.get("do") not in _REQUESTS:
+        raise ValueError(f"the request is none of {', '.join(_REQUESTS)}")
     if body["do"] == "status":
         return AgentRequest(None)
     if body["do"] == "look":
         return AgentRequest(None, look=True, flight=bool(body.get("flight")))
     try:
+        if body["do"] == "watch":
+            plan = body["plan"]
+            watch = None if plan is None else WatchPlan(**select_known_fields(WatchPlan, plan))
+            return AgentRequest(None, watch=watch, ends_watch=watch is None)
         return AgentRequest(decode_plan(body["plan"]), bool(body.get("relayed")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"invalid plan: {error}") from None

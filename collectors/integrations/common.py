@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     with_stack: bool
     every: int | None
     budget: float
+    log_to: str | Sequence[str] | None
 
 
 # A recording that begins within a framework's training loop.

@@ -25,6 +25,7 @@ from stepsplit.dashboard.commands.common import (
     require_package,
     rules_option,
 )
+from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sinks, parse_log_to
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 @click.option("--mesh", "mesh_text", metavar="AXES",
               help="The job's mesh, outermost axis first, such as pp=2,dp=2,tp=2; by default from "
                    "run.json, else inferred. A contradiction is a warning.")  # fmt: skip
+@build_log_option("Also log the median step to this tool; may be repeated.")
 @rules_option
 def analyze_command(
     places: tuple[str, ...],
@@ -73,6 +75,7 @@ def analyze_command(
     job: str | None,
     job_out: Path | None,
     mesh_text: str | None,
+    log_to: tuple[str, ...],
     rules_file: Path | None,
 ) -> None:
     """Split each step into compute, communication, bubble and idle.
@@ -90,6 +93,7 @@ def analyze_command(
     if html_file is not None:
         require_package("dash", "dashboard")
     rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
+    sinks = open_sinks(parse_log_to(log_to))
     if workers is not None and scheduler is not None:
         raise UsageError("--workers is for this machine; leave it out with --scheduler")
     with _choose_workers(workers, scheduler) as chosen, show_reading_bar() as progress:
@@ -107,6 +111,7 @@ def analyze_command(
         Console(highlight=False).print(build_report_screen(analysis.report))
     if job_out is not None and analysis.job_draft is not None:
         _write_job(job_out, analysis.job_draft)
+    log_report(sinks, analysis.report)
 
 
 @contextmanager

@@ -204,6 +204,8 @@ _EXTRA_USES = {
     "hta": "HolisticTraceAnalysis",
     "cloud": "s3:// and gs:// URLs",
     "scale": "analyze --scheduler",
+    "tensorboard": "--log-to tensorboard:DIR",
+    "wandb": "--log-to wandb",
 }
 
 

@@ -127,6 +127,19 @@ memory_option = click.option(
     help="Header in which the proxy sets each user's role instead.",
 )
 @click.option("--open-to-anyone", is_flag=True, help="Allow access without authentication.")
+@click.option("--alert-url", metavar="URL",
+              help="Send each alert of a watched run to this webhook, signed.")  # fmt: skip
+@click.option(
+    "--alert-secret-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The key of the signature, or STEPSPLIT_ALERT_SECRET.",
+)
+@click.option(
+    "--public-url",
+    metavar="URL",
+    help="Address of this dashboard in alerts.  [default: its --host and --port]",
+)
 @log_option
 def dashboard_command(
     url: str,
@@ -144,11 +157,15 @@ def dashboard_command(
     trusted_proxy_role: str | None,
     trusted_proxy_role_header: str | None,
     open_to_anyone: bool,
+    alert_url: str | None,
+    alert_secret_file: Path | None,
+    public_url: str | None,
     log_format: LogFormat,
 ) -> None:
     """Serve the dashboard: runs, uploads and the report of each run."""
     require_package("dash", "dashboard")
     from stepsplit.dashboard.store.logins import Role
+    from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
     from stepsplit.dashboard.web.auth import ServeOptions, choose_access, parse_trusted_proxy
     from stepsplit.dashboard.web.serve import find_free_port, serve
 
@@ -157,6 +174,8 @@ def dashboard_command(
     password = _read_password(password_file, "STEPSPLIT_PASSWORD")
     uploader = _read_password(uploader_password_file, "STEPSPLIT_UPLOADER_PASSWORD")
     viewer = _read_password(viewer_password_file, "STEPSPLIT_VIEWER_PASSWORD")
+    secret = _read_password(alert_secret_file, "STEPSPLIT_ALERT_SECRET")
+    target = parse_alert_target(alert_url, secret) if alert_url is not None else None
     store = open_store(url, artifacts)
     access = choose_access(
         host, password=password, uploader_password=uploader, viewer_password=viewer,
@@ -164,14 +183,15 @@ def dashboard_command(
     )  # fmt: skip
     serving = ServeOptions(
         access, workers=workers, limit_s=60 * limit, memory_bytes=_to_bytes(memory),
-        log_format=log_format,
+        log_format=log_format, alert_target=target,
+        public_url=None if public_url is None else check_public_url(public_url),
     )  # fmt: skip
     serve(store, host, port or find_free_port(host), options=serving,
           ready=lambda address: click.echo(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
 
 
 def _read_password(file: Path | None, variable: str) -> str | None:
-    """Reads the password from the file or the environment variable; None if neither is given.
+    """The password or key in the file or the environment variable; None if neither is given.
 
     Raises UsageError if the file cannot be read or is empty.
     """
@@ -183,9 +203,9 @@ def _read_password(file: Path | None, variable: str) -> str | None:
         password = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise UsageError(f"{file}: {reason}; put a password into it") from None
+        raise UsageError(f"{file}: {reason}; write the password or key into it") from None
     if not password:
-        raise UsageError(f"{file} is empty; put a password into it")
+        raise UsageError(f"{file} is empty; write the password or key into it")
     return password
 
 

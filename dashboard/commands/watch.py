@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.commands.common import parse_mesh, require_package, token_option
+from stepsplit.dashboard.sinks.log_to import build_log_option, check_log_to
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.watch.reducer import WatchFolder
+    from stepsplit.collectors.watch_plan import WatchPlan
+    from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
+
+ONLY_JOB = 0
+"""--attach without a process."""
 
 
 @click.command(
@@ -64,68 +70,118 @@ if TYPE_CHECKING:
     help="Disk space for samples on each host; the oldest are dropped.",
 )
 @click.option("--to", "url", metavar="URL", help="Address of a dashboard to send numbers to.")
+@build_log_option("Also log numbers to this tool, from the host of rank 0; may be repeated.")
 @token_option
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--upload-captures", is_flag=True,
+    help="Upload the traces of samples after a change or on request to the dashboard.",
+)  # fmt: skip
+@click.option(
+    "--attach", "target", type=int, is_flag=False, flag_value=ONLY_JOB, metavar="[PID]",
+    help="Watch a running job instead of a command, by a process of it; else the only one here.",
+)  # fmt: skip
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def watch_command(
-    context: click.Context,
-    out: Path | None,
-    name: str | None,
-    every: str,
-    budget: float,
-    steps: int,
-    mesh: str | None,
-    disk: float,
-    url: str | None,
-    token: str | None,
-    command: tuple[str, ...],
-) -> None:
-    """Sample a training command for as long as it runs.
+def watch_command(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
+    """Sample a training command or a running job for as long as it runs.
 
-    It notes the step times of all ranks, and records a few steps now and then.
+    It notes the step times of all ranks, and records a few steps now and then. A running job must
+    have been started with `stepsplit record --standby` or `stepsplit watch`.
     """
-    from stepsplit.analyzer.watch.reducer import WatchFolder
     from stepsplit.collectors.guard import CollectError
     from stepsplit.collectors.launcher import is_rank, read_identity
-    from stepsplit.collectors.record import choose_out, run_watched
-    from stepsplit.collectors.watch_plan import WatchPlan
-    from stepsplit.dashboard.upload import Connection
-    from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
+    from stepsplit.collectors.record import run_watched
+    from stepsplit.dashboard.watch_process import ReducerProcess
 
-    require_package("torch", "collect")
-    parse_mesh(mesh)
-    if url is not None:
-        Connection(url, token)
-    folder = (out or choose_out(os.environ, "watch")).absolute()
-    every_steps, every_s = _parse_every(every)
-    plan = WatchPlan(
-        out=str(folder),
-        name=name or folder.name,
-        every_steps=every_steps,
-        every_s=every_s,
-        steps=steps,
-        budget=budget / 100,
-        mesh=mesh or "",
-    )
-    options = ReducerOptions(
-        folder=plan.out,
-        run=plan.name,
-        host=socket.gethostname(),
-        mesh=plan.mesh,
-        disk_bytes=round(disk * 2**30),
-        url=url or "",
-        token=token,
-    )
+    request = WatchRequest(**options)
+    if (request.target is None) == (not command):
+        raise UsageError("give the command of a training after --, or --attach for a running job")
+    plan = request.build_plan()
+    reducer = request.build_reducer_options(plan)
     # Of the ranks that srun starts, one a host has the reducer.
     is_first_here = not is_rank(os.environ) or read_identity().local_rank == 0
-    with ReducerProcess(options) if is_first_here else nullcontext():
+    with ExitStack() as stack:
+        beside = ReducerProcess(reducer)
+        if is_first_here and command:
+            stack.enter_context(beside)
         try:
-            status = run_watched(command, plan)
+            status = run_watched(command, plan) if command else _watch_job(request, plan, beside)
         except CollectError as error:
             raise UsageError(str(error)) from None
     if is_first_here:
-        _report_watch(WatchFolder(folder, plan.name, options.host))
+        _report_watch(plan, reducer.host)
     context.exit(128 - status if status < 0 else status)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchRequest:
+    """The options of the command, as given."""
+
+    out: Path | None
+    name: str | None
+    every: str
+    budget: float
+    steps: int
+    mesh: str | None
+    disk: float
+    url: str | None
+    log_to: tuple[str, ...]
+    token: str | None
+    upload_captures: bool
+    target: int | None
+
+    def build_plan(self) -> WatchPlan:
+        """The plan for the ranks. Raises UsageError."""
+        from stepsplit.collectors.record import choose_out
+        from stepsplit.collectors.watch_plan import WatchPlan
+
+        require_package("torch", "collect")
+        parse_mesh(self.mesh)
+        folder = (self.out or choose_out(os.environ, "watch")).absolute()
+        every_steps, every_s = _parse_every(self.every)
+        return WatchPlan(
+            out=str(folder),
+            name=self.name or folder.name,
+            every_steps=every_steps,
+            every_s=every_s,
+            steps=self.steps,
+            budget=self.budget / 100,
+            mesh=self.mesh or "",
+        )
+
+    def build_reducer_options(self, plan: WatchPlan) -> ReducerOptions:
+        """The options of the process beside the job. Raises UsageError."""
+        from stepsplit.dashboard.upload import Connection
+        from stepsplit.dashboard.watch_process import ReducerOptions
+
+        if self.url is not None:
+            Connection(self.url, self.token)
+        elif self.upload_captures:
+            raise UsageError("--upload-captures needs the address of a dashboard: --to URL")
+        return ReducerOptions(
+            folder=plan.out,
+            run=plan.name,
+            host=socket.gethostname(),
+            mesh=plan.mesh,
+            disk_bytes=round(self.disk * 2**30),
+            url=self.url or "",
+            token=self.token,
+            has_uploads=self.upload_captures,
+            log_to=check_log_to(self.log_to),
+        )
+
+
+def _watch_job(request: WatchRequest, plan: WatchPlan, beside: ReducerProcess) -> int:
+    """Watches a running job until it has ended, or until Ctrl-C."""
+    from stepsplit.collectors.attach.client import start_watch, wait_until_over
+
+    target = None if request.target == ONLY_JOB else request.target
+    ranks = start_watch(target, plan)
+    here = ", ".join(str(rank.rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    click.echo(f"watching ranks {here} in {plan.out}; Ctrl-C ends it", err=True)
+    with beside:
+        wait_until_over(ranks)
+    return 0
 
 
 def _parse_every(text: str) -> tuple[int | None, float | None]:
@@ -137,11 +193,12 @@ def _parse_every(text: str) -> tuple[int | None, float | None]:
         raise UsageError(f"--every: {error}") from None
 
 
-def _report_watch(folder: WatchFolder) -> None:
+def _report_watch(plan: WatchPlan, host: str) -> None:
     """Says what was watched, on standard error like record."""
     from stepsplit.analyzer.units import format_percent
-    from stepsplit.analyzer.watch.reducer import read_state
+    from stepsplit.analyzer.watch.reducer import WatchFolder, read_state
 
+    folder = WatchFolder(Path(plan.out), plan.name, host)
     state = read_state(folder)
     steps = max((known.step for known in state.ranks.values()), default=0)
     text = f"watched {steps} steps, {state.samples} samples"

@@ -1,4 +1,4 @@
-"""Figures of a watched run over time: step times, split, exposed communication, caused waits."""
+"""Figures of a watched run over time: step times, split, exposed communication, and ranks."""
 
 from __future__ import annotations
 
@@ -268,36 +268,37 @@ def draw_exposed_over_time(
     return figure
 
 
-# Heat map: how long others waited for each rank.
+# Heat maps by rank.
 
 MAX_ROWS = 128
-"""Rows of the heat map: more ranks share a row, which shows the one with the longest wait."""
+"""Rows of a heat map: more ranks share a row, which shows the one with the largest value."""
 
 
 @dataclass(frozen=True, slots=True)
-class _WaitRows:
+class _RankRows:
     labels: list[str]
-    longest_ns: Float64
+    largest_ns: Float64
     rank: Int64
 
 
-def draw_caused_waits(
-    start_unix_s: Int64, bin_s: int, waited_ns: Float64, axis: TimeAxis
+def draw_rank_grid(
+    start_unix_s: Int64, bin_s: int, mean_ns: Float64, axis: TimeAxis, sentence: str
 ) -> go.Figure:
-    """How long others waited for a rank (row) in a step, over time; empty where the rank was not
-    sampled.
+    """A number of each rank (row) over time; empty where there is no data.
 
     Args:
         start_unix_s: The starts of the bins, in s since 1970.
         bin_s: Their length in s.
-        waited_ns: The mean wait in ns by rank and bin; NaN without a sample.
+        mean_ns: The number in ns by rank and bin; NaN without data.
         axis: The range of time.
+        sentence: What is said of a cell, with {ms} and {rank}.
     """
-    rows = _group_ranks(waited_ns)
+    rows = _group_ranks(mean_ns)
+    words = sentence.format(ms="%{z:.4g} ms", rank="%{customdata}")
     figure = _build_figure("rank", axis)
     figure.add_trace(
         go.Heatmap(
-            z=np.round(rows.longest_ns / 1e6, 4).astype(np.float32),
+            z=np.round(rows.largest_ns / 1e6, 4).astype(np.float32),
             x=_convert_to_dates(start_unix_s + bin_s / 2),
             y=rows.labels,
             customdata=rows.rank.astype(np.int32),
@@ -309,9 +310,7 @@ def draw_caused_waits(
                 "nticks": 3, "tickangle": 0, "len": 0.5, "x": 1, "xanchor": "right",
                 "y": 1, "yanchor": "bottom",
             },
-            hovertemplate=(
-                "others waited %{z:.4g} ms a step for rank %{customdata}<br>%{x} UTC<extra></extra>"
-            ),
+            hovertemplate=f"{words}<br>%{{x}} UTC<extra></extra>",
             hoverongaps=False,
         )
     )  # fmt: skip
@@ -322,15 +321,15 @@ def draw_caused_waits(
     return figure
 
 
-def _group_ranks(waited_ns: Float64) -> _WaitRows:
-    """The ranks in at most MAX_ROWS rows, with the longest wait of each row and its rank."""
-    ranks, bins = waited_ns.shape
+def _group_ranks(mean_ns: Float64) -> _RankRows:
+    """The ranks in at most MAX_ROWS rows, with the largest number of each row and its rank."""
+    ranks, bins = mean_ns.shape
     size = max(1, -(-ranks // MAX_ROWS))
     padded = np.full((-(-ranks // size) * size, bins), np.nan)
-    padded[:ranks] = waited_ns
+    padded[:ranks] = mean_ns
     parts = padded.reshape(-1, size, bins)
     place = np.argmax(np.where(np.isnan(parts), -1.0, parts), axis=1)
-    longest = np.take_along_axis(parts, place[:, None], axis=1)[:, 0]
+    largest = np.take_along_axis(parts, place[:, None], axis=1)[:, 0]
     first = np.arange(len(parts), dtype=np.int64) * size
     labels = [f"{rank}" if size == 1 else f"{rank}+" for rank in first.tolist()]
-    return _WaitRows(labels, longest, place + first[:, None])
+    return _RankRows(labels, largest, place + first[:, None])

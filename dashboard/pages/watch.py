@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import median
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -25,8 +26,8 @@ from stepsplit.dashboard.figures.watch import (
     SplitBins,
     StepCurve,
     TimeAxis,
-    draw_caused_waits,
     draw_exposed_over_time,
+    draw_rank_grid,
     draw_split_over_time,
     draw_step_times,
 )
@@ -51,6 +52,7 @@ from stepsplit.dashboard.pages.components import (
     build_time_cell,
     format_query,
 )
+from stepsplit.dashboard.store.alerts import TRIES, UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.watch import (
     SplitSlot,
     StepSlot,
@@ -65,8 +67,8 @@ from stepsplit.dashboard.store.watch_slots import (
     HOUR_S,
     MINUTE_S,
     TEN_MINUTES_S,
+    RankGrid,
     StepSummary,
-    WaitGrid,
     compute_slot_start,
 )
 
@@ -121,7 +123,8 @@ class WatchView:
     within: WatchRange
     steps: tuple[StepSlot, ...]
     splits: tuple[SplitSlot, ...]
-    waits: WaitGrid
+    waits: RankGrid
+    lateness: RankGrid
     events: tuple[StoredEvent, ...]
     samples: tuple[StoredSample, ...]
     newest_steps: tuple[StepSlot, ...]
@@ -143,19 +146,19 @@ def read_watch_view(
     # The first slot is whole.
     first_s = compute_slot_start(begin_ns, choice.level_s)
     within = WatchRange(first_s, last_s, choice.level_s)
-    newest_s = run.newest_unix_ns // _SECOND_NS
-    newest = WatchRange(newest_s - TEN_MINUTES_S, newest_s, MINUTE_S)
     return WatchView(
         run, now_unix_ns, choice, within,
         watches.read_steps(run.id, within), watches.read_splits(run.id, within),
         watches.read_waits(run.id, within, choice.bin_s),
+        watches.read_lateness(run.id, within, choice.bin_s),
         _merge_events(watches.read_events(run.id, within, _LAST_EVENTS)),
         watches.list_samples(run.id, _LAST_SAMPLES),
-        watches.read_steps(run.id, newest), _read_first_hour(watches, run),
+        watches.read_steps(run.id, run.newest_minutes), read_first_hour(watches, run),
     )  # fmt: skip
 
 
-def _read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
+def read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
+    """The step times of the first hour of the newest start; None within it."""
     first_s = compute_slot_start(run.start.first_unix_ns, HOUR_S)
     if first_s == compute_slot_start(run.newest_unix_ns, HOUR_S):
         return None
@@ -200,8 +203,13 @@ def compute_watch_mark(runs: Sequence[WatchedRun], chosen: AddressQuery, now_uni
 # The list of watched runs.
 
 
-def build_watch_list(runs: Sequence[WatchedRun], now_unix_ns: int) -> html.Div:
-    """The watched runs, those with the newest batches first."""
+def build_watch_list(
+    runs: Sequence[WatchedRun], now_unix_ns: int, open_alerts: Mapping[str, int]
+) -> html.Div:
+    """The watched runs, those with the newest batches first.
+
+    open_alerts: the number of open alerts by name of the run; none for those that are not in it.
+    """
     if not runs:
         hint: list[Content] = [
             "Watch a training with ",
@@ -210,19 +218,23 @@ def build_watch_list(runs: Sequence[WatchedRun], now_unix_ns: int) -> html.Div:
         ]
         return html.Div([html.H1("Watch"), html.P(hint, className="card empty")])
     heads = (
-        "run", "state", "ranks", "starts", "last step", "last data", "overhead", "sample each",
-        "dropped",
+        "run", "state", "open alerts", "ranks", "starts", "last step", "last data", "overhead",
+        "sample each", "dropped",
     )  # fmt: skip
-    table = build_table(heads, [_build_list_row(run, now_unix_ns) for run in runs])
+    table = build_table(heads, [_build_list_row(run, now_unix_ns, open_alerts) for run in runs])
     head = html.Div(html.H1("Watch"), className="heading")
     return html.Div([head, html.Section(table, className="card scroll")])
 
 
-def _build_list_row(run: WatchedRun, now_unix_ns: int) -> list[Cell]:
+def _build_list_row(
+    run: WatchedRun, now_unix_ns: int, open_alerts: Mapping[str, int]
+) -> list[Cell]:
+    number = open_alerts.get(run.name, 0)
     when = html.Span(format_date(run.newest_unix_ns), className="when")
     return [
         Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
         Cell(_build_state(run, now_unix_ns)),
+        Cell(html.Span(number, className="pill failed") if number else "", value=number),
         build_count_cell(run.start.world_size),
         build_count_cell(len(run.starts)),
         build_count_cell(run.last_step),
@@ -254,8 +266,10 @@ def _format_interval(run: WatchedRun) -> str:
 # The page of one run.
 
 
-def build_watch_page(view: WatchView, chosen: AddressQuery) -> html.Div:
-    """The live page of a watched run."""
+def build_watch_page(
+    view: WatchView, chosen: AddressQuery, alerts: html.Section | None = None
+) -> html.Div:
+    """The live page of a watched run, with its open alerts at the top."""
     run = view.run
     head = html.Div(
         [
@@ -265,7 +279,8 @@ def build_watch_page(view: WatchView, chosen: AddressQuery) -> html.Div:
         ],
         className="heading",
     )
-    parts = [head, html.P(_format_subtitle(run), className="subtitle"), _build_watch_cards(view)]
+    subtitle = html.P(_format_subtitle(run), className="subtitle")
+    parts = [head, subtitle, *([] if alerts is None else [alerts]), _build_watch_cards(view)]
     if not view.steps and not view.splits:
         hint = f"No batch has data of this {view.choice.label}; choose a longer range."
         return html.Div([*parts, build_empty_card("No data in this range", hint)])
@@ -276,7 +291,7 @@ def build_watch_page(view: WatchView, chosen: AddressQuery) -> html.Div:
             _build_steps_section(view),
             _build_split_section(view, sums, as_share),
             *_build_exposed_section(view, sums),
-            _build_waits_section(view),
+            *_build_rank_sections(view),
             _build_samples_section(view),
             _build_events_section(view),
             _build_hosts(view),
@@ -370,11 +385,11 @@ def _format_age(ns: int) -> str:
 
 _LANES = {
     "started": "start", "restarted": "restart", "ended": "end", "pause": "pause",
-    "change": "change", "capture": "capture", "no_data": "no data", "dropped": "dropped",
-    "sampling_ended": "no more samples", "lost_rank": "lost rank",
+    "change": "change", "drift": "drift", "capture": "capture", "no_data": "no data",
+    "dropped": "dropped", "sampling_ended": "no more samples", "lost_rank": "lost rank",
 }  # fmt: skip
 
-_PROBLEMS = ("change", "no_data", "dropped", "sampling_ended", "lost_rank")
+_PROBLEMS = ("change", "drift", "no_data", "dropped", "sampling_ended", "lost_rank")
 
 _IN_SPLIT = ("capture", "no_data", "sampling_ended")
 
@@ -420,7 +435,8 @@ def _list_silence_marks(view: WatchView) -> list[EventMark]:
 
 def _build_mark(one: StoredEvent) -> EventMark:
     event = one.event
-    where = "" if event.rank is None else f", rank {event.rank}"
+    is_named = event.rank is None or f"rank {event.rank}" in event.text
+    where = "" if is_named else f", rank {event.rank}"
     text = f"step {event.step:,}{where}: {event.text}"
     return EventMark(_LANES[event.kind], event.unix_ns / 1e9, text, event.kind in _PROBLEMS)
 
@@ -543,20 +559,55 @@ def _list_line_bins(sums: _SampleSums) -> list[int]:
     return shown
 
 
-# Which rank the others wait for.
+# Ranks that are late.
 
 
-def _build_waits_section(view: WatchView) -> html.Section:
-    waits, title = view.waits, "Caused waits"
-    if not np.isfinite(waits.waited_ns).any():
-        none = html.P("No sample with data in this range.", className="message")
-        return build_section(title, "how long others waited for each rank", none)
-    figure = draw_caused_waits(waits.start_unix_s, waits.bin_s, waits.waited_ns, view.axis)
-    note = "how long others waited for each rank in a step; empty where it was not sampled"
-    if len(waits.waited_ns) > MAX_ROWS:
-        size = -(-len(waits.waited_ns) // MAX_ROWS)
+def _build_rank_sections(view: WatchView) -> list[html.Section]:
+    """Lateness by the unprofiled steps of all ranks, and caused waits by samples."""
+    return [
+        _build_grid_section(
+            "Lateness", view.lateness, view.axis,
+            "how much later than the others a rank has its last gradient, by steps without the"
+            " profiler; before it waits for the gradients of others",
+            "rank {rank} is {ms} late", "No rank has noted when its gradients are ready.",
+        ),
+        _build_grid_section(
+            "Caused waits", view.waits, view.axis,
+            "how long others waited for each rank in a step; empty where it was not sampled",
+            "others waited {ms} a step for rank {rank}", "No sample with data in this range.",
+        ),
+    ]  # fmt: skip
+
+
+SAMPLE_CHARTS = (
+    "watch-steps", "watch-split", "watch-exposed", "watch-lateness", "watch-caused-waits",
+)  # fmt: skip
+"""The charts on which a click opens the stored run of the nearest sample."""
+
+
+def parse_click(clicked: object) -> int:
+    """The time of the point that was clicked on in a chart over time, in ns since 1970.
+
+    Raises ValueError.
+    """
+    try:
+        text = str(clicked["points"][0]["x"])  # type: ignore[index]
+        return int(np.datetime64(text.strip().replace(" ", "T"), "ns").astype(np.int64))
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"no point of a chart: {error}") from None
+
+
+def _build_grid_section(
+    title: str, grid: RankGrid, axis: TimeAxis, note: str, sentence: str, without: str
+) -> html.Section:
+    if not np.isfinite(grid.mean_ns).any():
+        return build_section(title, note, html.P(without, className="message"))
+    figure = draw_rank_grid(grid.start_unix_s, grid.bin_s, grid.mean_ns, axis, sentence)
+    if len(grid.mean_ns) > MAX_ROWS:
+        size = -(-len(grid.mean_ns) // MAX_ROWS)
         note += f"; a row shows the worst of {size} ranks"
-    return build_section(title, note, build_graph("watch-waits", figure))
+    name = title.lower().replace(" ", "-")
+    return build_section(title, note, build_graph(f"watch-{name}", figure))
 
 
 # The newest samples, events and hosts as tables.
@@ -567,6 +618,8 @@ def _build_samples_section(view: WatchView) -> html.Section:
     newest = sorted(view.samples, key=key, reverse=True)
     groups = [list(own) for _, own in groupby(newest, key=key)]
     note = f"the newest {len(groups)}, of all hosts" if groups else "none yet"
+    if any(one.run_id for one in newest):
+        note += "; a click on a chart opens the nearest one that is stored as a run"
     heads = ("step", "when", "ranks", "median step", "split", "waited for", "cost", "result")
     table = build_table(heads, [_build_sample_row(own) for own in groups])
     return build_section("Samples", note, table)
@@ -648,3 +701,88 @@ def _build_hosts(view: WatchView) -> html.Section:
     ]
     table = build_table(heads, rows)
     return html.Section(build_collapsed(f"{len(rows):,} hosts", table), className="card")
+
+
+# Open alerts.
+
+
+_TITLES = {
+    "step_time": "step time",
+    "silent": "silent",
+    "overhead": "overhead",
+    "dropped": "dropped",
+}
+
+_SILENCES = (("1 h", 1), ("1 day", 24), ("until it ends", None))
+
+
+def build_alerts_section(
+    alerts: Sequence[WatchAlert], now_unix_ns: int, *, may_act: bool
+) -> html.Section | None:
+    """The open alerts of a run, the newest first; None if there are none.
+
+    may_act: with the buttons; assets/watch.js handles clicks.
+    """
+    if not alerts:
+        return None
+    number = f"{len(alerts)} open alert{'s' if len(alerts) > 1 else ''}"
+    rows = [_build_alert(one, now_unix_ns, may_act=may_act) for one in alerts]
+    return html.Section(
+        [html.H2(number), html.Ul(rows, className="alerts")], className="card alert"
+    )
+
+
+def _build_alert(alert: WatchAlert, now_unix_ns: int, *, may_act: bool) -> html.Li:
+    known = alert.acknowledged_unix_ns is not None
+    pill = html.Span(_TITLES[alert.metric], className="pill" if known else "pill failed")
+    where = [] if alert.rank is None else [f"rank {alert.rank}"]
+    since = f"since {format_date(alert.since_unix_ns)}"
+    since += f", step {alert.step:,}" if alert.step else ""
+    parts: list[Component] = [
+        html.Div([pill, html.Strong(alert.text)], className="alert-text"),
+        html.Div("  ·  ".join([since, *where, *filter(None, [alert.cause])]), className="note"),
+        html.Div("  ·  ".join(_describe_state(alert, now_unix_ns)), className="note"),
+    ]
+    if may_act:
+        parts.append(_build_buttons(alert, now_unix_ns))
+    return html.Li(parts)
+
+
+def _describe_state(alert: WatchAlert, now_unix_ns: int) -> list[str]:
+    """Who knows of it, whether its run is silenced, and what became of its webhook."""
+    states = []
+    if alert.acknowledged_unix_ns is not None:
+        when = format_date(alert.acknowledged_unix_ns)
+        states.append(f"acknowledged by {alert.acknowledged_by}, {when}")
+    if alert.is_silenced(now_unix_ns):
+        until_ns = alert.silenced_until_unix_ns
+        assert until_ns is not None
+        until = "it ends" if until_ns == UNTIL_END_NS else format_date(until_ns)
+        states.append(f"webhooks of this run are silenced until {until}")
+    if alert.delivered_unix_ns is not None:
+        states.append(f"webhook sent {format_date(alert.delivered_unix_ns)}")
+    elif alert.failure:
+        then = "trying again" if alert.due_unix_ns is not None else "given up"
+        states.append(f"webhook failed {alert.tries} of {TRIES} times, {then}: {alert.failure}")
+    return states
+
+
+def _build_buttons(alert: WatchAlert, now_unix_ns: int) -> html.Div:
+    buttons: list[Any] = []
+    if alert.acknowledged_unix_ns is None:
+        buttons.append(_build_button("Acknowledge", alert, {"data-action": "acknowledge"}))
+    if not alert.is_silenced(now_unix_ns):
+        buttons.append(html.Span("Silence:", className="note"))
+        for label, hours in _SILENCES:
+            asked = {"data-action": "silence", "data-hours": "" if hours is None else str(hours)}
+            buttons.append(_build_button(label, alert, asked))
+    return html.Div(buttons, className="alert-buttons")
+
+
+def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.Button:
+    attributes: Any = {"data-alert": str(alert.id), "data-run": alert.run, **asked}
+    if asked["data-action"] == "silence":
+        attributes["aria-label"] = f"Silence webhooks of this run for {label}".replace(
+            "for until", "until"
+        )
+    return html.Button(label, type="button", className="button", **attributes)

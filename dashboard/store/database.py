@@ -202,7 +202,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0008"
+VERSION = "0010"
 """The newest migration."""
 
 METADATA = sa.MetaData()
@@ -425,8 +425,10 @@ WATCH_STEPS = sa.Table(
     sa.Column("slowest_rank", sa.Integer, nullable=False),
     sa.Column("slowest_median_ns", sa.BigInteger, nullable=False),
     sa.Column("by_rank", sa.LargeBinary, nullable=False),
+    sa.Column("local", sa.LargeBinary),
 )
-"""Step times in slots of a minute, ten minutes, an hour and a day; by_rank are packed arrays."""
+"""Step times in slots of a minute, ten minutes, an hour and a day. by_rank, and local for local
+times: packed arrays."""
 
 WATCH_SPLITS = sa.Table(
     "watch_splits",
@@ -483,6 +485,37 @@ WATCH_DROPPED = sa.Table(
     sa.Column("number", sa.BigInteger, nullable=False),
 )
 """What the hosts gave up, by reason."""
+
+WATCH_ALERTS = sa.Table(
+    "watch_alerts",
+    METADATA,
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    _build_watch_column(),
+    sa.Column("metric", sa.String(32), nullable=False),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("host", sa.String(200), nullable=False),
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("since_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("seen_unix_ns", sa.BigInteger, nullable=False),
+    sa.Column("before", sa.Float),
+    sa.Column("after", sa.Float),
+    sa.Column("rank", sa.Integer),
+    sa.Column("text", sa.String(500), nullable=False),
+    sa.Column("cause", sa.String(500), nullable=False),
+    sa.Column("opened_unix_ns", sa.BigInteger),
+    sa.Column("ended_unix_ns", sa.BigInteger),
+    sa.Column("acknowledged_unix_ns", sa.BigInteger),
+    sa.Column("acknowledged_by", sa.String(200)),
+    sa.Column("silenced_until_unix_ns", sa.BigInteger),
+    sa.Column("due_unix_ns", sa.BigInteger, index=True),
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("delivered_unix_ns", sa.BigInteger),
+    sa.Column("failure", sa.String(200), nullable=False),
+    sa.Index("ix_watch_alerts_since", "watch_id", "since_unix_ns"),
+)
+"""Alerts. since is by the clocks of the hosts, the other times by that of the server. opened is
+NULL while a condition has not lasted long enough; due is when the webhook is to be tried next, and
+NULL when it need not be any more."""
 
 DELETED = sa.Table("deleted", METADATA, sa.Column("run_id", sa.String(32), primary_key=True))
 """Deleted runs whose files may still exist."""

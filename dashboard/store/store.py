@@ -22,6 +22,7 @@ from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.store import runs
+from stepsplit.dashboard.store.alerts import AlertStore
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
     JOB_BYTES,
@@ -69,7 +70,7 @@ class Store:
         self.tokens, self.numbers = Tokens(database), MetricStore(database)
         self.verdicts, self.login_failures = CheckResults(database), LoginFailures(database)
         self.sessions, self.audit = Sessions(database), AuditLog(database)
-        self.watches = WatchStore(database)
+        self.watches, self.alerts = WatchStore(database), AlertStore(database)
 
     @classmethod
     def open(cls, url: str, artifacts: str | Path, local: Path = LOCAL) -> Self:

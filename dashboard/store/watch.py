@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Executable, Row, Select, Table, bindparam, delete, insert, select, update
+from sqlalchemy import (
+    Executable,
+    Row,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
@@ -21,14 +33,17 @@ from sqlalchemy.exc import IntegrityError
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import (
+    SAMPLE_TAG,
     RankSample,
     WatchBatch,
     WatchEvent,
     WatchSample,
 )
 from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.dashboard.store.alerts import note_batch
 from stepsplit.dashboard.store.database import (
     TAGS,
+    WATCH_ALERTS,
     WATCH_BATCHES,
     WATCH_DROPPED,
     WATCH_EVENTS,
@@ -47,21 +62,25 @@ from stepsplit.dashboard.store.watch_slots import (
     KEPT_S,
     LEVELS_S,
     MINUTE_S,
+    TEN_MINUTES_S,
+    Columns,
+    RankGrid,
     StepSummary,
-    WaitGrid,
+    build_local_sums,
+    build_rank_grid,
     build_step_columns,
-    build_wait_columns,
-    build_wait_grid,
+    build_wait_sums,
     compute_slot_start,
     merge_steps,
-    merge_waits,
+    merge_sums,
     pack_columns,
     pack_splits,
     pack_steps,
+    subtract_usual,
     summarize_steps,
     unpack_splits,
     unpack_steps,
-    unpack_waits,
+    unpack_sums,
 )
 
 _SECOND_NS = 10**9
@@ -79,9 +98,6 @@ MAX_RANKS, NAME_LENGTH = 1 << 17, 200
 
 MAX_NAMES = 24
 """Axes, and reasons for no data, that are counted apart in a slot."""
-
-SAMPLE_TAG = "sample"
-"""A stored run with this tag is the analysis of the sample of that id."""
 
 # What is known of a watched run.
 
@@ -144,6 +160,12 @@ class WatchedRun:
     def budget(self) -> float:
         """The part of the training time that samples may cost."""
         return max(h.budget for h in self.current_hosts)
+
+    @property
+    def newest_minutes(self) -> WatchRange:
+        """The ten minutes until the newest batch, in slots of a minute."""
+        newest_s = self.newest_unix_ns // _SECOND_NS
+        return WatchRange(newest_s - TEN_MINUTES_S, newest_s, MINUTE_S)
 
     @property
     def interval_steps(self) -> int | None:
@@ -233,12 +255,17 @@ class WatchStore:
             if not _add_batch_id(connection, watch.id, batch):
                 return BatchReceipt(False)
             _add_contents(connection, watch.id, batch)
+            note_batch(connection, watch.id, batch, now_ns)
             _update_status(connection, watch, batch, now_ns)
         return BatchReceipt(True, is_new_run)
 
-    def list_watches(self) -> tuple[WatchedRun, ...]:
-        """All watched runs, those with the newest batches first."""
-        newest_first = select(WATCHES).order_by(WATCHES.c.received_unix_ns.desc(), WATCHES.c.id)
+    def list_watches(self, since_ns: int = 0) -> tuple[WatchedRun, ...]:
+        """The watched runs with data since this time, those with the newest batches first."""
+        newest_first = (
+            select(WATCHES)
+            .where(WATCHES.c.newest_unix_ns >= since_ns)
+            .order_by(WATCHES.c.received_unix_ns.desc(), WATCHES.c.id)
+        )
         with self._database.begin_read() as connection:
             rows = connection.execute(newest_first).all()
             return tuple(_read_watch(connection, row) for row in rows)
@@ -283,13 +310,24 @@ class WatchStore:
                 for row in rows
             )  # fmt: skip
 
-    def read_waits(self, watch_id: int, within: WatchRange, bin_s: int) -> WaitGrid:
-        """The waits that each rank caused, in bins of time that are a multiple of the level."""
-        query = _select_slots(WATCH_SPLITS, watch_id, within, [WATCH_SPLITS.c.waits])
+    def read_waits(self, watch_id: int, within: WatchRange, bin_s: int) -> RankGrid:
+        """The waits that each rank caused in a step of a sample, in bins of time that are a
+        multiple of the level."""
+        return self._read_grid(WATCH_SPLITS, "waits", watch_id, within, bin_s)
+
+    def read_lateness(self, watch_id: int, within: WatchRange, bin_s: int) -> RankGrid:
+        """How much later than the others each rank has its last gradient, by unprofiled steps, in
+        bins of time that are a multiple of the level."""
+        return subtract_usual(self._read_grid(WATCH_STEPS, "local", watch_id, within, bin_s))
+
+    def _read_grid(
+        self, table: Table, column: str, watch_id: int, within: WatchRange, bin_s: int
+    ) -> RankGrid:
+        query = _select_slots(table, watch_id, within, [table.c[column]])
         with self._database.begin_read() as connection:
             slots = [(row[0], row[2]) for row in connection.execute(query)]
         first_s = within.first_unix_s // bin_s * bin_s
-        return build_wait_grid(slots, first_s, within.last_unix_s, bin_s)
+        return build_rank_grid(slots, first_s, within.last_unix_s, bin_s)
 
     def read_events(self, watch_id: int, within: WatchRange, last: int) -> tuple[StoredEvent, ...]:
         """The newest events in the range, newest first."""
@@ -338,6 +376,20 @@ class WatchStore:
             )
             run_ids = {row[0]: row[1] for row in connection.execute(tagged)}
         return tuple(_read_sample(row, run_ids.get(row.sample_id)) for row in rows)
+
+    def find_run_of_sample(self, watch_id: int, unix_ns: int) -> str | None:
+        """The stored run of the sample that is nearest in time; None if no sample has one."""
+        table = WATCH_SAMPLES.c
+        nearest = (
+            select(TAGS.c.run_id)
+            .join(WATCH_SAMPLES, table.sample_id == TAGS.c.value)
+            .where(TAGS.c.key == SAMPLE_TAG, table.watch_id == watch_id)
+            .order_by(func.abs(table.unix_ns - unix_ns), TAGS.c.run_id)
+            .limit(1)
+        )
+        with self._database.begin_read() as connection:
+            found: str | None = connection.execute(nearest).scalar()
+            return found
 
 
 _MOST_SAMPLES = 1_000
@@ -434,6 +486,7 @@ def _list_numbers(batch: WatchBatch) -> Iterator[int]:
     for window in batch.windows:
         yield from (window.steps, window.last_step, window.end_unix_ns >> 10)
         yield from (window.min_step_ns, window.median_step_ns, window.max_step_ns)
+        yield window.local_ns
     for sample in batch.samples:
         yield from (sample.step, sample.unix_ns >> 10, sample.cost_ns)
         for one in sample.ranks:
@@ -442,6 +495,9 @@ def _list_numbers(batch: WatchBatch) -> Iterator[int]:
             yield from (*one.exposed_ns.values(), one.caused_wait_ns)
     for event in batch.events:
         yield from (event.step, event.unix_ns >> 10)
+        # A rank that is less late than the others has a negative lateness.
+        levels = (event.before_ns or 0, event.after_ns or 0)
+        yield from map(math.floor, levels if event.kind == "change" else map(abs, levels))
 
 
 def _list_ranks(batch: WatchBatch) -> Iterator[int]:
@@ -490,7 +546,8 @@ def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> N
         by_minute[compute_slot_start(window.end_unix_ns, MINUTE_S)].append(window)
     for start_s, windows in sorted(by_minute.items()):
         key = _SlotKey(watch_id, MINUTE_S, start_s, batch.incarnation)
-        _add_steps(connection, key, merge_steps(build_step_columns(windows)))
+        parts = merge_steps(build_step_columns(windows))
+        _add_steps(connection, key, parts, build_local_sums(windows))
     for sample in batch.samples:
         if _add_sample(connection, watch_id, batch, sample):
             for level_s in LEVELS_S:
@@ -523,17 +580,21 @@ class _SlotKey:
         }  # fmt: skip
 
 
-def _add_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
+def _add_steps(connection: Connection, key: _SlotKey, parts: Columns, local: Columns) -> None:
     """Adds parts to a slot of a minute. A rank may have several, so that the median of all of them
     does not depend on their order."""
     known = _find_row(connection, WATCH_STEPS, key.columns)
     if known is not None:
         parts = np.concatenate([unpack_steps(known.by_rank), parts], axis=1)
-    _write_steps(connection, key, parts)
+        local = merge_sums(np.concatenate([unpack_sums(known.local), local], axis=1))
+    _write_steps(connection, key, parts, local)
 
 
-def _write_steps(connection: Connection, key: _SlotKey, parts: Any) -> None:
-    values = {**asdict(summarize_steps(parts)), "rolled": False, "by_rank": pack_steps(parts)}
+def _write_steps(connection: Connection, key: _SlotKey, parts: Columns, local: Columns) -> None:
+    values = {
+        **asdict(summarize_steps(parts)), "rolled": False, "by_rank": pack_steps(parts),
+        "local": pack_columns(local) if local.size else None,
+    }  # fmt: skip
     _write_row(connection, WATCH_STEPS, key.columns, values)
 
 
@@ -572,9 +633,9 @@ def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> No
             _count_name(exposed, clean_text(axis, 40), ns)
     if not ranks:
         _count_name(no_data, clean_text(sample.no_data or "no rank has data", 200), 1)
-    waits = build_wait_columns(ranks)
+    waits = build_wait_sums(ranks)
     if known:
-        waits = np.concatenate([unpack_waits(known.waits), waits], axis=1)
+        waits = np.concatenate([unpack_sums(known.waits), waits], axis=1)
     sums = {
         name: sum(getattr(one.split, name) for one in ranks)
         + (getattr(known, name) if known else 0)
@@ -584,7 +645,7 @@ def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> No
         "samples": 1 + (known.samples if known else 0),
         "rank_samples": len(ranks) + (known.rank_samples if known else 0),
         "exposed": json.dumps(exposed), "no_data": json.dumps(no_data),
-        "waits": pack_columns(merge_waits(waits)), **sums,
+        "waits": pack_columns(merge_sums(waits)), **sums,
     }  # fmt: skip
     _write_row(connection, WATCH_SPLITS, key.columns, values)
 
@@ -697,17 +758,21 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
         rows = connection.execute(select(table.start_unix_s, table.incarnation).where(*changed))
         wanted = {(start_s // longer_s * longer_s, number) for start_s, number in rows}
         for start_s, number in sorted(wanted):
-            shorter = select(table.by_rank).where(
+            shorter = select(table.by_rank, table.local).where(
                 table.watch_id == watch_id,
                 table.level_s == level_s,
                 table.start_unix_s.between(start_s, start_s + longer_s - 1),
                 table.incarnation == number,
             )
-            parts = [
-                merge_steps(unpack_steps(row)) for row in connection.execute(shorter).scalars()
-            ]
+            slots = connection.execute(shorter).all()
+            parts = [merge_steps(unpack_steps(row.by_rank)) for row in slots]
+            local = [unpack_sums(row.local) for row in slots]
             key = _SlotKey(watch_id, longer_s, start_s, number)
-            _write_steps(connection, key, merge_steps(np.concatenate(parts, axis=1)))
+            _write_steps(
+                connection, key,
+                merge_steps(np.concatenate(parts, axis=1)),
+                merge_sums(np.concatenate(local, axis=1)),
+            )  # fmt: skip
         connection.execute(update(WATCH_STEPS).where(*changed).values(rolled=True))
 
 
@@ -732,3 +797,5 @@ def _trim(connection: Connection, watch_id: int, newest_ns: int) -> None:
         connection.execute(
             delete(table).where(table.c.watch_id == watch_id, table.c.unix_ns < oldest_ns)
         )
+    ended = WATCH_ALERTS.c.ended_unix_ns < newest_ns - KEPT_EVENTS_S * _SECOND_NS
+    connection.execute(delete(WATCH_ALERTS).where(WATCH_ALERTS.c.watch_id == watch_id, ended))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -120,59 +120,77 @@ def summarize_steps(parts: Columns) -> StepSummary:
     )  # fmt: skip
 
 
-# Waits that a rank caused: rank, samples of the rank, their caused wait.
+# Sums by rank: rank, number of what is added up, sum in ns.
 
-_WAIT_COLUMNS = 3
+_SUM_COLUMNS = 3
 
 
-def build_wait_columns(ranks: Sequence[RankSample]) -> Columns:
-    """The waits of the ranks of one sample."""
+def build_wait_sums(ranks: Sequence[RankSample]) -> Columns:
+    """The waits that the ranks of one sample caused."""
     rows = [(one.rank, 1, one.caused_wait_ns) for one in ranks]
-    return np.array(rows, dtype=np.int64).reshape(-1, _WAIT_COLUMNS).T
+    return np.array(rows, dtype=np.int64).reshape(-1, _SUM_COLUMNS).T
 
 
-def merge_waits(parts: Columns) -> Columns:
+def build_local_sums(windows: Iterable[RankWindow]) -> Columns:
+    """The local times of some windows, with their steps; without those that are unknown."""
+    rows = [(w.rank, w.steps, w.steps * w.local_ns) for w in windows if w.local_ns]
+    return merge_sums(np.array(rows, dtype=np.int64).reshape(-1, _SUM_COLUMNS).T)
+
+
+def merge_sums(parts: Columns) -> Columns:
     """One row per rank, with the sums of its parts."""
     if not parts.shape[1]:
         return parts
-    rank, samples, waited = parts[:, np.argsort(parts[0], kind="stable")]
+    rank, number, sum_ns = parts[:, np.argsort(parts[0], kind="stable")]
     first = np.flatnonzero(np.concatenate([[True], rank[1:] != rank[:-1]]))
-    return np.stack([rank[first], np.add.reduceat(samples, first), np.add.reduceat(waited, first)])
+    return np.stack([rank[first], np.add.reduceat(number, first), np.add.reduceat(sum_ns, first)])
 
 
-def unpack_waits(packed: bytes) -> Columns:
-    """The rank, number of samples and caused wait in ns, of packed waits."""
-    return unpack_columns(packed, _WAIT_COLUMNS)
+def unpack_sums(packed: bytes | None) -> Columns:
+    """The rank, number and sum in ns of packed sums; of None there are none."""
+    if packed is None:
+        return np.empty((_SUM_COLUMNS, 0), dtype=np.int64)
+    return unpack_columns(packed, _SUM_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGrid:
-    """How long others waited for each rank, per step: the mean over the samples in a bin of time.
+class RankGrid:
+    """A mean for each rank in bins of time, in ns.
 
-    waited_ns: bins of time by rank from 0 on; NaN where the rank has no sample.
+    mean_ns: bins of time by rank from 0 on; NaN where the rank has no data.
     """
 
     start_unix_s: Int64
     bin_s: int
-    waited_ns: npt.NDArray[np.float64]
+    mean_ns: npt.NDArray[np.float64]
 
 
-def build_wait_grid(
-    slots: Iterable[tuple[int, bytes]], first_s: int, last_s: int, bin_s: int
-) -> WaitGrid:
-    """The grid from the first to the last time, of slots with their start in s and packed waits."""
+def build_rank_grid(
+    slots: Iterable[tuple[int, bytes | None]], first_s: int, last_s: int, bin_s: int
+) -> RankGrid:
+    """The grid from the first to the last time, of slots with their start in s and packed sums."""
     bins = (last_s - first_s) // bin_s + 1
-    parts = [((start - first_s) // bin_s, unpack_waits(packed)) for start, packed in slots]
-    ranks = max((int(waits[0].max(initial=-1)) for _, waits in parts), default=-1) + 1
-    samples, waited = np.zeros((ranks, bins)), np.zeros((ranks, bins))
+    parts = [((start - first_s) // bin_s, unpack_sums(packed)) for start, packed in slots]
+    ranks = max((int(own[0].max(initial=-1)) for _, own in parts), default=-1) + 1
+    number, total = np.zeros((ranks, bins)), np.zeros((ranks, bins))
     for at, (rank, count, sum_ns) in parts:
         if 0 <= at < bins:
             # Each rank once: slots are merged before they are packed.
-            samples[rank, at] += count
-            waited[rank, at] += sum_ns
+            number[rank, at] += count
+            total[rank, at] += sum_ns
     with np.errstate(invalid="ignore"):
-        means = np.where(samples > 0, waited / samples, np.nan)
-    return WaitGrid(first_s + bin_s * np.arange(bins, dtype=np.int64), bin_s, means)
+        means = np.where(number > 0, total / number, np.nan)
+    return RankGrid(first_s + bin_s * np.arange(bins, dtype=np.int64), bin_s, means)
+
+
+def subtract_usual(grid: RankGrid) -> RankGrid:
+    """The grid as excess over the lower median of the ranks in each bin; 0 for ranks below it."""
+    known = np.isfinite(grid.mean_ns).sum(axis=0)
+    ordered = np.sort(grid.mean_ns, axis=0)
+    usual = np.full(known.shape, np.nan)
+    some = np.flatnonzero(known)
+    usual[some] = ordered[(known[some] - 1) // 2, some]
+    return replace(grid, mean_ns=np.maximum(grid.mean_ns - usual, 0.0))
 
 
 # Splits of a sample by rank: rank, buckets and memos, caused wait, whether it is estimated.

@@ -20,6 +20,7 @@ from stepsplit.analyzer.regression.checks import ANSWERS
 from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
+from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
 from stepsplit.dashboard.store.logins import ROLES, TOKEN_NAME_LENGTH, Role, Token
@@ -49,6 +50,7 @@ from stepsplit.dashboard.web.uploads import (
     receive_part,
     require_open_upload,
 )
+from stepsplit.dashboard.web.watch_metrics import WatchCollector
 
 # The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
 
@@ -307,6 +309,41 @@ class Api:
         record_action(self.store.audit, "watch deleted", name)
         return Response(status=204)
 
+    def list_alerts(self, name: str) -> Response:
+        """GET: the newest alerts of a watched run, newest first."""
+        self._find_watch(name)
+        rows = [_build_alert_row(one) for one in self.store.alerts.list_alerts(name, _MOST_ALERTS)]
+        answer = jsonify(alerts=rows)
+        answer.headers["Cache-Control"] = "no-store"
+        return answer
+
+    def act_on_alert(self, name: str, alert_id: int) -> Response:
+        """POST {action, hours}: acknowledges an alert, or silences its run for so many hours, by
+        default until the alert ends."""
+        request.max_content_length = JSON_BYTES
+        alert = self.store.alerts.find_alert(self._find_watch(name).name, alert_id)
+        if alert is None:
+            raise HttpError(404, "alert not found")
+        action = parse_alert_action(read_json())
+        if action.is_silence and alert.ended_unix_ns is not None:
+            raise HttpError(409, "this alert has ended; only an open one can be silenced")
+        if action.is_silence:
+            self.store.alerts.silence(alert.id, action.hours)
+        else:
+            self.store.alerts.acknowledge(alert.id, current_user().name)
+        how = "" if not action.is_silence else f", {action.describe()}"
+        record_action(
+            self.store.audit, "alert silenced" if action.is_silence else "alert acknowledged",
+            f"{name}, alert {alert.id}{how}",
+        )  # fmt: skip
+        return Response(status=204)
+
+    def _find_watch(self, name: str) -> WatchedRun:
+        watch = self.store.watches.find_watch(name)
+        if watch is None:
+            raise HttpError(404, "watched run not found")
+        return watch
+
     def _open_body(self) -> BinaryIO:
         request.max_content_length = self.limits.file_bytes
         return cast(BinaryIO, request.stream)
@@ -395,6 +432,39 @@ def _build_watch_row(watch: WatchedRun) -> dict[str, Any]:
     }
 
 
+_MOST_ALERTS = 200
+
+
+def _build_alert_row(alert: WatchAlert) -> dict[str, Any]:
+    times = {
+        name: None if at_ns is None else format_time(at_ns)
+        for name, at_ns in (
+            ("since", alert.since_unix_ns), ("opened", alert.opened_unix_ns),
+            ("ended", alert.ended_unix_ns), ("acknowledged", alert.acknowledged_unix_ns),
+            ("delivered", alert.delivered_unix_ns),
+        )
+    }  # fmt: skip
+    until_ns = alert.silenced_until_unix_ns
+    is_until_end = until_ns == UNTIL_END_NS
+    silenced = None if until_ns is None else "its end" if is_until_end else format_time(until_ns)
+    return {
+        "id": alert.id,
+        "metric": alert.metric,
+        "incarnation": alert.incarnation,
+        "step": alert.step,
+        "before": alert.before,
+        "after": alert.after,
+        "rank": alert.rank,
+        "text": alert.text,
+        "cause": alert.cause,
+        **times,
+        "acknowledged_by": alert.acknowledged_by,
+        "silenced_until": silenced,
+        "tries": alert.tries,
+        "failure": alert.failure,
+    }
+
+
 def _read_last() -> int | None:
     """The number of rows that the query asks for; None if it is no number."""
     last = request.args.get("last", str(_DEFAULT_LAST))
@@ -437,6 +507,10 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(WATCH, "add_watch_batch", api.add_watch_batch, methods=["POST"])
     routes.add_url_rule(WATCH, "list_watches", api.list_watches)
     routes.add_url_rule(f"{WATCH}/<name>", "delete_watch", api.delete_watch, methods=["DELETE"])
+    alerts = f"{WATCH}/<name>/alerts"
+    routes.add_url_rule(alerts, "list_alerts", api.list_alerts)
+    alert = f"{alerts}/<int(max={(1 << 63) - 1}):alert_id>"
+    routes.add_url_rule(alert, "act_on_alert", api.act_on_alert, methods=["POST"])
     # All other addresses; else the pages, which answer every address, would answer them.
     for unknown in ("/api", "/api/", "/api/<path:path>"):
         routes.add_url_rule(unknown, "unknown", _refuse_unknown, methods=_METHODS)
@@ -526,6 +600,41 @@ def _is_text(value: object, least: int, most: int) -> bool:
     return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
 
 
+# What to do with an alert.
+
+_MOST_HOURS = 24 * 30
+
+_ALERT_HINT = (
+    'send JSON such as {"action": "acknowledge"} or {"action": "silence", "hours": 24}; hours is'
+    f" above 0 and at most {_MOST_HOURS}, or null for until the alert ends"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AlertAction:
+    """To acknowledge an alert, or to silence its run; hours is None for until the alert ends."""
+
+    is_silence: bool
+    hours: float | None = None
+
+    def describe(self) -> str:
+        """For how long."""
+        return "until it ends" if self.hours is None else f"for {self.hours:g} h"
+
+
+def parse_alert_action(body: object) -> AlertAction:
+    """What to do, from the JSON body. Raises HttpError if it is invalid."""
+    fields = body if isinstance(body, Mapping) else {}
+    action, hours = fields.get("action"), fields.get("hours")
+    is_number = isinstance(hours, int | float) and not isinstance(hours, bool)
+    is_valid = hours is None or (is_number and 0 < hours <= _MOST_HOURS)
+    if action not in ("acknowledge", "silence") or not set(fields) <= {"action", "hours"}:
+        raise HttpError(400, _ALERT_HINT)
+    if not is_valid or (action == "acknowledge" and hours is not None):
+        raise HttpError(400, _ALERT_HINT)
+    return AlertAction(action == "silence", hours)
+
+
 # Name and role of a token.
 
 
@@ -563,7 +672,8 @@ def build_health_routes(store: Store) -> Blueprint:
     @routes.get("/metrics")
     def metrics() -> Response:
         return Response(
-            export_metrics(store.count_contents()), content_type="text/plain; version=0.0.4"
+            export_metrics(store.count_contents(), WatchCollector(store.watches)),
+            content_type="text/plain; version=0.0.4",
         )
 
     return routes
@@ -623,10 +733,11 @@ def count_request(done: RequestRecord) -> None:
     _RECEIVED.inc(done.body_bytes)
 
 
-def export_metrics(counts: StoreCounts) -> bytes:
+def export_metrics(counts: StoreCounts, watched: WatchCollector) -> bytes:
     """All metrics in Prometheus' text format."""
     registry = CollectorRegistry()
     registry.register(_StoreCollector(counts))
+    registry.register(watched)
     if FOLDER_VARIABLE in os.environ:
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)

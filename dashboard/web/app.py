@@ -57,10 +57,13 @@ from stepsplit.dashboard.pages.timeline import (
     build_window_json,
 )
 from stepsplit.dashboard.pages.watch import (
+    SAMPLE_CHARTS,
+    build_alerts_section,
     build_live_frame,
     build_watch_list,
     build_watch_page,
     compute_watch_mark,
+    parse_click,
     read_watch_view,
 )
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
@@ -125,6 +128,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     _add_page_callback(app, contents)
     _add_watch_callback(app, contents)
     _add_timeline_link(app)
+    _add_sample_link(app, contents)
     _refuse_odd_callbacks(server, app)
     _mark_missing_pages(server, store)
     _keep_assets(server)
@@ -216,7 +220,7 @@ def _add_watch_callback(app: Dash, contents: PageBuilder) -> None:
         address = parse_address(_require_text(path), _require_text(search))
         if address is None or address.page != "watch":
             raise PreventUpdate
-        live = contents.build_watch(address, mark)
+        live = contents.build_watch(address, current_user().role, mark)
         if live is None:
             raise PreventUpdate
         return live.children, live.fingerprint
@@ -245,6 +249,30 @@ def _add_timeline_link(app: Dash) -> None:
             raise HttpError(400, "the click is on no bar") from None
         url = urlsplit(build_page_url(address.run_id, "timeline", **{which: number}))
         return url.path, f"?{url.query}"
+
+
+def _add_sample_link(app: Dash, contents: PageBuilder) -> None:
+    """Opens the run of the nearest sample on a click on a chart of a watched run."""
+
+    @app.callback(
+        Output("url", "pathname", allow_duplicate=True),
+        *(Input(chart, "clickData", allow_optional=True) for chart in SAMPLE_CHARTS),
+        State("url", "pathname"),
+        prevent_initial_call=True,
+    )
+    def open_sample(*values: Any) -> str:
+        clicked = dict(zip(SAMPLE_CHARTS, values, strict=False))
+        address = parse_address(_require_text(values[-1]), "")
+        chart = callback_context.triggered_id
+        if address is None or address.page != "watch" or not clicked.get(chart):
+            raise PreventUpdate
+        try:
+            run_id = contents.find_run_of_sample(address.watched, parse_click(clicked[chart]))
+        except ValueError:
+            raise HttpError(400, "the click is on no point of a chart") from None
+        if run_id is None:
+            raise PreventUpdate
+        return build_page_url(run_id)
 
 
 def _keep_assets(server: Flask) -> None:
@@ -332,6 +360,8 @@ def _require_text(value: object) -> str | None:
 
 _CACHED_PAGES = 64
 
+_SHOWN_ALERTS = 20
+
 _ODD_DATA = (
     "Its data is of a kind that this page does not expect; the server's log names the error. Please"
     " report it with the recording."
@@ -357,6 +387,11 @@ class PageBuilder:
         self._store, self._loaded = store, loaded
         self._kept: LruCache[dict[str, Any]] = LruCache(_CACHED_PAGES)
 
+    def find_run_of_sample(self, watched: str, unix_ns: int) -> str | None:
+        """The stored run of the nearest sample of a watched run; None without one."""
+        run = self._store.watches.find_watch(watched)
+        return None if run is None else self._store.watches.find_run_of_sample(run.id, unix_ns)
+
     def build_content(self, address: Address | None, role: Role = Role.VIEWER) -> PageContent:
         """The content of the page at this address, with the buttons that the role may use."""
         if address is None:
@@ -375,7 +410,7 @@ class PageBuilder:
             case "history":
                 return PageContent(self._build_history(address.chosen))
             case "watch":
-                live = self.build_watch(address)
+                live = self.build_watch(address, role)
                 if live is None:
                     return PageContent(build_missing_page())
                 return PageContent(build_live_frame(live.children, live.fingerprint))
@@ -383,9 +418,11 @@ class PageBuilder:
             address, RunRights(edit=role >= Role.UPLOADER, delete=role >= Role.ADMIN)
         )
 
-    def build_watch(self, address: Address, mark: str | None = None) -> PageContent | None:
-        """The list of watched runs, or the page of one of them; None if it does not exist, or if
-        the mark shows that it is still the same."""
+    def build_watch(
+        self, address: Address, role: Role, mark: str | None = None
+    ) -> PageContent | None:
+        """The list of watched runs, or the page of one of them with the buttons that the role may
+        use; None if it does not exist, or if the mark shows that it is still the same."""
         watches, now_ns = self._store.watches, time.time_ns()
         found = watches.find_watch(address.watched) if address.watched else None
         if address.watched and found is None:
@@ -395,9 +432,12 @@ class PageBuilder:
         if newest == mark:
             return None
         if found is None:
-            return PageContent(build_watch_list(runs, now_ns), fingerprint=newest)
+            open_alerts = self._store.alerts.count_open()
+            return PageContent(build_watch_list(runs, now_ns, open_alerts), fingerprint=newest)
         view = read_watch_view(watches, found, address.chosen, now_ns)
-        return PageContent(build_watch_page(view, address.chosen), fingerprint=newest)
+        opened = self._store.alerts.list_alerts(found.name, _SHOWN_ALERTS, is_open=True)
+        alerts = build_alerts_section(opened, now_ns, may_act=role >= Role.UPLOADER)
+        return PageContent(build_watch_page(view, address.chosen, alerts), fingerprint=newest)
 
     def _build_run(self, address: Address, rights: RunRights) -> PageContent:
         run = self._store.find_run(address.run_id)

@@ -21,6 +21,7 @@ from stepsplit.dashboard.store.audit import OK, AuditLog
 from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.logins import LIFETIME_S, ROLES, Guessed, Role, User
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.alerting import AlertTarget
 from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError, Limits
 
 # Options of the production server.
@@ -30,9 +31,10 @@ Ready = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Access control, upload limits, analysis workers and log format of the server.
+    """Access control, upload limits, analysis workers, webhook and log format of the server.
 
-    limit_s, memory_bytes: what one analysis may take; memory None for the default.
+    limit_s, memory_bytes: what one analysis may take; memory None for the default. public_url: the
+    address of the pages in messages; by default the one that the server listens on.
     """
 
     access: Access
@@ -41,6 +43,8 @@ class ServeOptions:
     limit_s: float = 3_600.0
     memory_bytes: int | None = None
     log_format: LogFormat = "text"
+    alert_target: AlertTarget | None = None
+    public_url: str | None = None
 
 
 # Waiting after failed logins: by the client's address, and by the account, which is the password
@@ -187,7 +191,7 @@ _ADMIN_READS = ("api.list_audit", "api.list_tokens")
 
 _UPLOADS = (
     "api.create", "api.check", "api.put", "api.patch", "api.remove", "api.finish", "api.edit",
-    "api.analyze", "api.attach_job", "api.read_job_form", "api.add_watch_batch",
+    "api.analyze", "api.attach_job", "api.read_job_form", "api.add_watch_batch", "api.act_on_alert",
 )  # fmt: skip
 
 CALLBACKS = "/_dash-update-component"

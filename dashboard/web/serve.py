@@ -21,6 +21,7 @@ from stepsplit.dashboard.store.ingest import (
     set_up_logs,
 )
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web.alerting import AlertWorker
 from stepsplit.dashboard.web.auth import Ready, ServeOptions, choose_access
 
 _POLL_S = 0.2
@@ -51,7 +52,9 @@ def serve(
         # Server processes share their request counters in this folder.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         server = _ServerProcess(store, f"{shown}:{port}", ready, options)
-        status = run_until_stopped(server.run, workers)
+        address = options.public_url or f"http://{shown}:{port}"
+        alerts = AlertWorker(store, options.alert_target, address)
+        status = run_until_stopped(server.run, workers, alerts)
     raise SystemExit(status)
 
 
@@ -105,8 +108,11 @@ class _StopRequested(Exception):
     """Raised by SIGINT or SIGTERM."""
 
 
-def run_until_stopped(server: Callable[[], None], workers: Workers) -> int:
-    """Runs the server in its own process, and the workers, until a signal or the server's end.
+def run_until_stopped(
+    server: Callable[[], None], workers: Workers, alerts: AlertWorker | None = None
+) -> int:
+    """Runs the server in its own process, the workers, and the thread of alerts, until a signal or
+    the server's end.
 
     Returns the exit status: 0 after a signal, else the server's.
     """
@@ -117,6 +123,8 @@ def run_until_stopped(server: Callable[[], None], workers: Workers) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
+        if alerts is not None:
+            alerts.start()
         while process.is_alive():
             workers.watch()
             time.sleep(_POLL_S)
@@ -128,6 +136,8 @@ def run_until_stopped(server: Callable[[], None], workers: Workers) -> int:
             signal.signal(number, signal.SIG_IGN)
         _terminate(process)
         workers.stop()
+        if alerts is not None:
+            alerts.stop()
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

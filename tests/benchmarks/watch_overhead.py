@@ -1,11 +1,12 @@
 """What `stepsplit watch` costs a training, by the training's own clock.
 
-    python tests/benchmarks/watch_overhead.py [SECONDS] [EVERY]
+    python tests/benchmarks/watch_overhead.py [SECONDS] [EVERY] [BUDGET]
 
-Two gloo ranks train under `stepsplit watch` with its default budget. Each sample has a block of
-steps around it, with its warmup, recorded steps and export; it is paired with the block of as many
-steps before. Their difference is what the sample cost, and over all of the time the overhead. Also
-printed: the overhead that the watch says of itself, and whether the loss is as without the watch.
+Two gloo ranks, or on a machine with a GPU one of NCCL, train under `stepsplit watch` with its
+default budget or so many percent. Each sample has a block of steps around it, with its warmup,
+recorded steps and export; it is paired with the block of as many steps before. Their difference is
+what the sample cost, and over all of the time the overhead. Also printed: the overhead that the
+watch says of itself, and whether the loss is as without the watch.
 """
 
 from __future__ import annotations
@@ -20,36 +21,45 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
 from stepsplit.collectors.watch_notes import SampleReport, list_note_files, read_notes
 
 BLOCK = 20
 """Steps of a block; a sample takes four of them."""
 
 
+ON_GPU = torch.cuda.is_available()
+WIDTH, ROWS = (4096, 4096) if ON_GPU else (256, 64)
+
+
 def train(seconds: float, steps: int, times_file: str) -> None:
     """The training of one rank; for so many steps, or for so long as rank 0 says."""
-    import torch
-    from torch import distributed, nn
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    distributed.init_process_group("nccl" if ON_GPU else "gloo")
     rank = distributed.get_rank()
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]))
+    layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(device)
+    model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batches = torch.Generator().manual_seed(rank)
+    batches = torch.Generator(device).manual_seed(rank)
     times, begin, done = [time.perf_counter_ns()], time.monotonic(), 0
     while not steps or done < steps:
-        loss = model(torch.randn(64, 256, generator=batches)).pow(2).mean()
+        with torch.autocast("cuda", torch.bfloat16, enabled=ON_GPU):
+            loss = model(torch.randn(ROWS, WIDTH, generator=batches, device=device)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if ON_GPU:
+            torch.cuda.synchronize()
         times.append(time.perf_counter_ns())
         done += 1
         # All ranks do as many steps: rank 0 decides each hundredth step.
         if not steps and done % 100 == 0:
-            go_on = torch.tensor(float(time.monotonic() - begin < seconds))
+            go_on = torch.tensor(float(time.monotonic() - begin < seconds), device=device)
             distributed.broadcast(go_on, 0)
             if not go_on:
                 break
@@ -85,9 +95,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     out, file = folder / "run", folder / "times.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    job = [*launcher, "--nproc-per-node", "2", __file__, "train"]
+    job = [*launcher, "--nproc-per-node", "1" if ON_GPU else "2", __file__, "train"]
     watch = [sys.executable, "-m", "stepsplit.dashboard", "watch", "--out", str(out)]
-    command = [*watch, "--every", every, "--disk", "0.05", "--"]
+    budget = ["--budget", sys.argv[3]] if len(sys.argv) > 3 else []
+    command = [*watch, "--every", every, "--disk", "0.05", *budget, "--"]
     subprocess.run([*command, *job, str(seconds), "0", str(file)], check=True)
     watched = json.loads(file.read_text())
     times = watched["times"]

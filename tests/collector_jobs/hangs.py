@@ -16,14 +16,17 @@ from torch import distributed
 
 FAULT_STEP, ODD_RANK = 6, 1
 
+# Ranks that share a GPU call their hosts by names of their own (tests/gpu).
+on_gpu = "NCCL_HOSTID" in os.environ
+device = torch.device("cuda" if on_gpu else "cpu")
 kind = sys.argv[1]
-distributed.init_process_group("gloo")
+distributed.init_process_group("nccl" if on_gpu else "gloo")
 rank = distributed.get_rank()
 pairs = [distributed.new_group(ranks, group_desc="tp") for ranks in ([0, 1], [2, 3])]
 crosses = [distributed.new_group(ranks, group_desc="dp") for ranks in ([0, 2], [1, 3])]
 tp, dp = pairs[rank // 2], crosses[rank % 2]
 swapped = (1, 2) if kind == "two_groups" else (ODD_RANK,)
-weight = torch.nn.Parameter(torch.ones(64))
+weight = torch.nn.Parameter(torch.ones(64, device=device))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 
 
@@ -41,7 +44,7 @@ def load_batch(faulty: bool) -> torch.Tensor:
         raise ValueError("batch 6 has no labels")
     # gloo sends 1 MiB at a time: only from 8 MiB on a wrong size hangs instead of aborting a rank.
     size = 1 << 21 if kind == "size" else 1000
-    return torch.ones(2 * size if faulty and kind == "size" else size)
+    return torch.ones(2 * size if faulty and kind == "size" else size, device=device)
 
 
 def compute_slowly(until: float) -> None:
@@ -78,8 +81,10 @@ def train_step(step: int) -> None:
     else:
         distributed.all_reduce(batch)
         distributed.broadcast(batch, 0)
-    weight.grad = torch.ones(64)
+    weight.grad = torch.ones(64, device=device)
     optimizer.step()
+    # The host of a GPU runs ahead: like a training that logs its loss it waits for it here.
+    batch[0].item()
 
 
 # A thread that is not a daemon, as of a prefetcher, keeps a rank alive whose training has raised.

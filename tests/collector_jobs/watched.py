@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from torch import distributed, nn
@@ -29,6 +30,8 @@ def main(steps: int) -> None:
     distributed.barrier()
     del model, optimizer
     distributed.destroy_process_group()
+    # Its threads end in the background, and abort a process that ends before them.
+    time.sleep(0.5)
 
 
 if __name__ == "__main__":

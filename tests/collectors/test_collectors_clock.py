@@ -34,9 +34,10 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(job_info, "wait_for_value", lambda *_: address)
+        before = threading.enumerate()
         clock = HostClock("run", 4, "b")
         for thread in threading.enumerate():
-            if thread.name == "stepsplit-clock" and thread is not SERVER:
+            if thread.name == "stepsplit-clock" and thread not in before:
                 thread.join(10)
         return clock
 
@@ -44,7 +45,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 PORT = serve_clock()
-SERVER = next(thread for thread in threading.enumerate() if thread.name == "stepsplit-clock")
 
 
 def test_a_slurm_job_of_two_hosts_measures_without_the_variables_of_torchrun(start: Start) -> None:

@@ -53,6 +53,7 @@ RANK_0, RANK_1 = (
     [f"rank{rank}_{name}" for name in ("flight.json.gz", "record.json", "trace.json.gz")]
     for rank in (0, 1)
 )
+FLIGHT_DUMPS = (RANK_0[0], RANK_1[0])
 WHOLE = [*RANK_0, *RANK_1, "run.json"]
 """The files of a recording of both ranks."""
 
@@ -146,16 +147,35 @@ def test_the_next_recording_removes_files_of_an_interrupted_export(
 # A folder that takes no files.
 
 
-def test_a_full_disk_loses_only_the_traces(disk: Disk, undisturbed: Ended) -> None:
-    # Smaller than one trace: the space of a deleted one is free again for that of the other rank.
+def test_a_full_disk_loses_only_the_recording(disk: Disk, undisturbed: Ended) -> None:
+    place = disk("size=4k")
+    (place / "data").write_bytes(bytes(4096))
+    folder = place / "run"
+
+    job = recorded("nothing", folder)
+
+    assert alike(job, undisturbed)
+    assert job.lost == lost_to_a_full_disk(folder)
+    assert not folder.exists()
+
+
+def test_a_disk_that_is_full_amid_a_trace_keeps_none_in_part(
+    disk: Disk, undisturbed: Ended
+) -> None:
+    # Smaller than one trace. The space of a deleted one may do for the other rank's dump.
     folder = disk("size=48k") / "run"
 
     job = recorded("nothing", folder)
 
     assert alike(job, undisturbed)
-    full = f"lost its files: No space left on device (ENOSPC) in {folder}"
-    assert job.lost == [f"rank {rank}: {full}" for rank in (0, 1)]
-    assert not folder.exists()
+    assert job.lost == lost_to_a_full_disk(folder)
+    assert not folder.exists() or set(names(folder)) <= {*FLIGHT_DUMPS, "run.json"}
+    assert not drafts(folder)
+
+
+def lost_to_a_full_disk(folder: Path) -> list[str]:
+    reason = f"No space left on device (ENOSPC) in {folder}"
+    return [f"rank {rank}: lost its files: {reason}" for rank in (0, 1)]
 
 
 def test_record_does_not_start_the_job_if_the_folder_is_not_writable(tmp_path: Path) -> None:

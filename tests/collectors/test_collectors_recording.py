@@ -110,7 +110,7 @@ def test_looks_at_the_stack_are_of_the_recorded_steps(tmp_path: Path) -> None:
             time.sleep(0.1)
             run.step()
     host = read_record((tmp_path / "rank0_record.json").read_bytes()).host
-    assert len(host.at_unix_ns) >= 4
+    assert len(host.at_unix_ns) >= 2  # they are rarer where each costs more
     assert times[1] <= host.at_unix_ns[0]
     assert host.at_unix_ns[-1] <= times[3]
     line = times_line(test_looks_at_the_stack_are_of_the_recorded_steps)

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from stepsplit.collectors.trace_window import (  # noqa: E402
 from stepsplit.collectors.watch_notes import SampleReport  # noqa: E402
 from stepsplit.collectors.watch_plan import (  # noqa: E402
     BudgetController,
+    FirstSampleRise,
     WatchPlan,
     choose_pivot,
     list_cross,
@@ -144,14 +146,56 @@ def test_three_faults_in_a_row_end_the_samples_and_others_do_not() -> None:
     assert ends == ["", "", "", "", "", "3 samples in a row failed: full"]
 
 
+def watch_steps(steps_ms: Iterable[float], sample_at: int) -> str:
+    """What is said of a rise of steps with noise of 2 %, the first sample before one of them."""
+    rise, draw, texts = FirstSampleRise(), Random(0), []
+    for number, step_ms in enumerate(steps_ms):
+        if number in (sample_at, sample_at + 150):
+            rise.begin_sample()
+        rise.add(round(step_ms * 1e6 * (1 + draw.gauss(0, 0.02))))
+        texts.append(rise.describe())
+    (text,) = {each for each in texts if each} or {""}
+    return text
+
+
+def test_steps_that_stay_slower_after_the_first_sample_are_found_once() -> None:
+    text = watch_steps([10.0] * 100 + [11.5] * 300, 100)
+
+    assert text.startswith("steps take 11.5 ms since the first sample, 9.96 ms before; ")
+    assert "TEARDOWN_CUPTI=1" in text
+
+
+@pytest.mark.parametrize(
+    ("steps_ms", "sample_at"),
+    [
+        ([10.0] * 500, 100),
+        # Of 95 steps, half are slow: it is over.
+        ([10.0] * 100 + [12.0] * 48 + [10.0] * 300, 100),
+        # Later samples attach nothing.
+        ([10.0] * 250 + [12.0] * 300, 100),
+        # The steps of a start are slower than later ones.
+        ([20.0] * 10 + [10.0] * 90 + [10.4] * 300, 100),
+        # Too few before to know.
+        ([10.0] * 20 + [12.0] * 300, 20),
+    ],
+)
+def test_steps_that_do_not_stay_slower_end_no_samples(
+    steps_ms: list[float], sample_at: int
+) -> None:
+    assert watch_steps(steps_ms, sample_at) == ""
+
+
 def read_notes(out: Path, kind: str) -> list[dict[str, Any]]:
     """What rank 0 has noted of one kind."""
     lines = (out / "ranks" / "rank0.jsonl").read_text().splitlines()
     return [each for each in map(json.loads, lines) if each["kind"] == kind]
 
 
-def train_watched(out: Path, steps: int) -> float:
-    """A training of one process that profile_run samples; its last loss."""
+def train_watched(out: Path, steps: int, slower_s: float = 0.0) -> float:
+    """A training of one process that profile_run samples; its last loss.
+
+    slower_s: by how much steps are slower once there is a sample.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -162,7 +206,7 @@ def train_watched(out: Path, steps: int) -> float:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.001)
+            time.sleep(0.001 + slower_s * (out / "samples").exists())
             if run is not None:
                 run.step()
     return float(loss.detach())
@@ -201,6 +245,22 @@ def test_a_training_is_sampled_until_its_end_and_its_loss_is_the_same(
     # Every step is in a window but the first, and of each sample its warmup, steps and export.
     assert sum(each["steps"] for each in windows) == STEPS - 1 - 4 * len(samples)
     assert all(w["min_step_ns"] <= w["median_step_ns"] <= w["max_step_ns"] for w in windows)
+
+
+@pytest.mark.slow
+def test_where_the_profiler_stays_attached_a_lasting_rise_ends_the_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stepsplit.collectors.watch.can_detach", lambda: False)
+
+    train_watched(tmp_path, STEPS, slower_s=0.002)
+
+    # The next one may be announced before the rise has lasted.
+    assert len(read_notes(tmp_path, "sample")) <= 2
+    end = next(each for each in read_notes(tmp_path, "ended") if each["text"])
+    assert end["text"].startswith("steps take ")
+    assert f"no more samples: {end['text']}" in capfd.readouterr().err
+    assert sum(each["steps"] for each in read_notes(tmp_path, "window")) > STEPS / 2
 
 
 @pytest.mark.slow

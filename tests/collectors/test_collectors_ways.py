@@ -99,6 +99,25 @@ def test_attach_records_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_an_attach_to_a_job_that_ends_before_says_so_at_once(tmp_path: Path) -> None:
+    """All of its steps are over before the ranks can agree on one."""
+    runtime = tmp_path / "sockets"
+    command = [*COLLECTORS, "record", "--standby", "--out", str(tmp_path / "none"), "--"]
+    with subprocess.Popen(
+        [*command, *torchrun(8, step_ms=20)], env=environment(runtime), stdout=subprocess.PIPE
+    ) as job:
+        await_ranks(runtime, 2)
+        out = tmp_path / "run"
+        done = subprocess.run(
+            [*COLLECTORS, "attach", str(job.pid), "--steps", "2", "--out", str(out)],
+            env=environment(runtime), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        job.communicate(timeout=60)
+
+    assert done.returncode == 2
+    assert "the job ended before step " in done.stderr
+
+
 def test_an_attach_reaches_ranks_of_other_hosts_through_the_store(tmp_path: Path) -> None:
     port = str(29600 + os.getpid() % 200)
     jobs = [

@@ -77,6 +77,11 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["retry", "0123456789ab"], ["no run has the id 0123456789ab"]),
         (["delete", "0123456789ab"], ["no run has the id 0123456789ab"]),
         (["dashboard", "--port", "99999"], ["99999"]),
+        (["dashboard", "--alert-url", "https://x/y"], ["STEPSPLIT_ALERT_SECRET"]),
+        (["dashboard", "--alert-url", "ftp://x/y"], ["--alert-url", "https://HOST"]),
+        (["dashboard", "--alert-url", "http://me:pw@x/y"], ["--alert-url", "without user"]),
+        (["dashboard", "--alert-secret-file", "nowhere"], ["nowhere"]),
+        (["dashboard", "--public-url", "stepsplit.example"], ["--public-url", "https://"]),
         (["dashboard", "--artifacts", "/proc/nowhere"], ["/proc/nowhere", "--artifacts"]),
         (["demo", "--parallel", "tp=2000"], ["tp (2000)"]),
         (["export", "nowhere.json", "--perfetto", "x.gz"], ["nowhere.json", "check the path"]),
@@ -138,8 +143,8 @@ HELP = {
     (): [*cli.COMMANDS, "--version", "--help"],
     ("analyze",): [
         "--json FILE", "--out DIR", "--html FILE", "--workers N",
-        "--scheduler URL", "--job FILE", "--write-job FILE", "--mesh AXES", "--rules FILE",
-        "--help",
+        "--scheduler URL", "--job FILE", "--write-job FILE", "--mesh AXES", "--log-to SINK",
+        "--rules FILE", "--help",
     ],
     ("baseline",): [
         "--out FILE", "--budgets-out FILE", "--rules FILE", "--store URL", "--artifacts URL",
@@ -161,7 +166,8 @@ HELP = {
         "--password-file FILE", "--uploader-password-file FILE", "--viewer-password-file FILE",
         "--trusted-proxy-header NAME", "--trusted-proxy ADDRESS",
         "--trusted-proxy-role [viewer|uploader|admin]", "--trusted-proxy-role-header NAME",
-        "--open-to-anyone", "--log-format [text|json]", "--help",
+        "--open-to-anyone", "--alert-url URL", "--alert-secret-file FILE", "--public-url URL",
+        "--log-format [text|json]", "--help",
     ],
     ("demo",): ["--parallel LAYOUT", "--out DIR", "--no-serve", "--port PORT", "--help"],
     ("attach",): [

@@ -23,11 +23,11 @@ from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 _SERVER = """
 import json, socket, sys
 from gunicorn.app.base import BaseApplication
-from stepsplit.dashboard.web import connections
+from stepsplit.dashboard.web import server
 
 for name, value in json.loads(sys.argv[1]).items():
-    assert hasattr(connections, name)
-    setattr(connections, name, value)
+    assert hasattr(server, name)
+    setattr(server, name, value)
 
 def answer(environ, start_response):
     path, body = environ["PATH_INFO"], b"page"
@@ -49,7 +49,7 @@ def print_port(arbiter):
     arbiter.LISTENERS[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     print(arbiter.LISTENERS[0].sock.getsockname()[1], flush=True)
 
-class Worker(connections.PatientWorker):
+class Worker(server.PatientWorker):
     def _stop_sending(self, conn):
         super()._stop_sending(conn)
         print("dropped", flush=True)
@@ -59,7 +59,7 @@ class Server(BaseApplication):
         self.cfg.set("bind", "127.0.0.1:0")
         self.cfg.set("worker_class", Worker)
         self.cfg.set("threads", 2)
-        self.cfg.set("worker_connections", 2 * connections.MOST_WAITING)
+        self.cfg.set("worker_connections", 2 * server.MOST_WAITING)
         self.cfg.set("graceful_timeout", 20)
         self.cfg.set("control_socket_disable", True)
         self.cfg.set("loglevel", "critical")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
+from stepsplit.collectors.attach.protocol import list_agents
 from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
@@ -39,7 +42,8 @@ def build_command(steps: int, ranks: int = 2) -> list[str]:
 
 def start(out: Path, command: list[str], *options: str) -> subprocess.Popen[str]:
     watch = [sys.executable, "-m", "stepsplit.dashboard", "watch", "--out", str(out)]
-    watch += ["--every", "100steps", "--budget", "50", *options, "--", *command]
+    watch += ["--every", "100steps", "--budget", "50", *options]
+    watch += ["--", *command] if command else []
     return subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -59,8 +63,10 @@ def list_windows(batches: list[WatchBatch], rank: int) -> list[RankWindow]:
 
 
 def list_events(batches: list[WatchBatch]) -> list[tuple[str, int | None]]:
+    """All events but those of a slower machine: steps that change, and the capture of a change."""
+    of_load = ("pause", "change", "drift", "capture")
     events = [each for batch in batches for each in batch.events]
-    return [(each.kind, each.rank) for each in events if each.kind not in ("pause", "change")]
+    return [(each.kind, each.rank) for each in events if each.kind not in of_load]
 
 
 def find_reducers(out: Path) -> list[int]:
@@ -119,6 +125,32 @@ def test_a_training_is_watched_until_its_end(tmp_path: Path, plain: str) -> None
     assert "USDT" not in errors
 
 
+def test_numbers_go_to_sinks_and_dead_ones_cost_a_line_each(tmp_path: Path, plain: str) -> None:
+    file = tmp_path / "numbers.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        # It takes connections and does not answer.
+        urls = ["http://127.0.0.1:9", f"http://127.0.0.1:{silent.getsockname()[1]}"]
+        sinks = [f"json:{file}", *(f"otlp:{url}" for url in urls)]
+        options = [word for sink in sinks for word in ("--log-to", sink)]
+        status, printed, errors = watch(tmp_path / "run", build_command(STEPS), *options)
+
+    assert (status, printed) == (0, plain)
+    for url in urls:
+        assert len(re.findall(rf"stepsplit: otlp:{url}/v1/metrics: .*", errors)) == 1
+    batches = read_batches(tmp_path / "run")
+    points = [json.loads(line) for line in file.read_text().splitlines()]
+    sampled = {one["stepsplit/step"]: one for one in points if "stepsplit/idle_share" in one}
+    counted = [one for batch in batches for one in batch.samples if not one.no_data]
+    assert list(sampled) == [one.step for one in counted]
+    for sample in counted:
+        idle_ns = sum(each.split.idle_ns for each in sample.ranks)
+        total_ns = sum(each.split.step_ns for each in sample.ranks)
+        assert sampled[sample.step]["stepsplit/idle_share"] == idle_ns / total_ns
+    timed = [one for one in points if "stepsplit/step_time_s" in one]
+    longest_ns = max(each.max_step_ns for rank in (0, 1) for each in list_windows(batches, rank))
+    assert max(one["stepsplit/step_time_max_s"] for one in timed) == longest_ns / 1e9
+
+
 def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, build_command(3 * STEPS))
@@ -151,7 +183,8 @@ def test_a_job_that_is_started_again_on_fewer_ranks_goes_on_as_another_incarnati
     batches = read_batches(out)
     sizes = {(batch.incarnation, batch.world_size) for batch in batches}
     assert sizes == {(0, 4), (1, 2)}
-    events = list_events(batches)
+    # After a while a second event of the restart compares its steps with those before.
+    events = [event for event, _ in groupby(list_events(batches))]
     assert events == [("started", None), ("ended", None), ("restarted", None), ("ended", None)]
     assert len({batch.id for batch in batches}) == len(batches)
     for batch in batches:
@@ -233,6 +266,75 @@ def test_a_dashboard_that_was_away_gets_every_batch_once(tmp_path: Path) -> None
     # A slot has as many steps as the rank with most of them.
     of_ranks = [sum(each.steps for each in list_windows(batches, rank)) for rank in (0, 1)]
     assert max(of_ranks) <= sum(slot.summary.steps for slot in slots) <= sum(of_ranks)
+
+
+@contextmanager
+def standby(folder: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """A job on standby, once its ranks step."""
+    record = [sys.executable, "-m", "stepsplit.dashboard", "record", "--standby"]
+    record += ["--out", str(folder / "standby"), "--"]
+    before = set(list_agents())
+    job = subprocess.Popen([*record, *build_command(steps)], stdout=subprocess.PIPE, text=True)
+    until(lambda: len(set(list_agents()) - before) == 2, within_s=60)
+    yield job
+    if job.poll() is None:
+        job.kill()
+
+
+def test_a_running_job_is_watched_until_its_end(tmp_path: Path, plain: str) -> None:
+    with standby(tmp_path, STEPS) as job:
+        status, printed, errors = watch(tmp_path / "run", [], "--attach", str(job.pid))
+        loss, _ = job.communicate(timeout=60)
+
+    assert (status, printed, loss) == (0, "", plain)
+    assert f"watching ranks 0, 1 in {tmp_path / 'run'}" in errors
+    batches = read_batches(tmp_path / "run")
+    assert list_events(batches) == [("started", None), ("ended", None)]
+    assert any(not each.no_data for batch in batches for each in batch.samples)
+    assert all(list_windows(batches, rank)[-1].last_step == STEPS - 1 for rank in (0, 1))
+
+
+def test_ctrl_c_ends_the_watch_of_a_running_job_which_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with standby(tmp_path, 4 * STEPS) as job:
+        process = start(out, [], "--attach", str(job.pid))
+        wait_until_batches(out, 1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert "the job goes on without its watch" in errors
+        assert job.poll() is None
+        again = start(tmp_path / "again", [], "--attach", str(job.pid))
+        _, errors = again.communicate(timeout=240)
+        job.communicate(timeout=60)
+        assert job.returncode == 0
+
+    assert (process.returncode, again.returncode) == (0, 0), errors
+    assert list_events(read_batches(out)) == [("started", None), ("ended", None)]
+    last, first = (read_batches(each) for each in (out, tmp_path / "again"))
+    assert list_windows(last, 0)[-1].last_step < list_windows(first, 0)[0].first_step
+
+
+def test_a_requested_sample_is_uploaded_as_a_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with running_dashboard(tmp_path) as dashboard:
+        options = ("--to", dashboard.url, "--upload-captures", "--every", "1h")
+        process = start(out, build_command(3 * STEPS), *options)
+        wait_until_batches(out, 1)
+        (out / "capture").touch()
+        _, errors = process.communicate(timeout=240)
+
+    assert process.returncode == 0, errors
+    events = [event for each in read_batches(out) for event in each.events]
+    # A slower machine may bring another capture later.
+    capture = next(event for event in events if event.kind == "capture")
+    with open_store(tmp_path) as store:
+        watch = store.watches.find_watch("run")
+        assert watch is not None
+        run = store.list_runs()[-1]
+        assert {(tag.key, tag.value) for tag in run.tags} >= {("watch", "run")}
+        assert store.watches.find_run_of_sample(watch.id, capture.unix_ns) == run.id
+        samples = [one for one in store.watches.list_samples(watch.id, 10) if one.run_id == run.id]
+    assert [one.sample.step for one in samples] == [capture.step]
 
 
 def count_received(folder: Path) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.database import open_database
+from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun, WatchRange, WatchStore
 from stepsplit.dashboard.store.watch_slots import (
     DAY_S,
@@ -149,7 +153,45 @@ def test_the_sums_of_a_slot_are_those_of_its_samples(watches: WatchStore) -> Non
     first_s = MIDNIGHT_S + 12 * HOUR_S
     grid = watches.read_waits(_found(watches).id, WatchRange(first_s, first_s, HOUR_S), HOUR_S)
     means = [sum(range(rank, 30, 4)) / len(range(rank, 30, 4)) for rank in range(4)]
-    assert grid.waited_ns[:, 0].tolist() == pytest.approx(means)
+    assert grid.mean_ns[:, 0].tolist() == pytest.approx(means)
+
+
+def test_lateness_is_that_above_the_median_of_the_ranks_at_every_level(
+    watches: WatchStore,
+) -> None:
+    """Weighted by steps; a rank without local times is left out, and none is early."""
+    for number, (steps, of_rank_2) in enumerate([(20, 70), (60, 78)]):
+        at = NOON_NS + number * SECOND_NS
+        windows = [window(rank, at, steps=steps, local_ns=60 * MS) for rank in (0, 1)]
+        windows += [window(2, at, steps=steps, local_ns=of_rank_2 * MS), window(3, at)]
+        windows += [window(4, at, steps=steps, local_ns=40 * MS)]
+        part = tuple(windows)
+        watches.add_batch(batch(id=str(number), unix_ns=at, world_size=5, windows=part))
+    watches.add_batch(batch(id="last", unix_ns=NOON_NS + 120 * SECOND_NS))
+
+    for level_s in LEVELS_S:
+        first_s = NOON_NS // SECOND_NS // level_s * level_s
+        within = WatchRange(first_s, first_s, level_s)
+        grid = watches.read_lateness(_found(watches).id, within, level_s)
+        late_ms = (grid.mean_ns[:, 0] / MS).tolist()
+        assert late_ms == pytest.approx([0, 0, 16, math.nan, 0], nan_ok=True)
+
+
+def test_the_run_of_the_sample_nearest_in_time_is_found(
+    watches: WatchStore, database_url: str, tmp_path: Path
+) -> None:
+    for number in range(3):
+        at = NOON_NS + 600 * number * SECOND_NS
+        one = sample(number, at, rank_sample(0), id=f"s{number}")
+        watches.add_batch(batch(id=str(number), unix_ns=at, samples=(one,)))
+    watch_id = _found(watches).id
+    assert watches.find_run_of_sample(watch_id, NOON_NS) is None
+
+    with closing(Store.open(database_url, tmp_path)) as store:
+        runs = [store.add(name, [Tag("sample", name)]) for name in ("s0", "s2", "other")]
+
+    near = [watches.find_run_of_sample(watch_id, NOON_NS + s * SECOND_NS) for s in (-9, 500, 700)]
+    assert near == [runs[0], runs[0], runs[1]]
 
 
 def test_a_restart_begins_a_new_incarnation_in_the_same_run(watches: WatchStore) -> None:

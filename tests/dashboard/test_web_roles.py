@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 from report_builders import analysis
 from sqlalchemy import create_engine, text
 from store_builders import claimed, known_analysis, queued, uploaded
-from watch_builders import batch
+from watch_builders import batch, event, minutes_ago
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import encode_batch
@@ -60,6 +60,7 @@ NEEDED = {
     ("attach_job", "PUT"): Role.UPLOADER,
     ("read_job_form", "POST"): Role.UPLOADER,
     ("add_watch_batch", "POST"): Role.UPLOADER,
+    ("act_on_alert", "POST"): Role.UPLOADER,
     ("delete_watch", "DELETE"): Role.ADMIN,
     ("delete_run", "DELETE"): Role.ADMIN,
     ("end_sessions", "DELETE"): Role.ADMIN,
@@ -107,7 +108,7 @@ def test_the_callbacks_only_read(store: Store) -> None:
     outputs = [one["output"] for one in client.get("/_dash-dependencies").json or []]
 
     assert [sorted(set(re.findall(r"(\w+)\.\w+", one))) for one in outputs] == [
-        ["mark", "page", "tick", "zone"], ["live", "mark"], ["url"],
+        ["mark", "page", "tick", "zone"], ["live", "mark"], ["url"], ["url"],
     ]  # fmt: skip
 
 
@@ -120,7 +121,9 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
     run_id, done = uploaded(store), store.import_report("done", *_known())
     other = store.tokens.create("other", Role.ADMIN)
     store.artifacts.save_job(ended, JOB)
-    store.watches.add_batch(batch(id="known"))
+    changed = event("change", minutes_ago(1), "slower", before_ns=1.0, after_ns=2.0)
+    store.watches.add_batch(batch(id="known", events=(changed,)))
+    alerts, (alert,) = "/api/v1/watch/night/alerts", store.alerts.list_alerts("night", 1)
     requests: list[tuple[Role, str, str, dict[str, Any]]] = [
         (Role.VIEWER, "GET", "/", {}),
         (Role.VIEWER, "GET", RUNS, {}),
@@ -140,6 +143,8 @@ def test_each_role_does_what_it_may(store: Store, role: Role) -> None:
         (Role.UPLOADER, "POST", f"{RUNS}/{ended}/analyze", {}),
         (Role.UPLOADER, "POST", "/api/v1/watch", {"data": encode_batch(batch())}),
         (Role.VIEWER, "GET", "/api/v1/watch", {}),
+        (Role.VIEWER, "GET", alerts, {}),
+        (Role.UPLOADER, "POST", f"{alerts}/{alert.id}", {"json": {"action": "silence"}}),
         (Role.ADMIN, "DELETE", "/api/v1/watch/night", {}),
         (Role.ADMIN, "GET", "/api/v1/audit", {}),
         (Role.ADMIN, "GET", "/api/v1/tokens", {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -202,6 +203,36 @@ def test_the_page_shows_what_samples_cost_and_what_was_dropped(client: FlaskClie
         assert words in page
 
 
+def test_the_page_shows_open_alerts_and_what_became_of_their_webhook(
+    store: Store, client: FlaskClient
+) -> None:
+    levels = {"before_ns": 100.0 * MS, "after_ns": 120.0 * MS}
+    changed = event("change", minutes_ago(9), "steps take 120 ms", 2_000, **levels)
+    explained = event("change", minutes_ago(8), "mostly compute", 2_040, rank=3)
+    _send(client, batch(events=(changed, explained), windows=(window(0, minutes_ago(1)),)))
+    assert "webhook" not in _list_notes(client)[1]
+
+    claimed = store.alerts.claim_delivery()
+    assert claimed is not None
+    store.alerts.record_failure(claimed, "the receiver answers 503", 10)
+
+    since, state, *_ = _list_notes(client)
+    assert since.endswith("UTC, step 2,000  ·  rank 3  ·  mostly compute")
+    assert state == "webhook failed 1 of 3 times, trying again: the receiver answers 503"
+    store.alerts.record_delivery(claimed)
+    assert _list_notes(client)[1].startswith("webhook sent ")
+    over = event("change", minutes_ago(9), "again", 2_000, is_over=True, **levels)
+    _send(client, batch(id="over", events=(over,)))
+    assert "open alert" not in json.dumps(_open(client, f"/watch/{RUN}"))
+
+
+def _list_notes(client: FlaskClient) -> list[str]:
+    """The lines below the first alert of the page."""
+    text = json.dumps(_open(client, f"/watch/{RUN}"), ensure_ascii=False)
+    item = text.partition('"className": "alerts"')[0].rpartition('"1 open alert"')[2]
+    return re.findall(r'"children": "([^"]*)", "className": "note"', item)
+
+
 def test_a_sample_leads_to_the_stored_run_of_its_traces(store: Store, client: FlaskClient) -> None:
     known = analysis()
     run_id = store.import_report("deep", known.report, known.tables, [Tag("sample", "0-7-a")])
@@ -243,8 +274,9 @@ def test_a_run_of_a_day_has_a_small_page(client: FlaskClient, store: Store) -> N
     pages = [_open(client, f"/watch/{STORY}", f"?range={r}") for r in ("1h", "1d", "30d")]
 
     assert all(len(json.dumps(page)) < 400_000 for page in pages)
-    (waits,) = _traces(pages[1], "watch-waits")[""]
-    assert waits["y"] == [str(rank) for rank in range(16)]
+    for chart in ("watch-lateness", "watch-caused-waits"):
+        (grid,) = _traces(pages[1], chart)[""]
+        assert grid["y"] == [str(rank) for rank in range(16)]
 
 
 def _decode(values: Any) -> list[float]:

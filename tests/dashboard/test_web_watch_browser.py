@@ -11,10 +11,11 @@ import pytest
 from browser_builders import running_server
 from watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 
+from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = pytest.mark.slow
-CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-waits")
+CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-lateness", "watch-caused-waits")
 PAGE = f"/watch/{STORY}"
 
 
@@ -82,6 +83,27 @@ def test_a_range_is_chosen_by_its_button(url: str, browser: Any) -> None:
     assert page.url.endswith("?range=7d")
     assert page.title() == f"{STORY} - stepsplit"
     _wait_for_charts(page)
+
+
+@pytest.mark.parametrize("chart", ["watch-split", "watch-lateness"])
+def test_a_click_opens_the_run_of_the_nearest_sample(
+    url: str, folder: Path, browser: Any, chart: str
+) -> None:
+    with _store(folder) as store:
+        watch = store.watches.find_watch(STORY)
+        assert watch is not None
+        sample = store.watches.list_samples(watch.id, 20)[-1].sample
+        run_id = store.add("sample", [Tag("sample", sample.id)])
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(url + PAGE)
+    _wait_for_charts(page)
+
+    page.locator(f"#{chart} .nsewdrag.drag").first.click()
+
+    page.wait_for_function("() => location.pathname.startsWith('/run/')")
+    assert page.url.endswith(f"/run/{run_id}")
+    with _store(folder) as store:
+        store.delete(run_id)
 
 
 def test_a_new_batch_appears_by_itself(url: str, folder: Path, browser: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
+from builders import COMM_STREAM, CpuTrace, GpuTrace
 from cases import for_each
 from ground_truth import SEED
 from planted_causes import examine_planted
@@ -542,6 +542,47 @@ def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:
     )
     assert small.gain_ns == pytest.approx(145_200, rel=0.03)
     assert "no_overlap" not in [one.code for one in found], "it is exposed as they are small"
+
+
+def reduced_backward(rank: int, in_time: bool) -> GpuTrace:
+    """Four gradients whose reductions a slow link runs after the backward, at 80 to 320; the host
+    launches each behind its gradient (in time), or all behind the backward."""
+    trace = GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]).step(1, 0, 400)
+    trace.kernel("forward", 0, 40, launched=1)
+    trace.op("autograd::engine::evaluate_function: MmBackward0", 9, 19)
+    for i in range(4):
+        start, launched = 80 + 60 * i, (11 + 2 * i if in_time else 20 + i)
+        trace.kernel("backward", 40 + 10 * i, 50 + 10 * i, launched=10 + 2 * i)
+        trace.all_reduce(start, start + 60, launched=launched, nelems=1_000_000)
+    done = trace.record_event(26)
+    trace.wait_for_event(27, done, on_stream=COMM_STREAM)
+    return trace.kernel("adam", 320, 400, launched=28)
+
+
+def test_a_reduction_that_is_launched_in_the_backward_has_lost_no_overlap(tmp_path: Path) -> None:
+    """What is exposed of it is the link's: to launch it earlier is no way out."""
+    codes = {}
+    for in_time in (True, False):
+        folder = tmp_path / str(in_time)
+        folder.mkdir()
+        found = findings(folder, *(reduced_backward(rank, in_time) for rank in (0, 1)))
+        codes[in_time] = {one.code for one in found}
+    assert "no_overlap" not in codes[True]
+    assert "no_overlap" in codes[False]
+
+
+def test_a_reduction_whose_launch_is_unknown_is_not_known_to_be_in_time(tmp_path: Path) -> None:
+    traces = [reduced_backward(rank, in_time=True) for rank in (0, 1)]
+    for trace in traces:
+        reductions = {
+            event["args"]["correlation"] for event in trace.events
+            if event["name"].startswith("nccl")
+        }  # fmt: skip
+        trace.events = [
+            event for event in trace.events
+            if event["cat"] != "cuda_runtime" or event["args"]["correlation"] not in reductions
+        ]  # fmt: skip
+    assert "no_overlap" in [one.code for one in findings(tmp_path, *traces)]
 
 
 def test_calls_that_take_time_in_proportion_to_their_size_have_no_latency(tmp_path: Path) -> None:

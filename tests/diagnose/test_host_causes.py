@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from builders import BASE_NS, CpuTrace, GpuTrace
@@ -14,6 +15,7 @@ from stepsplit.collectors.rank_record import (
     HostSamples,
     MemoryState,
     RankRecord,
+    StepTimes,
     write_record,
 )
 from stepsplit.collectors.run_spec import RankInfo
@@ -242,3 +244,52 @@ def test_allocations_within_steps_name_the_call_and_the_allocator_s_retries(
         "rank 0 allocates or frees memory within the step: GPU idle 30.0 % of it; mostly in "
         "aten::empty; the allocator ran full 6 times and freed its cache"
     )
+
+
+def write_late_rank(folder: Path, times: StepTimes) -> Finding:
+    """The host of rank 1 launches the second gemm 40 us late in each step of 100 us; times are
+    those of each rank's steps without and with the profiler."""
+    for rank, late in ((0, 0), (1, 40)):
+        trace = GpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])])
+        for step in range(1, 5):
+            at = 100 * step
+            trace.step(step, at, at + 100)
+            trace.kernel("gemm", at, at + 20, launched=at)
+            trace.kernel("gemm", at + 20 + late, at + 50 + late, launched=at + 19 + late)
+            trace.all_reduce(at + 50 + late, at + 95, launched=at + 20 + late)
+            trace.kernel("adam", at + 95, at + 100, launched=at + 21 + late)
+        trace.write(folder)
+        record = RankRecord("run", RankInfo(rank, rank, "host0", 1, "cuda:0"), 2, "nccl")
+        write_record(folder, replace(record, steps=times))
+    (found,) = [one for one in analyze(folder).findings if one.code == "host_stall"]
+    return found
+
+
+def test_the_saving_of_a_late_host_leaves_out_what_the_profiler_costs(tmp_path: Path) -> None:
+    """Steps without the profiler take 80 us: 20 of the 40 us end with the recording."""
+    without, beside = (80_000,) * 5, (100_000,) * 4
+    (tmp_path / "slowed").mkdir()
+    (tmp_path / "as fast").mkdir()
+
+    slowed = write_late_rank(tmp_path / "slowed", StepTimes(without, beside, without))
+    as_fast = write_late_rank(tmp_path / "as fast", StepTimes(beside, beside, beside))
+
+    assert (slowed.gain_ns, as_fast.gain_ns) == (20_000, 40_000)
+    assert slowed.message.endswith("; the saving leaves out 0.02 ms of the profiler's own")
+    assert "the profiler" not in as_fast.message
+
+
+def test_work_that_starts_late_though_it_was_launched_in_time_is_no_host_s(tmp_path: Path) -> None:
+    """As where another process uses the device between the two kernels."""
+    for launched, codes in ((1, set()), (85, {"host_bound"})):
+        folder = tmp_path / str(launched)
+        folder.mkdir()
+        for rank in (0, 1):
+            trace = GpuTrace(rank, 2, groups=[("0", "default_pg", [0, 1])])
+            for step in range(1, 4):
+                at = 100 * step
+                trace.step(step, at, at + 99).kernel("gemm", at, at + 40, launched=at)
+                trace.kernel("gemm", at + 90, at + 100, launched=at + launched)
+            trace.write(folder)
+        found = {one.code for one in analyze(folder).findings}
+        assert found & {"host_bound", "host_stall"} == codes

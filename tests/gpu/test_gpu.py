@@ -22,7 +22,13 @@ from stepsplit.analyzer import DataError, analyze  # noqa: E402
 from stepsplit.analyzer.readers.recording import read_recording  # noqa: E402
 from stepsplit.analyzer.report.report import Report  # noqa: E402
 from stepsplit.analyzer.trace import Category, RankTrace  # noqa: E402
+from stepsplit.analyzer.watch.records import (  # noqa: E402
+    WatchBatch,
+    WatchSample,
+    decode_batch,
+)
 from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.watch_notes import RankWindow  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,7 +101,8 @@ def plain(record: Record) -> Recorded:
 @pytest.mark.gpu("00 steps: buckets add up, and steps on the device take as long as they do")
 def test_steps(plain: Recorded) -> None:
     rows = plain.report.steps
-    assert [row.kind for row in rows] == ["full"] * RECORDED
+    # The host runs ahead: kernels of the step before still run at the begin of the recording.
+    assert [row.kind for row in rows[1:]] == ["full"] * (RECORDED - 1)
     assert all(sum(row.split.buckets_ns) == row.step_ns for row in rows)
     own_ns = 1e9 * statistics.median(plain.seconds[FIRST + 1 : FIRST + RECORDED])
     assert statistics.median(row.step_ns for row in rows) == pytest.approx(own_ns, rel=0.05)
@@ -105,6 +112,7 @@ def test_steps(plain: Recorded) -> None:
 def test_launches_and_stream_order(plain: Recorded) -> None:
     events = plain.trace.events
     kernels = np.flatnonzero(events.is_category(Category.KERNEL))
+    kernels = kernels[~events.is_launched_before(kernels)]
     launches = events.find_launches(kernels)
     known = launches >= 0
     assert known.mean() > 0.99
@@ -130,7 +138,8 @@ def test_full_buffers(record: Record, tmp_path: Path) -> None:
 @pytest.mark.gpu("02 a CUDA trace without kernels is refused")
 def test_no_device_activity(tmp_path: Path) -> None:
     work = torch.randn(64, 64, device="cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    only = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=only, acc_events=True) as profiler:
         (work @ work).sum().item()
     profiler.export_chrome_trace(str(tmp_path / "rank0_trace.json"))
     body = json.loads((tmp_path / "rank0_trace.json").read_text())
@@ -160,13 +169,6 @@ def test_graphs(record: Record) -> None:
     )
     assert more_ns > 0
     assert "device_work_lost" not in {w.code for w in graph.report.warnings}
-
-
-@pytest.mark.gpu("04 collectives in CUDA graphs")
-def test_collectives_in_graphs() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("NCCL needs a GPU for each rank")
-    pytest.skip("no test for several GPUs yet")
 
 
 @pytest.mark.gpu("05 RCCL's kernels")
@@ -237,3 +239,112 @@ def test_activations(plain: Recorded) -> None:
 @pytest.mark.gpu("13 versions of CUDA and NCCL are recorded")
 def test_versions(plain: Recorded) -> None:
     assert {"torch", "cuda", "nccl"} <= dict(plain.record.versions).keys()
+
+
+# A watched training: samples of one process, one after the other.
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A watched training: its folder and its batches."""
+
+    folder: Path
+    batches: tuple[WatchBatch, ...]
+
+    @property
+    def samples(self) -> list[WatchSample]:
+        return [sample for batch in self.batches for sample in batch.samples]
+
+    @property
+    def windows(self) -> list[RankWindow]:
+        return [window for batch in self.batches for window in batch.windows]
+
+    @property
+    def traces(self) -> list[RankTrace]:
+        return [read_recording([self.folder / s.traces]).traces[0] for s in self.samples]
+
+
+Watch = Callable[[str], Watched]
+
+
+@pytest.fixture(scope="module")
+def watch(tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    """Watches a training of one mode, once for each mode."""
+    known: dict[str, Watched] = {}
+
+    def run(mode: str) -> Watched:
+        if mode not in known:
+            known[mode] = _watch(tmp_path_factory.mktemp(mode) / "run", mode)
+        return known[mode]
+
+    return run
+
+
+def _watch(folder: Path, mode: str) -> Watched:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    words = ["--out", str(folder), "--every", "100steps", "--budget", "50"]
+    subprocess.run(
+        [sys.executable, "-m", "stepsplit.dashboard", "watch", *words, "--",
+         sys.executable, *launch, str(SCRIPT), mode, "2000"],
+        capture_output=True, timeout=600, check=True,
+    )  # fmt: skip
+    (path,) = (folder / "hosts").glob("*.jsonl")
+    lines = path.read_bytes().splitlines()
+    return Watched(folder, tuple(decode_batch(line, str(path)) for line in lines))
+
+
+@pytest.mark.gpu("14 watch: every sample counts and has the kernels of the first one")
+def test_kernels_of_all_samples(watch: Watch) -> None:
+    """CUPTI of CUDA 12.6 to 13.0 breaks more kernel records from session to session
+    (pytorch/pytorch#192021)."""
+    found = watch("plain")
+    assert len(found.samples) >= 5
+    assert {sample.no_data for sample in found.samples} == {""}
+    assert len({count_kernels(trace) for trace in found.traces}) == 1
+
+
+def count_kernels(trace: RankTrace) -> int:
+    """The kernels that the host launched in the recorded steps."""
+    kernels = np.flatnonzero(trace.events.is_category(Category.KERNEL))
+    return int((~trace.events.is_launched_before(kernels)).sum())
+
+
+@pytest.mark.gpu("14 watch: kernels keep their distance from their launches")
+def test_clocks_of_all_samples(watch: Watch) -> None:
+    """Device times may move from profile to profile of a process (pytorch/pytorch#175790)."""
+    least_ns = []
+    for trace in watch("plain").traces:
+        kernels = np.flatnonzero(trace.events.is_category(Category.KERNEL))
+        launches = trace.events.find_launches(kernels)
+        known = launches >= 0
+        gap_ns = trace.events.start_ns[kernels[known]] - trace.events.start_ns[launches[known]]
+        least_ns.append(int(gap_ns.min()))
+    assert min(least_ns) >= 0
+    assert max(least_ns) - min(least_ns) < 100_000
+
+
+@pytest.mark.gpu("14 watch: steps are as fast after the first sample as before")
+def test_steps_after_the_first_sample(watch: Watch) -> None:
+    found = watch("plain")
+    first = found.samples[0].step
+    before, after = (
+        [w.median_step_ns for w in found.windows if (w.first_step > first) == is_after]
+        for is_after in (False, True)
+    )
+    assert statistics.median(after) <= 1.05 * statistics.median(before[1:])
+    assert not [e for batch in found.batches for e in batch.events if e.kind == "sampling_ended"]
+
+
+@pytest.mark.gpu("14 watch: the last gradient is ready within the step, by CUDA events")
+def test_local_times(watch: Watch) -> None:
+    windows = watch("plain").windows[1:]
+    assert all(0.1 < w.local_ns / w.median_step_ns <= 1.05 for w in windows)
+
+
+@pytest.mark.gpu("14 watch: a CUDA graph that is captured between samples leaves device activity")
+def test_graph_between_samples(watch: Watch) -> None:
+    """A session before the capture left a process without device activity elsewhere."""
+    found = watch("late_graph")
+    later = [sample for sample in found.samples if sample.step > 200]
+    assert len(later) >= 5
+    assert {sample.no_data for sample in found.samples} == {""}

@@ -1,7 +1,8 @@
 """A training of one rank on one GPU with NCCL, to be recorded: training.py MODE STEPS
 
 MODE: plain; streams: half of the work on a second stream; bursts: many small kernels; graph: the
-forward is captured in step 5 and replayed; history: the training records its own memory history.
+forward is captured in step 5 and replayed; late_graph: in step 200; history: the training records
+its own memory history.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 
 import torch
 import torch.distributed as dist
+
+CAPTURED_IN = {"graph": 5, "late_graph": 200}
 
 
 def build_model() -> torch.nn.Module:
@@ -36,7 +39,7 @@ class Training:
         if self.mode == "bursts":
             for _ in range(20_000):
                 self.batch[:1].add_(0)
-        if self.mode == "graph" and step >= 5:
+        if step >= CAPTURED_IN.get(self.mode, step + 1):
             self.replay()
         with torch.autograd.profiler.record_function("forward"):
             loss = self.model(self.batch).float().square().mean()

@@ -93,6 +93,12 @@ def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() ->
     assert first.transient_bytes == (2 + 4) * 5664 + 256 + 1024
 
 
+def test_a_pipeline_that_frees_its_weights_gathers_two_layers_and_keeps_whole_gradients() -> None:
+    layout = ParallelConfig(pp=2, dp_shard=4, zero=3, reshard_after_forward="always")
+    first, _ = compute_memory(job(layout=layout, framework="fsdp2", global_batch=8))
+    assert first.transient_bytes == (4 + 6) * 784 + 4 * 5664 + 8 * 4096
+
+
 def test_autocast_keeps_copies_of_all_weights_and_ddp_its_buckets() -> None:
     (alone,) = compute_memory(job(framework="ddp"))
     (one_of_two,) = compute_memory(

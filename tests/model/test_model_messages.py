@@ -124,6 +124,16 @@ def test_fsdp_gathers_each_unit_twice_a_microbatch_and_the_last_once() -> None:
     )
 
 
+def test_without_clipping_there_is_no_norm_of_the_gradients() -> None:
+    layout = ParallelConfig(tp=2, pp=2, dp_shard=4, zero=3)
+    clipped, plain = (
+        list_comm_ops(job(layout=layout, global_batch=8, clip_gradients=clips))
+        for clips in (True, False)
+    )
+    assert [op for op in clipped if op.strategy != "norm"] == list(plain)
+    assert {op.axis for op in set(clipped) - set(plain)} == {"tp", "pp", "dp_shard"}
+
+
 @for_each(
     ("pp", "policy", "framework", "forward", "backward", "gradients"),
     [

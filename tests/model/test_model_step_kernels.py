@@ -504,7 +504,7 @@ def test_each_framework_has_its_constants() -> None:
         "nanotron": FrameworkCosts(1.0, 0.0, 0.0, 250e3),
         "deepspeed": FrameworkCosts(1.0, 7.0, 0.0, 400e3),
         "fsdp2": FrameworkCosts(1.75, 0.0, 16.0, 400e3),
-        "huggingface": FrameworkCosts(1.75, 3.0, 0.0, 400e3),
+        "huggingface": FrameworkCosts(3.0, 3.0, 12.0, 400e3, (14.0, 14.0)),
     }
 
 

@@ -17,6 +17,7 @@ from stepsplit.collectors.run_spec import write_whole
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NAMES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
+ON_GPU = ("h100_fsdp2", "h100_pp2")
 PIPELINES = tuple(name for name in NAMES if "pp" in name)
 TRUE = tuple(BUILT)
 
@@ -27,11 +28,11 @@ def golden(name: str) -> Report:
 
 def test_every_sample_is_known_here() -> None:
     assert sorted(path.name for path in SAMPLES.iterdir() if path.is_dir()) == sorted(
-        (*NAMES, *TRUE)
+        (*NAMES, *ON_GPU, *TRUE)
     )
 
 
-@pytest.mark.parametrize("name", (*NAMES, *TRUE))
+@pytest.mark.parametrize("name", (*NAMES, *ON_GPU, *TRUE))
 def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequest) -> None:
     report = analyze(SAMPLES / name)
     if request.config.getoption("--update-golden"):
@@ -40,14 +41,14 @@ def test_a_sample_gives_its_golden_report(name: str, request: pytest.FixtureRequ
     assert all(sum(row.split.buckets_ns) == row.step_ns for row in report.steps)
 
 
-@pytest.mark.parametrize("name", (*NAMES, *TRUE))
+@pytest.mark.parametrize("name", (*NAMES, *ON_GPU, *TRUE))
 def test_a_sample_is_small_and_names_its_origin(name: str) -> None:
     recorded = [path for path in (SAMPLES / name).iterdir() if path.name != REPORT_NAME]
     assert sum(path.stat().st_size for path in recorded) < 1_000_000
     assert "torch" in (SAMPLES / name / "SOURCE.txt").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *ON_GPU))
 def test_without_its_mesh_a_sample_splits_the_same(name: str, tmp_path: Path) -> None:
     copy = tmp_path / name
     shutil.copytree(SAMPLES / name, copy)
@@ -106,6 +107,24 @@ def test_fsdp_on_gloo_hides_nothing_and_has_no_bubble() -> None:
 def test_a_pipeline_alone_has_messages_and_no_collective() -> None:
     for name in ("pp2_m2", "pp2_m8"):
         assert {row.collective_ns + row.skew_ns for row in golden(name).steps} == {0}
+
+
+def test_a_recording_of_gpus_begins_with_work_of_the_step_before() -> None:
+    """Some ranks had none in flight; where they had, the first step is partial and warns of
+    nothing."""
+    kinds = {name: [(row.step, row.kind) for row in golden(name).steps] for name in ON_GPU}
+    assert {kind for _, kind in kinds["h100_pp2"]} == {"full"}
+    assert kinds["h100_fsdp2"].count((3, "partial")) >= 1
+    assert [row.code for name in ON_GPU for row in golden(name).warnings] == []
+
+
+def test_the_pipeline_of_gpus_has_its_schedule_and_all_messages() -> None:
+    """Its backwards are launched by autograd's threads, and its traces name no host."""
+    report = golden("h100_pp2")
+    assert report.pipeline is not None
+    assert (report.pipeline.schedule, report.pipeline.microbatches) == ("1f1b", 4)
+    assert {(row.op, row.calls) for row in report.step_calls} == {("send", 8), ("recv", 8)}
+    assert [host.ranks for host in report.run.hosts] == [(0, 1)]
 
 
 @pytest.mark.parametrize("name", TRUE)

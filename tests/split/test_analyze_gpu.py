@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from builders import BASE_NS, COMM_STREAM, GpuTrace
 
 from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze
 from stepsplit.analyzer.readers.kineto import schema
+from stepsplit.collectors.run_spec import RankInfo, RunSpec, to_json
 
 PAIR = [("0", "default_pg", [0, 1])]
 STAGES = [("3", "mesh_pp", [0, 1])]
+AUTOGRAD = 101
 
 
 def us(**buckets: float) -> Split:
@@ -218,12 +221,32 @@ def test_a_call_belongs_to_the_step_that_made_it_wherever_it_runs(tmp_path: Path
     assert {row.kind for row in analyze(trace.write(tmp_path)).steps} == {"full"}
 
 
-def test_the_grid_on_gpus_is_where_the_annotated_kernels_ran(tmp_path: Path) -> None:
-    """The host is 50 us ahead of the device: its ranges are not the grid."""
-    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100).annotation("PP:0F0", 0, 5)
+def test_the_grid_on_gpus_is_where_the_kernels_of_marks_ran(tmp_path: Path) -> None:
+    """The host is 50 us ahead of the device: its ranges are not the grid.
+
+    Autograd's thread launches the backward: the profiler's device range of its mark lacks it.
+    """
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100)
+    first.annotation("PP:0F0", 0, 5).annotation("PP:0B0", 7, 12)
     first.kernel("F0", 50, 70, launched=1).gpu_annotation("PP:0F0", 50, 70)
     first.message("recv", 1, 72, 110, group="3", launched=6)
-    first.kernel("B0", 110, 130, launched=7).gpu_annotation("PP:0B0", 72, 130)
+    first.kernel("B0", 110, 130, launched=8, thread=AUTOGRAD)
+    last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100)
+    last.annotation("PP:1F0", 0, 2).annotation("PP:1B0", 3, 9)
+    last.kernel("F0", 70, 90, launched=1).gpu_annotation("PP:1F0", 70, 90)
+    last.kernel("loss", 90, 91, launched=4).gpu_annotation("PP:1B0", 90, 91)
+    last.kernel("B0", 91, 108, launched=5, thread=AUTOGRAD)
+    last.message("send", 0, 108, 110, group="3", launched=10)
+    found = analyze(first.write(tmp_path), last.write(tmp_path)).pipeline
+    assert found is not None
+    assert [stage.bubble_ns for stage in found.stages] == [40_000, 42_000]
+
+
+def test_the_grid_without_marks_of_the_host_is_where_the_profiler_puts_them(tmp_path: Path) -> None:
+    first = GpuTrace(0, 2, groups=STAGES).step(1, 0, 100)
+    first.kernel("F0", 50, 70, launched=1).gpu_annotation("PP:0F0", 50, 70)
+    first.message("recv", 1, 72, 110, group="3", launched=6)
+    first.kernel("B0", 110, 130, launched=7).gpu_annotation("PP:0B0", 110, 130)
     last = GpuTrace(1, 2, groups=STAGES).step(1, 0, 100)
     last.kernel("F0", 70, 90, launched=1).gpu_annotation("PP:1F0", 70, 90)
     last.kernel("B0", 90, 108, launched=2).gpu_annotation("PP:1B0", 90, 108)
@@ -360,6 +383,80 @@ def test_without_a_shared_clock_identical_calls_are_ambiguous_with_a_note(tmp_pa
     repeated(0, "host0", range(5)).write(tmp_path)
     repeated(1, "host1", range(1, 5)).write(tmp_path)
     assert "order_ambiguous" in {row.code for row in analyze(tmp_path).warnings}
+
+
+def test_ranks_share_the_clock_of_a_host_that_only_run_json_names(tmp_path: Path) -> None:
+    """As traces of torch before 2.12, which name none."""
+    for rank, steps in ((0, range(5)), (1, range(1, 5))):
+        repeated(rank, "", steps).write(tmp_path)
+    ranks = [RankInfo(rank, rank, "host0", 7, "cuda:0") for rank in (0, 1)]
+    (tmp_path / "run.json").write_text(to_json(RunSpec("run", 2, "nccl", ranks=tuple(ranks))))
+    assert "order_ambiguous" not in {row.code for row in analyze(tmp_path).warnings}
+
+
+def write_flight_dump(folder: Path, trace: GpuTrace, numbers: range) -> None:
+    """The Flight Recorder's dump for the all_reduces of the trace, which have these numbers."""
+    launched = [
+        event["ts"] for event in trace.events
+        if event["cat"] == "kernel" and event["name"].startswith("nccl")
+    ]  # fmt: skip
+    entries = [
+        {"process_group": ["0", "default_pg"], "collective_seq_id": number, "is_p2p": False,
+         "profiling_name": "nccl:all_reduce",
+         "time_created_ns": trace.base_ns + int(1000 * at) - 500,
+         "input_sizes": [[1000]], "input_dtypes": ["Float"], "state": "completed"}
+        for number, at in zip(numbers, launched, strict=True)
+    ]  # fmt: skip
+    dump = {"version": "2.10", "entries": entries}
+    (folder / f"rank{trace.rank}_flight.json").write_text(json.dumps(dump))
+
+
+def test_the_flight_recorder_numbers_identical_calls(tmp_path: Path) -> None:
+    """As without a shared clock, but torch before 2.13 has the numbers in the dumps alone."""
+    ahead_ns = 20_000_000
+    first = repeated(0, "host0", range(5))
+    second = replace(repeated(1, "host1", range(1, 5)), base_ns=BASE_NS + ahead_ns)
+    for trace, numbers in ((first, range(5)), (second, range(1, 5))):
+        trace.write(tmp_path)
+        write_flight_dump(tmp_path, trace, numbers)
+    report = analyze(tmp_path)
+    early = us(compute=60, skew=20, collective=20)
+    assert [splits(report)[1, step] for step in range(1, 5)] == [early] * 4
+    assert not {row.code for row in report.warnings} & {"order_ambiguous", "steps_renumbered"}
+
+
+def test_calls_that_contradict_the_flight_recorder_stay_without_numbers(tmp_path: Path) -> None:
+    """The dump of rank 1 is of another part of the job: one entry less than its calls."""
+    first, second = repeated(0, "host0", range(5)), repeated(1, "host1", range(1, 5))
+    for trace in (first, second):
+        trace.write(tmp_path)
+    write_flight_dump(tmp_path, first, range(5))
+    write_flight_dump(tmp_path, repeated(1, "host1", range(2, 5)), range(2, 5))
+    assert "order_ambiguous" in {row.code for row in analyze(tmp_path).warnings}
+
+
+def test_work_that_was_launched_before_the_recording_is_of_no_step_in_it(tmp_path: Path) -> None:
+    """The host runs ahead: the kernels of the step before are still running."""
+    for rank, computed in ((0, 40), (1, 30)):
+        trace = GpuTrace(rank, 2, groups=PAIR)
+        trace.unlaunched("gemm", 0, 20)
+        trace.unlaunched("ncclDevKernel_AllReduce_Sum", 20, 25, stream=COMM_STREAM)
+        trace.unlaunched("ncclDevKernel_SendRecv", 25, 30, stream=COMM_STREAM)
+        for number in range(3):
+            at = 100 * number
+            trace.step(number, at - 1, at + 99)
+            trace.kernel("gemm", at + 30, at + 30 + computed, launched=at)
+            trace.all_reduce(at + 30 + computed, at + 100, launched=at + 1)
+            trace.kernel("gemm", at + 100, at + 130, launched=at + 2)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert [(row.step, row.kind) for row in report.steps if row.rank == 0] == [
+        (0, "partial"), (1, "full"), (2, "full"),
+    ]  # fmt: skip
+    assert splits(report)[0, 0] == splits(report)[0, 2] == us(compute=70, collective=30)
+    assert splits(report)[1, 1] == us(compute=60, skew=10, collective=30)
+    assert {row.op for row in report.collectives} == {"all_reduce"}
+    assert {row.code for row in report.warnings} == {"mesh_unknown"}
 
 
 def test_a_window_that_lacks_a_message_pairs_the_others_by_a_shared_clock(tmp_path: Path) -> None:

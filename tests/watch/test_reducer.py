@@ -49,10 +49,12 @@ def window(rank: int, first: int, slowest_ns: int = 12) -> RankWindow:
     return RankWindow(rank, first, first + 19, S, 2 * S, 20, 8, 10, slowest_ns)
 
 
-def sampled(rank: int, step: int = 22, no_data: str = "", cost_ns: int = 5) -> SampleReport:
+def sampled(
+    rank: int, step: int = 22, no_data: str = "", cost_ns: int = 5, is_capture: bool = False
+) -> SampleReport:
     return SampleReport(
         1, 0, rank, step, 2, time.time_ns(), None, str(step), True, no_data,
-        cost_ns=cost_ns + rank, interval_steps=400, overhead=0.004,
+        cost_ns=cost_ns + rank, interval_steps=400, overhead=0.004, is_capture=is_capture,
     )  # fmt: skip
 
 
@@ -63,11 +65,11 @@ def note(
         NoteFile(folder, each.rank).write([each])
 
 
-def copy_sample(folder: Path, step: int = 22) -> Path:
-    """A real recording of two ranks in the place of a sample."""
+def copy_sample(folder: Path, step: int = 22, name: str = "pp2_m2") -> Path:
+    """A recording, a real one of two ranks, in the place of a sample."""
     place = folder / "samples" / str(step)
     place.mkdir(parents=True)
-    for path in (SAMPLES / "pp2_m2").glob("r*"):
+    for path in (SAMPLES / name).glob("r*"):
         if path.name != "report.json":
             shutil.copy(path, place)
     return place
@@ -236,8 +238,166 @@ def test_slower_steps_are_a_change_and_have_the_ranks_sampled_at_once(folder: Wa
     batch = Reducer(folder).collect()
 
     assert batch is not None
-    assert [(each.kind, each.step) for each in batch.events] == [("change", 2_004)]
+    (change,) = batch.events
+    assert (change.kind, change.step, change.is_over) == ("change", 2_004, False)
+    assert (change.before_ns, change.after_ns) == (10.0, 20.0)
     assert take_capture_request(folder.path)
+
+
+def record(folder: Path, step: int) -> None:
+    """A sample of both ranks, which is the same recording each time."""
+    copy_sample(folder, step)
+    note(folder, *[replace(sampled(rank, step), interval_steps=20) for rank in (0, 1)])
+
+
+def test_the_sample_after_a_change_was_found_explains_it_with_those_since_its_first_step(
+    folder: WatchFolder,
+) -> None:
+    slow = [replace(window(0, 2_004 + 20 * n), median_step_ns=20) for n in range(5)]
+    note(folder.path, started(0), started(1), *[window(0, 4 + 20 * n) for n in range(100)])
+    record(folder.path, 1_900)
+    Reducer(folder).collect()
+    # Two slow points are not yet a change, and the sample is of it all the same.
+    note(folder.path, *slow[:2])
+    record(folder.path, 2_020)
+    early = Reducer(folder).collect()
+    note(folder.path, *slow[2:])
+    found = Reducer(folder).collect()
+    record(folder.path, 2_100)
+    explained = Reducer(folder).collect()
+    record(folder.path, 2_200)
+    later = Reducer(folder).collect()
+
+    assert early and found and explained and later
+    assert not early.events and not later.events
+    assert [(each.kind, each.step) for each in found.events] == [("change", 2_004)]
+    (cause,) = explained.events
+    assert (cause.kind, cause.step, cause.before_ns) == ("change", 2_100, None)
+    assert cause.text == "mostly compute: 0.00 ms in the mean of the ranks"
+
+
+def test_what_explains_a_change_names_rank_finding_wait_and_host(folder: WatchFolder) -> None:
+    """Before it a recording of four even ranks, since then one of which rank 0 stalls."""
+    slow = [replace(window(0, 2_004 + 20 * n), median_step_ns=20) for n in range(5)]
+    note(folder.path, started(0), *[started(rank, host="h2") for rank in (1, 2, 3)])
+    note(folder.path, *[window(0, 4 + 20 * n) for n in range(100)], *slow)
+    for step, name in ((1_900, "dp4"), (2_100, "built_ddp_host_stall")):
+        copy_sample(folder.path, step, name)
+        four = [replace(sampled(rank, step), interval_steps=20) for rank in range(4)]
+        note(folder.path, *four)
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    change, cause = [each for each in batch.events if each.kind == "change"]
+    assert (change.step, change.rank) == (2_004, None)
+    assert (cause.step, cause.rank) == (2_100, 0)
+    words = "rank 0: mostly ", "(rank 0 allocates or frees memory", "; others wait "
+    assert all(word in cause.text for word in words), cause.text
+    assert cause.text.endswith(" for it; it runs on h1")
+
+
+def test_a_restart_says_how_its_steps_compare_with_the_last_start(folder: WatchFolder) -> None:
+    """Once, by rank 0; not as a change, which would be an alarm."""
+    millisecond = [replace(window(0, 4 + 20 * n), median_step_ns=10**6) for n in range(10)]
+    note(folder.path, started(0), started(1), *millisecond, *[window(1, 4)] * 10)
+    Reducer(folder).collect()
+    again = [replace(each, rank=rank, median_step_ns=2 * 10**6)
+             for rank in (0, 1) for each in millisecond]  # fmt: skip
+    note(folder.path, started(0, 1), started(1, 1), *again)
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    assert [(each.kind, each.text) for each in batch.events if each.kind != "lost_rank"] == [
+        ("restarted", "2 ranks, start 2"),
+        ("restarted", "steps take 2.00 ms since this start, 1.00 ms before the restart (+100.0 %)"),
+    ]
+
+
+def test_a_sample_of_which_a_rank_says_nothing_until_the_end_has_no_data(
+    folder: WatchFolder,
+) -> None:
+    copy_sample(folder.path)
+    note(folder.path, started(0), started(1), sampled(0))
+    note(folder.path, *[RankEnded(rank, 60, S) for rank in (0, 1)])
+
+    batch = Reducer(folder).collect(is_last=True)
+
+    assert batch is not None
+    (sample,) = batch.samples
+    assert sample.ranks == ()
+    assert sample.no_data == "rank 1: it has said nothing of this sample"
+
+
+def late(rank: int, number: int, local_ns: int) -> RankWindow:
+    return replace(window(rank, 4 + 20 * number), last_step=23 + 20 * number, local_ns=local_ns)
+
+
+def test_a_rank_that_becomes_late_is_named_by_its_local_times(folder: WatchFolder) -> None:
+    note(folder.path, started(0), started(1))
+    note(folder.path, *[late(rank, n, 6) for n in range(100) for rank in (0, 1)])
+    reducer = Reducer(folder)
+    reducer.collect()
+    note(folder.path, *[late(0, n, 6) for n in range(100, 120)])
+    note(folder.path, *[late(1, n, 7) for n in range(100, 120)])
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    (drift,) = batch.events
+    assert (drift.kind, drift.rank, drift.step) == ("drift", 1, 2_004)
+    assert (drift.before_ns, drift.after_ns, drift.is_over) == (0.0, 1.0, False)
+    assert not take_capture_request(folder.path)
+
+
+def test_a_drift_is_explained_by_the_next_sample_with_its_rank(folder: WatchFolder) -> None:
+    note(folder.path, started(0), started(1))
+    note(folder.path, *[late(rank, n, 6) for n in range(100) for rank in (0, 1)])
+    record(folder.path, 1_900)
+    Reducer(folder).collect()
+    note(folder.path, *[late(rank, n, 6 + rank) for n in range(100, 120) for rank in (0, 1)])
+    Reducer(folder).collect()
+    record(folder.path, 2_500)
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    (cause,) = batch.events
+    assert (cause.kind, cause.rank, cause.step, cause.before_ns) == ("drift", 1, 2_500, None)
+    assert cause.text == "rank 1: mostly compute: 0.00 ms"
+
+
+def test_after_a_restart_the_lateness_of_ranks_has_a_new_level(folder: WatchFolder) -> None:
+    note(folder.path, started(0), started(1))
+    note(folder.path, *[late(rank, n, 6) for n in range(100) for rank in (0, 1)])
+    note(folder.path, *[RankEnded(rank, 2_003, S) for rank in (0, 1)])
+    note(folder.path, started(0, 1), started(1, 1))
+    note(folder.path, *[late(rank, n, 6 + rank) for n in range(100, 220) for rank in (0, 1)])
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    assert [each.kind for each in batch.events] == ["started", "ended", "restarted", "restarted"]
+
+
+def test_a_requested_sample_is_an_event_and_its_traces_are_dropped_last(
+    folder: WatchFolder,
+) -> None:
+    size = sum(path.stat().st_size for path in copy_sample(folder.path, 22).glob("*"))
+    copy_sample(folder.path, 44)
+    note(folder.path, started(0), started(1))
+    note(folder.path, *[sampled(rank, 22, is_capture=True) for rank in (0, 1)])
+    note(folder.path, *[sampled(rank, 44) for rank in (0, 1)])
+
+    batch = Reducer(replace(folder, disk_bytes=2 * size - 10)).collect()
+
+    assert batch is not None
+    assert [(each.kind, each.step, each.text) for each in batch.events][1:] == [
+        ("capture", 22, "all ranks are recorded in samples/22")
+    ]
+    assert [path.name for path in (folder.path / "samples").glob("*")] == ["22"]
+    assert batch.dropped == {"sample": 1}
 
 
 def test_of_hosts_that_share_the_folder_one_reduces_and_each_tells_its_own_ranks(
@@ -311,6 +471,19 @@ def test_batches_that_were_sent_are_not_sent_again(folder: WatchFolder) -> None:
     assert list(reducer.list_unsent()) == [first, second]
     reducer.note_sent()
     assert list(Reducer(folder).list_unsent()) == [second]
+
+
+def test_a_batch_that_the_dashboard_refuses_is_counted_in_the_next_one(folder: WatchFolder) -> None:
+    note(folder.path, started(0), window(0, 4))
+    reducer = Reducer(folder)
+    reducer.collect()
+    reducer.note_sent(is_refused=True)
+
+    batch = Reducer(folder).collect()
+
+    assert batch is not None
+    assert (batch.windows, batch.dropped) == ((), {"batch": 1})
+    assert Reducer(folder).collect() is None
 
 
 def test_a_batch_half_written_by_a_killed_reducer_is_written_again(folder: WatchFolder) -> None:

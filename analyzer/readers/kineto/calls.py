@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.ops import (
     compute_element_bytes,
@@ -19,13 +20,15 @@ from stepsplit.analyzer.ops import (
     parse_op,
     sanitize_bytes,
 )
-from stepsplit.analyzer.readers.flight_recorder import FlightEntry
+from stepsplit.analyzer.readers.flight_recorder import FlightEntry, parse_entry_op
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.columns import PARAM_COMMS, SortedRows, posted_before
 from stepsplit.analyzer.readers.kineto.schema import Args, decode_comm_args, parse_ranks
 from stepsplit.analyzer.trace import (
+    OPS,
     Bool,
     Call,
+    Calls,
     CallsWithGroups,
     Category,
     Events,
@@ -82,6 +85,38 @@ def build_device_calls(
             else parts_as_calls
         )
     return CallsWithGroups(build_calls(calls), tuple(group_table.groups))
+
+
+def number_device_calls(
+    found: CallsWithGroups, flight: Sequence[FlightEntry], t0_unix_ns: int
+) -> CallsWithGroups:
+    """Gives collectives without a sequence number, as torch before 2.13 writes them, that of their
+    Flight Recorder entry: the last one of their group that was created before their launch.
+
+    A group is numbered if all of its launched collectives have entries of their own with their op
+    and size.
+    """
+    calls = found.calls
+    seq = calls.seq.copy()
+    plain = (calls.seq < 0) & ~calls.is_message & (calls.issued_ns >= 0)
+    for number, group in enumerate(found.groups):
+        rows = np.flatnonzero(plain & (calls.group_id == number))
+        if not len(rows):
+            continue
+        entries = [e for e in flight if e.group_name == group.name and not e.is_p2p]
+        created = np.array([e.created_unix_ns - t0_unix_ns for e in entries], dtype=np.int64)
+        at = np.searchsorted(created, calls.issued_ns[rows], side="right") - 1
+        if at.min() >= 0 and len(np.unique(at)) == len(at):
+            own = [entries[place] for place in at.tolist()]
+            if all(_is_entry_of(calls, row, e) for row, e in zip(rows.tolist(), own, strict=True)):
+                seq[rows] = [entry.seq for entry in own]
+    return replace(found, calls=replace(calls, seq=seq))
+
+
+def _is_entry_of(calls: Calls, row: int, entry: FlightEntry) -> bool:
+    """Whether op and size of the call are those of the entry."""
+    same_size = entry.input_bytes in (-1, calls.input_bytes[row]) or calls.input_bytes[row] < 0
+    return same_size and parse_entry_op(entry.name) == OPS[calls.op[row]]
 
 
 def _may_be_batch(name: str, args: Args) -> bool:
@@ -503,8 +538,7 @@ _LIKE_NS, _LIKE_SIZE = 1_000_000, 2
 mistaken for each other: gloo's ranges end later than their calls by as much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(Struct, frozen=True):
     """A running collective on a thread: event, name, start and end in ns, and the size of its
     input if shapes were recorded (else -1)."""
 
@@ -515,8 +549,7 @@ class Range:
     size_bytes: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A call on a group: its index, the name that its range must have, its time in ns, and the
     size of its input (-1: unknown)."""
 
@@ -526,8 +559,7 @@ class Request:
     size_bytes: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Struct, frozen=True):
     """{event of a range: index of its request}; open are the events that carried out one of several
     requests, and nothing tells which."""
 
@@ -552,8 +584,7 @@ def assign(
     return Assignment(pairs, fit.open)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
+class _Fit(Struct, frozen=True):
     """How well the times agree; (event of a range, index of its request), and which are open."""
 
     misfit_ns: float
@@ -604,8 +635,7 @@ def _fit(
     return min(fits, key=lambda fit: fit.misfit_ns, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Queue:
+class _Queue(Struct, frozen=True):
     """The ranges of a group's workers by start: the worker of each, since when it was free, and
     since when any was."""
 
@@ -651,8 +681,7 @@ class _Queue:
 _State = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pairing:
+class _Pairing(Struct, frozen=True):
     """Ranges from the dropped-th on, paired with requests.
 
     A state is (ranges paired, requests passed over). At most `most` are passed over, because their

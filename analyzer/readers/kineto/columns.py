@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto import schema
@@ -279,8 +279,7 @@ class EntryCounts:
         return EntryCounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
-@dataclass(frozen=True, slots=True)
-class ShapedRows:
+class ShapedRows(Struct, frozen=True):
     """The rows with input shapes or a launch grid; text_id indexes texts."""
 
     row: Int64
@@ -288,8 +287,7 @@ class ShapedRows:
     texts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """The complete events of a trace or a part of it in file order; columns as in Events.
 
     noted_row are the communication events and the waits, noted_args the text of their arguments;

@@ -7,14 +7,13 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from stepsplit.analyzer.readers.kineto.schema import (
     ANY_ENTRY,
@@ -199,8 +198,7 @@ _WINDOW_BYTES = 512 << 10
 _RANGE_TRIES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(Struct, frozen=True):
     """A range from the first byte of one entry to that of a later one, or to the file's end."""
 
     begin: int
@@ -306,8 +304,7 @@ class DamagedText(Exception):
     """The text is not valid JSON; walked finds the readable entries."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
+class Entries(Struct, frozen=True):
     """Entries in order, their text (None if it had to be fixed), and the number lost."""
 
     entries: Sequence[Entry]
@@ -315,8 +312,7 @@ class Entries:
     lost: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class WalkResult:
+class WalkResult(Struct, frozen=True):
     """The entries of a damaged text, and the offset after them.
 
     The offset is the end of the array if it was closed, else the first incomplete entry.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+
+from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
@@ -14,7 +16,7 @@ from stepsplit.analyzer.readers.compression import is_packed
 from stepsplit.analyzer.readers.event_store import EventStore, store_events, store_shapes
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
-from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls
+from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls, number_device_calls
 from stepsplit.analyzer.readers.kineto.columns import EntryCounts
 from stepsplit.analyzer.readers.kineto.json_stream import LEAST_RANGE_BYTES, split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
@@ -48,8 +50,7 @@ _PACKED_RATIO = 12
 _Piece = KinetoFile | TracePart | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(Struct, frozen=True):
     """The tasks that read a file: one, or one per byte range if opening is known."""
 
     source: Source
@@ -204,6 +205,8 @@ def build_rank_trace(
     if found is None:
         found, more = build_gloo_calls(rows, flight, info.groups)
         notes = (*notes, *more)
+    elif flight:
+        found = number_device_calls(found, flight, rows.t0_unix_ns)
     return RankTrace(
         source=Path(where),
         rank=rank,

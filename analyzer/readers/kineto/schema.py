@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Any, TypeVar
 
@@ -184,8 +183,7 @@ class KinetoHeader(Struct, gc=False):
     host_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
+class Track(Struct, frozen=True):
     """The name of a process, or of a thread of it (tid is None for the process itself)."""
 
     pid: str

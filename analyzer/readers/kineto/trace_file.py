@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
@@ -133,8 +133,7 @@ def classify_tracks(
     return _note_calls(classified, found.calls), tuple(notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _DeviceEvents:
+class _DeviceEvents(Struct, frozen=True):
     """Which events are kernels, copies, and collectives or messages of the device."""
 
     kernels: Bool
@@ -257,8 +256,7 @@ class KinetoFile:
     waits: EventWaits = NO_WAITS
 
 
-@dataclass(frozen=True, slots=True)
-class TracePart:
+class TracePart(Struct, frozen=True):
     """The rows of a byte range; whether the array was closed in it, and the text after that."""
 
     rows: Rows
@@ -352,8 +350,7 @@ _NUMBERS = msgspec.json.Encoder(decimal_format="number")
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
 
 
-@dataclass(frozen=True, slots=True)
-class TraceOpening:
+class TraceOpening(Struct, frozen=True):
     """The beginning of a trace.
 
     fields: the fields before the array as an open JSON object, b"" for a bare list; begin: the

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct
 
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.compression import open_unpacked
@@ -526,8 +527,7 @@ def _map_to_positions(handle: Int64, used: Sequence[int]) -> Int32:
 Key = tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedComms:
+class JoinedComms(Struct, frozen=True):
     """The communicators, the communicator of each handle, and the number of unjoined ones."""
 
     communicators: tuple[records.Communicator, ...]
@@ -638,8 +638,7 @@ def _has_no_id(communicator: records.Communicator) -> bool:
     return "@" in communicator.id and communicator.members[0].rank >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(Struct, frozen=True):
     """The largest communicator of a log; comm is -1 if it is ambiguous or missing."""
 
     comm: int

@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.nccl import records
 
 # Parsers of single messages of NCCL 2.4 to 2.30 or RCCL; they return None for a truncated message.
 
 
-@dataclass(frozen=True, slots=True)
-class Init:
+class Init(Struct, frozen=True):
     """An init message of a communicator; -1, "" and None for missing fields."""
 
     pointer: str
@@ -68,8 +69,7 @@ def _parse_number(text: str | None) -> int:
     return -1 if value is None else value
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(Struct, frozen=True):
     """The number of nodes of a communicator, and its number of ranks on this node."""
 
     pointer: str
@@ -91,8 +91,7 @@ def parse_topology(text: str) -> Topology | None:
     return match and Topology(match[1], *(int(match[i]) for i in range(2, 6)))
 
 
-@dataclass(frozen=True, slots=True)
-class InitTime:
+class InitTime(Struct, frozen=True):
     """The time in which a rank initialized a communicator."""
 
     rank: int
@@ -111,8 +110,7 @@ def parse_init_time(text: str) -> InitTime | None:
     return match and InitTime(int(match[1]), int(match[2]), round(float(match[3]) * 1e9))
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
+class Channels(Struct, frozen=True):
     """The number of channels for collectives and for messages."""
 
     coll: int
@@ -130,8 +128,7 @@ def parse_channels(text: str) -> Channels | None:
     return match and Channels(int(match[1]), int(match[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(Struct, frozen=True):
     """NCCL's name of the network between the nodes."""
 
     name: str
@@ -156,8 +153,7 @@ def parse_setting(text: str) -> records.NcclSetting | None:
     return match and records.NcclSetting(match[1] or match[3], match[2] or match[4] or "")
 
 
-@dataclass(frozen=True, slots=True)
-class Graphs:
+class Graphs(Struct, frozen=True):
     """Rings, trees or links of one message; pointer is the communicator's, often ""."""
 
     pointer: str
@@ -270,8 +266,7 @@ def _look_up_name(names: tuple[str, ...], number: int) -> str:
     return names[number] if number < len(names) else str(number)
 
 
-@dataclass(frozen=True, slots=True)
-class CostColumns:
+class CostColumns(Struct, frozen=True):
     """The columns of a cost table, from the heading lines read so far."""
 
     algorithms: tuple[str, ...] = ()

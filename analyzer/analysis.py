@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,10 +183,19 @@ def _build_analysis(
 ) -> Analysis:
     split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction, mesh)
     graph = build_dependency_graph(split)
+    _return_freed_memory()
     causes = find_causes(split, graph, find_origin_ns(split), recording.records)
+    _return_freed_memory()
     report = build_report(recording, split, graph, causes.findings, causes.notes)
     job_draft = None if draft is None else draft(recording, split)
     return Analysis(compare(report, recording, split), build_tables(split), job_draft)
+
+
+def _return_freed_memory() -> None:
+    """Gives memory of freed arrays back to the system: glibc keeps what lies between others, a
+    quarter of the memory at 1,024 ranks."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_comparison(job: str | Path | None) -> _ModelComparison:

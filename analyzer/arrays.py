@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Int32, Int64
 
 # Sets of intervals: half-open, two int64 arrays of ns each.
 
@@ -128,7 +128,7 @@ def first_rows(label: Int64) -> Int64:
     return np.asarray(np.unique(label, return_index=True)[1])
 
 
-def group_rows(label: Int64) -> tuple[Int64, Int64]:
+def group_rows(label: Int64 | Int32) -> tuple[Int64, Int64]:
     """The rows stably sorted by label, and the position in that order where each label begins."""
     order = np.argsort(label, kind="stable")
     ordered = label[order]
@@ -147,9 +147,9 @@ def number_within_group(label: Int64) -> Int64:
     return place
 
 
-def list_ranges(first: Int64, count: Int64) -> Int64:
+def list_ranges(first: Int64 | Int32, count: Int64 | Int32) -> Int64:
     """The numbers from first[i] on, count[i] of them, for each i."""
-    before = np.cumsum(count) - count
+    before = np.cumsum(count, dtype=np.int64) - count
     return np.repeat(first - before, count) + np.arange(int(count.sum()))
 
 

@@ -111,8 +111,9 @@ def _no_imbalance(original: Any, *args: Any) -> Any:
     return np.stack((slower + more, np.zeros_like(more)), axis=1)
 
 
-def _only_the_last_event(original: Any, graph: Any, paths: Any, waits: Any) -> Any:
-    return original(graph, paths, structs.replace(waits, begin=paths.previous[waits.last_arrival]))
+def _only_the_last_event(original: Any, graph: Any, paths: Any, tree: Any, waits: Any) -> Any:
+    begin = paths.previous[waits.last_arrival]
+    return original(graph, paths, tree, structs.replace(waits, begin=begin))
 
 
 def _communication_first(patch: pytest.MonkeyPatch) -> None:

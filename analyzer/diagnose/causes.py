@@ -501,7 +501,7 @@ def balance_experts(context: ReplayContext) -> DependencyGraph:
     """
     exchanges = TokenExchanges.find(context)
     graph = scale_transfers(context.graph, exchanges.kernels, 1 / exchanges.imbalance)
-    changed, column = graph.work_ns.copy(), WORK.index("compute")
+    changed, column = graph.work_ns.copy(order="K"), WORK.index("compute")
     nodes = exchanges.list_expert_nodes(context)
     row = graph.step[nodes]
     total = np.bincount(row, changed[nodes, column], minlength=len(graph.steps.step))

@@ -520,13 +520,14 @@ def find_extra_reductions(context: ReplayContext) -> list[Finding]:
     extra: dict[str, list[Int64]] = defaultdict(list)
     row = context.graph.kernels.row
     matched, in_forward = context.split.matched, _find_forward_kernels(context)
+    group_of_row = matched.group[row]
     sums = np.isin(matched.op[row], [OP_CODE[op] for op in _REDUCTION_OPS])
     tensors = (matched.op[row] == OP_CODE["all_reduce"]) & (
         matched.message_bytes[row] > SCALAR_BYTES
     )
     for number, group in enumerate(matched.groups):
         axes = context.split.layout.find_axes(group)
-        own = matched.group[row] == number
+        own = group_of_row == number
         if axes and axes <= DATA_AXES and axes != {"cp"}:
             extra[" x ".join(sorted(axes))].append(np.flatnonzero(own & sums & in_forward))
         elif axes == _STAGE_AXIS:
@@ -541,8 +542,8 @@ def _find_forward_kernels(context: ReplayContext) -> Bool:
     found = np.zeros(len(kernels), dtype=np.bool_)
     for index, rank in enumerate(context.split.ranks):
         forward = np.array([phase == "forward" for phase in rank.phase], dtype=np.bool_)
-        calls = np.unique(rank.attribution.exposed.call[forward])
-        found |= (kernels.rank == index) & np.isin(kernels.call, calls)
+        mine = kernels.list_rows(index)
+        found[mine] = np.isin(kernels.call[mine], rank.attribution.exposed.call[forward])
     shared = context.split.matched.shared[kernels.row]
     return found | ((shared >= 0) & np.isin(shared, shared[found]))
 

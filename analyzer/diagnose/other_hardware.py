@@ -281,7 +281,7 @@ def _change_graph(
     edge device and network take no time."""
     ratio = transfers.find_ratio(edge)
     graph = scale_transfers(context.graph, np.arange(len(ratio)), ratio)
-    work, spent_ns = graph.work_ns.copy(), transfers.spent_ns
+    work, spent_ns = graph.work_ns.copy(order="K"), transfers.spent_ns
     for index, rank in enumerate(context.split.ranks):
         nodes = graph.timelines.slice_rank(index)
         if nodes.start == nodes.stop:

@@ -27,18 +27,20 @@ Float = npt.NDArray[np.float64]
 
 def scale_work(graph: DependencyGraph, work: str, times: Float) -> DependencyGraph:
     """Scale the durations of one kind of WORK by a factor per row of the steps."""
-    changed = graph.work_ns.copy()
+    changed = graph.work_ns.copy(order="K")
     column = WORK.index(work)
-    nodes = np.flatnonzero(graph.step >= 0)
+    nodes = np.flatnonzero((graph.step >= 0) & (times != 1)[graph.step])
     changed[nodes, column] = np.rint(changed[nodes, column] * times[graph.step[nodes]])
     return replace(graph, work_ns=changed)
 
 
 def limit_work(graph: DependencyGraph, work: str, least_ns: Float) -> DependencyGraph:
     """Limit the total of one kind of WORK per row of the steps, shortening the longest parts."""
-    changed = graph.work_ns.copy()
+    changed = graph.work_ns.copy(order="K")
     column = WORK.index(work)
     working = np.flatnonzero(graph.step >= 0)
+    total = np.bincount(graph.step[working], changed[working, column], minlength=len(least_ns))
+    working = working[(total > least_ns)[graph.step[working]]]
     order, first = group_rows(graph.step[working])
     for begin, end in pairwise([*first.tolist(), len(order)]):
         nodes = working[order[begin:end]]
@@ -58,7 +60,7 @@ def reduce_work(graph: DependencyGraph, work: str, cut_ns: Int64) -> DependencyG
 
     Nodes that another change has added keep theirs.
     """
-    changed = graph.work_ns.copy()
+    changed = graph.work_ns.copy(order="K")
     own = changed[: len(cut_ns), WORK.index(work)]
     own -= np.clip(cut_ns, 0, own)
     return replace(graph, work_ns=changed)
@@ -185,18 +187,18 @@ def _add_branches(
 ) -> DependencyGraph:
     """Append these nodes to the graph and replace its dependencies."""
     every = Needs.build([*needs, *([] for _ in branches)])
-    before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int64)
+    before = np.concatenate((graph.before, [one.before for one in branches])).astype(np.int32)
     work = np.array([one.work_ns for one in branches], dtype=np.int64).reshape(-1, len(WORK))
     measured = np.array([*times, *(times[one.before] for one in branches)], dtype=np.int64)
     return replace(
         graph,
         before=before,
         work_ns=np.concatenate((graph.work_ns, work)),
-        step=np.concatenate((graph.step, [one.step for one in branches])).astype(np.int64),
+        step=np.concatenate((graph.step, [one.step for one in branches])).astype(np.int32),
         needs=every,
         rest_ns=np.concatenate((graph.rest_ns, np.zeros(len(branches), dtype=np.int64))),
         at_ns=measured,
-        binding=np.concatenate((graph.binding, [one.before for one in branches])).astype(np.int64),
+        binding=np.concatenate((graph.binding, [one.before for one in branches])).astype(np.int32),
         levels=Levels.build(before, every, measured),
     )
 

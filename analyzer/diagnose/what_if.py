@@ -543,7 +543,7 @@ def remove_imbalance(context: ReplayContext, among: Int64) -> DependencyGraph:
     label = group_ids(steps.step, among)
     mean = np.stack([group_mean(label, table[:, phase]) for phase in range(_PHASES)], axis=1)
     times = (mean / np.maximum(table, 1)).ravel()[cell]
-    work = graph.work_ns.copy()
+    work = graph.work_ns.copy(order="K")
     work[nodes, _COMPUTE] = np.rint(work[nodes, _COMPUTE] * times)
     return replace(graph, work_ns=work)
 

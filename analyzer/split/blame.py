@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import (
     first_rows,
@@ -69,15 +70,21 @@ def blame(split: RunSplit, graph: DependencyGraph) -> tuple[Blame, ...]:
         return ()
     waits = ExposedWaits.collect(split, graph)
     paths = BindingPaths.build(split, graph)
-    pairs = _compare_paths(graph, paths, waits)
-    amount = _divide_by_cause(waits, pairs.added)
+    tree = PathTree.build(graph.levels, paths) if graph.levels.is_wide else None
     ideal_ns = _compute_ideal_ns(split)
-    schedule = _take_schedule_part(waits, amount, ideal_ns)
-    caused = amount - schedule
-    charges = _charge_ranks(split, pairs, paths, waits, caused)
+    charges = _Charges.build(split, waits)
+    unrecorded, schedule = np.zeros(len(waits)), np.zeros(len(waits))
+    for rows in waits.list_parts():
+        some = waits.select(rows)
+        pairs = _compare_paths(graph, paths, tree, some)
+        amount = _divide_by_cause(some, pairs.added)
+        inevitable = _take_schedule_part(some, amount, ideal_ns)
+        charges.add(some, pairs, paths, amount - inevitable)
+        unrecorded[rows] = (amount - inevitable)[:, -1]
+        schedule[rows] = inevitable.sum(axis=1)
     significant = _find_significant(graph, charges)
     shares = _collect_shares(
-        waits, charges, significant, caused[:, -1], schedule.sum(axis=1), any(ideal_ns.values())
+        waits, charges, significant, unrecorded, schedule, any(ideal_ns.values())
     )
     blamed = _build_rows(waits, shares)
     _check_blame(split.ranks, blamed)
@@ -106,6 +113,10 @@ def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
 # The exposed waits of all ranks in one table.
 
 
+_MOST_WAITS = 1 << 16
+"""About so many waits are compared at once."""
+
+
 class ExposedWaits(Struct, frozen=True):
     """The exposed waits of all ranks, by rank and time; columns of one length.
 
@@ -128,6 +139,9 @@ class ExposedWaits(Struct, frozen=True):
     moved_ns: Int64
     axes: tuple[str | None, ...]
 
+    def __len__(self) -> int:
+        return len(self.rank)
+
     @property
     def origins(self) -> int:
         """The number of pairs of axis and bucket."""
@@ -142,6 +156,19 @@ class ExposedWaits(Struct, frozen=True):
         """Yields (axis, skew, bubble) from amounts by origin."""
         for i, axis in enumerate(self.axes):
             yield axis, amounts[2 * i], amounts[2 * i + 1]
+
+    def list_parts(self) -> list[slice]:
+        """The rows of some ranks after the other, so few that their paths need little memory."""
+        after_rank = np.flatnonzero(np.append(np.diff(self.rank) != 0, True)[: len(self)]) + 1
+        _, first = np.unique((after_rank - 1) // _MOST_WAITS, return_index=True)
+        ends = [*after_rank[first[1:] - 1].tolist(), len(self)]
+        return [slice(*edges) for edges in pairwise([0, *ends])]
+
+    def select(self, rows: slice) -> ExposedWaits:
+        """Some of the waits."""
+        *names, _ = self.__struct_fields__
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, **columns)
 
     @classmethod
     def collect(cls, split: RunSplit, graph: DependencyGraph) -> ExposedWaits:
@@ -280,20 +307,17 @@ class BindingPaths(Struct, frozen=True):
 
     spent_ns, shape (nodes + 1, CAUSES), is the time from the binding predecessor to the node, of
     rank (an index, -1 for a synchronization). The last row stands for the begin of the recording:
-    previous leads to it from all nodes without a predecessor. position is the topological order.
+    previous leads to it from all nodes without a predecessor.
     """
 
-    previous: Int64
-    position: Int64
-    rank: Int64
+    previous: Int32
+    rank: Int32
     spent_ns: Float
 
     @classmethod
     def build(cls, split: RunSplit, graph: DependencyGraph) -> BindingPaths:
         """The paths of the recording, as measured."""
         begin, kernels = len(graph), graph.kernels
-        position = np.full(begin + 1, -1)
-        position[graph.levels.node] = np.arange(begin)
         spent = np.zeros((begin + 1, len(CAUSES)))
         along = np.flatnonzero((graph.binding == graph.before) & (graph.before >= 0))
         work = {kind: graph.work_ns[along, i] for i, kind in enumerate(WORK)}
@@ -312,8 +336,9 @@ class BindingPaths(Struct, frozen=True):
         spent[late, CAUSES.index("host")] += host
         spent[late, CAUSES.index("unexplained")] += delay - host
         spent[moved, CAUSES.index("transfer")] += np.maximum(graph.rest_ns[moved], 0)
-        previous = np.append(np.where(bound, graph.binding, begin), begin)
-        return cls(previous, position, np.append(graph.list_ranks(), -1), spent)
+        previous = np.append(np.where(bound, graph.binding, begin), begin).astype(np.int32)
+        rank = np.append(graph.find_ranks(np.arange(begin)), -1).astype(np.int32)
+        return cls(previous, rank, spent)
 
 
 def _find_launches_ns(split: RunSplit, graph: DependencyGraph) -> Int64:
@@ -352,14 +377,11 @@ class _PathPairs(Struct, frozen=True):
     parts: Iterator[tuple[Int64, Int64, Float]]
 
 
-def _compare_paths(graph: DependencyGraph, paths: BindingPaths, waits: ExposedWaits) -> _PathPairs:
-    """The paths of all waits: node by node, or with a tree if there are many ranks, which takes
-    over the memory of paths.spent_ns."""
-    if graph.levels.is_wide:
-        tree = PathTree.build(graph.levels, paths.previous, paths.rank, paths.spent_ns)
-        pairs = _compare_in_tree(tree, waits)
-    else:
-        pairs = _compare_by_node(paths, waits)
+def _compare_paths(
+    graph: DependencyGraph, paths: BindingPaths, tree: PathTree | None, waits: ExposedWaits
+) -> _PathPairs:
+    """The paths of these waits: node by node, or with a tree, if there are many ranks."""
+    pairs = _compare_in_tree(tree, waits) if tree else _compare_by_node(graph, paths, waits)
     pairs.added[:, CAUSES.index("transfer")] -= waits.moved_ns
     return pairs
 
@@ -373,14 +395,18 @@ def _compare_in_tree(tree: PathTree, waits: ExposedWaits) -> _PathPairs:
     return _PathPairs(added, waited_for, tree.follow(other, common))
 
 
-def _compare_by_node(paths: BindingPaths, waits: ExposedWaits) -> _PathPairs:
-    """Follows both paths of each wait back, always the later one."""
+def _compare_by_node(
+    graph: DependencyGraph, paths: BindingPaths, waits: ExposedWaits
+) -> _PathPairs:
+    """Follows both paths of each wait back, always that of the later node in topological order."""
+    position = np.full(len(graph) + 1, -1)
+    position[graph.levels.node] = np.arange(len(graph))
     common = waits.begin.copy()
     added, waited_for = (np.zeros((len(common), len(CAUSES))) for _ in range(2))
     rows = np.flatnonzero(waits.traced & (waits.begin != waits.last_arrival))
     first, other = waits.begin[rows], waits.last_arrival[rows]
     while len(rows):
-        later = paths.position[other] > paths.position[first]
+        later = position[other] > position[first]
         spent_ns = paths.spent_ns[other[later]]
         added[rows[later]] += spent_ns
         waited_for[rows[later]] += spent_ns
@@ -441,27 +467,31 @@ class _Charges(Struct, frozen=True):
     steps: tuple[int, ...]
     table: Float
 
+    @classmethod
+    def build(cls, split: RunSplit, waits: ExposedWaits) -> _Charges:
+        """An empty table for these waits."""
+        ranks = tuple(rank.trace.rank for rank in split.ranks)
+        steps = tuple(np.unique(waits.step).tolist())
+        return cls(ranks, steps, np.zeros((len(ranks), len(steps), waits.origins, len(CAUSES))))
 
-def _charge_ranks(
-    split: RunSplit, pairs: _PathPairs, paths: BindingPaths, waits: ExposedWaits, amount: Float
-) -> _Charges:
-    """Distributes the amounts over the paths of the ranks waited for, in proportion to their
-    time."""
-    total, recorded = pairs.waited_for, amount[:, : len(CAUSES)]
-    density = np.divide(recorded, total, out=np.zeros_like(recorded), where=total > 0)
-    steps, step = np.unique(waits.step, return_inverse=True)
-    charged = np.zeros((len(split.ranks), len(steps), waits.origins, len(CAUSES)))
-    flat = charged.reshape(-1)
-    for rows, rank, spent_ns in pairs.parts:
-        part, cause = np.nonzero(spent_ns)
-        row = rows[part]
-        cell = (rank[part], step[row], waits.origin[row], cause)
-        spent = density[row, cause] * spent_ns[part, cause]
-        np.add.at(flat, np.ravel_multi_index(cell, charged.shape), spent)
-    rest = np.flatnonzero(waits.traced & ((recorded > 0) & (total <= 0)).any(axis=1))
-    cells = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
-    np.add.at(charged, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
-    return _Charges(tuple(rank.trace.rank for rank in split.ranks), tuple(steps.tolist()), charged)
+    def add(
+        self, waits: ExposedWaits, pairs: _PathPairs, paths: BindingPaths, amount: Float
+    ) -> None:
+        """Distributes the amounts of these waits over the paths of the ranks waited for, in
+        proportion to their time."""
+        total, recorded = pairs.waited_for, amount[:, : len(CAUSES)]
+        density = np.divide(recorded, total, out=np.zeros_like(recorded), where=total > 0)
+        step = np.searchsorted(self.steps, waits.step)
+        flat = self.table.reshape(-1)
+        for rows, rank, spent_ns in pairs.parts:
+            part, cause = np.nonzero(spent_ns)
+            row = rows[part]
+            cell = (rank[part], step[row], waits.origin[row], cause)
+            spent = density[row, cause] * spent_ns[part, cause]
+            np.add.at(flat, np.ravel_multi_index(cell, self.table.shape), spent)
+        rest = np.flatnonzero(waits.traced & ((recorded > 0) & (total <= 0)).any(axis=1))
+        cells = (paths.rank[waits.last_arrival[rest]], step[rest], waits.origin[rest])
+        np.add.at(self.table, cells, np.where(total[rest] > 0, 0.0, recorded[rest]))
 
 
 def _follow_paths(
@@ -746,7 +776,7 @@ class PathTree(Struct, frozen=True):
     shape (places, causes), is the time from the begin, in a unit in which sums are exact.
     """
 
-    place: Int64
+    place: Int32
     parent: Int32
     depth: Int32
     jump: Int32
@@ -755,20 +785,20 @@ class PathTree(Struct, frozen=True):
     total_ns: Float
 
     @classmethod
-    def build(cls, levels: Levels, previous: Int64, rank: Int64, spent_ns: Float) -> PathTree:
-        """The tree of the nodes in these levels, each with its predecessor, its rank and the time
-        in between by cause; the last node is the begin of the recording. spent_ns is overwritten:
-        there are hundreds of megabytes of it."""
+    def build(cls, levels: Levels, paths: BindingPaths) -> PathTree:
+        """The tree of the nodes in these levels; takes over the memory of paths.spent_ns, of which
+        there are hundreds of megabytes."""
+        previous, rank, spent_ns = paths.previous, paths.rank, paths.spent_ns
         count = len(previous)
-        order = np.append(count - 1, levels.node)
-        place = np.empty(count, dtype=np.int64)
+        order = np.append(np.int32(count - 1), levels.node)
+        place = np.empty(count, dtype=np.int32)
         place[order] = np.arange(count)
-        parent = place[previous[order]].astype(np.int32)
+        parent = place[previous[order]]
         for cause in range(spent_ns.shape[1]):
             spent_ns[:, cause] = spent_ns[order, cause]
         total_ns = _round_to_unit(spent_ns, rank[order])
         depth, jump, leave = (np.zeros(count, dtype=np.int32) for _ in range(3))
-        own_rank = rank[order].astype(np.int32)
+        own_rank = rank[order]
         for low, high in pairwise((levels.first + 1).tolist()):
             here, before = slice(low, high), parent[low:high]
             far = jump[before]
@@ -779,7 +809,7 @@ class PathTree(Struct, frozen=True):
             total_ns[here] += total_ns[before]
         return cls(place, parent, depth, jump, leave, own_rank, total_ns)
 
-    def find_common(self, first: Int64, second: Int64) -> Int64:
+    def find_common(self, first: Int32, second: Int32) -> Int32:
         """The last common place of the paths of each pair of places."""
         depth, first, second = self.depth, first.copy(), second.copy()
         swap = depth[first] > depth[second]
@@ -799,7 +829,7 @@ class PathTree(Struct, frozen=True):
             rows = rows[first[rows] != second[rows]]
         return first
 
-    def follow(self, place: Int64, until: Int64) -> Iterator[tuple[Int64, Int64, Float]]:
+    def follow(self, place: Int32, until: Int32) -> Iterator[tuple[Int64, Int64, Float]]:
         """Yields (rows, ranks, times by cause): what the path of each row spends on one rank after
         the other, back to a place of it."""
         rows = np.flatnonzero(place != until)
@@ -811,7 +841,7 @@ class PathTree(Struct, frozen=True):
             rows, at, end = rows[ahead], left[ahead], end[ahead]
 
 
-def _round_to_unit(spent_ns: Float, rank: Int64) -> Float:
+def _round_to_unit(spent_ns: Float, rank: Int32) -> Float:
     """The times as multiples of a power of two, so small that rounding does not count and so large
     that the time along any path is exact; no path takes longer than some rank was recorded."""
     longest = 4 * np.bincount(rank + 1, spent_ns.sum(axis=1)).max(initial=1.0)

@@ -125,13 +125,12 @@ def find_critical_paths(
 ) -> CriticalPaths:
     """The critical paths of the steps of these numbers, which some rank has."""
     activity = [_RankActivity.build(rank) for rank in split.ranks]
-    places = _NodePlaces.build(graph)
     steps: list[PathStep] = []
     parts: list[PathPart] = []
     on_path: dict[int, list[_PathSegment]] = defaultdict(list)
     for number in sorted(numbers):
         begin, end, last = _find_span(graph, number)
-        segments = _walk_back(places, last, begin)
+        segments = _walk_back(graph, last, begin)
         step_parts = tuple(_sum_parts(activity, segments, number))
         assert sum(part.ns for part in step_parts) == end - begin, (
             f"path of step {number} is incomplete"
@@ -161,19 +160,6 @@ def _find_span(graph: DependencyGraph, step: int) -> tuple[int, int, int]:
 # The way back.
 
 
-class _NodePlaces(Struct, frozen=True):
-    """For each node its time, the index of its rank (-1: a synchronization) and the node that
-    determined it (-1: none)."""
-
-    at_ns: list[int]
-    rank: list[int]
-    binding: list[int]
-
-    @classmethod
-    def build(cls, graph: DependencyGraph) -> _NodePlaces:
-        return cls(graph.at_ns.tolist(), graph.list_ranks().tolist(), graph.binding.tolist())
-
-
 class _PathSegment(Struct, frozen=True):
     """A segment of the path on one rank; rank indexes the ranks."""
 
@@ -182,15 +168,20 @@ class _PathSegment(Struct, frozen=True):
     end_ns: int
 
 
-def _walk_back(places: _NodePlaces, node: int, begin: int) -> list[_PathSegment]:
+def _walk_back(graph: DependencyGraph, node: int, begin: int) -> list[_PathSegment]:
     """The path segments from a node back to the time begin."""
+    path = [node]
+    while (node := graph.binding.item(node)) >= 0 and graph.at_ns.item(node) > begin:
+        path.append(node)
+    nodes = np.array(path)
+    ranks, times = graph.find_ranks(nodes).tolist(), graph.at_ns[nodes].tolist()
     segments: list[_PathSegment] = []
-    rank, end = places.rank[node], places.at_ns[node]
-    while (node := places.binding[node]) >= 0 and places.at_ns[node] > begin:
-        if places.rank[node] not in (rank, -1):
-            leave = min(end, places.at_ns[node])
+    rank, end = ranks[0], times[0]
+    for other, at_ns in zip(ranks, times, strict=True):
+        if other not in (rank, -1):
+            leave = min(end, at_ns)
             segments.append(_PathSegment(rank, leave, end))
-            rank, end = places.rank[node], leave
+            rank, end = other, leave
     return [*segments, _PathSegment(rank, begin, end)]
 
 

@@ -15,9 +15,9 @@ from stepsplit.analyzer.split.idle import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
-from stepsplit.analyzer.split.topological_order import NEVER, Levels, Needs
+from stepsplit.analyzer.split.topological_order import NEVER, NO_LEVELS, Levels, Needs
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW, Arrivals
-from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int64, RankTrace, UInt8
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 # The dependency graph of a run, input of a replay.
 
@@ -97,9 +97,9 @@ class DependencyGraph:
     determined it: the latest one, -1 for a node without predecessors.
     """
 
-    before: Int64
+    before: Int32
     work_ns: Int64
-    step: Int64
+    step: Int32
     needs: Needs
     rest_ns: Int64
     levels: Levels
@@ -107,17 +107,18 @@ class DependencyGraph:
     kernels: CommKernels
     steps: StepEdges
     at_ns: Int64
-    binding: Int64
+    binding: Int32
 
     def __len__(self) -> int:
         return len(self.before)
 
-    def list_ranks(self) -> Int64:
-        """The index of the rank of each node, -1 for a synchronization."""
-        rank, counts = np.full(len(self), -1), np.diff(self.timelines.first)
-        rank[: self.timelines.first[-1]] = np.repeat(np.arange(len(counts)), counts)
-        rank[self.kernels.start] = rank[self.kernels.end] = self.kernels.rank
-        return rank
+    def find_ranks(self, nodes: Int64) -> Int64:
+        """The index of the rank of each of these nodes, -1 for a synchronization."""
+        first, kernels = self.timelines.first, self.kernels
+        timeline = np.searchsorted(first, nodes, side="right") - 1
+        event = (nodes - int(first[-1])) // 2
+        of_event = np.append(kernels.rank, -1)[np.clip(event, -1, len(kernels))]
+        return np.where(timeline < len(first) - 1, timeline, of_event)
 
 
 # RunSplit -> DependencyGraph.
@@ -172,33 +173,38 @@ def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
 
 def build_dependency_graph(split: RunSplit) -> DependencyGraph:
     """Build the graph of a recording."""
+    graph = _join_parts(split)
+    levels = Levels.build(graph.before, graph.needs, graph.at_ns)
+    return _bind(replace(graph, levels=levels))
+
+
+def _join_parts(split: RunSplit) -> DependencyGraph:
+    """The graph without levels, with the times of its nodes as measured; the parts by rank, which
+    need as much memory, end here."""
     parts = _GraphParts.build(split)
     kernels = _build_kernels(parts, split)
     edges = _build_edges(parts, kernels, split)
     measured = parts.measured_ns
     count = int(max(len(measured) - 1, edges[0].max(initial=-1), edges[1].max(initial=-1))) + 1
-    before, needs = _build_predecessors(parts, count), _build_needs(edges, count)
-    work = np.zeros((count, len(WORK)), dtype=np.int64)
+    work = np.zeros((count, len(WORK)), dtype=np.int64, order="F")
     work[: parts.main_nodes] = np.concatenate([main.work_ns for main in parts.mains])
-    step = np.full(count, -1)
+    step = np.full(count, -1, dtype=np.int32)
     step[: parts.main_nodes] = np.concatenate(
         [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
     )
-    estimated = _estimate_node_ns(measured, edges, count)
-    graph = DependencyGraph(
-        before=before,
+    return DependencyGraph(
+        before=_build_predecessors(parts, count),
         work_ns=work,
         step=step,
-        needs=needs,
+        needs=_build_needs(edges, count),
         rest_ns=np.zeros(count, dtype=np.int64),
-        levels=Levels.build(before, needs, estimated),
-        timelines=TimelineNodes(np.array(parts.node), measured[: parts.main_nodes]),
+        levels=NO_LEVELS,
+        timelines=TimelineNodes(np.array(parts.node), measured[: parts.main_nodes].copy()),
         kernels=kernels,
         steps=_build_steps(parts, split),
-        at_ns=estimated,
-        binding=np.full(count, -1),
+        at_ns=_estimate_node_ns(measured, edges, count),
+        binding=np.full(count, -1, dtype=np.int32),
     )
-    return _bind(graph, measured)
 
 
 def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
@@ -260,16 +266,16 @@ def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
     return at
 
 
-def _build_predecessors(parts: _GraphParts, count: int) -> Int64:
-    before = np.full(count, -1)
+def _build_predecessors(parts: _GraphParts, count: int) -> Int32:
+    before = np.full(count, -1, dtype=np.int32)
     before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
     before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
     return before
 
 
 def _build_needs(edges: Edges, count: int) -> Needs:
-    order = np.argsort(edges[1], kind="stable")
-    return Needs(np.searchsorted(edges[1][order], np.arange(count + 1)), edges[0][order])
+    first = np.cumsum(np.append(0, np.bincount(edges[1], minlength=count)), dtype=np.int32)
+    return Needs(first, edges[0][np.argsort(edges[1], kind="stable")].astype(np.int32))
 
 
 def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
@@ -284,16 +290,15 @@ def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
     )
 
 
-def _bind(graph: DependencyGraph, measured: Int64) -> DependencyGraph:
+def _bind(graph: DependencyGraph) -> DependencyGraph:
     """Complete the graph by the measured delay of each arrival and each end after its last
     dependency, by its times and by the dependency that determined each of them."""
     levels, work_ns = graph.levels, graph.work_ns.sum(axis=1)
-    node = np.arange(len(graph))
-    events = (node >= int(graph.timelines.first[-1])) & (node < len(measured))
-    known_ns = np.where(events, graph.at_ns, NEVER)
-    roots = ~levels.has_sources
-    known_ns[roots] = graph.at_ns[roots]
-    times = levels.compute_times(work_ns, np.zeros(len(graph), dtype=np.int64), known_ns)
+    known_ns = np.full(len(graph), NEVER)
+    events = np.concatenate((graph.kernels.start, graph.kernels.end))
+    for known in (events, np.flatnonzero(~levels.has_sources)):
+        known_ns[known] = graph.at_ns[known]
+    times = levels.compute_times(work_ns, graph.rest_ns, known_ns)
     latest_ns, binding = levels.find_latest(times, work_ns)
     rest_ns = np.where(known_ns > NEVER, known_ns - latest_ns, 0)
     return replace(graph, rest_ns=rest_ns, at_ns=times, binding=binding)

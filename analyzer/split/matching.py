@@ -132,7 +132,9 @@ class MatchedCalls:
 
     def slice_trace(self, trace: int) -> slice:
         """The rows of one trace, in the order of its calls."""
-        return slice(*np.searchsorted(self.trace, [trace, trace + 1]).tolist())
+        # Of the column's type: otherwise each call would convert all of the column.
+        edges = np.array([trace, trace + 1], dtype=self.trace.dtype)
+        return slice(*np.searchsorted(self.trace, edges).tolist())
 
 
 def match(traces: Sequence[RankTrace], alignment: Alignment | None = None) -> MatchedCalls:

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import list_ranges
-from stepsplit.analyzer.trace import Bool, Int64
+from stepsplit.analyzer.trace import Bool, Int32, Int64
 
 NEVER = -(1 << 61)
 """The time of an event that does not happen; no event waits for it."""
@@ -22,14 +22,14 @@ class Needs(Struct, frozen=True):
     """The dependencies between nodes other than along a timeline: node i needs the nodes
     source[first[i] : first[i + 1]]."""
 
-    first: Int64
-    source: Int64
+    first: Int32
+    source: Int32
 
     @classmethod
     def build(cls, needs: Sequence[Sequence[int]]) -> Needs:
         """From the nodes that each node needs."""
-        first = np.cumsum([0, *map(len, needs)], dtype=np.int64)
-        return cls(first, np.fromiter(chain.from_iterable(needs), np.int64, int(first[-1])))
+        first = np.cumsum([0, *map(len, needs)], dtype=np.int32)
+        return cls(first, np.fromiter(chain.from_iterable(needs), np.int32, int(first[-1])))
 
     def list_by_node(self) -> list[list[int]]:
         """The nodes that each node needs."""
@@ -45,32 +45,29 @@ class Levels(Struct, frozen=True):
     needs. Instead of a row that does not exist, source has the number of rows.
     """
 
-    node: Int64
+    node: Int32
     first: Int64
-    edge: Int64
+    edge: Int32
     source: Int64
 
     @classmethod
-    def build(cls, before: Int64, needs: Needs, measured_ns: Int64) -> Levels:
+    def build(cls, before: Int32, needs: Needs, measured_ns: Int64) -> Levels:
         """The levels of the nodes.
 
         Small clock errors can create cycles between ranks; they are broken at the earliest node.
         """
         every, first = _list_predecessors(before, needs)
         level = _find_levels(every, first, measured_ns)
-        node = np.argsort(level, kind="stable")
+        node = np.argsort(level, kind="stable").astype(np.int32)
         row = np.empty(len(node) + 1, dtype=np.int64)
         row[node] = np.arange(len(node))
         row[-1] = len(node)
-        edge = np.concatenate(([0], np.cumsum(np.diff(first)[node])))
-        moved = every[list_ranges(first[node], np.diff(edge))]
-        earlier = np.append(level, -1)[moved] < np.repeat(level[node], np.diff(edge))
-        return cls(
-            node=node,
-            first=np.searchsorted(level[node], np.arange(level.max(initial=-1) + 2)),
-            edge=edge,
-            source=np.where(earlier, row[moved], len(node)),
-        )
+        counts = np.diff(first)[node]
+        edge = np.cumsum(np.append(0, counts), dtype=np.int32)
+        before_each = every[list_ranges(first[node], counts)]
+        source = row[before_each]
+        source[np.append(level, -1)[before_each] >= np.repeat(level[node], counts)] = len(node)
+        return cls(node, np.append(0, np.cumsum(np.bincount(level))), edge, source)
 
     @property
     def width(self) -> float:
@@ -97,22 +94,22 @@ class Levels(Struct, frozen=True):
 
         known_ns has the times of nodes that need not be computed, else NEVER. All are by node.
         """
-        known_ns = np.full(len(work_ns), NEVER) if known_ns is None else known_ns
         compute = self._compute_by_level if self.is_wide else self._compute_by_row
+        known_by_row = None if known_ns is None else known_ns[self.node]
         times = np.empty(len(self.node), dtype=np.int64)
-        times[self.node] = compute(work_ns[self.node], rest_ns[self.node], known_ns[self.node])
+        times[self.node] = compute(work_ns[self.node], rest_ns[self.node], known_by_row)
         return times
 
-    def find_latest(self, times: Int64, work_ns: Int64) -> tuple[Int64, Int64]:
+    def find_latest(self, times: Int64, work_ns: Int64) -> tuple[Int64, Int32]:
         """(the time at which the last dependency of each node is met, that node); NEVER and -1
         without dependencies. Of several the first; all are by node."""
         at = self._add_work(np.append(times[self.node], NEVER), work_ns[self.node])
         latest = np.maximum.reduceat(at, self.edge[:-1]) if len(at) else at
         is_last = np.flatnonzero(at == np.repeat(latest, np.diff(self.edge)))
         first = is_last[np.searchsorted(is_last, self.edge[:-1])]
-        latest_ns, last = np.empty_like(times), np.empty_like(times)
+        latest_ns, last = np.empty_like(times), np.empty_like(self.node)
         latest_ns[self.node] = np.maximum(latest, NEVER)
-        last[self.node] = np.append(self.node, -1)[self.source[first]]
+        last[self.node] = np.append(self.node, np.int32(-1))[self.source[first]]
         return latest_ns, last
 
     def _add_work(self, times: Int64, work_ns: Int64) -> Int64:
@@ -121,25 +118,25 @@ class Levels(Struct, frozen=True):
         at[self.edge[:-1]] += work_ns
         return at
 
-    def _compute_by_level(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64) -> Int64:
-        times = np.append(known_ns, NEVER)
-        added = np.zeros(len(self.source), dtype=np.int64)
-        added[self.edge[:-1]] = work_ns
+    def _compute_by_level(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None) -> Int64:
+        delay_ns = np.repeat(rest_ns, np.diff(self.edge))
+        delay_ns[self.edge[:-1]] += work_ns
+        times = np.full(len(work_ns) + 1, NEVER)
         for rows, edges in zip(
-            pairwise(self.first.tolist()),
-            pairwise(self.edge[self.first].tolist()),
-            strict=True,
+            pairwise(self.first.tolist()), pairwise(self.edge[self.first].tolist()), strict=True
         ):
             among, own = slice(*edges), slice(*rows)
-            at = times[self.source[among]] + added[among]
+            at = times.take(self.source[among])
+            at += delay_ns[among]
             latest = np.maximum.reduceat(at, self.edge[own] - edges[0])
-            computed = np.maximum(latest + rest_ns[own], NEVER)
-            times[own] = np.where(known_ns[own] > NEVER, known_ns[own], computed)
+            np.maximum(latest, NEVER, out=times[own])
+            if known_ns is not None:
+                np.copyto(times[own], known_ns[own], where=known_ns[own] > NEVER)
         return times[:-1]
 
-    def _compute_by_row(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64) -> Int64:
+    def _compute_by_row(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None) -> Int64:
         source = self.source.tolist()
-        times = [*known_ns.tolist(), NEVER]
+        times = [NEVER] * (len(work_ns) + 1) if known_ns is None else [*known_ns.tolist(), NEVER]
         for row, ((first, last), work, rest) in enumerate(
             zip(pairwise(self.edge.tolist()), work_ns.tolist(), rest_ns.tolist(), strict=True)
         ):
@@ -153,10 +150,16 @@ class Levels(Struct, frozen=True):
         return np.array(times[:-1], dtype=np.int64)
 
 
-def _list_predecessors(before: Int64, needs: Needs) -> tuple[Int64, Int64]:
+_NO_NODES = np.empty(0, dtype=np.int32)
+
+NO_LEVELS = Levels(_NO_NODES, np.zeros(1, np.int64), np.zeros(1, np.int32), np.empty(0, np.int64))
+"""The levels of a graph without nodes."""
+
+
+def _list_predecessors(before: Int32, needs: Needs) -> tuple[Int32, Int32]:
     """(predecessors of all nodes, first of each node): the one before it, then what it needs."""
-    first = needs.first + np.arange(len(needs.first))
-    every = np.empty(int(first[-1]), dtype=np.int64)
+    first = np.add(needs.first, np.arange(len(needs.first)), dtype=np.int32, casting="same_kind")
+    every = np.empty(int(first[-1]), dtype=np.int32)
     needed = np.ones(len(every), dtype=np.bool_)
     needed[first[:-1]] = False
     every[first[:-1]] = before
@@ -169,20 +172,21 @@ class _Followers(Struct, frozen=True):
     the number of nodes on which each node depends."""
 
     first: Int64
-    target: Int64
-    open_count: Int64
+    target: Int32
+    open_count: Int32
 
     @classmethod
-    def build(cls, every: Int64, first: Int64) -> _Followers:
+    def build(cls, every: Int32, first: Int32) -> _Followers:
         count = len(first) - 1
-        target = np.repeat(np.arange(count), np.diff(first))[every >= 0]
-        source = every[every >= 0]
-        by_source = np.argsort(source, kind="stable")
-        begin = np.searchsorted(source[by_source], np.arange(count + 1))
-        return cls(begin, target[by_source], np.bincount(target, minlength=count))
+        known = every >= 0
+        target = np.repeat(np.arange(count, dtype=np.int32), np.diff(first))[known]
+        source = every[known]
+        begin = np.append(0, np.cumsum(np.bincount(source, minlength=count)))
+        open_count = np.bincount(target, minlength=count).astype(np.int32)
+        return cls(begin, target[np.argsort(source, kind="stable")], open_count)
 
 
-def _find_levels(every: Int64, first: Int64, measured_ns: Int64) -> Int64:
+def _find_levels(every: Int32, first: Int32, measured_ns: Int64) -> Int32:
     """The level of each node, from the predecessors of all nodes and the first of each; at a cycle,
     the earliest node waits for none of its other nodes."""
     followers = _Followers.build(every, first)
@@ -190,10 +194,10 @@ def _find_levels(every: Int64, first: Int64, measured_ns: Int64) -> Int64:
     return (_find_levels_at_once if wide else _find_levels_by_node)(followers, measured_ns)
 
 
-def _find_levels_at_once(followers: _Followers, measured_ns: Int64) -> Int64:
+def _find_levels_at_once(followers: _Followers, measured_ns: Int64) -> Int32:
     """The levels, from the followers of all nodes that are ready."""
-    missing, level = followers.open_count.copy(), np.zeros(len(measured_ns), dtype=np.int64)
-    counts = np.diff(followers.first)
+    missing, level = followers.open_count.copy(), np.zeros(len(measured_ns), dtype=np.int32)
+    counts, mark = np.diff(followers.first), np.empty(len(measured_ns), dtype=np.int32)
     stuck: Iterator[int] | None = None
     ready, left = np.flatnonzero(missing == 0), len(level)
     while left:
@@ -206,11 +210,13 @@ def _find_levels_at_once(followers: _Followers, measured_ns: Int64) -> Int64:
         after, next_level = after[following], np.repeat(level[ready] + 1, counts[ready])[following]
         np.maximum.at(level, after, next_level)
         np.subtract.at(missing, after, 1)
-        ready = np.unique(after[missing[after] == 0])
+        ready = after[missing[after] == 0]
+        mark[ready] = np.arange(len(ready))
+        ready = ready[mark[ready] == np.arange(len(ready))]
     return level
 
 
-def _find_levels_by_node(followers: _Followers, measured_ns: Int64) -> Int64:
+def _find_levels_by_node(followers: _Followers, measured_ns: Int64) -> Int32:
     """The levels, node by node."""
     missing, level = followers.open_count.tolist(), [0] * len(measured_ns)
     first, target = followers.first.tolist(), followers.target.tolist()
@@ -228,10 +234,10 @@ def _find_levels_by_node(followers: _Followers, measured_ns: Int64) -> Int64:
                 missing[after] -= 1
                 if not missing[after]:
                     ready.append(after)
-    return np.array(level, dtype=np.int64)
+    return np.array(level, dtype=np.int32)
 
 
-def _release_node(node: int, missing: Int64 | list[int]) -> list[int]:
+def _release_node(node: int, missing: Int32 | list[int]) -> list[int]:
     """Drop the open dependencies of a node; returns it, or no node if it was done already."""
     if missing[node] <= 0:
         return []

@@ -201,9 +201,10 @@ class Events:
 
     def is_category(self, *categories: Category) -> Bool:
         """Whether each event is of one of these categories; shape (n,)."""
-        is_chosen = np.zeros(len(self), dtype=np.bool_)
-        for category in categories:
-            is_chosen |= self.category == category
+        category = self.category
+        is_chosen: Bool = category == categories[0]
+        for other in categories[1:]:
+            is_chosen |= category == other
         return is_chosen
 
     @property

@@ -261,8 +261,10 @@ def _describe_host(context: ReplayContext, ranks: Sequence[int]) -> str:
 
 def _find_behind_any(context: ReplayContext, masks: Sequence[Remedy], remedy: Remedy) -> Finding:
     """The finding behind the largest cause; if that does not mask it and it gains next to nothing
-    alone, behind the next ones."""
+    alone, behind the next ones. A cause of one rank gains at most what it costs that rank."""
     least = MIN_GAIN_SHARE * context.mean_ns
+    if len(remedy.finding.ranks) == 1 and _estimate_cost_ns(remedy) < least / 2:
+        return remedy.finding
     for mask in masks:
         if mask is remedy or mask.finding.gain_ns < least:
             continue

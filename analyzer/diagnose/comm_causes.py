@@ -376,11 +376,16 @@ def find_redundant_gathers(context: ReplayContext) -> list[Finding]:
     The gain is that of a run without the redundant all-gathers.
     """
     gathers: dict[str, list[Int64]] = defaultdict(list)
-    for number, group in enumerate(context.split.matched.groups):
-        axes = context.split.layout.find_axes(group)
-        kernels = _Gathers.build(context, number).find_redundant(axes)
-        if len(kernels):
-            gathers[" x ".join(sorted(axes))].append(kernels)
+    row, matched = context.graph.kernels.row, context.split.matched
+    tensors = np.flatnonzero(
+        (matched.group[row] >= 0) & (matched.message_bytes[row] > SCALAR_BYTES)
+    )
+    order, first = group_rows(matched.group[row[tensors]])
+    for kernels in np.split(tensors[order], first[1:]) if len(tensors) else []:
+        axes = context.split.layout.find_axes(matched.groups[matched.group[row[kernels[0]]]])
+        redundant = _Gathers(context, kernels).find_redundant(axes)
+        if len(redundant):
+            gathers[" x ".join(sorted(axes))].append(redundant)
     return [
         _build_gather_finding(context, axis, np.concatenate(parts))
         for axis, parts in gathers.items()
@@ -403,15 +408,8 @@ class _Gathers:
             matched.message_bytes[row],
             matched.shared[row],
         )
-        self._one = table.rank[kernels] == (table.rank[kernels[0]] if len(kernels) else -1)
+        self._one = table.rank[kernels] == table.rank[kernels[0]]
         self._step = context.graph.steps.step[table.step[kernels]]
-
-    @classmethod
-    def build(cls, context: ReplayContext, group: int) -> _Gathers:
-        row = context.graph.kernels.row
-        matched = context.split.matched
-        large = matched.message_bytes[row] > SCALAR_BYTES
-        return cls(context, np.flatnonzero((matched.group[row] == group) & large))
 
     def find_redundant(self, axes: frozenset[str]) -> Int64:
         """The kernels of redundant all-gathers on all ranks."""

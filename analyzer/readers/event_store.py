@@ -178,7 +178,7 @@ class _StoredKinds(EventKinds):
 # Columns in files. Each process appends to a file of its own, and maps the files of all.
 
 
-class _Columns(Struct, frozen=True):
+class _Place(Struct, frozen=True):
     """Where the columns of a record are in a file; the record is at [begin, end) in bytes."""
 
     file: _StoreFile
@@ -188,12 +188,30 @@ class _Columns(Struct, frozen=True):
     begin: int
     end: int
 
+
+class _Columns:
+    """The columns of a record in a file. Its arrays are made once: hundreds are asked for per
+    rank."""
+
+    __slots__ = ("_arrays", "_content", "_place", "lengths")
+
+    def __init__(self, place: _Place) -> None:
+        self._place, self.lengths = place, place.lengths
+        self._content: mmap.mmap | None = None
+        self._arrays: tuple[_Column, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Columns, (self._place,)
+
     def read(self, number: int) -> _Column:
         """A column, read-only."""
-        content = self.file.map_record(self.begin, self.end)
-        return np.frombuffer(
-            content, self.dtypes[number], self.lengths[number], self.offsets[number]
-        )
+        place = self._place
+        content = place.file.map_record(place.begin, place.end)
+        if content is not self._content:
+            parts = zip(place.dtypes, place.lengths, place.offsets, strict=True)
+            self._arrays = tuple(np.frombuffer(content, *part) for part in parts)
+            self._content = content
+        return self._arrays[number]
 
 
 class _StoreFile:
@@ -253,7 +271,8 @@ def _write(folder: str, columns: Sequence[_Column]) -> _Columns | None:
         return None
     dtypes = tuple(column.dtype.str for column in columns)
     lengths = tuple(map(len, columns))
-    return _Columns(_open_store_file(str(path)), tuple(offsets), dtypes, lengths, begin, end)
+    store_file = _open_store_file(str(path))
+    return _Columns(_Place(store_file, tuple(offsets), dtypes, lengths, begin, end))
 
 
 class _Folder:

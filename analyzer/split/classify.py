@@ -365,19 +365,25 @@ def _note_unused(trace: RankTrace) -> Note:
 
 def _find_missing_device_data(traces: Sequence[RankTrace]) -> list[str]:
     """For each trace, why its device activity is missing; "" if it is not."""
-    launches = [collect_launches(trace.events) for trace in traces]
-    uses_device = [
-        trace.on_device or len(own.start_ns) > 0 or _has_device_backend(trace)
-        for trace, own in zip(traces, launches, strict=True)
-    ]
-    if not any(uses_device):
+    if not any(_uses_device(trace) for trace in traces):
         return [""] * len(traces)
-    return [_explain_missing(*one) for one in zip(traces, launches, strict=True)]
+    return [_explain_missing(trace) for trace in traces]
 
 
-def _explain_missing(trace: RankTrace, launches: Launches) -> str:
-    count, device = len(launches.start_ns), trace.events.is_category(*DEVICE_CATEGORIES)
-    seen = max(int(launches.has_work.sum()), int(device.sum()))
+def _uses_device(trace: RankTrace) -> bool:
+    if trace.on_device or _has_device_backend(trace):
+        return True
+    return len(collect_launches(trace.events).start_ns) > 0
+
+
+def _explain_missing(trace: RankTrace) -> str:
+    device = int(trace.events.is_category(*DEVICE_CATEGORIES).sum())
+    calls = int(trace.events.is_category(Category.RUNTIME).sum())
+    if device and device >= _MIN_WORKED_SHARE * calls:
+        return ""  # there are no more launches than calls of the runtime
+    launches = collect_launches(trace.events)
+    count = len(launches.start_ns)
+    seen = max(int(launches.has_work.sum()), device)
     if seen and seen >= _MIN_WORKED_SHARE * count:
         return ""
     if count:

@@ -720,33 +720,34 @@ def _pair_by_shift(
 
 def _match_kinds(first: Int64, second: Int64) -> Bool:
     """Whether each pair of calls is of one kind; unknown columns match any."""
-    return np.asarray(((first == second) | (first < 0) | (second < 0)).all(axis=-1))
+    alike = np.ones(np.broadcast_shapes(first.shape, second.shape)[:-1], dtype=np.bool_)
+    for column in range(first.shape[-1]):
+        mine, theirs = first[..., column], second[..., column]
+        alike &= (mine == theirs) | (mine < 0) | (theirs < 0)
+    return alike
 
 
 def _measure_scatter_ns(first: CallSequence, second: CallSequence, shifts: Int64) -> Float:
     """For each shift, which pairs some calls, the median distance of the differences of ends to
     their median."""
-    return np.concatenate(
-        [
-            _compute_row_scatter(first.end_ns - second.end_ns[there], paired)
-            for _, there, paired in _pair_by_shift(first, second, shifts)
-        ]
-    )
+    return np.array([_compute_scatter(_subtract_ends(first, second, s)) for s in shifts.tolist()])
 
 
-def _compute_row_scatter(apart_ns: Int64, paired: Bool) -> Float:
-    """The scatter in each row of the differences that are marked."""
-    rows, count = np.arange(len(apart_ns)), paired.sum(axis=1)
-    in_order = np.sort(np.where(paired, apart_ns, _NEVER), axis=1)
-    middle = in_order[rows, count // 2, np.newaxis]
-    distance = np.sort(np.where(paired, np.abs(apart_ns - middle), _NEVER), axis=1)
-    return np.asarray((distance[rows, (count - 1) // 2] + distance[rows, count // 2]) / 2)
+def _compute_scatter(apart_ns: Int64) -> float:
+    low, high = (len(apart_ns) - 1) // 2, len(apart_ns) // 2
+    distance = np.abs(apart_ns - np.partition(apart_ns, high)[high])
+    middle = np.partition(distance, (low, high))
+    return float(middle[low] + middle[high]) / 2
+
+
+def _subtract_ends(first: CallSequence, second: CallSequence, shift: int) -> Int64:
+    """By how much each paired call of the first sequence ends after that of the second."""
+    mine = slice(max(-shift, 0), max(len(second) - shift, 0))
+    return first.end_ns[mine] - second.end_ns[max(shift, 0) : max(shift + len(first), 0)]
 
 
 def _measure_distance_ns(first: CallSequence, second: CallSequence, shift: int) -> int:
-    mine = slice(max(-shift, 0), max(len(second) - shift, 0))
-    theirs = slice(max(shift, 0), shift + len(first))
-    return int(np.median(np.abs(first.end_ns[mine] - second.end_ns[theirs])))
+    return int(np.median(np.abs(_subtract_ends(first, second, shift))))
 
 
 def _apply_shift(first: CallSequence, second: CallSequence, shift: int) -> Int64:

@@ -119,16 +119,17 @@ class Levels(Struct, frozen=True):
         return at
 
     def _compute_by_level(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None) -> Int64:
-        delay_ns = np.repeat(rest_ns, np.diff(self.edge))
-        delay_ns[self.edge[:-1]] += work_ns
+        added_ns = np.zeros(len(self.source), dtype=np.int64)
+        added_ns[self.edge[:-1]] = work_ns
         times = np.full(len(work_ns) + 1, NEVER)
         for rows, edges in zip(
             pairwise(self.first.tolist()), pairwise(self.edge[self.first].tolist()), strict=True
         ):
             among, own = slice(*edges), slice(*rows)
             at = times.take(self.source[among])
-            at += delay_ns[among]
+            at += added_ns[among]
             latest = np.maximum.reduceat(at, self.edge[own] - edges[0])
+            latest += rest_ns[own]
             np.maximum(latest, NEVER, out=times[own])
             if known_ns is not None:
                 np.copyto(times[own], known_ns[own], where=known_ns[own] > NEVER)

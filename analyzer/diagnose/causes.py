@@ -177,24 +177,31 @@ class Unmasked(Struct, frozen=True):
 def unmask(context: ReplayContext, remedies: Sequence[Remedy]) -> Unmasked:
     """The findings of single ranks and links, those that mask each other as sets.
 
-    Causes of one kind whose joint gain exceeds the sum of their own gains are one finding. A cause
-    that the largest one masks says what it gains once that one is fixed.
+    Causes of one kind whose joint gain exceeds the sum of their own gains are one finding, also if
+    that shows only once the largest cause is fixed. A cause that the largest one masks says what it
+    gains once that one is fixed.
     """
-    by_code: dict[str, list[Remedy]] = defaultdict(list)
-    for remedy in remedies:
-        by_code[remedy.finding.code].append(remedy)
-    joined = [one for alike in by_code.values() for one in _join_masked(context, alike)]
+    joined = [one for alike in _group_by_code(remedies) for one in _join_masked(context, alike)]
     joined.sort(key=lambda remedy: -remedy.finding.gain_ns)
     if not joined:
         return Unmasked(())
     if joined[0].finding.gain_ns < MIN_GAIN_SHARE * context.mean_ns:
         return Unmasked(tuple(one.finding for one in _join_masked(context, joined)))
     top, *others = joined
+    others = _join_behind(context, top, others)
+    joined = [top, *others]
     behind = [_find_behind_any(context, joined[:_MAX_MASKS], remedy) for remedy in others]
     hidden = [
         new for new, old in zip(behind, others, strict=True) if new.gain_ns > old.finding.gain_ns
     ]
     return Unmasked((top.finding, *behind), tuple(hidden))
+
+
+def _group_by_code(remedies: Sequence[Remedy]) -> list[list[Remedy]]:
+    by_code: dict[str, list[Remedy]] = defaultdict(list)
+    for remedy in remedies:
+        by_code[remedy.finding.code].append(remedy)
+    return list(by_code.values())
 
 
 def _join_masked(context: ReplayContext, remedies: Sequence[Remedy]) -> list[Remedy]:
@@ -257,6 +264,35 @@ def _describe_host(context: ReplayContext, ranks: Sequence[int]) -> str:
     (host,) = hosts
     others = [rank for rank, at in host_of.items() if at == host and rank not in ranks]
     return f" (on host {host})" if others else f" (all of host {host})"
+
+
+def _join_behind(context: ReplayContext, top: Remedy, others: Sequence[Remedy]) -> list[Remedy]:
+    """The other causes; those of a kind that mask each other once the largest is fixed, as one."""
+    groups = _group_by_code(others)
+    if all(len(alike) < 2 for alike in groups):
+        return list(others)
+    fixed = context.replay_with(top.change(context.graph))
+    joined = [one for alike in groups for one in _join_if_fixed(context, fixed, alike)]
+    return sorted(joined, key=lambda remedy: -remedy.finding.gain_ns)
+
+
+def _join_if_fixed(
+    context: ReplayContext, fixed: ReplayContext, alike: Sequence[Remedy]
+) -> list[Remedy]:
+    """The causes of one kind, those that mask each other in the fixed context as one."""
+    if len(alike) < 2:
+        return list(alike)
+    together = fixed.compute_gain_ns(_apply_all(fixed.graph, alike))
+    if together < MIN_GAIN_SHARE * context.mean_ns:
+        return list(alike)
+    there = {id(one.change): one for one in alike}
+    joined = _join_masked(fixed, [_measure_gain(fixed, one) for one in alike])
+    return [there.get(id(one.change)) or _measure_gain(context, one) for one in joined]
+
+
+def _measure_gain(context: ReplayContext, remedy: Remedy) -> Remedy:
+    gain_ns = context.compute_gain_ns(remedy.change(context.graph))
+    return Remedy(replace(remedy.finding, gain_ns=gain_ns), remedy.change)
 
 
 def _find_behind_any(context: ReplayContext, masks: Sequence[Remedy], remedy: Remedy) -> Finding:

@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
 from stepsplit.dashboard.store.alerts import LASTS_S
@@ -103,18 +105,19 @@ def watch(steps: int, planted: bool) -> list[WatchBatch]:
 def print_run(name: str, batches: list[WatchBatch]) -> tuple[int, int]:
     """Prints the changes of a run; returns the number of those to slower steps, and of those among
     them that lasted long enough for a webhook."""
-    interval = max((batch.interval_steps or 0 for batch in batches), default=0)
-    samples = sum(len(batch.samples) for batch in batches)
+    samples = sorted(sample.step for batch in batches for sample in batch.samples)
     say = sys.stdout.write
-    say(f"{name}: {samples} samples, {interval} steps apart at most\n")
+    apart = median(b - a for a, b in pairwise(samples))
+    say(f"{name}: {len(samples)} samples, {apart:.0f} steps apart\n")
     last, since_ns, lasted_ns = 0, dict[int, int](), dict[int, int]()
     for batch in batches:
         last = max([last, *(window.last_step for window in batch.windows)])
         for event in batch.events:
             if event.kind in ("change", "drift"):
-                say(
-                    f"  by {last}: {event.kind} step {event.step} rank {event.rank}: {event.text}\n"
-                )
+                say(f"  by {last}: {event.kind} step {event.step} rank {event.rank}: {event.text}")
+                begin = max((at for at in (SLOW_FROM, LOADER_FROM) if at <= event.step), default=0)
+                since = sum(begin <= step <= event.step for step in samples)
+                say("\n" if event.before_ns else f"; sample {since} since step {begin}\n")
             if event.kind != "change" or event.before_ns is None or event.after_ns is None:
                 continue
             if event.is_over and event.step in since_ns:

@@ -280,14 +280,15 @@ def _join_if_fixed(
     context: ReplayContext, fixed: ReplayContext, alike: Sequence[Remedy]
 ) -> list[Remedy]:
     """The causes of one kind, those that mask each other in the fixed context as one."""
-    if len(alike) < 2:
-        return list(alike)
-    together = fixed.compute_gain_ns(_apply_all(fixed.graph, alike))
+    ordered = sorted(alike, key=_estimate_cost_ns, reverse=True)
+    members, rest = ordered[:_MAX_MEMBERS], ordered[_MAX_MEMBERS:]
+    together = fixed.compute_gain_ns(_apply_all(fixed.graph, members)) if len(members) > 1 else 0
     if together < MIN_GAIN_SHARE * context.mean_ns:
         return list(alike)
-    there = {id(one.change): one for one in alike}
-    joined = _join_masked(fixed, [_measure_gain(fixed, one) for one in alike])
-    return [there.get(id(one.change)) or _measure_gain(context, one) for one in joined]
+    there = {id(one.change): one for one in members}
+    joined = _join_masked(fixed, [_measure_gain(fixed, one) for one in members])
+    kept = [there.get(id(one.change)) or _measure_gain(context, one) for one in joined]
+    return [*kept, *rest]
 
 
 def _measure_gain(context: ReplayContext, remedy: Remedy) -> Remedy:

@@ -51,6 +51,25 @@ def test_what_a_fleet_was_given_is_found(
     assert mean_ns == pytest.approx(run.step_ns, rel=0.005)
 
 
+def test_the_ranks_of_a_slow_host_are_one_finding_behind_a_slower_link(tmp_path: Path) -> None:
+    """One rank of them alone gains nothing, and all of them hardly before the link is as fast as
+    the others: it slows the stage that is slowest."""
+    fleet = replace(SMALL, microbatches=8, slow_hosts={0: 1.2}, slow_links={17: 16.0})
+    write_fleet(run_fleet(fleet), tmp_path / "fleet")
+    fixed = replace(fleet, slow_links={})
+    cost_ns = run_fleet(fixed).step_ns - run_fleet(replace(fixed, slow_hosts={})).step_ns
+
+    link, host = analyze(tmp_path / "fleet").findings[:2]
+
+    assert (link.code, link.ranks) == ("slow_link", tuple(range(16, 24)))
+    assert (host.code, host.ranks) == ("slow_rank", tuple(range(8)))
+    assert host.message.startswith(
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 are stragglers and mask each other"
+    )
+    assert "the rest once ranks 16, 17, 18, 19, 20, 21, 22, 23 are fixed" in host.message
+    assert host.gain_ns == pytest.approx(cost_ns, rel=0.1)
+
+
 def test_a_microbatch_is_passed_on_when_both_stages_are_ready() -> None:
     """2 microbatches on 2 stages without noise: the last one receives each as it becomes free."""
     fleet = replace(SMALL, dp=1, microbatches=2, noise=0.0, steps=1)

@@ -25,7 +25,7 @@ from stepsplit.analyzer.units import (
     format_signed_milliseconds,
     format_signed_percent,
 )
-from stepsplit.analyzer.watch.records import RankSample, WatchSample
+from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
 from stepsplit.collectors.watch_notes import RankWindow
 
 REFERENCE_POINTS, RECENT_POINTS = 50, 5
@@ -339,15 +339,13 @@ def _find_end(windows: Sequence[RankWindow], steps: int) -> int | None:
 
 class SampleSplit(Struct, frozen=True):
     """A sample in short: its mean split and exposed communication by axis over the ranks, the ranks
-    that may explain a change, and the first finding of its analysis with the rank that it
-    blames."""
+    that may explain a change, and the findings that blame one rank."""
 
     step: int
     mean: Split
     exposed_ns: Mapping[str, float] = {}
     ranks: tuple[RankSample, ...] = ()
-    finding: str = ""
-    finding_rank: int | None = None
+    rank_findings: tuple[RankFinding, ...] = ()
 
 
 _OWN_BUCKETS = tuple(name for name in BUCKETS if name not in WAITS)
@@ -373,7 +371,7 @@ def summarize_sample(sample: WatchSample, own: Collection[int]) -> SampleSplit:
     exposed_ns = {
         axis: fmean(each.exposed_ns.get(axis, 0) for each in sample.ranks) for axis in axes
     }
-    return SampleSplit(sample.step, mean, exposed_ns, kept, sample.finding, sample.finding_rank)
+    return SampleSplit(sample.step, mean, exposed_ns, kept, sample.rank_findings)
 
 
 def explain_change(before: Sequence[SampleSplit], since: Sequence[SampleSplit]) -> ChangeCause:
@@ -400,7 +398,7 @@ def explain_change(before: Sequence[SampleSplit], since: Sequence[SampleSplit]) 
 
 def explain_drift(before: Sequence[SampleSplit], since: Sequence[SampleSplit], rank: int) -> str:
     """The bucket of the rank that has grown most, without its waits, by the medians over the
-    samples, and the newest sample's finding if it blames the rank.
+    samples, and the newest sample's first finding that blames the rank, if possible for it.
 
     A rank that no sample before has is compared with the mean of the ranks.
     """
@@ -408,8 +406,9 @@ def explain_drift(before: Sequence[SampleSplit], since: Sequence[SampleSplit], r
     growth_ns = _find_growth(was, _list_buckets(since, rank))
     name = max(_OWN_BUCKETS, key=lambda one: growth_ns[one])
     text = f"rank {rank}: mostly {name}: {format_signed_milliseconds(growth_ns[name])}"
-    newest = since[-1]
-    return f"{text} ({newest.finding})" if newest.finding_rank == rank else text
+    blaming = [one for one in since[-1].rank_findings if one.rank == rank]
+    blaming.sort(key=lambda one: one.bucket != name)
+    return f"{text} ({blaming[0].text})" if blaming else text
 
 
 def _describe_axis(before: Sequence[SampleSplit], since: Sequence[SampleSplit]) -> str:

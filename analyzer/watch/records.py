@@ -45,6 +45,20 @@ class RankSample(Struct, frozen=True, kw_only=True):
     estimated: bool = False
 
 
+class RankFinding(Struct, frozen=True):
+    """A finding of a sample that blames one rank.
+
+    Attributes:
+        rank: The rank.
+        bucket: The bucket of that rank that it makes longer.
+        text: One sentence.
+    """
+
+    rank: int
+    bucket: str
+    text: str
+
+
 class WatchSample(Struct, frozen=True, kw_only=True):
     """Some recorded steps of some ranks, judged before they count.
 
@@ -57,7 +71,7 @@ class WatchSample(Struct, frozen=True, kw_only=True):
         ranks: The ranks with data; empty if the sample does not count.
         no_data: Why the sample does not count; "" if it does.
         finding: The first finding of its analysis; "" without one.
-        finding_rank: The rank that it blames; None if it is none or several.
+        rank_findings: The findings that blame one rank, largest saving first.
         cost_ns: The training time it cost on the worst rank: slower steps, stop and export.
         traces: The folder of its raw traces if they were kept, under that of the watch; "" if
             not.
@@ -71,7 +85,7 @@ class WatchSample(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSample, ...] = ()
     no_data: str = ""
     finding: str = ""
-    finding_rank: int | None = None
+    rank_findings: tuple[RankFinding, ...] = ()
     cost_ns: int = 0
     traces: str = ""
 

@@ -11,7 +11,7 @@ from stepsplit.analyzer.errors import StepsplitError, write
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.analyzer.units import format_number_list
-from stepsplit.analyzer.watch.records import RankSample, WatchSample
+from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.collectors.watch_notes import SampleReport
 
@@ -43,7 +43,7 @@ def reduce_sample(
         The sample; without ranks and with the reason if it does not count.
     """
     ranks: tuple[RankSample, ...] = ()
-    blamed: tuple[int, ...] = ()
+    rank_findings: tuple[RankFinding, ...] = ()
     no_data, finding = judge_reports(reports), ""
     if not no_data:
         try:
@@ -59,7 +59,7 @@ def reduce_sample(
             no_data = judge_report(report, [each.rank for each in reports])
             ranks = () if no_data else split_ranks(report)
             if report.findings and ranks:
-                finding, blamed = report.findings[0].message, report.findings[0].ranks
+                finding, rank_findings = report.findings[0].message, _list_rank_findings(report)
     first = reports[0]
     return WatchSample(
         id=sample_id,
@@ -70,8 +70,20 @@ def reduce_sample(
         ranks=ranks,
         no_data=no_data,
         finding=finding,
-        finding_rank=blamed[0] if len(blamed) == 1 else None,
+        rank_findings=rank_findings,
         cost_ns=max(each.cost_ns for each in reports),
+    )
+
+
+_MAKES_LONGER = {"uneven_ranks": "compute"}
+"""The bucket of the rank itself where a finding's is that of the ranks that wait for it."""
+
+
+def _list_rank_findings(report: Report) -> tuple[RankFinding, ...]:
+    return tuple(
+        RankFinding(one.ranks[0], _MAKES_LONGER.get(one.code, one.bucket), one.message)
+        for one in report.findings
+        if len(one.ranks) == 1
     )
 
 

@@ -20,7 +20,7 @@ from stepsplit.analyzer.watch.levels import (
     explain_drift,
     summarize_sample,
 )
-from stepsplit.analyzer.watch.records import RankSample, WatchSample
+from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
 from stepsplit.collectors.watch_notes import RankWindow
 
 MS = 1_000_000
@@ -224,11 +224,14 @@ def test_a_change_is_explained_by_what_grew_on_the_rank_that_others_wait_for() -
     assert explain_drift(BEFORE, since, 0) == "rank 0: mostly compute: 0.00 ms"
 
 
-def test_the_finding_of_the_newest_sample_follows_for_the_rank_that_it_blames() -> None:
+def test_a_finding_that_blames_the_rank_for_what_has_grown_follows() -> None:
+    """Rank 1 has more compute as well, as before: that does not explain why it has become idle."""
     loading = replace(
         build_sample(400, (1, 5, 1), late_rank=1),
-        finding="rank 1 waits for its data loader 31 % of the step",
-        finding_rank=1,
+        rank_findings=(
+            RankFinding(1, "compute", "rank 1 has 45 % more compute"),
+            RankFinding(1, "idle", "rank 1 waits for its data loader 31 % of the step"),
+        ),
     )
 
     text = "rank 1: mostly idle: +4.00 ms (rank 1 waits for its data loader 31 % of the step)"

@@ -207,10 +207,20 @@ def _group_by_code(remedies: Sequence[Remedy]) -> list[list[Remedy]]:
 def _join_masked(context: ReplayContext, remedies: Sequence[Remedy]) -> list[Remedy]:
     """The remedies, those that mask each other as one."""
     members = sorted(remedies, key=_estimate_cost_ns, reverse=True)[:_MAX_MEMBERS]
-    alone = sum(max(one.finding.gain_ns, 0) for one in members)
+    if len(members) < 2:
+        return list(remedies)
     gain = context.compute_gain_ns(_apply_all(context.graph, members))
+    return _join_members(context, remedies, members, gain)
+
+
+def _join_members(
+    context: ReplayContext, remedies: Sequence[Remedy], members: list[Remedy], gain: int
+) -> list[Remedy]:
+    """The remedies; these members of them, which gain so much together, as one without those that
+    add next to nothing, if they mask each other."""
+    alone = sum(max(one.finding.gain_ns, 0) for one in members)
     least = MIN_GAIN_SHARE * context.mean_ns
-    if len(members) < 2 or gain <= _MASKED * alone or gain < least:
+    if gain <= _MASKED * alone or gain < least:
         return list(remedies)
     for one in reversed(members):
         others = [member for member in members if member is not one]
@@ -282,11 +292,14 @@ def _join_if_fixed(
     """The causes of one kind, those that mask each other in the fixed context as one."""
     ordered = sorted(alike, key=_estimate_cost_ns, reverse=True)
     members, rest = ordered[:_MAX_MEMBERS], ordered[_MAX_MEMBERS:]
-    together = fixed.compute_gain_ns(_apply_all(fixed.graph, members)) if len(members) > 1 else 0
+    if len(members) < 2:
+        return list(alike)
+    together = fixed.compute_gain_ns(_apply_all(fixed.graph, members))
     if together < MIN_GAIN_SHARE * context.mean_ns:
         return list(alike)
     there = {id(one.change): one for one in members}
-    joined = _join_masked(fixed, [_measure_gain(fixed, one) for one in members])
+    measured = [_measure_gain(fixed, one) for one in members]
+    joined = _join_members(fixed, measured, measured, together)
     kept = [there.get(id(one.change)) or _measure_gain(context, one) for one in joined]
     return [*kept, *rest]
 

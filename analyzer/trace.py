@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,7 @@ class Events:
     correlation: Int64
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
+    _launches: Launches | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -187,11 +189,11 @@ class Events:
 
     def match_prefix(self, prefix: str) -> Bool:
         """Whether each event's name begins with the prefix; shape (n,)."""
-        return self.name_mask(tuple(name.startswith(prefix) for name in self.names))
+        return self.name_mask(_match_prefix(self.names, prefix))
 
     def match_names(self, pattern: re.Pattern[str]) -> Bool:
         """Whether the pattern is found in each event's name; shape (n,)."""
-        return self.name_mask(tuple(pattern.search(name) is not None for name in self.names))
+        return self.name_mask(_match_pattern(self.names, pattern))
 
     def name_mask(self, chosen: tuple[bool, ...]) -> Bool:
         """Whether each event's name is chosen; chosen has one item per name, shape (n,)."""
@@ -202,9 +204,10 @@ class Events:
     def is_category(self, *categories: Category) -> Bool:
         """Whether each event is of one of these categories; shape (n,)."""
         category = self.category
-        is_chosen: Bool = category == categories[0]
+        # numpy compares with an int several times as fast as with a member of an enum
+        is_chosen: Bool = category == int(categories[0])
         for other in categories[1:]:
-            is_chosen |= category == other
+            is_chosen |= category == int(other)
         return is_chosen
 
     @property
@@ -212,15 +215,17 @@ class Events:
         """Whether there are events of an accelerator."""
         return bool(self.is_category(*DEVICE_CATEGORIES).any())
 
+    @property
+    def launches(self) -> Launches:
+        """What launched each event, found once."""
+        if self._launches is None:
+            object.__setattr__(self, "_launches", _find_launches(self))
+        assert self._launches is not None
+        return self._launches
+
     def find_launches(self, rows: Int64) -> Int64:
         """The row of the runtime call that launched each of these rows; -1 for none."""
-        calls = np.flatnonzero(self.is_category(Category.RUNTIME) & (self.correlation >= 0))
-        if not len(calls):
-            return np.full(len(rows), -1, dtype=np.int64)
-        calls = calls[np.argsort(self.correlation[calls], kind="stable")]
-        wanted = self.correlation[rows]
-        at = np.minimum(np.searchsorted(self.correlation[calls], wanted), len(calls) - 1)
-        return np.where(self.correlation[calls[at]] == wanted, calls[at], -1)
+        return self.launches.call[rows].astype(np.int64)
 
     def find_launch_ns(self, rows: Int64) -> Int64:
         """The start in ns of the call that launched each of these rows; -1 if none was recorded."""
@@ -233,10 +238,47 @@ class Events:
         The host runs ahead of the device, so work of earlier steps still runs at the begin. Its
         launches have lower correlation numbers than all that were recorded.
         """
-        launches = self.correlation[self.is_category(Category.RUNTIME) & (self.correlation > 0)]
         own = self.correlation[rows]
-        is_earlier: Bool = (own > 0) & (own < (launches.min() if len(launches) else 0))
+        is_earlier: Bool = (own > 0) & (own < self.launches.first_correlation)
         return is_earlier
+
+
+# Most ranks of a job have the same names.
+
+
+@lru_cache(maxsize=128)
+def _match_prefix(names: tuple[str, ...], prefix: str) -> tuple[bool, ...]:
+    return tuple(name.startswith(prefix) for name in names)
+
+
+@lru_cache(maxsize=128)
+def _match_pattern(names: tuple[str, ...], pattern: re.Pattern[str]) -> tuple[bool, ...]:
+    return tuple(pattern.search(name) is not None for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """call has the row of the runtime call that launched each event, -1 for none; of the calls,
+    first_correlation is the lowest correlation number above 0, 0 without any."""
+
+    call: Int32
+    first_correlation: int
+
+
+def _find_launches(events: Events) -> Launches:
+    calls = np.flatnonzero(events.is_category(Category.RUNTIME) & (events.correlation >= 0))
+    number = events.correlation[calls]
+    if len(calls) and (number[1:] < number[:-1]).any():
+        order = np.argsort(number, kind="stable")
+        calls, number = calls[order], number[order]
+    call = np.full(len(events), -1, dtype=np.int32)
+    if len(calls):
+        launched = np.flatnonzero(events.correlation >= 0)
+        wanted = events.correlation[launched]
+        at = np.minimum(np.searchsorted(number, wanted), len(calls) - 1)
+        call[launched] = np.where(number[at] == wanted, calls[at], -1)
+    above = number[number > 0]
+    return Launches(call, int(above[0]) if len(above) else 0)
 
 
 class EventKind(IntEnum):
@@ -265,7 +307,7 @@ class EventKinds:
         """Whether each event is of one of these kinds."""
         is_chosen = np.zeros(len(self.kind), dtype=np.bool_)
         for kind in kinds:
-            is_chosen |= self.kind == kind
+            is_chosen |= self.kind == int(kind)
         return is_chosen
 
     @property

@@ -29,7 +29,7 @@ def scale_work(graph: DependencyGraph, work: str, times: Float) -> DependencyGra
     """Scale the durations of one kind of WORK by a factor per row of the steps."""
     changed = graph.work_ns.copy(order="K")
     column = WORK.index(work)
-    nodes = np.flatnonzero((graph.step >= 0) & (times != 1)[graph.step])
+    nodes = np.flatnonzero(np.append(times != 1, False)[graph.step])
     changed[nodes, column] = np.rint(changed[nodes, column] * times[graph.step[nodes]])
     return replace(graph, work_ns=changed)
 
@@ -379,30 +379,36 @@ def replay(graph: DependencyGraph) -> ReplayedSteps:
     earlier than the others in every step would have begun earlier. So the lead that the replayed
     ranks have at the begin of the later steps is given to them at the begin of the first one.
     """
-    steps = graph.steps
-    times = compute_times(graph)
-    step_ns = times[steps.end] - times[steps.begin]
-    lead = _find_lasting_leads(graph, times)
+    begin_ns, end_ns = _compute_step_times(graph)
+    step_ns = end_ns - begin_ns
+    lead = _find_lasting_leads(graph, begin_ns)
     if np.abs(lead).max(initial=0) > _LEAST_LEAD * max(float(step_ns.mean()), 1.0):
         rest = graph.rest_ns.copy()
         first = graph.timelines.first
         led = np.flatnonzero(np.diff(first) > 0)
         rest[first[led]] += lead[led]
-        times = compute_times(replace(graph, rest_ns=rest))
-        step_ns = times[steps.end] - times[steps.begin]
-    return ReplayedSteps(step_ns, steps.full)
+        begin_ns, end_ns = _compute_step_times(replace(graph, rest_ns=rest))
+    return ReplayedSteps(end_ns - begin_ns, graph.steps.full)
 
 
-def _find_lasting_leads(graph: DependencyGraph, times: Int64) -> Int64:
+def _compute_step_times(graph: DependencyGraph) -> tuple[Int64, Int64]:
+    """The begins and the ends of the steps, in ns of the common clock."""
+    steps = graph.steps
+    nodes = np.concatenate([steps.begin, steps.end])
+    times = graph.levels.compute_times(graph.work_ns.sum(axis=1), graph.rest_ns, nodes=nodes)
+    return times[: len(steps.begin)], times[len(steps.begin) :]
+
+
+def _find_lasting_leads(graph: DependencyGraph, begin_ns: Int64) -> Int64:
     """By how much each rank begins the later steps later than recorded, beyond the median rank: the
-    median over the steps; 0 for a recording of one step."""
+    median over the steps; 0 for a recording of one step. begin_ns has the begins of all steps."""
     steps, ranks = graph.steps, len(graph.timelines.first) - 1
     numbers = np.unique(steps.step)
     if len(numbers) < 2:
         return np.zeros(ranks, dtype=np.int64)
     shift = np.full((ranks, len(numbers)), np.nan)
     column = np.searchsorted(numbers, steps.step)
-    shift[steps.rank, column] = times[steps.begin] - graph.at_ns[steps.begin]
+    shift[steps.rank, column] = begin_ns - graph.at_ns[steps.begin]
     later = shift[:, 1:] - np.nanmedian(shift[:, 1:], axis=0)
     known = ~np.isnan(later).all(axis=1)
     lead = np.zeros(ranks)

@@ -28,6 +28,7 @@ from stepsplit.analyzer.trace import (
     Int32,
     Int64,
     Lane,
+    Launches,
     RankTrace,
     Shapes,
     UInt8,
@@ -63,10 +64,12 @@ def store_events(folder: str, events: Events) -> Events:
     """The events, with columns in the folder; the same events if the disk is full."""
     if isinstance(events, _StoredEvents):
         return events
-    columns = _write(folder, [getattr(events, name) for name in _EVENT_COLUMNS])
+    launches = events.launches
+    columns = _write(folder, [*(getattr(events, name) for name in _EVENT_COLUMNS), launches.call])
     if columns is None:
         return events
-    return _StoredEvents(columns, events.names, events.lanes, events.on_device)
+    first = launches.first_correlation
+    return _StoredEvents(columns, events.names, events.lanes, events.on_device, first)
 
 
 def store_shapes(folder: str, shapes: Shapes) -> Shapes:
@@ -108,10 +111,11 @@ def _make_property(number: int) -> Any:
 
 
 class _StoredEvents(Events):
-    __slots__ = ("_columns", "_on_device")
+    __slots__ = ("_columns", "_first_correlation", "_on_device")
 
     _columns: _Columns
     _on_device: bool
+    _first_correlation: int
 
     start_ns: Int64 = _make_property(0)
     dur_ns: Int64 = _make_property(1)
@@ -121,10 +125,16 @@ class _StoredEvents(Events):
     category: UInt8 = _make_property(5)
 
     def __init__(
-        self, columns: _Columns, names: Sequence[str], lanes: tuple[Lane, ...], on_device: bool
+        self,
+        columns: _Columns,
+        names: Sequence[str],
+        lanes: tuple[Lane, ...],
+        on_device: bool,
+        first_correlation: int,
     ) -> None:
         _set(self, "_columns", columns)
         _set(self, "_on_device", on_device)
+        _set(self, "_first_correlation", first_correlation)
         # The ranks of a job have most names in common.
         _set(self, "names", tuple(map(intern, names)))
         _set(self, "lanes", lanes)
@@ -136,8 +146,13 @@ class _StoredEvents(Events):
     def on_device(self) -> bool:
         return self._on_device
 
+    @property
+    def launches(self) -> Launches:
+        return Launches(self._columns.read(6), self._first_correlation)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _StoredEvents, (self._columns, self.names, self.lanes, self._on_device)
+        own = self._columns, self.names, self.lanes, self._on_device, self._first_correlation
+        return _StoredEvents, own
 
 
 class _StoredShapes(Shapes):

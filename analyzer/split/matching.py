@@ -636,6 +636,8 @@ def pair_sequences(
     Among equally good pairings, the likely one is used; else, on one clock, the one clearly closest
     in time; else the one that pairs the most calls with the smallest shift.
     """
+    if one_clock and likely is None and _end_together(first, second):
+        likely = 0
     if likely is not None and _fits_closely(first, second, likely):
         return Pairing(_apply_shift(first, second, likely), False)
     shifts = _find_consistent(first, second, _list_shifts(MAX_SHIFT))
@@ -646,6 +648,11 @@ def pair_sequences(
         return Pairing(_apply_shift(first, second, likely), False)
     best = _choose_closest(first, second, fitting) if one_clock else fitting[0]
     return Pairing(_apply_shift(first, second, best), len(fitting) > 1)
+
+
+def _end_together(first: CallSequence, second: CallSequence) -> bool:
+    """Whether as many calls end within noise of each other: no other pairing is clearly closer."""
+    return len(first) == len(second) and _measure_distance_ns(first, second, 0) <= _NOISE_NS
 
 
 def _choose_closest(first: CallSequence, second: CallSequence, fitting: list[int]) -> int:
@@ -723,6 +730,8 @@ def _match_kinds(first: Int64, second: Int64) -> Bool:
     alike = np.ones(np.broadcast_shapes(first.shape, second.shape)[:-1], dtype=np.bool_)
     for column in range(first.shape[-1]):
         mine, theirs = first[..., column], second[..., column]
+        if (mine < 0).all():
+            continue
         alike &= (mine == theirs) | (mine < 0) | (theirs < 0)
     return alike
 

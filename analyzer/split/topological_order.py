@@ -40,12 +40,14 @@ class Needs(Struct, frozen=True):
 class Levels(Struct, frozen=True):
     """The nodes in topological order, level by level: a node depends on earlier levels only.
 
-    node[i] is the node of row i; level k has the rows from first[k] to first[k + 1]. Row i depends
+    node[i] is the node of row i and row[j] the row of node j; level k has the rows from first[k] to
+    first[k + 1]. Row i depends
     on the rows source[edge[i] : edge[i + 1]]: the one before it on the timeline, then those that it
     needs. Instead of a row that does not exist, source has the number of rows.
     """
 
     node: Int32
+    row: Int32
     first: Int64
     edge: Int32
     source: Int64
@@ -59,15 +61,15 @@ class Levels(Struct, frozen=True):
         every, first = _list_predecessors(before, needs)
         level = _find_levels(every, first, measured_ns)
         node = np.argsort(level, kind="stable").astype(np.int32)
-        row = np.empty(len(node) + 1, dtype=np.int64)
+        row = np.empty(len(node) + 1, dtype=np.int32)
         row[node] = np.arange(len(node))
         row[-1] = len(node)
         counts = np.diff(first)[node]
         edge = np.cumsum(np.append(0, counts), dtype=np.int32)
         before_each = every[list_ranges(first[node], counts)]
-        source = row[before_each]
+        source = row[before_each].astype(np.int64)
         source[np.append(level, -1)[before_each] >= np.repeat(level[node], counts)] = len(node)
-        return cls(node, np.append(0, np.cumsum(np.bincount(level))), edge, source)
+        return cls(node, row[:-1], np.append(0, np.cumsum(np.bincount(level))), edge, source)
 
     @property
     def width(self) -> float:
@@ -88,17 +90,25 @@ class Levels(Struct, frozen=True):
             has_sources[self.node] = np.logical_or.reduceat(known, self.edge[:-1])
         return has_sources
 
-    def compute_times(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None = None) -> Int64:
-        """The time of each node: the latest of the one before it on its timeline plus the work in
-        between, and of those that it needs, plus the rest; NEVER if all of these never happen.
+    def compute_times(
+        self,
+        work_ns: Int64,
+        rest_ns: Int64,
+        known_ns: Int64 | None = None,
+        nodes: Int64 | None = None,
+    ) -> Int64:
+        """The time of each of these nodes, of all by default: the latest of the one before it on
+        its timeline plus the work in between, and of those that it needs, plus the rest; NEVER if
+        all of these never happen.
 
-        known_ns has the times of nodes that need not be computed, else NEVER. All are by node.
+        known_ns has the times of nodes that need not be computed, else NEVER; it, work_ns and
+        rest_ns are by node.
         """
         compute = self._compute_by_level if self.is_wide else self._compute_by_row
         known_by_row = None if known_ns is None else known_ns[self.node]
-        times = np.empty(len(self.node), dtype=np.int64)
-        times[self.node] = compute(work_ns[self.node], rest_ns[self.node], known_by_row)
-        return times
+        times = compute(work_ns[self.node], rest_ns[self.node], known_by_row)
+        times[times < NEVER // 2] = NEVER
+        return times[self.row if nodes is None else self.row[nodes]]
 
     def find_latest(self, times: Int64, work_ns: Int64) -> tuple[Int64, Int32]:
         """(the time at which the last dependency of each node is met, that node); NEVER and -1
@@ -122,17 +132,20 @@ class Levels(Struct, frozen=True):
         added_ns = np.zeros(len(self.source), dtype=np.int64)
         added_ns[self.edge[:-1]] = work_ns
         times = np.full(len(work_ns) + 1, NEVER)
-        for rows, edges in zip(
-            pairwise(self.first.tolist()), pairwise(self.edge[self.first].tolist()), strict=True
+        first, first_edge = self.first.tolist(), self.edge[self.first]
+        begin = self.edge[:-1] - np.repeat(first_edge[:-1], np.diff(self.first))
+        source, latest_of = self.source, np.maximum.reduceat
+        for (low, high), (begins, ends) in zip(
+            pairwise(first), pairwise(first_edge.tolist()), strict=True
         ):
-            among, own = slice(*edges), slice(*rows)
-            at = times.take(self.source[among])
-            at += added_ns[among]
-            latest = np.maximum.reduceat(at, self.edge[own] - edges[0])
-            latest += rest_ns[own]
-            np.maximum(latest, NEVER, out=times[own])
+            at = times.take(source[begins:ends])
+            at += added_ns[begins:ends]
+            latest = times[low:high]
+            latest_of(at, begin[low:high], out=latest)
+            latest += rest_ns[low:high]
             if known_ns is not None:
-                np.copyto(times[own], known_ns[own], where=known_ns[own] > NEVER)
+                known = known_ns[low:high]
+                np.copyto(latest, known, where=known > NEVER)
         return times[:-1]
 
     def _compute_by_row(self, work_ns: Int64, rest_ns: Int64, known_ns: Int64 | None) -> Int64:
@@ -147,13 +160,15 @@ class Levels(Struct, frozen=True):
             for needed in source[first + 1 : last]:
                 if times[needed] > at:
                     at = times[needed]
-            times[row] = at + rest if at + rest > NEVER else NEVER
+            times[row] = at + rest
         return np.array(times[:-1], dtype=np.int64)
 
 
 _NO_NODES = np.empty(0, dtype=np.int32)
 
-NO_LEVELS = Levels(_NO_NODES, np.zeros(1, np.int64), np.zeros(1, np.int32), np.empty(0, np.int64))
+NO_LEVELS = Levels(
+    _NO_NODES, _NO_NODES, np.zeros(1, np.int64), np.zeros(1, np.int32), np.empty(0, np.int64)
+)
 """The levels of a graph without nodes."""
 
 

@@ -395,7 +395,7 @@ def _build_header(fleet: Fleet, rank: int) -> str:
     header = {
         "schemaVersion": 1, "deviceProperties": [device], "distributedInfo": job,
         "displayTimeUnit": "ms", "baseTimeNanoseconds": _BASE_NS,
-        "hostname": f"node{rank // RANKS_PER_HOST:04d}",
+        "host_name": f"node{rank // RANKS_PER_HOST:04d}",
     }  # fmt: skip
     return json.dumps(header)[:-1]
 

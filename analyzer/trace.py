@@ -169,7 +169,7 @@ class Events:
     correlation: Int64
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
-    _launches: Launches | None = field(default=None, init=False, repr=False, compare=False)
+    _launches: LaunchCalls | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.start_ns)
@@ -216,7 +216,7 @@ class Events:
         return bool(self.is_category(*DEVICE_CATEGORIES).any())
 
     @property
-    def launches(self) -> Launches:
+    def launches(self) -> LaunchCalls:
         """What launched each event, found once."""
         if self._launches is None:
             object.__setattr__(self, "_launches", _find_launches(self))
@@ -257,7 +257,7 @@ def _match_pattern(names: tuple[str, ...], pattern: re.Pattern[str]) -> tuple[bo
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
+class LaunchCalls:
     """call has the row of the runtime call that launched each event, -1 for none; of the calls,
     first_correlation is the lowest correlation number above 0, 0 without any."""
 
@@ -265,7 +265,7 @@ class Launches:
     first_correlation: int
 
 
-def _find_launches(events: Events) -> Launches:
+def _find_launches(events: Events) -> LaunchCalls:
     calls = np.flatnonzero(events.is_category(Category.RUNTIME) & (events.correlation >= 0))
     number = events.correlation[calls]
     if len(calls) and (number[1:] < number[:-1]).any():
@@ -278,7 +278,7 @@ def _find_launches(events: Events) -> Launches:
         at = np.minimum(np.searchsorted(number, wanted), len(calls) - 1)
         call[launched] = np.where(number[at] == wanted, calls[at], -1)
     above = number[number > 0]
-    return Launches(call, int(above[0]) if len(above) else 0)
+    return LaunchCalls(call, int(above[0]) if len(above) else 0)
 
 
 class EventKind(IntEnum):

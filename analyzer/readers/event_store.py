@@ -28,7 +28,7 @@ from stepsplit.analyzer.trace import (
     Int32,
     Int64,
     Lane,
-    Launches,
+    LaunchCalls,
     RankTrace,
     Shapes,
     UInt8,
@@ -147,8 +147,8 @@ class _StoredEvents(Events):
         return self._on_device
 
     @property
-    def launches(self) -> Launches:
-        return Launches(self._columns.read(6), self._first_correlation)
+    def launches(self) -> LaunchCalls:
+        return LaunchCalls(self._columns.read(6), self._first_correlation)
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = self._columns, self.names, self.lanes, self._on_device, self._first_correlation

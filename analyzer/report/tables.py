@@ -239,16 +239,28 @@ def _find_path(folder: Path, kind: type) -> Path:
 def _read(folder: Path, kind: type[_T]) -> _T:
     import pyarrow.parquet as pq
 
+    names = [column.name for column in fields(kind)]
+    texts = [name for name in names if name in _TEXTS]
     # read_table would import pyarrow.dataset, which takes half a second.
-    with pq.ParquetFile(_find_path(folder, kind)) as file:
+    with pq.ParquetFile(_find_path(folder, kind), read_dictionary=texts) as file:
         table = file.read()
-    return kind(**{column.name: _read_column(table, column.name) for column in fields(kind)})
+    return kind(**{name: _read_column(table, name) for name in names})
 
 
 def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """The column with its original dtype: Arrow returns strings as objects."""
-    values: npt.NDArray[Any] = table.column(name).to_numpy()
-    return values.astype(np.str_) if values.dtype == np.object_ else values
+    column = table.column(name)
+    if name not in _TEXTS:
+        values: npt.NDArray[Any] = column.to_numpy()
+        return values
+    coded = column.unify_dictionaries().combine_chunks()
+    texts = np.array(coded.dictionary.to_pylist(), dtype=np.str_)
+    repeated: npt.NDArray[np.str_] = texts[coded.indices.to_numpy()]
+    return repeated
+
+
+_TEXTS = ("axis", "op")
+"""Columns of a few different texts."""
 
 
 # RunSplit -> Slices: kernels, and the parts of each call, on the common clock.

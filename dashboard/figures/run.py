@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 
@@ -29,10 +29,14 @@ from stepsplit.analyzer.units import (
     format_signed_milliseconds,
 )
 from stepsplit.dashboard.figures import theme
+from stepsplit.dashboard.figures.communication import RankGroup
 
 # Time split: stacked bars by rank or by step.
 
 SPLIT_HEIGHT = 340
+
+MAX_RANK_BARS = 64
+"""Most ranks with a bar each; of more, their groups have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,62 @@ def draw_split_by_rank(report: Report) -> go.Figure:
     for rank, steps in rows:
         of_host = f" on {theme.escape_text(hosts[rank])}" if rank in hosts else ""
         heading = f"<b>rank {rank}</b>{of_host}, median of {len(steps)} steps"
-        bars.append(Bar(str(rank), heading, _compute_median_split(steps)))
+        bars.append(Bar(str(rank), heading, compute_median_split(steps)))
     return _draw_stacked_bars(bars, "rank", "ms per step, median of full steps")
+
+
+def draw_split_by_group(report: Report, groups: Sequence[RankGroup]) -> go.Figure:
+    """One bar per group of ranks, in ms: the mean over its ranks and their full steps."""
+    group_of = {rank: place for place, group in enumerate(groups) for rank in group.ranks}
+    rows: dict[int, list[StepRow]] = defaultdict(list)
+    for row in select_full_steps(report.steps):
+        if row.rank in group_of:
+            rows[group_of[row.rank]].append(row)
+    bars = []
+    for place, steps in sorted(rows.items()):
+        label = theme.escape_text(groups[place].label)
+        heading = f"<b>{label}</b>, mean of {len({row.rank for row in steps}):,} ranks"
+        bars.append(Bar(label, heading, _compute_mean_split(steps)))
+    return _draw_stacked_bars(bars, "", "ms per step, mean of full steps")
+
+
+def draw_busy_grid(
+    columns: Sequence[RankGroup], title: str, excess_ns: Mapping[int, float]
+) -> go.Figure:
+    """A cell per rank: by how much longer than usual it is busy, in ms per step.
+
+    Args:
+        columns: The ranks of each host or other group, in order.
+        title: What the place in a column is.
+        excess_ns: The excess in ns by rank.
+    """
+    shape = max(len(one.ranks) for one in columns), len(columns)
+    excess, rank = np.full(shape, np.nan), np.full(shape, -1)
+    for place, one in enumerate(columns):
+        rank[: len(one.ranks), place] = one.ranks
+        excess[: len(one.ranks), place] = [excess_ns.get(each, np.nan) for each in one.ranks]
+    figure = theme.build_blank_figure(min(96 + 20 * shape[0], 480), "", title)
+    figure.add_trace(
+        go.Heatmap(
+            z=np.round(theme.convert_to_ms(excess), 4),
+            x=[theme.escape_text(one.label) for one in columns],
+            y=np.arange(shape[0]),
+            customdata=rank,
+            colorscale=_EXCESS_SCALE,
+            zmid=0,
+            colorbar={"title": {"text": "ms"}, "thickness": 12},
+            hovertemplate="rank %{customdata} (%{x}): %{z:+.4g} ms<extra></extra>",
+            hoverongaps=False,
+        )
+    )
+    figure.update_layout(margin={"t": 8})
+    figure.update_xaxes(type="category", showgrid=False, nticks=24)
+    figure.update_yaxes(autorange="reversed", showgrid=False, dtick=max(1, shape[0] // 8))
+    return figure
+
+
+_EXCESS_SCALE = [[0.0, theme.BETTER], [0.5, "rgba(141,148,158,0.10)"], [1.0, theme.WORSE]]
+"""Less than usual, usual, more."""
 
 
 def draw_split_by_step(report: Report, rank: int | None = None) -> go.Figure:
@@ -85,7 +143,8 @@ def _group_rows(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRo
     return sorted(groups.items())
 
 
-def _compute_median_split(rows: Sequence[StepRow]) -> Split:
+def compute_median_split(rows: Sequence[StepRow]) -> Split:
+    """The median of each bucket over these steps."""
     columns = zip(*(row.split.buckets_ns for row in rows), strict=True)
     return Split(*(round(median(column)) for column in columns))
 

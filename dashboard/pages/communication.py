@@ -30,6 +30,7 @@ from stepsplit.dashboard.figures.communication import (
 )
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
 from stepsplit.dashboard.pages.components import (
+    MAX_ROWS,
     AddressQuery,
     Cell,
     View,
@@ -201,10 +202,10 @@ def build_stragglers(report: Report) -> list[html.Section]:
     calls, messages = (_select_late_ranks(late, message=kind) for kind in (False, True))
     parts: list[Component] = []
     if calls:
-        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls]))
+        parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls[:MAX_ROWS]]))
     if messages:
         label = "messages (the schedule decides which end waits)"
-        rows = [_build_late_row(one) for one in messages]
+        rows = [_build_late_row(one) for one in messages[:MAX_ROWS]]
         parts.append(
             build_collapsed(label + format_hidden_rows(messages), build_table(_HEADS, rows))
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from dash import html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
@@ -21,6 +22,7 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     SameCalls,
+    StepRow,
     compute_step_median_ns,
     merge_groups,
     select_full_steps,
@@ -36,10 +38,15 @@ from stepsplit.analyzer.units import (
     format_percent,
     format_signed_percent,
 )
+from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.figures.run import (
+    MAX_RANK_BARS,
+    compute_median_split,
     compute_path_shares,
+    draw_busy_grid,
     draw_critical_path,
     draw_predicted_and_measured,
+    draw_split_by_group,
     draw_split_by_rank,
     draw_split_by_step,
     draw_waterfall,
@@ -68,6 +75,7 @@ from stepsplit.dashboard.pages.components import (
     format_subtitle,
 )
 from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.timeline import RankGrouping, list_report_groupings
 from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
@@ -88,7 +96,7 @@ def build_overview(view: View) -> list[Component]:
             ],
             className="columns",
         ),
-        _build_splits(view),
+        *_build_splits(view),
         *build_critical_path(view),
         *build_coverage(report),
         *build_warnings(report),
@@ -141,20 +149,87 @@ def _build_missing_model(view: View) -> list[html.Section]:
     return [build_section("Model comparison", "not available", *words)]
 
 
-def _build_splits(view: View) -> html.Div:
-    """The time split by rank and by step."""
-    ranks = build_graph("by-rank", draw_split_by_rank(view.report))
-    steps = build_graph("by-step", draw_split_by_step(view.report))
+def _build_splits(view: View) -> list[Component]:
+    """The time split by rank and by step; of many ranks by group, and where they differ."""
+    report = view.report
     click_hint = "; click a bar to open its timeline" if view.run_id else ""
-    return html.Div(
+    many = len(report.run.ranks) > MAX_RANK_BARS
+    groupings = list_report_groupings(report) if many else ()
+    grouping = _choose_bars(groupings)
+    if grouping is None:
+        graph = build_graph("by-rank", draw_split_by_rank(report))
+        note = f"median of each bucket over full steps{click_hint}"
+        first = build_section("By rank", note, graph)
+    else:
+        graph = build_graph("by-group", draw_split_by_group(report, grouping.groups))
+        first = build_section(f"By {grouping.by}", "mean over ranks and full steps", graph)
+    steps = build_graph("by-step", draw_split_by_step(report))
+    note = f"mean over ranks; pale steps are not in medians{click_hint}"
+    columns = html.Div([first, build_section("By step", note, steps)], className="columns")
+    return [columns, _build_busy_ranks(view, groupings)] if many else [columns]
+
+
+def _choose_bars(groupings: Sequence[RankGrouping]) -> RankGrouping | None:
+    """By stage or host, else by the first mesh axis with few enough groups."""
+    few = [one for one in groupings if len(one.groups) <= MAX_RANK_BARS]
+    return few[0] if few else None
+
+
+def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Section:
+    """How much longer each rank is busy than usual, as a grid by host and as a table."""
+    report, by = view.report, {one.by: one.groups for one in groupings}
+    ranks = list_busy_ranks(report, by.get("stage", (RankGroup("", report.run.ranks),)))
+    columns = by.get("host") or _cut_in_columns(report.run.ranks)
+    columns = tuple(sorted(columns, key=lambda one: one.ranks[0]))
+    column_of = {rank: one.label for one in columns for rank in one.ranks}
+    rows = [
         [
-            build_section("By rank", f"median of each bucket over full steps{click_hint}", ranks),
-            build_section(
-                "By step", f"mean over ranks; pale steps are not in medians{click_hint}", steps
-            ),
-        ],
-        className="columns",
-    )
+            Cell(f"rank {one.rank}"),
+            Cell(column_of[one.rank]),
+            build_time_cell(one.excess_ns),
+            *map(build_time_cell, one.split.buckets_ns),
+        ]
+        for one in ranks[:MAX_ROWS]
+    ]
+    heads = ("rank", "host" if "host" in by else "ranks", "longer by", *BUCKETS)
+    whose = "its stage" if "stage" in by else "the job"
+    note = f"busy (all but skew and bubble) longer than the median rank of {whose}, per step"
+    on = "rank of the host" if "host" in by else "rank of these"
+    grid = draw_busy_grid(columns, on, {one.rank: one.excess_ns for one in ranks})
+    return build_section("Ranks", note, build_graph("busy-ranks", grid), build_table(heads, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class BusyRank:
+    """The median of each bucket of a rank, and by how much longer it is busy per step than the
+    median rank of its stage: all time but skew and bubble, in which it waits."""
+
+    rank: int
+    split: Split
+    excess_ns: float
+
+    @property
+    def busy_ns(self) -> int:
+        return self.split.step_ns - self.split.skew_ns - self.split.bubble_ns
+
+
+def list_busy_ranks(report: Report, stages: Sequence[RankGroup]) -> tuple[BusyRank, ...]:
+    """The ranks of these stages, the longest busy first."""
+    steps: dict[int, list[StepRow]] = defaultdict(list)
+    for row in select_full_steps(report.steps):
+        steps[row.rank].append(row)
+    ranks: list[BusyRank] = []
+    for stage in stages:
+        own = [BusyRank(n, compute_median_split(steps[n]), 0) for n in stage.ranks if n in steps]
+        usual_ns = median(one.busy_ns for one in own) if own else 0
+        ranks += [replace(one, excess_ns=one.busy_ns - usual_ns) for one in own]
+    return tuple(sorted(ranks, key=lambda one: -one.excess_ns))
+
+
+def _cut_in_columns(ranks: Sequence[int]) -> tuple[RankGroup, ...]:
+    """Ranks without hosts, 32 in a column."""
+    parts = [tuple(ranks[at : at + 32]) for at in range(0, len(ranks), 32)]
+    return tuple(RankGroup(f"ranks {part[0]} to {part[-1]}", part) for part in parts)
 
 
 # The tables of a run's page; each is an empty list if the report has no rows for it.

@@ -460,6 +460,10 @@ def _build_tabs(run_id: str, page: str) -> html.Nav:
     return html.Nav(links, className="tabs", **build_aria_label("pages of this run"))
 
 
+TABLE_PAGES = ("timeline", "pipeline", "collectives")
+"""The pages that show more than the report; reading the tables of many ranks takes a second."""
+
+
 def _build_content(view: View, address: Address) -> list[Component]:
     match address.page:
         case "timeline":

@@ -356,6 +356,12 @@ def list_rank_locations(report: Report, tables: Tables) -> tuple[RankLocation, .
     )
 
 
+def list_report_groupings(report: Report) -> tuple[RankGrouping, ...]:
+    """As list_rank_groupings without tables: the stages are those of the mesh."""
+    hosts = {rank: _drop_unknown(one.host) for one in report.run.hosts for rank in one.ranks}
+    return list_groupings(report, dict.fromkeys(report.run.ranks), hosts)
+
+
 def list_rank_groupings(report: Report, ranks: Sequence[RankLocation]) -> tuple[RankGrouping, ...]:
     """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
     stages = {one.rank: one.stage for one in ranks}

@@ -41,6 +41,7 @@ from stepsplit.dashboard.pages.components import (
 from stepsplit.dashboard.pages.history import build_history_page, choose_metric
 from stepsplit.dashboard.pages.run_actions import RunRights
 from stepsplit.dashboard.pages.runs import (
+    TABLE_PAGES,
     build_missing_page,
     build_run_page,
     build_runs_page,
@@ -464,7 +465,9 @@ class PageBuilder:
 
     def _render_run(self, run: RunRow, address: Address, rights: RunRights) -> dict[str, Any]:
         """The page as plain JSON values, cheap to send again."""
-        page = build_run_page(self._loaded.load_view(run), address, run, rights)
+        loaded = self._loaded
+        load = loaded.load_view if address.page in TABLE_PAGES else loaded.load_report_view
+        page = build_run_page(load(run), address, run, rights)
         rendered: dict[str, Any] = orjson.loads(to_json_plotly(page, engine="orjson"))
         return rendered
 

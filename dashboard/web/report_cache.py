@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -91,9 +92,7 @@ class ReportCache:
         return run
 
     def _read(self, run: RunRow) -> View:
-        return View(
-            run.name, self._store.load_report(run.id), self._store.load_tables(run.id), run.id
-        )
+        return replace(self.load_report_view(run), tables=self._store.load_tables(run.id))
 
 
 def require_tables(view: View) -> Tables:

@@ -1,8 +1,9 @@
 """How long pages take with many viewers: python tests/benchmarks/dashboard.py
 
 Simulates a run of tp 4 x dp 4 x pp 4, analyzes it, cuts its kernels into a million, and serves it
-by the real dashboard. Prints what viewers waited for each page's data, and how long one of them, in
-a real browser, waited for each move of the timeline. Ends with 1 where a target is missed.
+by the real dashboard; with --recording a recording of your own. Prints what viewers waited for each
+page's data, and how long one of them, in a real browser, waited for the overview, for each page
+after a click and for each move of the timeline. Ends with 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ PAGES = ("", "/timeline", "/pipeline", "/collectives", "/compute", "/memory", "/
 SETTLED_S = 3
 """A server loads plotly's classes in its first seconds."""
 PAGE_MS, FIGURE_BYTES, PAN_MS = 500, 1_000_000, 300
+OPEN_MS, CLICK_MS = 2_000, 1_000
 _CALLBACK = {
     "output": "..page.children...zone.hidden...tick.disabled...mark.data..",
     "outputs": [
@@ -171,7 +173,48 @@ def windows(url: str, run_id: str, made: Analysis, viewers: int) -> Waited:
     return together("timeline window", viewers, ask)
 
 
-def pans(url: str, run_id: str) -> Waited:
+_DRAWN = """() => {
+  const page = document.getElementById("page"), timeline = document.getElementById("timeline-view");
+  const loading = document.querySelector("[data-dash-is-loading=true]");
+  if (!page || !page.innerText || loading || (timeline && !timeline.dataset.drawn)) return false;
+  const shown = page.querySelector(".tabs .on").getAttribute("href").split("/").pop();
+  const asked = location.pathname.split("/").pop();
+  const graphs = [...page.querySelectorAll(".dash-graph")];
+  return shown === asked && graphs.every((graph) => graph.querySelector(".main-svg"));
+}"""
+"""Whether the page of the address is there, with its figures."""
+
+
+def openings(url: str, run_id: str) -> Waited:
+    """A browser that has nothing kept opens the overview."""
+    took = []
+    with running_chromium() as browser:
+        for _ in range(20):
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            page, begin = context.new_page(), time.perf_counter()
+            page.goto(f"{url}/run/{run_id}", wait_until="commit")
+            page.wait_for_function(_DRAWN, polling=10)
+            took.append(1e3 * (time.perf_counter() - begin))
+            context.close()
+    return Waited("overview opened in a browser", tuple(took), 0)
+
+
+def clicks(url: str, run_id: str) -> list[Waited]:
+    """A browser that goes from page to page of a run."""
+    took: dict[str, list[float]] = {path: [] for path in PAGES}
+    with running_chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{url}/run/{run_id}")
+        page.wait_for_function(_DRAWN, polling=10)
+        for path in [*PAGES[1:], *(PAGES * 9)]:
+            begin = time.perf_counter()
+            page.click(f".tabs a[href='/run/{run_id}{path}']")
+            page.wait_for_function(_DRAWN, polling=10)
+            took[path].append(1e3 * (time.perf_counter() - begin))
+    return [Waited(f"click on {path or 'overview'}", tuple(ms), 0) for path, ms in took.items()]
+
+
+def pans(url: str, run_id: str, step: int) -> Waited:
     """A browser that moves and zooms the timeline, from the key to the drawn window."""
     move = """async (key) => {
       const root = document.getElementById("timeline-view"), canvas = root.querySelector("canvas");
@@ -183,7 +226,7 @@ def pans(url: str, run_id: str) -> Waited:
     }"""
     with running_chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(f"{url}/run/{run_id}/timeline?step=3")
+        page.goto(f"{url}/run/{run_id}/timeline?step={step}")
         page.wait_for_selector("#timeline-view[data-drawn]")
         page.get_by_text("all lanes").click()
         page.wait_for_timeout(2_000)
@@ -198,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, default=4, help="of 16 ranks each")
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--viewers", type=int, default=20)
+    parser.add_argument("--recording", type=Path, metavar="FOLDER", help="as it is, not simulated")
     chosen = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         rows = measured(chosen, Path(name))
@@ -209,7 +253,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measured(chosen: argparse.Namespace, folder: Path) -> list[Waited]:
     """Everything, on one run in one dashboard."""
     (folder / "traces").mkdir()
-    made = with_events(simulated(chosen.stages, folder / "traces"), chosen.events)
+    if chosen.recording:
+        made = examine([chosen.recording], workers=2)
+    else:
+        made = with_events(simulated(chosen.stages, folder / "traces"), chosen.events)
     count = sum(len(made.tables.slices[rank].lane) for rank in made.tables.slices)
     sys.stderr.write(f"{len(made.report.run.ranks)} ranks, {count:,} slices\n")
     with open_store(folder) as store:
@@ -217,16 +264,19 @@ def measured(chosen: argparse.Namespace, folder: Path) -> list[Waited]:
     with running_dashboard(folder, "--workers", "0") as dashboard:
         url = dashboard.url
         time.sleep(SETTLED_S)
-        rows = pages(url, run_id, chosen.viewers)
+        # First, while the server has nothing kept.
+        rows = [openings(url, run_id), *clicks(url, run_id)] if CHROMIUM.exists() else []
+        rows += pages(url, run_id, chosen.viewers)
         rows.append(windows(url, run_id, made, chosen.viewers))
         if CHROMIUM.exists():
-            rows.append(pans(url, run_id))
+            rows.append(pans(url, run_id, made.report.steps[-1].step))
     return rows
 
 
 def missed(row: Waited) -> bool:
     """Whether the row misses its target."""
-    most_ms = PAN_MS if "pan" in row.what else PAGE_MS
+    of_browser = {"pan": PAN_MS, "overview opened": OPEN_MS, "click": CLICK_MS}
+    most_ms = next((ms for what, ms in of_browser.items() if row.what.startswith(what)), PAGE_MS)
     return row.p95_ms >= most_ms or row.most_bytes >= FIGURE_BYTES
 
 

@@ -8,18 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from cases import for_each
 from dash import dcc, html
 from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze, examine
-from stepsplit.analyzer.report.report import NO_MODEL, AxisSize, MemoryRow, Report, WarningRow
+from stepsplit.analyzer.report.report import (
+    NO_MODEL,
+    AxisSize,
+    Host,
+    MemoryRow,
+    Report,
+    Run,
+    StepRow,
+    WarningRow,
+)
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.components import (
     Address,
     AddressQuery,
+    DataTable,
     View,
     build_page_url,
     format_query,
@@ -339,3 +350,39 @@ def test_the_overview_lists_the_kernels_on_the_critical_path_with_links_to_them(
     links = [one.href for one in found(page, dcc.Link) if text(one) == "longest"]
     assert links[0].startswith(f"/run/{RUN}/timeline?rank=3&from={first.start_ns - first.dur_ns}")
     assert len(links) == len(report.path_kernels)
+
+
+def make_run_of_many_ranks() -> Report:
+    """128 ranks on 16 hosts, pp 4: later stages compute longer; rank 37 and host n9 are slow."""
+    hosts = tuple(Host(f"n{host}", tuple(range(8 * host, 8 * host + 8))) for host in range(16))
+    mesh = (AxisSize("pp", 4), AxisSize("dp_replicate", 4), AxisSize("tp", 8))
+    run = Run(
+        "many", 128, tuple(range(128)), hosts, "nccl", "gpu", mesh, "run.json", None, None, "0"
+    )
+    steps = []
+    for rank in range(128):
+        more = 10 * MS if rank == 37 else 5 * MS if rank // 8 == 9 else 0
+        compute, bubble = (50 + rank // 32) * MS + more, (30 - rank // 32) * MS - more
+        steps.append(
+            StepRow(rank, 1, "full", 0, 80 * MS, compute, 0, 0, 0, bubble, 0, 0, 0, 0, 0, False)
+        )
+    return Report(run=run, steps=tuple(steps))
+
+
+def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_longer() -> None:
+    page = build_overview(View("many", make_run_of_many_ranks(), None, RUN))
+
+    figures = {one.id: one.figure for one in found(page, dcc.Graph)}
+    assert "by-rank" not in figures
+    compute, *_ = figures["by-group"].data
+    assert list(compute.x) == ["stage 0", "stage 1", "stage 2", "stage 3"]
+    assert list(compute.y) == pytest.approx([50, 51 + 10 / 32, 52 + 5 * 8 / 32, 53])
+    (grid,) = figures["busy-ranks"].data
+    expected = np.zeros((8, 16))
+    expected[:, 9], expected[5, 4] = 5, 10
+    np.testing.assert_array_equal(grid.z, expected)
+    assert grid.customdata[5, 4] == 37
+    (section,) = [one for one in found(page, html.Section) if "longer than the median" in text(one)]
+    (table,) = found(section, DataTable)
+    assert [cell.content for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]
+    assert {cell.content for row in table.cells[1:9] for cell in row[1:3]} == {"n9", "5.00 ms"}

@@ -630,13 +630,13 @@ class _MergedCalls(Struct, frozen=True):
         """
         table, matched = context.graph.kernels, context.split.matched
         shared = matched.shared[table.row[kernels]]
-        kernels, shared = kernels[shared >= 0], shared[shared >= 0]
+        known, shared = kernels[shared >= 0], shared[shared >= 0]
         calls, first = np.unique(shared, return_index=True)
         if not len(calls):
             return cls(kernels, 0.0, 0.0, 1.0)
-        size = matched.message_bytes[table.row[kernels[first]]].astype(np.float64)
-        took = compute_service_ns(context, times, kernels, shared)
-        steps = len(np.unique(context.graph.steps.step[table.step[kernels]]))
+        size = matched.message_bytes[table.row[known[first]]].astype(np.float64)
+        took = compute_service_ns(context, times, known, shared)
+        steps = len(np.unique(context.graph.steps.step[table.step[known]]))
         count, total = len(calls) / steps, float(took.sum())
         moving = min(_compute_transfer_ns(size, took), total)
         buckets = -(-size.sum() / steps // _BUCKET_BYTES)

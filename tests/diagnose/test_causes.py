@@ -544,6 +544,15 @@ def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:
     assert "no_overlap" not in [one.code for one in found], "it is exposed as they are small"
 
 
+def test_small_buckets_without_a_match_cost_their_latency_too(tmp_path: Path) -> None:
+    """All are posted at once and end one after the other; rank 1 has another number for the last."""
+    calls = [(599.5, 600, 620 + 20 * i, 1000 if i % 3 else 100_000) for i in range(12)]
+    traces = [ddp_step(0, *calls), ddp_step(1, *calls[:-1]).all_reduce(
+        *calls[-1][:3], group="0", seq=99, tid=200, nelems=calls[-1][3])]  # fmt: skip
+    (small,) = [one for one in findings(tmp_path, *traces) if one.code == "small_collectives"]
+    assert small.gain_ns == pytest.approx(145_200, rel=0.1)
+
+
 def reduced_backward(rank: int, in_time: bool) -> GpuTrace:
     """Four gradients whose reductions a slow link runs after the backward, at 80 to 320; the host
     launches each behind its gradient (in time), or all behind the backward."""

@@ -46,8 +46,9 @@ from stepsplit.collectors.rank_record import RankRecord
 
 MAX_FINDINGS = 5
 
-MAX_REPLAYED_CALLS = 1_500_000
-"""Upper limit of a replay: this many calls take about 90 s and 2 GB."""
+MAX_REPLAYED_CALLS, MAX_REPLAYED_CALLS_AT_ONCE = 1_500_000, 20_000_000
+"""Upper limits of a replay, node by node and, of many ranks, by whole levels: a million calls take
+about 60 s and 13 s."""
 
 
 class Causes(Struct, frozen=True):
@@ -74,7 +75,7 @@ def find_causes(
     if not len(graph.steps.step):
         return Causes(())
     calls = sum(len(rank.trace.calls) for rank in split.ranks)
-    if calls > MAX_REPLAYED_CALLS:
+    if calls > (MAX_REPLAYED_CALLS_AT_ONCE if graph.levels.is_wide else MAX_REPLAYED_CALLS):
         text = (
             f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )

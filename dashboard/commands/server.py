@@ -270,14 +270,17 @@ def token_command() -> None:
 @click.argument("name")
 @click.option("--role", type=_ROLE, default="uploader", show_default=True,
               help="What it may do: read, also upload, or also delete.")  # fmt: skip
+@click.option("--days", type=click.FloatRange(0, 36_500, min_open=True), metavar="N",
+              help="Let it expire after N days. Default: when it is revoked.")  # fmt: skip
 @store_option
-def create(name: str, role: str, url: str) -> None:
+def create(name: str, role: str, days: float | None, url: str) -> None:
     """Create a token and print it; it cannot be shown again."""
     database = _open_database(url)
     from stepsplit.dashboard.store.audit import AuditLog
-    from stepsplit.dashboard.store.logins import Role, Tokens
+    from stepsplit.dashboard.store.logins import DAY_S, Role, Tokens
 
-    new = Tokens(database).create(name, Role.parse(role) or Role.VIEWER)
+    lifetime_s = None if days is None else days * DAY_S
+    new = Tokens(database).create(name, Role.parse(role) or Role.VIEWER, lifetime_s)
     record_command(AuditLog(database), "token created", new.token.label)
     click.echo(new.secret)
 
@@ -285,7 +288,7 @@ def create(name: str, role: str, url: str) -> None:
 @token_command.command("list")
 @store_option
 def list_tokens(url: str) -> None:
-    """Print the id, state, role, creation, last use and name of each token."""
+    """Print the id, state, role, creation, last use, expiry and name of each token."""
     database = _open_database(url)
     from stepsplit.dashboard.store.logins import Tokens
 
@@ -295,10 +298,11 @@ def list_tokens(url: str) -> None:
 
 def _format_token(token: Token) -> str:
     used = format_date(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
-    state = "revoked" if token.revoked else "valid"
-    created = format_date(token.created_unix_ns)
+    state, created = token.find_state(time.time_ns()), format_date(token.created_unix_ns)
+    expires_ns = token.expires_unix_ns
+    expires = "does not expire" if expires_ns is None else f"until {format_date(expires_ns)}"
     described = f"{token.id}  {state:7}  {token.role.label:8}  created {created}  {used:16}"
-    return f"{described}  {token.name}"
+    return f"{described}  {expires:22}  {token.name}"
 
 
 @token_command.command()

@@ -202,7 +202,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0010"
+VERSION = "0011"
 """The newest migration."""
 
 METADATA = sa.MetaData()
@@ -298,6 +298,7 @@ TOKENS = sa.Table(
     sa.Column("last_used_unix_ns", sa.BigInteger),
     sa.Column("revoked", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Column("role", sa.String(16), nullable=False, server_default="viewer"),
+    sa.Column("expires_unix_ns", sa.BigInteger),
 )
 
 SESSIONS = sa.Table(

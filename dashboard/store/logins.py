@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -77,10 +77,13 @@ PREFIX = "sst_"
 
 TOKEN_NAME_LENGTH = 200
 
+DAY_S, MAX_TOKEN_DAYS = 86_400, 36_500
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A stored token; last_used_unix_ns has a resolution of a minute, None for never."""
+    """A stored token; last_used_unix_ns has a resolution of a minute, None for never, as has
+    expires_unix_ns."""
 
     id: str
     name: str
@@ -88,11 +91,18 @@ class Token:
     last_used_unix_ns: int | None
     revoked: bool
     role: Role
+    expires_unix_ns: int | None = None
 
     @property
     def label(self) -> str:
         """Its id, name and role, for the audit log."""
         return f"{self.id} {self.name} ({self.role.label})"
+
+    def find_state(self, now_ns: int) -> Literal["valid", "revoked", "expired"]:
+        """Whether it is valid at this time."""
+        if self.revoked:
+            return "revoked"
+        return "expired" if (self.expires_unix_ns or now_ns + 1) <= now_ns else "valid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +116,32 @@ class NewToken:
 class Tokens:
     """The tokens of a store."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._database, self._now_ns = database, now_ns
 
-    def create(self, name: str, role: Role = Role.UPLOADER) -> NewToken:
-        """Creates a token, whose secret is to be shown once: only its hash is stored."""
-        secret = PREFIX + secrets.token_urlsafe(32)
+    def create(
+        self, name: str, role: Role = Role.UPLOADER, lifetime_s: float | None = None
+    ) -> NewToken:
+        """Creates a token, whose secret is to be shown once: only its hash is stored. Without a
+        lifetime it is valid until it is revoked."""
+        secret, now_ns = PREFIX + secrets.token_urlsafe(32), self._now_ns()
         shown_name = clean_text(name, TOKEN_NAME_LENGTH)
-        token = Token(uuid.uuid4().hex[:8], shown_name, time.time_ns(), None, False, role)
+        expires_ns = None if lifetime_s is None else now_ns + int(lifetime_s * _SECOND_NS)
+        token = Token(uuid.uuid4().hex[:8], shown_name, now_ns, None, False, role, expires_ns)
         row = asdict(token) | {"role": role.label, "sha256": _hash(secret)}
         with self._database.begin_write() as connection:
             connection.execute(insert(TOKENS).values(row))
         return NewToken(token, secret)
 
     def list_tokens(self) -> tuple[Token, ...]:
-        """All tokens including revoked ones, oldest first."""
+        """All tokens including revoked and expired ones, oldest first."""
         with self._database.begin_read() as connection:
             rows = connection.execute(_SELECT_TOKENS.order_by(TOKENS.c.created_unix_ns))
             return tuple(_read_token(row) for row in rows)
 
     def has_active(self) -> bool:
-        """Whether there is a token that is not revoked."""
-        counted = select(func.count()).select_from(TOKENS).where(TOKENS.c.revoked.is_(False))
+        """Whether there is a valid token."""
+        counted = select(func.count()).select_from(TOKENS).where(_is_valid(self._now_ns()))
         with self._database.begin_read() as connection:
             return bool(connection.execute(counted).scalar())
 
@@ -142,7 +156,7 @@ class Tokens:
             return None
         of_secret = TOKENS.c.sha256 == _hash(secret)
         with self._database.begin_read() as connection:
-            valid = _SELECT_TOKENS.where(of_secret, TOKENS.c.revoked.is_(False))
+            valid = _SELECT_TOKENS.where(of_secret, _is_valid(self._now_ns()))
             row = connection.execute(valid).one_or_none()
         if row is None:
             return None
@@ -150,7 +164,7 @@ class Tokens:
         return _read_token(row)
 
     def _record_use(self, of_secret: ColumnElement[bool], last_used_ns: int | None) -> None:
-        now = time.time_ns()
+        now = self._now_ns()
         if last_used_ns is None or last_used_ns < now - _USED_EVERY_NS:
             with self._database.begin_write() as connection:
                 _update_token(connection, of_secret, last_used_unix_ns=now)
@@ -161,7 +175,12 @@ _SELECT_TOKENS = select(*(TOKENS.c[name] for name in Token.__dataclass_fields__)
 
 def _read_token(row: Row[Any]) -> Token:
     times = (row.created_unix_ns, row.last_used_unix_ns)
-    return Token(row.id, row.name, *times, row.revoked, _read_role(row.role))
+    return Token(row.id, row.name, *times, row.revoked, _read_role(row.role), row.expires_unix_ns)
+
+
+def _is_valid(now_ns: int) -> ColumnElement[bool]:
+    expires = TOKENS.c.expires_unix_ns
+    return TOKENS.c.revoked.is_(False) & (expires.is_(None) | (expires > now_ns))
 
 
 def _read_role(label: str) -> Role:
@@ -205,10 +224,11 @@ class Sessions:
         return session_id
 
     def find(self, session_id: str, passwords: Mapping[Role, str]) -> User | None:
-        """The user of the session, and records its use. None if it has ended, or if its token was
-        revoked or its password is none of these."""
+        """The user of the session, and records its use. None if it has ended, or if its token is no
+        longer valid or its password is none of these."""
         now_ns = self._now_ns()
-        fields = (*SESSIONS.c, TOKENS.c.name, TOKENS.c.role, TOKENS.c.revoked)
+        valid = _is_valid(now_ns).label("valid")
+        fields = (*SESSIONS.c, TOKENS.c.name, TOKENS.c.role, valid)
         tables = SESSIONS.outerjoin(TOKENS, SESSIONS.c.token_id == TOKENS.c.id)
         found = select(*fields).select_from(tables).where(SESSIONS.c.sha256 == _hash(session_id))
         with self._database.begin_read() as connection:
@@ -250,7 +270,7 @@ def _read_user(row: Row[Any], session_id: str, passwords: Mapping[Role, str]) ->
     name = f"session {row.sha256[:8]}"
     if row.token_id is not None:
         of_token = User(f"{name} of token {row.name}", _read_role(row.role), in_session=True)
-        return None if row.revoked else of_token
+        return of_token if row.valid else None
     for role, password in passwords.items():
         if hmac.compare_digest(row.proof, _prove(session_id, password)):
             return User(name, role, in_session=True)

@@ -23,7 +23,14 @@ from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
 from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
-from stepsplit.dashboard.store.logins import ROLES, TOKEN_NAME_LENGTH, Role, Token
+from stepsplit.dashboard.store.logins import (
+    DAY_S,
+    MAX_TOKEN_DAYS,
+    ROLES,
+    TOKEN_NAME_LENGTH,
+    Role,
+    Token,
+)
 from stepsplit.dashboard.store.runs import (
     NOTE_LENGTH,
     RunEdit,
@@ -251,20 +258,20 @@ class Api:
         return Response(body, mimetype="application/json", headers={"Cache-Control": "no-store"})
 
     def list_tokens(self) -> Response:
-        """GET: all tokens, also revoked ones, without their secrets."""
+        """GET: all tokens, also revoked and expired ones, without their secrets."""
         rows = [_build_token_row(token) for token in self.store.tokens.list_tokens()]
         answer = jsonify(tokens=rows)
         answer.headers["Cache-Control"] = "no-store"
         return answer
 
     def create_token(self) -> tuple[Response, int]:
-        """POST {name, role}: creates a token; its secret is in this answer only."""
+        """POST {name, role, days}: creates a token; its secret is in this answer only."""
         request.max_content_length = JSON_BYTES
-        name, role = parse_new_token(read_json())
+        asked = parse_new_token(read_json())
         if not current_user().authenticated:
             # It would stay valid when the server asks for a password later.
             raise HttpError(403, "this server has no login; use: stepsplit token create")
-        new = self.store.tokens.create(name, role)
+        new = self.store.tokens.create(asked.name, asked.role, asked.lifetime_s)
         record_action(self.store.audit, "token created", new.token.label)
         answer = jsonify(secret=new.secret, **_build_token_row(new.token))
         answer.headers["Cache-Control"] = "no-store"
@@ -404,13 +411,14 @@ def _build_list_row(run: RunRow) -> dict[str, str | None]:
 
 
 def _build_token_row(token: Token) -> dict[str, str | bool | None]:
-    used_ns = token.last_used_unix_ns
+    used_ns, expires_ns = token.last_used_unix_ns, token.expires_unix_ns
     return {
         "id": token.id,
         "name": token.name,
         "role": token.role.label,
         "created": format_time(token.created_unix_ns),
         "last_used": None if used_ns is None else format_time(used_ns),
+        "expires": None if expires_ns is None else format_time(expires_ns),
         "revoked": token.revoked,
     }
 
@@ -638,15 +646,29 @@ def parse_alert_action(body: object) -> AlertAction:
 # Name and role of a token.
 
 
-def parse_new_token(body: object) -> tuple[str, Role]:
-    """Name and role from the JSON body. Raises HttpError if they are invalid."""
+@dataclass(frozen=True, slots=True)
+class AskedToken:
+    """A token to create; lifetime_s is None for one that does not expire."""
+
+    name: str
+    role: Role
+    lifetime_s: float | None
+
+
+def parse_new_token(body: object) -> AskedToken:
+    """Name, role and lifetime from the JSON body. Raises HttpError if they are invalid."""
     fields = body if isinstance(body, Mapping) else {}
     name, label = fields.get("name"), fields.get("role", Role.UPLOADER.label)
     role = Role.parse(label) if isinstance(label, str) else None
     valid_name = _is_text(name, 1, TOKEN_NAME_LENGTH) and bool(str(name).strip())
-    if role is None or not valid_name or not set(fields) <= {"name", "role"}:
-        raise HttpError(400, f'send JSON such as {{"name": "ci", "role": "uploader"}}; {_ROLES}')
-    return str(name).strip(), role
+    days = fields.get("days", 1)
+    valid_days = type(days) in (int, float) and 0 < days <= MAX_TOKEN_DAYS
+    known = set(fields) <= {"name", "role", "days"}
+    if role is None or not (valid_name and valid_days and known):
+        example = '{"name": "ci", "role": "uploader", "days": 90}'
+        days_text = f"days, if it expires, is at most {MAX_TOKEN_DAYS:,}"
+        raise HttpError(400, f"send JSON such as {example}; {_ROLES}; {days_text}")
+    return AskedToken(str(name).strip(), role, days * DAY_S if "days" in fields else None)
 
 
 _ROLES = f"role is one of {', '.join(ROLES)}"

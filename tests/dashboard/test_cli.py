@@ -201,7 +201,7 @@ HELP = {
         "--older-than DAYS", "--dry-run", "--store URL", "--artifacts URL", "--help",
     ],
     ("audit",): ["--since DATE", "--last N", "--json FILE", "--store URL", "--help"],
-    ("token", "create"): ["--role [viewer|uploader|admin]", "--store URL", "--help"],
+    ("token", "create"): ["--role [viewer|uploader|admin]", "--days N", "--store URL", "--help"],
     ("token", "list"): ["--store URL", "--help"],
     ("token", "revoke"): ["--store URL", "--help"],
     ("upload",): [

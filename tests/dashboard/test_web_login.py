@@ -324,6 +324,24 @@ def test_a_session_is_of_its_token(database_url: str) -> None:
     database.close()
 
 
+def test_a_token_that_expires_ends_its_sessions(database_url: str) -> None:
+    database, clock = open_database(database_url), [10**18]
+    tokens, sessions = Tokens(database, lambda: clock[0]), Sessions(database, lambda: clock[0])
+    new, other = tokens.create("ci", Role.VIEWER, lifetime_s=60), tokens.create("wall")
+    session_id = sessions.create(new.secret, new.token.id)
+
+    clock[0] += 60 * 10**9 - 1
+    assert tokens.verify(new.secret) and sessions.find(session_id, PASSWORDS)
+    assert new.token.find_state(clock[0]) == "valid"
+    tokens.revoke(other.token.id)
+    assert tokens.has_active()
+    clock[0] += 1
+    assert tokens.verify(new.secret) is None and sessions.find(session_id, PASSWORDS) is None
+    assert not tokens.has_active() and new.token.find_state(clock[0]) == "expired"
+    assert [one.find_state(clock[0]) for one in tokens.list_tokens()] == ["expired", "revoked"]
+    database.close()
+
+
 def test_the_number_of_sessions_is_bounded(
     sessions: Sessions, clock: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 from store_builders import uploaded
 
+from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import Access, choose_access
@@ -49,6 +52,38 @@ def test_a_token_is_made_used_and_revoked(
     assert client.delete(f"{TOKENS}/{'0' * 8}", headers=admin).status_code == 404
 
 
+def test_a_token_for_some_days_says_when_it_expires(
+    client: FlaskClient, store: Store, admin: dict[str, str]
+) -> None:
+    new = client.post(TOKENS, json={"name": "ci", "days": 0.5}, headers=admin).json or {}
+
+    rows = (client.get(TOKENS, headers=admin).json or {})["tokens"]
+
+    token = store.tokens.list_tokens()[1]
+    assert token.expires_unix_ns == token.created_unix_ns + 43_200 * 10**9
+    assert [row["expires"] for row in rows] == [None, new["expires"]]
+    assert new["created"] < new["expires"]
+
+
+def test_the_command_makes_tokens_that_expire(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--store", store.url]
+    assert cli.run(["token", "create", "ci", "--days", "0.000001", *words]) == 0
+    assert cli.run(["token", "create", "wall", "--days", "90", *words]) == 0
+    assert cli.run(["token", "create", "old", *words]) == 0
+    secrets = capsys.readouterr().out.split()
+    time.sleep(0.1)
+
+    assert cli.run(["token", "list", *words]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["expired", "valid", "valid"]
+    assert ["until 2" in line for line in lines] == [True, True, False]
+    assert [store.tokens.verify(one) is not None for one in secrets] == [False, True, True]
+    assert cli.run(["token", "create", "ci", "--days", "0", *words]) == 2
+
+
 def test_what_is_done_to_tokens_is_in_the_audit_log(
     client: FlaskClient, store: Store, admin: dict[str, str]
 ) -> None:
@@ -71,7 +106,9 @@ def test_what_is_done_to_tokens_is_in_the_audit_log(
     [
         None, [], {}, {"name": ""}, {"name": " "}, {"name": 5}, {"name": "a\nb"}, {"name": "a\0"},
         {"name": "x" * 201}, {"name": "\u202eci"}, {"name": "ci", "role": "root"},
-        {"name": "ci", "role": None}, {"name": "ci", "role": ["admin"]}, {"name": "ci", "days": 3},
+        {"name": "ci", "role": None}, {"name": "ci", "role": ["admin"]}, {"name": "ci", "weeks": 3},
+        {"name": "ci", "days": 0}, {"name": "ci", "days": "3"}, {"name": "ci", "days": True},
+        {"name": "ci", "days": None}, {"name": "ci", "days": 1e9}, {"name": "ci", "days": math.nan},
     ],
     ids=repr,
 )  # fmt: skip

@@ -545,7 +545,7 @@ def test_small_gradient_buckets_cost_their_latency(tmp_path: Path) -> None:
 
 
 def test_small_buckets_without_a_match_cost_their_latency_too(tmp_path: Path) -> None:
-    """All are posted at once and end one after the other; rank 1 has another number for the last."""
+    """All are posted at once and end in turn; rank 1 has another number for the last."""
     calls = [(599.5, 600, 620 + 20 * i, 1000 if i % 3 else 100_000) for i in range(12)]
     traces = [ddp_step(0, *calls), ddp_step(1, *calls[:-1]).all_reduce(
         *calls[-1][:3], group="0", seq=99, tid=200, nelems=calls[-1][3])]  # fmt: skip

@@ -64,7 +64,7 @@ def test_the_ranks_of_a_slow_host_are_one_finding_behind_a_slower_link(tmp_path:
     assert (link.code, link.ranks) == ("slow_link", tuple(range(16, 24)))
     assert (host.code, host.ranks) == ("slow_rank", tuple(range(8)))
     assert host.message.startswith(
-        "ranks 0, 1, 2, 3, 4, 5, 6, 7 are stragglers and mask each other"
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 (all of host node0000) are stragglers and mask each other"
     )
     assert "the rest once ranks 16, 17, 18, 19, 20, 21, 22, 23 are fixed" in host.message
     assert host.gain_ns == pytest.approx(cost_ns, rel=0.1)

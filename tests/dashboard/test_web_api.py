@@ -50,11 +50,13 @@ def test_pages_of_damaged_tables_say_so(client: FlaskClient, store: Store) -> No
     (store.find_folder(run_id) / "tables" / "segments.parquet").write_bytes(b"PAR1 damaged PAR1")
 
     pages = PageBuilder(store, ReportCache(store))
-    shown = str(pages.build_content(parse_address(f"/run/{run_id}", "")).children)
+    shown = str(pages.build_content(parse_address(f"/run/{run_id}/timeline", "")).children)
+    overview = str(pages.build_content(parse_address(f"/run/{run_id}", "")).children)
     answers = [client.get(f"{RUNS}/{run_id}/{part}") for part in ("timeline", "report.html")]
 
     assert "This run cannot be read" in shown
     assert "cannot read a table" in shown
+    assert "Top bottlenecks" in overview, "which needs no tables"
     assert [answer.status_code for answer in answers] == [404, 404]
     assert {"cannot read a table" in answer.get_data(as_text=True) for answer in answers} == {True}
 

@@ -288,7 +288,7 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
     with engine.begin() as connection:
         for command in (
             *DROP_WATCHES, "DROP TABLE audit", "DROP TABLE sessions",
-            "ALTER TABLE tokens DROP COLUMN role",
+            "ALTER TABLE tokens DROP COLUMN role", "ALTER TABLE tokens DROP COLUMN expires_unix_ns",
             "ALTER TABLE runs DROP COLUMN note",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
             "UPDATE alembic_version SET version_num = '0004'",

@@ -185,7 +185,7 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     rows = [
         [
             Cell(f"rank {one.rank}"),
-            Cell(column_of[one.rank]),
+            Cell(column_of.get(one.rank, "")),
             build_time_cell(one.excess_ns),
             *map(build_time_cell, one.split.buckets_ns),
         ]

@@ -218,10 +218,11 @@ class Events:
     @property
     def launches(self) -> LaunchCalls:
         """What launched each event, found once."""
-        if self._launches is None:
-            object.__setattr__(self, "_launches", _find_launches(self))
-        assert self._launches is not None
-        return self._launches
+        launches = self._launches
+        if launches is None:
+            launches = _find_launches(self)
+            object.__setattr__(self, "_launches", launches)
+        return launches
 
     def find_launches(self, rows: Int64) -> Int64:
         """The row of the runtime call that launched each of these rows; -1 for none."""
@@ -267,10 +268,8 @@ class LaunchCalls:
 
 def _find_launches(events: Events) -> LaunchCalls:
     calls = np.flatnonzero(events.is_category(Category.RUNTIME) & (events.correlation >= 0))
+    calls = calls[np.argsort(events.correlation[calls], kind="stable")]
     number = events.correlation[calls]
-    if len(calls) and (number[1:] < number[:-1]).any():
-        order = np.argsort(number, kind="stable")
-        calls, number = calls[order], number[order]
     call = np.full(len(events), -1, dtype=np.int32)
     if len(calls):
         launched = np.flatnonzero(events.correlation >= 0)

@@ -395,7 +395,7 @@ def _compute_step_times(graph: DependencyGraph) -> tuple[Int64, Int64]:
     """The begins and the ends of the steps, in ns of the common clock."""
     steps = graph.steps
     nodes = np.concatenate([steps.begin, steps.end])
-    times = graph.levels.compute_times(graph.work_ns.sum(axis=1), graph.rest_ns, nodes=nodes)
+    times = compute_times(graph, nodes)
     return times[: len(steps.begin)], times[len(steps.begin) :]
 
 
@@ -416,6 +416,6 @@ def _find_lasting_leads(graph: DependencyGraph, begin_ns: Int64) -> Int64:
     return np.rint(lead).astype(np.int64)
 
 
-def compute_times(graph: DependencyGraph) -> Int64:
-    """The time of each node, in ns of the common clock."""
-    return graph.levels.compute_times(graph.work_ns.sum(axis=1), graph.rest_ns)
+def compute_times(graph: DependencyGraph, nodes: Int64 | None = None) -> Int64:
+    """The time of each of these nodes, of all by default, in ns of the common clock."""
+    return graph.levels.compute_times(graph.work_ns.sum(axis=1), graph.rest_ns, nodes=nodes)

@@ -402,9 +402,9 @@ class LaunchThreads(Struct, frozen=True):
         """
         doing, row = self.threads[0].doing_at(when_ns)
         for member in self.threads[1:]:
-            free = np.flatnonzero(doing == int(HostActivity.NO_OP))
+            free = np.flatnonzero(doing == HostActivity.NO_OP)
             doing[free], row[free] = member.doing_at(when_ns[free])
-        free = np.flatnonzero(doing == int(HostActivity.NO_OP))
+        free = np.flatnonzero(doing == HostActivity.NO_OP)
         frame = pick_first(*(thread.find_frame_at(when_ns[free]) for thread in self.threads))
         doing[free], row[free] = self._classify_without_op(when_ns[free], frame), frame
         return doing, row

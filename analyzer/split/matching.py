@@ -730,9 +730,9 @@ def _match_kinds(first: Int64, second: Int64) -> Bool:
     alike = np.ones(np.broadcast_shapes(first.shape, second.shape)[:-1], dtype=np.bool_)
     for column in range(first.shape[-1]):
         mine, theirs = first[..., column], second[..., column]
-        if (mine < 0).all():
-            continue
-        alike &= (mine == theirs) | (mine < 0) | (theirs < 0)
+        unknown = mine < 0
+        if not unknown.all():
+            alike &= unknown | (mine == theirs) | (theirs < 0)
     return alike
 
 

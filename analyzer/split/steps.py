@@ -556,7 +556,7 @@ def is_on_main_stream(trace: RankTrace, device: Int64) -> Bool:
     )
     if not busy.max(initial=0.0):
         return np.ones(len(device), dtype=np.bool_)
-    kernel = events.category[device] == int(Category.KERNEL)
+    kernel = events.is_category(Category.KERNEL)[device]
     return np.asarray(kernel & (busy >= _MAIN_SHARE * busy.max())[events.lane[device]])
 
 

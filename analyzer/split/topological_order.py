@@ -41,9 +41,9 @@ class Levels(Struct, frozen=True):
     """The nodes in topological order, level by level: a node depends on earlier levels only.
 
     node[i] is the node of row i and row[j] the row of node j; level k has the rows from first[k] to
-    first[k + 1]. Row i depends
-    on the rows source[edge[i] : edge[i + 1]]: the one before it on the timeline, then those that it
-    needs. Instead of a row that does not exist, source has the number of rows.
+    first[k + 1]. Row i depends on the rows source[edge[i] : edge[i + 1]]: the one before it on the
+    timeline, then those that it needs. Instead of a row that does not exist, source has the number
+    of rows.
     """
 
     node: Int32

@@ -53,7 +53,7 @@ def draw_split_by_rank(report: Report) -> go.Figure:
     """One bar per rank, in ms: the median of each bucket over full steps."""
     known = [host for host in report.run.hosts if host.host != UNKNOWN_HOST]
     hosts = {rank: host.host for host in known for rank in host.ranks}
-    rows = _group_rows(select_full_steps(report.steps), "rank")
+    rows = group_steps(select_full_steps(report.steps), "rank")
     bars = []
     for rank, steps in rows:
         of_host = f" on {theme.escape_text(hosts[rank])}" if rank in hosts else ""
@@ -118,7 +118,7 @@ _EXCESS_SCALE = [[0.0, theme.BETTER], [0.5, "rgba(141,148,158,0.10)"], [1.0, the
 
 def draw_split_by_step(report: Report, rank: int | None = None) -> go.Figure:
     """One bar per step, in ms: of one rank, or the mean over ranks; paler if not full."""
-    rows = _group_rows((row for row in report.steps if rank in (None, row.rank)), "step")
+    rows = group_steps((row for row in report.steps if rank in (None, row.rank)), "step")
     whose = "mean over ranks" if rank is None else f"rank {rank}"
     bars = []
     for step, ranks in rows:
@@ -136,7 +136,8 @@ def draw_split_by_step(report: Report, rank: int | None = None) -> go.Figure:
     return _draw_stacked_bars(bars, "step", f"ms, {whose}")
 
 
-def _group_rows(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRow]]]:
+def group_steps(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRow]]]:
+    """The steps by this field, in the order of its values."""
     groups: dict[int, list[StepRow]] = defaultdict(list)
     for row in rows:
         groups[getattr(row, by)].append(row)

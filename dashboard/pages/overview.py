@@ -22,7 +22,6 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     SameCalls,
-    StepRow,
     compute_step_median_ns,
     merge_groups,
     select_full_steps,
@@ -50,6 +49,7 @@ from stepsplit.dashboard.figures.run import (
     draw_split_by_rank,
     draw_split_by_step,
     draw_waterfall,
+    group_steps,
 )
 from stepsplit.dashboard.pages.components import (
     COLOR,
@@ -171,8 +171,7 @@ def _build_splits(view: View) -> list[Component]:
 
 def _choose_bars(groupings: Sequence[RankGrouping]) -> RankGrouping | None:
     """By stage or host, else by the first mesh axis with few enough groups."""
-    few = [one for one in groupings if len(one.groups) <= MAX_RANK_BARS]
-    return few[0] if few else None
+    return next((one for one in groupings if len(one.groups) <= MAX_RANK_BARS), None)
 
 
 def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Section:
@@ -215,9 +214,7 @@ class BusyRank:
 
 def list_busy_ranks(report: Report, stages: Sequence[RankGroup]) -> tuple[BusyRank, ...]:
     """The ranks of these stages, the longest busy first."""
-    steps: dict[int, list[StepRow]] = defaultdict(list)
-    for row in select_full_steps(report.steps):
-        steps[row.rank].append(row)
+    steps = dict(group_steps(select_full_steps(report.steps), "rank"))
     ranks: list[BusyRank] = []
     for stage in stages:
         own = [BusyRank(n, compute_median_split(steps[n]), 0) for n in stage.ranks if n in steps]

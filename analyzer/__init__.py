@@ -33,11 +33,7 @@ if TYPE_CHECKING:
         Stuck,
         StuckGroup,
     )
-    from stepsplit.analyzer.diagnose.other_hardware import (
-        CarriedCalls,
-        CarriedKernels,
-        CarriedRun,
-    )
+    from stepsplit.analyzer.diagnose.other_hardware import CarriedCalls, CarriedKernels, CarriedRun
     from stepsplit.analyzer.diagnose.what_if import WhatIf, WhatIfChange, WhatIfs, what_if
     from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
     from stepsplit.analyzer.gap.calibrate import Calibration, ExplainedStage, calibrate

@@ -9,14 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import (
-    group_ids,
-    group_max,
-    group_mean,
-    group_rows,
-    is_inside,
-    union,
-)
+from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_rows, is_inside, union
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     HoistedCalls,

@@ -56,8 +56,12 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, build_dependency_graph
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
-from stepsplit.analyzer.split.run import RunSplit, find_recorded_device, split_run
-from stepsplit.analyzer.split.run import Schedule as MeasuredSchedule
+from stepsplit.analyzer.split.run import (
+    RunSplit,
+    Schedule as MeasuredSchedule,
+    find_recorded_device,
+    split_run,
+)
 from stepsplit.analyzer.trace import OP_CODE, Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".

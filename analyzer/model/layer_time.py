@@ -17,10 +17,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_attention_kernels, load_attention_rate
-from stepsplit.analyzer.model.memory_states import (
-    MASTER_BYTES,
-    count_moments_bytes,
-)
+from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes
 from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.

@@ -41,11 +41,7 @@ from stepsplit.analyzer.model.config_decode import (
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.layer_time import compute_device_speed
-from stepsplit.analyzer.model.memory import (
-    add_allocated_band,
-    compute_memory,
-    is_within_memory,
-)
+from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
 from stepsplit.analyzer.model.parameters import (
     Convention,
     StageParameters,
@@ -328,7 +324,6 @@ def _read_transfer(table: TomlTable) -> TransferSweep:
 
 def _read_measured(paths: list[Path], ranks_per_node: int) -> Rates:
     """Read the files. The readers import numpy, so they are imported only here."""
-    from stepsplit.analyzer.model.comm_measured import build_sweeps, build_tuner_tables
     from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
     from stepsplit.analyzer.readers.nccl.records import NcclLog
     from stepsplit.analyzer.readers.registry import read_files
@@ -341,9 +336,9 @@ def _read_measured(paths: list[Path], ranks_per_node: int) -> Rates:
             table
             for one in contents
             if isinstance(one, NcclLog)
-            for table in build_tuner_tables(one)
+            for table in comm_measured.build_tuner_tables(one)
         ]
-        job_sweeps = build_sweeps(sweeps, ranks_per_node)
+        job_sweeps = comm_measured.build_sweeps(sweeps, ranks_per_node)
         if not job_sweeps and not tables:
             raise DataError(path, "contains no sweep and no tuner table", _RATES_HINT)
         rates = Rates((*rates.sweeps, *job_sweeps), (*rates.tables, *tables))

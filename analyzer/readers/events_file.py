@@ -11,15 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
 
-from stepsplit.analyzer.trace import (
-    Calls,
-    CallsWithGroups,
-    Events,
-    EventWaits,
-    Group,
-    Lane,
-    Shapes,
-)
+from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, EventWaits, Group, Lane, Shapes
 from stepsplit.collectors.run_spec import whole_file
 
 # Only pyarrow buffers are used: its conversions from and to numpy would import pandas.

@@ -42,13 +42,7 @@ from stepsplit.analyzer.readers.kineto.reader import (
 )
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source, make_absolute
-from stepsplit.analyzer.readers.workers import (
-    Progress,
-    Task,
-    Workers,
-    ignore_progress,
-    run_all,
-)
+from stepsplit.analyzer.readers.workers import Progress, Task, Workers, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
 from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json, replace_surrogates

@@ -14,27 +14,9 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.readers import training_log_formats as formats
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
-from stepsplit.analyzer.readers.training_log_formats import (
-    FAMILIES,
-    STEP_SIGNS,
-    MemoryLine,
-    Printed,
-    RankMemory,
-    StepLine,
-    Timer,
-    TrainerSteps,
-    TrainSteps,
-    TrainTimers,
-    build_memory,
-    build_steps,
-    build_timers,
-    parse_continuation,
-    parse_memory,
-    parse_step,
-    parse_timers,
-)
 from stepsplit.analyzer.trace import Note
 
 # Golden values of Megatron-LM's continuous integration: one JSON file per test case and machine,
@@ -83,7 +65,9 @@ def read_golden_values(source: Source) -> TrainLog:
     series = {name: values.index_by_step() for name, values in decoded.items()}
     if "iteration-time" not in series:
         raise DataError(source.where, "golden values without iteration-time", "leave it out")
-    steps = build_steps([Printed(line, "", -1, 0) for line in _build_step_lines(series)])
+    steps = formats.build_steps(
+        [formats.Printed(line, "", -1, 0) for line in _build_step_lines(series)]
+    )
     return TrainLog(
         source=source.where,
         framework="megatron",
@@ -91,8 +75,8 @@ def read_golden_values(source: Source) -> TrainLog:
         mesh=(),
         arguments=(),
         steps=replace(steps, steps_in_row=np.ones(len(steps), dtype=np.int64)),
-        memory=build_memory(list(_build_memory_lines(series))),
-        timers=build_timers([]),
+        memory=formats.build_memory(list(_build_memory_lines(series))),
+        timers=formats.build_timers([]),
         restarts=0,
         crashed=False,
         error="",
@@ -103,19 +87,19 @@ def read_golden_values(source: Source) -> TrainLog:
 _Table = dict[str, dict[int, _Value]]
 
 
-def _build_step_lines(series: _Table) -> Iterator[StepLine]:
+def _build_step_lines(series: _Table) -> Iterator[formats.StepLine]:
     losses = series.get("lm loss", {})
     for step, seconds in sorted(series["iteration-time"].items()):
         loss = losses.get(step)
         known_loss = loss if isinstance(loss, float) else math.nan
-        yield StepLine(0, step, step_ns=_scale_to_int(seconds, 10**9), loss=known_loss)
+        yield formats.StepLine(0, step, step_ns=_scale_to_int(seconds, 10**9), loss=known_loss)
 
 
-def _build_memory_lines(series: _Table) -> Iterator[MemoryLine]:
+def _build_memory_lines(series: _Table) -> Iterator[formats.MemoryLine]:
     allocated = series.get("mem-allocated-bytes", {})
     largest = series.get("mem-max-allocated-bytes", {})
     for step in sorted({*allocated, *largest}):
-        yield MemoryLine(
+        yield formats.MemoryLine(
             -1, step, _scale_to_int(allocated.get(step), 1), _scale_to_int(largest.get(step), 1)
         )
 
@@ -155,9 +139,9 @@ class TrainLog:
     world_size: int
     mesh: tuple[tuple[str, int], ...]
     arguments: tuple[tuple[str, str], ...]
-    steps: TrainSteps
-    memory: RankMemory
-    timers: TrainTimers
+    steps: formats.TrainSteps
+    memory: formats.RankMemory
+    timers: formats.TrainTimers
     restarts: int
     crashed: bool
     error: str
@@ -180,7 +164,7 @@ def is_training_log(head: bytes) -> bool:
     """
     if _JSON.match(head) or _QUOTES.match(head):
         return False
-    if any(detect_framework(text) or parse_step(text) for text in _split_lines([head])):
+    if any(detect_framework(text) or formats.parse_step(text) for text in _split_lines([head])):
         return True
     return len(head) >= HEAD_BYTES and b"NCCL" not in head and bool(_ECHO.search(head))
 
@@ -250,10 +234,10 @@ _STARTING_UP = (
 class _LogParser:
     """Collects steps, memory, timers and arguments line by line."""
 
-    printed: list[Printed] = field(default_factory=list)
-    trainer: TrainerSteps = field(default_factory=lambda: TrainerSteps([]))
-    memory: dict[MemoryLine, None] = field(default_factory=dict)
-    timers: list[tuple[int, Timer]] = field(default_factory=list)
+    printed: list[formats.Printed] = field(default_factory=list)
+    trainer: formats.TrainerSteps = field(default_factory=lambda: formats.TrainerSteps([]))
+    memory: dict[formats.MemoryLine, None] = field(default_factory=dict)
+    timers: list[tuple[int, formats.Timer]] = field(default_factory=list)
     arguments: dict[str, str] = field(default_factory=dict)
     frameworks: set[str] = field(default_factory=set)
     world_size: int = -1
@@ -270,17 +254,17 @@ class _LogParser:
         return bool(self.frameworks or self.printed or self.memory or self.unparsed)
 
     def add_line(self, text: str) -> None:
-        if line := parse_step(text):
+        if line := formats.parse_step(text):
             self._add_step(line, text)
-        elif self.printed and (line := parse_continuation(text, self.printed[-1].line)):
+        elif self.printed and (line := formats.parse_continuation(text, self.printed[-1].line)):
             self.printed[-1] = replace(self.printed[-1], line=line)
-        elif any(sign in text for sign in STEP_SIGNS):
+        elif any(sign in text for sign in formats.STEP_SIGNS):
             self.unparsed += 1
         else:
             self._add_trainer_line(text)
-        self.memory.update(dict.fromkeys(parse_memory(text)))
+        self.memory.update(dict.fromkeys(formats.parse_memory(text)))
         step = self.printed[-1].line.step if self.printed else -1
-        self.timers += [(step, timer) for timer in parse_timers(text)]
+        self.timers += [(step, timer) for timer in formats.parse_timers(text)]
         self._add_start(text)
         self._add_end(text)
 
@@ -291,8 +275,10 @@ class _LogParser:
         if len(self.trainer.rows) > rows:
             self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
-    def _add_step(self, line: StepLine, text: str) -> None:
-        self.printed.append(Printed(line, parse_printer(text), parse_clock_ns(text), self.launch))
+    def _add_step(self, line: formats.StepLine, text: str) -> None:
+        self.printed.append(
+            formats.Printed(line, parse_printer(text), parse_clock_ns(text), self.launch)
+        )
         self.crashed, self.canceled, self.cause, self.failure = False, False, "", ""
 
     def _add_start(self, text: str) -> None:
@@ -326,8 +312,8 @@ class _LogParser:
             mesh=mesh,
             arguments=arguments,
             steps=steps,
-            memory=build_memory(list(self.memory)),
-            timers=build_timers(self.timers),
+            memory=formats.build_memory(list(self.memory)),
+            timers=formats.build_timers(self.timers),
             restarts=int(steps.start[-1]) if len(steps) else 0,
             crashed=self.crashed,
             error=self.cause or self.failure,
@@ -335,14 +321,14 @@ class _LogParser:
             notes=tuple(self._list_notes(where, torn, steps)),
         )
 
-    def _build_steps(self) -> TrainSteps:
+    def _build_steps(self) -> formats.TrainSteps:
         interval = self._find_number("log_interval", "steps_per_print")
         if len(self.printed) > 1 and self.trainer.rows:
             # A line of the Trainer is about all steps since the line before.
             first, second, *_ = (each.line.step for each in self.printed)
             interval = max(interval, second - first)
         batch = self._find_number("train_batch_size", "global batch size")
-        return build_steps(self.printed, interval, batch)
+        return formats.build_steps(self.printed, interval, batch)
 
     def _find_number(self, *names: str) -> int:
         """The first of these arguments that is a number, -1 if none is."""
@@ -350,11 +336,11 @@ class _LogParser:
         return next((int(text) for text in values if re.fullmatch(r"\d{1,18}", text)), -1)
 
     def _infer_framework(self) -> str:
-        steps = {FAMILIES[each.line.family].framework for each in self.printed}
+        steps = {formats.FAMILIES[each.line.family].framework for each in self.printed}
         frameworks = steps | self.frameworks
         if {"megatron", "deepspeed"} <= frameworks:
             return "megatron-deepspeed"
-        order = (*(family.framework for family in FAMILIES), "")
+        order = (*(family.framework for family in formats.FAMILIES), "")
         return next((name for name in order if name in steps), min(frameworks, default=""))
 
     def _infer_world_size(self, mesh: tuple[tuple[str, int], ...]) -> int:
@@ -363,7 +349,7 @@ class _LogParser:
             return logged_size
         return prod(size for axis, size in mesh if axis != "ep")
 
-    def _list_notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
+    def _list_notes(self, where: str, torn: str, steps: formats.TrainSteps) -> Iterator[Note]:
         if not len(steps):
             why = (
                 ": transformers' Trainer prints no step numbers, and they do not follow from a"
@@ -383,7 +369,7 @@ class _LogParser:
             yield Note(
                 "no_step_time", f"{where} contains neither step times nor usable time stamps{mean}"
             )
-        elif FAMILIES[self.printed[0].line.family].framework == "transformers":
+        elif formats.FAMILIES[self.printed[0].line.family].framework == "transformers":
             yield Note(
                 "step_time_by_clock",
                 f"{where} contains no step times; they are computed from the seconds of its bar",

@@ -20,12 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import (
-    first_rows,
-    group_ids,
-    group_max,
-    group_rows,
-)
+from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_rows
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work

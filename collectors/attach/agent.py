@@ -25,12 +25,7 @@ from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.launcher import read_identity, read_job_name
-from stepsplit.collectors.nccl import (
-    build_log_path,
-    limit_log_size,
-    read_flight_json,
-    truncate_log,
-)
+from stepsplit.collectors.nccl import build_log_path, limit_log_size, read_flight_json, truncate_log
 from stepsplit.collectors.optimizers import (
     Listener,
     add_listener,

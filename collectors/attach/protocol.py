@@ -17,13 +17,7 @@ from typing import Any
 
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import is_rank, read_identity
-from stepsplit.collectors.rank_record import (
-    CodeFrame,
-    Look,
-    RankState,
-    format_state,
-    read_state,
-)
+from stepsplit.collectors.rank_record import CodeFrame, Look, RankState, format_state, read_state
 from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, decode_plan
 from stepsplit.collectors.run_spec import select_known_fields
 from stepsplit.collectors.watch_plan import WatchPlan

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import (
-    StepsplitError,
-    UsageError,
-    make_write_error,
-    write,
-)
+from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error, write
 from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
@@ -147,8 +142,7 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
     from rich.console import Console
 
-    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME
-    from stepsplit.analyzer.diagnose.hang_progress import to_json as hang_to_json
+    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json as hang_to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     if out is not None:

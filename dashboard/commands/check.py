@@ -211,7 +211,6 @@ def baseline_command(
     runs, so that the run-to-run noise can be estimated. All runs must have the same device, mesh,
     backend and world size.
     """
-    from stepsplit.analyzer.errors import write
     from stepsplit.analyzer.regression.judge import check_setups
     from stepsplit.analyzer.regression.metrics import to_json
 
@@ -235,7 +234,6 @@ def baseline_command(
 def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
     """Prints or writes the budgets that as many equal runs would pass."""
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.errors import write
     from stepsplit.analyzer.regression.checks import parse_budgets
     from stepsplit.analyzer.regression.statistics import propose_budgets
 
@@ -398,27 +396,20 @@ def write_files(verdict: CheckResult, files: Mapping[str, Path | None], issue_pa
 
 
 def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
-    from stepsplit.dashboard.reporters.verdict import (
-        format_bencher,
-        format_benchmark_action,
-        format_code_quality,
-        format_junit,
-        format_markdown,
-        format_open_metrics,
-    )
+    from stepsplit.dashboard.reporters import verdict as reporter
 
     if option == "junit":
-        return format_junit(verdict)
+        return reporter.format_junit(verdict)
     if option == "markdown":
-        return format_markdown(verdict).encode()
+        return reporter.format_markdown(verdict).encode()
     if option == "codequality":
-        return format_code_quality(verdict, issue_path)
+        return reporter.format_code_quality(verdict, issue_path)
     if option == "openmetrics":
-        return format_open_metrics(verdict).encode()
+        return reporter.format_open_metrics(verdict).encode()
     if option == "bencher":
-        return format_bencher(verdict)
+        return reporter.format_bencher(verdict)
     assert option == "benchmark_action", option
-    return format_benchmark_action(verdict)
+    return reporter.format_benchmark_action(verdict)
 
 
 def _append_summary(path: Path, verdict: CheckResult) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError, write
-from stepsplit.dashboard.commands.common import require_package
+from stepsplit.dashboard.commands.common import open_store, require_package
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -166,7 +166,6 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.commands.common import open_store
     from stepsplit.dashboard.web.serve import find_free_port, serve
 
     store = open_store()

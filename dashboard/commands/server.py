@@ -435,12 +435,7 @@ def _send_run(
 ) -> None:
     """Uploads one recording and prints the address of its run."""
     from stepsplit.dashboard.reporters.terminal import show_sending_bar
-    from stepsplit.dashboard.upload import (
-        RetriesExhausted,
-        Sender,
-        choose_run_name,
-        collect_files,
-    )
+    from stepsplit.dashboard.upload import RetriesExhausted, Sender, choose_run_name, collect_files
 
     with ExitStack() as stack:
         given = _redact_places(places, stack) if redact else places

@@ -15,8 +15,8 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.regression.statistics import compute_difference
 from stepsplit.analyzer.units import format_signed_percent
-from stepsplit.dashboard.figures.communication import FEWEST as FEWEST_USUAL
 from stepsplit.dashboard.figures.communication import (
+    FEWEST as FEWEST_USUAL,
     MAD_TO_SD,
     MAX_JOBS,
     HistoryPoint,

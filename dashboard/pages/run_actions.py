@@ -11,18 +11,10 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.gap.config_from_trace import (
-    KEY_DEFAULTS,
-    KEY_MEANINGS,
-    list_missing_keys,
-)
+from stepsplit.analyzer.gap.config_from_trace import KEY_DEFAULTS, KEY_MEANINGS, list_missing_keys
 from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
-from stepsplit.analyzer.model.config_file import (
-    RECOMPUTES,
-    list_hardware_names,
-    list_model_names,
-)
+from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
 from stepsplit.dashboard.store.artifacts import JOB_FILE
 from stepsplit.dashboard.store.runs import RunRow

@@ -10,11 +10,7 @@ from typing import Any
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.units import (
-    format_date,
-    format_milliseconds,
-    format_signed_percent,
-)
+from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import (
     BUBBLE,

@@ -43,14 +43,13 @@ def parse_log_to(texts: Sequence[str]) -> tuple[SinkName, ...]:
 
 def open_sink(sink: SinkName) -> Sink:
     """Opens a sink. Raises UsageError if its address or place is invalid."""
-    from stepsplit.dashboard.sinks.libraries import JsonSink, TensorBoardSink, WandbSink
-    from stepsplit.dashboard.sinks.servers import MlflowSink, OtlpSink
+    from stepsplit.dashboard.sinks import kinds
 
-    kinds: dict[str, Callable[[str], Sink]] = {
-        "tensorboard": TensorBoardSink, "wandb": WandbSink, "mlflow": MlflowSink,
-        "otlp": OtlpSink, "json": JsonSink,
+    opened: dict[str, Callable[[str], Sink]] = {
+        "tensorboard": kinds.TensorBoardSink, "wandb": kinds.WandbSink,
+        "mlflow": kinds.MlflowSink, "otlp": kinds.OtlpSink, "json": kinds.JsonSink,
     }  # fmt: skip
-    return kinds[sink.kind](sink.place)
+    return opened[sink.kind](sink.place)
 
 
 def check_log_to(texts: Sequence[str]) -> tuple[str, ...]:

@@ -35,13 +35,7 @@ from stepsplit.dashboard.store.artifacts import (
     open_remote,
 )
 from stepsplit.dashboard.store.audit import AuditLog
-from stepsplit.dashboard.store.database import (
-    FILES,
-    JOBS,
-    RUNS,
-    Database,
-    open_database,
-)
+from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
 from stepsplit.dashboard.store.runs import (

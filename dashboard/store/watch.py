@@ -40,6 +40,7 @@ from stepsplit.analyzer.watch.records import (
     WatchSample,
 )
 from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.dashboard.store import watch_slots
 from stepsplit.dashboard.store.alerts import note_batch
 from stepsplit.dashboard.store.database import (
     TAGS,
@@ -56,43 +57,17 @@ from stepsplit.dashboard.store.database import (
     Database,
     clean_text,
 )
-from stepsplit.dashboard.store.watch_slots import (
-    DAY_S,
-    HOUR_S,
-    KEPT_S,
-    LEVELS_S,
-    MINUTE_S,
-    TEN_MINUTES_S,
-    Columns,
-    RankGrid,
-    StepSummary,
-    build_local_sums,
-    build_rank_grid,
-    build_step_columns,
-    build_wait_sums,
-    compute_slot_start,
-    merge_steps,
-    merge_sums,
-    pack_columns,
-    pack_splits,
-    pack_steps,
-    subtract_usual,
-    summarize_steps,
-    unpack_splits,
-    unpack_steps,
-    unpack_sums,
-)
 
 _SECOND_NS = 10**9
 
-LATE_S = 3 * DAY_S
+LATE_S = 3 * watch_slots.DAY_S
 """A batch may be so much older than the newest of its run: ids are kept for so long. With a day
 within a batch, its step times still find the slots of a minute."""
 
-SPAN_S, AHEAD_S = DAY_S, HOUR_S
+SPAN_S, AHEAD_S = watch_slots.DAY_S, watch_slots.HOUR_S
 """How far the times in a batch may lie before and after its closing, and that after now."""
 
-KEPT_SAMPLES_S, KEPT_EVENTS_S = 8 * DAY_S, 100 * DAY_S
+KEPT_SAMPLES_S, KEPT_EVENTS_S = 8 * watch_slots.DAY_S, 100 * watch_slots.DAY_S
 
 MAX_RANKS, NAME_LENGTH = 1 << 17, 200
 
@@ -165,7 +140,7 @@ class WatchedRun:
     def newest_minutes(self) -> WatchRange:
         """The ten minutes until the newest batch, in slots of a minute."""
         newest_s = self.newest_unix_ns // _SECOND_NS
-        return WatchRange(newest_s - TEN_MINUTES_S, newest_s, MINUTE_S)
+        return WatchRange(newest_s - watch_slots.TEN_MINUTES_S, newest_s, watch_slots.MINUTE_S)
 
     @property
     def interval_steps(self) -> int | None:
@@ -179,7 +154,7 @@ class StepSlot:
 
     start_unix_s: int
     incarnation: int
-    summary: StepSummary
+    summary: watch_slots.StepSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +223,7 @@ class WatchStore:
         with self._database.begin_write() as connection:
             watch, is_new_run = _find_or_add(connection, batch, now_ns)
             if batch.unix_ns < watch.newest_unix_ns - LATE_S * _SECOND_NS:
-                days = LATE_S // DAY_S
+                days = LATE_S // watch_slots.DAY_S
                 raise UsageError(
                     f"the batch is over {days} days older than the newest of its run; drop it"
                 )
@@ -288,12 +263,14 @@ class WatchStore:
 
     def read_steps(self, watch_id: int, within: WatchRange) -> tuple[StepSlot, ...]:
         """The step times in the range, by time and start of the job."""
-        names = StepSummary.__dataclass_fields__
+        names = watch_slots.StepSummary.__dataclass_fields__
         with self._database.begin_read() as connection:
             rows = connection.execute(
                 _select_slots(WATCH_STEPS, watch_id, within, [WATCH_STEPS.c[n] for n in names])
             )
-            return tuple(StepSlot(row[0], row[1], StepSummary(*row[2:])) for row in rows)
+            return tuple(
+                StepSlot(row[0], row[1], watch_slots.StepSummary(*row[2:])) for row in rows
+            )
 
     def read_splits(self, watch_id: int, within: WatchRange) -> tuple[SplitSlot, ...]:
         """The samples in the range, by time and start of the job."""
@@ -310,24 +287,26 @@ class WatchStore:
                 for row in rows
             )  # fmt: skip
 
-    def read_waits(self, watch_id: int, within: WatchRange, bin_s: int) -> RankGrid:
+    def read_waits(self, watch_id: int, within: WatchRange, bin_s: int) -> watch_slots.RankGrid:
         """The waits that each rank caused in a step of a sample, in bins of time that are a
         multiple of the level."""
         return self._read_grid(WATCH_SPLITS, "waits", watch_id, within, bin_s)
 
-    def read_lateness(self, watch_id: int, within: WatchRange, bin_s: int) -> RankGrid:
+    def read_lateness(self, watch_id: int, within: WatchRange, bin_s: int) -> watch_slots.RankGrid:
         """How much later than the others each rank has its last gradient, by unprofiled steps, in
         bins of time that are a multiple of the level."""
-        return subtract_usual(self._read_grid(WATCH_STEPS, "local", watch_id, within, bin_s))
+        return watch_slots.subtract_usual(
+            self._read_grid(WATCH_STEPS, "local", watch_id, within, bin_s)
+        )
 
     def _read_grid(
         self, table: Table, column: str, watch_id: int, within: WatchRange, bin_s: int
-    ) -> RankGrid:
+    ) -> watch_slots.RankGrid:
         query = _select_slots(table, watch_id, within, [table.c[column]])
         with self._database.begin_read() as connection:
             slots = [(row[0], row[2]) for row in connection.execute(query)]
         first_s = within.first_unix_s // bin_s * bin_s
-        return build_rank_grid(slots, first_s, within.last_unix_s, bin_s)
+        return watch_slots.build_rank_grid(slots, first_s, within.last_unix_s, bin_s)
 
     def read_events(self, watch_id: int, within: WatchRange, last: int) -> tuple[StoredEvent, ...]:
         """The newest events in the range, newest first."""
@@ -431,7 +410,7 @@ def _read_watch(connection: Connection, row: Row[Any]) -> WatchedRun:
 def _read_sample(row: Row[Any], run_id: str | None) -> StoredSample:
     sample = WatchSample(
         id=row.sample_id, step=row.step, steps=0, unix_ns=row.unix_ns, pivot=row.pivot,
-        ranks=unpack_splits(row.by_rank), no_data=row.no_data, finding=row.finding,
+        ranks=watch_slots.unpack_splits(row.by_rank), no_data=row.no_data, finding=row.finding,
         cost_ns=row.cost_ns, traces=row.traces,
     )  # fmt: skip
     return StoredSample(row.incarnation, row.host, sample, run_id)
@@ -543,15 +522,17 @@ def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> b
 def _add_contents(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
     by_minute: dict[int, list[RankWindow]] = defaultdict(list)
     for window in batch.windows:
-        by_minute[compute_slot_start(window.end_unix_ns, MINUTE_S)].append(window)
+        by_minute[watch_slots.compute_slot_start(window.end_unix_ns, watch_slots.MINUTE_S)].append(
+            window
+        )
     for start_s, windows in sorted(by_minute.items()):
-        key = _SlotKey(watch_id, MINUTE_S, start_s, batch.incarnation)
-        parts = merge_steps(build_step_columns(windows))
-        _add_steps(connection, key, parts, build_local_sums(windows))
+        key = _SlotKey(watch_id, watch_slots.MINUTE_S, start_s, batch.incarnation)
+        parts = watch_slots.merge_steps(watch_slots.build_step_columns(windows))
+        _add_steps(connection, key, parts, watch_slots.build_local_sums(windows))
     for sample in batch.samples:
         if _add_sample(connection, watch_id, batch, sample):
-            for level_s in LEVELS_S:
-                start_s = compute_slot_start(sample.unix_ns, level_s)
+            for level_s in watch_slots.LEVELS_S:
+                start_s = watch_slots.compute_slot_start(sample.unix_ns, level_s)
                 _add_split(
                     connection, _SlotKey(watch_id, level_s, start_s, batch.incarnation), sample
                 )
@@ -580,20 +561,27 @@ class _SlotKey:
         }  # fmt: skip
 
 
-def _add_steps(connection: Connection, key: _SlotKey, parts: Columns, local: Columns) -> None:
+def _add_steps(
+    connection: Connection, key: _SlotKey, parts: watch_slots.Columns, local: watch_slots.Columns
+) -> None:
     """Adds parts to a slot of a minute. A rank may have several, so that the median of all of them
     does not depend on their order."""
     known = _find_row(connection, WATCH_STEPS, key.columns)
     if known is not None:
-        parts = np.concatenate([unpack_steps(known.by_rank), parts], axis=1)
-        local = merge_sums(np.concatenate([unpack_sums(known.local), local], axis=1))
+        parts = np.concatenate([watch_slots.unpack_steps(known.by_rank), parts], axis=1)
+        local = watch_slots.merge_sums(
+            np.concatenate([watch_slots.unpack_sums(known.local), local], axis=1)
+        )
     _write_steps(connection, key, parts, local)
 
 
-def _write_steps(connection: Connection, key: _SlotKey, parts: Columns, local: Columns) -> None:
+def _write_steps(
+    connection: Connection, key: _SlotKey, parts: watch_slots.Columns, local: watch_slots.Columns
+) -> None:
     values = {
-        **asdict(summarize_steps(parts)), "rolled": False, "by_rank": pack_steps(parts),
-        "local": pack_columns(local) if local.size else None,
+        **asdict(watch_slots.summarize_steps(parts)),
+        "rolled": False, "by_rank": watch_slots.pack_steps(parts),
+        "local": watch_slots.pack_columns(local) if local.size else None,
     }  # fmt: skip
     _write_row(connection, WATCH_STEPS, key.columns, values)
 
@@ -611,7 +599,7 @@ def _add_sample(
         "host": clean_text(batch.host, 200), "pivot": sample.pivot,
         "no_data": clean_text(sample.no_data, 500), "finding": clean_text(sample.finding, 500),
         "cost_ns": sample.cost_ns, "traces": clean_text(sample.traces, 500),
-        "by_rank": pack_splits(_select_ranks(sample)),
+        "by_rank": watch_slots.pack_splits(_select_ranks(sample)),
     }  # fmt: skip
     connection.execute(insert(WATCH_SAMPLES), row)
     return True
@@ -633,9 +621,9 @@ def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> No
             _count_name(exposed, clean_text(axis, 40), ns)
     if not ranks:
         _count_name(no_data, clean_text(sample.no_data or "no rank has data", 200), 1)
-    waits = build_wait_sums(ranks)
+    waits = watch_slots.build_wait_sums(ranks)
     if known:
-        waits = np.concatenate([unpack_sums(known.waits), waits], axis=1)
+        waits = np.concatenate([watch_slots.unpack_sums(known.waits), waits], axis=1)
     sums = {
         name: sum(getattr(one.split, name) for one in ranks)
         + (getattr(known, name) if known else 0)
@@ -645,7 +633,7 @@ def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> No
         "samples": 1 + (known.samples if known else 0),
         "rank_samples": len(ranks) + (known.rank_samples if known else 0),
         "exposed": json.dumps(exposed), "no_data": json.dumps(no_data),
-        "waits": pack_columns(merge_sums(waits)), **sums,
+        "waits": watch_slots.pack_columns(watch_slots.merge_sums(waits)), **sums,
     }  # fmt: skip
     _write_row(connection, WATCH_SPLITS, key.columns, values)
 
@@ -711,10 +699,10 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
         "received_unix_ns": now_ns, "newest_unix_ns": newest_ns, "batches": watch.batches + 1,
         "last_step": max(watch.last_step, *steps, 0),
     }  # fmt: skip
-    if newest_ns >= watch.rolled_unix_ns + MINUTE_S * _SECOND_NS:
+    if newest_ns >= watch.rolled_unix_ns + watch_slots.MINUTE_S * _SECOND_NS:
         _roll_up(connection, watch.id)
         values["rolled_unix_ns"] = newest_ns
-    if newest_ns >= watch.trimmed_unix_ns + HOUR_S * _SECOND_NS:
+    if newest_ns >= watch.trimmed_unix_ns + watch_slots.HOUR_S * _SECOND_NS:
         _trim(connection, watch.id, newest_ns)
         values["trimmed_unix_ns"] = newest_ns
     _update_host(connection, watch.id, batch)
@@ -753,7 +741,7 @@ def _update_start(connection: Connection, watch_id: int, batch: WatchBatch) -> N
 def _roll_up(connection: Connection, watch_id: int) -> None:
     """Makes the longer slots of step times anew whose shorter ones have changed."""
     table = WATCH_STEPS.c
-    for level_s, longer_s in pairwise(LEVELS_S):
+    for level_s, longer_s in pairwise(watch_slots.LEVELS_S):
         changed = (table.watch_id == watch_id, table.level_s == level_s, table.rolled.is_(False))
         rows = connection.execute(select(table.start_unix_s, table.incarnation).where(*changed))
         wanted = {(start_s // longer_s * longer_s, number) for start_s, number in rows}
@@ -765,13 +753,15 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
                 table.incarnation == number,
             )
             slots = connection.execute(shorter).all()
-            parts = [merge_steps(unpack_steps(row.by_rank)) for row in slots]
-            local = [unpack_sums(row.local) for row in slots]
+            parts = [
+                watch_slots.merge_steps(watch_slots.unpack_steps(row.by_rank)) for row in slots
+            ]
+            local = [watch_slots.unpack_sums(row.local) for row in slots]
             key = _SlotKey(watch_id, longer_s, start_s, number)
             _write_steps(
                 connection, key,
-                merge_steps(np.concatenate(parts, axis=1)),
-                merge_sums(np.concatenate(local, axis=1)),
+                watch_slots.merge_steps(np.concatenate(parts, axis=1)),
+                watch_slots.merge_sums(np.concatenate(local, axis=1)),
             )  # fmt: skip
         connection.execute(update(WATCH_STEPS).where(*changed).values(rolled=True))
 
@@ -779,7 +769,7 @@ def _roll_up(connection: Connection, watch_id: int) -> None:
 def _trim(connection: Connection, watch_id: int, newest_ns: int) -> None:
     """Deletes what is older than is kept, by the newest time of the run."""
     for table in (WATCH_STEPS, WATCH_SPLITS):
-        for level_s, kept_s in KEPT_S.items():
+        for level_s, kept_s in watch_slots.KEPT_S.items():
             oldest_s = newest_ns // _SECOND_NS - kept_s
             connection.execute(
                 delete(table).where(

@@ -30,11 +30,7 @@ from stepsplit.dashboard.sinks.scalars import (
     build_step_scalars,
 )
 from stepsplit.dashboard.store.watch import StoredSample, WatchedRun, WatchRange, WatchStore
-from stepsplit.dashboard.store.watch_slots import (
-    HOUR_S,
-    MINUTE_S,
-    compute_slot_start,
-)
+from stepsplit.dashboard.store.watch_slots import HOUR_S, MINUTE_S, compute_slot_start
 
 MOST_RUNS = 100
 """Runs that are served, those with the newest batches."""

@@ -15,8 +15,7 @@ torch = pytest.importorskip("torch")
 
 from fake_gpu import UUID, FakeGpu  # noqa: E402
 
-from stepsplit.collectors import gpu as gpu_module  # noqa: E402
-from stepsplit.collectors import profile_run  # noqa: E402
+from stepsplit.collectors import gpu as gpu_module, profile_run  # noqa: E402
 from stepsplit.collectors.gpu import (  # noqa: E402
     GpuReading,
     GpuStepClock,

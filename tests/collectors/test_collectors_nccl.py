@@ -10,11 +10,7 @@ from cases import for_each
 
 from stepsplit.collectors import record
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.nccl import (
-    ask_ras,
-    build_inspector_environment,
-    build_log_environment,
-)
+from stepsplit.collectors.nccl import ask_ras, build_inspector_environment, build_log_environment
 from stepsplit.collectors.record import PLAN_VARIABLE, SITE, NcclLogs, RecordPlan, build_environment
 
 OUT = Path("/runs/a")

@@ -11,11 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors.guard import CollectError  # noqa: E402
-from stepsplit.collectors.job_info import (  # noqa: E402
-    probe_clock,
-    read_host_info,
-    serve_clock,
-)
+from stepsplit.collectors.job_info import probe_clock, read_host_info, serve_clock  # noqa: E402
 from stepsplit.collectors.memory import sum_storage_bytes  # noqa: E402
 from stepsplit.collectors.rank_files import Packer, PackTask  # noqa: E402
 from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, StepClock  # noqa: E402

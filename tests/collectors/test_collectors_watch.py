@@ -20,11 +20,7 @@ torch = pytest.importorskip("torch")
 from stepsplit.analyzer import analyze  # noqa: E402
 from stepsplit.collectors import Mesh, profile_run  # noqa: E402
 from stepsplit.collectors.record import RecordPlan  # noqa: E402
-from stepsplit.collectors.trace_window import (  # noqa: E402
-    PreparedProfilers,
-    TraceWindow,
-    release_profiler,
-)
+from stepsplit.collectors.trace_window import PreparedProfilers, TraceWindow, release_profiler  # noqa: E402
 from stepsplit.collectors.watch_notes import SampleReport  # noqa: E402
 from stepsplit.collectors.watch_plan import (  # noqa: E402
     BudgetController,

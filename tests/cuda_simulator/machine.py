@@ -21,15 +21,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from .program import (
-    BeginStep,
-    HostWork,
-    Instruction,
-    Kernel,
-    RecordEvent,
-    Synchronize,
-    WaitEvent,
-)
+from .program import BeginStep, HostWork, Instruction, Kernel, RecordEvent, Synchronize, WaitEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from rich.console import Console
 from stepsplit.analyzer import compare_runs
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.regression.compare import RunComparison, from_json, to_json
-from stepsplit.analyzer.report.io import REPORT_NAME
-from stepsplit.analyzer.report.io import to_json as report_to_json
+from stepsplit.analyzer.report.io import REPORT_NAME, to_json as report_to_json
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.compare import build_comparison_screen, format_headline
 

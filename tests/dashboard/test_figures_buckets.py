@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze

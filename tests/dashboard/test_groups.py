@@ -10,8 +10,7 @@ import pytest
 from cases import for_each
 from dash import dcc, html
 from dash.development.base_component import Component
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from job_builders import JOBS, key_of, store_runs
 from msgspec import structs
 from report_builders import MS, paced

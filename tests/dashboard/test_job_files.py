@@ -12,8 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 from flask.testing import FlaskClient
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from msgspec import structs
 from report_builders import analysis
 from store_builders import ask_page, claimed, known_analysis, queued, state

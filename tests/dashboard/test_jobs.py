@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from build_released import RELEASED
 from gate_runs import RECIPE, record
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from msgspec import structs
 from report_builders import analysis
 from sqlalchemy import create_engine, text

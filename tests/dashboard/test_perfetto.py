@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import GpuTrace
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from perfetto_file import PerfettoFile, Slice, read
 from report_builders import analysis
 

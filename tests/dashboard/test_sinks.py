@@ -23,6 +23,7 @@ from stepsplit.analyzer.report.report import compute_step_median_ns
 from stepsplit.analyzer.watch.records import WatchBatch
 from stepsplit.collectors.log_to import EXAMPLES, STEP, SinkName, parse_sinks
 from stepsplit.dashboard import cli
+from stepsplit.dashboard.sinks.kinds import MOST_METRICS
 from stepsplit.dashboard.sinks.log_to import open_sink
 from stepsplit.dashboard.sinks.scalars import (
     EXPOSED,
@@ -33,7 +34,6 @@ from stepsplit.dashboard.sinks.scalars import (
     build_batch_points,
     build_report_points,
 )
-from stepsplit.dashboard.sinks.servers import MOST_METRICS
 from stepsplit.dashboard.watch_process import MOST_POINTS, PointLogger
 
 ROOT = Path(__file__).parents[2]

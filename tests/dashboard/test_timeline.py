@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS

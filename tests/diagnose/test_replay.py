@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from builders import GpuTrace
 from ground_truth import SEED
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from replay_builders import scene, steps_us
 from simulator.engine import simulate
 from simulator.kineto import write_recording

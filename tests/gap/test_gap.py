@@ -25,8 +25,7 @@ from gap_builders import (
     rows,
     split,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from prediction_builders import GIB, job
 from rich.console import Console
 from splitting import RunSplit

@@ -19,8 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from example_runs import EXAMPLES, SEEN, outcome  # noqa: E402
-from jobs import EXAMPLES as RUNS  # type: ignore[import-not-found]  # noqa: E402
-from jobs import Example  # noqa: E402
+from jobs import EXAMPLES as RUNS, Example  # type: ignore[import-not-found]  # noqa: E402
 
 from stepsplit.analyzer import Report, analyze, examine  # noqa: E402
 from stepsplit.analyzer.report.report import Finding  # noqa: E402

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from injected_faults.jobs import (
-    CLEAN,
-    FRAMEWORKS,
-    Fault,
-    is_complete,
-    list_jobs,
-    read_turn_times_s,
-)
+from injected_faults.jobs import CLEAN, FRAMEWORKS, Fault, is_complete, list_jobs, read_turn_times_s
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.report import Finding

@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 from cases import for_each
-from hypothesis import given
-from hypothesis import strategies as st
-from published_sweeps import (
-    A100,
-    ALPS,
-    B200,
-    GIB,
-    H200,
-    MI300X,
-    MIB,
-    Measured,
-    cluster,
-    measured,
-)
+from hypothesis import given, strategies as st
+from published_sweeps import A100, ALPS, B200, GIB, H200, MI300X, MIB, Measured, cluster, measured
 from work_builders import DEVICE, job
 
 from stepsplit.analyzer import Rates, TransferSweep, collective_time

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from cases import for_each
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split

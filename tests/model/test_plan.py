@@ -23,13 +23,7 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
-from stepsplit.analyzer.model.plan import (
-    LowerBound,
-    build_candidate,
-    from_json,
-    plan,
-    to_json,
-)
+from stepsplit.analyzer.model.plan import LowerBound, build_candidate, from_json, plan, to_json
 from stepsplit.analyzer.model.plan_space import (
     Plan,
     build_decision_tree,

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 from cases import for_each
-from simulator.schedules import SCHEDULES as SIMULATED
-from simulator.schedules import actions
+from simulator.schedules import SCHEDULES as SIMULATED, actions
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from cases import for_each
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from reading import head_of_file, on_disk
 from required import SHARED_TRACES, shared_trace
 

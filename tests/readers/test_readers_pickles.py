@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 from cases import for_each
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable

@@ -6,8 +6,7 @@ import json
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from stepsplit.analyzer.readers.kineto.schema import convert_decimal_to_ns, convert_to_ns
 

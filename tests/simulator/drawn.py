@@ -10,13 +10,7 @@ from simulator.meshes import Fleet, Mesh
 from simulator.pipelines import pipeline
 from simulator.plans import Pipeline
 from simulator.program import Job
-from simulator.strategies import (
-    context_parallel,
-    ddp,
-    expert_parallel,
-    fsdp,
-    tensor_parallel,
-)
+from simulator.strategies import context_parallel, ddp, expert_parallel, fsdp, tensor_parallel
 
 _BYTES_PER_NS = 200
 _KERNELS = 200

@@ -14,8 +14,7 @@ from simulator.ran import RankRun, Run
 from simulator.recorded import recorded
 from simulator.run_json import write_run_json
 from simulator.style import WHOLE, Style
-from simulator.trace_events import START_NS as START_NS
-from simulator.trace_events import TraceEvents
+from simulator.trace_events import START_NS as START_NS, TraceEvents
 
 BASE_NS = 1_790_000_000_000_000_000
 _Entry = dict[str, Any]

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.program import (
-    Collective,
-    Compute,
-    Copy,
-    Graph,
-    Host,
-    Job,
-    Messages,
-    Synchronize,
-)
+from simulator.program import Collective, Compute, Copy, Graph, Host, Job, Messages, Synchronize
 
 DeviceWork = Compute | Copy | Collective | Messages
 HostWork = Compute | Copy | Collective | Messages | Graph | Host | Synchronize

@@ -8,16 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from simulator.changes import copied, graphed, launch_bound, loaded, loading, slowed, stalled
-from simulator.drawn import (
-    cp_job,
-    ddp_job,
-    ep_job,
-    fsdp_job,
-    mesh_job,
-    pp_job,
-    tp_job,
-    zero_job,
-)
+from simulator.drawn import cp_job, ddp_job, ep_job, fsdp_job, mesh_job, pp_job, tp_job, zero_job
 from simulator.program import Cause, Job, Scenario
 from simulator.schedules import SCHEDULES
 from simulator.strategies import EXPERT

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from builders import CpuTrace, GpuTrace
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from stepsplit.analyzer import BUCKETS, Report, Split, analyze, examine
 from stepsplit.analyzer.arrays import Intervals, union
@@ -18,15 +17,7 @@ from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.gaps import find_held_gaps
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Pieces, RankCallTimes
-from stepsplit.analyzer.trace import (
-    Call,
-    Category,
-    Events,
-    Int64,
-    Lane,
-    RankTrace,
-    build_calls,
-)
+from stepsplit.analyzer.trace import Call, Category, Events, Int64, Lane, RankTrace, build_calls
 
 Span = tuple[int, int]
 Does = Callable[[GpuTrace], object]

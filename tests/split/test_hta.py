@@ -18,13 +18,7 @@ from required import SHARED_TRACES, absent, shared_trace
 from splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
-from stepsplit.analyzer.arrays import (
-    Intervals,
-    make_empty_intervals,
-    overlap_ns,
-    subtract,
-    union,
-)
+from stepsplit.analyzer.arrays import Intervals, make_empty_intervals, overlap_ns, subtract, union
 from stepsplit.analyzer.hta import convert_to_hta, open_in_hta
 from stepsplit.analyzer.split.attribute import IDLE, attribute
 from stepsplit.analyzer.split.classify import collect_work

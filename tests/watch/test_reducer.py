@@ -15,12 +15,7 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer import analyze
-from stepsplit.analyzer.watch.records import (
-    WatchBatch,
-    WatchEvent,
-    decode_batch,
-    encode_batch,
-)
+from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, decode_batch, encode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder, read_state
 from stepsplit.analyzer.watch.samples import SPOILS
 from stepsplit.collectors.watch_notes import (

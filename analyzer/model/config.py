@@ -703,34 +703,28 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """The chunks of one pp coordinate, in model order."""
+    """The chunks of one pp coordinate, in model order, and how many layers they have of each kind.
+
+    The counts follow from the chunks. They are kept, since a search asks for them very often.
+    """
 
     index: int
     chunks: tuple[Chunk, ...]
+    dense_layers: int = field(init=False, compare=False)
+    expert_layers: int = field(init=False, compare=False)
+    mtp_layers: int = field(init=False, compare=False)
+    embedding: bool = field(init=False, compare=False)
+    head: bool = field(init=False, compare=False)
 
-    @property
-    def dense_layers(self) -> int:
-        return sum(chunk.dense_layers for chunk in self.chunks)
-
-    @property
-    def expert_layers(self) -> int:
-        return sum(chunk.expert_layers for chunk in self.chunks)
+    def __post_init__(self) -> None:
+        for name in ("dense_layers", "expert_layers", "mtp_layers"):
+            object.__setattr__(self, name, sum(getattr(chunk, name) for chunk in self.chunks))
+        for name in ("embedding", "head"):
+            object.__setattr__(self, name, any(getattr(chunk, name) for chunk in self.chunks))
 
     @property
     def layers(self) -> int:
         return self.dense_layers + self.expert_layers
-
-    @property
-    def mtp_layers(self) -> int:
-        return sum(chunk.mtp_layers for chunk in self.chunks)
-
-    @property
-    def embedding(self) -> bool:
-        return any(chunk.embedding for chunk in self.chunks)
-
-    @property
-    def head(self) -> bool:
-        return any(chunk.head for chunk in self.chunks)
 
 
 def list_stages(job: JobConfig) -> tuple[StageConfig, ...]:

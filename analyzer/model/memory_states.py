@@ -359,17 +359,25 @@ def _is_gpt(job: JobConfig) -> bool:
 
 def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
-    known, parts = load_coefficients(job.training.framework), job.training.recompute_parts
-    if job.training.recompute == "selective":
+    training, is_latent = job.training, job.model.latent is not None
+    return _select_saved(
+        training.framework, training.recompute == "selective", training.recompute_parts, is_latent
+    )
+
+
+@lru_cache(maxsize=64)
+def _select_saved(
+    framework: str, is_selective: bool, parts: frozenset[str], is_latent: bool
+) -> SavedBytes:
+    known = load_coefficients(framework)
+    if is_selective:
         return known.selective
-    if not parts:
-        return known.saved
     dropped: dict[str, float | bool] = {"scores": False} if "core-attention" in parts else {}
     if "norms" in parts:
         dropped["norm_output"] = 0.0
     if "activation" in parts:
         dropped["mlp_second"] = 0.0
-    if "mla-up" in parts and job.model.latent is not None:
+    if "mla-up" in parts and is_latent:
         dropped |= {"query": 0.0, "key": 0.0, "value": 0.0}
     return replace(known.saved, **dropped)  # type: ignore[arg-type]
 

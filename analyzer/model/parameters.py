@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from stepsplit.analyzer.model.config import (
@@ -11,6 +12,7 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     LatentAttention,
     ModelConfig,
+    ParallelConfig,
     StageConfig,
     count_chunks,
     count_rerun_layers,
@@ -106,12 +108,30 @@ def count_active_parameters(model: ModelConfig, vocab: int | None = None) -> int
 
 def count_stage_parameters(job: JobConfig) -> tuple[StageParameters, ...]:
     """Counts the parameters of one rank of each pp coordinate."""
-    layout, model = job.parallel, job.model
+    return _count_stages(_Counted(job.model, job.parallel, job.padded_vocab, job))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What the parameters of a job follow from, and one of the jobs that have it: a search asks
+    for many that differ in their training alone."""
+
+    model: ModelConfig
+    layout: ParallelConfig
+    padded_vocab: int
+    job: JobConfig = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _count_stages(counted: _Counted) -> tuple[StageParameters, ...]:
+    layout, model = counted.layout, counted.model
     dense = count_dense_layer(model, layout.tp)
     experts = (
         count_expert_layer(model, layout.tp, layout.ep, layout.expert_tp) if model.experts else None
     )
-    params = map_unique_stages(job, lambda stage: _count_stage(job, stage, dense, experts))
+    params = map_unique_stages(
+        counted.job, lambda stage: _count_stage(counted.job, stage, dense, experts)
+    )
     return tuple(each.move_to_stage(rank) for rank, each in enumerate(params))
 
 

@@ -305,7 +305,9 @@ class StateBytes:
     bytes_by_layout: dict[ParallelConfig, int] = field(default_factory=dict)
 
     def are_too_big(self, job: JobConfig) -> bool:
-        layout = replace(job.parallel, sequence_parallel=False)
+        layout = job.parallel
+        if layout.sequence_parallel:
+            layout = replace(layout, sequence_parallel=False)
         if layout not in self.bytes_by_layout:
             self.bytes_by_layout[layout] = compute_state_bytes(job)
         return not is_peak_within_memory(job, self.bytes_by_layout[layout])

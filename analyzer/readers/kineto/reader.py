@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
@@ -76,8 +76,9 @@ def read_traces(
     plans = [_plan(source, fair_bytes, count, rules, there) for source in sources]
     tasks: list[Task[_Piece]] = [task for plan in plans for task in plan.tasks]
     results = run_all(tasks, workers, progress, partial(_store_piece, here))
-    pieces = iter(results)
-    return [_assemble_file(plan, list(islice(pieces, len(plan.tasks)))) for plan in plans]
+    pieces = deque(results)
+    del results
+    return [_assemble_file(plan, [pieces.popleft() for _ in plan.tasks]) for plan in plans]
 
 
 def read_whole_file(source: Source, rules: Rules, folder: str | None) -> KinetoFile | None:
@@ -157,17 +158,17 @@ def estimate_bytes(source: Source) -> int:
     return size * _PACKED_RATIO if is_packed(source.path) else size
 
 
-def _assemble_file(
-    plan: _Plan, pieces: Sequence[_Piece | DataError]
-) -> KinetoFile | DataError | None:
+def _assemble_file(plan: _Plan, pieces: list[_Piece | DataError]) -> KinetoFile | DataError | None:
+    """The file that its pieces make; empties their list, as join_parts does."""
     if plan.opening is None:
         whole = pieces[0]
         assert not isinstance(whole, TracePart)
         return whole
-    for piece in pieces:
-        if isinstance(piece, DataError):
-            return piece
+    error = next((piece for piece in pieces if isinstance(piece, DataError)), None)
+    if error is not None:
+        return error
     parts = [piece for piece in pieces if isinstance(piece, TracePart)]
+    pieces.clear()
     file = join_parts(plan.opening, parts, plan.rules)
     assert isinstance(plan.source, DiskFile)
     from stepsplit.analyzer.readers.kineto import cache

@@ -278,8 +278,7 @@ def read_kineto(source: Source, rules: Rules = BUILT_IN) -> KinetoFile | None:
         opening = parse_opening(content)
         if opening is None:
             return None
-        part = read_part(content, opening.begin, rules)
-        return join_parts(opening, [part], rules, content.torn)
+        return join_parts(opening, [read_part(content, opening.begin, rules)], rules, content.torn)
 
 
 def read_opening(source: Source) -> TraceOpening | None:
@@ -291,16 +290,20 @@ def read_opening(source: Source) -> TraceOpening | None:
 def join_parts(
     opening: TraceOpening, parts: list[TracePart], rules: Rules = BUILT_IN, torn: str = ""
 ) -> KinetoFile:
-    """Joins all parts of a trace, in order; torn is the reason why the file ends early."""
-    last = parts[-1]
-    header = decode_header(opening.fields, last.tail)
+    """Joins all parts of a trace, in order; torn is the reason why the file ends early.
+
+    Empties the list of parts: their rows need as much memory as the sorted ones.
+    """
+    is_whole, tail = parts[-1].whole, parts[-1].tail
+    header = decode_header(opening.fields, tail)
     rows = sort_rows([part.rows for part in parts], header.base_ns)
     tracks = [track for part in parts for track in part.rows.tracks]
+    parts.clear()
     more: tuple[Note, ...] = ()
     if is_ascend(tracks):
-        rows, more = classify_tracks(rows, tracks, last.whole)
+        rows, more = classify_tracks(rows, tracks, is_whole)
         header = name_device(header)
-    notes = (*_build_notes(rows, last.whole, torn), *more)
+    notes = (*_build_notes(rows, is_whole, torn), *more)
     if not rows.on_device:
         return KinetoFile(header, rows, None, notes)
     calls = build_device_calls(rows, header.distributed.groups, rules)

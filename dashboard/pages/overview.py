@@ -193,6 +193,7 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
     heads = ("rank", "host" if "host" in by else "ranks", "longer by", *BUCKETS)
     whose = "its stage" if "stage" in by else "the job"
     note = f"busy (all but skew and bubble) longer than the median rank of {whose}, per step"
+    note += format_hidden_rows(ranks, MAX_ROWS)
     on = "rank of the host" if "host" in by else "rank of these"
     grid = draw_busy_grid(columns, on, {one.rank: one.excess_ns for one in ranks})
     return build_section("Ranks", note, build_graph("busy-ranks", grid), build_table(heads, rows))

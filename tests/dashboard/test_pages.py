@@ -386,3 +386,5 @@ def test_of_many_ranks_the_overview_shows_stages_and_the_ranks_that_are_busy_lon
     (table,) = found(section, DataTable)
     assert [cell.content for cell in table.cells[0][:3]] == ["rank 37", "n4", "10.0 ms"]
     assert {cell.content for row in table.cells[1:9] for cell in row[1:3]} == {"n9", "5.00 ms"}
+    assert len(table.cells) == 100
+    assert "28 smaller rows in report.json" in text(section)

@@ -148,14 +148,14 @@ def odd_number(random: Random, recorded: Recorded) -> None:
     events = _choose_trace(random, recorded)
     field = random.choice(("ts", "dur", "pid", "tid", "id", "ph", "name", "cat"))
     for _ in range(random.choice((1, 5, 100))):
-        random.choice(events)[field] = random.choice(_ODD_VALUES)
+        random.choice(events)[field] = _choose_odd(random)
 
 
 def odd_argument(random: Random, recorded: Recorded) -> None:
     events = _choose_trace(random, recorded)
     having = [event for event in events if isinstance(event.get("args"), dict) and event["args"]]
     for event in random.sample(having, min(len(having), random.choice((1, 10, 300)))):
-        event["args"][random.choice(sorted(event["args"]))] = random.choice(_ODD_VALUES)
+        event["args"][random.choice(sorted(event["args"]))] = _choose_odd(random)
 
 
 def zero_durations(random: Random, recorded: Recorded) -> None:
@@ -271,6 +271,11 @@ def odd_header(random: Random, recorded: Recorded) -> None:
     recorded.traces[name] = {**_replace_one(random, header), "traceEvents": body["traceEvents"]}
 
 
+def _choose_odd(random: Random) -> Any:
+    """A copy of one of the odd values, which may be replaced in turn."""
+    return copy.deepcopy(random.choice(_ODD_VALUES))
+
+
 def _replace_one(random: Random, value: Any) -> Any:
     """The value with one entry below replaced, never the value itself."""
     keys: Sequence[Any] = (
@@ -286,7 +291,7 @@ def _replace_one(random: Random, value: Any) -> Any:
     elif random.random() < 0.1:
         del value[key]
     else:
-        value[key] = random.choice(_ODD_VALUES)
+        value[key] = _choose_odd(random)
     return value
 
 

@@ -514,6 +514,9 @@ _USUAL, _MOST = 2e-5, 1e-4
 """Free-running computer clocks drift by about 20 ppm, two against each other by at most 100 ppm:
 the uncertainty of the drift without data, and its upper limit."""
 
+_NO_CLOCK = 1e-3
+"""No two clocks drift apart as fast: the times of such a rank are damaged."""
+
 _SURE, _WORTH_NS = 3.0, 5_000
 """A drift is applied if it exceeds its uncertainty by this factor, and if it shifts the clock by
 more than the biases of the calls can."""
@@ -585,6 +588,8 @@ def _estimate_drift(since: Float, apart: Float, kind: Int64) -> tuple[float, flo
         slope += _estimate_slope(since, level - _compute_kind_medians(level, kind).of_row)
     noise = _estimate_noise(apart - slope * since, kind)
     doubt = 1.25 * noise / (float(np.std(since)) * np.sqrt(len(since)))
+    if abs(slope) > _NO_CLOCK:
+        return 0.0, _MOST
     if abs(slope) > _SURE * doubt and abs(slope) * span > _WORTH_NS:
         return slope, doubt
     return 0.0, min(max(abs(slope), doubt), _MOST)

@@ -642,10 +642,9 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
     """
     if not rank.trace.on_device:
         return start
-    launched = rank.clock.map_to_common_ns(
-        _find_launched_before(rank.trace, rank.trace.calls.event[call])
-    )
-    known = (launched > _ALWAYS // 2) & (launched <= start)
+    own_launched = _find_launched_before(rank.trace, rank.trace.calls.event[call])
+    launched = rank.clock.map_to_common_ns(own_launched)
+    known = (own_launched >= 0) & (launched <= start)
     soon = start - np.maximum(launched, free_ns) <= LAUNCH_LATENCY_NS
     own = rank.clock.map_to_own_ns(start)
     compute = rank.work.compute
@@ -657,7 +656,7 @@ def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int6
 
 def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     """The end of the last compute kernel on the main stream that was launched before each event, on
-    the rank's own clock; the smallest int64 if there is none."""
+    the rank's own clock; -1 if there is none."""
     events = trace.events
     kernels = events.is_category(Category.KERNEL)
     kernels[trace.calls.event] = False
@@ -669,4 +668,4 @@ def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
     ends = np.maximum.accumulate(events.ends_of(rows[order]))
     called = events.find_launch_ns(event)
     before = np.searchsorted(launched[order], called, side="left")
-    return np.where(called >= 0, np.append(_ALWAYS, ends)[before], _ALWAYS)
+    return np.where(called >= 0, np.append(-1, ends)[before], -1)

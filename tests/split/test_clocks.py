@@ -24,6 +24,12 @@ def one_kind(count: int) -> np.ndarray:
     return np.zeros(count, dtype=np.int64)
 
 
+def test_a_difference_that_grows_faster_than_clocks_drift_is_no_drift() -> None:
+    apart = every_ms(40) // 2  # the times of one rank are damaged
+
+    assert fit_offset_and_drift(every_ms(40), apart, one_kind(40)).drift == 0
+
+
 def test_the_offset_ignores_outliers() -> None:
     apart = np.full(40, 7_000_000, dtype=np.int64)
     apart[[3, 17, 30]] += 400_000

@@ -15,6 +15,7 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers import training_log_formats as formats
+from stepsplit.analyzer.readers.training_log_formats import RankMemory, TrainSteps, TrainTimers
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Note
@@ -139,9 +140,9 @@ class TrainLog:
     world_size: int
     mesh: tuple[tuple[str, int], ...]
     arguments: tuple[tuple[str, str], ...]
-    steps: formats.TrainSteps
-    memory: formats.RankMemory
-    timers: formats.TrainTimers
+    steps: TrainSteps
+    memory: RankMemory
+    timers: TrainTimers
     restarts: int
     crashed: bool
     error: str
@@ -321,7 +322,7 @@ class _LogParser:
             notes=tuple(self._list_notes(where, torn, steps)),
         )
 
-    def _build_steps(self) -> formats.TrainSteps:
+    def _build_steps(self) -> TrainSteps:
         interval = self._find_number("log_interval", "steps_per_print")
         if len(self.printed) > 1 and self.trainer.rows:
             # A line of the Trainer is about all steps since the line before.
@@ -349,7 +350,7 @@ class _LogParser:
             return logged_size
         return prod(size for axis, size in mesh if axis != "ep")
 
-    def _list_notes(self, where: str, torn: str, steps: formats.TrainSteps) -> Iterator[Note]:
+    def _list_notes(self, where: str, torn: str, steps: TrainSteps) -> Iterator[Note]:
         if not len(steps):
             why = (
                 ": transformers' Trainer prints no step numbers, and they do not follow from a"

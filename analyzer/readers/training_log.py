@@ -15,9 +15,9 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers import training_log_formats as formats
-from stepsplit.analyzer.readers.training_log_formats import RankMemory, TrainSteps, TrainTimers
 from stepsplit.analyzer.readers.compression import HEAD_BYTES, UnpackedStream, open_unpacked
 from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.training_log_formats import RankMemory, TrainSteps, TrainTimers
 from stepsplit.analyzer.trace import Note
 
 # Golden values of Megatron-LM's continuous integration: one JSON file per test case and machine,

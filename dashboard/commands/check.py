@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,10 +55,54 @@ def _build_file_option(
     return click.option(flag, metavar="FILE", type=click.Path(path_type=Path), help=text)
 
 
-@click.command(epilog=_EPILOG)
+class _CheckCommand(click.Command):
+    """A command whose --baseline takes all runs that follow it, as a shell's glob gives them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        valued = {
+            flag
+            for param in self.params
+            if isinstance(param, click.Option) and not param.is_flag
+            for flag in param.opts
+        }
+        return super().parse_args(ctx, list(_repeat_baseline(args, valued)))
+
+
+def _repeat_baseline(words: Sequence[str], valued: Container[str]) -> Iterator[str]:
+    """The words, with a --baseline before each run that directly follows one of the baseline.
+
+    Options in valued take the next word. Raises UsageError if the baseline comes before all
+    candidates and several runs follow it: some may be of the baseline.
+    """
+    rest = deque(words)
+    has_candidates = False
+    while rest:
+        word = rest.popleft()
+        yield word
+        if word == "--":
+            break
+        if word in valued and rest:
+            yield rest.popleft()
+        has_candidates |= not word.startswith("-")
+        if word.partition("=")[0] != "--baseline":
+            continue
+        following = list(takewhile(lambda word: not word.startswith("-"), rest))
+        if not has_candidates and len(following) > 1:
+            raise UsageError(
+                f"after --baseline stand {len(following) + 1} runs of both sides; name the "
+                "candidates before --baseline"
+            )
+        if has_candidates:
+            for run in following:
+                rest.popleft()
+                yield from ("--baseline", run)
+    yield from rest
+
+
+@click.command(cls=_CheckCommand, epilog=_EPILOG)
 @click.argument("candidates", nargs=-1, required=True, metavar="CANDIDATE...")
-@click.option("--baseline", "baselines", multiple=True, metavar="B",
-              help="Runs to compare the candidate with; may be repeated.")  # fmt: skip
+@click.option("--baseline", "baselines", multiple=True, metavar="B...",
+              help="Runs to compare the candidates with.")  # fmt: skip
 @click.option("--budget", "budgets", multiple=True, metavar="FILE|RULE",
               help="How much worse a metric may get; may be repeated. Default: calls and bytes "
                    "exact, exposed_comm and bubble 10%,1pt.")  # fmt: skip

@@ -113,6 +113,35 @@ def test_a_side_may_be_a_recording_or_a_report(capsys: pytest.CaptureFixture[str
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("flag", ["--baseline {}", "--baseline={}"])
+def test_all_runs_that_follow_the_baseline_are_of_the_baseline(
+    flag: str, base: str, tmp_path: Path
+) -> None:
+    before = side(tmp_path / "before.json", (0.1002,))
+    more = side(tmp_path / "more.json", (0.0998,))
+    json_file = str(tmp_path / "verdict.json")
+    words = (
+        base,
+        *flag.format(before).split(),
+        more,
+        "--json",
+        json_file,
+        "--budget",
+        "calls:exact",
+    )
+    assert check(*words) == 0
+    verdict = from_json(Path(json_file).read_bytes())
+    assert verdict.candidate.runs == ("base0", "base1", "base2", "base3", "base4")
+    assert verdict.baseline is not None
+    assert verdict.baseline.runs == ("before0", "more0")
+
+
+def test_a_candidate_may_follow_its_baseline(base: str, worse: str) -> None:
+    assert check("--baseline", base, worse, *EXPOSED) == 1
+    assert check("--baseline", base, *EXPOSED, worse) == 1
+    assert check("--baseline", base, *EXPOSED, "--", worse) == 1
+
+
 def test_a_run_is_compared_with_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--job", "auto", "--budget", "exposed_comm:model+20%")
     assert check(ONE, *words) == 3
@@ -125,6 +154,7 @@ def test_a_run_is_compared_with_the_model(capsys: pytest.CaptureFixture[str]) ->
         ((ONE,), "needs a baseline; pass --baseline"),
         ((ONE, "--baseline", OTHER), "world size is 8 in tp2_pp2_dp2, 4 in tp2_pp2"),
         ((ONE, "--baseline", OTHER), "or pass --across-setups"),
+        (("--baseline", ONE, OTHER, ONE), "name the candidates before --baseline"),
         ((ONE, "--baseline", "no/such"), "no such file or folder; check the path"),
         ((ONE, "--baseline", ONE, "--budget", "speed:5%"), "unknown metric 'speed'"),
         ((ONE, "--baseline", ONE, "--budget", "budgets.toml"), "pass a TOML file or a rule"),

@@ -151,10 +151,11 @@ HELP = {
         "--token TOKEN", "--help",
     ],
     ("check",): [
-        "--baseline B", "--budget FILE|RULE", "--job job.toml", "--rules FILE", "--across-setups",
-        "--json FILE", "--junit FILE", "--summary FILE", "--markdown FILE", "--codequality FILE",
-        "--openmetrics FILE", "--bencher FILE", "--benchmark-action FILE", "--dashboard URL",
-        "--store URL", "--artifacts URL", "--token TOKEN", "--help",
+        "--baseline B...", "--budget FILE|RULE", "--job job.toml", "--rules FILE",
+        "--across-setups", "--json FILE", "--junit FILE", "--summary FILE", "--markdown FILE",
+        "--codequality FILE", "--openmetrics FILE", "--bencher FILE",
+        "--benchmark-action FILE", "--dashboard URL", "--store URL", "--artifacts URL",
+        "--token TOKEN", "--help",
     ],
     ("calibrate",): [
         "--quick", "--ranks N", "--out FILE", "--job FILE", "--json FILE", "--rules FILE", "--help",

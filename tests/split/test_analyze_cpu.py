@@ -67,6 +67,28 @@ def test_each_group_is_found_by_when_its_workers_start(tmp_path: Path) -> None:
     assert counts == {"dp_replicate": 3, "tp": 1}
 
 
+def test_groups_are_found_when_thread_numbers_began_anew_between_them(tmp_path: Path) -> None:
+    """The system numbers threads up to 32,768, then from 300 on: the later group has the smaller
+    numbers."""
+    groups = [("0", "mesh_dp", [0, 1]), ("1", "mesh_tp", [0, 2])]
+    trace = CpuTrace(0, 4, groups).step(2, 0, 100).op("aten::mm", 1, 5)
+    trace.all_reduce(10, 11, 30, group="0", seq=1, tid=32_766)
+    trace.all_reduce(12, 13, 40, group="0", seq=2, tid=32_767)
+    trace.all_reduce(14, 31, 50, group="0", seq=3, tid=32_766)
+    trace.all_reduce(60, 61, 70, group="1", seq=1, tid=301)
+    report = recorded(tmp_path, trace)
+    axis = {group.id: group.axis for group in report.groups}
+    counts = {axis[row.group]: row.count for row in report.collectives}
+    assert counts == {"dp_replicate": 3, "tp": 1}
+    assert [row.code for row in report.warnings if row.code.startswith(("gloo", "flight"))] == []
+
+
+def test_ranges_that_start_long_after_all_calls_are_of_none_of_them(tmp_path: Path) -> None:
+    trace = CpuTrace(0, 2, PAIR).step(2, 0, 900_000).op("aten::mm", 0, 50)
+    trace.all_reduce(50, 400_000, 400_020, group="0", seq=9, tid=WORKER_A)
+    assert "gloo_unpaired" in {row.code for row in recorded(tmp_path, trace).warnings}
+
+
 def test_without_a_flight_recording_collectives_are_estimated_with_a_note(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -392,12 +393,12 @@ def _match_recorded(
     return recorded
 
 
-def _group_by_thread(rows: SortedRows, ranges: Sequence[Range]) -> list[list[Range]]:
-    lanes: dict[int, list[Range]] = {}
+def _group_by_thread(rows: SortedRows, ranges: Sequence[Range]) -> dict[int, list[Range]]:
+    threads: dict[int, list[Range]] = {}
     for gloo_range in ranges:
         thread = rows.events.lanes[rows.events.lane[gloo_range.event]].tid
-        lanes.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(gloo_range)
-    return [lanes[thread] for thread in sorted(lanes)]
+        threads.setdefault(int(thread) if _NUMBER.fullmatch(thread) else 0, []).append(gloo_range)
+    return threads
 
 
 def _list_requests(
@@ -516,7 +517,8 @@ def _find_pipeline_group(groups: Sequence[Group]) -> int:
 # A gloo range in a trace has no group; a Flight Recorder entry has one, but no end time. A group
 # has two workers that take its calls in order, so with the right assignment each range starts when
 # its call was made and a worker was free. Worker threads are numbered in the order in which groups
-# are created, so few assignments are possible: each group has a run of consecutive threads.
+# are created, so few assignments are possible: each group has a run of consecutive threads. The
+# numbers begin anew at the system's largest one, often 32,768.
 
 WORKERS = 2
 
@@ -530,8 +532,11 @@ the next one first. That order costs so much misfit: it is chosen only if names 
 _SIZE_NS = 1e7
 """A range and a call of different sizes cost so much misfit."""
 
-_MISSING_NS = 1e12
-"""A call without a range, or a range without a call, costs so much: the fewest are chosen."""
+_MOST_MISFIT_NS = 1e8
+"""Ranges do not start later than this on average, even on a loaded machine."""
+
+_WRAP = 1 << 14
+"""A larger gap between the numbers of a process's threads may be where they began anew."""
 
 _LIKE_NS, _LIKE_SIZE = 1_000_000, 2
 """Calls whose ranges end within this time, and whose sizes differ by at most this factor, may be
@@ -568,28 +573,53 @@ class Assignment(Struct, frozen=True):
 
 
 def assign(
-    lanes: Sequence[Sequence[Range]], groups: Sequence[Sequence[Request]]
+    threads: Mapping[int, Sequence[Range]], groups: Sequence[Sequence[Request]]
 ) -> Assignment | None:
     """The requests of all ranges; None if no assignment matches them.
 
-    lanes are the threads' ranges in order of thread number, groups the requests of each group in
-    order of creation. The oldest ranges of a group may have no request, because the Flight Recorder
+    threads are the ranges by thread number, groups the requests of each group in order of creation.
+    The oldest ranges of a group may have no request, because the Flight Recorder
     keeps only the latest entries. Requests whose work had not ended with the recording have no
     range: one that a worker is busy with, and the last ones.
     """
-    fit = _assign(lanes, groups, 0) or _assign(lanes, groups, WORKERS)
-    if fit is None:
-        return None
-    pairs = {event: index for event, index in fit.pairs if event not in fit.open}
-    return Assignment(pairs, fit.open)
+    orders = [[threads[number] for number in order] for order in _list_orders(sorted(threads))]
+    for unended in (0, WORKERS):
+        fits = (_assign(lanes, groups, unended) for lanes in orders)
+        fit = min(filter(None, fits), key=lambda fit: fit.cost, default=None)
+        if fit is not None and fit.misfit_ns <= _MOST_MISFIT_NS * len(fit.pairs):
+            pairs = {event: index for event, index in fit.pairs if event not in fit.open}
+            return Assignment(pairs, fit.open)
+    return None
+
+
+def _list_orders(numbers: list[int]) -> list[list[int]]:
+    """The orders in which threads of these sorted numbers may have been created."""
+    gap, at = max((after - n, i) for i, (n, after) in enumerate(pairwise([numbers[0], *numbers])))
+    return [numbers, numbers[at:] + numbers[:at]] if gap >= _WRAP else [numbers]
 
 
 class _Fit(Struct, frozen=True):
-    """How well the times agree; (event of a range, index of its request), and which are open."""
+    """How many calls have no range, or ranges no call; how well the times of the others agree;
+    (event of a range, index of its request), and which are open."""
 
+    unpaired: int
     misfit_ns: float
     pairs: tuple[tuple[int, int], ...]
     open: frozenset[int]
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """The fewest unpaired ones come first."""
+        return self.unpaired, self.misfit_ns
+
+    def join(self, other: _Fit) -> _Fit:
+        """The fit of both groups."""
+        return _Fit(
+            self.unpaired + other.unpaired,
+            self.misfit_ns + other.misfit_ns,
+            self.pairs + other.pairs,
+            self.open | other.open,
+        )
 
 
 def _assign(
@@ -601,15 +631,14 @@ def _assign(
     @cache
     def best(lane: int, group: int) -> _Fit | None:
         if group == len(groups):
-            return _Fit(0.0, (), frozenset()) if lane == len(lanes) else None
+            return _Fit(0, 0.0, (), frozenset()) if lane == len(lanes) else None
         options = []
         for taken in range(min(WORKERS, len(lanes) - lane) + 1):
             rest = best(lane + taken, group + 1)
             first = _fit(lanes[lane : lane + taken], groups[group], unended) if rest else None
             if rest and first:
-                misfit_ns = first.misfit_ns + rest.misfit_ns
-                options.append(_Fit(misfit_ns, first.pairs + rest.pairs, first.open | rest.open))
-        return min(options, key=lambda fit: fit.misfit_ns, default=None)
+                options.append(first.join(rest))
+        return min(options, key=lambda fit: fit.cost, default=None)
 
     return best(0, 0)
 
@@ -630,9 +659,8 @@ def _fit(
         if 0 <= dropped <= count:
             fit = _Pairing(queue, requests, dropped, min(missing, WORKERS - 1)).find()
         if fit is not None:
-            extra_ns = _MISSING_NS * (missing + dropped) if unended else 0.0
-            fits.append(_Fit(fit.misfit_ns + extra_ns, fit.pairs, fit.open))
-    return min(fits, key=lambda fit: fit.misfit_ns, default=None)
+            fits.append(_Fit(missing + dropped, fit.misfit_ns, fit.pairs, fit.open))
+    return min(fits, key=lambda fit: fit.cost, default=None)
 
 
 class _Queue(Struct, frozen=True):
@@ -711,7 +739,7 @@ class _Pairing(Struct, frozen=True):
             (event, self.requests[place].index) for event, place in zip(events, places, strict=True)
         )
         unsure = self._find_swaps(places) | self._find_shifts(places, cost, ends)
-        return _Fit(cost[best], pairs, frozenset(events[done] for done in unsure))
+        return _Fit(0, cost[best], pairs, frozenset(events[done] for done in unsure))
 
     def _list_states(self, count: int) -> list[_State]:
         return [(done, passed) for done in range(count + 1) for passed in range(self.most + 1)]

@@ -256,14 +256,16 @@ _FEW_AXES = 2
 _LEAST_BAR = 8
 """Columns of the terminal that the bars need to be of use."""
 
+_ANY_WIDTH = 1000
+
 _AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard", None)
 
 
 class BucketTable:
     """The seven buckets: measured, share, model and difference, by axis, and the worst rank.
 
-    model is the mean of the predicted stages. A narrow terminal shows fewer columns: the axes are
-    left out before any number is cut.
+    model is the mean of the predicted stages. A narrow terminal shows fewer columns, as no number
+    is cut: without the model, which the comparison below has too, or without the axes.
     """
 
     def __init__(self, report: Report) -> None:
@@ -276,29 +278,35 @@ class BucketTable:
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        axes = len(self._axes)
-        for shown, causes, bars in (
-            (axes, axes <= _FEW_AXES, True),
-            (axes, False, True),
-            (axes, False, False),
+        few = len(self._axes) <= _FEW_AXES
+        wide = options.update(max_width=_ANY_WIDTH)
+        for axes, model, causes, bars in (
+            (True, True, few, True),
+            (True, True, False, True),
+            (True, True, False, False),
+            (True, False, False, True),
+            (True, False, False, False),
+            (False, True, False, True),
+            (False, False, False, False),
         ):
-            bare = Measurement.get(console, options, self._build(shown, causes, bars=False))
+            bare = Measurement.get(console, wide, self._build(axes, model, causes, bars=False))
             if bare.maximum + _LEAST_BAR * bars <= options.max_width:
-                yield self._build(shown, causes, bars)
-                return
-        yield self._build(0, causes=False, bars=True)
+                break
+        yield self._build(axes, model, causes, bars)
 
-    def _build(self, axes: int, causes: bool, bars: bool) -> Table:
-        """The table with the first so many axes, the causes of idle time and the bars."""
-        names = (*(_name_axis(axis) for axis in self._axes[:axes]), "worst rank")
+    def _build(self, axes: bool, model: bool, causes: bool, bars: bool) -> Table:
+        """The table with these columns; causes are those of idle time."""
+        names = [_name_axis(axis) for axis in self._axes] if axes else []
+        compared = self._compared if model else ()
         bar = ("",) if bars else ()
-        table = build_table("", "measured", "share", *self._compared, *names, *bar)
+        table = build_table("", "measured", "share", *compared, *names, "worst rank", *bar)
         for row in self._rows:
             style = BUCKET_STYLE[row.bucket]
             table.add_row(
                 Text(row.bucket, style=style),
                 *row.measured,
-                *row.by_axis[:axes],
+                *(row.compared if model else ()),
+                *(row.by_axis if axes else ()),
                 row.worst_with_cause if causes else row.worst,
                 *([Bar(1.0, 0.0, row.share, color=style)] if bars else []),
             )
@@ -307,11 +315,12 @@ class BucketTable:
 
 @dataclass(frozen=True, slots=True)
 class _BucketCells:
-    """The cells of a bucket; measured includes its share, model and difference."""
+    """The cells of a bucket; measured includes its share, compared are model and difference."""
 
     bucket: str
     share: float
-    measured: tuple[str, ...]
+    measured: tuple[str, str]
+    compared: tuple[str, ...]
     by_axis: tuple[str, ...]
     worst: str
     worst_with_cause: str
@@ -324,7 +333,8 @@ def _build_cells(
     return _BucketCells(
         bucket=row.bucket,
         share=row.share,
-        measured=(median_ns, share, *_compare_bucket(row, model)),
+        measured=(median_ns, share),
+        compared=_compare_bucket(row, model),
         by_axis=tuple(_format_on_axis(report, row.bucket, axis) for axis in axes),
         worst=_format_worst_rank(report, row, causes=False),
         worst_with_cause=_format_worst_rank(report, row, causes=True),

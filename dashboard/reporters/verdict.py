@@ -88,8 +88,7 @@ def _list_causes(verdict: CheckResult) -> list[RenderableType]:
 def _build_other_changes(verdict: CheckResult) -> list[RenderableType]:
     if not verdict.others:
         return []
-    heading = "other significant changes (no budget)"
-    table = build_table(heading, "baseline", "candidate", "change", "96 % interval")
+    table = build_table("metric", "baseline", "candidate", "change", "96 % interval")
     for result in verdict.others:
         table.add_row(
             result.metric,
@@ -98,7 +97,7 @@ def _build_other_changes(verdict: CheckResult) -> list[RenderableType]:
             format_change(result),
             format_interval(result),
         )
-    return [Text(), table]
+    return [Text(), Text("OTHER SIGNIFICANT CHANGES (no budget)", "bold"), table]
 
 
 # Markdown for a pull request comment, or for the summary of a workflow step.

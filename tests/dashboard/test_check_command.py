@@ -278,12 +278,30 @@ def add(store: Store, name: str, report: Report, branch: str) -> str:
     return store.import_report(name, report, analysis().tables, [Tag("branch", branch)])
 
 
-def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:
+def show(candidate: str, baseline: str) -> list[str]:
     console = Console(width=80, highlight=False, no_color=True)
     with console.capture() as captured:
-        console.print(build_verdict_screen(check_runs([worse], [base])))
-    lines = captured.get().splitlines()
-    assert "✗ exposed_comm  10%,1pt    10.0 %     12.0 %  +2.0 pt  +1.9 to +2.1 pt" in [
-        line.rstrip() for line in lines
+        console.print(build_verdict_screen(check_runs([candidate], [baseline])))
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_the_screen_fits_eighty_columns(base: str, worse: str) -> None:
+    lines = show(worse, base)
+    assert "✗ exposed_comm  10%,1pt    10.0 %     12.0 %  +2.0 pt  +1.9 to +2.1 pt" in lines
+    assert not any("…" in line for line in lines)
+
+
+def test_changes_without_a_budget_are_listed_without_cutting_a_number(tmp_path: Path) -> None:
+    sides = {}
+    for name, step_ns in (("before", 202.9e6), ("after", 348.6e6)):
+        runs = [run(f"{name}{i}", {"exposed_comm": 0.1, "step": step_ns + i * 5e6, "bubble": 0.0})
+                for i in range(4)]  # fmt: skip
+        sides[name] = tmp_path / f"{name}.json"
+        sides[name].write_bytes(to_json(runs))
+    lines = show(str(sides["after"]), str(sides["before"]))
+    at = lines.index("OTHER SIGNIFICANT CHANGES (no budget)")
+    assert lines[at + 1 : at + 3] == [
+        "metric  baseline  candidate   change     96 % interval",
+        "step      210 ms     356 ms  +69.2 %  +63.6 to +74.9 %",
     ]
     assert not any("…" in line for line in lines)

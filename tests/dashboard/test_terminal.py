@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from report_builders import analysis
 from rich.console import Console
 
+from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import MemoryRow, Report
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.dashboard.reporters.terminal import build_report_screen
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
 
 def shown(width: int, report: Report | None = None) -> list[str]:
@@ -19,6 +24,12 @@ def shown(width: int, report: Report | None = None) -> list[str]:
     return capture.get().splitlines()
 
 
+@pytest.fixture(scope="module")
+def compared_report() -> Report:
+    """A report of three axes with the model's prediction."""
+    return analyze(SAMPLES / "tp2_pp2_dp2", job="auto")
+
+
 def test_the_screen_answers_what_ran_where_it_went_and_why() -> None:
     text = "\n".join(shown(120))
     for part in ("run ", "steps ", "compute", "bubble fraction", "busbw", "BOTTLENECKS"):
@@ -26,10 +37,26 @@ def test_the_screen_answers_what_ran_where_it_went_and_why() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
-def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
-    lines = shown(width)
+@pytest.mark.parametrize("compared", [False, True])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(
+    width: int, compared: bool, compared_report: Report
+) -> None:
+    lines = shown(width, compared_report if compared else None)
     assert max(map(len, lines)) <= width
     assert not [line for line in lines if "…" in line]
+
+
+def test_where_the_model_and_the_axes_do_not_fit_the_axes_stand_alone(
+    compared_report: Report,
+) -> None:
+    heads = {width: next(line.split() for line in shown(width, compared_report) if "worst" in line)
+             for width in (60, 80, 100)}  # fmt: skip
+    start, end, axes = ["measured", "share"], ["worst", "rank"], ["tp", "pp", "dp", "repl"]
+    assert heads == {
+        60: [*start, *end],
+        80: [*start, *axes, *end],
+        100: [*start, "model", "diff", *axes, *end],
+    }
 
 
 def test_what_the_steps_show_of_strategies_stands_in_one_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, count_chunks
@@ -29,16 +30,16 @@ _AXES = ("tp", "pp", "dp_replicate", "dp_shard", "cp", "ep", "expert_tp", "chunk
 
 _MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab")
 
+_get_axes, _get_model_sizes = attrgetter(*_AXES), attrgetter(*_MODEL_SIZES)
+
 
 def _check_sizes(job: JobConfig) -> Violation | None:
     """Every size is at least one."""
-    model, layout = job.model, job.parallel
-    sizes = [(name, getattr(layout, name)) for name in _AXES]
-    sizes += [(name, getattr(model, name)) for name in _MODEL_SIZES]
-    small = next(((name, size) for name, size in sizes if size < 1), None)
-    if small is None:
+    sizes = (*_get_axes(job.parallel), *_get_model_sizes(job.model))
+    if min(sizes) >= 1:
         return None
-    return Violation(f"{small[0]} ({small[1]}) must be >= 1", f"fix {small[0]}")
+    name, size = next(one for one in zip((*_AXES, *_MODEL_SIZES), sizes, strict=True) if one[1] < 1)
+    return Violation(f"{name} ({size}) must be >= 1", f"fix {name}")
 
 
 def _check_heads(job: JobConfig) -> Violation | None:

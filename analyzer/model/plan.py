@@ -41,6 +41,7 @@ from stepsplit.analyzer.model.plan_space import (
     AxisPlacement,
     Candidate,
     Choice,
+    JobFamily,
     ParetoPoint,
     Plan,
     Reason,
@@ -313,22 +314,20 @@ class StateBytes:
         return not is_peak_within_memory(job, self.bytes_by_layout[layout])
 
 
-def _filter_family(
-    layouts: FilteredLayouts, family: tuple[JobConfig, ...], states: StateBytes | None
-) -> None:
-    """Filter jobs that differ only in the microbatch, smallest first; stop at the first too big.
+def _filter_family(layouts: FilteredLayouts, family: JobFamily, states: StateBytes | None) -> None:
+    """Filter the jobs of a family; stop at the first that is too big.
 
     The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
     needs no fp32 sums. Without states, the peak of each is computed.
     """
-    for at, job in enumerate(family):
+    for done, job in enumerate(family, 1):
         if _filter_job(layouts, job, states):
             continue
-        larger = family[at + 1 :]
-        if larger and larger[-1].microbatches == 1:
-            _filter_job(layouts, larger[-1], states)
-            larger = larger[:-1]
-        layouts.too_big += len(larger)
+        larger = len(family) - done
+        if larger and (last := family[-1]).microbatches == 1:
+            _filter_job(layouts, last, states)
+            larger -= 1
+        layouts.too_big += larger
         return
 
 

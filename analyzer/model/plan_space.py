@@ -308,10 +308,31 @@ KEYS = (
 """The settings that the search varies, unless the caller keeps them."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobFamily:
+    """Jobs that differ in the microbatch alone, smallest first; each is built when it is asked for,
+    as most are larger than one that does not fit."""
+
+    job: JobConfig
+    layout: ParallelConfig
+    training: TrainingConfig
+    micro_batches: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __getitem__(self, index: int) -> JobConfig:
+        training = replace(self.training, micro_batch=self.micro_batches[index])
+        return replace(self.job, parallel=self.layout, training=training)
+
+    def __iter__(self) -> Iterator[JobConfig]:
+        return map(self.__getitem__, range(len(self)))
+
+
 def list_families(
     job: JobConfig, gpus: int, keep: frozenset[str] = frozenset()
-) -> Iterator[tuple[JobConfig, ...]]:
-    """All jobs of the search space, in tuples that differ only in the microbatch (ascending).
+) -> Iterator[JobFamily]:
+    """All jobs of the search space.
 
     Tensor parallelism stays inside a node. keep names the settings to take from the job.
     """
@@ -319,11 +340,7 @@ def list_families(
         training = adjust_training(job, layout)
         sizes = _list_micro_batches(job, layout, keep)
         for recompute in (training.recompute,) if "recompute" in keep else list_recomputes(job):
-            variant = _choose_recompute(training, recompute)
-            yield tuple(
-                replace(job, parallel=layout, training=replace(variant, micro_batch=size))
-                for size in sizes
-            )
+            yield JobFamily(job, layout, _choose_recompute(training, recompute), tuple(sizes))
 
 
 def _choose_recompute(training: TrainingConfig, recompute: Recompute) -> TrainingConfig:

@@ -22,7 +22,7 @@ from dashboard_processes import Dashboard, open_store, running_dashboard, until
 from required import absent
 from store_builders import state
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/web")]
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "sample_traces" / "pp2_m2"
 OPTIONS = ["--trusted-proxy-header", "X-Forwarded-User", "--trusted-proxy", "127.0.0.1"]

@@ -23,7 +23,10 @@ from stepsplit.dashboard import cli
 from stepsplit.dashboard.sinks.scalars import build_report_points
 from stepsplit.dashboard.web.serve import find_free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.in_turn("collectors/log_to.py", "dashboard/sinks"),
+]
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT / "sample_traces" / "tp2_pp2"

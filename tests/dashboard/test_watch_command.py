@@ -22,13 +22,19 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
-from stepsplit.collectors.attach.protocol import list_agents
+from stepsplit.collectors.attach.protocol import list_agents, list_ancestors
 from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
 from stepsplit.dashboard.web.serve import find_free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.in_turn(
+        "analyzer/watch", "collectors", "dashboard/commands/watch.py", "dashboard/store/watch.py",
+        "dashboard/watch_process.py",
+    ),
+]  # fmt: skip
 
 STEPS = 2_500
 
@@ -69,14 +75,15 @@ def list_events(batches: list[WatchBatch]) -> list[tuple[str, int | None]]:
     return [(each.kind, each.rank) for each in events if each.kind not in of_load]
 
 
-def find_reducers(out: Path) -> list[int]:
-    """The reducers of the folder, which is in none of their arguments."""
+def find_reducers(watch: subprocess.Popen[str]) -> list[int]:
+    """The reducers of the watch: other tests have their own at the same time."""
     found = []
-    for status in Path("/proc").glob("[0-9]*/cmdline"):
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
         with_module = b"stepsplit.dashboard.watch_process"
+        pid = int(command.parent.name)
         try:
-            if with_module in status.read_bytes():
-                found.append(int(status.parent.name))
+            if with_module in command.read_bytes() and watch.pid in list_ancestors(pid):
+                found.append(pid)
         except OSError:
             continue
     return found
@@ -157,7 +164,7 @@ def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(tmp_path: 
     for _ in range(2):
         # A batch whose state is not written yet is written again, so two of them are waited for.
         wait_until_batches(out, 2)
-        for pid in find_reducers(out):
+        for pid in find_reducers(process):
             os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=240)
 

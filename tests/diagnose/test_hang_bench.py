@@ -23,7 +23,13 @@ from stepsplit.collectors.attach.protocol import list_agents
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.in_turn(
+        "analyzer/diagnose/hang.py", "analyzer/diagnose/hang_progress.py", "collectors",
+        "dashboard/commands/analyze.py",
+    ),
+]  # fmt: skip
 
 JOBS = Path(__file__).parents[1] / "collector_jobs"
 N_RANKS, ANSWER_S = 4, 15.0

@@ -161,11 +161,11 @@ def test_numbers_go_to_sinks_and_dead_ones_cost_a_line_each(tmp_path: Path, plai
 def test_a_killed_reducer_is_replaced_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(out, build_command(3 * STEPS))
-    for _ in range(2):
+    for number in (2, 4):
         # A batch whose state is not written yet is written again, so two of them are waited for.
-        wait_until_batches(out, 2)
-        for pid in find_reducers(process):
-            os.kill(pid, signal.SIGKILL)
+        wait_until_batches(out, number)
+        (reducer,) = find_reducers(process)
+        os.kill(reducer, signal.SIGKILL)
     process.communicate(timeout=240)
 
     assert process.returncode == 0

@@ -191,6 +191,10 @@ tests/gap/test_calibrate_demo.py."""
 MIN_ERROR = 0.05
 """Lower bound of the error: runs of one day agree better than that by coincidence."""
 
+MAX_ERROR = 2.0
+"""No constants fit runs of which one takes more than three times what the others predict, or less
+than a third."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExplainedStage:
@@ -245,7 +249,7 @@ def calibrate(
     Raises:
         DataError: a recording cannot be read or has no full step.
         UsageError: no place is given, a job config is incomplete, or the runs are of different
-            hardware.
+            hardware or contradict each other.
 
     Examples:
         >>> from stepsplit.analyzer import calibrate
@@ -260,7 +264,10 @@ def calibrate(
 
 
 def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
-    """Fit the constants to the runs. Raises UsageError for runs on different hardware."""
+    """Fit the constants to the runs.
+
+    Raises UsageError for runs on different hardware, and for runs that contradict each other.
+    """
     known = runs[0].job.hardware
     different = next((one for one in runs if one.job.hardware.name != known.name), None)
     if different is not None:
@@ -302,12 +309,27 @@ def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) ->
     """The largest relative error of a run predicted from the other runs (leave-one-out)."""
     if len(runs) == 1:
         return ONE_RUN_ERROR
-    missed = [MIN_ERROR]
+    errors = [MIN_ERROR]
     for i, one in enumerate(runs):
         others = [*runs[:i], *runs[i + 1 :]]
         found = _explain_run(one, _fit_hardware(others, known), Rates(build_sweeps(others)))
-        missed += (abs(each.predicted.step_ns / each.step_ns - 1) for each in found)
-    return max(missed)
+        errors += map(_compute_step_error, found)
+    return max(errors)
+
+
+def _compute_step_error(stage: ExplainedStage) -> float:
+    """By how much the larger of the predicted and the measured step is above the other, relative.
+
+    Raises UsageError above MAX_ERROR.
+    """
+    ratio = stage.predicted.step_ns / stage.step_ns
+    error = max(ratio, 1 / ratio) - 1
+    if error > MAX_ERROR:
+        raise UsageError(
+            f"the runs contradict each other: the others predict {ratio:.2g} times the step of"
+            f" {stage.run}; calibrate it separately, or record all again with nothing else running"
+        )
+    return error
 
 
 def _explain_run(

@@ -363,8 +363,14 @@ def test_each_of_several_runs_is_predicted_by_the_others() -> None:
     assert alike.hardware.efficiency.error == 0.05
     twice = replace(true, gemm=0.3, attention=0.15, memory=0.25)
     apart = fit_calibration([run(job(), true, "a"), run(job(), twice, "b")])
-    assert apart.hardware.efficiency.error > 0.5
+    assert apart.hardware.efficiency.error == pytest.approx(0.94, abs=0.01)
     assert fit_calibration([run(job(), true)]).hardware.efficiency.error == 0.2
+
+
+def test_runs_of_which_one_takes_over_three_times_what_the_other_predicts_are_refused() -> None:
+    slow = replace(TRUE, gemm=0.2, attention=0.1, memory=0.1, launch_ns=24_000.0, host_ns=4.5e6)
+    with pytest.raises(UsageError, match=r"contradict each other: .* 0.3 times the step of a;"):
+        fit_calibration([run(job(), slow, "a"), run(job(), TRUE, "b")])
 
 
 def test_runs_on_different_hardware_are_refused() -> None:

@@ -184,8 +184,8 @@ def _encode_split(split: Split) -> dict[str, int]:
 
 # Fit of the constants.
 
-ONE_RUN_ERROR = 0.2
-"""Assumed relative error for other layouts after a single run; tested in
+ONE_LAYOUT_ERROR = 0.2
+"""Least relative error for other layouts after runs of a single one; tested in
 tests/gap/test_calibrate_demo.py."""
 
 MIN_ERROR = 0.05
@@ -306,10 +306,13 @@ def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> H
 
 
 def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) -> float:
-    """The largest relative error of a run predicted from the other runs (leave-one-out)."""
+    """The largest relative error of a run predicted from the other runs (leave-one-out).
+
+    Runs of a single layout do not tell of others.
+    """
     if len(runs) == 1:
-        return ONE_RUN_ERROR
-    errors = [MIN_ERROR]
+        return ONE_LAYOUT_ERROR
+    errors = [MIN_ERROR if len({one.job.parallel for one in runs}) > 1 else ONE_LAYOUT_ERROR]
     for i, one in enumerate(runs):
         others = [*runs[:i], *runs[i + 1 :]]
         found = _explain_run(one, _fit_hardware(others, known), Rates(build_sweeps(others)))

@@ -367,6 +367,12 @@ def test_each_of_several_runs_is_predicted_by_the_others() -> None:
     assert fit_calibration([run(job(), true)]).hardware.efficiency.error == 0.2
 
 
+def test_runs_of_one_layout_do_not_tell_of_others() -> None:
+    true = replace(TRUE, launch_ns=5000.0)
+    same = fit_calibration([run(job(), true, "a"), run(job(), true, "b")])
+    assert same.hardware.efficiency.error == 0.2
+
+
 def test_runs_of_which_one_takes_over_three_times_what_the_other_predicts_are_refused() -> None:
     slow = replace(TRUE, gemm=0.2, attention=0.1, memory=0.1, launch_ns=24_000.0, host_ns=4.5e6)
     with pytest.raises(UsageError, match=r"contradict each other: .* 0.3 times the step of a;"):

@@ -10,9 +10,12 @@ from example_runs import SEEN, Outcome, outcome, record_example  # noqa: E402
 from jobs import EXAMPLES, Example  # type: ignore[import-not-found]  # noqa: E402
 from required import absent  # noqa: E402
 
-from stepsplit.analyzer import analyze  # noqa: E402
+from stepsplit.analyzer import Report, analyze  # noqa: E402
 
 pytestmark = pytest.mark.slow
+
+RECORDINGS = 4
+"""Of an example at most: one in four of some was undecided here."""
 
 
 @pytest.mark.in_turn("examples")
@@ -20,9 +23,8 @@ pytestmark = pytest.mark.slow
 def test_each_strategy_is_recorded_recognized_and_counted(example: Example, tmp_path: Path) -> None:
     if "deepspeed" in example.script:
         _need_deepspeed()
-    record_example(example, tmp_path)
-    report = analyze(tmp_path)
-    found = outcome(example, tmp_path)
+    folder, report = record_until_decided(example, tmp_path)
+    found = outcome(example, folder)
 
     assert report.run.ranks == tuple(range(example.ranks))
     full = [step for step in report.steps if step.kind == "full"]
@@ -30,6 +32,18 @@ def test_each_strategy_is_recorded_recognized_and_counted(example: Example, tmp_
     assert all(step.split.step_ns == step.step_ns for step in report.steps)
     assert (found.strategies, found.mesh) == SEEN[example.name]
     assert different(found) == []
+
+
+def record_until_decided(example: Example, out: Path) -> tuple[Path, Report]:
+    """A recording and its report. Where a worker of gloo was late, a recording without shapes does
+    not tell which of two calls it carried out, as its warning says: then another one is made."""
+    for attempt in range(RECORDINGS):
+        folder = out / str(attempt)
+        record_example(example, folder)
+        report = analyze(folder)
+        if "gloo_order_unknown" not in {warning.code for warning in report.warnings}:
+            break
+    return folder, report
 
 
 def different(found: Outcome) -> list[object]:

@@ -119,18 +119,10 @@ def test_all_runs_that_follow_the_baseline_are_of_the_baseline(
 ) -> None:
     before = side(tmp_path / "before.json", (0.1002,))
     more = side(tmp_path / "more.json", (0.0998,))
-    json_file = str(tmp_path / "verdict.json")
-    words = (
-        base,
-        *flag.format(before).split(),
-        more,
-        "--json",
-        json_file,
-        "--budget",
-        "calls:exact",
-    )
-    assert check(*words) == 0
-    verdict = from_json(Path(json_file).read_bytes())
+    json_file = tmp_path / "verdict.json"
+    options = ("--json", str(json_file), "--budget", "calls:exact")
+    assert check(base, *flag.format(before).split(), more, *options) == 0
+    verdict = from_json(json_file.read_bytes())
     assert verdict.candidate.runs == ("base0", "base1", "base2", "base3", "base4")
     assert verdict.baseline is not None
     assert verdict.baseline.runs == ("before0", "more0")

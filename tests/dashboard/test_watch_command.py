@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
-from stepsplit.collectors.attach.protocol import list_agents, list_ancestors
+from stepsplit.collectors.attach.protocol import list_agents, list_process_tree
 from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
@@ -78,14 +78,13 @@ def list_events(batches: list[WatchBatch]) -> list[tuple[str, int | None]]:
 def find_reducers(watch: subprocess.Popen[str]) -> list[int]:
     """The reducers of the watch: other tests have their own at the same time."""
     found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with_module = b"stepsplit.dashboard.watch_process"
-        pid = int(command.parent.name)
+    for pid in list_process_tree(watch.pid):
         try:
-            if with_module in command.read_bytes() and watch.pid in list_ancestors(pid):
-                found.append(pid)
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
+        if b"stepsplit.dashboard.watch_process" in command:
+            found.append(pid)
     return found
 
 

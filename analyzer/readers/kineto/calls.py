@@ -578,9 +578,9 @@ def assign(
     """The requests of all ranges; None if no assignment matches them.
 
     threads are the ranges by thread number, groups the requests of each group in order of creation.
-    The oldest ranges of a group may have no request, because the Flight Recorder
-    keeps only the latest entries. Requests whose work had not ended with the recording have no
-    range: one that a worker is busy with, and the last ones.
+    The oldest ranges of a group may have no request, because the Flight Recorder keeps only the
+    latest entries. Requests whose work had not ended with the recording have no range: one that a
+    worker is busy with, and the last ones.
     """
     orders = [[threads[number] for number in order] for order in _list_orders(sorted(threads))]
     for unended in (0, WORKERS):
@@ -599,13 +599,13 @@ def _list_orders(numbers: list[int]) -> list[list[int]]:
 
 
 class _Fit(Struct, frozen=True):
-    """How many calls have no range, or ranges no call; how well the times of the others agree;
-    (event of a range, index of its request), and which are open."""
+    """How well the times agree; (event of a range, index of its request), and which are open; how
+    many calls have no range, or ranges no call."""
 
-    unpaired: int
     misfit_ns: float
     pairs: tuple[tuple[int, int], ...]
     open: frozenset[int]
+    unpaired: int = 0
 
     @property
     def cost(self) -> tuple[int, float]:
@@ -615,10 +615,10 @@ class _Fit(Struct, frozen=True):
     def join(self, other: _Fit) -> _Fit:
         """The fit of both groups."""
         return _Fit(
-            self.unpaired + other.unpaired,
             self.misfit_ns + other.misfit_ns,
             self.pairs + other.pairs,
             self.open | other.open,
+            self.unpaired + other.unpaired,
         )
 
 
@@ -631,7 +631,7 @@ def _assign(
     @cache
     def best(lane: int, group: int) -> _Fit | None:
         if group == len(groups):
-            return _Fit(0, 0.0, (), frozenset()) if lane == len(lanes) else None
+            return _Fit(0.0, (), frozenset()) if lane == len(lanes) else None
         options = []
         for taken in range(min(WORKERS, len(lanes) - lane) + 1):
             rest = best(lane + taken, group + 1)
@@ -659,7 +659,7 @@ def _fit(
         if 0 <= dropped <= count:
             fit = _Pairing(queue, requests, dropped, min(missing, WORKERS - 1)).find()
         if fit is not None:
-            fits.append(_Fit(missing + dropped, fit.misfit_ns, fit.pairs, fit.open))
+            fits.append(msgspec.structs.replace(fit, unpaired=missing + dropped))
     return min(fits, key=lambda fit: fit.cost, default=None)
 
 
@@ -739,7 +739,7 @@ class _Pairing(Struct, frozen=True):
             (event, self.requests[place].index) for event, place in zip(events, places, strict=True)
         )
         unsure = self._find_swaps(places) | self._find_shifts(places, cost, ends)
-        return _Fit(0, cost[best], pairs, frozenset(events[done] for done in unsure))
+        return _Fit(cost[best], pairs, frozenset(events[done] for done in unsure))
 
     def _list_states(self, count: int) -> list[_State]:
         return [(done, passed) for done in range(count + 1) for passed in range(self.most + 1)]

@@ -727,7 +727,14 @@ def _compute_stage_parts(
         attention_flops_per_ns=peak.attention_flops_per_ns,
         attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
     )
-    moves, starts = replace(_FREE, bytes_per_ns=peak.bytes_per_ns), replace(_FREE, launch_ns=1.0)
+    moves = replace(
+        _FREE,
+        bytes_per_ns=peak.bytes_per_ns,
+        operand_bytes=peak.operand_bytes,
+        weight_gradient_bytes=peak.weight_gradient_bytes,
+        result_ratio=peak.result_ratio,
+    )
+    starts = replace(_FREE, launch_ns=1.0, operand_bytes=peak.operand_bytes)
     product_moves, product_starts = (
         _compute_products_ns(job, stage, each) for each in (moves, starts)
     )
@@ -745,7 +752,7 @@ def _compute_stage_parts(
 
 def _set_peak(job: JobConfig) -> JobConfig:
     known = job.hardware.efficiency
-    peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile)
+    peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile, gemm_result=known.gemm_result)
     return replace(job, hardware=replace(job.hardware, efficiency=peak, attention=None))
 
 

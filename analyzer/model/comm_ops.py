@@ -30,10 +30,17 @@ TENSOR = Formula(
 
 SEQUENCE = Formula(
     "comm.sequence",
-    "each all_reduce becomes a reduce_scatter of T h and an all_gather of T h/t; Megatron-LM"
-    " gathers the input of column-parallel layers again in the backward pass",
-    "Korthikanti et al., arXiv:2205.05198, section 4.2.2",
+    "each all_reduce becomes a reduce_scatter of T h and an all_gather of T h/t; Megatron-LM and"
+    " nanotron gather the input of column-parallel layers again in the backward pass",
+    "Korthikanti et al., arXiv:2205.05198, section 4.2.2; huggingface/nanotron,"
+    " tp_recompute_allgather",
 )
+
+
+def is_gathered_again(job: JobConfig) -> bool:
+    """Whether the backward gathers the layers' inputs again; else they are kept as gathered."""
+    return job.training.framework in ("megatron", "nanotron")
+
 
 LOSS = Formula(
     "comm.loss",
@@ -75,33 +82,55 @@ def _list_all_reduces(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 def _list_sp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """With sequence parallelism: each layer pair gathers its input and reduce-scatters its output,
     and the reverse in the backward pass."""
-    pairs, recomputed = (
-        _count_product_pairs(job, stage),
-        _count_recomputed_pairs(job, _count_product_pairs(job, stage)),
-    )
+    pairs = _count_product_pairs(job, stage)
+    recomputed = _count_recomputed_pairs(job, pairs)
     first, last = int(stage.embedding), int(stage.head)
-    regathered = pairs + last if job.training.framework == "megatron" else 0
+    again = is_gathered_again(job)
     counts = {
-        "forward": (pairs + last, pairs + first),
-        "backward": (pairs + first + regathered, pairs + last),
-        "recompute": (recomputed, recomputed),
+        "forward": (pairs, last, pairs + first),
+        "backward": (pairs + again * pairs, first + again * last, pairs + last),
+        "recompute": (recomputed, 0, recomputed),
     }
     return tuple(
         message
-        for phase, (gathers, scatters) in counts.items()
-        for message in _make_gathers_and_scatters(job, stage, phase, gathers, scatters)
-    )
+        for phase, (gathers, wide_gathers, scatters) in counts.items()
+        for message in _make_gathers_and_scatters(
+            job, CommSite("sp", "tp", stage.index, phase, (TENSOR, SEQUENCE)),
+            (gathers, wide_gathers, scatters),
+        )
+    )  # fmt: skip
 
 
 def _make_gathers_and_scatters(
-    job: JobConfig, stage: StageConfig, phase: str, gathers: int, scatters: int
+    job: JobConfig, site: CommSite, counts: tuple[int, int, int]
 ) -> tuple[CommOp, ...]:
-    site = CommSite("sp", "tp", stage.index, phase, (TENSOR, SEQUENCE))
+    """The calls of one phase; counts: gathers of the layers, of embedding and head, scatters."""
     tp, size = job.parallel.tp, count_hidden_bytes(job)
-    return (
-        make_all_gather(site, count_rank_microbatches(job) * gathers, size // tp, tp),
-        make_reduce_scatter(site, count_rank_microbatches(job) * scatters, size, tp),
+    gathers, wide_gathers, scatters = (count_rank_microbatches(job) * each for each in counts)
+    scattered = make_reduce_scatter(site, scatters, size, tp)
+    if not is_gathered_in_fp8(job):
+        return make_all_gather(site, gathers + wide_gathers, size // tp, tp), scattered
+    narrow_site = replace(site, formulas=(*site.formulas, FP8_GATHER))
+    narrow = make_all_gather(narrow_site, gathers, size // job.training.activation_bytes // tp, tp)
+    return narrow, make_all_gather(site, wide_gathers, size // tp, tp), scattered
+
+
+FP8_GATHER = Formula(
+    "comm.fp8_gather",
+    "fp8: inputs and output gradients that layers gather over tp are cast before: 1 byte an"
+    " element",
+    "NVIDIA/TransformerEngine, pytorch/module/layernorm_linear.py; pytorch/torchtitan,"
+    " docs/float8.md (scales per tensor)",
+)
+
+
+def is_gathered_in_fp8(job: JobConfig) -> bool:
+    """Whether sequence parallelism gathers in 8 bits (FP8_GATHER)."""
+    training = job.training
+    is_cast = training.framework == "megatron" or (
+        training.framework == "fsdp2" and training.fp8_scaling == "tensor"
     )
+    return training.dtype == "fp8" and is_cast
 
 
 def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
@@ -110,11 +139,14 @@ def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
     With sequence parallelism routed tokens are sent to their experts directly (expert_messages),
     so only the shared expert of a mixture is such a pair.
     """
+    return 2 * stage.dense_layers + count_expert_layer_pairs(job) * stage.expert_layers
+
+
+def count_expert_layer_pairs(job: JobConfig) -> int:
+    """Counts the pairs of a layer with experts."""
     experts = job.model.experts
-    is_expert_pair = experts is not None and (
-        experts.shared_ffn > 0 or not job.parallel.sequence_parallel
-    )
-    return 2 * stage.dense_layers + (2 if is_expert_pair else 1) * stage.expert_layers
+    has_shared = experts is not None and experts.shared_ffn > 0
+    return 2 if experts is not None and (has_shared or not job.parallel.sequence_parallel) else 1
 
 
 def _count_recomputed_pairs(job: JobConfig, pairs: int) -> int:
@@ -161,6 +193,14 @@ CONTEXT_RING = Formula(
     "Liu et al., Ring Attention, arXiv:2310.01889; NVIDIA/TransformerEngine, context_parallel.py",
 )
 
+CONTEXT_TORCH = Formula(
+    "comm.context_torch",
+    "1 all_gather of keys and values forward and again backward, where c all_to_alls pass their"
+    " fp32 gradients on, each to one rank; keys and values of every query head: 2 T a d/t elements",
+    "PyTorch 2.13, _context_parallel/_attention.py, _templated_ring_attention_backward;"
+    " pytorch/torchtitan, models/llama3, repeat_kv",
+)
+
 GATHER = Formula(
     "comm.context_all_gather",
     "all_gather of keys and values forward and again backward (only a rank's own are saved), and"
@@ -191,6 +231,8 @@ def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
         "ring": (CONTEXT_RING, _list_ring_ops), "all-gather": (GATHER, _list_gather_ops),
         "ulysses": (ULYSSES, _list_ulysses_ops),
     }[job.parallel.context_kind]  # fmt: skip
+    if is_torch_ring(job):
+        formula, calls = CONTEXT_TORCH, _list_torch_ops
     return tuple(
         message
         for phase in phases
@@ -204,9 +246,28 @@ def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     )
 
 
+def is_torch_ring(job: JobConfig) -> bool:
+    """Whether context parallelism is torch's context_parallel (CONTEXT_TORCH)."""
+    layout = job.parallel
+    return job.training.framework == "fsdp2" and layout.ring > 1 and layout.ulysses == 1
+
+
+def _list_torch_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
+    cp, size = job.parallel.cp, count_kv_bytes(job)
+    gathered = make_all_gather(site, count, size, cp)
+    if site.phase != "backward":
+        return (gathered,)
+    gradients = size // job.training.activation_bytes * TORCH_GRADIENT_BYTES
+    return gathered, make_permutation(site, count * cp, gradients)
+
+
+TORCH_GRADIENT_BYTES = 4
+"""torch adds the gradients of keys and values up in fp32."""
+
+
 def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
     hops = (job.parallel.ring - 1) * (2 if site.phase == "backward" else 1)
-    size = _count_kv_bytes(job)
+    size = count_kv_bytes(job)
     ring = (make_send(site, count * hops, size), make_recv(site, count * hops, size))
     if job.parallel.ulysses == 1:
         return ring
@@ -215,7 +276,7 @@ def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, 
 
 
 def _list_gather_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
-    size, cp = _count_kv_bytes(job), job.parallel.cp
+    size, cp = count_kv_bytes(job), job.parallel.cp
     gathered = make_all_gather(site, count, size, cp)
     if site.phase != "backward":
         return (gathered,)
@@ -240,11 +301,24 @@ def _list_head_exchanges(
     )
 
 
-def _count_kv_bytes(job: JobConfig) -> int:
-    """Bytes of the keys and values of a rank's tokens in one layer; MLA sends them decompressed."""
+def count_ring_kv_heads(job: JobConfig) -> int:
+    """Counts the heads of keys and values that context parallelism moves, before tp splits them."""
+    return job.model.heads if is_torch_ring(job) else job.model.kv_heads
+
+
+def count_query_width(job: JobConfig) -> int:
+    """Counts the elements of a token's queries on one rank."""
+    latent = job.model.latent
+    size = job.model.head_size if latent is None else latent.nope + latent.rope
+    return divide_ceil(job.model.heads, job.parallel.tp) * size
+
+
+def count_kv_bytes(job: JobConfig) -> int:
+    """Counts the bytes of the keys and values of a rank's tokens in one layer; MLA sends them
+    decompressed."""
     latent, tp = job.model.latent, job.parallel.tp
     if latent is None:
-        width = 2 * divide_ceil(job.model.kv_heads, tp) * job.model.head_size
+        width = 2 * divide_ceil(count_ring_kv_heads(job), tp) * job.model.head_size
     else:
         width = divide_ceil(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
     return job.tokens * width * job.training.activation_bytes
@@ -536,6 +610,11 @@ def make_all_to_all(site: CommSite, count: int, input_bytes: int, ranks: int) ->
     """Makes count all_to_alls: each rank distributes input_bytes evenly over all."""
     sent = input_bytes * (ranks - 1) // ranks
     return _make_op(site, "all_to_all", count, input_bytes, input_bytes, sent)
+
+
+def make_permutation(site: CommSite, count: int, input_bytes: int) -> CommOp:
+    """Makes count all_to_alls in which each rank sends all of input_bytes to one other."""
+    return _make_op(site, "all_to_all", count, input_bytes, input_bytes, input_bytes)
 
 
 def make_broadcast(site: CommSite, count: int, input_bytes: int) -> CommOp:

@@ -163,6 +163,8 @@ class Efficiency:
         tile: Tile size of GEMMs for wave quantization; 0 (default) to ignore it.
         jitter: Relative variation of a node's step time. Default 0.02.
         gemm_fp8: Fraction of the fp8 peak that large GEMMs reach; None (default): as gemm.
+        gemm_result: Time to write the result of a GEMM over that of a memory-bound kernel for as
+            many bytes. Default 1.
         jitter_per_layer: jitter if every layer waits for all ranks (ZeRO-3); None (default): as
             jitter.
         host_ns: Host time to launch the forward pass of a layer, in ns; 0 (default) to use the
@@ -195,6 +197,7 @@ class Efficiency:
     tile: AsDecimal = 0
     jitter: float = 0.02
     gemm_fp8: float | None = None
+    gemm_result: float = 1.0
     jitter_per_layer: Annotated[float, NumberLimits(0)] | None = None
     host_ns: float = 0.0
     expert_ns: Annotated[float, NumberLimits(0)] = 0.0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm_ops import count_ring_kv_heads, is_torch_ring
 from stepsplit.analyzer.model.config import (
     AttentionKernel,
     AttentionRate,
@@ -138,25 +139,26 @@ EXPERT_LAUNCHES = 3
 
 EXPERT_LAUNCH = Formula(
     "step.expert_launches",
-    "w per layer with experts forward, 2 w backward: its many small kernels are launched after the"
-    " host has read the counts of tokens; with CUDA graphs of layers 1/32 of w per expert of the"
-    " rank, in fp8 1/16, at most w; 0 if one CUDA graph replays the step",
+    "w (1 + n/32) per layer with n experts on the rank forward, twice that backward, in fp8 n/16:"
+    " its many small kernels are launched after the host has read the counts of tokens; with CUDA"
+    " graphs of layers w n/32, in fp8 n/16; 0 if one CUDA graph replays the step",
     "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 6 (host-bound experts); w: fitted",
 )
 
-GRAPHED_EXPERTS = 32
-"""Experts of a rank whose launches take as long as a whole layer's, in 16 bits."""
+DOUBLING_EXPERTS = 32
+"""Experts of a rank whose own launches take as long as all others of a layer, in 16 bits."""
 
 
 def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
     """Time that one microbatch waits for the launches of experts (EXPERT_LAUNCH)."""
     if job.model.experts is None or job.training.cuda_graph == "step":
         return LayerPass(0.0, 0.0, 0.0)
-    wait_ns = job.hardware.efficiency.expert_ns * expert_layers
-    if job.training.cuda_graph == "layers":
-        local = divide_ceil(job.model.experts.count, job.parallel.ep)
-        launches = 2 * local if job.training.dtype == "fp8" else local
-        wait_ns *= min(1.0, launches / GRAPHED_EXPERTS)
+    local = divide_ceil(job.model.experts.count, job.parallel.ep)
+    casts = 2 if job.training.dtype == "fp8" else 1
+    launches = local * casts / DOUBLING_EXPERTS
+    if job.training.cuda_graph != "layers":
+        launches += 1
+    wait_ns = job.hardware.efficiency.expert_ns * expert_layers * launches
     formulas = (EXPERT_LAUNCH,) if wait_ns else ()
     return LayerPass(wait_ns, 2 * wait_ns, 0.0, formulas=formulas)
 
@@ -600,8 +602,10 @@ def _find_sharded_traffic(job: JobConfig) -> float:
 UPDATE = Formula(
     "step.optimizer",
     "bytes of gradient, master weight and moments read, master and moments written, weight"
-    " written, over memory bandwidth: 30 bytes per parameter for Adam",
-    "arithmetic over Kingma and Ba, arXiv:1412.6980",
+    " written, over memory bandwidth: 30 bytes per parameter for Adam; clipping reads the gradients"
+    " twice and writes them; Megatron-LM and nanotron write zeros to all of a rank's",
+    "arithmetic over Kingma and Ba, arXiv:1412.6980; NVIDIA/Megatron-LM, optimizer/clip_grads.py,"
+    " distributed/param_and_grad_buffer.py",
 )
 
 
@@ -616,10 +620,14 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
     if "optimizer" in job.training.offload:
         return 0.0
-    count = count_updated_parameters(job, parameters)
-    states = MASTER_BYTES + count_moments_bytes(job.training)
-    written = 0 if job.training.dtype == "fp32" else job.training.weight_bytes
-    return speed.compute_memory_ns(count * (2 * states + job.training.gradient_bytes + written), 10)
+    count, training = count_updated_parameters(job, parameters), job.training
+    states = MASTER_BYTES + count_moments_bytes(training)
+    written = 0 if training.dtype == "fp32" else training.weight_bytes
+    reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
+    moved_bytes = count * (2 * states + reads + written)
+    if training.framework in ("megatron", "nanotron"):
+        moved_bytes += parameters.total * training.gradient_bytes
+    return speed.compute_memory_ns(moved_bytes, 10)
 
 
 def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
@@ -640,13 +648,18 @@ def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
 PIECES = Formula(
     "step.ring_pieces",
     "each of the c-1 further pieces is added to an fp32 sum: 10 bytes per element of the output"
-    " forward, of the gradients of queries, keys and values backward, and 2 or 3 more launches",
+    " forward (torch without compile: 38), of the gradients of queries, keys and values backward,"
+    " and 2 or 3 more launches",
     "Liu et al., Ring Attention, arXiv:2310.01889, section 3; PyTorch 2.13,"
     " _context_parallel/_attention.py, _SDPAMerger and _templated_ring_attention_backward",
 )
 
 MERGED_BYTES = 10
 """Bytes per element: a piece is read in 16 bits, the fp32 sum is read and written."""
+
+EAGER_MERGED_BYTES = 38
+"""The same where each operation of torch's merge is a kernel: cast to fp32 (6), difference (12),
+product with the weight (8), sum (12)."""
 
 FORWARD_KERNELS = 2
 
@@ -670,9 +683,11 @@ def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     latent, heads = model.latent, divide_ceil(model.heads, layout.tp)
     query = model.head_size if latent is None else latent.nope + latent.rope
     value = model.head_size if latent is None else latent.value
-    pairs = heads if latent is not None else divide_ceil(model.kv_heads, layout.tp)
+    pairs = heads if latent is not None else divide_ceil(count_ring_kv_heads(job), layout.tp)
     token_bytes = MERGED_BYTES * job.tokens
-    forward = speed.compute_memory_ns(token_bytes * heads * value, FORWARD_KERNELS)
+    is_eager = is_torch_ring(job) and not job.training.compile
+    merged_bytes = (EAGER_MERGED_BYTES if is_eager else MERGED_BYTES) * job.tokens
+    forward = speed.compute_memory_ns(merged_bytes * heads * value, FORWARD_KERNELS)
     backward = speed.compute_memory_ns(
         token_bytes * (heads * query + pairs * (query + value)), BACKWARD_KERNELS
     )
@@ -774,8 +789,8 @@ def _slow_by_start(rate: AttentionRate, tokens: float, scale: float) -> Attentio
 
 KERNEL = Formula(
     "step.kernel",
-    "t = FLOP / (peak e_gemm) + bytes / (memory bandwidth e_mem) + launch;"
-    " the sum fits measured steps better than the larger of the two",
+    "t = FLOP / (peak e_gemm) + bytes / (memory bandwidth e_mem) + launch; the sum fits measured"
+    " steps better than the larger of the two; bytes of a GEMM's result count r_gemm times",
     "after Williams et al., Roofline, CACM 2009; constants from the rows that the presets name",
 )
 
@@ -794,6 +809,7 @@ class DeviceSpeed:
     multiprocessors: int = 0
     operand_bytes: int = 2
     weight_gradient_bytes: int = 2
+    result_ratio: float = 1.0
 
     @property
     def head_speed(self) -> DeviceSpeed:
@@ -804,8 +820,10 @@ class DeviceSpeed:
         self, rows: float, columns: float, inner: float, count: int = 1, result_bytes: int = 2
     ) -> float:
         """Time of count GEMMs (rows x inner) (inner x columns) in one kernel, with result_bytes
-        moved per element of the result."""
-        moved_bytes = self.operand_bytes * (rows + columns) * inner + result_bytes * rows * columns
+        moved per element of the result. In a grouped GEMM one result is written beside the next."""
+        result_ratio = self.result_ratio if count == 1 else 1.0
+        moved_bytes = self.operand_bytes * (rows + columns) * inner
+        moved_bytes += result_ratio * result_bytes * rows * columns
         ratio = _compute_wave_ratio(rows, columns, count, self.tile, self.multiprocessors)
         work_ns = 2.0 * rows * columns * inner * ratio / self.linear_flops_per_ns
         return count * (work_ns + moved_bytes / self.bytes_per_ns) + self.launch_ns
@@ -848,6 +866,7 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         multiprocessors=hardware.multiprocessors,
         operand_bytes=1 if eight_bits else 2,
         weight_gradient_bytes=_count_weight_gradient_bytes(job),
+        result_ratio=efficiency.gemm_result,
     )
 
 

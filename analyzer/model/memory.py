@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm_ops import count_kv_bytes, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import is_kept_gathered
 from stepsplit.analyzer.model.config import (
     JobConfig,
@@ -209,6 +210,8 @@ def compute_needs(
     )
     if limit_bytes is not None:
         formulas.append(OFFLOAD)
+    if is_torch_ring(job):
+        formulas.append(RING)
     return MemoryNeeds(chunk_bytes, limit_bytes, tuple(moments), idle, tuple(formulas))
 
 
@@ -253,8 +256,27 @@ def _build_backward_moment(
 ) -> Moment:
     """The last layer's backward pass, after its recomputation if there is any."""
     needs = compute_layer_backward_bytes(job, stage) + chunk.recompute_bytes
-    needs += compute_input_gradient_bytes(job, stage.index)
+    needs += compute_input_gradient_bytes(job, stage.index) + _count_ring_bytes(job)
     return Moment("backward", 0, persistent_bytes + needs)
+
+
+RING = Formula(
+    "memory.context_torch",
+    "2 c K + 12 K + 4 Q + 2 (Q + K), Q and K elements of a rank's queries and of its keys and"
+    " values: all ranks' keys and values, three fp32 copies of their gradients, the queries'"
+    " gradients, and those of one piece",
+    "PyTorch 2.13, _context_parallel/_attention.py, _templated_ring_attention_backward",
+)
+
+
+def _count_ring_bytes(job: JobConfig) -> int:
+    """Memory of the backward of torch's context_parallel (RING)."""
+    if not is_torch_ring(job):
+        return 0
+    cp, size = job.parallel.cp, job.training.activation_bytes
+    pairs = count_kv_bytes(job) // size
+    queries = job.tokens * count_query_width(job)
+    return size * cp * pairs + 12 * pairs + 4 * queries + size * (queries + pairs)
 
 
 # Error band of a predicted peak, and the memory that the allocator reserves for it.

@@ -9,6 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from stepsplit.analyzer.model.comm_ops import (
+    count_expert_layer_pairs,
+    is_gathered_again,
+    is_gathered_in_fp8,
+)
 from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
@@ -277,8 +282,8 @@ PARTS = Formula(
 
 LAYER_ACTIVATIONS = Formula(
     "memory.activations",
-    "8h (norms; /t with sequence parallelism) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes"
-    " per token, times T = sb/c",
+    "8h (norms; /t with sequence parallelism, but 4h of inputs of GEMMs where the backward does not"
+    " gather them again) + 2d(2a + 2k)/t + 4a/t + 2f(G-1)/t + 2f/t bytes per token, times T = sb/c",
     "Korthikanti et al., arXiv:2205.05198, section 4, with flash attention, gated MLP and GQA",
 )
 
@@ -342,7 +347,7 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         routed = _compute_routed(job, saved, job.model.experts)
         mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
     return LayerActivations(
-        norms=_compute_norms(job, saved),
+        norms=_compute_norms(job, saved, count_expert_layer_pairs(job) if expert else 2),
         heads=_compute_heads(job, saved),
         attention=_compute_attention(job, saved),
         masks=2 * MASK_BYTES * _count_hidden(job) if job.training.dropout else 0,
@@ -401,11 +406,17 @@ def _compute_input_ratio(job: JobConfig, saved: SavedBytes) -> float:
     return 0.5 if job.training.dtype == "fp8" and saved.fp8_inputs else 1.0
 
 
-def _compute_norms(job: JobConfig, saved: SavedBytes) -> int:
-    """Inputs and outputs of both norms, and other tensors of the hidden size."""
-    bytes_per_element = 2 * (
-        saved.norm_input + saved.norm_output * _compute_input_ratio(job, saved)
-    )
+def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
+    """Inputs and outputs of both norms, and other tensors of the hidden size.
+
+    The outputs are inputs of GEMMs, and kept as these get them: with sequence parallelism those of
+    gathers of both are whole unless the backward gathers them again.
+    """
+    outputs = 2.0 * _compute_input_ratio(job, saved)
+    if job.parallel.sequence_split > 1 and not is_gathered_again(job):
+        width = 0.5 if is_gathered_in_fp8(job) else 1.0
+        outputs += gathers * (width * job.parallel.sequence_split - 1)
+    bytes_per_element = 2 * saved.norm_input + outputs * saved.norm_output
     bytes_per_element += saved.residual + saved.projection + saved.mlp_output
     return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
 

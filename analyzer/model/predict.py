@@ -152,11 +152,13 @@ def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage,
 
 def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
     """Time of one call. Messages of a ring are counted at the sender, because sending and receiving
-    overlap."""
+    overlap; an all_to_all that sends everything to one rank takes the time of a send."""
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
     span = place_group(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
-    return rates.estimate_call_time(message.op, message.message_bytes, span, job.hardware)
+    is_permutation = message.op == "all_to_all" and message.wire_bytes == message.input_bytes
+    op = "send" if is_permutation else message.op
+    return rates.estimate_call_time(op, message.message_bytes, span, job.hardware)
 
 
 def compute_stage_times(
@@ -211,8 +213,10 @@ ORDER = (
     memory_states.STATES, memory_states.MEGATRON, memory_states.DEEPSPEED,
     memory_states.FSDP_STATES, memory_states.FULL, memory_states.EVERY, memory_states.KORTHIKANTI,
     memory_states.LAYER_ACTIVATIONS, memory_states.PARTS, schedule.IN_FLIGHT,
-    memory.LOGITS, memory.GATHERED, memory.DUMMY, memory.OFFLOAD, memory.PEAK, memory.RESERVED,
-    comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.LOSS, comm_ops.CONTEXT_RING,
+    memory.LOGITS, memory.RING, memory.GATHERED, memory.DUMMY, memory.OFFLOAD, memory.PEAK,
+    memory.RESERVED,
+    comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.FP8_GATHER, comm_ops.LOSS,
+    comm_ops.CONTEXT_RING, comm_ops.CONTEXT_TORCH,
     comm_ops.GATHER, comm_ops.ULYSSES, comm_ops.EXPERT_ROUTING, comm_ops.ONCE_PER_RANK,
     comm_ops.PIPELINE,
     comm_ops.COPIES, comm_ops.TIED,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches
+from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_every_microbatch
 from stepsplit.analyzer.model.config import (
     Chunk,
@@ -518,11 +518,16 @@ def _compute_exposed_shares(
 
 
 def _can_overlap(job: JobConfig, axis: str) -> bool:
-    """Whether the axis can overlap compute; on CPU, FSDP has one stream and waits for each call."""
+    """Whether the axis can overlap compute; on CPU, FSDP has one stream and waits for each call.
+
+    What torch.compile traces waits for each functional collective where it is called
+    (_functional_collectives.py, _maybe_wrap_tensor).
+    """
     if job.hardware.family == "cpu" and job.parallel.zero == 3 and axis == "dp":
         return False
     if axis == "cp":
-        return _is_ring(job) or "cp" in job.parallel.overlap
+        waits = is_torch_ring(job) and job.training.compile
+        return (_is_ring(job) and not waits) or "cp" in job.parallel.overlap
     return axis in job.parallel.overlap
 
 
@@ -530,10 +535,15 @@ def _compute_room_ns(
     job: JobConfig, key: OverlapGroup, compute: OverlapCompute, free_ns: float
 ) -> float:
     """Compute available for overlap: for context parallelism only attention's core, in a ring
-    without its last step, after which no message follows."""
-    if key[0] == "cp":
-        core_ns = compute.core_backward_ns if key[1] == "backward" else compute.core_ns
-        free_ns = min(free_ns, core_ns * (1 - 1 / job.parallel.ring if _is_ring(job) else 1.0))
+    without its last step, after which no message follows; in torch's forward only the first."""
+    axis, phase = key
+    if axis == "cp":
+        core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
+        if is_torch_ring(job):
+            core_ns *= 1.0 if phase == "backward" else 1 / job.parallel.cp
+        elif _is_ring(job):
+            core_ns *= 1 - 1 / job.parallel.ring
+        free_ns = min(free_ns, core_ns)
     return max(0.0, free_ns)
 
 
@@ -545,12 +555,16 @@ def _compute_min_exposed_share(
     job: JobConfig, key: OverlapGroup, group: list[TimedMessage], total_ns: float
 ) -> float:
     """The share of the calls that cannot overlap: the first or last of a phase; in a ring the last
-    hop of the gradients of keys and values, one of 2 (c-1) in the backward."""
+    hop of the gradients of keys and values, one of 2 (c-1) calls in the backward, with torch one of
+    its c all_to_alls."""
     axis, phase = key
     if axis == "tp":
         return TENSOR_EXPOSED_SHARE
     if axis == "ep" and job.hardware.multiprocessors:
         return DISPATCHER_PROCESSORS[job.parallel.dispatcher] / job.hardware.multiprocessors
+    if axis == "cp" and phase == "backward" and is_torch_ring(job):
+        hops_ns = sum(each.time.ns for each in group if each.message.op == "all_to_all")
+        return hops_ns / job.parallel.cp / total_ns
     if axis == "cp" and phase == "backward" and _is_ring(job):
         return 1 / (2 * (job.parallel.ring - 1))
     if axis != "dp":

@@ -133,13 +133,14 @@ def test_full_recomputation_of_some_layers_keeps_the_others_whole() -> None:
 
 
 def test_moments_in_bf16_are_half_as_large() -> None:
-    """Adam: 4 bytes of master weight and 2 moments of 2 bytes; its update moves 2 x 8 + 4 + 2."""
+    """Adam: 4 bytes of master weight and 2 moments of 2 bytes; its update moves 2 x 8 + 4 + 2,
+    clipping and zeroing 16."""
     assert compute_parameter_bytes(job().training).optimizer == 4 + 8
     small = job(moments_dtype="bf16")
     assert compute_parameter_bytes(small.training).optimizer == 4 + 4
     (params,) = count_stage_parameters(small)
     speed = replace(compute_device_speed(small), bytes_per_ns=1.0)
-    assert compute_optimizer_ns(small, speed, params) == 22 * params.total
+    assert compute_optimizer_ns(small, speed, params) == (22 + 16) * params.total
     muon = compute_parameter_bytes(job(moments_dtype="bf16", optimizer="muon").training)
     assert (muon.optimizer, muon.extra_adam) == (4 + 2, 2)
 
@@ -233,9 +234,13 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
     assert ms == [1.0, 0.5, 0.0]
     device = replace(none.hardware, efficiency=replace(none.hardware.efficiency, expert_ns=1e6))
     waits = [compute_expert_wait(replace(each, hardware=device), 3) for each in (none, step)]
-    assert [(each.forward_ns, each.input_ns) for each in waits] == [(3e6, 6e6), (0.0, 0.0)]
+    own = 8 / 32
+    assert [(each.forward_ns, each.input_ns) for each in waits] == [
+        (3e6 * (1 + own), 6e6 * (1 + own)),
+        (0.0, 0.0),
+    ]
     part = compute_expert_wait(replace(layers, hardware=device), 3)
-    assert (part.forward_ns, part.input_ns) == (3e6 * 8 / 32, 6e6 * 8 / 32)
+    assert (part.forward_ns, part.input_ns) == (3e6 * own, 6e6 * own)
 
 
 def test_compiled_models_move_fewer_bytes() -> None:

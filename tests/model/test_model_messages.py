@@ -232,6 +232,22 @@ def test_megatron_gathers_inputs_again_for_the_gradients_of_weights() -> None:
     assert [each.count for each in found if each.phase == "backward"] == [9 + 9, 9]
 
 
+def test_fp8_layers_gather_their_inputs_and_gradients_in_8_bits() -> None:
+    """The head and the embedding stay in 16 bits; scales per row are not known before gathering."""
+    layout = ParallelConfig(tp=2, sequence_parallel=True)
+    fp8 = {"dtype": "fp8", "framework": "fsdp2"}
+    assert of(job(layout=layout, **fp8), "sp")[:6] == (
+        M("sp", "all_gather", "tp", 0, "forward", 8, 128, 64, 64),
+        M("sp", "all_gather", "tp", 0, "forward", 1, 256, 128, 128),
+        M("sp", "reduce_scatter", "tp", 0, "forward", 9, 256, 256, 128),
+        M("sp", "all_gather", "tp", 0, "backward", 8, 128, 64, 64),
+        M("sp", "all_gather", "tp", 0, "backward", 1, 256, 128, 128),
+        M("sp", "reduce_scatter", "tp", 0, "backward", 9, 256, 256, 128),
+    )
+    rows = job(layout=layout, fp8_scaling="row", **fp8)
+    assert of(rows, "sp") == of(job(layout=layout, framework="fsdp2"), "sp")
+
+
 def test_only_the_first_stage_has_the_embedding_and_only_the_last_the_head() -> None:
     found = of(job(layout=ParallelConfig(tp=2, pp=2)), "tp", "loss")
     assert [(each.stage, each.strategy, each.phase, each.count) for each in found] == [

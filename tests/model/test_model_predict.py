@@ -51,8 +51,8 @@ EMBEDDING, HEAD_FORWARD, HEAD_BACKWARD = 768, 221_440, 205_056 + 155_904
 takes as long backward as forward."""
 MICROBATCH = 4 * (LAYER_FORWARD + LAYER_BACKWARD) + 2 * EMBEDDING + HEAD_FORWARD + HEAD_BACKWARD
 LAYER, VOCABULARY, NORM = 784, 4096, 8
-ADAM = 30
-"""Bytes that its update moves for each parameter."""
+ADAM = 30 + 12 + 4
+"""Bytes that its update, clipping and zeroing of gradients move for each parameter."""
 
 
 def test_one_gpu_computes_two_microbatches_and_updates() -> None:

@@ -159,6 +159,18 @@ def test_the_last_hop_of_ring_gradients_is_exposed() -> None:
     assert left(ring, timed("cp", "cp", "backward", 6, 60.0, "send")) == [60]
 
 
+def test_torch_gathers_beside_the_first_piece_of_attention_and_passes_beside_all() -> None:
+    """A quarter of the core's 400 ns forward; of the backward's calls the last hop is exposed."""
+    torch = job(layout=ParallelConfig(cp=4), framework="fsdp2")
+    gathered = timed("cp", "cp", "forward", 1, 150.0, "all_gather")
+    assert left(torch, gathered) == [50]
+    hops = timed("cp", "cp", "backward", 4, 60.0, "all_to_all")
+    gathered = timed("cp", "cp", "backward", 1, 60.0, "all_gather")
+    assert left(torch, hops, gathered) == [48, 12]
+    compiled = job(layout=ParallelConfig(cp=4), framework="fsdp2", compile=True)
+    assert left(compiled, hops, gathered) == [240, 60]
+
+
 def test_other_context_parallelism_comes_before_the_core() -> None:
     gathered = job(layout=ParallelConfig(cp=2, context_kind="all-gather"))
     assert left(gathered, timed("cp", "cp", "forward", 10, 30.0, "all_gather")) == [300]

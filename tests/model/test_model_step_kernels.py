@@ -432,6 +432,17 @@ def test_a_ring_adds_attention_up_piece_by_piece() -> None:
     assert is_fused_ring(two) and not is_fused_ring(job(layout=gathered))
 
 
+def test_torch_merges_pieces_in_separate_kernels_unless_it_compiles() -> None:
+    """Keys and values are those of all four heads."""
+    eager, compiled = (
+        job(layout=ParallelConfig(cp=2), seq_len=16, framework="fsdp2", compile=each)
+        for each in (False, True)
+    )
+    numbers = 8 * 4 * 2
+    assert time_pieces(eager, UNIT) == LayerPass(38 * numbers, 10 * 3 * numbers, 0.0)
+    assert time_pieces(compiled, UNIT) == LayerPass(10 * numbers, 10 * 3 * numbers, 0.0)
+
+
 @pytest.mark.parametrize("recompute", ["full", "every", "sqrt"])
 def test_full_recomputation_adds_a_forward_to_the_backward(recompute: str) -> None:
     assert chunk(recompute=recompute) == LayerPass(
@@ -511,13 +522,20 @@ def test_each_framework_has_its_constants() -> None:
 TOTAL = 4 * 784 + 2 * 4096 + 8
 
 
+def bytes_per_parameter(**recipe: Any) -> float:
+    one = job(**recipe)
+    (held,) = count_stage_parameters(one)
+    return compute_optimizer_ns(one, UNIT, held) / TOTAL
+
+
 def test_adam_moves_thirty_bytes_a_parameter() -> None:
-    (held,) = count_stage_parameters(job())
-    assert compute_optimizer_ns(job(), UNIT, held) == 30 * TOTAL
-    assert (
-        compute_optimizer_ns(job(optimizer="sgd", gradient_dtype="bf16"), UNIT, held) == 12 * TOTAL
-    )
-    assert compute_optimizer_ns(job(optimizer="adam-8bit"), UNIT, held) == 18 * TOTAL
+    """12 more where gradients are clipped, 4 where the sums of the next step begin with zeros."""
+    plain = {"framework": "deepspeed", "clip_gradients": False}
+    assert bytes_per_parameter(**plain) == 30
+    assert bytes_per_parameter(framework="deepspeed") == 30 + 12
+    assert bytes_per_parameter() == 30 + 12 + 4
+    assert bytes_per_parameter(optimizer="sgd", gradient_dtype="bf16", **plain) == 12
+    assert bytes_per_parameter(optimizer="adam-8bit", **plain) == 18
 
 
 @pytest.mark.parametrize(

@@ -570,6 +570,11 @@ class ParallelConfig:
             return 2
         return self.chunks
 
+    @property
+    def model_stages(self) -> int:
+        """Stages into which the model is divided: p v, p for each of dualpipe's two copies."""
+        return self.pp if self.schedule == "dualpipe" else self.pp * self.stages_per_rank
+
 
 # JobConfig: everything that a prediction needs, and the sizes that follow by division.
 
@@ -793,9 +798,8 @@ def _list_rank_chunks(schedule: Schedule, p: int, chunks: int, rank: int) -> tup
 
 
 def count_chunks(job: JobConfig) -> int:
-    """Number of model stages (p v; p for each of dualpipe's two copies)."""
-    p, layout = job.parallel.pp, job.parallel
-    return p if layout.schedule == "dualpipe" else p * layout.stages_per_rank
+    """Number of model stages."""
+    return job.parallel.model_stages
 
 
 def count_rerun_layers(job: JobConfig, layers: float) -> float:

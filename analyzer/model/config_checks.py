@@ -20,8 +20,10 @@ def check(job: JobConfig) -> None:
 
 def find_violation(job: JobConfig) -> Violation | None:
     """The first violated constraint, None if the job is valid."""
-    found = (fault(job) for fault in (*AXIS_CHECKS, *BATCH_CHECKS, *STAGE_CHECKS))
-    return next((fault for fault in found if fault is not None), None)
+    for check_one in ALL_CHECKS:
+        if (fault := check_one(job)) is not None:
+            return fault
+    return None
 
 
 # Constraints of the axes: heads, widths, experts and the sequence must divide.
@@ -337,3 +339,6 @@ def check_remainder(what: str, count: int, divisor: str, parts: int, hint: str) 
 def _format_product(*axes: tuple[str, int]) -> str:
     """The product of some axes as text: "cp (2) x tp (4)"."""
     return " x ".join(f"{name} ({size})" for name, size in axes)
+
+
+ALL_CHECKS = (*AXIS_CHECKS, *BATCH_CHECKS, *STAGE_CHECKS)

@@ -108,14 +108,17 @@ SEARCHED = (
 def read_job_to_plan(path: str | Path, keep: frozenset[str] = frozenset()) -> JobConfig:
     """Reads a job config whose layout will be searched, except for the keys in keep.
 
-    layers_per_stage is left out unless pp is kept. A layout that is not valid for the model is left
-    out too, except for what is kept. Raises as read_job.
+    The search also tries what the file states. Of a layout that is not valid for the model
+    layers_per_stage is left out (unless pp is kept), else all that is not kept. Raises as read_job.
     """
     table = read_table(path)
-    layout = table.get_subtable("parallel").values
-    if "pp" not in keep:
-        layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
-        table = replace(table, values={**table.values, "parallel": dict(layout)})
+    try:
+        return decode_job(table)
+    except DataError:
+        layout = table.get_subtable("parallel").values
+        if "pp" not in keep:
+            layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
+            table = replace(table, values={**table.values, "parallel": dict(layout)})
     try:
         return decode_job(table)
     except DataError:

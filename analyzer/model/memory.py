@@ -57,26 +57,42 @@ def compute_memory(
     )
 
 
-def compute_peak_bytes(job: JobConfig) -> int:
-    """The largest total_bytes of compute_memory, in less time."""
-    learned, peaks = job.hardware.learned, {}
-    for rank, (states, needs) in enumerate(_compute_states_and_needs(job)):
-        in_flight = count_chunks_in_flight(job, rank)
-        if (alike := (id(needs), in_flight)) not in peaks:
-            moment = needs.find_peak(in_flight)
+def compute_peak_bytes(
+    job: JobConfig,
+    states: tuple[States, ...] | None = None,
+    layers: LayersByKind | None = None,
+) -> int:
+    """The largest total_bytes of compute_memory, in less time.
+
+    states and layers are those of the job, computed here if the caller does not have them.
+    """
+    learned, workspace = job.hardware.learned, _get_workspace_bytes(job)
+    in_flight: dict[int, tuple[States, MemoryNeeds, int, int]] = {}
+    for rank, (held, needs) in enumerate(_compute_states_and_needs(job, states, layers)):
+        count = count_chunks_in_flight(job, rank)
+        _, _, fewest, most = in_flight.get(id(needs), (held, needs, count, count))
+        in_flight[id(needs)] = held, needs, min(fewest, count), max(most, count)
+    # More microbatches need more, if the moment of the peak is the same: the extremes decide.
+    peak_bytes = 0
+    for held, needs, fewest, most in in_flight.values():
+        for count in {fewest, most}:
+            moment = needs.find_peak(count)
             saved_bytes = round(moment.activations_bytes * learned.activations)
-            peaks[alike] = states.total_bytes + saved_bytes + moment.transient_bytes
-    workspace = load_coefficients(job.training.framework).workspace_bytes
-    return max(peaks.values()) + workspace + learned.constant_bytes
+            peak_bytes = max(peak_bytes, held.total_bytes + saved_bytes + moment.transient_bytes)
+    return peak_bytes + workspace + learned.constant_bytes
 
 
-def compute_state_bytes(job: JobConfig) -> int:
-    """Weights, gradients and optimizer states of the fullest stage: part of its peak."""
-    params = count_stage_parameters(job)
-    return max(
-        apply_offload(compute_states(job, params[first]), job.training).states.total_bytes
-        for first in {*find_equal_stages(job)}
-    )
+def _get_workspace_bytes(job: JobConfig) -> int:
+    return load_coefficients(job.training.framework).workspace_bytes
+
+
+def list_stage_states(job: JobConfig) -> tuple[States, ...]:
+    """Weights, gradients and optimizer states on the device, by stage."""
+    params, cache = count_stage_parameters(job), dict[int, States]()
+    firsts = find_equal_stages(job)
+    for first in {*firsts}:
+        cache[first] = apply_offload(compute_states(job, params[first]), job.training).states
+    return tuple(cache[first] for first in firsts)
 
 
 def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
@@ -90,25 +106,27 @@ def is_peak_within_memory(job: JobConfig, peak_bytes: int) -> bool:
     return reserved_bytes + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
-def _compute_states_and_needs(job: JobConfig) -> tuple[tuple[States, MemoryNeeds], ...]:
-    """States and needs of each stage; equal stages, the first one apart, are computed once."""
-    layers, stage_params = compute_layers_by_kind(job), count_stage_parameters(job)
-    cache: dict[tuple[int, bool], tuple[States, MemoryNeeds]] = {}
-    stages = []
+def _compute_states_and_needs(
+    job: JobConfig,
+    states: tuple[States, ...] | None = None,
+    layers: LayersByKind | None = None,
+) -> tuple[tuple[States, MemoryNeeds], ...]:
+    """States and needs of each stage; needs of equal stages, the first one apart, are computed
+    once."""
+    layers, stage_params = layers or compute_layers_by_kind(job), count_stage_parameters(job)
+    cache: dict[tuple[int, bool], MemoryNeeds] = {}
+    needs = []
     for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
         alike = first, stage.index > 0
         if alike not in cache:
-            params = stage_params[stage.index]
-            states = apply_offload(compute_states(job, params), job.training).states
-            cache[alike] = states, compute_needs(job, stage, params, layers)
-        stages.append(cache[alike])
-    return tuple(stages)
+            cache[alike] = compute_needs(job, stage, stage_params[stage.index], layers)
+        needs.append(cache[alike])
+    return tuple(zip(states or list_stage_states(job), needs, strict=True))
 
 
 def _build_stage_memory(
     states: States, needs: MemoryNeeds, rank: int, job: JobConfig, calibration: MemoryCalibration
 ) -> StageMemory:
-    workspace = load_coefficients(job.training.framework).workspace_bytes
     moment = needs.find_peak(count_chunks_in_flight(job, rank))
     in_flight = (IN_FLIGHT,) if job.parallel.pp > 1 else ()
     return StageMemory(
@@ -118,7 +136,7 @@ def _build_stage_memory(
         optimizer_bytes=states.optimizer_bytes,
         activations_bytes=round(moment.activations_bytes * calibration.activations),
         transient_bytes=moment.transient_bytes,
-        other_bytes=workspace + calibration.constant_bytes,
+        other_bytes=_get_workspace_bytes(job) + calibration.constant_bytes,
         formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )
 

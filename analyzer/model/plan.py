@@ -28,13 +28,15 @@ from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
     compute_device_speed,
+    compute_expert_wait,
     compute_launch_time,
 )
 from stepsplit.analyzer.model.memory import (
     compute_peak_bytes,
-    compute_state_bytes,
     is_peak_within_memory,
+    list_stage_states,
 )
+from stepsplit.analyzer.model.memory_states import LayersByKind, States, compute_layers_by_kind
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.plan_space import (
     SCHEMA,
@@ -268,6 +270,23 @@ def _thin_front(front: list[Candidate], memory_bytes: int) -> list[Candidate]:
 
 # Which layouts are valid and fit in memory.
 
+_LayerKey = tuple[object, ...]
+"""The settings that decide a layer's time and memory, apart from those of experts."""
+
+
+def _make_layer_key(job: JobConfig) -> _LayerKey:
+    layout, training = job.parallel, job.training
+    return (
+        layout.tp,
+        layout.cp,
+        layout.sequence_parallel,
+        training.micro_batch,
+        training.recompute,
+        training.recompute_every,
+        training.activation_dtype,
+    )
+
+
 _NUMBERS = re.compile(r"(?<=\w) (?:\d[\d.e+]*\b|\(\d[\d.e+]*\))|\s=.*")
 
 
@@ -288,59 +307,74 @@ class FilteredLayouts:
 
 def filter_feasible(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
     """Check every layout of the search space for validity and memory."""
-    layouts, states = FilteredLayouts(), StateBytes()
+    layouts, memory = FilteredLayouts(), LayoutMemory()
     for family in list_families(job, gpus, keep):
-        _filter_family(layouts, family, states)
+        _filter_family(layouts, family, memory)
     if layouts.fitting:
         return layouts
-    layouts = FilteredLayouts()
+    layouts, memory = FilteredLayouts(), LayoutMemory(whole=True)
     for family in list_families(job, gpus, keep):
-        _filter_family(layouts, family, None)
+        _filter_family(layouts, family, memory)
     return layouts
 
 
 @dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Weights, gradients and optimizer states of layouts, which do not depend on the rest."""
+class LayoutMemory:
+    """Peak memory of the layouts of one job.
 
-    bytes_by_layout: dict[ParallelConfig, int] = field(default_factory=dict)
+    Caches the states, which depend on the layout alone, and the activations of a layer, which
+    layouts with the same tp, cp, experts and microbatch share. whole: the peak of layouts whose
+    states alone are too big is computed, too.
+    """
 
-    def are_too_big(self, job: JobConfig) -> bool:
+    whole: bool = False
+    states: dict[ParallelConfig, tuple[States, ...]] = field(default_factory=dict)
+    layers: dict[_LayerKey, LayersByKind] = field(default_factory=dict)
+
+    def compute_peak_bytes(self, job: JobConfig) -> int:
+        """The peak, or the states where these are too big."""
+        states = self._find_states(job)
+        state_bytes = max(each.total_bytes for each in states)
+        if not self.whole and not is_peak_within_memory(job, state_bytes):
+            return state_bytes
+        key = (*_make_layer_key(job), job.parallel.ep, job.parallel.expert_tp)
+        if key not in self.layers:
+            self.layers[key] = compute_layers_by_kind(job)
+        return compute_peak_bytes(job, states, self.layers[key])
+
+    def _find_states(self, job: JobConfig) -> tuple[States, ...]:
         layout = job.parallel
         if layout.sequence_parallel:
             layout = replace(layout, sequence_parallel=False)
-        if layout not in self.bytes_by_layout:
-            self.bytes_by_layout[layout] = compute_state_bytes(job)
-        return not is_peak_within_memory(job, self.bytes_by_layout[layout])
+        if layout not in self.states:
+            self.states[layout] = list_stage_states(job)
+        return self.states[layout]
 
 
-def _filter_family(layouts: FilteredLayouts, family: JobFamily, states: StateBytes | None) -> None:
+def _filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
     """Filter the jobs of a family; stop at the first that is too big.
 
     The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
-    needs no fp32 sums. Without states, the peak of each is computed.
+    needs no fp32 sums.
     """
     for done, job in enumerate(family, 1):
-        if _filter_job(layouts, job, states):
+        if _filter_job(layouts, job, memory):
             continue
         larger = len(family) - done
         if larger and (last := family[-1]).microbatches == 1:
-            _filter_job(layouts, last, states)
+            _filter_job(layouts, last, memory)
             larger -= 1
         layouts.too_big += larger
         return
 
 
-def _filter_job(layouts: FilteredLayouts, job: JobConfig, states: StateBytes | None) -> bool:
+def _filter_job(layouts: FilteredLayouts, job: JobConfig, memory: LayoutMemory) -> bool:
     """Count one job. Returns False if it is too big, so that larger ones can be skipped."""
     fault = find_violation(job)
     if fault is not None:
         layouts.refused[_strip_numbers(fault.problem)] += 1
         return True
-    if states is not None and states.are_too_big(job):
-        layouts.too_big += 1
-        return False
-    peak_bytes = compute_peak_bytes(job)
+    peak_bytes = memory.compute_peak_bytes(job)
     if is_peak_within_memory(job, peak_bytes):
         layouts.fitting.append(job)
         return True
@@ -365,9 +399,6 @@ _IN_LAYERS = ("forward", "backward", "recompute")
 
 SLACK = 1e-9
 """Rounding of sums in a different order stays below this ratio."""
-
-_LayerKey = tuple[object, ...]
-"""The settings that decide a layer's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,16 +444,7 @@ class LowerBound:
         return longest_ns * (1 + compute_skew(job).share) * (1 - SLACK)
 
     def _compute_layers(self, job: JobConfig) -> LayerLowerBounds:
-        experts, layout, training = job.model.experts, job.parallel, job.training
-        key = (
-            layout.tp,
-            layout.cp,
-            layout.sequence_parallel,
-            training.micro_batch,
-            training.recompute,
-            training.recompute_every,
-            training.activation_dtype,
-        )
+        experts, layout, key = job.model.experts, job.parallel, _make_layer_key(job)
         if experts is None:
             return LayerLowerBounds(
                 self._cache_layer_ns(key, lambda: _build_one_layer_job(job)), 0.0
@@ -472,7 +494,7 @@ def _make_all_expert(job: JobConfig, experts: Experts) -> JobConfig:
 
 def _compute_middle_layer_ns(job: JobConfig, rates: Rates) -> float:
     """Lower bound of the middle layer's time: compute plus communication that never overlaps, or
-    the host's launch time if that is longer.
+    the host's launch time if that is longer, and the wait for the launches of experts.
 
     More microbatches can only increase overlap, so communication that may overlap is left out.
     """
@@ -481,7 +503,9 @@ def _compute_middle_layer_ns(job: JobConfig, rates: Rates) -> float:
     backward_ns = device.input_ns + device.weight_ns
     host = compute_launch_time(job, 1)
     launched = max(device.forward_ns, host.forward_ns) + max(backward_ns, host.input_ns)
-    return max(device.forward_ns + backward_ns + _sum_never_hidden_ns(job, stage, rates), launched)
+    wait = compute_expert_wait(job, stage.expert_layers)
+    busy = max(device.forward_ns + backward_ns + _sum_never_hidden_ns(job, stage, rates), launched)
+    return busy + wait.forward_ns + wait.input_ns
 
 
 def _sum_never_hidden_ns(job: JobConfig, stage: StageConfig, rates: Rates) -> float:

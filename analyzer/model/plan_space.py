@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
     RECOMPUTE_PARTS,
-    TWO_STAGES,
     Dtype,
     Framework,
     JobConfig,
@@ -309,6 +308,26 @@ KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingVariants:
+    """The training settings that the jobs of a search share, each built once."""
+
+    built: dict[tuple[int, Recompute, int], TrainingConfig] = field(default_factory=dict)
+
+    def get(self, training: TrainingConfig, recompute: Recompute, size: int) -> TrainingConfig:
+        """The training with another recomputation and microbatch; the job's own parts and layers
+        belong to its own recomputation."""
+        key = id(training), recompute, size
+        if key not in self.built:
+            new = replace(training, micro_batch=size)
+            if recompute != training.recompute:
+                new = replace(
+                    new, recompute=recompute, recompute_parts=frozenset(), recompute_layers=0
+                )
+            self.built[key] = new
+        return self.built[key]
+
+
+@dataclass(frozen=True, slots=True)
 class JobFamily:
     """Jobs that differ in the microbatch alone, smallest first; each is built when it is asked for,
     as most are larger than one that does not fit."""
@@ -316,14 +335,17 @@ class JobFamily:
     job: JobConfig
     layout: ParallelConfig
     training: TrainingConfig
+    recompute: Recompute
     micro_batches: tuple[int, ...]
+    variants: TrainingVariants
 
     def __len__(self) -> int:
         return len(self.micro_batches)
 
     def __getitem__(self, index: int) -> JobConfig:
-        training = replace(self.training, micro_batch=self.micro_batches[index])
-        return replace(self.job, parallel=self.layout, training=training)
+        size = self.micro_batches[index]
+        training = self.variants.get(self.training, self.recompute, size)
+        return JobConfig(self.job.model, self.layout, training, self.job.hardware)
 
     def __iter__(self) -> Iterator[JobConfig]:
         return map(self.__getitem__, range(len(self)))
@@ -336,18 +358,13 @@ def list_families(
 
     Tensor parallelism stays inside a node. keep names the settings to take from the job.
     """
+    variants, trainings = TrainingVariants(), dict[str, TrainingConfig]()
     for layout in _list_layouts(job, gpus, keep):
-        training = adjust_training(job, layout)
+        adjusted = adjust_training(job, layout)
+        training = trainings.setdefault(adjusted.activation_dtype, adjusted)
         sizes = _list_micro_batches(job, layout, keep)
         for recompute in (training.recompute,) if "recompute" in keep else list_recomputes(job):
-            yield JobFamily(job, layout, _choose_recompute(training, recompute), tuple(sizes))
-
-
-def _choose_recompute(training: TrainingConfig, recompute: Recompute) -> TrainingConfig:
-    """The training with another recomputation; the job's own parts and layers belong to its own."""
-    if recompute == training.recompute:
-        return training
-    return replace(training, recompute=recompute, recompute_parts=frozenset(), recompute_layers=0)
+            yield JobFamily(job, layout, training, recompute, sizes, variants)
 
 
 def _list_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:
@@ -420,7 +437,9 @@ def _list_data_layouts(
 def _list_pipelines(
     job: JobConfig, pp: int, keep: frozenset[str]
 ) -> Iterator[tuple[Schedule, int, tuple[int, ...] | None]]:
-    """Schedules with their chunks and, if the layers don't divide evenly, the layers per stage."""
+    """Schedules with their chunks and, if the layers don't divide evenly, the layers per stage; the
+    job's own, too, where they are as many as the stages."""
+    own = job.parallel.layers_per_stage
     if pp == 1:
         yield "1f1b", 1, None
         return
@@ -428,8 +447,11 @@ def _list_pipelines(
         for chunks in _select_values(
             job.parallel.chunks, _list_chunk_counts(job, pp, schedule), "chunks", keep
         ):
-            count = pp * (2 if schedule in TWO_STAGES else chunks)
-            yield schedule, chunks, split_layers_evenly(job.model.layers, count)
+            stages = ParallelConfig(pp=pp, schedule=schedule, chunks=chunks).model_stages
+            even = split_layers_evenly(job.model.layers, stages)
+            yield schedule, chunks, even
+            if own is not None and own != even and len(own) == stages:
+                yield schedule, chunks, own
 
 
 def _list_chunk_counts(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int, ...]:

@@ -275,6 +275,20 @@ def test_experts_are_split_over_ranks() -> None:
     assert any(each.candidate.choice.ep > 1 for each in found.runners_up) or choice.ep > 1
 
 
+def test_the_schedule_and_stages_of_the_job_are_searched_too() -> None:
+    """DualPipe's two copies of 40 layers have 16 stages each, and no number of layers is refused
+    for another number of stages."""
+    own = (2, *[3] * 9, *[2] * 5, 1)
+    layout = ParallelConfig(pp=16, schedule="dualpipe", layers_per_stage=own)
+    stated = replace(MIDDLE, parallel=layout, training=replace(MIDDLE.training, global_batch=64))
+    every = [one for family in list_families(stated, 32) for one in family]
+    mine = {each.parallel.layers_per_stage for each in every if each.parallel.pp == 16}
+    assert mine == {own, split_layers_evenly(40, 16)}
+    both = [one for one in every if one.parallel.schedule == "dualpipe" and one.parallel.pp == 16]
+    assert {one.parallel.layers_per_stage for one in both} == {own, split_layers_evenly(40, 16)}
+    assert not any("layers_per_stage" in str(find_violation(each)) for each in every)
+
+
 def test_uneven_stages_leave_the_ends_lighter() -> None:
     assert split_layers_evenly(126, 16) == (7, *(8,) * 14, 7)
     assert split_layers_evenly(9, 4) == (2, 3, 2, 2)

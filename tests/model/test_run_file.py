@@ -545,7 +545,9 @@ def test_a_layout_that_will_be_searched_need_not_fit_the_model(tmp_path: Path) -
     with pytest.raises(DataError, match=r"layers \(61\) must be divisible by pp \(16\)"):
         read_job_to_plan(path, frozenset({"pp"}))
     path.write_text(text.format("layers_per_stage = [60, 1]\n").replace("pp = 16", "pp = 2"))
-    assert read_job_to_plan(path, frozenset({"pp"})).parallel.layers_per_stage == (60, 1)
+    for keep in (frozenset({"pp"}), frozenset[str]()):
+        assert read_job_to_plan(path, keep).parallel.layers_per_stage == (60, 1)
+    path.write_text(text.format("layers_per_stage = [60, 1]\n"))
     assert read_job_to_plan(path).parallel.layers_per_stage is None
 
 

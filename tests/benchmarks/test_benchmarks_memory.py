@@ -26,6 +26,7 @@ def measure_peak_bytes(dp: int, folder: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("analyzer/readers", "analyzer/split", "analyzer/analysis.py")
 def test_memory_grows_little_with_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,6 +332,7 @@ def test_a_stop_waits_for_requests_but_not_for_idle_clients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("dashboard/web")
 def test_an_upload_and_pages_of_the_dashboard_pass_slow_uploads(tmp_path: Path) -> None:
     """Twice as many slow uploads as there are threads for uploads: they are ended in time."""
     trace = tmp_path / "rank0_trace.json"

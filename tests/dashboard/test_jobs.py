@@ -157,6 +157,7 @@ def test_any_run_has_a_key_and_a_label_of_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("collectors", "dashboard/store", "analyzer/model/config_file.py")
 def test_real_recordings_of_a_job_have_one_key(tmp_path: Path) -> None:
     recipes = {
         "first": ("nothing", RECIPE),

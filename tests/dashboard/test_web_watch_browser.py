@@ -14,7 +14,7 @@ from watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-lateness", "watch-caused-waits")
 PAGE = f"/watch/{STORY}"
 

@@ -37,7 +37,7 @@ def test_gpt3_on_1024_a100_with_megatron() -> None:
     """Jiang et al., MegaScale, table 2, Megatron-LM's row of 1,024: tp 8, pp 8, dp 16.
 
     With the best settings of the same split of the GPUs it is 6.2 % behind; with its own 6 chunks
-    and microbatches of 1 7.2 %, what is recomputed left free: the paper does not say.
+    and microbatches of 1 7.3 %, what is recomputed left free: the paper does not say.
     """
     (case,) = (case for row in rows("megascale_table2", 1024) for case in build_megascale(row))
     assert (case.job.parallel.tp, case.job.parallel.pp, case.job.parallel.dp) == (8, 8, 16)

@@ -169,7 +169,7 @@ def _make_replicated_all_reduce(
 ) -> CommOp:
     """With sequence parallelism, gradients of weights replicated over tp are all_reduced."""
     size = (params.replicated + _count_partial_positions(job, stage)) * job.training.gradient_bytes
-    if job.parallel.zero == 3:
+    if job.is_fsdp:
         size //= job.parallel.shard_size
     site = CommSite("sp", "tp", stage.index, "grad_sync", (TENSOR, SEQUENCE))
     return make_all_reduce(site, 1, size, job.parallel.tp)
@@ -460,7 +460,7 @@ def list_dualpipe_ops(
     if job.parallel.schedule != "dualpipe" or job.parallel.pp == 1:
         return ()
     size = params.total * job.training.gradient_bytes
-    if job.parallel.zero == 3:
+    if job.is_fsdp:
         size //= job.parallel.shard_size
     site = CommSite("dualpipe", "pp", stage.index, "grad_sync", (COPIES,))
     return (make_all_reduce(site, 1, size, 2),)
@@ -480,7 +480,7 @@ def list_tied_embedding_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp,
     if not job.model.tied or stage.embedding == stage.head:
         return ()
     size = count_vocabulary_parameters(job) * job.training.gradient_bytes
-    if job.parallel.zero == 3:
+    if job.is_fsdp:
         size //= job.parallel.shard_size
     return (make_all_reduce(CommSite("tied", "pp", stage.index, "grad_sync", (TIED,)), 1, size, 2),)
 

@@ -105,16 +105,18 @@ class UnitCounts:
 
 
 def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
-    """Lists the calls of one rank of a stage with zero = 3; experts have their own groups."""
+    """Lists the calls of one rank of a stage with FSDP; experts have their own groups."""
     layout = job.parallel
-    if layout.zero != 3:
+    if not job.is_fsdp:
         return ()
     experts_in_layer = layout.ep == 1 and layout.expert_tp == layout.tp
     dense, experts = list_fsdp_units(params, experts_in_layer, layout.root_unit)
     if job.training.framework == "deepspeed":
         dense = _split_end_units(job, dense)
     return (
-        *_list_shard_ops(job, params.stage, dense, "dp_shard", layout.shard_size),
+        *_list_shard_ops(
+            job, params.stage, dense, "dp_shard" if layout.zero == 3 else "dp", layout.shard_size
+        ),
         *_list_shard_ops(job, params.stage, experts, "expert_dp", layout.expert_shards),
     )
 
@@ -193,7 +195,8 @@ def _list_bucketed_ops(
 def _list_unit_ops(
     job: JobConfig, stage: int, unit: FsdpUnit, axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
-    name = "hsdp" if job.parallel.dp_replicate > 1 else "fsdp"
+    replicas = job.parallel.dp_replicate if job.parallel.zero == 3 else 1
+    name = "hsdp" if replicas > 1 else "fsdp"
     calls, own, ops = count_unit_calls(job, unit), -(-unit.parameters // ranks), []
     if ranks > 1:
         size = own * job.training.weight_bytes
@@ -204,9 +207,9 @@ def _list_unit_ops(
     if ranks > 1:
         site = CommSite(name, axis, stage, "grad_sync", (FSDP_MESSAGES,))
         ops.append(make_reduce_scatter(site, count, size * ranks, ranks))
-    if job.parallel.dp_replicate > 1:
+    if replicas > 1:
         site = CommSite(name, "dp_replicate", stage, "grad_sync", (HSDP,))
-        ops.append(make_all_reduce(site, count, size, job.parallel.dp_replicate))
+        ops.append(make_all_reduce(site, count, size, replicas))
     return tuple(ops)
 
 
@@ -217,7 +220,7 @@ def count_unit_calls(job: JobConfig, unit: FsdpUnit) -> UnitCounts:
     passes unless a forward pass frees them, which then saves its own gather: m + 1 gathers for any
     schedule.
     """
-    m, policy = job.microbatches, _find_reshard_policy(job)
+    m, policy = job.microbatches, find_reshard_policy(job)
     if job.parallel.pp > 1:
         return UnitCounts(1, 0, 1) if is_kept_gathered(job) else UnitCounts(m, 1, 1)
     freed = policy == "always" or (policy == "default" and not unit.last)
@@ -226,13 +229,16 @@ def count_unit_calls(job: JobConfig, unit: FsdpUnit) -> UnitCounts:
 
 def is_kept_gathered(job: JobConfig) -> bool:
     """Whether a pipeline gathers its sharded weights once per step and keeps them."""
-    return job.parallel.zero == 3 and job.parallel.pp > 1 and _find_reshard_policy(job) != "always"
+    return job.is_fsdp and job.parallel.pp > 1 and find_reshard_policy(job) != "always"
 
 
-def _find_reshard_policy(job: JobConfig) -> str:
-    """The reshard policy; the ZeRO paper and DeepSpeed free each unit after its forward pass."""
+def find_reshard_policy(job: JobConfig) -> str:
+    """The reshard policy; the ZeRO paper and DeepSpeed free each unit after its forward pass,
+    FSDP2 with stage 2 none."""
     if job.training.framework in ("zero-paper", "deepspeed"):
         return "always"
+    if job.parallel.zero == 2:
+        return "never"
     return job.parallel.reshard_after_forward
 
 
@@ -291,9 +297,9 @@ class Bucket:
 
 
 def list_dp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
-    """Lists one rank's calls for gradients and weights; empty with ZeRO-3 (sharded_messages)."""
+    """Lists one rank's calls for gradients and weights; empty with FSDP (list_fsdp_ops)."""
     layout = job.parallel
-    if layout.zero == 3:
+    if job.is_fsdp:
         return ()
     return (
         *_list_replica_ops(job, params.stage, params.dense, "dp", layout.gradient_ranks),

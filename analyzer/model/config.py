@@ -610,6 +610,13 @@ class JobConfig:
         return self.training.global_batch // (self.training.micro_batch * self.parallel.dp)
 
     @property
+    def is_fsdp(self) -> bool:
+        """Whether weights are gathered unit by unit: ZeRO-3, and FSDP2 with stage 2, which keeps
+        them until the backward."""
+        zero = self.parallel.zero
+        return zero == 3 or (zero == 2 and self.training.framework == "fsdp2")
+
+    @property
     def tokens(self) -> int:
         """Tokens of one microbatch on one rank, not divided by tp (T = s b / c)."""
         return self.training.seq_len * self.training.micro_batch // self.parallel.cp

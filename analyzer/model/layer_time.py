@@ -592,7 +592,7 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
 def _find_sharded_traffic(job: JobConfig) -> float:
     if job.training.compile:
         return COMPILED_TRAFFIC
-    if job.parallel.zero != 3:
+    if not job.is_fsdp:
         return EAGER_TRAFFIC
     return UPCAST_TRAFFIC if job.model.norm == "rms" else SHARDED_TRAFFIC
 

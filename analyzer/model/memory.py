@@ -7,7 +7,7 @@ from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import count_kv_bytes, count_query_width, is_torch_ring
-from stepsplit.analyzer.model.comm_volume import is_kept_gathered
+from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
 from stepsplit.analyzer.model.config import (
     JobConfig,
     StageConfig,
@@ -349,9 +349,10 @@ def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:
 
 GATHERED = Formula(
     "memory.gathered",
-    "2 (unit + prefetched unit) gathered, 2 unit of gradients, 4 unit where they are reduced in"
-    " fp32; with pipeline stages the gradients of the whole rank, and its weights unless they are"
-    " freed after each forward pass; DeepSpeed 4 largest layer",
+    "2 (unit + prefetched unit) gathered, all units if none is freed before its backward, 2 unit of"
+    " gradients, 4 unit where they are reduced in fp32; with pipeline stages the gradients of the"
+    " whole rank, and its weights unless they are freed after each forward pass; DeepSpeed"
+    " 4 largest layer",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511;"
     " DeepSpeed docs, memory.rst",
 )
@@ -390,13 +391,14 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     if _sums_unreduced(job):
         unit = _count_gathered_unit_bytes(job, parameters.largest_layer)
         return PersistentBytes(unit + _count_sum_bytes(job, parameters.total), (GATHERED,))
+    if job.is_fsdp and find_reshard_policy(job) == "never":
+        unit = _count_unit_gradient_bytes(job, parameters.largest_layer)
+        gathered = job.training.weight_bytes * parameters.total
+        return PersistentBytes(gathered + unit, (GATHERED,))
     if job.parallel.zero >= 3:
         return PersistentBytes(
             _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
         )
-    if job.training.framework == "fsdp2" and job.parallel.zero == 2:
-        unit = _count_unit_gradient_bytes(job, parameters.largest_layer)
-        return PersistentBytes(2 * parameters.total + unit, (GATHERED,))
     if job.training.framework in FP32_WEIGHT_FRAMEWORKS:
         return PersistentBytes(parameters.total * _count_autocast_bytes(job))
     layer_copies = load_coefficients(job.training.framework).layer_gradient

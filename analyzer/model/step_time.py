@@ -165,7 +165,7 @@ def compute_skew(job: JobConfig) -> Skew:
         nodes = job.parallel.world_size / job.parallel.pp
     efficiency = job.hardware.efficiency
     jitter = efficiency.jitter
-    if job.parallel.zero == 3 and efficiency.jitter_per_layer is not None:
+    if job.is_fsdp and efficiency.jitter_per_layer is not None:
         jitter = efficiency.jitter_per_layer
     return Skew(jitter * math.sqrt(2 * math.log(nodes)), formulas)
 
@@ -368,7 +368,7 @@ def _time_unit_copies(
     A pipeline gathers once per step, so each microbatch has a share of the time.
     """
     is_cast = job.training.framework == "huggingface"
-    if job.parallel.zero != 3 and not is_cast:
+    if not job.is_fsdp and not is_cast:
         return LayerPass(0.0, 0.0, 0.0)
     times = 1 / count_rank_microbatches(job) if is_kept_gathered(job) else 1.0
     layers = parameters.dense_layers + parameters.expert_layers
@@ -523,7 +523,7 @@ def _can_overlap(job: JobConfig, axis: str) -> bool:
     What torch.compile traces waits for each functional collective where it is called
     (_functional_collectives.py, _maybe_wrap_tensor).
     """
-    if job.hardware.family == "cpu" and job.parallel.zero == 3 and axis == "dp":
+    if job.hardware.family == "cpu" and job.is_fsdp and axis == "dp":
         return False
     if axis == "cp":
         waits = is_torch_ring(job) and job.training.compile

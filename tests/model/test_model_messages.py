@@ -158,6 +158,16 @@ def test_units_kept_gathered_are_not_gathered_again(
     assert counts == Counter(forward=forward, backward=backward, grad_sync=gradients)
 
 
+def test_fsdp2_with_stage_2_gathers_as_stage_3_that_frees_no_unit() -> None:
+    kept = ParallelConfig(dp_shard=4, zero=3, reshard_after_forward="never")
+    two, three = (
+        list_comm_ops(job(layout=layout, framework="fsdp2", global_batch=8))
+        for layout in (ParallelConfig(dp_replicate=4, zero=2), kept)
+    )
+    assert {each.axis for each in two} == {"dp"}
+    assert [replace(each, axis="dp_shard") for each in two] == list(three)
+
+
 def test_hsdp_sums_each_share_over_the_replicas() -> None:
     """Four layers of 784 parameters, half of each on a rank."""
     layout = ParallelConfig(dp_shard=2, dp_replicate=2, zero=3, reshard_after_forward="always")

@@ -95,6 +95,7 @@ class ModelConfig:
         name: Name of the model. Default "".
         mtp_layers: Multi-token prediction modules after the last layer, each with a projection, a
             layer and the head again. Default 0; not counted in layers.
+        qk_norm: Whether each head's queries and keys have a norm (Qwen3). Default False.
 
     Examples:
         >>> model = ModelConfig(
@@ -121,6 +122,7 @@ class ModelConfig:
     latent: LatentAttention | None = None
     name: str = ""
     mtp_layers: Natural = 0
+    qk_norm: bool = False
 
     @property
     def expert_layers(self) -> int:

@@ -389,6 +389,9 @@ def _time_elementwise(
     backward = 2 * 6 * hidden + (2 * gates + 1) * activations + rotated
     masks = 2 * hidden * job.training.dropout
     kernels = ELEMENTWISE_KERNELS
+    if model.qk_norm:
+        normed = _count_rotated(job)
+        forward, backward, kernels = forward + 2 * normed, backward + 3 * normed, kernels + 2
     return LayerPass(
         speed.compute_memory_ns((forward * size + masks) * traffic.elementwise, kernels),
         speed.compute_memory_ns((backward * size + masks) * traffic.elementwise, kernels + 2),

@@ -428,6 +428,8 @@ def _compute_heads(job: JobConfig, saved: SavedBytes) -> int:
     queries = model.heads * model.head_size
     keys_values = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
     numbers = saved.query * queries + keys_values
+    if model.qk_norm:
+        numbers += saved.norm_input * (queries + model.kv_size)
     return round(job.tokens * numbers / job.parallel.tp * _compute_scale(job))
 
 

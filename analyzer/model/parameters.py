@@ -283,6 +283,7 @@ def count_attention_parameters(model: ModelConfig, tp: int = 1) -> int:
     count = count_attention_weights(model, tp).total
     if model.latent is not None:
         return count + model.latent.query_rank + model.latent.kv_rank
+    count += _count_head_norms(model)
     if model.biases or model.qkv_biases:
         count += (
             divide_ceil(model.heads, tp) + 2 * divide_ceil(model.kv_heads, tp)
@@ -306,7 +307,12 @@ def _count_replicated(model: ModelConfig) -> int:
     if model.latent is not None:
         inner = model.latent.query_rank + model.latent.kv_rank
         return count_attention_weights(model).whole + inner
-    return 2 * model.hidden if model.biases else 0
+    return _count_head_norms(model) + (2 * model.hidden if model.biases else 0)
+
+
+def _count_head_norms(model: ModelConfig) -> int:
+    """Counts the norms of queries and keys, which all heads share."""
+    return 2 * model.head_size * (1 if model.norm == "rms" else 2) if model.qk_norm else 0
 
 
 # The GEMMs of one layer: the weights that one token is multiplied with on one tp rank.

@@ -62,6 +62,17 @@ def test_gated_mlp_and_grouped_queries() -> None:
     assert (found.heads, found.mlp) == (2 * 16 * (8 + 4 + 4), 2 * 16 * 3 * 16)
 
 
+def test_norms_of_queries_and_keys_keep_their_inputs() -> None:
+    """16 tokens of 8 numbers of queries and 4 of keys: 2 bytes each, eagerly 4 more in fp32."""
+    model = llama(2, 8, 4, 2, 16, 512)
+    for framework, kept in (("megatron", 2), ("huggingface", 6)):
+        plain, normed = (
+            compute_layer_activations(job(each, framework=framework)).heads
+            for each in (model, replace(model, qk_norm=True))
+        )
+        assert normed - plain == kept * 16 * (8 + 4)
+
+
 def test_context_parallelism_divides_the_tokens_and_ulysses_keeps_its_output_twice() -> None:
     ring = compute_layer_activations(job(layout=ParallelConfig(cp=2)))
     ulysses = compute_layer_activations(job(layout=ParallelConfig(cp=2, context_kind="ulysses")))

@@ -54,6 +54,18 @@ def test_biases_of_queries_keys_and_values_alone_can_be_counted() -> None:
     assert count_parameters(with_biases) - count_parameters(plain) == 2 * (16 + 2 * 8)
 
 
+def test_norms_of_queries_and_keys_are_shared_by_all_heads() -> None:
+    """Two scales of a head's size in each of two layers, on every tp rank."""
+    plain = replace(SMALL_GPT, norm="rms")
+    normed = replace(plain, qk_norm=True)
+    assert count_parameters(normed) - count_parameters(plain) == 2 * 2 * plain.head_size
+    split = [
+        count_stage_parameters(job(model, ParallelConfig(tp=2)))[0].replicated
+        for model in (plain, normed)
+    ]
+    assert split[1] - split[0] == 2 * 2 * plain.head_size
+
+
 @for_each(
     ("model", "count"),
     [

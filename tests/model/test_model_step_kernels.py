@@ -169,6 +169,16 @@ def test_attention_is_slower_on_short_sequences() -> None:
     assert fp8[1] == round(0.92 * 1746 / 2)
 
 
+def test_norms_of_queries_and_keys_read_and_write_them() -> None:
+    """16 tokens of 8 + 8 numbers in bf16: two passes forward and three backward."""
+    plain, normed = (
+        time_dense_layer(job(replace(TINY, qk_norm=each)), UNIT) for each in (False, True)
+    )
+    numbers = 16 * (8 + 8)
+    assert normed.forward_ns - plain.forward_ns == 2 * 2 * numbers
+    assert normed.input_ns - plain.input_ns == 2 * 3 * numbers
+
+
 def test_a_ring_calls_attention_on_a_part_of_the_sequence() -> None:
     ring = job(layout=ParallelConfig(cp=4), seq_len=4 * 1410)
     gathered = replace(ring, parallel=replace(ring.parallel, context_kind="all-gather"))

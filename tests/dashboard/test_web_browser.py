@@ -22,7 +22,7 @@ from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
 BARS = ".bars .point"
 TIMELINE = "gpt-pp2-tp2 - Timeline - stepsplit"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

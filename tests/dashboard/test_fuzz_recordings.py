@@ -14,7 +14,10 @@ PARTS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer", "dashboard", "collectors/run_spec.py")
+@pytest.mark.in_turn(
+    "analyzer/readers", "analyzer/split", "analyzer/diagnose", "analyzer/report",
+    "dashboard/commands", "collectors/run_spec.py",
+)  # fmt: skip
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_mutated_recording_is_analyzed_or_refused_in_one_line(

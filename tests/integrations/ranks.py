@@ -72,7 +72,8 @@ def run(arguments: list[str], cwd: Path, excused: str = "no excuse") -> Trained:
         timeout=240,
     )
     assert ran.returncode == 0 or excused in ran.stdout, ran.stdout[-4000:]
-    said = sorted(re.findall(r"^rank (\d+) loss (\S+)$", ran.stdout, re.MULTILINE))
+    # Both ranks write to one pipe: a line may begin within another.
+    said = sorted(re.findall(r"rank (\d+) loss (0x[\da-f.]+p[+-]\d+|\S+)", ran.stdout))
     assert [rank for rank, _ in said] == ["0", "1"], ran.stdout[-4000:]
     return Trained(ran.stdout, tuple(loss for _, loss in said))
 

@@ -685,8 +685,6 @@ def _find_peak_bytes(run: CalibrationSample) -> int:
 
 # The predicted compute of a stage, separated by constant.
 
-_FREE = DeviceSpeed(math.inf, math.inf, math.inf, math.inf, math.inf, 0.0)
-
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
@@ -715,26 +713,22 @@ def _compute_stage_parts(
     job: JobConfig, stage: StageConfig, parameters: StageParameters
 ) -> StageParts:
     peak = compute_device_speed(_set_peak(job))
+    free = replace(
+        peak, linear_flops_per_ns=math.inf, head_flops_per_ns=math.inf,
+        attention_flops_per_ns=math.inf, attention_backward_flops_per_ns=math.inf,
+        bytes_per_ns=math.inf,
+    )  # fmt: skip
     work = replace(
-        _FREE,
+        free,
         linear_flops_per_ns=peak.linear_flops_per_ns,
         head_flops_per_ns=peak.head_flops_per_ns,
-        tile=peak.tile,
-        multiprocessors=peak.multiprocessors,
     )
     core = replace(
-        _FREE,
+        free,
         attention_flops_per_ns=peak.attention_flops_per_ns,
         attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
     )
-    moves = replace(
-        _FREE,
-        bytes_per_ns=peak.bytes_per_ns,
-        operand_bytes=peak.operand_bytes,
-        weight_gradient_bytes=peak.weight_gradient_bytes,
-        result_ratio=peak.result_ratio,
-    )
-    starts = replace(_FREE, launch_ns=1.0, operand_bytes=peak.operand_bytes)
+    moves, starts = replace(free, bytes_per_ns=peak.bytes_per_ns), replace(free, launch_ns=1.0)
     product_moves, product_starts = (
         _compute_products_ns(job, stage, each) for each in (moves, starts)
     )

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import (
-    JobConfig,
-    StageConfig,
-    count_chunks,
-    list_rank_chunks,
-    place_group,
-)
+from stepsplit.analyzer.model.config import JobConfig, StageConfig, list_rank_chunks, place_group
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -229,10 +223,8 @@ def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
         phases.append("recompute")
     formula, calls = {
         "ring": (CONTEXT_RING, _list_ring_ops), "all-gather": (GATHER, _list_gather_ops),
-        "ulysses": (ULYSSES, _list_ulysses_ops),
-    }[job.parallel.context_kind]  # fmt: skip
-    if is_torch_ring(job):
-        formula, calls = CONTEXT_TORCH, _list_torch_ops
+        "ulysses": (ULYSSES, _list_ulysses_ops), "torch": (CONTEXT_TORCH, _list_torch_ops),
+    }["torch" if is_torch_ring(job) else job.parallel.context_kind]  # fmt: skip
     return tuple(
         message
         for phase in phases
@@ -253,11 +245,11 @@ def is_torch_ring(job: JobConfig) -> bool:
 
 
 def _list_torch_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
-    cp, size = job.parallel.cp, count_kv_bytes(job)
+    cp, size = job.parallel.cp, _count_kv_bytes(job)
     gathered = make_all_gather(site, count, size, cp)
     if site.phase != "backward":
         return (gathered,)
-    gradients = size // job.training.activation_bytes * TORCH_GRADIENT_BYTES
+    gradients = job.tokens * count_kv_width(job) * TORCH_GRADIENT_BYTES
     return gathered, make_permutation(site, count * cp, gradients)
 
 
@@ -267,7 +259,7 @@ TORCH_GRADIENT_BYTES = 4
 
 def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
     hops = (job.parallel.ring - 1) * (2 if site.phase == "backward" else 1)
-    size = count_kv_bytes(job)
+    size = _count_kv_bytes(job)
     ring = (make_send(site, count * hops, size), make_recv(site, count * hops, size))
     if job.parallel.ulysses == 1:
         return ring
@@ -276,7 +268,7 @@ def _list_ring_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, 
 
 
 def _list_gather_ops(job: JobConfig, site: CommSite, count: int) -> tuple[CommOp, ...]:
-    size, cp = count_kv_bytes(job), job.parallel.cp
+    size, cp = _count_kv_bytes(job), job.parallel.cp
     gathered = make_all_gather(site, count, size, cp)
     if site.phase != "backward":
         return (gathered,)
@@ -301,11 +293,6 @@ def _list_head_exchanges(
     )
 
 
-def count_ring_kv_heads(job: JobConfig) -> int:
-    """Counts the heads of keys and values that context parallelism moves, before tp splits them."""
-    return job.model.heads if is_torch_ring(job) else job.model.kv_heads
-
-
 def count_query_width(job: JobConfig) -> int:
     """Counts the elements of a token's queries on one rank."""
     latent = job.model.latent
@@ -313,15 +300,18 @@ def count_query_width(job: JobConfig) -> int:
     return divide_ceil(job.model.heads, job.parallel.tp) * size
 
 
-def count_kv_bytes(job: JobConfig) -> int:
-    """Counts the bytes of the keys and values of a rank's tokens in one layer; MLA sends them
-    decompressed."""
-    latent, tp = job.model.latent, job.parallel.tp
-    if latent is None:
-        width = 2 * divide_ceil(count_ring_kv_heads(job), tp) * job.model.head_size
-    else:
-        width = divide_ceil(job.model.heads, tp) * (latent.nope + latent.rope + latent.value)
-    return job.tokens * width * job.training.activation_bytes
+def count_kv_width(job: JobConfig) -> int:
+    """Counts the elements of a token's keys and values on one rank, as context parallelism moves
+    them: MLA's decompressed, with torch those of every query head."""
+    model, latent, tp = job.model, job.model.latent, job.parallel.tp
+    if latent is not None:
+        return divide_ceil(model.heads, tp) * (latent.nope + latent.rope + latent.value)
+    heads = model.heads if is_torch_ring(job) else model.kv_heads
+    return 2 * divide_ceil(heads, tp) * model.head_size
+
+
+def _count_kv_bytes(job: JobConfig) -> int:
+    return job.tokens * count_kv_width(job) * job.training.activation_bytes
 
 
 # Expert parallelism: tokens to their experts and back.
@@ -364,7 +354,7 @@ def _scale_rerun(job: JobConfig, count: int) -> int:
     """The calls of the layers that run their forward pass again."""
     if not job.training.recompute_layers or job.training.recompute != "full":
         return count
-    layers = job.model.layers / count_chunks(job)
+    layers = job.model.layers / job.parallel.model_stages
     return round(count * min(1.0, job.training.recompute_layers / layers))
 
 
@@ -446,7 +436,7 @@ def list_pp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
 
 def count_neighbors(job: JobConfig, rank: int) -> Neighbors:
     """Counts the chunks of a rank whose neighboring chunk is on another rank."""
-    chunks, last = list_rank_chunks(job, rank), count_chunks(job) - 1
+    chunks, last = list_rank_chunks(job, rank), job.parallel.model_stages - 1
     # The two chunks of a dualpipe rank belong to different copies of the model.
     own = () if job.parallel.schedule == "dualpipe" else chunks
     n_receiving = sum(chunk > 0 and chunk - 1 not in own for chunk in chunks)

@@ -806,11 +806,6 @@ def _list_rank_chunks(schedule: Schedule, p: int, chunks: int, rank: int) -> tup
     return tuple(rank + p * chunk for chunk in range(chunks))
 
 
-def count_chunks(job: JobConfig) -> int:
-    """Number of model stages."""
-    return job.parallel.model_stages
-
-
 def count_rerun_layers(job: JobConfig, layers: float) -> float:
     """Counts how many of a model stage's layers run their forward pass again."""
     most = job.training.recompute_layers
@@ -821,7 +816,7 @@ def split_layers(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first stages get the remainder."""
     if job.parallel.layers_per_stage is not None:
         return job.parallel.layers_per_stage
-    count = count_chunks(job)
+    count = job.parallel.model_stages
     base_layers, rest = divmod(job.model.layers, count)
     return tuple(base_layers + (i < rest) for i in range(count))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig, count_chunks
+from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 
@@ -243,17 +243,19 @@ def _check_layers(job: JobConfig) -> Violation | None:
     divisor = _format_stage_count(job)
     if layout.layers_per_stage is not None:
         return None
-    if layers < count_chunks(job):
+    if layers < job.parallel.model_stages:
         return Violation(f"layers ({layers}) must be >= {divisor}", "fix one of them")
     if job.training.framework != "megatron":
         return None
-    return check_remainder("layers", layers, divisor, count_chunks(job), "set layers_per_stage")
+    return check_remainder(
+        "layers", layers, divisor, job.parallel.model_stages, "set layers_per_stage"
+    )
 
 
 def _format_stage_count(job: JobConfig) -> str:
     """The number of model stages as text: "pp (4)" or "pp (4) x chunks (2)"."""
     pp = job.parallel.pp
-    if count_chunks(job) == pp:
+    if job.parallel.model_stages == pp:
         return f"pp ({pp})"
     return _format_product(("pp", pp), ("chunks", job.parallel.stages_per_rank))
 
@@ -263,8 +265,8 @@ def _check_layers_per_stage(job: JobConfig) -> Violation | None:
     stated = job.parallel.layers_per_stage
     if stated is None:
         return None
-    if len(stated) != count_chunks(job):
-        stages = count_chunks(job)
+    if len(stated) != job.parallel.model_stages:
+        stages = job.parallel.model_stages
         problem = f"entries of layers_per_stage ({len(stated)}) must match the stages ({stages})"
         return Violation(problem, "fix layers_per_stage or pp")
     if sum(stated) == job.model.layers:

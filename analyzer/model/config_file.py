@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -112,23 +113,21 @@ def read_job_to_plan(path: str | Path, keep: frozenset[str] = frozenset()) -> Jo
     layers_per_stage is left out (unless pp is kept), else all that is not kept. Raises as read_job.
     """
     table = read_table(path)
-    try:
+    with suppress(DataError):
         return decode_job(table)
-    except DataError:
-        layout = table.get_subtable("parallel").values
-        if "pp" not in keep:
-            layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
-            table = replace(table, values={**table.values, "parallel": dict(layout)})
-    try:
-        return decode_job(table)
-    except DataError:
-        stated = _decode_sections(table)
-        kept = {k: v for k, v in layout.items() if k not in SEARCHED or k in keep}
-        framework = stated.training.values.get("framework", infer_framework(stated.parallel))
-        training = {**table.get_subtable("training").values, "framework": framework}
-        return decode_job(
-            replace(table, values={**table.values, "parallel": kept, "training": training})
-        )
+    layout = table.get_subtable("parallel").values
+    if "pp" not in keep and "layers_per_stage" in layout:
+        layout = {key: value for key, value in layout.items() if key != "layers_per_stage"}
+        table = replace(table, values={**table.values, "parallel": dict(layout)})
+        with suppress(DataError):
+            return decode_job(table)
+    stated = _decode_sections(table)
+    kept = {k: v for k, v in layout.items() if k not in SEARCHED or k in keep}
+    framework = stated.training.values.get("framework", infer_framework(stated.parallel))
+    training = {**table.get_subtable("training").values, "framework": framework}
+    return decode_job(
+        replace(table, values={**table.values, "parallel": kept, "training": training})
+    )
 
 
 def parse_job(text: str, where: str = "job.toml") -> JobConfig:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm_ops import count_ring_kv_heads, is_torch_ring
+from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.config import (
     AttentionKernel,
     AttentionRate,
@@ -682,19 +682,15 @@ def time_pieces(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     Counted for the last rank, which attends to all earlier tokens and merges whole pieces; the
     others wait for it.
     """
-    layout, model = job.parallel, job.model
-    latent, heads = model.latent, divide_ceil(model.heads, layout.tp)
-    query = model.head_size if latent is None else latent.nope + latent.rope
+    model, latent = job.model, job.model.latent
     value = model.head_size if latent is None else latent.value
-    pairs = heads if latent is not None else divide_ceil(count_ring_kv_heads(job), layout.tp)
-    token_bytes = MERGED_BYTES * job.tokens
+    output = divide_ceil(model.heads, job.parallel.tp) * value
     is_eager = is_torch_ring(job) and not job.training.compile
-    merged_bytes = (EAGER_MERGED_BYTES if is_eager else MERGED_BYTES) * job.tokens
-    forward = speed.compute_memory_ns(merged_bytes * heads * value, FORWARD_KERNELS)
-    backward = speed.compute_memory_ns(
-        token_bytes * (heads * query + pairs * (query + value)), BACKWARD_KERNELS
-    )
-    turns = layout.ring - 1
+    merged_bytes = EAGER_MERGED_BYTES if is_eager else MERGED_BYTES
+    gradients = count_query_width(job) + count_kv_width(job)
+    forward = speed.compute_memory_ns(merged_bytes * job.tokens * output, FORWARD_KERNELS)
+    backward = speed.compute_memory_ns(MERGED_BYTES * job.tokens * gradients, BACKWARD_KERNELS)
+    turns = job.parallel.ring - 1
     return LayerPass(turns * forward, turns * backward, 0.0, formulas=(PIECES,))
 
 

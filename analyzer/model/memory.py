@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.comm_ops import count_kv_bytes, count_query_width, is_torch_ring
+from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
 from stepsplit.analyzer.model.config import (
     JobConfig,
@@ -66,20 +66,14 @@ def compute_peak_bytes(
 
     states and layers are those of the job, computed here if the caller does not have them.
     """
-    learned, workspace = job.hardware.learned, _get_workspace_bytes(job)
-    in_flight: dict[int, tuple[States, MemoryNeeds, int, int]] = {}
+    learned, peaks = job.hardware.learned, {}
     for rank, (held, needs) in enumerate(_compute_states_and_needs(job, states, layers)):
-        count = count_chunks_in_flight(job, rank)
-        _, _, fewest, most = in_flight.get(id(needs), (held, needs, count, count))
-        in_flight[id(needs)] = held, needs, min(fewest, count), max(most, count)
-    # More microbatches need more, if the moment of the peak is the same: the extremes decide.
-    peak_bytes = 0
-    for held, needs, fewest, most in in_flight.values():
-        for count in {fewest, most}:
-            moment = needs.find_peak(count)
+        in_flight = count_chunks_in_flight(job, rank)
+        if (alike := (id(needs), in_flight)) not in peaks:
+            moment = needs.find_peak(in_flight)
             saved_bytes = round(moment.activations_bytes * learned.activations)
-            peak_bytes = max(peak_bytes, held.total_bytes + saved_bytes + moment.transient_bytes)
-    return peak_bytes + workspace + learned.constant_bytes
+            peaks[alike] = held.total_bytes + saved_bytes + moment.transient_bytes
+    return max(peaks.values()) + _get_workspace_bytes(job) + learned.constant_bytes
 
 
 def _get_workspace_bytes(job: JobConfig) -> int:
@@ -292,9 +286,8 @@ def _count_ring_bytes(job: JobConfig) -> int:
     if not is_torch_ring(job):
         return 0
     cp, size = job.parallel.cp, job.training.activation_bytes
-    pairs = count_kv_bytes(job) // size
-    queries = job.tokens * count_query_width(job)
-    return size * cp * pairs + 12 * pairs + 4 * queries + size * (queries + pairs)
+    queries, pairs = count_query_width(job), count_kv_width(job)
+    return job.tokens * (size * cp * pairs + 12 * pairs + 4 * queries + size * (queries + pairs))
 
 
 # Error band of a predicted peak, and the memory that the allocator reserves for it.

@@ -14,7 +14,6 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     StageConfig,
-    count_chunks,
     count_rerun_layers,
     map_unique_stages,
 )
@@ -483,8 +482,8 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
             return PASSES, PASSES
         case "selective":
             return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
-    again = count_rerun_layers(job, job.model.layers / count_chunks(job))
-    share = again * count_chunks(job) / job.model.layers
+    again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
+    share = again * job.parallel.model_stages / job.model.layers
     return PASSES + share, PASSES + share
 
 

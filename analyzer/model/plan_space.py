@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -308,26 +308,6 @@ KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingVariants:
-    """The training settings that the jobs of a search share, each built once."""
-
-    built: dict[tuple[int, Recompute, int], TrainingConfig] = field(default_factory=dict)
-
-    def get(self, training: TrainingConfig, recompute: Recompute, size: int) -> TrainingConfig:
-        """The training with another recomputation and microbatch; the job's own parts and layers
-        belong to its own recomputation."""
-        key = id(training), recompute, size
-        if key not in self.built:
-            new = replace(training, micro_batch=size)
-            if recompute != training.recompute:
-                new = replace(
-                    new, recompute=recompute, recompute_parts=frozenset(), recompute_layers=0
-                )
-            self.built[key] = new
-        return self.built[key]
-
-
-@dataclass(frozen=True, slots=True)
 class JobFamily:
     """Jobs that differ in the microbatch alone, smallest first; each is built when it is asked for,
     as most are larger than one that does not fit."""
@@ -335,16 +315,13 @@ class JobFamily:
     job: JobConfig
     layout: ParallelConfig
     training: TrainingConfig
-    recompute: Recompute
     micro_batches: tuple[int, ...]
-    variants: TrainingVariants
 
     def __len__(self) -> int:
         return len(self.micro_batches)
 
     def __getitem__(self, index: int) -> JobConfig:
-        size = self.micro_batches[index]
-        training = self.variants.get(self.training, self.recompute, size)
+        training = replace(self.training, micro_batch=self.micro_batches[index])
         return JobConfig(self.job.model, self.layout, training, self.job.hardware)
 
     def __iter__(self) -> Iterator[JobConfig]:
@@ -358,13 +335,18 @@ def list_families(
 
     Tensor parallelism stays inside a node. keep names the settings to take from the job.
     """
-    variants, trainings = TrainingVariants(), dict[str, TrainingConfig]()
     for layout in _list_layouts(job, gpus, keep):
-        adjusted = adjust_training(job, layout)
-        training = trainings.setdefault(adjusted.activation_dtype, adjusted)
+        training = adjust_training(job, layout)
         sizes = _list_micro_batches(job, layout, keep)
         for recompute in (training.recompute,) if "recompute" in keep else list_recomputes(job):
-            yield JobFamily(job, layout, training, recompute, sizes, variants)
+            yield JobFamily(job, layout, _choose_recompute(training, recompute), sizes)
+
+
+def _choose_recompute(training: TrainingConfig, recompute: Recompute) -> TrainingConfig:
+    """The training with another recomputation; the job's own parts and layers belong to its own."""
+    if recompute == training.recompute:
+        return training
+    return replace(training, recompute=recompute, recompute_parts=frozenset(), recompute_layers=0)
 
 
 def _list_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Iterator[ParallelConfig]:

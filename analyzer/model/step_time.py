@@ -10,13 +10,7 @@ from dataclasses import dataclass, field, replace
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_every_microbatch
-from stepsplit.analyzer.model.config import (
-    Chunk,
-    JobConfig,
-    StageConfig,
-    count_chunks,
-    list_rank_chunks,
-)
+from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, list_rank_chunks
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
     AUTOCAST,
@@ -75,7 +69,7 @@ def list_chunk_costs(job: JobConfig, stages: tuple[StageTime, ...]) -> Costs:
         for chunk, position in enumerate(list_rank_chunks(job, stage.stage.index)):
             cost = stage.compute_chunk_cost(chunk)
             costs[position] = (cost.forward_ns, cost.input_ns, cost.weight_ns)
-    return tuple(costs[place] for place in range(count_chunks(job)))
+    return tuple(costs[place] for place in range(job.parallel.model_stages))
 
 
 def compute_transfer_ns(timed: dict[int, tuple[TimedMessage, ...]]) -> float:

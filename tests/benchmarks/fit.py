@@ -5,7 +5,7 @@ python tests/benchmarks/fit.py
 presets/efficiency.toml gets the constants with the least robust error on all runs of a family;
 presets/left_out.toml those fitted without one publisher, for each publisher in turn, by which
 validation predicts the runs of that publisher; presets/bands.toml the errors of those predictions
-that 9 of 10 stay below. Takes 10 minutes.
+that 9 of 10 stay below. Takes a minute or two.
 """
 
 from __future__ import annotations

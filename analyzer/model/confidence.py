@@ -19,6 +19,7 @@ from stepsplit.analyzer.model.config_decode import (
 from stepsplit.analyzer.model.hardware_config import PRESETS
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
+from stepsplit.analyzer.model.memory_states import find_sharding_stage
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
 from stepsplit.analyzer.model.step_time import StageTime
 
@@ -73,7 +74,7 @@ def find_run_kind(job: JobConfig) -> RunKind:
         job.hardware.family,
         "dense" if job.model.experts is None else "experts",
         "8-bit" if job.training.dtype == "fp8" else "16-bit",
-        "sharded" if job.parallel.zero == 3 else "replicated",
+        "sharded" if find_sharding_stage(job) == 3 else "replicated",
     )
 
 
@@ -172,7 +173,7 @@ def _list_unmodelled(
     if not efficiency.rows:
         yield f"{job.hardware.name}: efficiencies are not calibrated"
     most = efficiency.most_sharded
-    if job.parallel.zero == 3 and 0 < most < job.parallel.shard_size:
+    if find_sharding_stage(job) == 3 and 0 < most < job.parallel.shard_size:
         yield f"ZeRO-3 over {job.parallel.shard_size:,} ranks: known up to {most:,}"
 
 

@@ -253,7 +253,7 @@ def compute_stage_time(
     is_cpu = job.hardware.family == "cpu"
     messages = tuple(each for each in timed if each.message.strategy != "pp")
     communication = compute_exposed_time(job, messages, _sum_overlap_compute(job, passes))
-    comm = _split_by_chunk(job, stage, communication)
+    comm = _split_by_chunk(job, stage, communication, _compute_weight_share(passes))
     waits = (compute_expert_wait(job, chunk.expert_layers) for chunk in stage.chunks)
     idle = tuple(
         compute_host_wait(a + b, c, is_cpu) + wait
@@ -286,16 +286,6 @@ def _sum_ns(passes: tuple[LayerPass, ...]) -> float:
     return sum(each.forward_ns + each.input_ns + each.weight_ns for each in passes)
 
 
-def _sum_exposed_ns(
-    job: JobConfig, communication: tuple[Communication, ...], phases: tuple[str, ...]
-) -> float:
-    return sum(
-        float(each.exposed_ns)
-        for each in communication
-        if find_overlap_group(job, each.message)[1] in phases
-    )
-
-
 def _overlap_idle_ns(
     job: JobConfig,
     timed: tuple[TimedMessage, ...],
@@ -319,14 +309,37 @@ def _overlap_idle_ns(
     return min(movable_ns["forward"], forward_ns) + min(movable_ns["backward"], backward_ns)
 
 
+def _compute_weight_share(passes: tuple[LayerPass, ...]) -> float:
+    """The share of the weight gradients in the compute of the backward."""
+    weight_ns = sum(each.weight_ns for each in passes)
+    backward_ns = weight_ns + sum(each.input_ns for each in passes)
+    return weight_ns / backward_ns if backward_ns else 0.0
+
+
 def _split_by_chunk(
-    job: JobConfig, stage: StageConfig, communication: tuple[Communication, ...]
+    job: JobConfig,
+    stage: StageConfig,
+    communication: tuple[Communication, ...],
+    weight_share: float,
 ) -> tuple[LayerPass, ...]:
-    """Exposed communication of one microbatch, split over the chunks by their layers."""
+    """Exposed communication of one microbatch, split over the chunks by their layers.
+
+    In the backward the input gradient waits for communication inside a layer, and for what of
+    context parallelism attention does not cover. What overlaps both gradients delays each by its
+    share of the compute, so that a faster device makes neither longer.
+    """
     m, chunks = count_rank_microbatches(job), stage.chunks
-    forward = _sum_exposed_ns(job, communication, ("forward",)) / m
-    backward = _sum_exposed_ns(job, communication, BACKWARD) / m
-    total = LayerPass(forward, backward, 0.0)
+    forward_ns = backward_ns = overlapping_ns = 0.0
+    for each in communication:
+        axis, phase = find_overlap_group(job, each.message)
+        if phase == "forward":
+            forward_ns += each.exposed_ns / m
+        elif phase in BACKWARD:
+            backward_ns += each.exposed_ns / m
+            if axis != "cp" and _can_overlap(job, axis):
+                overlapping_ns += each.exposed_ns / m
+    weight_ns = overlapping_ns * weight_share
+    total = LayerPass(forward_ns, backward_ns - weight_ns, weight_ns)
     if not stage.layers:
         return tuple(total * (1 / len(chunks)) for _ in chunks)
     return tuple(total * (chunk.layers / stage.layers) for chunk in chunks)

@@ -62,3 +62,20 @@ def test_a_faster_device_never_lengthens_a_step(job: JobConfig, times: float) ->
     after_ns = predict(replace(job, hardware=speed_up(job.hardware, times))).split.step_ns
     rounding_ns = 10
     assert after_ns <= before_ns + rounding_ns
+
+
+def test_gathers_that_a_faster_device_exposes_delay_both_gradients() -> None:
+    """Had the input gradient alone the exposed time, zb-h2 would fill less of its bubbles."""
+    parallel = ParallelConfig(
+        tp=8, pp=4, cp=4, dp_shard=128, zero=3, schedule="zb-h2",
+        reshard_after_forward="always", overlap=frozenset(["tp", "cp", "dp"]),
+    )  # fmt: skip
+    training = TrainingConfig(
+        seq_len=2048, micro_batch=1, global_batch=8 * 128, recompute="none", framework="fsdp2"
+    )
+    job = JobConfig(load_model("llama-2-70b"), parallel, training, load_hardware("h100-sxm"))
+    before_ns = predict(job).split.step_ns
+
+    faster = replace(job, hardware=speed_up(job.hardware, 3.0))
+
+    assert predict(faster).split.step_ns <= before_ns

@@ -30,6 +30,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_decode import Mistakes, read_table
 from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
+from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.hardware_config import (
     decode_hardware,
     find_preset,
@@ -37,7 +38,6 @@ from stepsplit.analyzer.model.hardware_config import (
     load_attention_rate,
     load_link,
 )
-from stepsplit.analyzer.model.layer_time import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import (
@@ -631,9 +631,10 @@ class _Rates(Struct, frozen=True):
 
 def _time_gemm(speed: DeviceSpeed, rows: int, columns: int, inner: int) -> float:
     """Time of a GEMM without its launch; one that does not fill the device with tiles of the
-    model's size runs in smaller ones."""
+    model's size runs in smaller ones, unless measured rates include that."""
     tiles = math.ceil(rows / max(speed.tile, 1)) * math.ceil(columns / max(speed.tile, 1))
-    tile = speed.tile if tiles >= speed.multiprocessors else 0
+    fills = tiles >= speed.multiprocessors or speed.gemm_ratios
+    tile = speed.tile if fills else 0
     return replace(speed, launch_ns=0.0, tile=tile).compute_gemm_ns(rows, columns, inner)
 
 

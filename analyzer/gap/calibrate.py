@@ -40,14 +40,16 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
+from stepsplit.analyzer.model.device_speed import (
+    DeviceSpeed,
+    compute_attention_share,
+    compute_device_speed,
+)
 from stepsplit.analyzer.model.hardware_config import load_attention_rate
 from stepsplit.analyzer.model.layer_time import (
     FUSED_BACKWARD,
-    DeviceSpeed,
     Gemm,
     build_head_gemm,
-    compute_attention_share,
-    compute_device_speed,
     compute_launch_time,
     list_attention_gemms,
     list_expert_gemms,
@@ -268,6 +270,7 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
 
     Raises UsageError for runs on different hardware, and for runs that contradict each other.
     """
+    runs = [_drop_gemm_table(one) for one in runs]
     known = runs[0].job.hardware
     different = next((one for one in runs if one.job.hardware.name != known.name), None)
     if different is not None:
@@ -284,6 +287,12 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     impossible = find_impossible_rates(fit_efficiency(runs, known.efficiency), runs)
     refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
     return Calibration(known, fitted, transfers, stages, refused)
+
+
+def _drop_gemm_table(run: CalibrationSample) -> CalibrationSample:
+    """The run without a stated table of GEMMs: their rate is fitted."""
+    hardware = replace(run.job.hardware, gemms=())
+    return replace(run, job=replace(run.job, hardware=hardware))
 
 
 def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> HardwareConfig:

@@ -238,6 +238,11 @@ def list_cp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     )
 
 
+def is_fused_ring(job: JobConfig) -> bool:
+    """Whether attention is fused and runs as ring attention."""
+    return job.parallel.ring > 1 and job.training.flash_attention
+
+
 def is_torch_ring(job: JobConfig) -> bool:
     """Whether context parallelism is torch's context_parallel (CONTEXT_TORCH)."""
     layout = job.parallel

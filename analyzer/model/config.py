@@ -229,6 +229,17 @@ class AttentionRate:
 
 
 @dataclass(frozen=True, slots=True)
+class GemmRate:
+    """The measured rate of one GEMM (rows x inner) (inner x columns) with operands of dtype."""
+
+    rows: int
+    columns: int
+    inner: int
+    flops_per_s: float
+    dtype: Dtype = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryCorrection:
     """A memory correction calibrated on the user's own runs: a factor on the saved activations of
     every stage, and constant bytes added on every rank."""
@@ -260,6 +271,8 @@ class HardwareConfig:
             kernel that runs.
         clock: Speed that its GEMMs and attention sustain, relative to the fractions of the family.
             Default 1.
+        gemms: Measured rates of GEMMs; a GEMM of another shape is scaled by those near it. Default
+            none: the fractions of the family.
 
     Examples:
         >>> from stepsplit.analyzer import read_job
@@ -283,6 +296,7 @@ class HardwareConfig:
     learned: MemoryCorrection = MemoryCorrection()
     attention: AttentionRate | None = None
     clock: float = 1.0
+    gemms: tuple[GemmRate, ...] = ()
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Returns the dense peak of a dtype in FLOPs per second.

@@ -9,6 +9,14 @@ from typing import cast
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
 from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, list_stages
+from stepsplit.analyzer.model.device_speed import (
+    ATTENTION,
+    GEMM_TABLE,
+    choose_attention_kernel,
+    compute_device_speed,
+    count_attended_tokens,
+    is_attention_stated,
+)
 from stepsplit.analyzer.model.explain_comm import explain_calls, explain_messages, explain_routes
 from stepsplit.analyzer.model.formulas import (
     Explanation,
@@ -18,13 +26,7 @@ from stepsplit.analyzer.model.formulas import (
     select_differing,
 )
 from stepsplit.analyzer.model.hardware_config import load_attention_rate
-from stepsplit.analyzer.model.layer_time import (
-    ATTENTION,
-    choose_attention_kernel,
-    compute_device_speed,
-    count_attended_tokens,
-    is_attention_stated,
-)
+from stepsplit.analyzer.model.layer_time import list_mlp_gemms
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     compute_layers_by_kind,
@@ -271,8 +273,26 @@ def explain_work(job: JobConfig, prediction: Prediction) -> Iterator[Explanation
         yield _explain_mfu(job, prediction, prediction.mfu)
     if prediction.hardware_flops != prediction.model_flops:
         yield _explain_recompute(job, prediction)
+    if job.hardware.gemms:
+        yield _explain_gemm_table(job)
     if job.training.flash_attention and not is_attention_stated(job):
         yield _explain_attention(job)
+
+
+def _explain_gemm_table(job: JobConfig) -> Explanation:
+    """The time of one GEMM without and with the measured rates near its shape."""
+    speed = compute_device_speed(job)
+    gemm = list_mlp_gemms(job, job.model.ffn)[0]
+    plain_ns = gemm.compute_forward_ns(replace(speed, gemm_ratios=()))
+    value_ns = gemm.compute_forward_ns(speed)
+    symbols = (
+        Symbol("M", "rows", gemm.rows),
+        Symbol("N", "columns", gemm.columns),
+        Symbol("K", "inner size", gemm.inner),
+        Symbol("t", "its time by the constants of the family", plain_ns, "ns"),
+        Symbol("r", "measured / modelled time near this shape", value_ns / plain_ns, "ratio"),
+    )
+    return Explanation(GEMM_TABLE, "first GEMM of a dense MLP, forward", symbols, value_ns, "ns")
 
 
 def _explain_attention(job: JobConfig) -> Explanation:

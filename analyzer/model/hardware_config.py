@@ -15,6 +15,7 @@ from stepsplit.analyzer.model.config import (
     AttentionKernel,
     AttentionRate,
     Efficiency,
+    GemmRate,
     HardwareConfig,
     Link,
     MemoryCorrection,
@@ -46,6 +47,7 @@ _KINDS: Mapping[str, Any] = {
     "peaks": dict[str, object],
     "measured": tuple[str, ...],
     "transfers": list[dict[str, object]],
+    "gemms": list[dict[str, object]],
     "file": str,
 }
 
@@ -74,8 +76,9 @@ def decode_hardware(
     inter = intra if base is None else known.inter
     family = stated.get("family", known.family)
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
+    peaks_flops_per_s = _decode_peaks(table, known, mistakes)
     decoded = {
-        "peaks_flops_per_s": _decode_peaks(table, known, mistakes),
+        "peaks_flops_per_s": peaks_flops_per_s,
         "intra": intra,
         "inter": _decode_link(table, "nodes_link", inter, mistakes),
         "host": _decode_link(table, "host", known.host, mistakes),
@@ -83,6 +86,8 @@ def decode_hardware(
         "attention": decode_section(table, "attention", AttentionRate, known.attention, mistakes),
         "learned": decode_section(table, "learned", MemoryCorrection, known.learned, mistakes),
     }
+    if "gemms" in stated:
+        decoded["gemms"] = _decode_gemms(table, dict(peaks_flops_per_s), mistakes)
     return replace(known, **{**select_fields(HardwareConfig, stated), **decoded})
 
 
@@ -168,6 +173,27 @@ def _decode_peaks(
     kinds = {**dict.fromkeys(PEAKS, float), "source": str}
     stated = decode_keys(table.get_subtable("peaks"), kinds, mistakes)
     return tuple((dtype, stated[dtype]) for dtype in PEAKS if dtype in stated)
+
+
+def _decode_gemms(
+    table: TomlTable, peaks_flops_per_s: Mapping[str, float], mistakes: Mistakes
+) -> tuple[GemmRate, ...]:
+    """Decodes the measured rates of GEMMs; none can be above the peak of its dtype."""
+    rates = []
+    for i, values in enumerate(table.values["gemms"]):
+        row = TomlTable(table.where, f"{table.join_key('gemms')}[{i}]", values)
+        required = list_required_keys(GemmRate)
+        stated = decode_keys(row, collect_kinds(GemmRate), mistakes, required)
+        _check_range(row, "flops_per_s", stated.get("flops_per_s"), _PEAK, mistakes)
+        if not all(key in stated for key in required):
+            continue
+        rate = GemmRate(**stated)
+        peak = peaks_flops_per_s.get(rate.dtype)
+        if peak is not None and rate.flops_per_s > peak:
+            problem = f"{rate.flops_per_s:g} FLOP/s are more than the {peak:g} of {rate.dtype}"
+            mistakes.append(row.build_error("flops_per_s", problem, "give dense FLOP/s, or dtype"))
+        rates.append(rate)
+    return tuple(rates)
 
 
 def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> Link:

@@ -25,9 +25,9 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
-    compute_device_speed,
     compute_expert_wait,
     compute_launch_time,
 )

@@ -11,6 +11,7 @@ from stepsplit.analyzer.model import (
     comm_ops,
     comm_time,
     comm_volume,
+    device_speed,
     layer_time,
     memory,
     memory_states,
@@ -38,9 +39,9 @@ from stepsplit.analyzer.model.config_decode import (
     list_required_keys,
     read_table,
 )
+from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
-from stepsplit.analyzer.model.layer_time import compute_device_speed
 from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
 from stepsplit.analyzer.model.parameters import (
     Convention,
@@ -224,7 +225,8 @@ ORDER = (
     comm_volume.ALL_REDUCED, comm_volume.ZERO, comm_ops.NORM,
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
-    layer_time.KERNEL, layer_time.ATTENTION, layer_time.CASTS, layer_time.ACCUMULATE,
+    device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, layer_time.CASTS,
+    layer_time.ACCUMULATE,
     layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST, step_time.EXPOSED,
     layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD, layer_time.UPDATE,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,

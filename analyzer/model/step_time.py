@@ -11,14 +11,13 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_every_microbatch
 from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, list_rank_chunks
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
     AUTOCAST,
     HOST,
-    KERNEL,
     UNIT_COPIES,
     UPDATE,
-    DeviceSpeed,
     LayerPass,
     compute_chunk_passes,
     compute_expert_wait,
@@ -269,7 +268,7 @@ def compute_stage_time(
         offload_ns=compute_offload_ns(job, parameters),
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
-            KERNEL,
+            *speed.formulas,
             *_collect_formulas((*passes, *idle)),
             *(EXPOSED,) * bool(communication),
             UPDATE,

@@ -42,9 +42,14 @@ from stepsplit.analyzer.gap.calibration_sample import (
 )
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import AttentionRate, GroupPlacement, MemoryCorrection
+from stepsplit.analyzer.model.config import (
+    AttentionRate,
+    GemmRate,
+    GroupPlacement,
+    MemoryCorrection,
+)
 from stepsplit.analyzer.model.config_file import load_hardware, parse_job
-from stepsplit.analyzer.model.layer_time import compute_attention_share
+from stepsplit.analyzer.model.device_speed import compute_attention_share
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
@@ -160,6 +165,14 @@ def test_a_run_on_a_device_with_a_clock_is_predicted_by_its_calibration(
     [stage] = found.stages
     assert stage.predicted.compute_ns == pytest.approx(stage.measured.compute_ns, rel=0.01)
     assert found.hardware.efficiency.attention == pytest.approx(share / 2, rel=0.02)
+
+
+def test_a_stated_table_of_gemms_is_left_for_what_was_recorded() -> None:
+    sample = run(job(), TRUE)
+    gemms = (GemmRate(4096, 4096, 4096, 1e9),)
+    hardware = replace(sample.job.hardware, gemms=gemms)
+    stated = replace(sample, job=replace(sample.job, hardware=hardware))
+    assert fit_calibration([stated]).hardware == fit_calibration([sample]).hardware
 
 
 def build_kernels(gemm: float, memory: float, launch_ns: float) -> KernelSamples:

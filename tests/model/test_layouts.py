@@ -20,9 +20,9 @@ from stepsplit.analyzer.model.config import (
     place_group,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model, parse_job
+from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
-    compute_device_speed,
     compute_expert_wait,
     compute_launch_time,
     compute_optimizer_ns,

@@ -28,7 +28,8 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
-from stepsplit.analyzer.model.layer_time import LayerPass, compute_device_speed
+from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.layer_time import LayerPass
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import compute_stage_times, predict, time_messages
 from stepsplit.analyzer.model.prediction import (

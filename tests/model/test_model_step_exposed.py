@@ -17,7 +17,8 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
-from stepsplit.analyzer.model.layer_time import DeviceSpeed, LayerPass, time_dense_layer
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band

@@ -14,6 +14,7 @@ from cases import for_each
 from work_builders import DEVICE, LITE, TINY, job
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.model.comm_ops import is_fused_ring
 from stepsplit.analyzer.model.config import (
     AttentionRate,
     Chunk,
@@ -28,20 +29,18 @@ from stepsplit.analyzer.model.config import (
     list_stages,
 )
 from stepsplit.analyzer.model.config_file import load_hardware
+from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
 from stepsplit.analyzer.model.layer_time import (
-    DeviceSpeed,
     FrameworkCosts,
     Gemm,
     LayerPass,
     build_head_gemm,
     compute_chunk_passes,
-    compute_device_speed,
     compute_host_wait,
     compute_launch_time,
     compute_offload_ns,
     compute_optimizer_ns,
     count_updated_parameters,
-    is_fused_ring,
     is_host_bound,
     list_attention_gemms,
     list_expert_gemms,

@@ -19,8 +19,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.device_speed import ATTENTION, DeviceSpeed, is_attention_stated
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes
-from stepsplit.analyzer.model.parameters import StageParameters, divide_ceil
+from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 
@@ -599,52 +598,6 @@ def _find_sharded_traffic(job: JobConfig) -> float:
     if not job.is_fsdp:
         return EAGER_TRAFFIC
     return UPCAST_TRAFFIC if job.model.norm == "rms" else SHARDED_TRAFFIC
-
-
-# Time of the optimizer step, and of offloading.
-
-UPDATE = Formula(
-    "step.optimizer",
-    "bytes of gradient, master weight and moments read, master and moments written, weight"
-    " written, over memory bandwidth: 30 bytes per parameter for Adam; clipping reads the gradients"
-    " twice and writes them; Megatron-LM and nanotron write zeros to all of a rank's",
-    "arithmetic over Kingma and Ba, arXiv:1412.6980; NVIDIA/Megatron-LM, optimizer/clip_grads.py,"
-    " distributed/param_and_grad_buffer.py",
-)
-
-
-def count_updated_parameters(job: JobConfig, parameters: StageParameters) -> float:
-    """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
-    return (
-        parameters.dense / job.parallel.shard_size + parameters.experts / job.parallel.expert_shards
-    )
-
-
-def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
-    """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
-    if "optimizer" in job.training.offload:
-        return 0.0
-    count, training = count_updated_parameters(job, parameters), job.training
-    states = MASTER_BYTES + count_moments_bytes(training)
-    written = 0 if training.dtype == "fp32" else training.weight_bytes
-    reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
-    moved_bytes = count * (2 * states + reads + written)
-    if training.framework in ("megatron", "nanotron"):
-        moved_bytes += parameters.total * training.gradient_bytes
-    return speed.compute_memory_ns(moved_bytes, 10)
-
-
-def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
-    """Time to copy gradients to the host and weights back, once per step.
-
-    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's update is
-    assumed to overlap them.
-    """
-    if "optimizer" not in job.training.offload:
-        return 0.0
-    link = job.hardware.host
-    moved_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
-    return moved_bytes / (link.bytes_per_s * link.ring) * 1e9
 
 
 # Ring attention computes its result in pieces, which it has to merge.

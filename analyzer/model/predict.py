@@ -15,6 +15,7 @@ from stepsplit.analyzer.model import (
     layer_time,
     memory,
     memory_states,
+    optimizer_time,
     parameters,
     schedule,
     schedule_time,
@@ -226,9 +227,9 @@ ORDER = (
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
     device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, layer_time.CASTS,
-    layer_time.ACCUMULATE,
-    layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST, step_time.EXPOSED,
-    layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD, layer_time.UPDATE,
+    layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
+    step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
+    optimizer_time.UPDATE, optimizer_time.MUON,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
 )  # fmt: skip
 

@@ -17,15 +17,17 @@ from stepsplit.analyzer.model.layer_time import (
     AUTOCAST,
     HOST,
     UNIT_COPIES,
-    UPDATE,
     LayerPass,
     compute_chunk_passes,
     compute_expert_wait,
     compute_host_wait,
     compute_launch_time,
+    select_framework_costs,
+)
+from stepsplit.analyzer.model.optimizer_time import (
     compute_offload_ns,
     compute_optimizer_ns,
-    select_framework_costs,
+    list_optimizer_formulas,
 )
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.prediction import Band, Communication
@@ -271,7 +273,7 @@ def compute_stage_time(
             *speed.formulas,
             *_collect_formulas((*passes, *idle)),
             *(EXPOSED,) * bool(communication),
-            UPDATE,
+            *list_optimizer_formulas(job),
             HOST,
         ),
     )

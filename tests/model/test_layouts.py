@@ -25,7 +25,6 @@ from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
     compute_expert_wait,
     compute_launch_time,
-    compute_optimizer_ns,
 )
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.memory_states import (
@@ -33,6 +32,7 @@ from stepsplit.analyzer.model.memory_states import (
     compute_parameter_bytes,
     compute_stage_activations,
 )
+from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import (
     count_hardware_flops,
     count_model_flops,

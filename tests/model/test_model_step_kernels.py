@@ -38,9 +38,6 @@ from stepsplit.analyzer.model.layer_time import (
     compute_chunk_passes,
     compute_host_wait,
     compute_launch_time,
-    compute_offload_ns,
-    compute_optimizer_ns,
-    count_updated_parameters,
     is_host_bound,
     list_attention_gemms,
     list_expert_gemms,
@@ -49,6 +46,11 @@ from stepsplit.analyzer.model.layer_time import (
     time_dense_layer,
     time_expert_layer,
     time_pieces,
+)
+from stepsplit.analyzer.model.optimizer_time import (
+    compute_offload_ns,
+    compute_optimizer_ns,
+    count_updated_parameters,
 )
 from stepsplit.analyzer.model.parameters import count_chunk_flops, count_stage_parameters
 

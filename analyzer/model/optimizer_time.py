@@ -1,0 +1,122 @@
+"""Time of the optimizer step: the update of the states, Muon's GEMMs, and offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.layer_time import (
+    Gemm,
+    list_attention_gemms,
+    list_expert_gemms,
+    list_mlp_gemms,
+)
+from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes
+from stepsplit.analyzer.model.parameters import StageParameters
+
+# The update of the states, and their way to the host and back.
+
+UPDATE = Formula(
+    "step.optimizer",
+    "bytes of gradient, master weight and moments read, master and moments written, weight"
+    " written, over memory bandwidth: 30 bytes per parameter for Adam; clipping reads the gradients"
+    " twice and writes them; Megatron-LM and nanotron write zeros to all of a rank's",
+    "arithmetic over Kingma and Ba, arXiv:1412.6980; NVIDIA/Megatron-LM, optimizer/clip_grads.py,"
+    " distributed/param_and_grad_buffer.py",
+)
+
+
+def count_updated_parameters(job: JobConfig, parameters: StageParameters) -> float:
+    """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
+    return (
+        parameters.dense / job.parallel.shard_size + parameters.experts / job.parallel.expert_shards
+    )
+
+
+def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
+    """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
+    if "optimizer" in job.training.offload:
+        return 0.0
+    count, training = count_updated_parameters(job, parameters), job.training
+    states = MASTER_BYTES + count_moments_bytes(training)
+    written = 0 if training.dtype == "fp32" else training.weight_bytes
+    reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
+    moved_bytes = count * (2 * states + reads + written)
+    if training.framework in ("megatron", "nanotron"):
+        moved_bytes += parameters.total * training.gradient_bytes
+    orthogonalize_ns = 0.0
+    if training.optimizer == "muon":
+        orthogonalize_ns = compute_orthogonalization_ns(job, speed, parameters)
+    return speed.compute_memory_ns(moved_bytes, 10) + orthogonalize_ns
+
+
+def list_optimizer_formulas(job: JobConfig) -> tuple[Formula, ...]:
+    """The formulas of the optimizer step."""
+    return (UPDATE, MUON) if job.training.optimizer == "muon" else (UPDATE,)
+
+
+def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
+    """Time to copy gradients to the host and weights back, once per step.
+
+    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's update is
+    assumed to overlap them.
+    """
+    if "optimizer" not in job.training.offload:
+        return 0.0
+    link = job.hardware.host
+    moved_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
+    return moved_bytes / (link.bytes_per_s * link.ring) * 1e9
+
+
+# Muon: the momentum of every matrix of the layers is made orthogonal.
+
+MUON = Formula(
+    "step.muon",
+    "5 Newton-Schulz iterations of 4 m^2 n + 2 m^3 FLOPs, three GEMMs in bf16, of every matrix"
+    " m x n, m <= n, of the layers, tp's part of it; ranks that shard the states divide the"
+    " matrices, at least one each",
+    "torch.optim.Muon (5 steps); Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982,"
+    " section 2; NVIDIA/Megatron-LM, layer_wise_optimizer.py",
+)
+
+ITERATIONS = 5
+
+
+def compute_orthogonalization_ns(
+    job: JobConfig, speed: DeviceSpeed, parameters: StageParameters
+) -> float:
+    """Time of the Newton-Schulz iterations of one rank (MUON).
+
+    Queries, keys and values are one matrix, as are gate and up projection. Embedding, head and
+    norms are updated by Adam.
+    """
+    dense, with_experts = parameters.dense_layers, parameters.expert_layers
+    own = [(one, dense + with_experts) for one in list_attention_gemms(job)]
+    own += [(one, dense) for one in list_mlp_gemms(job, job.model.ffn)]
+    routed: list[tuple[Gemm, int]] = []
+    if job.model.experts is not None:
+        router, first, second, *shared = list_expert_gemms(job, job.model.experts)
+        own += [(one, with_experts) for one in (router, *shared)]
+        routed += [(one, with_experts * one.count) for one in (first, second)]
+    return _divide_matrices(speed, own, job.parallel.shard_size) + _divide_matrices(
+        speed, routed, job.parallel.expert_shards
+    )
+
+
+def _divide_matrices(
+    speed: DeviceSpeed, matrices: Sequence[tuple[Gemm, int]], shards: int
+) -> float:
+    """Time for a rank's share of the matrices, each so many times; a rank has at least one."""
+    times = [(time_iterations(speed, one), count) for one, count in matrices if count]
+    total_ns = sum(one_ns * count for one_ns, count in times)
+    return max((total_ns / shards, *(one_ns for one_ns, _ in times)))
+
+
+def time_iterations(speed: DeviceSpeed, matrix: Gemm) -> float:
+    """Time to make one matrix orthogonal: X X^T, its square, and their product with X."""
+    short, long = sorted((matrix.columns, matrix.inner))
+    gemm_ns = speed.head_speed.compute_gemm_ns
+    once_ns = gemm_ns(short, short, long) + gemm_ns(short, short, short)
+    return ITERATIONS * (once_ns + gemm_ns(short, long, short))

@@ -18,8 +18,10 @@ from stepsplit.analyzer.model.parameters import (
 TENSOR = Formula(
     "comm.tensor",
     "m (4 L + 2) all_reduces of T h bytes, m (6 L + 2) with full recomputation;"
-    " per layer and microbatch 8 b s h (t-1)/t elements are sent",
-    "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, section 3.2",
+    " per layer and microbatch 8 b s h (t-1)/t elements are sent; parallel blocks have half of the"
+    " calls of each layer",
+    "Shoeybi et al., arXiv:1909.08053, section 3; Narayanan et al., SC'21, section 3.2;"
+    " Almazrouei et al., Falcon, arXiv:2311.16867 (parallel blocks)",
 )
 
 SEQUENCE = Formula(
@@ -128,19 +130,28 @@ def is_gathered_in_fp8(job: JobConfig) -> bool:
 
 
 def _count_product_pairs(job: JobConfig, stage: StageConfig) -> int:
-    """Counts pairs of a column- and a row-parallel linear layer: attention and MLP of each layer.
+    """Counts pairs of a column- and a row-parallel linear layer: attention and MLP of each layer,
+    which are one in a parallel block.
 
     With sequence parallelism routed tokens are sent to their experts directly (expert_messages),
     so only the shared expert of a mixture is such a pair.
     """
-    return 2 * stage.dense_layers + count_expert_layer_pairs(job) * stage.expert_layers
+    dense = count_dense_layer_pairs(job) * stage.dense_layers
+    return dense + count_expert_layer_pairs(job) * stage.expert_layers
+
+
+def count_dense_layer_pairs(job: JobConfig) -> int:
+    """Counts the pairs of a layer with an MLP."""
+    return 1 if job.model.parallel_block else 2
 
 
 def count_expert_layer_pairs(job: JobConfig) -> int:
     """Counts the pairs of a layer with experts."""
     experts = job.model.experts
     has_shared = experts is not None and experts.shared_ffn > 0
-    return 2 if experts is not None and (has_shared or not job.parallel.sequence_parallel) else 1
+    if experts is None or job.model.parallel_block:
+        return 1
+    return 2 if has_shared or not job.parallel.sequence_parallel else 1
 
 
 def _count_recomputed_pairs(job: JobConfig, pairs: int) -> int:

@@ -96,6 +96,8 @@ class ModelConfig:
         mtp_layers: Multi-token prediction modules after the last layer, each with a projection, a
             layer and the head again. Default 0; not counted in layers.
         qk_norm: Whether each head's queries and keys have a norm (Qwen3). Default False.
+        parallel_block: Whether attention and MLP read the same input and their outputs are summed
+            (GPT-J, GPT-NeoX, PaLM, Falcon). Default False.
 
     Examples:
         >>> model = ModelConfig(
@@ -123,6 +125,7 @@ class ModelConfig:
     name: str = ""
     mtp_layers: Natural = 0
     qk_norm: bool = False
+    parallel_block: bool = False
 
     @property
     def expert_layers(self) -> int:

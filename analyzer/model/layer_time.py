@@ -385,8 +385,10 @@ def _time_elementwise(
     hidden = job.tokens * model.hidden / job.parallel.sequence_split
     rotated = 0 if model.positions else 2 * _count_rotated(job)
     gates = 2 if model.gated else 1
-    forward = 2 * 5 * hidden + (gates + 1) * activations + rotated
-    backward = 2 * 6 * hidden + (2 * gates + 1) * activations + rotated
+    # A norm and a residual of each half; in a parallel block one sum of three for both halves.
+    forward_hidden, backward_hidden = (8, 10) if model.parallel_block else (2 * 5, 2 * 6)
+    forward = forward_hidden * hidden + (gates + 1) * activations + rotated
+    backward = backward_hidden * hidden + (2 * gates + 1) * activations + rotated
     masks = 2 * hidden * job.training.dropout
     kernels = ELEMENTWISE_KERNELS
     if model.qk_norm:

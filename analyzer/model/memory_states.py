@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsplit.analyzer.model.comm_ops import (
+    count_dense_layer_pairs,
     count_expert_layer_pairs,
     is_gathered_again,
     is_gathered_in_fp8,
@@ -346,8 +347,9 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
     elif "experts" not in parts:
         routed = _compute_routed(job, saved, job.model.experts)
         mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
+    pairs = count_expert_layer_pairs(job) if expert else count_dense_layer_pairs(job)
     return LayerActivations(
-        norms=_compute_norms(job, saved, count_expert_layer_pairs(job) if expert else 2),
+        norms=_compute_norms(job, saved, pairs),
         heads=_compute_heads(job, saved),
         attention=_compute_attention(job, saved),
         masks=2 * MASK_BYTES * _count_hidden(job) if job.training.dropout else 0,
@@ -407,7 +409,8 @@ def _compute_input_ratio(job: JobConfig, saved: SavedBytes) -> float:
 
 
 def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
-    """Inputs and outputs of both norms, and other tensors of the hidden size.
+    """Inputs and outputs of both norms, and other tensors of the hidden size; in a parallel block
+    both norms have the same input.
 
     The outputs are inputs of GEMMs, and kept as these get them: with sequence parallelism those of
     gathers of both are whole unless the backward gathers them again.
@@ -416,7 +419,8 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
     if job.parallel.sequence_split > 1 and not is_gathered_again(job):
         width = 0.5 if is_gathered_in_fp8(job) else 1.0
         outputs += gathers * (width * job.parallel.sequence_split - 1)
-    bytes_per_element = 2 * saved.norm_input + outputs * saved.norm_output
+    inputs = 1 if job.model.parallel_block else 2
+    bytes_per_element = inputs * saved.norm_input + outputs * saved.norm_output
     bytes_per_element += saved.residual + saved.projection + saved.mlp_output
     return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
 

@@ -71,7 +71,7 @@ MOE = (
 )
 FALCON = (
     "layers = 80; hidden = 14848; heads = 232; kv_heads = 8; head_size = 64; ffn = 59392;"
-    " vocab = 65024; biases = false"
+    " vocab = 65024; biases = false; parallel_block = true"
 )
 
 LAYOUTS = (

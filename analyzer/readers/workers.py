@@ -93,12 +93,12 @@ def _yield_results(
     tasks: Sequence[Task[T]], workers: Workers
 ) -> Iterator[tuple[int, T | DataError]]:
     if isinstance(workers, int):
-        yield from _run_tasks(tasks, workers)
+        yield from run_tasks(tasks, workers)
     else:
         yield from workers.run(tasks)
 
 
-def _run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
+def run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
     """Yields each task's index and result. The caller works too, as one of the workers."""
     todo = deque(enumerate(tasks))
     n_helpers = min(workers, len(tasks)) - 1

@@ -94,6 +94,10 @@ def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
     help="Price of a GPU per hour, for the cost of a million tokens.",
 )  # fmt: skip
 @click.option(
+    "--workers", metavar="N", type=click.IntRange(min=1), default=None,
+    help="Search with up to N processes; by default one per core.",
+)  # fmt: skip
+@click.option(
     "--json", "json_file", metavar="FILE",
     help="Write the plan as JSON; - for standard output, without the screen.",
 )  # fmt: skip
@@ -104,6 +108,7 @@ def plan_command(
     keep: tuple[str, ...],
     pareto: bool,
     price: float | None,
+    workers: int | None,
     json_file: str | None,
 ) -> None:
     """Find the fastest layout that fits, and why others are slower.
@@ -119,7 +124,8 @@ def plan_command(
 
     kept = _parse_keep(keep)
     job = read_job_to_plan(job_file, kept)
-    result = plan(job, gpus, kept, top, read_rates(job_file, job.hardware), price, pareto)
+    rates = read_rates(job_file, job.hardware)
+    result = plan(job, gpus, kept, top, rates, price, pareto, workers or count_cores())
     if not put_json(result, to_json, json_file):
         _show_plan(job, result)
 

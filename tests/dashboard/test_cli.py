@@ -181,7 +181,8 @@ HELP = {
     ("gather",): ["--out DIR"],
     ("model",): ["--json FILE", "--explain", "--help"],
     ("plan",): [
-        "--gpus N", "--top K", "--keep KEY", "--pareto", "--price-per-gpu-hour X", "--json FILE",
+        "--gpus N", "--top K", "--keep KEY", "--pareto", "--price-per-gpu-hour X", "--workers N",
+        "--json FILE",
         "--help",
     ],
     ("record",): [

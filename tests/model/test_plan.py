@@ -11,7 +11,7 @@ import pytest
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model import config_file
+from stepsplit.analyzer.model import config_file, plan_search
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import (
     Experts,
@@ -23,7 +23,8 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
-from stepsplit.analyzer.model.plan import LowerBound, build_candidate, from_json, plan, to_json
+from stepsplit.analyzer.model.plan import from_json, plan, to_json
+from stepsplit.analyzer.model.plan_search import LowerBound, build_candidate
 from stepsplit.analyzer.model.plan_space import (
     Plan,
     build_decision_tree,
@@ -110,6 +111,22 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
     every = sum(len(family) for family in list_families(MIDDLE, 16))
     assert searched.considered == every == refused + searched.too_big + searched.fit
     assert searched.timed <= searched.fit
+
+
+@pytest.mark.parametrize(("workers", "most_queued"), [(2, 4_000), (3, 10)])
+def test_several_processes_find_the_same_plan(
+    sixteen: Plan, monkeypatch: pytest.MonkeyPatch, workers: int, most_queued: int
+) -> None:
+    """Also where more layouts have to be timed than the processes return."""
+    monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
+    monkeypatch.setattr(plan_search, "MOST_QUEUED", most_queued)
+    assert to_json(plan(MIDDLE, 16, top=6, workers=workers)) == to_json(sixteen)
+
+
+def test_several_processes_say_too_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
+    with pytest.raises(UsageError, match="no layout on 1 x"):
+        plan(MIDDLE, 1, workers=2)
 
 
 @pytest.mark.parametrize("framework", ["megatron", "fsdp2"])

@@ -32,7 +32,9 @@ def behind(
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer/model/plan.py", "analyzer/model/plan_space.py")
+@pytest.mark.in_turn(
+    "analyzer/model/plan.py", "analyzer/model/plan_search.py", "analyzer/model/plan_space.py"
+)
 def test_gpt3_on_1024_a100_with_megatron() -> None:
     """Jiang et al., MegaScale, table 2, Megatron-LM's row of 1,024: tp 8, pp 8, dp 16.
 
@@ -46,7 +48,9 @@ def test_gpt3_on_1024_a100_with_megatron() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("analyzer/model/plan.py", "analyzer/model/plan_space.py")
+@pytest.mark.in_turn(
+    "analyzer/model/plan.py", "analyzer/model/plan_search.py", "analyzer/model/plan_space.py"
+)
 def test_llama_3_405b_on_8192_h100() -> None:
     """Grattafiori et al., table 4, first row: tp 8, cp 1, pp 16, dp 64.
 

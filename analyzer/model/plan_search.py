@@ -1,0 +1,524 @@
+"""Search over a job's layouts: which fit in memory, lower bounds, and the fastest of each split."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import attrgetter
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.model.comm_ops import list_cp_ops, list_ep_ops, list_tp_ops
+from stepsplit.analyzer.model.config import (
+    Chunk,
+    Experts,
+    JobConfig,
+    ParallelConfig,
+    StageConfig,
+    list_stages,
+)
+from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.layer_time import (
+    compute_chunk_passes,
+    compute_expert_wait,
+    compute_launch_time,
+)
+from stepsplit.analyzer.model.memory import (
+    compute_peak_bytes,
+    is_peak_within_memory,
+    list_stage_states,
+)
+from stepsplit.analyzer.model.memory_states import LayersByKind, States, compute_layers_by_kind
+from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.plan_space import Candidate, Choice, JobFamily, list_families
+from stepsplit.analyzer.model.predict import compute_call_ns, predict
+from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.step_time import compute_skew
+
+# The fastest layout of each split of the GPUs.
+
+TimedLayout = tuple[Candidate, JobConfig]
+"""A predicted layout and its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best layout of each split of the GPUs, fastest first, and counts of all layouts.
+
+    timed counts those that were predicted, fit those that are valid and fit in memory.
+    """
+
+    ranked: tuple[TimedLayout, ...]
+    timed: int
+    fit: int
+    too_big: int
+    refused: Counter[str]
+
+
+def search_layouts(
+    job: JobConfig, gpus: int, keep: frozenset[str], top: int, rates: Rates, workers: int
+) -> SearchResult:
+    """Search all layouts; the result does not depend on the number of processes.
+
+    Layouts are timed in the order of their lower bounds, until the next bound is above the slowest
+    layout of the result. Raises DataError if a process died.
+    """
+    parts = _bound_layouts(job, gpus, keep, rates, workers)
+    queue = sorted((one for part in parts for one in part.queue), key=_IN_ORDER)
+    left_out_ns = min(part.left_out_ns for part in parts)
+    best: dict[tuple[int, ...], TimedLayout] = {}
+    ranked: list[TimedLayout] = []
+    timed = 0
+    for one in queue:
+        if one.bound_ns > min(left_out_ns, _find_slowest_ns(ranked, top)):
+            break
+        timed += 1
+        candidate = build_candidate(one.job, rates)
+        previous = best.get(candidate.choice.axes)
+        if previous is None or make_sort_key(candidate) < make_sort_key(previous[0]):
+            best[candidate.choice.axes] = candidate, one.job
+            ranked = _drop_dominated(best.values())[:top]
+    if left_out_ns <= _find_slowest_ns(ranked, top) and left_out_ns < math.inf:
+        return search_layouts(job, gpus, keep, top, rates, 1)
+    return SearchResult(
+        tuple(ranked), timed, sum(part.fit for part in parts),
+        sum(part.too_big for part in parts),
+        sum((part.refused for part in parts), Counter[str]()),
+    )  # fmt: skip
+
+
+def _find_slowest_ns(ranked: list[TimedLayout], top: int) -> float:
+    """The step time above which no layout is listed."""
+    return ranked[-1][0].step_ns if len(ranked) == top else math.inf
+
+
+def _drop_dominated(layouts: Iterable[TimedLayout]) -> list[TimedLayout]:
+    """Sort, and drop layouts that a faster one dominates: the same tp, pp and ep with less context
+    parallelism, and not larger in memory."""
+    shown: list[TimedLayout] = []
+    for candidate, job in sorted(layouts, key=lambda raced: make_sort_key(raced[0])):
+        if not any(_is_dominating(before, candidate) for before, _ in shown):
+            shown.append((candidate, job))
+    return shown
+
+
+def _is_dominating(before: Candidate, candidate: Candidate) -> bool:
+    a, b = before.choice, candidate.choice
+    same = (a.tp, a.pp, a.ep) == (b.tp, b.pp, b.ep)
+    return same and a.cp < b.cp and before.peak_bytes <= candidate.peak_bytes
+
+
+def make_sort_key(candidate: Candidate) -> tuple[int, ...]:
+    """Sort key: step time, then number of model-parallel ranks, peak memory, number of settings
+    that differ from the default, and sizes of the axes."""
+    choice = candidate.choice
+    axes = choice.cp * choice.ep * choice.pp * choice.tp
+    settings = choice.zero + choice.chunks + choice.sequence_parallel + (choice.recompute != "none")
+    return candidate.step_ns, axes, candidate.peak_bytes, settings, *choice.axes
+
+
+# Lower bounds of all layouts that fit, in one process or in several.
+
+LEAST_FAMILIES = 4_000
+"""Fewer families of layouts are searched faster by one process than another one starts."""
+
+MOST_QUEUED = 4_000
+"""Layouts that another process returns, those of the lowest bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLayout:
+    """A layout that fits, by its lower bound and its place in the search space."""
+
+    bound_ns: float
+    family: int
+    place: int
+    job: JobConfig
+
+
+_IN_ORDER = attrgetter("bound_ns", "family", "place")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedLayouts:
+    """Layouts of a part of the search space, and counts; left_out_ns is the lowest bound of those
+    that fit and are not in the queue."""
+
+    queue: tuple[QueuedLayout, ...]
+    left_out_ns: float
+    fit: int
+    too_big: int
+    refused: Counter[str]
+
+
+def _bound_layouts(
+    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, workers: int
+) -> list[BoundedLayouts]:
+    """Filter and bound all layouts, part by part."""
+    if workers == 1 or sum(1 for _ in list_families(job, gpus, keep)) < LEAST_FAMILIES:
+        return [_bound_part(job, gpus, keep, rates, 0, 1)]
+    # Imported here because a small search needs no other process.
+    from stepsplit.analyzer.readers.workers import Task, run_tasks
+
+    tasks = [
+        Task(f"layouts on {gpus} GPUs", 0, _bound_part, (job, gpus, keep, rates, part, workers))
+        for part in range(workers)
+    ]
+    parts: list[BoundedLayouts] = []
+    for _, part in run_tasks(tasks, workers):
+        if isinstance(part, DataError):
+            raise part
+        parts.append(part)
+    return parts
+
+
+def _bound_part(
+    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, part: int, parts: int
+) -> BoundedLayouts:
+    """The layouts of every parts-th combination of tp, pp, cp and ep, which share what is cached.
+
+    All of them where there is one part, else the MOST_QUEUED of the lowest bounds.
+    """
+    layouts, memory, bound = FilteredLayouts(), LayoutMemory(), LowerBound(rates)
+    queue: list[QueuedLayout] = []
+    order: dict[tuple[int, ...], int] = {}
+    for number, family in enumerate(list_families(job, gpus, keep)):
+        axes = family.layout
+        key = (axes.tp, axes.pp, axes.cp, axes.ep)
+        if order.setdefault(key, len(order)) % parts != part:
+            continue
+        filter_family(layouts, family, memory)
+        queue += [
+            QueuedLayout(bound.compute_step_ns(one), number, place, one)
+            for place, one in enumerate(layouts.fitting[len(queue) :])
+        ]
+    queue.sort(key=_IN_ORDER)
+    most = len(queue) if parts == 1 else MOST_QUEUED
+    left_out_ns = queue[most].bound_ns if most < len(queue) else math.inf
+    return BoundedLayouts(
+        tuple(queue[:most]), left_out_ns, len(queue), layouts.too_big, layouts.refused
+    )
+
+
+# Which layouts are valid and fit in memory.
+
+_LayerKey = tuple[object, ...]
+"""The settings that decide a layer's time and memory, apart from those of experts."""
+
+
+def _make_layer_key(job: JobConfig) -> _LayerKey:
+    layout, training = job.parallel, job.training
+    return (
+        layout.tp,
+        layout.cp,
+        layout.sequence_parallel,
+        training.micro_batch,
+        training.recompute,
+        training.recompute_every,
+        training.activation_dtype,
+    )
+
+
+_NUMBERS = re.compile(r"(?<=\w) (?:\d[\d.e+]*\b|\(\d[\d.e+]*\))|\s=.*")
+
+
+@dataclass(slots=True)
+class FilteredLayouts:
+    """Feasible layouts, counts of the others, and the layout closest to fitting."""
+
+    fitting: list[JobConfig] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    too_big: int = 0
+    nearest: JobConfig | None = None
+    nearest_bytes: int = 0
+
+    @property
+    def considered(self) -> int:
+        return len(self.fitting) + self.refused.total() + self.too_big
+
+
+def filter_feasible(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
+    """Check every layout of the search space for validity and memory."""
+    layouts = _filter_families(list_families(job, gpus, keep))
+    return layouts if layouts.fitting else find_nearest(job, gpus, keep)
+
+
+def find_nearest(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
+    """Where no layout fits: the one that is closest to fitting."""
+    return _filter_families(list_families(job, gpus, keep), whole=True)
+
+
+def _filter_families(families: Iterable[JobFamily], whole: bool = False) -> FilteredLayouts:
+    layouts, memory = FilteredLayouts(), LayoutMemory(whole=whole)
+    for family in families:
+        filter_family(layouts, family, memory)
+    return layouts
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutMemory:
+    """Peak memory of the layouts of one job.
+
+    Caches the states, which depend on the layout alone, and the activations of a layer, which
+    layouts with the same tp, cp, experts and microbatch share. whole: the peak of layouts whose
+    states alone are too big is computed, too.
+    """
+
+    whole: bool = False
+    states: dict[ParallelConfig, tuple[States, ...]] = field(default_factory=dict)
+    layers: dict[_LayerKey, LayersByKind] = field(default_factory=dict)
+
+    def compute_peak_bytes(self, job: JobConfig) -> int:
+        """The peak, or the states where these are too big."""
+        states = self._find_states(job)
+        state_bytes = max(each.total_bytes for each in states)
+        if not self.whole and not is_peak_within_memory(job, state_bytes):
+            return state_bytes
+        key = (*_make_layer_key(job), job.parallel.ep, job.parallel.expert_tp)
+        if key not in self.layers:
+            self.layers[key] = compute_layers_by_kind(job)
+        return compute_peak_bytes(job, states, self.layers[key])
+
+    def _find_states(self, job: JobConfig) -> tuple[States, ...]:
+        layout = job.parallel
+        if layout.sequence_parallel:
+            layout = replace(layout, sequence_parallel=False)
+        if layout not in self.states:
+            self.states[layout] = list_stage_states(job)
+        return self.states[layout]
+
+
+def filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
+    """Filter the jobs of a family; stop at the first that is too big.
+
+    The last one may still fit if it is a single microbatch: without gradient accumulation FSDP
+    needs no fp32 sums.
+    """
+    for done, job in enumerate(family, 1):
+        if _filter_job(layouts, job, memory):
+            continue
+        larger = len(family) - done
+        if larger and (last := family[-1]).microbatches == 1:
+            _filter_job(layouts, last, memory)
+            larger -= 1
+        layouts.too_big += larger
+        return
+
+
+def _filter_job(layouts: FilteredLayouts, job: JobConfig, memory: LayoutMemory) -> bool:
+    """Count one job. Returns False if it is too big, so that larger ones can be skipped."""
+    fault = find_violation(job)
+    if fault is not None:
+        layouts.refused[_strip_numbers(fault.problem)] += 1
+        return True
+    peak_bytes = memory.compute_peak_bytes(job)
+    if is_peak_within_memory(job, peak_bytes):
+        layouts.fitting.append(job)
+        return True
+    layouts.too_big += 1
+    _update_nearest(layouts, job, peak_bytes)
+    return False
+
+
+def _update_nearest(layouts: FilteredLayouts, job: JobConfig, peak_bytes: int) -> None:
+    if layouts.nearest is None or peak_bytes < layouts.nearest_bytes:
+        layouts.nearest, layouts.nearest_bytes = job, peak_bytes
+
+
+def _strip_numbers(problem: str) -> str:
+    """Remove the numbers from a problem: "heads 96 / tp 7 = 13.7" -> "heads / tp"."""
+    return _NUMBERS.sub("", problem)
+
+
+# A lower bound of the step time, to skip layouts that can't be among the fastest.
+
+_IN_LAYERS = ("forward", "backward", "recompute")
+
+SLACK = 1e-9
+"""Rounding of sums in a different order stays below this ratio."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLowerBounds:
+    """Lower bound of one layer's time by kind, in ns; expert_ns is 0 without experts."""
+
+    dense_ns: float
+    expert_ns: float
+
+    def compute_chunk_ns(self, chunk: Chunk) -> float:
+        return chunk.dense_layers * self.dense_ns + chunk.expert_layers * self.expert_ns
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """Lower bounds of step times for the layouts of one job.
+
+    Caches the time of a layer, which layouts with the same tp, cp and experts share.
+    """
+
+    rates: Rates
+    layer_ns: dict[_LayerKey, float] = field(default_factory=dict)
+
+    def compute_step_ns(self, job: JobConfig) -> float:
+        """Lower bound of the predicted step time.
+
+        Leaves out embedding, head, pipeline messages, gradient reduction and optimizer. Counts the
+        microbatches of each rank, plus the fill and drain of the first chunks before it.
+        """
+        layers, m = self._compute_layers(job), job.microbatches
+        chunk_ns = [
+            [layers.compute_chunk_ns(chunk) for chunk in stage.chunks] for stage in list_stages(job)
+        ]
+        if job.parallel.schedule == "dualpipe":
+            longest_ns = m / 2 * max(map(sum, chunk_ns))
+        elif job.parallel.schedule in ("1f1b", "interleaved"):
+            before = accumulate((chunks[0] for chunks in chunk_ns), initial=0.0)
+            longest_ns = max(
+                m * sum(chunks) + ns for chunks, ns in zip(chunk_ns, before, strict=False)
+            )
+        else:
+            longest_ns = m * max(map(sum, chunk_ns))
+        return longest_ns * (1 + compute_skew(job).share) * (1 - SLACK)
+
+    def _compute_layers(self, job: JobConfig) -> LayerLowerBounds:
+        experts, layout, key = job.model.experts, job.parallel, _make_layer_key(job)
+        if experts is None:
+            return LayerLowerBounds(
+                self._cache_layer_ns(key, lambda: _build_one_layer_job(job)), 0.0
+            )
+        expert_key = (*key, layout.ep, layout.expert_tp)
+        return LayerLowerBounds(
+            self._cache_layer_ns(key, lambda: _remove_experts(_build_one_layer_job(job)))
+            if experts.dense_layers
+            else 0.0,
+            self._cache_layer_ns(
+                expert_key, lambda: _make_all_expert(_build_one_layer_job(job), experts)
+            ),
+        )
+
+    def _cache_layer_ns(self, key: _LayerKey, build_job: Callable[[], JobConfig]) -> float:
+        if key not in self.layer_ns:
+            self.layer_ns[key] = _compute_middle_layer_ns(build_job(), self.rates)
+        return self.layer_ns[key]
+
+
+def _build_one_layer_job(job: JobConfig) -> JobConfig:
+    """A job of three layers in three stages with one microbatch: the middle stage is one layer.
+
+    It has only as many data-parallel ranks as its experts need.
+    """
+    expert_ranks = job.parallel.ep * job.parallel.expert_tp
+    dp = expert_ranks // math.gcd(expert_ranks, job.parallel.tp * job.parallel.cp)
+    layout = replace(
+        job.parallel, pp=3, dp_replicate=dp, dp_shard=1, zero=0, schedule="1f1b", chunks=1,
+        layers_per_stage=None,
+    )  # fmt: skip
+    training = replace(job.training, global_batch=job.training.micro_batch * dp)
+    if training.recompute_layers:
+        training = replace(training, recompute="none", recompute_layers=0)
+    model = replace(job.model, layers=3, mtp_layers=0)
+    return replace(job, parallel=layout, training=training, model=model)
+
+
+def _remove_experts(job: JobConfig) -> JobConfig:
+    layout = replace(job.parallel, ep=1, expert_tp=1)
+    return replace(job, parallel=layout, model=replace(job.model, experts=None))
+
+
+def _make_all_expert(job: JobConfig, experts: Experts) -> JobConfig:
+    return replace(job, model=replace(job.model, experts=replace(experts, dense_layers=0)))
+
+
+def _compute_middle_layer_ns(job: JobConfig, rates: Rates) -> float:
+    """Lower bound of the middle layer's time: compute plus communication that never overlaps, or
+    the host's launch time if that is longer, and the wait for the launches of experts.
+
+    More microbatches can only increase overlap, so communication that may overlap is left out.
+    """
+    stage = list_stages(job)[1]
+    (device,) = compute_chunk_passes(job, compute_device_speed(job), stage.chunks)
+    backward_ns = device.input_ns + device.weight_ns
+    host = compute_launch_time(job, 1)
+    launched = max(device.forward_ns, host.forward_ns) + max(backward_ns, host.input_ns)
+    wait = compute_expert_wait(job, stage.expert_layers)
+    busy = max(device.forward_ns + backward_ns + _sum_never_hidden_ns(job, stage, rates), launched)
+    return busy + wait.forward_ns + wait.input_ns
+
+
+def _sum_never_hidden_ns(job: JobConfig, stage: StageConfig, rates: Rates) -> float:
+    """Time of the layer's messages that never overlap; a cp ring overlaps attention."""
+    ring = {"cp"} if job.parallel.context_kind == "ring" else set()
+    exposed_axes = {"tp", "ep", "cp"} - job.parallel.overlap - ring
+    messages = (
+        *list_tp_ops(job, stage, count_stage_parameters(job)[stage.index]),
+        *list_cp_ops(job, stage),
+        *list_ep_ops(job, stage),
+    )
+    return sum(
+        message.count * compute_call_ns(job, message, rates).ns
+        for message in messages
+        if message.phase in _IN_LAYERS and message.axis in exposed_axes and message.input_bytes
+    )
+
+
+# A job and its prediction -> a Candidate.
+
+
+def build_candidate(job: JobConfig, rates: Rates) -> Candidate:
+    """Predict the job and build its candidate."""
+    prediction = predict(job, rates)
+    return Candidate(
+        choice=build_choice(job),
+        microbatches=job.microbatches,
+        split=prediction.split,
+        exposed_ns=_sum_exposed_by_axis(prediction),
+        peak_bytes=max(stage.total_bytes for stage in prediction.memory),
+        mfu=prediction.mfu,
+        confidence=prediction.confidence,
+    )
+
+
+def build_choice(job: JobConfig) -> Choice:
+    layout, training = job.parallel, job.training
+    return Choice(
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        ep=layout.ep,
+        expert_tp=layout.expert_tp,
+        sequence_parallel=layout.sequence_parallel,
+        zero=layout.zero,
+        schedule=layout.schedule,
+        chunks=layout.chunks,
+        layers_per_stage=layout.layers_per_stage,
+        micro_batch=training.micro_batch,
+        recompute=_format_recompute(job),
+    )
+
+
+def _format_recompute(job: JobConfig) -> str:
+    """The value of recompute in a job.toml."""
+    training = job.training
+    if training.recompute_parts:
+        return "+".join(sorted(training.recompute_parts))
+    return (
+        f"every-{training.recompute_every}" if training.recompute == "every" else training.recompute
+    )
+
+
+def _sum_exposed_by_axis(prediction: Prediction) -> tuple[tuple[str, int], ...]:
+    """Exposed communication of the slowest stage by axis, with all data-parallel axes as dp."""
+    stage = prediction.splits.index(prediction.split)
+    exposed_ns: Counter[str] = Counter()
+    for communication in prediction.communication:
+        if communication.message.stage == stage and communication.exposed_ns:
+            axis = communication.message.axis
+            exposed_ns["dp" if axis.startswith("dp") else axis] += communication.exposed_ns
+    return tuple(exposed_ns.most_common())

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import DataError
@@ -160,7 +160,8 @@ def _bound_layouts(
     job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, workers: int
 ) -> list[BoundedLayouts]:
     """Filter and bound all layouts, part by part."""
-    if workers == 1 or sum(1 for _ in list_families(job, gpus, keep)) < LEAST_FAMILIES:
+    few = sum(1 for _ in islice(list_families(job, gpus, keep), LEAST_FAMILIES)) < LEAST_FAMILIES
+    if workers == 1 or few:
         return [_bound_part(job, gpus, keep, rates, 0, 1)]
     # Imported here because a small search needs no other process.
     from stepsplit.analyzer.readers.workers import Task, run_tasks

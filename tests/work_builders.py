@@ -41,6 +41,21 @@ LITE = ModelConfig(
     latent=LatentAttention(query_rank=0, kv_rank=512, nope=128, rope=64, value=128),
 )  # fmt: skip
 """DeepSeek-V2-Lite, 16B: its config.json at Hugging Face."""
+LLAMA_ON_H100 = """
+[model]
+preset = "llama-3.1-8b"
+[parallel]
+tp = 8
+[training]
+seq_len = 8192
+micro_batch = 1
+global_batch = 4
+framework = "megatron"
+[hardware]
+preset = "h100-sxm"
+"""
+"""A job.toml that ends in [hardware], for keys of a test."""
+
 MPT = {
     "125m": (12, 768, 12),
     "350m": (24, 1024, 16),

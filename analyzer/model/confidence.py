@@ -82,11 +82,11 @@ def find_run_kind(job: JobConfig) -> RunKind:
 def load_error_bands() -> BandIndex:
     """The bands of bands.toml. Raises DataError."""
     presets, mistakes = read_table(PRESETS / "bands.toml"), Mistakes()
-    tables = decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)["band"]
+    decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)
     kinds = {**collect_kinds(StepBand), **collect_kinds(RunKind), "doubted": bool}
     bands = {}
-    for table in tables:
-        stated = decode_keys(replace(presets, values=table), kinds, mistakes)
+    for table in presets.list_subtables("band"):
+        stated = decode_keys(table, kinds, mistakes)
         kind = RunKind(**select_fields(RunKind, stated))
         doubted = stated.get("doubted", False)
         bands[kind, doubted] = StepBand(**select_fields(StepBand, stated), kind=kind)

@@ -53,6 +53,11 @@ class TomlTable:
         value = self.values.get(key)
         return TomlTable(self.where, self.join_key(key), value if isinstance(value, dict) else {})
 
+    def list_subtables(self, key: str) -> tuple[TomlTable, ...]:
+        """Returns the tables of the key, an array of tables; none if it is missing."""
+        name, tables = self.join_key(key), self.values.get(key, ())
+        return tuple(TomlTable(self.where, f"{name}[{i}]", each) for i, each in enumerate(tables))
+
 
 def read_table(path: str | Path) -> TomlTable:
     """Reads a TOML file as one table. Raises DataError."""

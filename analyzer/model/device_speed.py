@@ -102,7 +102,7 @@ def interpolate_ratio(
 ) -> float:
     """The ratio of measured to modelled time at a shape, from those of known shapes
     (GEMM_TABLE)."""
-    shape = (math.log2(rows), math.log2(columns), math.log2(inner))
+    shape = _measure_shape(rows, columns, inner)
     weights = total = 0.0
     for one in known:
         squared = sum((a - b) ** 2 for a, b in zip(shape, one.shape, strict=True))
@@ -112,6 +112,10 @@ def interpolate_ratio(
         weights += weight
         total += weight * math.log(one.ratio)
     return math.exp(total / weights)
+
+
+def _measure_shape(rows: float, columns: float, inner: float) -> tuple[float, float, float]:
+    return math.log2(rows), math.log2(columns), math.log2(inner)
 
 
 _SAME_SHAPE = 1e-9
@@ -127,7 +131,7 @@ def _compare_gemms(
         if one.dtype == dtype:
             measured_ns = 2.0 * one.rows * one.columns * one.inner / one.flops_per_s * 1e9
             modelled_ns = speed.compute_gemm_ns(one.rows, one.columns, one.inner)
-            shape = (math.log2(one.rows), math.log2(one.columns), math.log2(one.inner))
+            shape = _measure_shape(one.rows, one.columns, one.inner)
             ratios.append(GemmRatio(shape, measured_ns / modelled_ns))
     return tuple(ratios)
 
@@ -169,11 +173,10 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     )
     if not hardware.gemms:
         return speed
-    head_dtype = "bf16" if eight_bits else training.dtype
     return replace(
         speed,
         gemm_ratios=_compare_gemms(hardware, training.dtype, speed),
-        head_ratios=_compare_gemms(hardware, head_dtype, speed.head_speed),
+        head_ratios=_compare_gemms(hardware, _find_wide_dtype(job), speed.head_speed),
     )
 
 
@@ -279,8 +282,11 @@ def compute_attention_share(job: JobConfig) -> float:
 
 def find_wide_peak(job: JobConfig) -> float | None:
     """Peak FLOP/s of what is not cast to fp8: attention and the head; None if unknown."""
-    dtype = job.training.dtype
-    return job.hardware.peak_flops_per_s("bf16" if dtype == "fp8" else dtype)
+    return job.hardware.peak_flops_per_s(_find_wide_dtype(job))
+
+
+def _find_wide_dtype(job: JobConfig) -> str:
+    return "bf16" if job.training.dtype == "fp8" else job.training.dtype
 
 
 def _slow_by_start(rate: AttentionRate, tokens: float, scale: float) -> AttentionRate:

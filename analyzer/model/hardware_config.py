@@ -180,9 +180,8 @@ def _decode_gemms(
 ) -> tuple[GemmRate, ...]:
     """Decodes the measured rates of GEMMs; none can be above the peak of its dtype."""
     rates = []
-    for i, values in enumerate(table.values["gemms"]):
-        row = TomlTable(table.where, f"{table.join_key('gemms')}[{i}]", values)
-        required = list_required_keys(GemmRate)
+    required = list_required_keys(GemmRate)
+    for row in table.list_subtables("gemms"):
         stated = decode_keys(row, collect_kinds(GemmRate), mistakes, required)
         _check_range(row, "flops_per_s", stated.get("flops_per_s"), _PEAK, mistakes)
         if not all(key in stated for key in required):

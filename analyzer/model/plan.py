@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,10 @@ from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.memory import compute_peak_bytes
 from stepsplit.analyzer.model.plan_search import (
     FilteredLayouts,
-    LowerBound,
-    SearchResult,
+    QueuedLayout,
+    bound_layouts,
     build_candidate,
     build_choice,
-    filter_feasible,
     find_nearest,
     make_sort_key,
     search_layouts,
@@ -101,7 +100,7 @@ def plan(
         runners_up=tuple(build_runner_up(first, other) for other, _ in others),
         tree=build_decision_tree(job, gpus),
         places=list_placements(best_job),
-        searched=_count_layouts(found),
+        searched=found.counts,
         tokens=job.training.global_batch * job.training.seq_len,
         price_per_gpu_hour=price_per_gpu_hour,
         pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates())) if pareto else (),
@@ -113,12 +112,6 @@ def _check_numbers(gpus: int, price_per_gpu_hour: float | None) -> None:
         raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
     if price_per_gpu_hour is not None and not 0 < price_per_gpu_hour < math.inf:
         raise UsageError(f"price per GPU hour must be above 0, not {price_per_gpu_hour:g}")
-
-
-def _count_layouts(found: SearchResult) -> SearchCounts:
-    refused = tuple(found.refused.most_common())
-    considered = found.fit + found.refused.total() + found.too_big
-    return SearchCounts(considered, found.too_big, found.fit, found.timed, refused)
 
 
 def _explain_no_layout(job: JobConfig, gpus: int, filtered: FilteredLayouts) -> str:
@@ -153,8 +146,8 @@ def _list_pareto(
     shown: list[ParetoPoint] = []
     for divisor in GPU_DIVISORS:
         if gpus % divisor == 0:
-            fitting = filter_feasible(job, gpus // divisor, keep).fitting
-            for candidate in _find_front(job, fitting, rates):
+            (found,) = bound_layouts(job, gpus // divisor, keep, rates, 1)
+            for candidate in _find_front(job, found.queue, rates):
                 point = ParetoPoint(
                     gpus // divisor, candidate, job.hardware.memory_bytes - candidate.peak_bytes
                 )
@@ -170,23 +163,25 @@ def _is_beaten(point: ParetoPoint, other: ParetoPoint) -> bool:
     )
 
 
-def _find_front(job: JobConfig, fitting: list[JobConfig], rates: Rates) -> list[Candidate]:
+def _find_front(job: JobConfig, queue: Iterable[QueuedLayout], rates: Rates) -> list[Candidate]:
     """The layouts of one number of GPUs from the fastest to the smallest, each with less memory
     than all faster ones.
 
     A layout is not timed if one that is no larger is faster than its lower bound.
     """
-    bound, front = LowerBound(rates), list[Candidate]()
-    peaks = [compute_peak_bytes(each) for each in fitting]
-    queue = sorted((bound.compute_step_ns(each), n) for n, each in enumerate(fitting))
-    for bound_ns, n in queue:
-        if any(each.step_ns <= bound_ns and each.peak_bytes <= peaks[n] for each in front):
+    front: list[Candidate] = []
+    for one in queue:
+        peak_bytes = compute_peak_bytes(one.job)
+        no_larger = [each for each in front if each.peak_bytes <= peak_bytes]
+        if any(each.step_ns <= one.bound_ns for each in no_larger):
             continue
-        candidate = build_candidate(fitting[n], rates)
+        candidate = build_candidate(one.job, rates)
         key = make_sort_key(candidate)
-        if any(make_sort_key(each) < key and each.peak_bytes <= peaks[n] for each in front):
+        if any(make_sort_key(each) < key for each in no_larger):
             continue
-        front = [each for each in front if make_sort_key(each) < key or each.peak_bytes < peaks[n]]
+        front = [
+            each for each in front if make_sort_key(each) < key or each.peak_bytes < peak_bytes
+        ]
         front.append(candidate)
     return _thin_front(sorted(front, key=make_sort_key), job.hardware.memory_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from operator import attrgetter
@@ -35,7 +35,13 @@ from stepsplit.analyzer.model.memory import (
 )
 from stepsplit.analyzer.model.memory_states import LayersByKind, States, compute_layers_by_kind
 from stepsplit.analyzer.model.parameters import count_stage_parameters
-from stepsplit.analyzer.model.plan_space import Candidate, Choice, JobFamily, list_families
+from stepsplit.analyzer.model.plan_space import (
+    Candidate,
+    Choice,
+    JobFamily,
+    SearchCounts,
+    list_families,
+)
 from stepsplit.analyzer.model.predict import compute_call_ns, predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.step_time import compute_skew
@@ -48,16 +54,10 @@ TimedLayout = tuple[Candidate, JobConfig]
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best layout of each split of the GPUs, fastest first, and counts of all layouts.
-
-    timed counts those that were predicted, fit those that are valid and fit in memory.
-    """
+    """The best layout of each split of the GPUs, fastest first, and counts of all layouts."""
 
     ranked: tuple[TimedLayout, ...]
-    timed: int
-    fit: int
-    too_big: int
-    refused: Counter[str]
+    counts: SearchCounts
 
 
 def search_layouts(
@@ -68,7 +68,7 @@ def search_layouts(
     Layouts are timed in the order of their lower bounds, until the next bound is above the slowest
     layout of the result. Raises DataError if a process died.
     """
-    parts = _bound_layouts(job, gpus, keep, rates, workers)
+    parts = bound_layouts(job, gpus, keep, rates, workers)
     queue = sorted((one for part in parts for one in part.queue), key=_IN_ORDER)
     left_out_ns = min(part.left_out_ns for part in parts)
     best: dict[tuple[int, ...], TimedLayout] = {}
@@ -83,13 +83,18 @@ def search_layouts(
         if previous is None or make_sort_key(candidate) < make_sort_key(previous[0]):
             best[candidate.choice.axes] = candidate, one.job
             ranked = _drop_dominated(best.values())[:top]
-    if left_out_ns <= _find_slowest_ns(ranked, top) and left_out_ns < math.inf:
+    if left_out_ns < math.inf and left_out_ns <= _find_slowest_ns(ranked, top):
         return search_layouts(job, gpus, keep, top, rates, 1)
-    return SearchResult(
-        tuple(ranked), timed, sum(part.fit for part in parts),
-        sum(part.too_big for part in parts),
-        sum((part.refused for part in parts), Counter[str]()),
-    )  # fmt: skip
+    return SearchResult(tuple(ranked), _count_layouts(parts, timed))
+
+
+def _count_layouts(parts: Sequence[BoundedLayouts], timed: int) -> SearchCounts:
+    fit, too_big = sum(part.fit for part in parts), sum(part.too_big for part in parts)
+    refused = sum((part.refused for part in parts), Counter[str]())
+    # By name among equals: the parts end in any order.
+    by_count = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
+    considered = fit + too_big + refused.total()
+    return SearchCounts(considered, too_big, fit, timed, tuple(by_count))
 
 
 def _find_slowest_ns(ranked: list[TimedLayout], top: int) -> float:
@@ -156,12 +161,14 @@ class BoundedLayouts:
     refused: Counter[str]
 
 
-def _bound_layouts(
+def bound_layouts(
     job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, workers: int
 ) -> list[BoundedLayouts]:
-    """Filter and bound all layouts, part by part."""
-    few = sum(1 for _ in islice(list_families(job, gpus, keep), LEAST_FAMILIES)) < LEAST_FAMILIES
-    if workers == 1 or few:
+    """Filter and bound all layouts, in as many parts as processes, in any order.
+
+    One process returns all that fit, by their bounds. Raises DataError if a process died.
+    """
+    if workers == 1 or _are_few(list_families(job, gpus, keep)):
         return [_bound_part(job, gpus, keep, rates, 0, 1)]
     # Imported here because a small search needs no other process.
     from stepsplit.analyzer.readers.workers import Task, run_tasks
@@ -176,6 +183,10 @@ def _bound_layouts(
             raise part
         parts.append(part)
     return parts
+
+
+def _are_few(families: Iterable[JobFamily]) -> bool:
+    return sum(1 for _ in islice(families, LEAST_FAMILIES)) < LEAST_FAMILIES
 
 
 def _bound_part(
@@ -193,7 +204,7 @@ def _bound_part(
         key = (axes.tp, axes.pp, axes.cp, axes.ep)
         if order.setdefault(key, len(order)) % parts != part:
             continue
-        filter_family(layouts, family, memory)
+        _filter_family(layouts, family, memory)
         queue += [
             QueuedLayout(bound.compute_step_ns(one), number, place, one)
             for place, one in enumerate(layouts.fitting[len(queue) :])
@@ -238,26 +249,12 @@ class FilteredLayouts:
     nearest: JobConfig | None = None
     nearest_bytes: int = 0
 
-    @property
-    def considered(self) -> int:
-        return len(self.fitting) + self.refused.total() + self.too_big
-
-
-def filter_feasible(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
-    """Check every layout of the search space for validity and memory."""
-    layouts = _filter_families(list_families(job, gpus, keep))
-    return layouts if layouts.fitting else find_nearest(job, gpus, keep)
-
 
 def find_nearest(job: JobConfig, gpus: int, keep: frozenset[str]) -> FilteredLayouts:
     """Where no layout fits: the one that is closest to fitting."""
-    return _filter_families(list_families(job, gpus, keep), whole=True)
-
-
-def _filter_families(families: Iterable[JobFamily], whole: bool = False) -> FilteredLayouts:
-    layouts, memory = FilteredLayouts(), LayoutMemory(whole=whole)
-    for family in families:
-        filter_family(layouts, family, memory)
+    layouts, memory = FilteredLayouts(), LayoutMemory(whole=True)
+    for family in list_families(job, gpus, keep):
+        _filter_family(layouts, family, memory)
     return layouts
 
 
@@ -294,7 +291,7 @@ class LayoutMemory:
         return self.states[layout]
 
 
-def filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
+def _filter_family(layouts: FilteredLayouts, family: JobFamily, memory: LayoutMemory) -> None:
     """Filter the jobs of a family; stop at the first that is too big.
 
     The last one may still fit if it is a single microbatch: without gradient accumulation FSDP

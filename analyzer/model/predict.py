@@ -313,12 +313,8 @@ def read_hardware_rates(job_table: TomlTable, hardware: HardwareConfig) -> Rates
 
 def _read_transfers(table: TomlTable) -> tuple[TransferSweep, ...]:
     """The sweeps that a calibration wrote from recorded runs."""
-    values = decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
-    path = table.join_key("transfers")
-    return tuple(
-        _read_transfer(TomlTable(table.where, f"{path}[{i}]", each))
-        for i, each in enumerate(values.get("transfers", ()))
-    )
+    decode_table(table.select("transfers"), {"transfers": list[dict[str, object]]})
+    return tuple(map(_read_transfer, table.list_subtables("transfers")))
 
 
 def _read_transfer(table: TomlTable) -> TransferSweep:

@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 from hypothesis import assume, given, strategies as st
-from work_builders import published
+from work_builders import LLAMA_ON_H100, published
 
 from stepsplit.analyzer import DataError, predict, read_job
 from stepsplit.analyzer.model.config import (
@@ -23,17 +23,6 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 
-RUN = """
-[model]
-preset = "llama-3.1-8b"
-[training]
-seq_len = 8192
-micro_batch = 1
-global_batch = 4
-framework = "megatron"
-[hardware]
-preset = "h100-sxm"
-"""
 SHAPES = (GemmRate(1024, 1024, 1024, 1.0), GemmRate(8192, 14336, 4096, 1.0))
 sizes = st.integers(128, 65_536)
 
@@ -56,7 +45,7 @@ def measured(shape: GemmRate, times: float, dtype: Dtype = "bf16") -> GemmRate:
 
 
 def stated(folder: Path, gemms: str) -> JobConfig:
-    (folder / "job.toml").write_text(RUN + gemms)
+    (folder / "job.toml").write_text(LLAMA_ON_H100 + gemms)
     return read_job(folder / "job.toml")
 
 

@@ -5,23 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from work_builders import LLAMA_ON_H100
 
 from stepsplit.analyzer import predict, read_job, read_rates
 from stepsplit.analyzer.errors import DataError
 
-RUN = """
-[model]
-preset = "llama-3.1-8b"
-[parallel]
-tp = 8
-[training]
-seq_len = 8192
-micro_batch = 1
-global_batch = 4
-framework = "megatron"
-[hardware]
-preset = "h100-sxm"
-"""
 SWEEP = """\
 # Using devices
 {devices}
@@ -39,7 +27,7 @@ def a_run(folder: Path, measured: str = "") -> Path:
         f"#  Rank  {i} Group  0 Pid  1 on node1 device  {i} [0x07] NVIDIA H100" for i in range(8)
     )
     (folder / "all_reduce.txt").write_text(SWEEP.format(devices=devices))
-    (folder / "job.toml").write_text(RUN + measured)
+    (folder / "job.toml").write_text(LLAMA_ON_H100 + measured)
     return folder / "job.toml"
 
 

@@ -508,23 +508,25 @@ def find_extra_reductions(context: ReplayContext) -> list[Finding]:
     These are reductions of data parallel ranks in the forward, and all-reduces of tensors across
     pipeline stages. The gain is that of a run without them.
     """
-    extra: dict[str, list[Int64]] = defaultdict(list)
-    row = context.graph.kernels.row
-    matched, in_forward = context.split.matched, _find_forward_kernels(context)
-    group_of_row = matched.group[row]
-    sums = np.isin(matched.op[row], [OP_CODE[op] for op in _REDUCTION_OPS])
-    tensors = (matched.op[row] == OP_CODE["all_reduce"]) & (
-        matched.message_bytes[row] > SCALAR_BYTES
-    )
-    for number, group in enumerate(matched.groups):
-        axes = context.split.layout.find_axes(group)
-        own = group_of_row == number
-        if axes and axes <= DATA_AXES and axes != {"cp"}:
-            extra[" x ".join(sorted(axes))].append(np.flatnonzero(own & sums & in_forward))
-        elif axes == _STAGE_AXIS:
-            extra["pp"].append(np.flatnonzero(own & tensors))
-    found = {axis: np.concatenate(parts) for axis, parts in extra.items()}
-    return [_build_extra_finding(context, axis, own) for axis, own in found.items() if len(own)]
+    row, matched = context.graph.kernels.row, context.split.matched
+    forward_sums = _find_forward_kernels(context) & _find_ops(context, _REDUCTION_OPS)
+    tensors = _find_ops(context, ("all_reduce",)) & (matched.message_bytes[row] > SCALAR_BYTES)
+    findings = []
+    for axes in dict.fromkeys(map(context.split.layout.find_axes, matched.groups)):
+        if axes != _STAGE_AXIS and (not axes or not axes <= DATA_AXES or axes == {"cp"}):
+            continue
+        extra = tensors if axes == _STAGE_AXIS else forward_sums
+        on_axes = context.find_kernels(axes.__eq__)
+        own = on_axes[extra[on_axes]]
+        if len(own):
+            findings.append(_build_extra_finding(context, " x ".join(sorted(axes)), own))
+    return findings
+
+
+def _find_ops(context: ReplayContext, ops: Iterable[str]) -> Bool:
+    """Which collectives and messages are one of these ops."""
+    codes = [OP_CODE[op] for op in ops]
+    return np.isin(context.split.matched.op[context.graph.kernels.row], codes)
 
 
 def _find_forward_kernels(context: ReplayContext) -> Bool:
@@ -580,9 +582,10 @@ def find_small_collectives(context: ReplayContext) -> list[Finding]:
     group = context.split.matched.group[kernels.row[own]]
     times = compute_times(context.graph)
     merged: dict[str, list[_MergedCalls]] = defaultdict(list)
-    for number in np.unique(group).tolist():
-        axes = context.split.layout.find_axes(context.split.matched.groups[number])
-        calls = _MergedCalls.build(context, times, own[group == number])
+    order, first = group_rows(group)
+    for rows in np.split(order, first[1:]) if len(order) else ():
+        axes = context.split.layout.find_axes(context.split.matched.groups[group[rows[0]]])
+        calls = _MergedCalls.build(context, times, own[rows])
         if calls.are_small:
             merged[" x ".join(sorted(axes))].append(calls)
     return [_build_small_finding(context, axis, parts) for axis, parts in merged.items()]
@@ -590,11 +593,10 @@ def find_small_collectives(context: ReplayContext) -> list[Finding]:
 
 def find_sync_kernels(context: ReplayContext) -> Bool:
     """Which collectives reduce gradients or gather weights on a data axis."""
-    kernels, matched = context.graph.kernels, context.split.matched
-    ops = np.isin(matched.op[kernels.row], [OP_CODE[op] for op in (*_REDUCTION_OPS, "all_gather")])
-    sums = np.isin(matched.op[kernels.row], [OP_CODE[op] for op in _REDUCTION_OPS])
-    data = np.zeros(len(kernels), dtype=np.bool_)
+    sums = _find_ops(context, _REDUCTION_OPS)
+    data = np.zeros(len(sums), dtype=np.bool_)
     data[context.find_kernels(lambda axes: bool(axes) and axes <= DATA_AXES)] = True
+    ops = sums | _find_ops(context, ("all_gather",))
     return ops & data & ~(_find_forward_kernels(context) & sums)
 
 

@@ -349,7 +349,7 @@ def list_caveats(
     estimated = [step.estimated for rank in split.ranks for step in rank.steps]
     if any(estimated):
         caveats.append(
-            f"{sum(estimated)} of {len(estimated)} steps are estimates "
+            f"waits of {sum(estimated)} of {len(estimated)} steps are estimates "
             "(ranks or ends of calls missing)"
         )
     return caveats

@@ -219,7 +219,8 @@ def _format_memo(report: Report) -> Text:
     if ambiguous:
         memo += f"; ambiguous gaps: {units.format_milliseconds(ambiguous)}"
     if estimated:
-        memo += f"; {estimated} of {len(rows)} steps are estimates (ranks or ends of calls missing)"
+        missing = "(ranks or ends of calls missing)"
+        memo += f"; waits of {estimated} of {len(rows)} steps are estimates {missing}"
     return Text(memo, style="bright_black")
 
 

@@ -62,7 +62,7 @@ def test_inferred_keys_need_not_be_configured(
     assert report.gap is not None
     assert [one.stage for one in report.gap.stages] == stages
     assert report.gap.notes == (
-        f"{estimates} of 20 steps are estimates (ranks or ends of calls missing)",
+        f"waits of {estimates} of 20 steps are estimates (ranks or ends of calls missing)",
         "cpu: efficiencies are not calibrated",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import io
+import signal
 import sys
 import tempfile
 import traceback
@@ -96,6 +97,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    # A job that is cancelled, or `timeout`: temporary files are removed, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     gc.set_threshold(_COLLECT_EVERY)
     sys.exit(run(sys.argv[1:]))
 
@@ -103,8 +106,8 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command and returns its exit status.
 
-    0 success, 2 usage or bad input, 4 internal error, 130 interrupted. A command may return a
-    status of its own: check returns 1 for regressed and 3 for inconclusive.
+    0 success, 2 usage or bad input, 4 internal error, 130 interrupted; SIGTERM ends with 143. A
+    command may return a status of its own: check returns 1 for regressed and 3 for inconclusive.
     """
     try:
         status = stepsplit.main(arguments, prog_name="stepsplit", standalone_mode=False)

@@ -7,16 +7,18 @@ clean, so that they are dropped and read again at no cost but the copy from the 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from sys import intern
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,14 +47,18 @@ MAPPED_BYTES = 64 << 20
 
 _ALIGNMENT = 64
 
+_PREFIX, _LOCK = "stepsplit-events-", "in_use"
+
 _Column = npt.NDArray[Any]
 
 
 class EventStore:
-    """A folder of events. It is removed with the last events that refer to it."""
+    """A folder of events. It is removed with the last events that refer to it, or, if its process
+    was killed, by the next store."""
 
     def __init__(self) -> None:
-        self._folder = _Folder(tempfile.mkdtemp(prefix="stepsplit-events-"))
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self._folder = _Folder(tempfile.mkdtemp(prefix=_PREFIX))
 
     @property
     def path(self) -> str:
@@ -291,12 +297,32 @@ def _write(folder: str, columns: Sequence[_Column]) -> _Columns | None:
 
 
 class _Folder:
-    """A temporary folder that the process that made it removes with this object."""
+    """A temporary folder that the process that made it removes with this object.
+
+    It holds a file that stays locked while that process lives.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         _FOLDERS[path] = self
-        weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        new = Path(path, "new")
+        lock = new.open("wb")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(Path(path, _LOCK))
+        weakref.finalize(self, _remove_store, path, lock)
+
+
+def _remove_store(path: str, lock: IO[bytes]) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    lock.close()
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    """Removes the stores of this user's processes that were killed: nobody locks their file."""
+    for folder in temporary.glob(f"{_PREFIX}*"):
+        with suppress(OSError), Path(folder, _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _FOLDERS: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()

@@ -334,7 +334,7 @@ class Contention(Struct, frozen=True):
 def measure_contention(trace: RankTrace, steps: Steps, pieces: Pieces) -> Contention | None:
     """Compares kernels that overlap with data transfer with the same kernels that do not.
 
-    Overlapped means for at least half of the kernel's time; None for fewer than LEAST_PLACES
+    Overlapped means for at least half of the kernel's time; None for fewer than MIN_PLACES
     comparable kernels.
 
     A trace has no shapes, and kernels of the same name under communication often have other shapes.

@@ -306,7 +306,9 @@ def test_missing_ranks_are_a_caveat(tmp_path: Path) -> None:
                   mesh=Mesh.of({"tp": 2}))  # fmt: skip
     compared = gap(tmp_path, found, model(split(compute=80, collective=20), SUMS))
     adds_up(compared)
-    assert compared.notes == ("waits of 1 of 1 steps are estimates (ranks or ends of calls missing)",)
+    assert compared.notes == (
+        "waits of 1 of 1 steps are estimates (ranks or ends of calls missing)",
+    )
 
 
 def test_missing_stages_are_a_caveat(tmp_path: Path) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import signal
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,7 +85,7 @@ def test_worker_processes_write_into_the_same_store(
     monkeypatch.setattr(workers, "LEAST_BYTES", 0)
     recording = read_recording([fleet], 2)
     [store] = list_stores(temporary)
-    assert len(list(store.iterdir())) == 2
+    assert len(list(store.glob("*.columns"))) == 2
     del recording
     assert save_analysis(fleet, tmp_path / "stored", 2) == in_memory
 
@@ -118,7 +124,65 @@ def test_events_that_the_disk_does_not_hold_stay_in_memory(
         analysis = examine([fleet])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    [file] = list_stores(temporary)[0].iterdir()
+    [file] = list_stores(temporary)[0].glob("*.columns")
     assert 0 < file.stat().st_size <= 200_000
     save(tmp_path / "stored", analysis.report, analysis.tables)
     assert read_files(tmp_path / "stored") == in_memory
+
+
+_HELD_ANALYSIS = """
+import sys, time
+from stepsplit.analyzer import analysis
+from stepsplit.analyzer.readers import event_store
+from stepsplit.dashboard import cli
+
+def hold(*_):
+    print("read", flush=True)
+    time.sleep(60)
+
+event_store.LEAST_BYTES = 0
+event_store.LEAST_FILES = 1
+analysis.split_run = hold
+cli.main()
+"""
+
+
+@contextmanager
+def hold_analysis(recording: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """`stepsplit analyze` of a recording, in a process that has stored its events and waits."""
+    command = [sys.executable, "-c", _HELD_ANALYSIS, "analyze", str(recording)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "read\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_cancelled_analysis_removes_its_store(tmp_path: Path) -> None:
+    with hold_analysis(SAMPLES / "dp4", tmp_path) as process:
+        assert len(list_stores(tmp_path)) == 1
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert not list_stores(tmp_path)
+
+
+def test_the_store_of_a_killed_process_is_removed_by_the_next(
+    temporary: Path, in_memory: dict[str, bytes], fleet: Path, tmp_path: Path
+) -> None:
+    with hold_analysis(SAMPLES / "dp4", temporary) as living:
+        with hold_analysis(SAMPLES / "dp4", temporary):
+            assert len(list_stores(temporary)) == 2
+        assert len(list_stores(temporary)) == 2
+        assert save_analysis(fleet, tmp_path / "stored") == in_memory
+        gc.collect()
+        [kept] = list_stores(temporary)
+        assert living.poll() is None
+    event_store.EventStore()
+    assert not kept.exists()

@@ -39,14 +39,21 @@ def list_comm_ops(job: JobConfig) -> tuple[CommOp, ...]:
     A recv is the other end of a neighbor's send: its wire_bytes are 0, so that wire_bytes sum to
     the traffic, and only one end of each pair is timed.
     """
+    return tuple(
+        op.move_to_stage(stage) for stage, ops in enumerate(list_shared_ops(job)) for op in ops
+    )
+
+
+def list_shared_ops(job: JobConfig) -> tuple[tuple[CommOp, ...], ...]:
+    """The ops of each stage; equal stages have the same tuple, with the stage of the first."""
     ops_by_shape: dict[tuple[tuple[Chunk, ...], Neighbors], tuple[CommOp, ...]] = {}
-    ops: list[CommOp] = []
+    stages: list[tuple[CommOp, ...]] = []
     for stage, params in zip(list_stages(job), count_stage_parameters(job), strict=True):
         shape = (stage.chunks, count_neighbors(job, stage.index))
         if shape not in ops_by_shape:
             ops_by_shape[shape] = _list_stage_ops(job, stage, params)
-        ops += (message.move_to_stage(stage.index) for message in ops_by_shape[shape])
-    return tuple(ops)
+        stages.append(ops_by_shape[shape])
+    return tuple(stages)
 
 
 def _list_stage_ops(

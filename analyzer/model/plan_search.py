@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from operator import attrgetter
@@ -13,6 +14,7 @@ from operator import attrgetter
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import list_cp_ops, list_ep_ops, list_tp_ops
+from stepsplit.analyzer.model.confidence import decide_confidence
 from stepsplit.analyzer.model.config import (
     Chunk,
     Experts,
@@ -34,7 +36,7 @@ from stepsplit.analyzer.model.memory import (
     list_stage_states,
 )
 from stepsplit.analyzer.model.memory_states import LayersByKind, States, compute_layers_by_kind
-from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.parameters import count_stage_parameters, count_step_flops
 from stepsplit.analyzer.model.plan_space import (
     Candidate,
     Choice,
@@ -42,8 +44,7 @@ from stepsplit.analyzer.model.plan_space import (
     SearchCounts,
     list_families,
 )
-from stepsplit.analyzer.model.predict import compute_call_ns, predict
-from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.predict import CONVENTION, TimedStep, compute_call_ns, time_step
 from stepsplit.analyzer.model.step_time import compute_skew
 
 # The fastest layout of each split of the GPUs.
@@ -74,18 +75,58 @@ def search_layouts(
     best: dict[tuple[int, ...], TimedLayout] = {}
     ranked: list[TimedLayout] = []
     timed = 0
-    for one in queue:
-        if one.bound_ns > min(left_out_ns, _find_slowest_ns(ranked, top)):
-            break
-        timed += 1
-        candidate = build_candidate(one.job, rates)
-        previous = best.get(candidate.choice.axes)
-        if previous is None or make_sort_key(candidate) < make_sort_key(previous[0]):
-            best[candidate.choice.axes] = candidate, one.job
-            ranked = _drop_dominated(best.values())[:top]
+    with closing(_time_layouts([one.job for one in queue], rates, workers)) as candidates:
+        for one in queue:
+            if one.bound_ns > min(left_out_ns, _find_slowest_ns(ranked, top)):
+                break
+            timed += 1
+            candidate = next(candidates)
+            previous = best.get(candidate.choice.axes)
+            if previous is None or make_sort_key(candidate) < make_sort_key(previous[0]):
+                best[candidate.choice.axes] = candidate, one.job
+                ranked = _drop_dominated(best.values())[:top]
     if left_out_ns < math.inf and left_out_ns <= _find_slowest_ns(ranked, top):
         return search_layouts(job, gpus, keep, top, rates, 1)
     return SearchResult(tuple(ranked), _count_layouts(parts, timed))
+
+
+TIMED_FIRST = 100
+"""Layouts that are timed before other processes start to time those that follow."""
+
+_TIMED_AT_ONCE = 16
+
+
+def _time_layouts(
+    jobs: Sequence[JobConfig], rates: Rates, workers: int
+) -> Generator[Candidate, None, None]:
+    """The candidates of these jobs, in order. Several processes work ahead of what is taken, until
+    the generator is closed. Raises DataError if a process died."""
+    first = len(jobs) if workers == 1 else TIMED_FIRST
+    yield from (build_candidate(job, rates) for job in jobs[:first])
+    if len(jobs) <= first:
+        return
+    # Imported here because a small search needs no other process.
+    from stepsplit.analyzer.readers.workers import Task, run_tasks
+
+    tasks = [
+        Task("layouts", 0, _build_candidates, (jobs[begin : begin + _TIMED_AT_ONCE], rates))
+        for begin in range(first, len(jobs), _TIMED_AT_ONCE)
+    ]
+    early: dict[int, list[Candidate]] = {}
+    wanted = 0
+    results = run_tasks(tasks, workers)
+    with closing(results):
+        for number, candidates in results:
+            if isinstance(candidates, DataError):
+                raise candidates
+            early[number] = candidates
+            while wanted in early:
+                yield from early.pop(wanted)
+                wanted += 1
+
+
+def _build_candidates(jobs: Sequence[JobConfig], rates: Rates) -> list[Candidate]:
+    return [build_candidate(job, rates) for job in jobs]
 
 
 def _count_layouts(parts: Sequence[BoundedLayouts], timed: int) -> SearchCounts:
@@ -468,16 +509,16 @@ def _sum_never_hidden_ns(job: JobConfig, stage: StageConfig, rates: Rates) -> fl
 
 
 def build_candidate(job: JobConfig, rates: Rates) -> Candidate:
-    """Predict the job and build its candidate."""
-    prediction = predict(job, rates)
+    """Time a step of the job and build its candidate."""
+    step = time_step(job, rates)
     return Candidate(
         choice=build_choice(job),
         microbatches=job.microbatches,
-        split=prediction.split,
-        exposed_ns=_sum_exposed_by_axis(prediction),
-        peak_bytes=max(stage.total_bytes for stage in prediction.memory),
-        mfu=prediction.mfu,
-        confidence=prediction.confidence,
+        split=step.split,
+        exposed_ns=_sum_exposed_by_axis(step),
+        peak_bytes=max(stage.total_bytes for stage in step.memory),
+        mfu=step.compute_mfu(count_step_flops(job, CONVENTION).model),
+        confidence=decide_confidence(job, step.caveats),
     )
 
 
@@ -511,12 +552,11 @@ def _format_recompute(job: JobConfig) -> str:
     )
 
 
-def _sum_exposed_by_axis(prediction: Prediction) -> tuple[tuple[str, int], ...]:
+def _sum_exposed_by_axis(step: TimedStep) -> tuple[tuple[str, int], ...]:
     """Exposed communication of the slowest stage by axis, with all data-parallel axes as dp."""
-    stage = prediction.splits.index(prediction.split)
     exposed_ns: Counter[str] = Counter()
-    for communication in prediction.communication:
-        if communication.message.stage == stage and communication.exposed_ns:
+    for communication in step.list_communication(step.splits.index(step.split)):
+        if communication.exposed_ns:
             axis = communication.message.axis
             exposed_ns["dp" if axis.startswith("dp") else axis] += communication.exposed_ns
     return tuple(exposed_ns.most_common())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model import (
     comm_measured,
@@ -23,8 +25,13 @@ from stepsplit.analyzer.model import (
 )
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_volume import list_comm_ops
-from stepsplit.analyzer.model.confidence import decide_confidence, estimate_step_band, list_caveats
+from stepsplit.analyzer.model.comm_volume import list_shared_ops
+from stepsplit.analyzer.model.confidence import (
+    Caveat,
+    decide_confidence,
+    estimate_step_band,
+    list_caveats,
+)
 from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
@@ -76,9 +83,6 @@ from stepsplit.analyzer.model.step_time import (
 
 CONVENTION: Convention = "C1"
 
-_StageKey = tuple[int, tuple[object, ...]]
-"""Stages with the same key take the same time: first equal stage, and its messages' costs."""
-
 
 def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     """Predict the time, memory and utilization of one training step.
@@ -100,56 +104,107 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         >>> f"{prediction.split.step_ns / 1e9:.0f} s", prediction.fits
         ('12 s', True)
     """
-    check(job)
-    timed = time_messages(job, rates or Rates())
-    stage_params = count_stage_parameters(job)
-    stages = compute_stage_times(job, stage_params, timed)
-    pipeline = compute_pipeline(job, stages, timed)
-    skew, stage_memory = compute_skew(job), compute_memory(job)
-    step_flops = count_step_flops(job, CONVENTION)
-    splits = compute_splits(job, stages, pipeline, skew)
-    slowest = min(splits, key=lambda split: split.bubble_ns)
-    caveats = list_caveats(job, stages, slowest, stage_memory)
-    low_ns, high_ns = estimate_step_band(job, slowest, caveats)
-    peak = job.hardware.peak_flops_per_s(job.training.dtype)
-    world, step_ns = job.parallel.world_size, slowest.step_ns
+    step = time_step(job, rates or Rates())
+    params = count_stage_parameters(job)
+    flops = count_step_flops(job, CONVENTION)
+    low_ns, high_ns = estimate_step_band(job, step.split, step.caveats)
+    world, step_ns = job.parallel.world_size, step.split.step_ns
     tokens = job.training.global_batch * job.training.seq_len
+    pipeline = step.pipeline
     return Prediction(
         parameters=count_parameters(job.model),
-        parameters_per_stage=tuple(each.total for each in stage_params),
-        memory=tuple(add_allocated_band(job, each) for each in stage_memory),
-        model_flops=step_flops.model,
-        hardware_flops=step_flops.hardware,
-        communication=_list_communication(job, stages, timed, pipeline),
+        parameters_per_stage=tuple(each.total for each in params),
+        memory=tuple(add_allocated_band(job, each) for each in step.memory),
+        model_flops=flops.model,
+        hardware_flops=flops.hardware,
+        communication=tuple(
+            each for stage in range(job.parallel.pp) for each in step.list_communication(stage)
+        ),
         bubble_fraction=pipeline.time.bubble_fraction,
         bubble_overhead=pipeline.time.bubble_overhead,
-        splits=splits,
-        split=slowest,
+        splits=step.splits,
+        split=step.split,
         low_ns=low_ns,
         high_ns=high_ns,
         convention=CONVENTION,
-        mfu=compute_mfu(step_flops.model, step_ns, world, peak),
-        hfu=compute_mfu(step_flops.hardware, step_ns, world, peak),
+        mfu=step.compute_mfu(flops.model),
+        hfu=step.compute_mfu(flops.hardware),
         tokens_per_s_per_gpu=tokens / step_ns * 1e9 / world,
-        fits=is_within_memory(job, stage_memory),
-        confidence=decide_confidence(job, caveats),
-        notes=tuple(each.text for each in caveats),
+        fits=is_within_memory(job, step.memory),
+        confidence=decide_confidence(job, step.caveats),
+        notes=tuple(each.text for each in step.caveats),
         formulas=collect_formulas(
-            stage_params, step_flops, stage_memory, timed, stages, pipeline, skew
+            params, flops, step.memory, step.timed, step.stages, pipeline, step.skew
         ),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """The times of a job's step: those of messages, stages and the pipeline, which a prediction
+    lists. split is that of the slowest stage."""
+
+    job: JobConfig
+    timed: dict[int, tuple[TimedMessage, ...]]
+    stages: tuple[StageTime, ...]
+    pipeline: PipelineResult
+    skew: Skew
+    memory: tuple[StageMemory, ...]
+    splits: tuple[Split, ...]
+    split: Split
+    caveats: tuple[Caveat, ...]
+
+    def compute_mfu(self, flops: int) -> float | None:
+        """The utilization by these FLOPs of a step."""
+        peak = self.job.hardware.peak_flops_per_s(self.job.training.dtype)
+        return compute_mfu(flops, self.split.step_ns, self.job.parallel.world_size, peak)
+
+    def list_communication(self, stage: int) -> Iterator[Communication]:
+        """All messages of a stage, with the axes of the mesh."""
+        exposed_ns = self.pipeline.compute_exposed_ns(stage)
+        gradient_axis = "dp_replicate" if self.job.parallel.cp == 1 else GRADIENT_AXIS
+        for each in (
+            *self.stages[stage].communication,
+            *list_pipeline_messages(self.timed[stage], exposed_ns),
+        ):
+            message = each.message.move_to_stage(stage)
+            if message.axis == "dp":
+                message = replace(message, axis=gradient_axis)
+            yield Communication(message, each.time, each.exposed_ns)
+
+
+def time_step(job: JobConfig, rates: Rates) -> TimedStep:
+    """Time one step of the job. Raises UsageError if the job is not valid."""
+    check(job)
+    timed = time_messages(job, rates)
+    stages = compute_stage_times(job, count_stage_parameters(job), timed)
+    pipeline = compute_pipeline(job, stages, timed)
+    skew, memory_of_stages = compute_skew(job), compute_memory(job)
+    splits = compute_splits(job, stages, pipeline, skew)
+    slowest = min(splits, key=lambda split: split.bubble_ns)
+    caveats = list_caveats(job, stages, slowest, memory_of_stages)
+    return TimedStep(job, timed, stages, pipeline, skew, memory_of_stages, splits, slowest, caveats)
+
+
 def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage, ...]]:
-    """Time one call of every message, by stage."""
-    by_stage: dict[int, list[TimedMessage]] = {stage: [] for stage in range(job.parallel.pp)}
+    """Time one call of every message, by stage; equal stages have the same tuple, with the stage
+    of the first."""
     call_times: dict[tuple[str, str, str, int], Band] = {}
-    for message in list_comm_ops(job):
-        key = (message.strategy, message.op, message.axis, message.message_bytes)
-        if key not in call_times:
-            call_times[key] = compute_call_ns(job, message, rates)
-        by_stage[message.stage].append(TimedMessage(message, call_times[key]))
-    return {stage: tuple(timed) for stage, timed in by_stage.items()}
+    shared: dict[int, tuple[TimedMessage, ...]] = {}
+    stages = list_shared_ops(job)
+    for ops in stages:
+        if id(ops) in shared:
+            continue
+        for op in ops:
+            key = _make_call_key(op)
+            if key not in call_times:
+                call_times[key] = compute_call_ns(job, op, rates)
+        shared[id(ops)] = tuple(TimedMessage(op, call_times[_make_call_key(op)]) for op in ops)
+    return {stage: shared[id(ops)] for stage, ops in enumerate(stages)}
+
+
+def _make_call_key(op: CommOp) -> tuple[str, str, str, int]:
+    return op.strategy, op.op, op.axis, op.message_bytes
 
 
 def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
@@ -170,37 +225,14 @@ def compute_stage_times(
 ) -> tuple[StageTime, ...]:
     """Compute and exposed communication of each stage."""
     speed, times = compute_device_speed(job), list[StageTime]()
-    cache: dict[_StageKey, StageTime] = {}
+    cache: dict[tuple[int, int], StageTime] = {}
     for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
         messages = timed[stage.index]
-        key = first, tuple((e.message.phase, e.message.count, id(e.call)) for e in messages)
+        key = first, id(messages)
         if key not in cache:
             cache[key] = compute_stage_time(job, speed, stage, stage_params[stage.index], messages)
-        times.append(cache[key].copy_to_stage(stage))
+        times.append(replace(cache[key], stage=stage))
     return tuple(times)
-
-
-def _list_communication(
-    job: JobConfig,
-    stages: tuple[StageTime, ...],
-    timed: dict[int, tuple[TimedMessage, ...]],
-    pipeline: PipelineResult,
-) -> tuple[Communication, ...]:
-    """All messages, stage by stage, with the axes of the mesh."""
-    communication: list[Communication] = []
-    for stage in stages:
-        index = stage.stage.index
-        communication += stage.communication
-        communication += list_pipeline_messages(timed[index], pipeline.compute_exposed_ns(index))
-    return tuple(_map_to_mesh_axis(job, each) for each in communication)
-
-
-def _map_to_mesh_axis(job: JobConfig, communication: Communication) -> Communication:
-    """Replace dp by dp_replicate, or by dp_cp when gradient reduction spans context parallelism."""
-    if communication.message.axis != "dp":
-        return communication
-    axis = "dp_replicate" if job.parallel.cp == 1 else GRADIENT_AXIS
-    return replace(communication, message=replace(communication.message, axis=axis))
 
 
 # The formulas used, in the order in which a prediction lists them.

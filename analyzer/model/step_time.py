@@ -194,7 +194,8 @@ class StageTime:
     """Times of one rank of a pipeline stage.
 
     passes, comm and idle have one entry per chunk, for one microbatch: compute, exposed
-    communication and waits for the host. communication lists every message except the pipeline's.
+    communication and waits for the host. communication lists every message except the pipeline's;
+    equal stages share that of the first.
     idle_overlapped_ns is the idle time of a step that overlaps communication which runs once per
     step.
     """
@@ -208,16 +209,6 @@ class StageTime:
     offload_ns: float
     idle_overlapped_ns: float = 0.0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
-
-    def copy_to_stage(self, stage: StageConfig) -> StageTime:
-        """The same times for another, equal stage."""
-        if stage == self.stage:
-            return self
-        communication = tuple(
-            Communication(each.message.move_to_stage(stage.index), each.time, each.exposed_ns)
-            for each in self.communication
-        )
-        return replace(self, stage=stage, communication=communication)
 
     @property
     def compute_ns(self) -> float:

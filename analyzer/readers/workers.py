@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -98,8 +98,11 @@ def _yield_results(
         yield from workers.run(tasks)
 
 
-def run_tasks(tasks: Sequence[Task[T]], workers: int) -> Iterator[tuple[int, T | DataError]]:
-    """Yields each task's index and result. The caller works too, as one of the workers."""
+def run_tasks(
+    tasks: Sequence[Task[T]], workers: int
+) -> Generator[tuple[int, T | DataError], None, None]:
+    """Yields each task's index and result. The caller works too, as one of the workers; if it
+    closes the generator, the others are terminated."""
     todo = deque(enumerate(tasks))
     n_helpers = min(workers, len(tasks)) - 1
     if n_helpers < 1:

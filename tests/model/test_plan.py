@@ -113,13 +113,21 @@ def test_every_layout_is_accounted_for(sixteen: Plan) -> None:
     assert searched.timed <= searched.fit
 
 
-@pytest.mark.parametrize(("workers", "most_queued"), [(2, 4_000), (3, 10)])
+@pytest.mark.parametrize(
+    ("workers", "most_queued", "timed_first"), [(2, 4_000, 100), (2, 4_000, 0), (3, 10, 5)]
+)
 def test_several_processes_find_the_same_plan(
-    sixteen: Plan, monkeypatch: pytest.MonkeyPatch, workers: int, most_queued: int
+    sixteen: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+    most_queued: int,
+    timed_first: int,
 ) -> None:
-    """Also where more layouts have to be timed than the processes return."""
+    """Also where more layouts have to be timed than the processes return, and where others time
+    them."""
     monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
     monkeypatch.setattr(plan_search, "MOST_QUEUED", most_queued)
+    monkeypatch.setattr(plan_search, "TIMED_FIRST", timed_first)
     assert to_json(plan(MIDDLE, 16, top=6, workers=workers)) == to_json(sixteen)
 
 

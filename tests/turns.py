@@ -19,6 +19,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 _TURNS = 5
+_TOO_WIDE = ("simulator", "turns")
+
+PAGES = (
+    "dashboard/figures", "dashboard/pages", "dashboard/store", "dashboard/web", "analyzer/report",
+)  # fmt: skip
+"""What the pages of the dashboard are made of."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from alert_receiver import SECRET, Receiver, running_receiver
 from dashboard_processes import Dashboard, open_store, running_dashboard, until
+from turns import PAGES
 from watch_builders import MS, STORY, batch, event, list_story, minutes_ago, window
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 PAGE = f"/watch/{STORY}".replace(" ", "%20")
 TEXT = "steps take 494 ms since step 210000, 412 ms before (+19.9 %)"
 CAUSE = "rank 5: mostly compute: +82.1 ms; others wait 78.0 ms for it"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz_recordings import Fuzzer
 
-MUTANTS = int(os.environ.get("STEPSPLIT_MUTANTS") or 500)
+MUTANTS = int(os.environ.get("STEPSPLIT_MUTANTS") or 300)
 PARTS = 4
 
 

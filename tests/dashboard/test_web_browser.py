@@ -13,6 +13,7 @@ import pytest
 from browser_builders import running_server
 from dashboard_processes import running_dashboard
 from report_builders import analysis
+from turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.io import from_json
@@ -22,7 +23,7 @@ from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 BARS = ".bars .point"
 TIMELINE = "gpt-pp2-tp2 - Timeline - stepsplit"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

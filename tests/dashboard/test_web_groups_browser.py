@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from browser_builders import running_server
 from job_builders import key_of, store_runs
+from turns import PAGES
 
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 
 PACES = {
     "gpt": [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.2, 1.21, 1.19, 1.22, 1.2, 1.21],

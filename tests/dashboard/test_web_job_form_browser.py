@@ -12,8 +12,9 @@ import pytest
 from browser_builders import running_server
 from dashboard_processes import open_store
 from store_builders import queued, settled
+from turns import PAGES
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"
 RECORDED = {
     path.name: path.read_bytes() for path in SAMPLE.glob("r*") if path.name != "report.json"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from browser_builders import running_server
+from turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "built_tp_pp_dp_slow_rank"
 MOST_STEPS = 80
 _FOCUSED = "() => document.activeElement.textContent.trim()"

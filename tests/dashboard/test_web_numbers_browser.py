@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from browser_builders import running_server
+from turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 FIRST_VIEW_BYTES, PAGE_DATA_BYTES = 2_200_000, 150_000
 

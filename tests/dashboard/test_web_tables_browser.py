@@ -10,13 +10,14 @@ import msgspec
 import pytest
 from browser_builders import running_server
 from report_builders import MS, analysis
+from turns import PAGES
 
 from stepsplit.analyzer.report.report import BlameRow, Report
 from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 N_RANKS = 30
 FORMULA = '=HYPERLINK("http://host/","a, b")'
 _TABLE = "//section[.//h2[text()='{}']]//div[contains(@class,'data-table')]"

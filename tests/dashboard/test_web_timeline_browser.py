@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from browser_builders import running_server
 from report_builders import analysis
+from turns import PAGES
 
 from stepsplit.analyzer import BUCKETS, Analysis, examine
 from stepsplit.analyzer.report.tables import Slices
@@ -22,7 +23,7 @@ from stepsplit.dashboard.pages.timeline import TimelineView, WindowDetail
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TIMELINE = 'document.getElementById("timeline-view").timeline'
 MS = 1_000_000

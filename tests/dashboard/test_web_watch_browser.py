@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from browser_builders import running_server
+from turns import PAGES
 from watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard", "analyzer/report")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 CHARTS = ("watch-steps", "watch-split", "watch-exposed", "watch-lateness", "watch-caused-waits")
 PAGE = f"/watch/{STORY}"
 

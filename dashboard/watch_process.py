@@ -10,13 +10,14 @@ import os
 import random
 import resource
 import select
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,14 @@ from msgspec import Struct
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.watch.records import SAMPLE_TAG, WatchBatch
-from stepsplit.analyzer.watch.reducer import Capture, Reducer, WatchFolder
+from stepsplit.analyzer.watch.reducer import (
+    HOSTS,
+    STATE_SUFFIX,
+    Capture,
+    Outbox,
+    Reducer,
+    WatchFolder,
+)
 from stepsplit.collectors.guard import warn
 from stepsplit.collectors.log_to import SinkName, give_way
 from stepsplit.collectors.run_spec import Mesh
@@ -165,18 +173,28 @@ class BatchSender:
         self._failures = 0
         self._next_s = 0.0
 
-    def send(self, reducer: Reducer, is_last: bool = False) -> None:
+    def send(self, outbox: Outbox, is_last: bool = False) -> int:
         """Sends what is unsent, oldest first, until the dashboard fails.
 
         is_last: tries once more also within a pause. Raises UsageError.
+
+        Returns:
+            The number of batches that the dashboard has taken.
         """
+        taken = 0
         if time.monotonic() < self._next_s and not is_last:
-            return
-        for batch in reducer.list_unsent():
+            return taken
+        for batch in outbox.list_unsent():
             became = self._try_to_send(batch)
             if became == "unsent":
                 break
-            reducer.note_sent(is_refused=became == "refused")
+            outbox.note_sent(is_refused=became == "refused")
+            taken += became == "sent"
+        return taken
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
 
     def _try_to_send(self, batch: bytes) -> Literal["sent", "refused", "unsent"]:
         """Sends the batch once; an unsent one is to be sent again."""
@@ -210,6 +228,35 @@ class BatchSender:
 
 
 _JSON = {"Content-Type": "application/json"}
+
+
+def send_rest(folder: Path, url: str, token: str | None) -> int:
+    """Sends what a watch that has ended left unsent on all hosts of its folder.
+
+    Returns:
+        The number of batches sent.
+
+    Raises:
+        UsageError: The folder has no batches, its job still runs here, or the dashboard failed;
+            what it has is noted.
+    """
+    hosts = [
+        path.name.removesuffix(STATE_SUFFIX) for path in (folder / HOSTS).glob(f"*{STATE_SUFFIX}")
+    ]
+    if not hosts:
+        raise UsageError(f"{folder}: no batches of a watch; name the folder that it wrote (--out)")
+    sent = left = 0
+    with closing(BatchSender(url, token)) as sender:
+        for host in sorted(hosts):
+            outbox = Outbox(WatchFolder(folder, "", host))
+            if host == socket.gethostname() and any(map(_is_alive, outbox.list_running())):
+                raise UsageError(f"{folder}: its job still runs, and sends by itself")
+            sent += sender.send(outbox, is_last=True)
+            left += outbox.unsent
+    if left:
+        raise UsageError(f"{url}: {sent} batches sent, {left} not yet: repeat the command later")
+    return sent
+
 
 MOST_POINTS = 1_000
 """Points that are kept for a sink while it cannot be reached, the newest."""

@@ -318,7 +318,7 @@ def _remove_store(path: str, lock: IO[bytes]) -> None:
 
 
 def _remove_abandoned(temporary: Path) -> None:
-    """Removes the stores of this user's processes that were killed: nobody locks their file."""
+    """Removes the stores of this user's processes that were killed, whose file no process locks."""
     for folder in temporary.glob(f"{_PREFIX}*"):
         with suppress(OSError), Path(folder, _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

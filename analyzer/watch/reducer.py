@@ -56,7 +56,7 @@ from stepsplit.collectors.watch_notes import (
     request_capture,
 )
 
-HOSTS = "hosts"
+HOSTS, STATE_SUFFIX = "hosts", ".state.json"
 
 MOST_BATCH_BYTES = 64 << 20
 """Size at which the older half of the batches is dropped."""
@@ -173,7 +173,7 @@ class WatchFolder:
     @property
     def state(self) -> Path:
         """The file of the reducer's state."""
-        return self.path / HOSTS / f"{self.host}.state.json"
+        return self.path / HOSTS / f"{self.host}{STATE_SUFFIX}"
 
 
 def read_state(folder: WatchFolder) -> ReducerState:
@@ -187,7 +187,46 @@ def read_state(folder: WatchFolder) -> ReducerState:
         raise UsageError(f"{folder.state}: {error}; {hint}") from None
 
 
-class Reducer:
+class Outbox:
+    """The batches of a host on disk, and which of them the dashboard has."""
+
+    def __init__(self, folder: WatchFolder) -> None:
+        self._folder = folder
+        self._state = read_state(folder)
+
+    @property
+    def unsent(self) -> int:
+        """The number of batches that were not sent yet."""
+        return self._state.batches - self._state.sent
+
+    def list_running(self) -> list[int]:
+        """The processes of the ranks of this host that have not ended, by their own word."""
+        started = [each.started for each in self._state.ranks.values() if not each.ended]
+        return [one.pid for one in started if one is not None and one.host == self._folder.host]
+
+    def list_unsent(self) -> Iterator[bytes]:
+        """The batches that were not sent yet, oldest first, as JSON."""
+        if self.unsent <= 0:
+            return
+        with self._folder.batches.open("rb") as file:
+            lines = file.readlines()
+        yield from lines[max(0, len(lines) - self.unsent) :]
+
+    def note_sent(self, is_refused: bool = False) -> None:
+        """Notes that the oldest unsent batch has been sent, or refused, which the next one counts.
+
+        Raises UsageError.
+        """
+        state = self._state
+        lost = state.unsent_lost + is_refused
+        self._save(msgspec.structs.replace(state, sent=state.sent + 1, unsent_lost=lost))
+
+    def _save(self, state: ReducerState) -> None:
+        write(self._folder.state, msgspec.json.encode(state))
+        self._state = state
+
+
+class Reducer(Outbox):
     """Makes batches of what the ranks of this host have noted.
 
     Killed at any time, the next one goes on after the last batch that is on disk: nothing is
@@ -195,8 +234,7 @@ class Reducer:
     """
 
     def __init__(self, folder: WatchFolder) -> None:
-        self._folder = folder
-        self._state = read_state(folder)
+        super().__init__(folder)
         self._cut_batches(self._state.batch_bytes)
 
     def collect(self, is_last: bool = False) -> WatchBatch | None:
@@ -223,28 +261,6 @@ class Reducer:
         if draft.is_empty():
             return None
         return self._close(draft)
-
-    def list_running(self) -> list[int]:
-        """The processes of the ranks of this host that have not ended, by their own word."""
-        started = [each.started for each in self._state.ranks.values() if not each.ended]
-        return [one.pid for one in started if one is not None and one.host == self._folder.host]
-
-    def list_unsent(self) -> Iterator[bytes]:
-        """The batches that were not sent yet, oldest first, as JSON."""
-        if self._state.sent >= self._state.batches:
-            return
-        with self._folder.batches.open("rb") as file:
-            lines = file.readlines()
-        yield from lines[max(0, len(lines) - self._state.batches + self._state.sent) :]
-
-    def note_sent(self, is_refused: bool = False) -> None:
-        """Notes that the oldest unsent batch has been sent, or refused, which the next one counts.
-
-        Raises UsageError.
-        """
-        state = self._state
-        lost = state.unsent_lost + is_refused
-        self._save(msgspec.structs.replace(state, sent=state.sent + 1, unsent_lost=lost))
 
     def list_captures(self) -> list[Capture]:
         """The requested samples that are neither uploaded nor refused nor dropped."""
@@ -347,10 +363,6 @@ class Reducer:
                 unsent_lost=state.unsent_lost + lost,
             )
         )
-
-    def _save(self, state: ReducerState) -> None:
-        write(self._folder.state, msgspec.json.encode(state))
-        self._state = state
 
     def _cut_batches(self, size: int) -> None:
         """Removes a batch that was written, perhaps in part, before a kill within _close."""

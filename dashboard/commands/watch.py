@@ -80,9 +80,18 @@ ONLY_JOB = 0
     "--attach", "target", type=int, is_flag=False, flag_value=ONLY_JOB, metavar="[PID]",
     help="Watch a running job instead of a command, by a process of it; else the only one here.",
 )  # fmt: skip
+@click.option(
+    "--send",
+    "ended",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Send what a watch that has ended could not, from its folder, and nothing else.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def watch_command(context: click.Context, /, command: tuple[str, ...], **options: Any) -> None:
+def watch_command(
+    context: click.Context, /, command: tuple[str, ...], ended: Path | None, **options: Any
+) -> None:
     """Sample a training command or a running job for as long as it runs.
 
     It notes the step times of all ranks, and records a few steps now and then. A running job must
@@ -94,6 +103,8 @@ def watch_command(context: click.Context, /, command: tuple[str, ...], **options
     from stepsplit.dashboard.watch_process import ReducerProcess
 
     request = WatchRequest(**options)
+    if ended is not None:
+        return _send_rest(ended, request, command)
     if (request.target is None) == (not command):
         raise UsageError("give the command of a training after --, or --attach for a running job")
     plan = request.build_plan()
@@ -109,7 +120,7 @@ def watch_command(context: click.Context, /, command: tuple[str, ...], **options
         except CollectError as error:
             raise UsageError(str(error)) from None
     if is_first_here:
-        _report_watch(plan, reducer.host)
+        _report_watch(plan, reducer)
     context.exit(128 - status if status < 0 else status)
 
 
@@ -184,6 +195,18 @@ def _watch_job(request: WatchRequest, plan: WatchPlan, beside: ReducerProcess) -
     return 0
 
 
+def _send_rest(folder: Path, request: WatchRequest, command: tuple[str, ...]) -> None:
+    """Sends the batches that are left in the folder, and says how many."""
+    from stepsplit.dashboard.watch_process import send_rest
+
+    if command or request.target is not None:
+        raise UsageError("--send sends what is left of an ended watch: give no command or --attach")
+    if request.url is None:
+        raise UsageError("--send needs the address of a dashboard: --to URL")
+    sent = send_rest(folder, request.url, request.token)
+    click.echo(f"{sent} batch{'' if sent == 1 else 'es'} sent to {request.url}", err=True)
+
+
 def _parse_every(text: str) -> tuple[int | None, float | None]:
     from stepsplit.collectors.watch_plan import parse_every
 
@@ -193,12 +216,12 @@ def _parse_every(text: str) -> tuple[int | None, float | None]:
         raise UsageError(f"--every: {error}") from None
 
 
-def _report_watch(plan: WatchPlan, host: str) -> None:
+def _report_watch(plan: WatchPlan, options: ReducerOptions) -> None:
     """Says what was watched, on standard error like record."""
     from stepsplit.analyzer.units import format_percent
     from stepsplit.analyzer.watch.reducer import WatchFolder, read_state
 
-    folder = WatchFolder(Path(plan.out), plan.name, host)
+    folder = WatchFolder(Path(plan.out), plan.name, options.host)
     state = read_state(folder)
     steps = max((known.step for known in state.ranks.values()), default=0)
     text = f"watched {steps} steps, {state.samples} samples"
@@ -209,3 +232,7 @@ def _report_watch(plan: WatchPlan, host: str) -> None:
     if state.newest and (folder.path / state.newest).exists():
         text += f"; the newest: stepsplit analyze {folder.path / state.newest}"
     click.echo(text, err=True)
+    unsent = state.batches - state.sent
+    if options.url and unsent:
+        command = f"stepsplit watch --send {folder.path} --to {options.url}"
+        click.echo(f"{unsent} batches were not sent; later: {command}", err=True)

@@ -22,8 +22,10 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
+from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
 from stepsplit.collectors.attach.protocol import list_agents, list_process_tree
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
+from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
 from stepsplit.dashboard.web.serve import find_free_port
@@ -248,6 +250,53 @@ def test_an_odd_interval_or_command_is_one_line(tmp_path: Path) -> None:
         status, printed, errors = watch(out, command, *options)
         assert (status, printed, errors.count("\n")) == (2, "", 1)
     assert not out.exists()
+
+
+def leave_batches(folder: WatchFolder, number: int) -> None:
+    """As a watch that had no dashboard, and whose rank has ended."""
+    notes, now_ns = NoteFile(folder.path, 0), time.time_ns()
+    notes.write([RankStarted(0, 1, folder.host, 1, 0, 0.005, now_ns)])
+    for batch in range(number):
+        first = 20 * batch
+        notes.write([RankWindow(0, first, first + 19, now_ns, now_ns + 200, 20, 8, 10, 12)])
+        if batch == number - 1:
+            notes.write([RankEnded(0, first + 19, now_ns + 200)])
+        assert Reducer(folder).collect() is not None
+
+
+def test_what_an_ended_watch_left_is_sent_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    for host, batches in (("a", 3), ("b", 1)):
+        leave_batches(WatchFolder(out, "run", host), batches)
+    unused = f"http://127.0.0.1:{find_free_port()}"
+
+    assert cli.run(["watch", "--send", str(out), "--to", unused]) == 2
+    assert "0 batches sent, 4 not yet: repeat the command later" in capsys.readouterr().err
+    with running_dashboard(tmp_path) as dashboard:
+        for expected in ("4 batches sent", "0 batches sent"):
+            assert cli.run(["watch", "--send", str(out), "--to", dashboard.url]) == 0
+            assert capsys.readouterr().err == f"{expected} to {dashboard.url}\n"
+
+    assert count_received(tmp_path) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--send", "{}", "--to", "http://127.0.0.1:9"], "no batches of a watch"),
+        (["--send", "{}"], "--to URL"),
+        (["--send", "{}", "--to", "http://127.0.0.1:9", "--", "true"], "give no command"),
+    ],
+)
+def test_what_cannot_be_sent_is_one_line(
+    options: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["watch", *(option.format(tmp_path) for option in options)]) == 2
+    errors = capsys.readouterr().err
+    assert problem in errors
+    assert errors.count("\n") == 1
 
 
 def test_a_dashboard_that_was_away_gets_every_batch_once(tmp_path: Path) -> None:

@@ -248,15 +248,28 @@ def _read(folder: Path, kind: type[_T]) -> _T:
 
 
 def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
-    """The column with its original dtype: Arrow returns strings as objects."""
+    """The column with its original dtype."""
     column = table.column(name)
     if name not in _TEXTS:
-        values: npt.NDArray[Any] = column.to_numpy()
-        return values
-    coded = column.unify_dictionaries().combine_chunks()
+        return _read_numbers(_join_chunks(column))
+    coded = _join_chunks(column.unify_dictionaries())
     texts = np.array(coded.dictionary.to_pylist(), dtype=np.str_)
-    repeated: npt.NDArray[np.str_] = texts[coded.indices.to_numpy()]
+    repeated: npt.NDArray[np.str_] = texts[_read_numbers(coded.indices)]
     return repeated
+
+
+def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
+    """The column as one array, without a copy where it is one already."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _read_numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """The numbers without a copy. Arrow's own conversion would import pandas, for a quarter of a
+    second."""
+    kind = np.dtype(str(column.type))
+    if column.null_count:
+        raise ValueError("a column with gaps")
+    return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)
 
 
 _TEXTS = ("axis", "op")
@@ -465,11 +478,13 @@ def _build_slice_table(rank: int, own: Slices) -> pa.Table:
 
 
 def _decode_slices(table: pa.Table) -> Slices:
-    lane, name = (table.column(c).combine_chunks() for c in ("lane", "name"))
-    numbers = {column: table.column(column).to_numpy() for column in _NUMBER_COLUMNS}
+    lane, name = (_join_chunks(table.column(c)) for c in ("lane", "name"))
+    numbers = {
+        column: _read_numbers(_join_chunks(table.column(column))) for column in _NUMBER_COLUMNS
+    }
     return Slices(
-        lane=lane.indices.to_numpy(),
-        name=name.indices.to_numpy(),
+        lane=_read_numbers(lane.indices),
+        name=_read_numbers(name.indices),
         lanes=tuple(lane.dictionary.to_pylist()),
         names=tuple(name.dictionary.to_pylist()),
         **numbers,

@@ -140,7 +140,7 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
 @cache
 def _warm() -> None:
     """Triggers the lazy setup of plotly and pyarrow so that the first page view is not slow."""
-    import_module("pandas")
+    import_module("pyarrow.parquet")
     run = Run("", 1, (0,), (), None, "", None, None, None, None, "0")
     step = StepRow(0, 1, "full", 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, False)
     figures = [

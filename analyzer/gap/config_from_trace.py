@@ -410,6 +410,7 @@ def infer_training(
         "microbatches": recorded.microbatches or shape.microbatches or _infer_microbatches(split),
         "dtype": _DTYPES.get(recorded.dtype or "", recorded.dtype) or _infer_dtype(split, shape),
         "optimizer": recorded.optimizer or _infer_optimizer(split),
+        "fused_optimizer": _infer_fused_optimizer(split),
         "recompute": recorded.recompute or _find_detail(split, "recompute"),
         "offload": _infer_offload(recorded, split),
         "framework": infer_framework(spec, split),
@@ -453,6 +454,15 @@ def _infer_optimizer(split: RunSplit) -> str | None:
     names = {name for rank in split.ranks for name in rank.trace.events.names}
     steps = {step["name"].lower() for name in names if (step := _OPTIMIZER_STEP.match(name))}
     return _OPTIMIZERS.get(steps.pop()) if len(steps) == 1 else None
+
+
+def _infer_fused_optimizer(split: RunSplit) -> bool | None:
+    """Whether Adam is one kernel, by its ops; None without any."""
+    names = {name for rank in split.ranks for name in rank.trace.events.names}
+    if any(name.startswith("aten::_fused_adam") for name in names):
+        return True
+    # Clipping uses lists of tensors too, but neither of these.
+    return False if {"aten::_foreach_lerp_", "aten::_foreach_addcdiv_"} <= names else None
 
 
 def _infer_offload(recorded: Training, split: RunSplit) -> list[str] | None:

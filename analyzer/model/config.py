@@ -390,6 +390,8 @@ class TrainingConfig:
         document_tokens: Tokens of the documents that are packed into a sequence, beyond which
             attention does not look; 0 (default): the sequence is one document.
         clip_gradients: Whether gradients are clipped by their norm over all ranks. Default True.
+        fused_optimizer: Whether Adam is one kernel; False: torch's lists of tensors (foreach).
+            Default True.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -422,6 +424,7 @@ class TrainingConfig:
     cuda_graph: CudaGraph = "none"
     document_tokens: Natural = 0
     clip_gradients: bool = True
+    fused_optimizer: bool = True
 
     @property
     def attended_tokens(self) -> int:

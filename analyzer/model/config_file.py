@@ -610,6 +610,9 @@ def _read_file(path: Path) -> TomlTable:
 
 # Defaults of the frameworks for keys that a job.toml leaves out.
 
+FOREACH_FRAMEWORKS: tuple[Framework, ...] = ("ddp", "huggingface")
+"""Frameworks that use torch's optimizers as torch chooses them."""
+
 GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
 
 BEFORE_HOPPER = ("volta", "ampere")
@@ -644,6 +647,7 @@ def framework_defaults(
         "flash_attention": not stores_scores,
         "dropout": stores_scores,
         "fused_loss": framework == "megatron" and not stores_scores,
+        "fused_optimizer": framework not in FOREACH_FRAMEWORKS or hardware.family == "cpu",
         "gradient_dtype": _choose_gradient_dtype(framework, dtype),
         "activation_dtype": choose_activation_dtype(framework, dtype, layout),
     }

@@ -27,7 +27,9 @@ from stepsplit.analyzer.model.memory_states import (
     compute_stage_activations,
     compute_states,
     count_chunks_in_flight,
+    count_moments_bytes,
     load_coefficients,
+    uses_foreach,
 )
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -513,10 +515,12 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 
 
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
-    """Working memory of the optimizer step."""
-    working_bytes = load_coefficients(job.training.framework).optimizer_working
-    shared = round(working_bytes * parameters.total / job.parallel.shard_size)
-    return shared + _count_bucket_bytes(job) * parameters.total
+    """Working memory of the optimizer step: lists of tensors need the root of a moment."""
+    working_bytes = 0
+    if uses_foreach(job.training):
+        each_bytes = count_moments_bytes(job.training) / 2
+        working_bytes = round(each_bytes * parameters.total / job.parallel.shard_size)
+    return working_bytes + _count_bucket_bytes(job) * parameters.total
 
 
 # Memory that offloading moves from the GPU to the host.

@@ -118,6 +118,11 @@ def count_moments_bytes(training: TrainingConfig) -> int:
     return size // 2 if halved else size
 
 
+def uses_foreach(training: TrainingConfig) -> bool:
+    """Whether Adam runs operation by operation on lists of tensors."""
+    return training.optimizer == "adam" and not training.fused_optimizer
+
+
 def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
     """Bytes of one parameter, unsharded, in the framework's convention.
 
@@ -547,7 +552,6 @@ class Coefficients:
     logits_working_split: float
     pipeline_output: float
     layer_gradient: float
-    optimizer_working: float
     workspace_bytes: int
     low: float
     high: float

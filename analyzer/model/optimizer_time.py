@@ -13,7 +13,7 @@ from stepsplit.analyzer.model.layer_time import (
     list_expert_gemms,
     list_mlp_gemms,
 )
-from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes
+from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes, uses_foreach
 from stepsplit.analyzer.model.parameters import StageParameters
 
 # The update of the states, and their way to the host and back.
@@ -25,6 +25,14 @@ UPDATE = Formula(
     " twice and writes them; Megatron-LM and nanotron write zeros to all of a rank's",
     "arithmetic over Kingma and Ba, arXiv:1412.6980; NVIDIA/Megatron-LM, optimizer/clip_grads.py,"
     " distributed/param_and_grad_buffer.py",
+)
+
+
+FOREACH = Formula(
+    "step.foreach",
+    "Adam by lists of tensors moves 8 + g + 10 m bytes per parameter more than in one kernel: each"
+    " of its eight operations reads and writes its tensors (g, m: bytes of gradient and moment)",
+    "pytorch/pytorch, torch/optim/adam.py, _multi_tensor_adam",
 )
 
 
@@ -44,6 +52,8 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     written = 0 if training.dtype == "fp32" else training.weight_bytes
     reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
     moved_bytes = count * (2 * states + reads + written)
+    if uses_foreach(training):
+        moved_bytes += count * (8 + training.gradient_bytes + 5 * count_moments_bytes(training))
     if training.framework in ("megatron", "nanotron"):
         moved_bytes += parameters.total * training.gradient_bytes
     orthogonalize_ns = 0.0
@@ -54,7 +64,9 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
 
 def list_optimizer_formulas(job: JobConfig) -> tuple[Formula, ...]:
     """The formulas of the optimizer step."""
-    return (UPDATE, MUON) if job.training.optimizer == "muon" else (UPDATE,)
+    if job.training.optimizer == "muon":
+        return (UPDATE, MUON)
+    return (UPDATE, FOREACH) if uses_foreach(job.training) else (UPDATE,)
 
 
 def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:

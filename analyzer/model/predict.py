@@ -261,7 +261,7 @@ ORDER = (
     device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, layer_time.CASTS,
     layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
-    optimizer_time.UPDATE, optimizer_time.MUON,
+    optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
 )  # fmt: skip
 

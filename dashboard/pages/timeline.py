@@ -15,7 +15,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
+from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.dashboard.figures import theme
@@ -152,7 +152,7 @@ def export_json(report: Report, tables: Tables) -> dict[str, Any]:
 
 # The timeline of a run: its ranks and steps, and any time window of it.
 
-_CACHED_RANKS, _CACHED_SEARCHES = 64, 2
+_CACHED_RANKS, _CACHED_BANDS, _CACHED_SEARCHES = 64, 512, 2
 
 _COMPACT_SLOTS = 8
 """Slices of a compact band with at least so many slots are drawn exactly, others are merged."""
@@ -227,7 +227,7 @@ class TimelineView:
         self.steps = list_steps(report)
         self.ranks = list_rank_locations(report, tables)
         self.groupings = list_rank_groupings(report, self.ranks)
-        self._band = lru_cache(_CACHED_RANKS * 4)(
+        self._band = lru_cache(_CACHED_BANDS)(
             lambda rank: build_band(rank, tables.segments, tables.waits)
         )
         self._slices = lru_cache(_CACHED_RANKS)(lambda rank: tables.slices.get(rank))
@@ -450,16 +450,31 @@ def _build_row(slices: Slices, rows: slice) -> TimelineRow:
 def _match_waits(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
     """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
     own = slice(*find_rank_rows(waits.rank, rank))
-    places: dict[str, int] = {"": 0}
-    pairs = zip(waits.axis[own].tolist(), waits.op[own].tolist(), strict=True)
-    words = (f"{op} on {axis}" if axis else op for axis, op in pairs)
-    code = np.array([0, *(places.setdefault(word, len(places)) for word in words)], dtype=np.int32)
+    axis, axes = _number_texts(waits.axis[own])
+    op, ops = _number_texts(waits.op[own])
+    used, pair = np.unique(axis * len(ops) + op, return_inverse=True)
+    pairs = [(axes[number // len(ops)], ops[number % len(ops)]) for number in used.tolist()]
+    names = ("", *(f"{op} on {axis}" if axis else op for axis, op in pairs))
+    code = np.append(0, pair + 1)
     at = np.searchsorted(waits.start_ns[own], start_ns, side="right") - 1
     end = waits.start_ns[own] + waits.dur_ns[own]
     inside = (at >= 0) & (start_ns < np.append(end, 0)[at])
     owner = np.append(waits.owner[own], -1)
     name = np.where(inside, code[at + 1], 0).astype(np.int32)
-    return name, np.where(inside, owner[at], -1).astype(np.int32), tuple(places)
+    return name, np.where(inside, owner[at], -1).astype(np.int32), names
+
+
+def _number_texts(column: Text) -> tuple[Int64, list[str]]:
+    """The number of each of a few different texts, and the texts."""
+    numbers, texts = np.zeros(len(column), dtype=np.int64), list[str]()
+    left = np.arange(len(column))
+    while len(left):
+        text = column[left[0]]
+        is_same = column[left] == text
+        numbers[left[is_same]] = len(texts)
+        texts.append(str(text))
+        left = left[~is_same]
+    return numbers, texts
 
 
 # One row at any zoom: exact slices, or the dominant bucket of each slot.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.memory import compute_peak_bytes
 from stepsplit.analyzer.model.plan_search import (
     FilteredLayouts,
-    QueuedLayout,
+    are_few,
     bound_layouts,
     build_candidate,
     build_choice,
@@ -37,6 +37,7 @@ from stepsplit.analyzer.model.plan_space import (
     Trial,
     build_decision_tree,
     build_runner_up,
+    list_families,
     list_placements,
 )
 
@@ -103,7 +104,7 @@ def plan(
         searched=found.counts,
         tokens=job.training.global_batch * job.training.seq_len,
         price_per_gpu_hour=price_per_gpu_hour,
-        pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates())) if pareto else (),
+        pareto=tuple(_list_pareto(job, gpus, keep, rates or Rates(), workers)) if pareto else (),
     )
 
 
@@ -139,21 +140,20 @@ LEAST_SAVING = 0.05
 
 
 def _list_pareto(
-    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates
+    job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates, workers: int
 ) -> Iterator[ParetoPoint]:
     """The points by GPUs and step time; one on more GPUs is faster than all on fewer with as little
     memory."""
     shown: list[ParetoPoint] = []
-    for divisor in GPU_DIVISORS:
-        if gpus % divisor == 0:
-            (found,) = bound_layouts(job, gpus // divisor, keep, rates, 1)
-            for candidate in _find_front(job, found.queue, rates):
-                point = ParetoPoint(
-                    gpus // divisor, candidate, job.hardware.memory_bytes - candidate.peak_bytes
-                )
-                if not any(_is_beaten(point, other) for other in shown):
-                    shown.append(point)
-                    yield point
+    counts = [gpus // divisor for divisor in GPU_DIVISORS if gpus % divisor == 0]
+    fronts = _find_fronts(job, counts, keep, rates, workers)
+    for count in counts:
+        for candidate in fronts[count]:
+            headroom_bytes = job.hardware.memory_bytes - candidate.peak_bytes
+            point = ParetoPoint(count, candidate, headroom_bytes)
+            if not any(_is_beaten(point, other) for other in shown):
+                shown.append(point)
+                yield point
 
 
 def _is_beaten(point: ParetoPoint, other: ParetoPoint) -> bool:
@@ -163,14 +163,38 @@ def _is_beaten(point: ParetoPoint, other: ParetoPoint) -> bool:
     )
 
 
-def _find_front(job: JobConfig, queue: Iterable[QueuedLayout], rates: Rates) -> list[Candidate]:
+def _find_fronts(
+    job: JobConfig, counts: Sequence[int], keep: frozenset[str], rates: Rates, workers: int
+) -> dict[int, list[Candidate]]:
+    """The front of each number of GPUs, the largest searches first. Raises DataError if a process
+    died."""
+    largest_first = sorted(counts, reverse=True)
+    if workers == 1 or are_few(list_families(job, largest_first[0], keep)):
+        return {count: _find_front(job, count, keep, rates) for count in largest_first}
+    # Imported here because a small search needs no other process.
+    from stepsplit.analyzer.readers.workers import Task, run_tasks
+
+    tasks = [
+        Task(f"layouts on {count} GPUs", 0, _find_front, (job, count, keep, rates))
+        for count in largest_first
+    ]
+    fronts: dict[int, list[Candidate]] = {}
+    for number, front in run_tasks(tasks, workers):
+        if isinstance(front, DataError):
+            raise front
+        fronts[largest_first[number]] = front
+    return fronts
+
+
+def _find_front(job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates) -> list[Candidate]:
     """The layouts of one number of GPUs from the fastest to the smallest, each with less memory
     than all faster ones.
 
     A layout is not timed if one that is no larger is faster than its lower bound.
     """
     front: list[Candidate] = []
-    for one in queue:
+    (found,) = bound_layouts(job, gpus, keep, rates, 1)
+    for one in found.queue:
         peak_bytes = compute_peak_bytes(one.job)
         no_larger = [each for each in front if each.peak_bytes <= peak_bytes]
         if any(each.step_ns <= one.bound_ns for each in no_larger):

@@ -209,7 +209,7 @@ def bound_layouts(
 
     One process returns all that fit, by their bounds. Raises DataError if a process died.
     """
-    if workers == 1 or _are_few(list_families(job, gpus, keep)):
+    if workers == 1 or are_few(list_families(job, gpus, keep)):
         return [_bound_part(job, gpus, keep, rates, 0, 1)]
     # Imported here because a small search needs no other process.
     from stepsplit.analyzer.readers.workers import Task, run_tasks
@@ -226,7 +226,8 @@ def bound_layouts(
     return parts
 
 
-def _are_few(families: Iterable[JobFamily]) -> bool:
+def are_few(families: Iterable[JobFamily]) -> bool:
+    """Whether one process searches them faster than several."""
     return sum(1 for _ in islice(families, LEAST_FAMILIES)) < LEAST_FAMILIES
 
 

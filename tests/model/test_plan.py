@@ -131,6 +131,12 @@ def test_several_processes_find_the_same_plan(
     assert to_json(plan(MIDDLE, 16, top=6, workers=workers)) == to_json(sixteen)
 
 
+def test_several_processes_find_the_same_pareto_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = plan(SMALL, 4, top=1, pareto=True)
+    monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
+    assert to_json(plan(SMALL, 4, top=1, pareto=True, workers=2)) == to_json(alone)
+
+
 def test_several_processes_say_too_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)
     with pytest.raises(UsageError, match="no layout on 1 x"):

@@ -167,6 +167,7 @@ def _running_workers(url: str, folder: Path, hook: str) -> Iterator[list[subproc
             one.communicate(timeout=10)
 
 
+@pytest.mark.slow
 def test_two_server_processes_send_each_alert_once(database_url: str, tmp_path: Path) -> None:
     """Each message is refused twice, and accepted at the third try."""
     runs = [f"run {number}" for number in range(8)]
@@ -188,6 +189,7 @@ def test_two_server_processes_send_each_alert_once(database_url: str, tmp_path: 
     store.close()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_hangs_holds_up_no_batch(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

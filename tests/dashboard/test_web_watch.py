@@ -267,6 +267,7 @@ def test_the_page_updates_while_it_is_open(client: FlaskClient) -> None:
     assert update(changed["watch-mark"]["data"]) is None, "nothing new since"
 
 
+@pytest.mark.slow
 def test_a_run_of_a_day_has_a_small_page(client: FlaskClient, store: Store) -> None:
     for one in list_story(minutes_ago(0)):
         store.watches.add_batch(one)

@@ -157,6 +157,7 @@ def test_tp_crosses_nodes_only_if_it_is_kept() -> None:
     assert {each.parallel.tp for family in kept for each in family} == {4}
 
 
+@pytest.mark.slow
 def test_no_untimed_layout_is_faster(sixteen: Plan) -> None:
     steps = sorted(build_candidate(each, Rates()).step_ns for each in jobs_that_fit(MIDDLE, 16))
     assert sixteen.best.step_ns == steps[0]

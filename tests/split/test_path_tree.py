@@ -12,6 +12,7 @@ from stepsplit.analyzer.report.io import to_json
 from stepsplit.analyzer.split import topological_order
 
 
+@pytest.mark.slow
 def test_the_tree_blames_as_the_paths_do_node_by_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,14 +1,17 @@
-"""Array operations: sets of intervals, and group-by without a loop over rows."""
+"""Array operations: sets of intervals, group-by without a loop over rows, columns of Arrow."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from stepsplit.analyzer.trace import Bool, Int32, Int64
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # Sets of intervals: half-open, two int64 arrays of ns each.
 
@@ -178,3 +181,15 @@ def group_max(label: Int64, values: Int64, count: int) -> Int64:
     most = np.full(count, np.iinfo(np.int64).min)
     np.maximum.at(most, label[label >= 0], values[label >= 0])
     return most
+
+
+# Columns of Arrow.
+
+
+def view_numbers(column: pa.Array) -> npt.NDArray[Any]:
+    """The numbers without a copy. Arrow's own conversion would import pandas, for a quarter of a
+    second. Raises ValueError if some are missing."""
+    if column.null_count:
+        raise ValueError("a column with gaps")
+    kind = np.dtype(str(column.type))
+    return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)

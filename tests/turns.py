@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 _TURNS = 5
 _TOO_WIDE = ("simulator", "turns")
+"""Modules whose change is no reason to run all tests that import them."""
 
 PAGES = (
     "dashboard/figures", "dashboard/pages", "dashboard/store", "dashboard/web", "analyzer/report",

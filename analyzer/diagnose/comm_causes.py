@@ -513,9 +513,12 @@ def find_extra_reductions(context: ReplayContext) -> list[Finding]:
     tensors = _find_ops(context, ("all_reduce",)) & (matched.message_bytes[row] > SCALAR_BYTES)
     findings = []
     for axes in dict.fromkeys(map(context.split.layout.find_axes, matched.groups)):
-        if axes != _STAGE_AXIS and (not axes or not axes <= DATA_AXES or axes == {"cp"}):
+        if axes == _STAGE_AXIS:
+            extra = tensors
+        elif axes and axes <= DATA_AXES and axes != {"cp"}:
+            extra = forward_sums
+        else:
             continue
-        extra = tensors if axes == _STAGE_AXIS else forward_sums
         on_axes = context.find_kernels(axes.__eq__)
         own = on_axes[extra[on_axes]]
         if len(own):

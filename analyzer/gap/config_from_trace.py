@@ -451,18 +451,23 @@ _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#(?:Fused)?(?P<name>\w+)\.step")
 
 def _infer_optimizer(split: RunSplit) -> str | None:
     """The optimizer whose steps torch's ranges mark, if it is the only one."""
-    names = {name for rank in split.ranks for name in rank.trace.events.names}
+    names = _collect_names(split)
     steps = {step["name"].lower() for name in names if (step := _OPTIMIZER_STEP.match(name))}
     return _OPTIMIZERS.get(steps.pop()) if len(steps) == 1 else None
 
 
 def _infer_fused_optimizer(split: RunSplit) -> bool | None:
     """Whether Adam is one kernel, by its ops; None without any."""
-    names = {name for rank in split.ranks for name in rank.trace.events.names}
+    names = _collect_names(split)
     if any(name.startswith("aten::_fused_adam") for name in names):
         return True
     # Clipping uses lists of tensors too, but neither of these.
     return False if {"aten::_foreach_lerp_", "aten::_foreach_addcdiv_"} <= names else None
+
+
+def _collect_names(split: RunSplit) -> set[str]:
+    """The names of the events of all ranks."""
+    return {name for rank in split.ranks for name in rank.trace.events.names}
 
 
 def _infer_offload(recorded: Training, split: RunSplit) -> list[str] | None:

@@ -27,7 +27,6 @@ UPDATE = Formula(
     " distributed/param_and_grad_buffer.py",
 )
 
-
 FOREACH = Formula(
     "step.foreach",
     "Adam by lists of tensors moves 8 + g + 10 m bytes per parameter more than in one kernel: each"

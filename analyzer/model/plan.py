@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.plan_search import (
     build_choice,
     find_nearest,
     make_sort_key,
+    run_calls,
     search_layouts,
 )
 from stepsplit.analyzer.model.plan_space import (
@@ -171,19 +172,9 @@ def _find_fronts(
     largest_first = sorted(counts, reverse=True)
     if workers == 1 or are_few(list_families(job, largest_first[0], keep)):
         return {count: _find_front(job, count, keep, rates) for count in largest_first}
-    # Imported here because a small search needs no other process.
-    from stepsplit.analyzer.readers.workers import Task, run_tasks
-
-    tasks = [
-        Task(f"layouts on {count} GPUs", 0, _find_front, (job, count, keep, rates))
-        for count in largest_first
-    ]
-    fronts: dict[int, list[Candidate]] = {}
-    for number, front in run_tasks(tasks, workers):
-        if isinstance(front, DataError):
-            raise front
-        fronts[largest_first[number]] = front
-    return fronts
+    every_count = [(job, count, keep, rates) for count in largest_first]
+    found = run_calls(f"layouts on {largest_first[0]} GPUs", _find_front, every_count, workers)
+    return {largest_first[number]: front for number, front in found}
 
 
 def _find_front(job: JobConfig, gpus: int, keep: frozenset[str], rates: Rates) -> list[Candidate]:

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from operator import attrgetter
+from typing import Any, TypeVar
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_measured import Rates
@@ -46,6 +47,8 @@ from stepsplit.analyzer.model.plan_space import (
 )
 from stepsplit.analyzer.model.predict import CONVENTION, TimedStep, compute_call_ns, time_step
 from stepsplit.analyzer.model.step_time import compute_skew
+
+_T = TypeVar("_T")
 
 # The fastest layout of each split of the GPUs.
 
@@ -103,22 +106,14 @@ def _time_layouts(
     the generator is closed. Raises DataError if a process died."""
     first = len(jobs) if workers == 1 else TIMED_FIRST
     yield from (build_candidate(job, rates) for job in jobs[:first])
-    if len(jobs) <= first:
-        return
-    # Imported here because a small search needs no other process.
-    from stepsplit.analyzer.readers.workers import Task, run_tasks
-
-    tasks = [
-        Task("layouts", 0, _build_candidates, (jobs[begin : begin + _TIMED_AT_ONCE], rates))
+    later = [
+        (jobs[begin : begin + _TIMED_AT_ONCE], rates)
         for begin in range(first, len(jobs), _TIMED_AT_ONCE)
     ]
     early: dict[int, list[Candidate]] = {}
     wanted = 0
-    results = run_tasks(tasks, workers)
-    with closing(results):
+    with closing(run_calls("layouts", _build_candidates, later, workers)) as results:
         for number, candidates in results:
-            if isinstance(candidates, DataError):
-                raise candidates
             early[number] = candidates
             while wanted in early:
                 yield from early.pop(wanted)
@@ -211,19 +206,30 @@ def bound_layouts(
     """
     if workers == 1 or are_few(list_families(job, gpus, keep)):
         return [_bound_part(job, gpus, keep, rates, 0, 1)]
+    every_part = [(job, gpus, keep, rates, part, workers) for part in range(workers)]
+    found = run_calls(f"layouts on {gpus} GPUs", _bound_part, every_part, workers)
+    return [part for _, part in found]
+
+
+def run_calls(
+    where: str, function: Callable[..., _T], calls: Sequence[tuple[Any, ...]], workers: int
+) -> Generator[tuple[int, _T], None, None]:
+    """Yield the number and result of each call, by its arguments, as several processes end them.
+
+    Raises DataError, which names `where`, if a process died.
+    """
+    if not calls:
+        return
     # Imported here because a small search needs no other process.
     from stepsplit.analyzer.readers.workers import Task, run_tasks
 
-    tasks = [
-        Task(f"layouts on {gpus} GPUs", 0, _bound_part, (job, gpus, keep, rates, part, workers))
-        for part in range(workers)
-    ]
-    parts: list[BoundedLayouts] = []
-    for _, part in run_tasks(tasks, workers):
-        if isinstance(part, DataError):
-            raise part
-        parts.append(part)
-    return parts
+    tasks = [Task(where, 0, function, arguments) for arguments in calls]
+    results = run_tasks(tasks, workers)
+    with closing(results):
+        for number, result in results:
+            if isinstance(result, DataError):
+                raise result
+            yield number, result
 
 
 def are_few(families: Iterable[JobFamily]) -> bool:

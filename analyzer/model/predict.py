@@ -105,7 +105,6 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         ('12 s', True)
     """
     step = time_step(job, rates or Rates())
-    params = count_stage_parameters(job)
     flops = count_step_flops(job, CONVENTION)
     low_ns, high_ns = estimate_step_band(job, step.split, step.caveats)
     world, step_ns = job.parallel.world_size, step.split.step_ns
@@ -113,7 +112,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
     pipeline = step.pipeline
     return Prediction(
         parameters=count_parameters(job.model),
-        parameters_per_stage=tuple(each.total for each in params),
+        parameters_per_stage=tuple(each.total for each in step.parameters),
         memory=tuple(add_allocated_band(job, each) for each in step.memory),
         model_flops=flops.model,
         hardware_flops=flops.hardware,
@@ -134,7 +133,7 @@ def predict(job: JobConfig, rates: Rates | None = None) -> Prediction:
         confidence=decide_confidence(job, step.caveats),
         notes=tuple(each.text for each in step.caveats),
         formulas=collect_formulas(
-            params, flops, step.memory, step.timed, step.stages, pipeline, step.skew
+            step.parameters, flops, step.memory, step.timed, step.stages, pipeline, step.skew
         ),
     )
 
@@ -145,6 +144,7 @@ class TimedStep:
     lists. split is that of the slowest stage."""
 
     job: JobConfig
+    parameters: tuple[StageParameters, ...]
     timed: dict[int, tuple[TimedMessage, ...]]
     stages: tuple[StageTime, ...]
     pipeline: PipelineResult
@@ -176,14 +176,16 @@ class TimedStep:
 def time_step(job: JobConfig, rates: Rates) -> TimedStep:
     """Time one step of the job. Raises UsageError if the job is not valid."""
     check(job)
-    timed = time_messages(job, rates)
-    stages = compute_stage_times(job, count_stage_parameters(job), timed)
+    stage_params, timed = count_stage_parameters(job), time_messages(job, rates)
+    stages = compute_stage_times(job, stage_params, timed)
     pipeline = compute_pipeline(job, stages, timed)
     skew, memory_of_stages = compute_skew(job), compute_memory(job)
     splits = compute_splits(job, stages, pipeline, skew)
     slowest = min(splits, key=lambda split: split.bubble_ns)
     caveats = list_caveats(job, stages, slowest, memory_of_stages)
-    return TimedStep(job, timed, stages, pipeline, skew, memory_of_stages, splits, slowest, caveats)
+    return TimedStep(
+        job, stage_params, timed, stages, pipeline, skew, memory_of_stages, splits, slowest, caveats
+    )
 
 
 def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage, ...]]:
@@ -192,19 +194,17 @@ def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage,
     call_times: dict[tuple[str, str, str, int], Band] = {}
     shared: dict[int, tuple[TimedMessage, ...]] = {}
     stages = list_shared_ops(job)
+
+    def time_call(op: CommOp) -> Band:
+        key = op.strategy, op.op, op.axis, op.message_bytes
+        if key not in call_times:
+            call_times[key] = compute_call_ns(job, op, rates)
+        return call_times[key]
+
     for ops in stages:
-        if id(ops) in shared:
-            continue
-        for op in ops:
-            key = _make_call_key(op)
-            if key not in call_times:
-                call_times[key] = compute_call_ns(job, op, rates)
-        shared[id(ops)] = tuple(TimedMessage(op, call_times[_make_call_key(op)]) for op in ops)
+        if id(ops) not in shared:
+            shared[id(ops)] = tuple(TimedMessage(op, time_call(op)) for op in ops)
     return {stage: shared[id(ops)] for stage, ops in enumerate(stages)}
-
-
-def _make_call_key(op: CommOp) -> tuple[str, str, str, int]:
-    return op.strategy, op.op, op.axis, op.message_bytes
 
 
 def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:

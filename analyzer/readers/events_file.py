@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
 
+from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, EventWaits, Group, Lane, Shapes
 from stepsplit.collectors.run_spec import whole_file
 
@@ -76,12 +77,8 @@ class EventsFile:
 
 def _fill(column: npt.NDArray[Any], values: pa.ChunkedArray) -> None:
     filled = 0
-    if values.null_count:
-        raise ValueError("a column with gaps")
     for chunk in values.chunks:
-        offset = chunk.offset * column.dtype.itemsize
-        chunk_values = np.frombuffer(chunk.buffers()[1], column.dtype, len(chunk), offset)
-        column[filled : filled + len(chunk)] = chunk_values
+        column[filled : filled + len(chunk)] = view_numbers(chunk)
         filled += len(chunk)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -251,25 +252,16 @@ def _read_column(table: pa.Table, name: str) -> npt.NDArray[Any]:
     """The column with its original dtype."""
     column = table.column(name)
     if name not in _TEXTS:
-        return _read_numbers(_join_chunks(column))
+        return view_numbers(_join_chunks(column))
     coded = _join_chunks(column.unify_dictionaries())
     texts = np.array(coded.dictionary.to_pylist(), dtype=np.str_)
-    repeated: npt.NDArray[np.str_] = texts[_read_numbers(coded.indices)]
+    repeated: npt.NDArray[np.str_] = texts[view_numbers(coded.indices)]
     return repeated
 
 
 def _join_chunks(column: pa.ChunkedArray) -> pa.Array:
     """The column as one array, without a copy where it is one already."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _read_numbers(column: pa.Array) -> npt.NDArray[Any]:
-    """The numbers without a copy. Arrow's own conversion would import pandas, for a quarter of a
-    second."""
-    kind = np.dtype(str(column.type))
-    if column.null_count:
-        raise ValueError("a column with gaps")
-    return np.frombuffer(column.buffers()[1], kind, len(column), column.offset * kind.itemsize)
 
 
 _TEXTS = ("axis", "op")
@@ -480,11 +472,11 @@ def _build_slice_table(rank: int, own: Slices) -> pa.Table:
 def _decode_slices(table: pa.Table) -> Slices:
     lane, name = (_join_chunks(table.column(c)) for c in ("lane", "name"))
     numbers = {
-        column: _read_numbers(_join_chunks(table.column(column))) for column in _NUMBER_COLUMNS
+        column: view_numbers(_join_chunks(table.column(column))) for column in _NUMBER_COLUMNS
     }
     return Slices(
-        lane=_read_numbers(lane.indices),
-        name=_read_numbers(name.indices),
+        lane=view_numbers(lane.indices),
+        name=view_numbers(name.indices),
         lanes=tuple(lane.dictionary.to_pylist()),
         names=tuple(name.dictionary.to_pylist()),
         **numbers,

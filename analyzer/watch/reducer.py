@@ -150,6 +150,11 @@ class ReducerState(Struct, frozen=True, kw_only=True):
     unexplained: tuple[Unexplained, ...] = ()
     captures: tuple[Capture, ...] = ()
 
+    @property
+    def unsent(self) -> int:
+        """The number of batches that were not sent yet."""
+        return self.batches - self.sent
+
 
 @dataclass(frozen=True, slots=True)
 class WatchFolder:
@@ -197,7 +202,7 @@ class Outbox:
     @property
     def unsent(self) -> int:
         """The number of batches that were not sent yet."""
-        return self._state.batches - self._state.sent
+        return self._state.unsent
 
     def list_running(self) -> list[int]:
         """The processes of the ranks of this host that have not ended, by their own word."""

@@ -232,7 +232,6 @@ def _report_watch(plan: WatchPlan, options: ReducerOptions) -> None:
     if state.newest and (folder.path / state.newest).exists():
         text += f"; the newest: stepsplit analyze {folder.path / state.newest}"
     click.echo(text, err=True)
-    unsent = state.batches - state.sent
-    if options.url and unsent:
+    if options.url and state.unsent:
         command = f"stepsplit watch --send {folder.path} --to {options.url}"
-        click.echo(f"{unsent} batches were not sent; later: {command}", err=True)
+        click.echo(f"{state.unsent} batches were not sent; later: {command}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -64,6 +65,12 @@ arXiv:2110.02861, without its scales, 3 % of that); SGD with momentum, Muon and 
 
 FP32_WEIGHT_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
 """Frameworks with fp32 weights, which cast each layer as it runs."""
+
+AUTOCAST_FRAMEWORKS = ("ddp", "huggingface")
+"""Those that do so by torch.autocast."""
+
+HALF_BYTES = 2
+"""Bytes of a number in 16 bits."""
 
 
 FORMULA_OF_FRAMEWORK = {
@@ -372,19 +379,30 @@ def _is_gpt(job: JobConfig) -> bool:
 def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
     training, is_latent = job.training, job.model.latent is not None
+    variant = ""
+    if job.model.norm == "layer":
+        variant = "layer_norm"
+    elif not training.compile:
+        variant = "eager"
     return _select_saved(
-        training.framework, training.recompute == "selective", training.recompute_parts, is_latent
+        training.framework,
+        variant,
+        training.recompute == "selective",
+        training.recompute_parts,
+        is_latent,
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _select_saved(
-    framework: str, is_selective: bool, parts: frozenset[str], is_latent: bool
+    framework: str, variant: str, is_selective: bool, parts: frozenset[str], is_latent: bool
 ) -> SavedBytes:
     known = load_coefficients(framework)
     if is_selective:
         return known.selective
-    dropped: dict[str, float | bool] = {"scores": False} if "core-attention" in parts else {}
+    dropped: dict[str, float | bool] = dict(known.variants.get(variant, ()))
+    if "core-attention" in parts:
+        dropped["scores"] = 0.0
     if "norms" in parts:
         dropped["norm_output"] = 0.0
     if "activation" in parts:
@@ -395,8 +413,22 @@ def _select_saved(
 
 
 def compute_input_bytes(job: JobConfig) -> int:
-    """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t."""
-    return _count_hidden(job) * job.training.activation_bytes
+    """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t; 4sbh under autocast, which
+    sums hidden states in fp32."""
+    return _count_hidden(job) * (4 if is_autocast(job) else job.training.activation_bytes)
+
+
+def is_autocast(job: JobConfig) -> bool:
+    """Whether torch.autocast casts fp32 weights to 16 bits for each operation."""
+    training = job.training
+    return training.framework in AUTOCAST_FRAMEWORKS and training.dtype != "fp32"
+
+
+def compute_final_norm_bytes(job: JobConfig) -> int:
+    """Input and output of the norm before the head, as the head reads it."""
+    saved = load_coefficients(job.training.framework).saved
+    bytes_per_element = saved.norm_input + HALF_BYTES
+    return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
 
 
 def _count_hidden(job: JobConfig) -> int:
@@ -438,7 +470,7 @@ def _compute_heads(job: JobConfig, saved: SavedBytes) -> int:
     keys_values = (saved.key + saved.value) * (queries if saved.expand_kv else model.kv_size)
     numbers = saved.query * queries + keys_values
     if model.qk_norm:
-        numbers += saved.norm_input * (queries + model.kv_size)
+        numbers += saved.head_norm * (queries + model.kv_size)
     return round(job.tokens * numbers / job.parallel.tp * _compute_scale(job))
 
 
@@ -469,8 +501,8 @@ def _compute_attention(job: JobConfig, saved: SavedBytes) -> int:
     output = copies * saved.attention_output * size * _compute_scale(job)
     extra = 4.0
     if not training.flash_attention:
-        score_bytes = (2 * 2 + MASK_BYTES) if training.dropout else 2
-        extra = score_bytes * training.seq_len * _compute_scale(job) if saved.scores else 0.0
+        dropped = HALF_BYTES + MASK_BYTES if training.dropout and saved.scores else 0
+        extra = (saved.scores + dropped) * training.seq_len * _compute_scale(job)
     return round(job.tokens * model.heads * (output + extra) / layout.tp)
 
 
@@ -494,11 +526,23 @@ def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
     """
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
     known = load_coefficients(job.training.framework).saved
-    hidden = known.norm_output * _compute_input_ratio(job, known) * job.model.hidden
+    hidden = HALF_BYTES * _compute_input_ratio(job, known) * job.model.hidden
     hidden *= 2 if saved.routed_output else 1
     inside = experts.ffn / job.parallel.expert_tp * _compute_mlp_unit_bytes(job, saved)
     router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
-    return round(copies * (hidden * _compute_scale(job) + inside) + router)
+    width = FP32_EXPERTS if has_fp32_experts(job) else 1
+    return round(copies * width * (hidden * _compute_scale(job) + inside) + router)
+
+
+FP32_EXPERTS = 2
+"""Size of what experts in fp32 save, over that in 16 bits."""
+
+
+def has_fp32_experts(job: JobConfig) -> bool:
+    """Whether experts run in fp32: autocast does not cast the operands of torch's grouped_mm, which
+    transformers calls for them."""
+    is_routed = job.model.experts is not None
+    return is_routed and job.training.framework == "huggingface" and is_autocast(job)
 
 
 # What each framework saves for the backward pass, read from presets/frameworks.toml.
@@ -510,14 +554,15 @@ FILE = Path(__file__).parent / "presets" / "frameworks.toml"
 class SavedBytes:
     """Bytes saved per element of a layer with 16-bit activations.
 
-    norm_input and norm_output count for each of two norms, mlp_first for each of the MLP's first
-    GEMMs. Flags: scores, the attention matrix of unfused attention; expand_kv, keys and values
-    copied to every query head; routed_output, the output of the experts; fp8_inputs, fp8 GEMMs save
-    their inputs in fp8.
+    norm_input and norm_output count for each of two norms, head_norm for queries and keys if their
+    heads are normalized, mlp_first for each of the MLP's first GEMMs, scores for each score of
+    unfused attention. Flags: expand_kv, keys and values copied to every query head; routed_output,
+    the output of the experts; fp8_inputs, fp8 GEMMs save their inputs in fp8.
     """
 
     norm_input: float
     norm_output: float
+    head_norm: float
     residual: float
     query: float
     key: float
@@ -528,18 +573,22 @@ class SavedBytes:
     mlp_gate: float
     mlp_second: float
     mlp_output: float
-    scores: bool
+    scores: float
     expand_kv: bool
     routed_output: bool
     fp8_inputs: bool
+
+
+VARIANTS = ("layer_norm", "eager")
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """What one framework allocates; frameworks.toml documents each number and its source.
 
-    rows names the published runs on which numbers were fitted; low and high are the error band of a
-    measured peak over the predicted one.
+    rows names the published runs on which numbers were fitted; variants what differs of saved, by
+    the name of its table; low and high are the error band of a measured peak over the predicted
+    one.
     """
 
     framework: str
@@ -547,6 +596,7 @@ class Coefficients:
     rows: tuple[str, ...]
     saved: SavedBytes
     selective: SavedBytes
+    variants: Mapping[str, Mapping[str, float]]
     logits_saved: float
     logits_working: float
     logits_working_split: float
@@ -574,7 +624,8 @@ def _build_coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
     table |= {
         "rows": tuple(table["rows"]),
         "saved": SavedBytes(**layers["saved"]),
-        "selective": SavedBytes(**layers.get("selective", layers["saved"] | {"scores": False})),
+        "selective": SavedBytes(**layers.get("selective", layers["saved"] | {"scores": 0.0})),
+        "variants": {each: table.pop(each) for each in VARIANTS if each in table},
     }
     return Coefficients(framework=name, **table)
 

@@ -1,0 +1,579 @@
+"""The moments of a step at which the memory of a rank may be at its peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
+from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
+from stepsplit.analyzer.model.config import JobConfig, StageConfig
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.memory_states import (
+    FP32_WEIGHT_FRAMEWORKS,
+    HALF_BYTES,
+    MASK_BYTES,
+    LayersByKind,
+    StageActivations,
+    compute_final_norm_bytes,
+    compute_input_bytes,
+    compute_stage_activations,
+    count_chunks_in_flight,
+    count_moments_bytes,
+    has_fp32_experts,
+    is_autocast,
+    load_coefficients,
+    uses_foreach,
+)
+from stepsplit.analyzer.model.parameters import StageParameters, count_vocabulary_parameters
+
+# The moment at which a rank needs the most memory on top of its states.
+
+PEAK = Formula(
+    "memory.peak",
+    "states + max over {the loss, the last layer's backward pass, the embedding's gradient, the"
+    " optimizer step} of (activations in flight + what that moment needs)",
+    "Korthikanti et al., arXiv:2205.05198, section 4.2.3",
+)
+
+MomentName = Literal["logits", "loss", "head", "backward", "first layer", "embedding", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Memory on top of the states at one moment of the step, in bytes.
+
+    missing_gradients_bytes are those of the states' gradients that are not computed yet.
+    """
+
+    name: MomentName
+    activations_bytes: int
+    transient_bytes: int
+    missing_gradients_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.activations_bytes + self.transient_bytes - self.missing_gradients_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Memory that a rank needs on top of its states; equal for all equal ranks.
+
+    each_bytes are the activations of one chunk and microbatch in flight, most_bytes the limit for
+    all of them together if they are offloaded. The activations of moments come on top of those in
+    flight; idle is the moment without any in flight.
+    """
+
+    chunk_bytes: int
+    limit_bytes: int | None
+    moments: tuple[Moment, ...]
+    idle: Moment
+    formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
+
+    def list_moments(self, in_flight: int) -> tuple[Moment, ...]:
+        """The candidate moments for the peak, in the order of the step."""
+        return (*(self._add_activations(moment, in_flight) for moment in self.moments), self.idle)
+
+    def find_peak(self, in_flight: int) -> Moment:
+        """The moment of the peak; which of the passes it is does not depend on in_flight."""
+        busy = self._add_activations(max(self.moments, key=_sum_total_bytes), in_flight)
+        return max(busy, self.idle, key=_sum_total_bytes)
+
+    def _add_activations(self, moment: Moment, in_flight: int) -> Moment:
+        saved_bytes = in_flight * self.chunk_bytes
+        saved_bytes = (
+            saved_bytes if self.limit_bytes is None else min(saved_bytes, self.limit_bytes)
+        )
+        return replace(moment, activations_bytes=saved_bytes + moment.activations_bytes)
+
+
+def _sum_total_bytes(moment: Moment) -> int:
+    return moment.total_bytes
+
+
+def compute_needs(
+    job: JobConfig,
+    stage: StageConfig,
+    parameters: StageParameters,
+    layers: LayersByKind,
+    gradients_bytes: int,
+) -> MemoryNeeds:
+    """Needs of a stage, and of all equal ones except the first, which sends no input gradient.
+
+    gradients_bytes are those of the stage's states.
+    """
+    chunk = compute_stage_activations(job, stage, layers)
+    persistent = count_persistent_bytes(job, parameters)
+    formulas = [chunk.formula, *persistent.formulas]
+    if stage.head:
+        formulas.append(LOGITS)
+    limit_bytes = _compute_offload_limit(job, stage, chunk)
+    if limit_bytes is not None:
+        formulas.append(OFFLOAD)
+    if is_torch_ring(job):
+        formulas.append(RING)
+    if is_plain_torch(job):
+        step = TorchStep(job, stage, parameters, layers, chunk, gradients_bytes)
+        moments = tuple(step.list_moments())
+        formulas.append(TORCH)
+    else:
+        moments = tuple(_list_moments(job, stage, chunk, persistent.bytes))
+    return MemoryNeeds(
+        _compute_chunk_bytes(job, stage, chunk),
+        limit_bytes,
+        moments,
+        Moment("optimizer", 0, compute_optimizer_bytes(job, parameters)),
+        tuple(formulas),
+    )
+
+
+def _list_moments(
+    job: JobConfig, stage: StageConfig, chunk: StageActivations, persistent_bytes: int
+) -> Iterator[Moment]:
+    """The moments of a framework that keeps its gradients from step to step."""
+    if stage.head:
+        yield _build_loss_moment(job, stage, persistent_bytes)
+    yield _build_backward_moment(job, stage, chunk, persistent_bytes)
+    if stage.embedding:
+        chunk_bytes = _compute_chunk_bytes(job, stage, chunk)
+        transient_bytes = persistent_bytes + compute_embedding_bytes(job)
+        yield Moment("embedding", -chunk_bytes, transient_bytes)
+
+
+def list_stage_moments(
+    job: JobConfig,
+    stage: StageConfig,
+    parameters: StageParameters,
+    layers: LayersByKind,
+    gradients_bytes: int,
+) -> tuple[Moment, ...]:
+    """The candidate moments for the peak of one rank, in the order of the step."""
+    return compute_needs(job, stage, parameters, layers, gradients_bytes).list_moments(
+        count_chunks_in_flight(job, stage.index)
+    )
+
+
+def _compute_offload_limit(
+    job: JobConfig, stage: StageConfig, chunk: StageActivations
+) -> int | None:
+    """Limit of activations on the GPU: offloaded ones stay for two layers."""
+    if "activations" not in job.training.offload:
+        return None
+    return 2 * chunk.saved_bytes * len(stage.chunks) // max(1, stage.layers)
+
+
+def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
+    """Saved activations of a chunk and microbatch, with its output and the embedding's mask."""
+    elements = compute_input_bytes(job) // job.training.activation_bytes
+    extra = 0.0
+    if job.parallel.pp > 1 and not stage.head:
+        extra += elements * load_coefficients(job.training.framework).pipeline_output
+    if stage.embedding and job.training.dropout:
+        extra += elements * MASK_BYTES / len(stage.chunks)
+    return chunk.saved_bytes + round(extra)
+
+
+def _build_loss_moment(job: JobConfig, stage: StageConfig, persistent_bytes: int) -> Moment:
+    """The head's backward pass: input and output of the final norm, logits, working memory."""
+    saved, working = compute_logits_bytes(job)
+    around = compute_head_bytes(job) + compute_input_gradient_bytes(job, stage.index)
+    return Moment("loss", saved + 2 * compute_input_bytes(job), persistent_bytes + working + around)
+
+
+def _build_backward_moment(
+    job: JobConfig, stage: StageConfig, chunk: StageActivations, persistent_bytes: int
+) -> Moment:
+    """The last layer's backward pass, after its recomputation if there is any."""
+    needs = compute_layer_backward_bytes(job, stage) + chunk.recompute_bytes
+    needs += compute_input_gradient_bytes(job, stage.index) + _count_ring_bytes(job)
+    return Moment("backward", 0, persistent_bytes + needs)
+
+
+RING = Formula(
+    "memory.context_torch",
+    "2 c K + 12 K + 4 Q + 2 (Q + K), Q and K elements of a rank's queries and of its keys and"
+    " values: all ranks' keys and values, three fp32 copies of their gradients, the queries'"
+    " gradients, and those of one piece",
+    "PyTorch 2.13, _context_parallel/_attention.py, _templated_ring_attention_backward",
+)
+
+
+def _count_ring_bytes(job: JobConfig) -> int:
+    """Memory of the backward of torch's context_parallel (RING)."""
+    if not is_torch_ring(job):
+        return 0
+    cp, size = job.parallel.cp, job.training.activation_bytes
+    queries, pairs = count_query_width(job), count_kv_width(job)
+    return job.tokens * (size * cp * pairs + 12 * pairs + 4 * queries + size * (queries + pairs))
+
+
+# A step of plain PyTorch: autograd computes gradients from the last layer to the first one.
+
+TORCH = Formula(
+    "memory.torch_step",
+    "gradients exist from their backward to the optimizer step, which sets them to None (with"
+    " several microbatches: always); autocast keeps a 16-bit copy of a weight from its forward to"
+    " its backward; FSDP2 gathers the units in use and the next one",
+    "pytorch/pytorch, torch/optim/optimizer.py, zero_grad; torch.autocast; Zhao et al., PyTorch"
+    " FSDP, arXiv:2304.11277",
+)
+
+LOGITS_FORWARD = 6.0
+"""Bytes of a logit in the forward of an unfused loss beside the saved ones: in 16 bits, which the
+caller holds, and in fp32."""
+
+
+def is_plain_torch(job: JobConfig) -> bool:
+    """Whether autograd allocates the gradients of each step anew, without a pipeline."""
+    return job.training.framework in FP32_WEIGHT_FRAMEWORKS and job.parallel.pp == 1
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """The moments of a step of plain PyTorch on one rank (TORCH).
+
+    gradients_bytes are all gradients of the rank. The activations of moments count on top of those
+    of one chunk.
+    """
+
+    job: JobConfig
+    stage: StageConfig
+    parameters: StageParameters
+    layers: LayersByKind
+    chunk: StageActivations
+    gradients_bytes: int
+
+    def list_moments(self) -> Iterator[Moment]:
+        """From the loss to the embedding's gradient."""
+        yield from self._list_loss_moments()
+        yield self._build_head_moment()
+        yield self._build_last_layer_moment()
+        yield from self._list_first_layer_moments()
+        yield self._build_embedding_moment()
+
+    def _list_loss_moments(self) -> Iterator[Moment]:
+        """The loss's forward, where recomputation leaves copies of the layers to the forward alone,
+        and its backward."""
+        saved, working = compute_logits_bytes(self.job)
+        held = compute_final_norm_bytes(self.job) + saved
+        missing = self._count_missing(self.parameters.total)
+        copied, gathered = self._head, self._kept_head
+        if self.chunk.recompute_bytes:
+            logits = round(saved / load_coefficients("fsdp2").logits_saved * LOGITS_FORWARD)
+            weights = self._count_weights_bytes(self._layer_matrices + self._head, self._head)
+            yield Moment("logits", held, weights + logits, missing)
+        else:
+            copied += self._layer_matrices
+        yield Moment("loss", held, working + self._count_weights_bytes(copied, gathered), missing)
+
+    def _build_head_moment(self) -> Moment:
+        """The head's backward, beside the 16-bit gradient of the logits."""
+        logits = self.job.tokens * (self._head // self.job.model.hidden)
+        logits_bytes = logits * self.job.training.weight_bytes
+        needs = compute_head_input_bytes(self.job)
+        if self.job.is_fsdp:
+            multiplied = logits_bytes + 2 * self._head * self.job.training.weight_bytes
+            needs += max(multiplied, self._count_sum_bytes(self._head))
+        else:
+            needs += logits_bytes + self._count_gradient_needs(self._head)
+        needs += self._count_weights_bytes(self._copied_layers, self.parameters.largest_layer)
+        missing = self._count_missing(self.parameters.total)
+        return Moment("head", compute_final_norm_bytes(self.job), needs, missing)
+
+    def _build_last_layer_moment(self) -> Moment:
+        """The last layer's backward, after its recomputation if there is any."""
+        layer = self.parameters.largest_layer
+        needs = self._layer_needs + self.chunk.recompute_bytes
+        needs += self._count_weights_bytes(max(layer, self._copied_layers), 2 * layer)
+        below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
+        return Moment("backward", 0, needs, self._count_missing(below_head))
+
+    def _list_first_layer_moments(self) -> Iterator[Moment]:
+        """The first layer's backward: autograd is through with its MLP. FSDP gathers the embedding
+        meanwhile, and sums the layer's gradients at the end."""
+        first = self.layers.dense if self.stage.dense_layers else self.layers.expert
+        assert first is not None
+        layer, attention = self.parameters.largest_layer, self.parameters.dense_layer.attention
+        embedding = self.parameters.embedding
+        missing = embedding if self.parameters.head else 0
+        kept = first.total_bytes - self.chunk.saved_bytes
+        if not self.job.is_fsdp:
+            kept -= first.mlp + first.routed
+            needs = self._layer_needs + self._count_weights_bytes(attention, 0)
+            yield Moment("first layer", kept, needs, self._count_missing(missing + attention))
+            return
+        missing_bytes = self._count_missing(missing + layer)
+        needs = self._layer_needs + self._count_weights_bytes(0, layer + embedding)
+        yield Moment("first layer", kept, needs, missing_bytes)
+        needs = self._count_sum_bytes(layer) + self._count_weights_bytes(0, embedding)
+        yield Moment("first layer", -self.chunk.saved_bytes, needs, missing_bytes)
+
+    def _build_embedding_moment(self) -> Moment:
+        """The embedding's gradient: the last one, unless a tied head has had it before."""
+        embedding, needs = self.parameters.embedding, 2 * compute_input_bytes(self.job)
+        missing = 0
+        if self.job.is_fsdp:
+            needs += self._count_sum_bytes(embedding)
+            missing = self._count_missing(embedding)
+        elif self._keeps_gradients or not self.parameters.head:
+            needs += 4 * embedding
+        return Moment("embedding", -self.chunk.saved_bytes, needs, missing)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether an earlier microbatch has left its gradients."""
+        return self.job.microbatches > 1
+
+    @property
+    def _head(self) -> int:
+        return count_vocabulary_parameters(self.job) if self.stage.head else 0
+
+    @property
+    def _layer_matrices(self) -> int:
+        """Weights of the layers of which autocast makes copies."""
+        outside = self.parameters.embedding + self.parameters.head + self.parameters.final_norm
+        outside += self.parameters.experts if has_fp32_experts(self.job) else 0
+        return self.parameters.total - outside
+
+    @property
+    def _copied_layers(self) -> int:
+        """Those whose copies stay until their backward."""
+        return 0 if self.chunk.recompute_bytes else self._layer_matrices
+
+    @property
+    def _kept_head(self) -> int:
+        """The head, if FSDP keeps it gathered from its forward to its backward."""
+        return self._head if find_reshard_policy(self.job) == "default" else 0
+
+    @property
+    def _layer_needs(self) -> int:
+        """Memory of the backward of one layer beside its activations and weights."""
+        layer, job = self.parameters.largest_layer, self.job
+        matrix = job.model.hidden * job.model.ffn // job.parallel.tp
+        needs = compute_layer_backward_bytes(job, self.stage) + _count_ring_bytes(job)
+        if job.is_fsdp:
+            return needs + layer * job.training.weight_bytes
+        return needs + self._count_gradient_needs(min(matrix, layer))
+
+    def _count_gradients_bytes(self, parameters: int) -> int:
+        """The rank's gradients of some of its parameters."""
+        return self.gradients_bytes * parameters // max(1, self.parameters.total)
+
+    def _count_missing(self, parameters: int) -> int:
+        """Gradients of parameters whose backward is still to come."""
+        return 0 if self._keeps_gradients else self._count_gradients_bytes(parameters)
+
+    def _count_sum_bytes(self, unit: int) -> int:
+        """Memory with which FSDP sums the gradients of a unit, the rank's own ones included: they
+        are copied to a buffer, and that to the result."""
+        copied = _count_unit_gradient_bytes(self.job, unit)
+        own = self._count_gradients_bytes(unit)
+        return max(copied, copied - self.job.training.weight_bytes * unit + own)
+
+    def _count_gradient_needs(self, matrix: int) -> int:
+        """Memory to compute the gradients of a matrix without FSDP."""
+        copy = HALF_BYTES if is_autocast(self.job) else 0
+        return matrix * (copy + (4 if self._keeps_gradients else 0))
+
+    def _count_weights_bytes(self, copied: int, gathered: int) -> int:
+        """16-bit copies of so many weights, or FSDP's gathered ones; and DDP's buckets."""
+        job, total = self.job, self.parameters.total
+        if job.is_fsdp:
+            whole = total if find_reshard_policy(job) == "never" else gathered
+            return whole * job.training.weight_bytes
+        copies = HALF_BYTES * copied if is_autocast(job) else 0
+        return copies + _count_bucket_bytes(job) * total
+
+
+# Transient memory: gathered weights, gradients, logits.
+
+GATHERED = Formula(
+    "memory.gathered",
+    "2 (unit + prefetched unit) gathered, all units if none is freed before its backward, 2 unit of"
+    " gradients, 4 unit where they are reduced in fp32; with pipeline stages the gradients of the"
+    " whole rank, and its weights unless they are freed after each forward pass; DeepSpeed"
+    " 4 largest layer",
+    "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511;"
+    " DeepSpeed docs, memory.rst",
+)
+
+LOGITS = Formula(
+    "memory.logits",
+    "2TV'/t with a fused loss (its gradient takes their place), else (4 + working) TV'/t;"
+    " plus the head's gradient 2V'h/t",
+    "Korthikanti et al., arXiv:2205.05198, section 4.3; Hsu et al., Liger Kernel, arXiv:2410.10989",
+)
+
+DUMMY = Formula(
+    "memory.layer_gradient",
+    "2 bytes for each weight of one layer (one buffer per shape) besides the fp32 gradients",
+    "Transformer Engine, get_dummy_wgrad",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PersistentBytes:
+    """Bytes that stay allocated throughout the passes, and their formulas."""
+
+    bytes: int
+    formulas: tuple[Formula, ...] = ()
+
+
+def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> PersistentBytes:
+    """Count the bytes that stay allocated throughout the passes (GATHERED and DUMMY).
+
+    Under autocast (ddp, huggingface) the 16-bit copies of all weights live as long as the graph,
+    and DistributedDataParallel keeps buckets in addition to the gradients.
+    """
+    if _is_gathered_once(job):
+        gathered = job.training.weight_bytes * parameters.total
+        return PersistentBytes(gathered + _count_sum_bytes(job, parameters.total), (GATHERED,))
+    if _sums_unreduced(job):
+        unit = _count_gathered_unit_bytes(job, parameters.largest_layer)
+        return PersistentBytes(unit + _count_sum_bytes(job, parameters.total), (GATHERED,))
+    if job.is_fsdp and find_reshard_policy(job) == "never":
+        unit = _count_unit_gradient_bytes(job, parameters.largest_layer)
+        gathered = job.training.weight_bytes * parameters.total
+        return PersistentBytes(gathered + unit, (GATHERED,))
+    if job.parallel.zero >= 3:
+        return PersistentBytes(
+            _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
+        )
+    if job.training.framework in FP32_WEIGHT_FRAMEWORKS:
+        return PersistentBytes(parameters.total * _count_autocast_bytes(job))
+    layer_copies = load_coefficients(job.training.framework).layer_gradient
+    if not layer_copies or not _has_fp32_gradients(job):
+        return PersistentBytes(0)
+    return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
+
+
+def _count_autocast_bytes(job: JobConfig) -> int:
+    return (2 if job.training.dtype != "fp32" else 0) + _count_bucket_bytes(job)
+
+
+def _count_bucket_bytes(job: JobConfig) -> int:
+    """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
+    plain = job.training.framework in FP32_WEIGHT_FRAMEWORKS and job.parallel.zero < 2
+    return 4 if plain and job.parallel.gradient_ranks > 1 else 0
+
+
+def _is_gathered_once(job: JobConfig) -> bool:
+    """Whether weights stay gathered: torchtitan gathers those of a pipeline stage once per step,
+    unless they are freed after every forward pass."""
+    return _sums_unreduced(job) and is_kept_gathered(job)
+
+
+def _sums_unreduced(job: JobConfig) -> bool:
+    """Whether microbatches add up whole gradients, which a pipeline of FSDP2 reduces once."""
+    return job.training.framework == "fsdp2" and job.parallel.zero == 3 and job.parallel.pp > 1
+
+
+def _count_sum_bytes(job: JobConfig, parameters: int) -> int:
+    """The unreduced gradients that microbatches accumulate."""
+    sums = job.training.gradient_bytes if job.microbatches > 1 else job.training.weight_bytes
+    return parameters * sums
+
+
+def _count_gathered_unit_bytes(job: JobConfig, unit: int) -> int:
+    """A gathered FSDP unit, the prefetched next one, and the gradients of the first."""
+    if job.training.framework == "deepspeed":
+        return 2 * 2 * unit
+    return 2 * job.training.weight_bytes * unit + _count_unit_gradient_bytes(job, unit)
+
+
+def _count_unit_gradient_bytes(job: JobConfig, unit: int) -> int:
+    reduced = 4 if job.training.framework == "fsdp2" and job.training.gradient_bytes == 4 else 0
+    return (job.training.weight_bytes + reduced) * unit
+
+
+def _has_fp32_gradients(job: JobConfig) -> bool:
+    return job.training.gradient_bytes == 4 and job.training.weight_bytes == 2
+
+
+def _count_distinct_weights(job: JobConfig, parameters: StageParameters) -> int:
+    """Weights of one layer with one of its experts, because all experts have the same shapes."""
+    layer = parameters.expert_layer or parameters.dense_layer
+    count = layer.attention + layer.mlp
+    if parameters.expert_layer is not None and job.model.experts is not None:
+        count += layer.experts * job.parallel.ep // job.model.experts.count
+        count += parameters.dense_layer.mlp if parameters.dense_layers else 0
+    return count
+
+
+def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
+    """Logits of one microbatch saved for the loss's backward, and its working memory."""
+    known = load_coefficients(job.training.framework)
+    logits = job.tokens * (count_vocabulary_parameters(job) // job.model.hidden)
+    if job.training.fused_loss:
+        return logits * job.training.weight_bytes, 0
+    working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working
+    return round(logits * known.logits_saved), round(logits * working)
+
+
+def compute_head_bytes(job: JobConfig) -> int:
+    """Memory around the head's GEMM: gradients of its weight and its input."""
+    return _compute_vocabulary_bytes(job) + compute_head_input_bytes(job)
+
+
+def compute_head_input_bytes(job: JobConfig) -> int:
+    """Gradient of the head's input and, with sequence parallelism, the gathered input and the
+    reduced gradient."""
+    own = compute_input_bytes(job)
+    whole = own * job.parallel.sequence_split
+    return whole + (whole + own if job.parallel.sequence_split > 1 else 0)
+
+
+def _compute_vocabulary_bytes(job: JobConfig) -> int:
+    """Gradient of the head or embedding, with the gathered weight if that is sharded."""
+    parameters = count_vocabulary_parameters(job)
+    if job.parallel.zero < 3 or _is_gathered_once(job):
+        return parameters * job.training.weight_bytes
+    return parameters * job.training.weight_bytes + _count_unit_gradient_bytes(job, parameters)
+
+
+def compute_layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
+    """Peak working memory of one layer's backward pass, on top of saved activations.
+
+    At the MLP's activation function: gradients of the layer's output and of the first GEMMs (that
+    of the activated values replaces the values). With sequence parallelism the peak may be at the
+    first GEMM: its gathered input and the gradient of that.
+    """
+    hidden = compute_input_bytes(job)
+    width = job.model.ffn / job.parallel.tp
+    if stage.expert_layers and job.model.experts is not None:
+        experts = job.model.experts
+        hidden += hidden * experts.top_k
+        width = experts.top_k * experts.ffn / job.parallel.sequence_split / job.parallel.expert_tp
+    width_bytes = round(job.tokens * width) * job.training.activation_bytes
+    gathered = 2 * compute_input_bytes(job) * job.parallel.sequence_split - width_bytes
+    activation = 2 * width_bytes if job.model.gated else width_bytes
+    return hidden + (max(activation, gathered) if job.parallel.sequence_split > 1 else activation)
+
+
+def compute_embedding_bytes(job: JobConfig) -> int:
+    """Gradient of the embedding table."""
+    return _compute_vocabulary_bytes(job)
+
+
+def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
+    """The input gradient that a stage sends to the stage before it."""
+    return compute_input_bytes(job) if job.parallel.pp > 1 and rank > 0 else 0
+
+
+def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
+    """Working memory of the optimizer step: lists of tensors need the root of a moment."""
+    working_bytes = 0
+    if uses_foreach(job.training):
+        each_bytes = count_moments_bytes(job.training) / 2
+        working_bytes = round(each_bytes * parameters.total / job.parallel.shard_size)
+    return working_bytes + _count_bucket_bytes(job) * parameters.total
+
+
+OFFLOAD = Formula(
+    "memory.offload",
+    "optimizer leaves the GPU (DeepSpeed: its gradients too), parameters and activations likewise;"
+    " host of one node P max(4g, 16) 1.5 (ZeRO-2), P 18 (g/N) 1.5 (ZeRO-3)",
+    "DeepSpeed docs, memory.rst; Ren et al., ZeRO-Offload, arXiv:2101.06840",
+)

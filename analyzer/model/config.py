@@ -372,6 +372,8 @@ class TrainingConfig:
         recompute_layers: With recompute "full", how many layers of each model stage are recomputed;
             0 (default) for all.
         moments_dtype: dtype of the optimizer's moments: "fp32" (default) or "bf16".
+        master_weights: Whether the optimizer keeps weights in fp32; False: it updates 16-bit ones.
+            Default True.
         framework: Framework whose behavior is modelled. Default "megatron".
         gradient_dtype: dtype of the gradient reduction. Default "fp32".
         activation_dtype: dtype of the activations between layers. Default "bf16".
@@ -409,6 +411,7 @@ class TrainingConfig:
     recompute_parts: frozenset[RecomputePart] = field(default=frozenset(), metadata={KEY: ""})
     recompute_layers: Natural = 0
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
+    master_weights: bool = True
     framework: Framework = "megatron"
     gradient_dtype: Dtype = "fp32"
     activation_dtype: Dtype = "bf16"

@@ -515,7 +515,11 @@ def complete_training(
 ) -> TrainingConfig:
     """Completes the decoded table with the framework's defaults. Raises DataError."""
     stated = table.values
-    defaults = framework_defaults(framework, stated.get("dtype", "bf16"), layout, model, hardware)
+    dtype = stated.get("dtype", "bf16")
+    defaults = framework_defaults(framework, dtype, layout, model, hardware)
+    if not stated.get("master_weights", True) and framework in TORCH_FRAMEWORKS:
+        # torch's optimizers make moments in the dtype of the weights, as autograd does gradients.
+        defaults |= {"gradient_dtype": _choose_weight_dtype(dtype), "moments_dtype": "bf16"}
     resolved = {"framework": framework, "global_batch": _infer_global_batch(table, layout.dp)}
     return TrainingConfig(**{**defaults, **select_fields(TrainingConfig, stated), **resolved})
 
@@ -609,6 +613,9 @@ def _read_file(path: Path) -> TomlTable:
 
 
 # Defaults of the frameworks for keys that a job.toml leaves out.
+
+TORCH_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "huggingface")
+"""Frameworks whose optimizers update the model's own weights."""
 
 FOREACH_FRAMEWORKS: tuple[Framework, ...] = ("ddp", "huggingface")
 """Frameworks that use torch's optimizers as torch chooses them."""

@@ -136,6 +136,10 @@ def _compare_gemms(
     return tuple(ratios)
 
 
+COUNTED_GEMM = 1.16
+"""Rate of GEMMs where all other kernels are counted, over the family's constant, which was fitted
+to runs with others that are not: three Llama runs of transformers on an H200."""
+
 ROW_SCALED = 0.8
 """Rate of fp8 GEMMs with a scale per row over that with a scale per tensor: 6,412 tokens/s against
 7,186, and 5,760 in bf16, of Llama 3 8B on 8 H100 (pytorch/torchtitan, commit 7a04053)."""
@@ -157,10 +161,16 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         gemm = efficiency.gemm_fp8
     if eight_bits and training.fp8_scaling == "row":
         gemm *= ROW_SCALED
+    if training.framework == "huggingface":
+        gemm *= COUNTED_GEMM
     attention = find_attention_rate(job, wide_peak)
+    head = wide_peak * efficiency.gemm * hardware.clock
+    head *= COUNTED_GEMM if training.framework == "huggingface" else 1.0
+    if is_head_unaligned(job):
+        head = min(head, UNALIGNED_FLOPS_PER_S)
     speed = DeviceSpeed(
         linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,
-        head_flops_per_ns=wide_peak * efficiency.gemm * hardware.clock / 1e9,
+        head_flops_per_ns=head / 1e9,
         attention_flops_per_ns=attention.forward_flops_per_s / 1e9,
         attention_backward_flops_per_ns=attention.backward_flops_per_s / 1e9,
         bytes_per_ns=hardware.memory_bytes_per_s * efficiency.memory / 1e9,
@@ -178,6 +188,38 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         gemm_ratios=_compare_gemms(hardware, training.dtype, speed),
         head_ratios=_compare_gemms(hardware, _find_wide_dtype(job), speed.head_speed),
     )
+
+
+UNALIGNED = Formula(
+    "step.unaligned_head",
+    "124 TFLOP/s at most: tensor cores take no rows of the head that are not multiples of 16 bytes;"
+    " a vocabulary that is a multiple of 64 avoids it (Megatron-LM pads it)",
+    "own measurement: GPT-2's head, 50,257 columns, on an H200 runs at 95 forward, 141 and 151"
+    " TFLOP/s backward, by kernels of the Turing generation",
+)
+
+UNALIGNED_FLOPS_PER_S = 124e12
+
+ALIGNED_COLUMNS = 8
+"""Columns in 16 bits that fill 16 bytes."""
+
+
+def is_head_unaligned(job: JobConfig) -> bool:
+    """Whether the rows of the head's matrix on a rank are not multiples of 16 bytes."""
+    columns = -(-job.padded_vocab // job.parallel.vocab_split)
+    return columns % ALIGNED_COLUMNS != 0 and job.training.dtype != "fp32"
+
+
+def compute_fp32_speed(job: JobConfig, speed: DeviceSpeed) -> DeviceSpeed:
+    """Speed of GEMMs in fp32, which run outside of the tensor cores. Raises UsageError."""
+    peak = job.hardware.peak_flops_per_s("fp32")
+    if peak is None:
+        raise UsageError(
+            f"{job.hardware.name} has no peak FLOP/s at fp32, in which experts run under autocast;"
+            " set peaks.fp32 of [hardware]"
+        )
+    flops_per_ns = peak * job.hardware.efficiency.gemm * job.hardware.clock / 1e9
+    return replace(speed, linear_flops_per_ns=flops_per_ns, operand_bytes=4, gemm_ratios=())
 
 
 def _count_weight_gradient_bytes(job: JobConfig) -> int:
@@ -217,22 +259,31 @@ BACKWARD_ATTENTION = 0.8
 """Rate of fused attention's backward over that of its forward where only the latter is known.
 Dao, FlashAttention-2, arXiv:2307.08691, section 4.1."""
 
+NARROW_HEAD = 64
+"""Size of heads up to which a kernel's rate for narrow ones applies."""
+
 SUSTAINED_ATTENTION = 0.92
 """Rate of an attention kernel in a training step over that in its benchmark: clocks are lower."""
 
-_TRANSFORMER_ENGINE: dict[str, AttentionKernel] = {"hopper": "cudnn", "blackwell": "cudnn"}
+_CUDNN_FAMILIES = ("hopper", "blackwell")
+
+_FLASH_2_FRAMEWORKS = ("deepspeed", "nanotron", "zero-paper")
 
 _AMD_KERNELS: dict[str, AttentionKernel] = {"cdna3": "aiter", "cdna4": "ck"}
 
 
 def choose_attention_kernel(job: JobConfig) -> AttentionKernel:
-    """The stated kernel, or the one that the framework calls: cuDNN through Transformer Engine in
-    Megatron-LM, FlashAttention 2 through torch's SDPA in the others."""
-    family = job.hardware.family
-    if job.training.attention_kernel:
-        return job.training.attention_kernel
-    if job.training.framework == "megatron" and family in _TRANSFORMER_ENGINE:
-        return _TRANSFORMER_ENGINE[family]
+    """The stated kernel, or the one that the framework calls.
+
+    On Hopper and Blackwell that is cuDNN's, through Transformer Engine in Megatron-LM, and through
+    torch's SDPA, which prefers it since torch 2.10 (pytorch/pytorch, cuda/sdp_utils.cpp); else
+    FlashAttention 2.
+    """
+    training, family = job.training, job.hardware.family
+    if training.attention_kernel:
+        return training.attention_kernel
+    if family in _CUDNN_FAMILIES and training.framework not in _FLASH_2_FRAMEWORKS:
+        return "cudnn"
     return _AMD_KERNELS.get(family, "flash-2")
 
 
@@ -261,7 +312,13 @@ def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRat
             " attention_kernel, or forward and backward of [hardware.attention]"
         )
     scale = peak_flops_per_s / kernel.peak_flops_per_s * hardware.clock * SUSTAINED_ATTENTION
-    return _slow_by_start(kernel.rate, tokens, scale)
+    rate = _slow_by_start(kernel.rate, tokens, scale)
+    if job.model.head_size > NARROW_HEAD or job.model.latent is not None:
+        return rate
+    return AttentionRate(
+        rate.forward_flops_per_s * kernel.narrow,
+        rate.backward_flops_per_s * kernel.narrow_backward,
+    )
 
 
 def count_attended_tokens(job: JobConfig) -> float:

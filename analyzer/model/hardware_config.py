@@ -246,10 +246,13 @@ def list_families() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KernelRate:
-    """Published rate of an attention kernel, and the dense bf16 peak of the device that ran it."""
+    """Published rate of an attention kernel with heads of 128, the dense bf16 peak of the device
+    that ran it, and its rates with heads of 64 relative to those."""
 
     rate: AttentionRate
     peak_flops_per_s: float
+    narrow: float
+    narrow_backward: float
 
 
 def load_attention_rate(kernel: AttentionKernel, family: str) -> KernelRate | None:
@@ -266,13 +269,16 @@ def list_attention_kernels(family: str) -> tuple[str, ...]:
 def _load_kernels() -> dict[tuple[str, str], KernelRate]:
     """Reads the tables of attention.toml, by kernel and family. Raises DataError."""
     presets, mistakes = read_table(PRESETS / "attention.toml"), Mistakes()
-    kinds = {**collect_kinds(AttentionRate), "peak": float, "source": str}
+    own = dict.fromkeys(("peak", "narrow", "narrow_backward"), float)
+    kinds = {**collect_kinds(AttentionRate), **own, "source": str}
     kernels = {}
     for kernel in presets.values:
         for family in presets.get_subtable(kernel).values:
             stated = decode_keys(presets.get_subtable(kernel).get_subtable(family), kinds, mistakes)
             rate = AttentionRate(**select_fields(AttentionRate, stated))
-            kernels[kernel, family] = KernelRate(rate, stated["peak"])
+            narrow = stated.get("narrow", 1.0)
+            backward = stated.get("narrow_backward", narrow)
+            kernels[kernel, family] = KernelRate(rate, stated["peak"], narrow, backward)
     mistakes.raise_all()
     return kernels
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.model.comm_ops import (
     count_kv_width,
@@ -17,8 +17,26 @@ from stepsplit.analyzer.model.config import (
     LatentAttention,
     count_rerun_layers,
 )
-from stepsplit.analyzer.model.device_speed import ATTENTION, DeviceSpeed, is_attention_stated
+from stepsplit.analyzer.model.device_speed import (
+    ATTENTION,
+    UNALIGNED,
+    DeviceSpeed,
+    compute_fp32_speed,
+    is_attention_stated,
+    is_head_unaligned,
+)
+from stepsplit.analyzer.model.elementwise import (
+    EAGER,
+    count_hidden,
+    find_moved_bytes,
+    find_traffic,
+    time_activation,
+    time_elementwise,
+    time_routing,
+    time_softmax,
+)
 from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.memory_states import has_fp32_experts, is_autocast
 from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
@@ -27,9 +45,10 @@ LOSS_BYTES = (8.0, 6.0)
 """Bytes moved per logit, forward and backward: the loss reads and writes it in fp32, its backward
 in the training dtype."""
 
-UPCAST_LOSS_BYTES = (14.0, 14.0)
+UPCAST_LOSS_BYTES = (18.0, 28.0)
 """The same where the logits are cast to fp32 in a kernel of their own (6 bytes), as are the
-gradients back, and log_softmax and its backward read and write fp32 (8 bytes)."""
+gradients back, log_softmax reads and writes fp32 (8 bytes), and its backward fills its gradient (4)
+and reads it and the result (12); at 0.79 of the rate of fused kernels."""
 
 
 def compute_chunk_passes(
@@ -112,10 +131,12 @@ def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     costs = select_framework_costs(job)
     gradients = gemm.parameters * costs.accumulate_bytes
     forward_bytes, backward_bytes = costs.loss_bytes
+    formulas = (UNALIGNED,) if is_head_unaligned(job) else ()
     return LayerPass(
         gemm.compute_forward_ns(head_speed) + speed.compute_memory_ns(logits * forward_bytes, 4),
         gemm.compute_input_ns(head_speed) + speed.compute_memory_ns(logits * backward_bytes, 2),
         gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients),
+        formulas=formulas,
     )
 
 
@@ -152,6 +173,9 @@ DOUBLING_EXPERTS = 32
 def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
     """Time that one microbatch waits for the launches of experts (EXPERT_LAUNCH)."""
     if job.model.experts is None or job.training.cuda_graph == "step":
+        return LayerPass(0.0, 0.0, 0.0)
+    if job.training.framework == "huggingface" and not has_fp32_experts(job):
+        # One grouped_mm of torch, which reads the counts of tokens on the device.
         return LayerPass(0.0, 0.0, 0.0)
     local = divide_ceil(job.model.experts.count, job.parallel.ep)
     casts = 2 if job.training.dtype == "fp8" else 1
@@ -202,9 +226,6 @@ def is_host_bound(device: LayerPass, host: LayerPass) -> bool:
 FUSED_BACKWARD = 2.5
 """FLOPs of fused attention's backward over its forward: it recomputes the scores (Dao, 2022)."""
 
-ELEMENTWISE_KERNELS = 6
-"""Memory-bound kernels per layer: two norms, two residuals, activation, rotary embedding."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerPass:
@@ -246,45 +267,46 @@ def time_dense_layer(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     again_ns = _time_parts(job, speed, activations)
     if "mlp" in job.training.recompute_parts:
         again_ns += mlp[0].compute_forward_ns(speed)
-        again_ns += _time_activation(job, speed, activations)
+        again_ns += time_activation(job, speed, activations)
     gemms = (*list_attention_gemms(job), *mlp)
     return _time_layer(job, speed, gemms, activations) + LayerPass(0.0, again_ns, 0.0)
 
 
 def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> LayerPass:
     """Time of a mixture-of-experts layer with balanced routing."""
-    gemms = (*list_attention_gemms(job), *list_expert_gemms(job, experts))
-    routed = count_routed_tokens(job, experts)
+    gemms, routed = list_expert_gemms(job, experts), count_routed_tokens(job, experts)
+    wide = LayerPass(0.0, 0.0, 0.0)
+    if has_fp32_experts(job):
+        costs, fp32_speed = select_framework_costs(job), compute_fp32_speed(job, speed)
+        wide = replace(_time_linear(fp32_speed, gemms[1:3], costs), formulas=(EXPERTS_FP32,))
+        gemms = (gemms[0], *gemms[3:])
     activations = routed * divide_ceil(experts.ffn, job.parallel.expert_tp)
-    activations += job.tokens * divide_ceil(experts.shared_ffn, job.parallel.tp)
-    routing_ns = speed.compute_memory_ns(
-        4 * routed * job.model.hidden * job.training.activation_bytes, 4
-    )
-    layer = _time_layer(job, speed, gemms, activations)
-    again_ns = _time_parts(job, speed, activations)
+    shared = job.tokens * divide_ceil(experts.shared_ffn, job.parallel.tp)
+    routing = time_routing(job, speed, routed)
+    gemms = (*list_attention_gemms(job), *gemms)
+    layer = wide + _time_layer(job, speed, gemms, shared, activations)
+    again_ns = _time_parts(job, speed, activations + shared)
     if "experts" in job.training.recompute_parts:
         experts_again = list_expert_gemms(job, experts)
-        again_ns += sum(each.compute_forward_ns(speed) for each in experts_again) + routing_ns
-        again_ns += _time_activation(job, speed, activations)
-    return layer + LayerPass(routing_ns, routing_ns + again_ns, 0.0)
+        again_ns += sum(each.compute_forward_ns(speed) for each in experts_again)
+        again_ns += routing.forward_ns + time_activation(job, speed, activations + shared)
+    return layer + LayerPass(routing.forward_ns, routing.backward_ns + again_ns, 0.0)
 
 
 def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
     """Time to recompute parts of a layer before its backward pass, apart from its MLP or
     experts."""
     parts, latent, ns = job.training.recompute_parts, job.model.latent, 0.0
-    traffic = select_framework_costs(job)
     if "core-attention" in parts:
-        ns += _time_attention_core(job, speed, traffic).forward_ns
+        ns += _time_attention_core(job, speed).forward_ns
     if "mla-up" in parts and latent is not None:
         ups = (each for each in list_attention_gemms(job) if each.inner in _list_ranks(latent))
         ns += sum(each.compute_forward_ns(speed) for each in ups)
     if "norms" in parts:
-        hidden = job.tokens * job.model.hidden / job.parallel.sequence_split
-        norm_bytes = 4 * hidden * job.training.activation_bytes * traffic.elementwise
-        ns += speed.compute_memory_ns(norm_bytes, 2)
+        norm_bytes = 4 * count_hidden(job) * job.training.activation_bytes
+        ns += speed.compute_memory_ns(norm_bytes * find_traffic(job), 2)
     if "activation" in parts:
-        ns += _time_activation(job, speed, activations)
+        ns += time_activation(job, speed, activations)
     return ns
 
 
@@ -292,23 +314,29 @@ def _list_ranks(latent: LatentAttention) -> tuple[int, ...]:
     return tuple(filter(None, (latent.query_rank, latent.kv_rank)))
 
 
-def _time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
-    """Time of the activation function's forward."""
-    gates = 2 if job.model.gated else 1
-    moved_bytes = (gates + 1) * activations * job.training.activation_bytes
-    return speed.compute_memory_ns(moved_bytes * select_framework_costs(job).elementwise, 1)
-
-
 def _time_layer(
-    job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...], activations: float
+    job: JobConfig,
+    speed: DeviceSpeed,
+    gemms: tuple[Gemm, ...],
+    activations: float,
+    routed_activations: float = 0.0,
 ) -> LayerPass:
-    traffic = select_framework_costs(job)
+    elementwise = time_elementwise(job, speed, activations, routed_activations)
+    formulas = () if find_moved_bytes(job) is None else (EAGER,)
     return (
-        _time_linear(speed, gemms, traffic)
+        _time_linear(speed, gemms, select_framework_costs(job))
         + _time_casts(speed, gemms)
-        + _time_attention_core(job, speed, traffic)
-        + _time_elementwise(job, speed, traffic, activations)
+        + _time_attention_core(job, speed)
+        + LayerPass(elementwise.forward_ns, elementwise.backward_ns, 0.0, formulas=formulas)
     )
+
+
+EXPERTS_FP32 = Formula(
+    "step.experts_fp32",
+    "2 FLOPs per weight and token at the fp32 peak, outside of the tensor cores: autocast does not"
+    " cast the operands of torch's grouped_mm; models loaded in bf16 do not have it",
+    "transformers 5, integrations/moe.py; own recordings on an H200",
+)
 
 
 def _time_linear(speed: DeviceSpeed, gemms: tuple[Gemm, ...], traffic: FrameworkCosts) -> LayerPass:
@@ -346,7 +374,7 @@ def _time_casts(speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
     )
 
 
-def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts) -> LayerPass:
+def _time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
     heads = divide_ceil(job.model.heads, job.parallel.tp)
     scores = float(job.tokens) * job.training.attended_tokens * heads
@@ -358,14 +386,9 @@ def _time_attention_core(job: JobConfig, speed: DeviceSpeed, traffic: FrameworkC
         formulas = () if is_attention_stated(job) else (ATTENTION,)
         core_pass = LayerPass(forward, backward, 0.0, forward, backward, formulas)
         return core_pass + time_pieces(job, speed) if is_fused_ring(job) else core_pass
-    size = job.training.activation_bytes
-    softmax = traffic.elementwise * (
-        (5 if job.training.dropout else 4) * size + job.training.dropout
-    )
-    forward = work / speed.attention_flops_per_ns + speed.compute_memory_ns(scores * softmax, 5)
-    backward = 2 * work / speed.attention_flops_per_ns + speed.compute_memory_ns(
-        scores * (softmax + 2 * size), 6
-    )
+    softmax = time_softmax(job, speed, scores)
+    forward = work / speed.attention_flops_per_ns + softmax.forward_ns
+    backward = 2 * work / speed.attention_flops_per_ns + softmax.backward_ns
     return LayerPass(forward, backward, 0.0, forward, backward)
 
 
@@ -375,38 +398,6 @@ def _sum_head_widths(job: JobConfig) -> int:
     if latent is None:
         return 2 * job.model.head_size
     return latent.nope + latent.rope + latent.value
-
-
-def _time_elementwise(
-    job: JobConfig, speed: DeviceSpeed, traffic: FrameworkCosts, activations: float
-) -> LayerPass:
-    """Memory-bound kernels: norms, residuals with dropout, rotary embedding, activation."""
-    model, size = job.model, job.training.activation_bytes
-    hidden = job.tokens * model.hidden / job.parallel.sequence_split
-    rotated = 0 if model.positions else 2 * _count_rotated(job)
-    gates = 2 if model.gated else 1
-    # A norm and a residual of each half; in a parallel block one sum of three for both halves.
-    forward_hidden, backward_hidden = (8, 10) if model.parallel_block else (2 * 5, 2 * 6)
-    forward = forward_hidden * hidden + (gates + 1) * activations + rotated
-    backward = backward_hidden * hidden + (2 * gates + 1) * activations + rotated
-    masks = 2 * hidden * job.training.dropout
-    kernels = ELEMENTWISE_KERNELS
-    if model.qk_norm:
-        normed = _count_rotated(job)
-        forward, backward, kernels = forward + 2 * normed, backward + 3 * normed, kernels + 2
-    return LayerPass(
-        speed.compute_memory_ns((forward * size + masks) * traffic.elementwise, kernels),
-        speed.compute_memory_ns((backward * size + masks) * traffic.elementwise, kernels + 2),
-        0.0,
-    )
-
-
-def _count_rotated(job: JobConfig) -> float:
-    """Elements of queries and keys with rotary embedding."""
-    model, heads = job.model, divide_ceil(job.model.heads, job.parallel.tp)
-    if model.latent is not None:
-        return job.tokens * (heads + 1) * model.latent.rope
-    return job.tokens * (heads + divide_ceil(model.kv_heads, job.parallel.tp)) * model.head_size
 
 
 # The GEMMs of one layer and microbatch on one rank.
@@ -541,34 +532,16 @@ AUTOCAST_BYTES = 12.0
 class FrameworkCosts:
     """Constants of a framework.
 
-    elementwise multiplies the bytes of norms, residuals, dropout and activation: 1 if each is fused
-    into one read and one write. accumulate_bytes are moved per parameter and microbatch for
+    accumulate_bytes are moved per parameter and microbatch for
     gradient accumulation, unit_bytes for the copies around FSDP's collectives, or by autocast.
     host_ns is the host's launch time of one layer's forward, an estimate (about 30 kernels of 10
     us). loss_bytes are moved per logit, forward and backward.
     """
 
-    elementwise: float
     accumulate_bytes: float
     unit_bytes: float
     host_ns: float
     loss_bytes: tuple[float, float] = LOSS_BYTES
-
-
-EAGER_TRAFFIC = 1.75
-"""Memory traffic of unfused operations over fused ones (fitted on Megatron-LM of 2020)."""
-
-SHARDED_TRAFFIC = 2.4
-"""The same for models under FSDP, which also cast each gathered weight (fitted on llm-foundry)."""
-
-UPCAST_TRAFFIC = 3.0
-"""The same for Llama's layers, whose norms and rotary embedding are cast to fp32 and back, each
-step in a kernel of its own: counted in elements, 36 h + 5 f + 10 (a + k) d instead of
-10 h + 3 f + 2 (a + k) d forward."""
-
-COMPILED_TRAFFIC = 1.3
-"""The same with torch.compile: its norms read and write at 0.8 of the rate of fused kernels
-forward, 0.4 backward (cudnn-frontend's norm benchmark on H200 and GB200)."""
 
 
 def select_framework_costs(job: JobConfig) -> FrameworkCosts:
@@ -577,29 +550,21 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
     accumulate_bytes = 3.0 * job.training.gradient_bytes * later_share
     match job.training.framework:
         case "megatron" | "nanotron":
-            return FrameworkCosts(1.0, 0.0, 0.0, 250e3)
+            return FrameworkCosts(0.0, 0.0, 250e3)
         case "deepspeed" | "zero-paper":
-            return FrameworkCosts(1.0, 14.0 * later_share, 0.0, 400e3)
-        case "fsdp2" if job.parallel.sum_once:
-            return FrameworkCosts(
-                _find_sharded_traffic(job), accumulate_bytes, 8.0 + 8.0 / job.microbatches, 400e3
-            )
+            return FrameworkCosts(14.0 * later_share, 0.0, 400e3)
         case "fsdp2":
-            return FrameworkCosts(_find_sharded_traffic(job), 0.0, 16.0, 400e3)
+            is_fused = job.training.compile or job.training.fused_loss
+            loss_bytes = LOSS_BYTES if is_fused else UPCAST_LOSS_BYTES
+            if job.parallel.sum_once:
+                copies = 8.0 + 8.0 / job.microbatches
+                return FrameworkCosts(accumulate_bytes, copies, 400e3, loss_bytes)
+            return FrameworkCosts(0.0, 16.0, 400e3, loss_bytes)
         case "ddp":
-            return FrameworkCosts(EAGER_TRAFFIC, accumulate_bytes, 0.0, 400e3)
+            return FrameworkCosts(accumulate_bytes, 0.0, 400e3)
         case "huggingface":
-            casts = 0.0 if job.training.dtype == "fp32" else AUTOCAST_BYTES
-            traffic = UPCAST_TRAFFIC if job.model.norm == "rms" else EAGER_TRAFFIC
-            return FrameworkCosts(traffic, accumulate_bytes, casts, 400e3, UPCAST_LOSS_BYTES)
-
-
-def _find_sharded_traffic(job: JobConfig) -> float:
-    if job.training.compile:
-        return COMPILED_TRAFFIC
-    if not job.is_fsdp:
-        return EAGER_TRAFFIC
-    return UPCAST_TRAFFIC if job.model.norm == "rms" else SHARDED_TRAFFIC
+            casts = AUTOCAST_BYTES if is_autocast(job) else 0.0
+            return FrameworkCosts(accumulate_bytes, casts, 400e3, UPCAST_LOSS_BYTES)
 
 
 # Ring attention computes its result in pieces, which it has to merge.

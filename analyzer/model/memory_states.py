@@ -51,7 +51,7 @@ DEEPSPEED = Formula(
 
 FSDP_STATES = Formula(
     "memory.states_fsdp",
-    "(4 + 4 + 8) P/N, all of them fp32 shards",
+    "(4 + 4 + 8) P/N, all of them fp32 shards; without fp32 weights (2 + 2 + m) P/N",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511",
 )
 
@@ -142,10 +142,16 @@ def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
         extra_adam = count_moments_bytes(replace(training, optimizer="adam")) - moments
     formula = FORMULA_OF_FRAMEWORK.get(training.framework, STATES)
     if training.dtype == "fp32" or training.framework in FP32_WEIGHT_FRAMEWORKS:
-        return ParameterBytes(4, 4, moments, extra_adam, formula)
+        size = count_updated_bytes(training)
+        return ParameterBytes(size, size, moments, extra_adam, formula)
     gradients, copy = _list_gradient_bytes(training)
-    optimizer = copy + MASTER_BYTES + moments
+    optimizer = copy + moments + (MASTER_BYTES if training.master_weights else 0)
     return ParameterBytes(training.weight_bytes, gradients, optimizer, extra_adam, formula)
+
+
+def count_updated_bytes(training: TrainingConfig) -> int:
+    """Bytes of a weight as the optimizer updates it."""
+    return MASTER_BYTES if training.master_weights else training.weight_bytes
 
 
 def _list_gradient_bytes(training: TrainingConfig) -> tuple[int, int]:
@@ -379,18 +385,22 @@ def _is_gpt(job: JobConfig) -> bool:
 def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
     training, is_latent = job.training, job.model.latent is not None
-    variant = ""
-    if job.model.norm == "layer":
-        variant = "layer_norm"
-    elif not training.compile:
-        variant = "eager"
     return _select_saved(
         training.framework,
-        variant,
+        _find_variant(job),
         training.recompute == "selective",
         training.recompute_parts,
         is_latent,
     )
+
+
+def _find_variant(job: JobConfig) -> str:
+    """The table of what differs from the framework's saved bytes (VARIANTS)."""
+    if job.model.norm == "layer":
+        return "layer_norm"
+    if job.training.framework in AUTOCAST_FRAMEWORKS and not is_autocast(job):
+        return "half"
+    return "" if job.training.compile else "eager"
 
 
 @lru_cache(maxsize=128)
@@ -421,13 +431,13 @@ def compute_input_bytes(job: JobConfig) -> int:
 def is_autocast(job: JobConfig) -> bool:
     """Whether torch.autocast casts fp32 weights to 16 bits for each operation."""
     training = job.training
-    return training.framework in AUTOCAST_FRAMEWORKS and training.dtype != "fp32"
+    is_cast = training.dtype != "fp32" and training.master_weights
+    return training.framework in AUTOCAST_FRAMEWORKS and is_cast
 
 
 def compute_final_norm_bytes(job: JobConfig) -> int:
     """Input and output of the norm before the head, as the head reads it."""
-    saved = load_coefficients(job.training.framework).saved
-    bytes_per_element = saved.norm_input + HALF_BYTES
+    bytes_per_element = select_saved_bytes(job).norm_input + HALF_BYTES
     return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
 
 
@@ -579,7 +589,7 @@ class SavedBytes:
     fp8_inputs: bool
 
 
-VARIANTS = ("layer_norm", "eager")
+VARIANTS = ("layer_norm", "eager", "half")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,24 +13,31 @@ from stepsplit.analyzer.model.layer_time import (
     list_expert_gemms,
     list_mlp_gemms,
 )
-from stepsplit.analyzer.model.memory_states import MASTER_BYTES, count_moments_bytes, uses_foreach
+from stepsplit.analyzer.model.memory_states import (
+    FP32_WEIGHT_FRAMEWORKS,
+    count_moments_bytes,
+    count_updated_bytes,
+    uses_foreach,
+)
 from stepsplit.analyzer.model.parameters import StageParameters
 
 # The update of the states, and their way to the host and back.
 
 UPDATE = Formula(
     "step.optimizer",
-    "bytes of gradient, master weight and moments read, master and moments written, weight"
-    " written, over memory bandwidth: 30 bytes per parameter for Adam; clipping reads the gradients"
-    " twice and writes them; Megatron-LM and nanotron write zeros to all of a rank's",
+    "bytes of gradient, master weight and moments read, master and moments written, 16-bit copy"
+    " written, over memory bandwidth: 30 bytes per parameter for Adam, 28 without a copy; clipping"
+    " reads the gradients twice and writes them; Megatron-LM and nanotron write zeros to all of a"
+    " rank's",
     "arithmetic over Kingma and Ba, arXiv:1412.6980; NVIDIA/Megatron-LM, optimizer/clip_grads.py,"
     " distributed/param_and_grad_buffer.py",
 )
 
 FOREACH = Formula(
     "step.foreach",
-    "Adam by lists of tensors moves 8 + g + 10 m bytes per parameter more than in one kernel: each"
-    " of its eight operations reads and writes its tensors (g, m: bytes of gradient and moment)",
+    "Adam by lists of tensors moves 2 w + g + 10 m bytes per parameter more than in one kernel:"
+    " each of its eight operations reads and writes its tensors (w, g, m: bytes of weight, gradient"
+    " and moment)",
     "pytorch/pytorch, torch/optim/adam.py, _multi_tensor_adam",
 )
 
@@ -47,12 +54,15 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     if "optimizer" in job.training.offload:
         return 0.0
     count, training = count_updated_parameters(job, parameters), job.training
-    states = MASTER_BYTES + count_moments_bytes(training)
-    written = 0 if training.dtype == "fp32" else training.weight_bytes
+    weight_bytes = count_updated_bytes(training)
+    states = weight_bytes + count_moments_bytes(training)
+    is_copied = training.dtype != "fp32" and training.framework not in FP32_WEIGHT_FRAMEWORKS
+    written = training.weight_bytes if is_copied and training.master_weights else 0
     reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
     moved_bytes = count * (2 * states + reads + written)
     if uses_foreach(training):
-        moved_bytes += count * (8 + training.gradient_bytes + 5 * count_moments_bytes(training))
+        beside = 2 * weight_bytes + training.gradient_bytes
+        moved_bytes += count * (beside + 5 * count_moments_bytes(training))
     if training.framework in ("megatron", "nanotron"):
         moved_bytes += parameters.total * training.gradient_bytes
     orthogonalize_ns = 0.0

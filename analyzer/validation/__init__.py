@@ -17,11 +17,11 @@ from stepsplit.analyzer.validation.equalities import (
     check_states,
     check_volumes,
 )
+from stepsplit.analyzer.validation.measured_jobs import check_eager_activations, check_measured_jobs
 from stepsplit.analyzer.validation.predictions import (
     check_busbw,
     check_calibrated_memory,
     check_collectives,
-    check_eager_activations,
     check_memory,
     check_step_times,
 )
@@ -31,7 +31,8 @@ from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Publishe
 
 GROUPS = (
     check_states, check_deepspeed, check_activations, check_counts, check_rates, check_bubbles,
-    check_volumes, check_memory, check_calibrated_memory, check_eager_activations, check_step_times,
+    check_volumes, check_memory, check_calibrated_memory, check_eager_activations,
+    check_measured_jobs, check_step_times,
     check_collectives, check_busbw,
 )  # fmt: skip
 

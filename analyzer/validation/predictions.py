@@ -20,22 +20,15 @@ from stepsplit.analyzer.model.confidence import (
     find_error_band,
     find_run_kind,
 )
-from stepsplit.analyzer.model.config import (
-    GroupPlacement,
-    HardwareConfig,
-    JobConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_decode import read_table
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.memory import (
     calibrate_memory,
     compute_memory,
     estimate_reserved_bytes,
+    find_reserved_ratios,
 )
-from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.ops import compute_busbw_factor
@@ -174,7 +167,7 @@ def _check_torchtitan(published: Published) -> Check:
 def _compare_reserved(row: PublishedRow) -> tuple[ValidationRow, ...]:
     job = build_torchtitan_job(row)
     peak_bytes = max(stage.total_bytes for stage in compute_memory(job))
-    predicted = estimate_reserved_bytes(peak_bytes).bytes / 2**30
+    predicted = estimate_reserved_bytes(peak_bytes, find_reserved_ratios(job)).bytes / 2**30
     return (
         ValidationRow(
             row.table, row.id, "reserved", row.read_number("peak_memory_GiB"), predicted, "GiB"
@@ -440,54 +433,6 @@ def _build_busbw_row(
 def _find_gpu(row: PublishedRow) -> str:
     """The GPU of a system such as 8xH200 8GiB."""
     return row.read_text("system").split()[0].partition("x")[2]
-
-
-# Saved activations of a layer in eager transformers, against measured coefficients.
-
-EAGER_TABLE = "activation_coefficient_measured"
-
-COLLECTIVE_BAR = (0.10,)
-
-GEMMA = ModelConfig(
-    layers=18, hidden=2048, heads=8, kv_heads=1, head_size=256, ffn=16384, vocab=256000,
-    gated=True, norm="rms", biases=False,
-)  # fmt: skip
-"""config.json of google/gemma-1.1-2b-it."""
-
-PRESETS = {
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
-    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b",
-    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": "qwen3-8b",
-}
-
-
-def check_eager_activations(published: Published) -> tuple[Check, ...]:
-    records, name = published.read_records(EAGER_TABLE), "transformers, activations of a layer"
-    return (
-        check_records(
-            name, records, _compare_coefficient, "mean", COLLECTIVE_BAR, list_fitted_memory()
-        ),
-    )
-
-
-def _compare_coefficient(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    """Bytes of one decoder layer over 2 b s h."""
-    training = TrainingConfig(
-        row.read_count("seq"), micro_batch=1, global_batch=1, framework="huggingface"
-    )
-    job = JobConfig(_find_model(row), ParallelConfig(), training, load_hardware("h100-sxm"))
-    predicted = compute_layer_activations(job).total_bytes / (2 * job.tokens * job.model.hidden)
-    return (
-        ValidationRow(
-            row.table, row.id, "coefficient", row.read_number("coefficient"), predicted, "x 2bsh"
-        ),
-    )
-
-
-def _find_model(row: PublishedRow) -> ModelConfig:
-    if row.read_text("model").startswith("google/gemma-1.1-2b"):
-        return GEMMA
-    return load_model(row.read_choice("model", PRESETS))
 
 
 # Predictions of each publisher's runs by constants and bands that know none of its runs.

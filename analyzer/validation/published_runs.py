@@ -334,6 +334,7 @@ def _build_llm_foundry_training(row: PublishedRow) -> TrainingConfig:
         gradient_dtype="bf16" if row.read_text("mp_mode") == "PURE" else "fp32",
         offload=frozenset({"activations"}) if offload else frozenset(),
         attention_kernel="triton-2023",
+        fused_loss=True,
     )
 
 
@@ -566,6 +567,7 @@ def _build_torchtitan_training(row: PublishedRow, layout: ParallelConfig) -> Tra
         framework="fsdp2",
         fused_loss=False,
         compile=any(word in row.read_text("config") for word in COMPILED),
+        attention_kernel="flash-2",
         fp8_scaling="row" if "rowwise" in row.read_text("config") else "tensor",
     )
 

@@ -369,6 +369,7 @@ IDS: dict[str, str] = {
         "llm-foundry/{model}_{seq}_{gpus}x{gpu}_{precision}_{micro_batch}x{grad_accum}"
         "_{fsdp_strategy}_ckpt-{activation_ckpt}"
     ),
+    "measured_jobs": "measured/{case}",
     "megascale_table2": "megascale/{model}_{system}_{gpus}_{global_batch}",
     "megatron_bridge_performance": (
         "bridge/{release}_{kind}_{model}_{system}_{gpus}_{precision}_{tp}x{pp}"

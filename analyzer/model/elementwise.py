@@ -1,0 +1,240 @@
+"""Time of a layer's memory-bound operations: norms, residuals, rotary embedding, activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.memory_states import is_autocast
+from stepsplit.analyzer.model.parameters import divide_ceil
+
+# Operations that are fused, or cost a multiple of fused ones.
+
+ELEMENTWISE_KERNELS = 6
+"""Memory-bound kernels per layer: two norms, two residuals, activation, rotary embedding."""
+
+EAGER_TRAFFIC = 1.75
+"""Memory traffic of unfused operations over fused ones (fitted on Megatron-LM of 2020)."""
+
+SHARDED_TRAFFIC = 2.4
+"""The same for models under FSDP, which also cast each gathered weight (fitted on llm-foundry)."""
+
+COMPILED_TRAFFIC = 1.3
+"""The same with torch.compile: its norms read and write at 0.8 of the rate of fused kernels
+forward, 0.4 backward (cudnn-frontend's norm benchmark on H200 and GB200)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementwiseTime:
+    """Time of a layer's memory-bound operations in ns."""
+
+    forward_ns: float
+    backward_ns: float
+
+
+def find_traffic(job: JobConfig) -> float:
+    """Memory traffic of the framework's operations over that of fused ones."""
+    match job.training.framework:
+        case "ddp" | "huggingface":
+            return EAGER_TRAFFIC
+        case "fsdp2" if job.training.compile:
+            return COMPILED_TRAFFIC
+        case "fsdp2":
+            return SHARDED_TRAFFIC if job.is_fsdp else EAGER_TRAFFIC
+    return 1.0
+
+
+def time_elementwise(
+    job: JobConfig, speed: DeviceSpeed, activations: float, routed_activations: float = 0.0
+) -> ElementwiseTime:
+    """Time of a layer with so many elements between the GEMMs of its MLP and of its experts."""
+    moved = find_moved_bytes(job)
+    if moved is not None:
+        return _time_eager(job, speed, moved, activations, routed_activations)
+    activations += routed_activations
+    model, size, traffic = job.model, job.training.activation_bytes, find_traffic(job)
+    hidden = count_hidden(job)
+    rotated = 0 if model.positions else 2 * count_rotated(job)
+    gates = 2 if model.gated else 1
+    # A norm and a residual of each half; in a parallel block one sum of three for both halves.
+    forward_hidden, backward_hidden = (8, 10) if model.parallel_block else (2 * 5, 2 * 6)
+    forward = forward_hidden * hidden + (gates + 1) * activations + rotated
+    backward = backward_hidden * hidden + (2 * gates + 1) * activations + rotated
+    masks = 2 * hidden * job.training.dropout
+    kernels = ELEMENTWISE_KERNELS
+    if model.qk_norm:
+        normed = count_rotated(job)
+        forward, backward, kernels = forward + 2 * normed, backward + 3 * normed, kernels + 2
+    return ElementwiseTime(
+        speed.compute_memory_ns((forward * size + masks) * traffic, kernels),
+        speed.compute_memory_ns((backward * size + masks) * traffic, kernels + 2),
+    )
+
+
+def time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
+    """Time of the activation function's forward."""
+    moved = find_moved_bytes(job)
+    if moved is not None:
+        return speed.compute_memory_ns(moved.ffn.forward * activations / moved.rate, 1)
+    gates = 2 if job.model.gated else 1
+    moved_bytes = (gates + 1) * activations * job.training.activation_bytes
+    return speed.compute_memory_ns(moved_bytes * find_traffic(job), 1)
+
+
+def count_hidden(job: JobConfig) -> float:
+    """Elements of the hidden states that a rank norms and sums."""
+    return job.tokens * job.model.hidden / job.parallel.sequence_split
+
+
+def count_rotated(job: JobConfig) -> float:
+    """Elements of queries and keys with rotary embedding."""
+    model, heads = job.model, divide_ceil(job.model.heads, job.parallel.tp)
+    if model.latent is not None:
+        return job.tokens * (heads + 1) * model.latent.rope
+    return job.tokens * (heads + divide_ceil(model.kv_heads, job.parallel.tp)) * model.head_size
+
+
+# Operations that run one by one: the bytes of the tensors that each of them reads and writes.
+
+EAGER = Formula(
+    "step.eager",
+    "bytes that torch's operations read and write, one kernel each, counted as they run: with RMS"
+    " norms under autocast 392 h + 28 f + 96 (a + k) d per layer and token, in bf16"
+    " 298 h + 28 f + 53 (a + k) d; at 0.79 of the memory rate of fused kernels, GPT-2's at 0.94",
+    "transformers 5, modeling_llama.py, modeling_gpt2.py, modeling_mixtral.py; rates: three Llama"
+    " runs and one of GPT-2 on an H200",
+)
+
+EAGER_RATE = 0.79
+"""Rate of unfused kernels, which cast and read in strides, over that of fused ones: 2.84 of
+4.8 TB/s."""
+
+
+EAGER_LAUNCH = 0.6
+"""Time between two such kernels over the launch time of the family's kernels, which includes what a
+kernel loses at its begin and end: 2.7 of 4.5 us, the median of seven recordings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that one element costs, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBytes:
+    """Bytes that a layer's unfused operations move, by what they move.
+
+    hidden: an element of the hidden states; ffn: one between the MLP's GEMMs; heads: of queries and
+    keys, for their rotary embedding; head_norm: the same, for their norms; expert_ffn: as ffn, in
+    an expert; routed: an element that one expert gets and returns. kernels: those of a layer. rate:
+    that of the kernels over that of fused ones.
+    """
+
+    hidden: Moved
+    ffn: Moved
+    heads: Moved
+    head_norm: Moved
+    expert_ffn: Moved
+    routed: Moved
+    kernels: Moved
+    rate: float = EAGER_RATE
+
+
+AUTOCAST_MOVED = MovedBytes(
+    Moved(106, 286), Moved(10, 18), Moved(36, 60), Moved(48, 116), Moved(20, 52), Moved(24, 56),
+    Moved(45, 95),
+)  # fmt: skip
+"""Llama, Qwen3 and Mixtral with fp32 weights under autocast: hidden states have 32 bits, and so
+have operations in experts (tests/model/test_eager_layers.py counts both tables)."""
+
+HALF_MOVED = MovedBytes(
+    Moved(84, 214), Moved(10, 18), Moved(20, 33), Moved(36, 92), Moved(10, 26), Moved(20, 56),
+    Moved(40, 85),
+)  # fmt: skip
+"""The same with 16-bit weights, or as FSDP2 casts them: only norms compute in fp32."""
+
+GPT_MOVED = MovedBytes(
+    Moved(47, 128), Moved(76, 122), Moved(0, 0), Moved(0, 0), Moved(76, 122), Moved(24, 56),
+    Moved(34, 58), rate=0.94,
+)  # fmt: skip
+"""GPT-2 with fp32 weights under autocast, whose tanh form of GELU runs in nine operations, all of
+them fp32 (counted in a recording of an H200)."""
+
+SCORES_MOVED = Moved(28, 28)
+"""Bytes per score of attention that is scaled, masked, cast to fp32, normalized and cast back."""
+
+DROPOUT_MOVED = Moved(10, 10)
+"""Bytes per element of the hidden states that dropout after attention and MLP moves."""
+
+
+def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
+    """What the framework's operations move if they run one by one and have been counted."""
+    training, is_rms = job.training, job.model.norm == "rms"
+    if job.model.latent is not None or training.compile or training.activation_dtype == "fp32":
+        return None
+    if training.framework == "huggingface" and is_autocast(job):
+        return AUTOCAST_MOVED if is_rms else GPT_MOVED
+    if is_rms and (training.framework == "huggingface" or _casts_by_fsdp(job)):
+        return HALF_MOVED
+    return None
+
+
+def _casts_by_fsdp(job: JobConfig) -> bool:
+    return job.training.framework == "fsdp2" and job.is_fsdp
+
+
+def _time_eager(
+    job: JobConfig,
+    speed: DeviceSpeed,
+    moved: MovedBytes,
+    activations: float,
+    routed_activations: float,
+) -> ElementwiseTime:
+    """Time of a layer whose operations run one by one (EAGER)."""
+    parts = [(moved.hidden, count_hidden(job)), (moved.ffn, activations)]
+    parts.append((moved.expert_ffn, routed_activations))
+    if not job.model.positions:
+        parts.append((moved.heads, count_rotated(job)))
+    if job.model.qk_norm:
+        parts.append((moved.head_norm, count_rotated(job)))
+    if job.training.dropout:
+        parts.append((DROPOUT_MOVED, count_hidden(job)))
+    return _sum_moved(speed, parts, moved.kernels, moved.rate)
+
+
+def time_softmax(job: JobConfig, speed: DeviceSpeed, scores: float) -> ElementwiseTime:
+    """Time of the softmax of unfused attention."""
+    eager = find_moved_bytes(job)
+    if eager is not None:
+        return _sum_moved(speed, [(SCORES_MOVED, scores)], Moved(5, 6), eager.rate)
+    training, size = job.training, job.training.activation_bytes
+    moved = find_traffic(job) * ((5 if training.dropout else 4) * size + training.dropout)
+    return ElementwiseTime(
+        speed.compute_memory_ns(scores * moved, 5),
+        speed.compute_memory_ns(scores * (moved + 2 * size), 6),
+    )
+
+
+def time_routing(job: JobConfig, speed: DeviceSpeed, routed: float) -> ElementwiseTime:
+    """Time to hand so many tokens to experts and their results back."""
+    elements, moved = routed * job.model.hidden, find_moved_bytes(job)
+    if moved is not None:
+        return _sum_moved(speed, [(moved.routed, elements)], Moved(4, 4), moved.rate)
+    routing_ns = speed.compute_memory_ns(4 * elements * job.training.activation_bytes, 4)
+    return ElementwiseTime(routing_ns, routing_ns)
+
+
+def _sum_moved(
+    speed: DeviceSpeed, parts: list[tuple[Moved, float]], kernels: Moved, rate: float
+) -> ElementwiseTime:
+    forward_bytes = sum(each.forward * elements for each, elements in parts)
+    backward_bytes = sum(each.backward * elements for each, elements in parts)
+    return ElementwiseTime(
+        speed.compute_memory_ns(forward_bytes / rate, round(EAGER_LAUNCH * kernels.forward)),
+        speed.compute_memory_ns(backward_bytes / rate, round(EAGER_LAUNCH * kernels.backward)),
+    )

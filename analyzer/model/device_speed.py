@@ -14,7 +14,12 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
 )
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.hardware_config import list_attention_kernels, load_attention_rate
+from stepsplit.analyzer.model.hardware_config import (
+    list_attention_kernels,
+    list_families,
+    load_attention_rate,
+    load_efficiency,
+)
 
 # Kernel time on one device: a roofline with the sum of its two sides.
 
@@ -161,13 +166,13 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         gemm = efficiency.gemm_fp8
     if eight_bits and training.fp8_scaling == "row":
         gemm *= ROW_SCALED
-    if training.framework == "huggingface":
-        gemm *= COUNTED_GEMM
+    counted = COUNTED_GEMM if is_counted(job) else 1.0
+    gemm *= counted
     attention = find_attention_rate(job, wide_peak)
-    head = wide_peak * efficiency.gemm * hardware.clock
-    head *= COUNTED_GEMM if training.framework == "huggingface" else 1.0
+    head = wide_peak * efficiency.gemm * counted * hardware.clock
     if is_head_unaligned(job):
-        head = min(head, UNALIGNED_FLOPS_PER_S)
+        # In proportion to GEMMs, so that a calibration of them holds for the head too.
+        head = min(head, UNALIGNED_FLOPS_PER_S * efficiency.gemm / find_published_gemm(job))
     speed = DeviceSpeed(
         linear_flops_per_ns=peak * gemm * hardware.clock / 1e9,
         head_flops_per_ns=head / 1e9,
@@ -200,14 +205,32 @@ UNALIGNED = Formula(
 
 UNALIGNED_FLOPS_PER_S = 124e12
 
+UNPADDED_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
+
 ALIGNED_COLUMNS = 8
 """Columns in 16 bits that fill 16 bytes."""
 
 
+def is_counted(job: JobConfig) -> bool:
+    """Whether all other kernels are counted, and the rate of GEMMs is one of published runs."""
+    efficiency = job.hardware.efficiency
+    is_published = bool(efficiency.rows) and efficiency.gemm == find_published_gemm(job)
+    return job.training.framework == "huggingface" and is_published
+
+
+def find_published_gemm(job: JobConfig) -> float:
+    """The share of the peak that GEMMs of published runs reach; the job's for an unknown family."""
+    hardware = job.hardware
+    is_known = hardware.family in list_families()
+    return load_efficiency(hardware.family).gemm if is_known else hardware.efficiency.gemm
+
+
 def is_head_unaligned(job: JobConfig) -> bool:
-    """Whether the rows of the head's matrix on a rank are not multiples of 16 bytes."""
+    """Whether the rows of the head's matrix on a rank are not multiples of 16 bytes, in frameworks
+    that take a model's vocabulary as it is."""
     columns = -(-job.padded_vocab // job.parallel.vocab_split)
-    return columns % ALIGNED_COLUMNS != 0 and job.training.dtype != "fp32"
+    is_odd = columns % ALIGNED_COLUMNS != 0 and job.training.dtype != "fp32"
+    return is_odd and job.training.framework in UNPADDED_FRAMEWORKS
 
 
 def compute_fp32_speed(job: JobConfig, speed: DeviceSpeed) -> DeviceSpeed:

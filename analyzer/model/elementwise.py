@@ -131,8 +131,9 @@ class MovedBytes:
 
     hidden: an element of the hidden states; ffn: one between the MLP's GEMMs; heads: of queries and
     keys, for their rotary embedding; head_norm: the same, for their norms; expert_ffn: as ffn, in
-    an expert; routed: an element that one expert gets and returns. kernels: those of a layer. rate:
-    that of the kernels over that of fused ones.
+    an expert; routed: an element that one expert gets and returns; mixed: of the hidden states that
+    experts add up; router: a logit of the router. kernels: those of a layer. rate: that of the
+    kernels over that of fused ones.
     """
 
     hidden: Moved
@@ -141,26 +142,28 @@ class MovedBytes:
     head_norm: Moved
     expert_ffn: Moved
     routed: Moved
+    mixed: Moved
+    router: Moved
     kernels: Moved
     rate: float = EAGER_RATE
 
 
 AUTOCAST_MOVED = MovedBytes(
     Moved(106, 286), Moved(10, 18), Moved(36, 60), Moved(48, 116), Moved(20, 52), Moved(24, 56),
-    Moved(45, 95),
+    Moved(4, 4), Moved(164, 124), Moved(45, 95),
 )  # fmt: skip
 """Llama, Qwen3 and Mixtral with fp32 weights under autocast: hidden states have 32 bits, and so
 have operations in experts (tests/model/test_eager_layers.py counts both tables)."""
 
 HALF_MOVED = MovedBytes(
     Moved(84, 214), Moved(10, 18), Moved(20, 33), Moved(36, 92), Moved(10, 26), Moved(20, 56),
-    Moved(40, 85),
+    Moved(12, 16), Moved(164, 124), Moved(40, 85),
 )  # fmt: skip
 """The same with 16-bit weights, or as FSDP2 casts them: only norms compute in fp32."""
 
 GPT_MOVED = MovedBytes(
     Moved(47, 128), Moved(76, 122), Moved(0, 0), Moved(0, 0), Moved(76, 122), Moved(24, 56),
-    Moved(34, 58), rate=0.94,
+    Moved(4, 4), Moved(164, 124), Moved(34, 58), rate=0.94,
 )  # fmt: skip
 """GPT-2 with fp32 weights under autocast, whose tanh form of GELU runs in nine operations, all of
 them fp32 (counted in a recording of an H200)."""
@@ -170,6 +173,10 @@ SCORES_MOVED = Moved(28, 28)
 
 DROPOUT_MOVED = Moved(10, 10)
 """Bytes per element of the hidden states that dropout after attention and MLP moves."""
+
+
+ROUTING_KERNELS = Moved(20, 20)
+"""Kernels that choose experts and sort tokens by them."""
 
 
 def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
@@ -222,9 +229,11 @@ def time_softmax(job: JobConfig, speed: DeviceSpeed, scores: float) -> Elementwi
 
 def time_routing(job: JobConfig, speed: DeviceSpeed, routed: float) -> ElementwiseTime:
     """Time to hand so many tokens to experts and their results back."""
-    elements, moved = routed * job.model.hidden, find_moved_bytes(job)
-    if moved is not None:
-        return _sum_moved(speed, [(moved.routed, elements)], Moved(4, 4), moved.rate)
+    elements, moved, experts = routed * job.model.hidden, find_moved_bytes(job), job.model.experts
+    if moved is not None and experts is not None:
+        logits = job.tokens * experts.count / job.parallel.sequence_split
+        parts = [(moved.routed, elements), (moved.mixed, count_hidden(job)), (moved.router, logits)]
+        return _sum_moved(speed, parts, ROUTING_KERNELS, moved.rate)
     routing_ns = speed.compute_memory_ns(4 * elements * job.training.activation_bytes, 4)
     return ElementwiseTime(routing_ns, routing_ns)
 

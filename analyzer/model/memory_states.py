@@ -366,6 +366,9 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         routed = _compute_routed(job, saved, job.model.experts)
         mlp = _compute_mlp(job, saved, job.model.experts.shared_ffn)
     pairs = count_expert_layer_pairs(job) if expert else count_dense_layer_pairs(job)
+    if expert and has_fp32_experts(job):
+        # Experts read what the norm returns in fp32; a dense MLP casts it twice.
+        saved = replace(saved, norm_output=saved.norm_output - 1.0)
     return LayerActivations(
         norms=_compute_norms(job, saved, pairs),
         heads=_compute_heads(job, saved),

@@ -11,7 +11,7 @@ from work_builders import job
 from stepsplit.analyzer import JobConfig, predict, read_job
 from stepsplit.analyzer.analysis import examine_with_inferred_job
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
-from stepsplit.analyzer.model.memory import compute_optimizer_bytes
+from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 

@@ -22,14 +22,14 @@ from stepsplit.analyzer.model.config import (
 from stepsplit.analyzer.model.memory import (
     BytesBand,
     MemoryCalibration,
-    Moment,
     calibrate_memory,
     compute_memory,
     estimate_allocated_band,
     estimate_reserved_bytes,
     is_within_memory,
-    list_stage_moments,
+    list_stage_states,
 )
+from stepsplit.analyzer.model.memory_peak import Moment, list_stage_moments
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
@@ -64,14 +64,80 @@ def test_the_first_stage_has_two_microbatches_in_flight_and_the_last_the_logits(
 
 
 def test_every_moment_that_can_be_the_peak() -> None:
-    small = job()
-    (stage,), (parameters,) = list_stages(small), count_stage_parameters(small)
-    assert list_stage_moments(small, stage, parameters, compute_layers_by_kind(small)) == (
+    assert list_moments(job()) == (
         Moment("loss", 4 * 4352 + 16896, 1536 + 8448),
         Moment("backward", 4 * 4352, 1536 + 256 + 1024),
         Moment("embedding", 0, 1536 + 8192),
         Moment("optimizer", 0, 0),
     )
+
+
+def list_moments(one: JobConfig) -> tuple[Moment, ...]:
+    """Those of a job with one stage."""
+    (stage,), (parameters,) = list_stages(one), count_stage_parameters(one)
+    (states,) = list_stage_states(one)
+    layers = compute_layers_by_kind(one)
+    return list_stage_moments(one, stage, parameters, layers, states.gradients_bytes)
+
+
+COPIES = 2 * (4 * 784 + 4096)
+"""Autocast's copies of the layers and the head of TINY."""
+
+SAVED = 26 * 128 + 8 * 128 + 4 * 4 * 16 + 4 * 512
+"""What a layer saves under autocast: 26 bytes of each of 128 hidden numbers, 8 of their queries,
+keys, values and results, 4 of each head's log-sum-exp, 4 of 512 numbers in the MLP."""
+
+
+def test_autograd_has_no_gradients_before_their_backward() -> None:
+    """Logits: 4 bytes of 8192 are saved, 8 are working. The head's backward has 2 of each and 2 of
+    its weights', the last layer's the head's gradients, the first one's lacks those of attention
+    and embedding."""
+    eager = job(framework="huggingface", fused_loss=False)
+    layer = 128 * 4 + 2 * 512 + 2 * 256
+    assert list_moments(eager) == (
+        Moment("loss", 4 * SAVED + 1280 + 4 * 8192, 8 * 8192 + COPIES, 4 * 11336),
+        Moment("head", 4 * SAVED + 1280, 2 * 8192 + 512 + 8192 + 2 * 4 * 784, 4 * 11336),
+        Moment("backward", 4 * SAVED, layer + 2 * 4 * 784, 4 * 7240),
+        Moment("first layer", SAVED - 4 * 512, layer + 2 * 256, 4 * (256 + 4096)),
+        Moment("embedding", 0, 2 * 512),
+        Moment("optimizer", 0, 0),
+    )
+
+
+def test_the_gradients_of_an_earlier_microbatch_stay() -> None:
+    one, two = (
+        compute_memory(job(framework="huggingface", fused_loss=False, global_batch=count))[0]
+        for count in (1, 2)
+    )
+    assert two.total_bytes - one.total_bytes == 4 * 11336 == two.gradients_bytes
+    assert one.gradients_bytes == 0
+
+
+def test_recomputation_leaves_the_copies_of_layers_to_the_forward() -> None:
+    """The forward of the loss has the 16-bit and the fp32 logits, its backward more of them."""
+    logits, loss, *_ = list_moments(
+        job(framework="huggingface", fused_loss=False, recompute="full")
+    )
+    held = 4 * 4 * 128 + 1280 + 4 * 8192
+    assert logits == Moment("logits", held, 6 * 8192 + COPIES, 4 * 11336)
+    assert loss == Moment("loss", held, 8 * 8192 + 2 * 4096, 4 * 11336)
+
+
+def test_weights_in_bf16_need_neither_copies_nor_fp32_gradients() -> None:
+    (half,) = compute_memory(
+        job(framework="huggingface", fused_loss=False, master_weights=False, moments_dtype="bf16")
+    )
+    assert (half.weights_bytes, half.optimizer_bytes) == (2 * 11336, 4 * 11336)
+    assert half.activations_bytes == 4 * (SAVED - 10 * 128) + 8 * 128 + 4 * 8192
+    assert half.transient_bytes == 8 * 8192
+
+
+def test_experts_under_autocast_save_in_fp32() -> None:
+    """2 of 4 experts of 16: 16 bytes of each number inside, 8 of what goes in and comes out."""
+    model = replace(TINY, gated=True, experts=Experts(4, 2, 16))
+    layer = compute_layers_by_kind(job(model, framework="huggingface")).expert
+    assert layer is not None
+    assert layer.routed == 16 * 2 * (16 * 16 + 8 * 8) + 4 * 4 * 16
 
 
 def test_an_unfused_loss_keeps_fp32_logits() -> None:
@@ -80,11 +146,22 @@ def test_an_unfused_loss_keeps_fp32_logits() -> None:
     assert unfused.transient_bytes - fused.transient_bytes == 2 * 16 * 512
 
 
-def test_fsdp_gathers_two_layers_and_reduces_one_in_fp32() -> None:
-    """784 parameters a layer, two gathered in bf16, gradients in bf16 and fp32; the head alike."""
-    (found,) = compute_memory(job(layout=ParallelConfig(dp_shard=4, zero=3), framework="fsdp2"))
-    assert found.weights_bytes == 11336
-    assert found.transient_bytes == (4 + 6) * 784 + 8 * 4096 + 256
+def test_fsdp_gathers_the_units_in_use_and_sums_in_fp32() -> None:
+    """784 parameters a layer, of whose gradients the rank has 784 bytes; head and embedding have
+    4096. The head is gathered in bf16 from the loss on, then the layer before the one in use; the
+    gradients of a unit have 2 bytes, and 4 as they are summed."""
+    layout = ParallelConfig(dp_shard=4, zero=3)
+    sharded = job(layout=layout, framework="fsdp2", global_batch=4, compile=True)
+    layer = 256 + 1024
+    assert list_moments(sharded) == (
+        Moment("loss", 4 * 4352 + 512 + 16384, 2 * 4096, 11336),
+        Moment("head", 4 * 4352 + 512, 16384 + 4 * 4096 + 256 + 2 * 784, 11336),
+        Moment("backward", 4 * 4352, layer + 2 * 784 + 4 * 784, 11336 - 4096),
+        Moment("first layer", 4352, layer + 2 * 784 + 2 * (784 + 4096), 4096 + 784),
+        Moment("first layer", 0, 6 * 784 + 2 * 4096, 4096 + 784),
+        Moment("embedding", 0, 2 * 256 + 6 * 4096, 4096),
+        Moment("optimizer", 0, 0),
+    )
 
 
 def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() -> None:
@@ -116,7 +193,7 @@ def test_a_loss_over_a_split_vocabulary_has_a_larger_peak() -> None:
     """torchtitan's loss_parallel: 12 bytes per logit on top of the 4 saved, 8 if not split."""
     layout = ParallelConfig(tp=2, dp_shard=4, zero=3)
     found, fused = (
-        compute_memory(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
+        list_moments(job(layout=layout, framework="fsdp2", fused_loss=loss))[0]
         for loss in (False, True)
     )
     assert found.transient_bytes - fused.transient_bytes == 12 * 16 * 256
@@ -305,7 +382,7 @@ def test_equal_stages_share_the_memory_that_each_has_alone(one: JobConfig) -> No
         zip(list_stages(one), count_stage_parameters(one), strict=True),
     )
     worst = [
-        max(list_stage_moments(one, stage, held, layers), key=lambda moment: moment.total_bytes)
+        max(list_stage_moments(one, stage, held, layers, 0), key=lambda moment: moment.total_bytes)
         for stage, held in both
     ]
     found = compute_memory(one)

@@ -1,0 +1,183 @@
+"""Layers of transformers that run operation by operation: what they save and move, counted as torch
+runs them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from work_builders import TINY, job
+
+from stepsplit.analyzer import JobConfig
+from stepsplit.analyzer.model.config import Experts
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
+from stepsplit.analyzer.model.elementwise import (
+    EAGER_RATE,
+    ElementwiseTime,
+    time_elementwise,
+    time_routing,
+)
+from stepsplit.analyzer.model.layer_time import count_routed_tokens
+from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 1536
+"""Not a size of any weight."""
+
+UNIT = DeviceSpeed(
+    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
+    attention_backward_flops_per_ns=1.0, bytes_per_ns=1.0, launch_ns=0.0,
+)  # fmt: skip
+"""A byte takes a ns."""
+
+DENSE = replace(TINY, hidden=384, heads=6, kv_heads=2, head_size=64, ffn=640, gated=True, vocab=100)
+NORMED = replace(DENSE, qk_norm=True)
+ROUTED = replace(DENSE, experts=Experts(8, 2, 768))
+MODELS = {"llama": DENSE, "qwen3": NORMED, "mixtral": ROUTED}
+CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "qwen3": transformers.Qwen3Config,
+    "mixtral": transformers.MixtralConfig,
+}
+
+UNSEEN = {"detach", "view", "_unsafe_view", "t", "alias", "empty", "empty_like", "new_empty",
+          "empty_strided", "as_strided", "_reshape_alias", "lift_fresh"}  # fmt: skip
+"""Operations that move nothing, beside views."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Bytes of one layer and token."""
+
+    saved: float
+    forward: float
+    backward: float
+
+
+@dataclass
+class Counter(TorchDispatchMode):  # type: ignore[misc]
+    """Sums what operations other than GEMMs and attention read and write, except on weights."""
+
+    weights: frozenset[tuple[int, ...]]
+    moved: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        read = list_tensors(args)
+        if name == "copy_":
+            read = read[1:]
+        written = list_tensors([made])
+        moved = (*read, *written)
+        is_still = func.is_view or name in UNSEEN or "mm" in name or "attention" in name
+        if not is_still and not any(tuple(each.shape) in self.weights for each in moved):
+            self.moved += sum(map(count_bytes, moved))
+        return made
+
+
+def list_tensors(values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [each for value in values for each in list_tensors(value)]
+    return []
+
+
+def count_bytes(tensor: Any) -> int:
+    """Of the elements that exist: an expanded dimension has one."""
+    sizes = (
+        1 if stride == 0 else size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    count = 1
+    for size in sizes:
+        count *= size
+    return count * int(tensor.element_size())
+
+
+def count_model(name: str, layers: int, is_half: bool) -> Layer:
+    """Bytes of all layers and what is outside of them, per token."""
+    shape, torch_shape = MODELS[name], {}
+    if shape.experts is not None:
+        torch_shape = {"num_local_experts": shape.experts.count,
+                       "num_experts_per_tok": shape.experts.top_k}  # fmt: skip
+    config = CONFIGS[name](
+        num_hidden_layers=layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_size, vocab_size=shape.vocab,
+        intermediate_size=shape.experts.ffn if shape.experts else shape.ffn, use_cache=False,
+        max_position_embeddings=4096, **torch_shape,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = model.to(torch.bfloat16 if is_half else torch.float32).train()
+    ids = torch.randint(0, 100, (1, TOKENS))
+    return count_step(model, ids, nullcontext() if is_half else torch.autocast("cpu"))
+
+
+def count_step(model: Any, ids: Any, precision: AbstractContextManager[Any]) -> Layer:
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    shapes = {tuple(each.shape) for each in model.parameters() if each.dim() > 1}
+    weights = frozenset(shapes | {shape[::-1] for shape in shapes})
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        if tuple(tensor.shape) not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    forward, backward = Counter(weights), Counter(weights)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with precision, hooks, forward:
+        result = model(input_ids=ids).logits.sum()
+    kept = sum(each.untyped_storage().nbytes() for key, each in saved.items() if key not in own)
+    with backward:
+        result.backward()
+    return Layer(kept / TOKENS, forward.moved / TOKENS, backward.moved / TOKENS)
+
+
+def count_layer(name: str, is_half: bool) -> Layer:
+    """Bytes of a layer: of a model with three over one with two."""
+    two, three = (count_model(name, layers, is_half) for layers in (2, 3))
+    return Layer(
+        three.saved - two.saved, three.forward - two.forward, three.backward - two.backward
+    )
+
+
+def build(name: str, is_half: bool) -> JobConfig:
+    return job(
+        MODELS[name], framework="huggingface", seq_len=TOKENS, master_weights=not is_half
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_half", [False, True], ids=["autocast", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_saves_and_moves_what_torch_does(name: str, is_half: bool) -> None:
+    """The constants are whole numbers of bytes; what they leave out is less than 2 %."""
+    one, found = build(name, is_half), count_layer(name, is_half)
+    layers, experts = compute_layers_by_kind(one), one.model.experts
+    layer = layers.expert or layers.dense
+    assert layer.total_bytes / TOKENS == pytest.approx(found.saved, rel=0.01)
+
+    if experts is None:
+        moved = time_elementwise(one, UNIT, TOKENS * one.model.ffn)
+        routing = ElementwiseTime(0.0, 0.0)
+    else:
+        routed = count_routed_tokens(one, experts)
+        moved = time_elementwise(one, UNIT, 0.0, routed * experts.ffn)
+        routing = time_routing(one, UNIT, routed)
+    forward, backward = (
+        (moved.forward_ns + routing.forward_ns) * EAGER_RATE / TOKENS,
+        (moved.backward_ns + routing.backward_ns) * EAGER_RATE / TOKENS,
+    )
+    assert forward == pytest.approx(found.forward, rel=0.02)
+    assert backward == pytest.approx(found.backward, rel=0.02)

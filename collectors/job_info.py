@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
@@ -172,7 +173,8 @@ def wait_for_first(keys: Sequence[str], timeout_s: float, poll_s: float) -> tupl
         for key in keys:
             if store.check([f"stepsplit/{key}"]):
                 return key, str(store.get(f"stepsplit/{key}").decode())
-        time.sleep(poll_s)
+        if _GUARD.ending.wait(poll_s):
+            break
     return None
 
 
@@ -242,9 +244,57 @@ def _store() -> Any | None:
 
 
 def _own_store() -> Any | None:
-    """The store over a connection of its own; None if the store cannot be cloned."""
+    """The store over a connection of its own, for background threads too; None if the store cannot
+    be cloned."""
     clone = getattr(_store(), "clone", None)
-    return None if clone is None else clone()
+    return None if clone is None else _GuardedStore(clone())
+
+
+class _ExitGuard:
+    """Keeps background threads out of the store while the process ends.
+
+    A thread that is in torch's C++ when Python ends never gets its lock back: it is ended there, and
+    C++ aborts the process ("terminate called without an active exception"), after the training has
+    finished. At exit this waits for calls in progress, a moment, and lets no other thread begin one.
+    """
+
+    def __init__(self) -> None:
+        self.ending = threading.Event()
+        self.calling = threading.RLock()
+        self._is_registered = False
+
+    def register(self) -> None:
+        """From the first use of the store on."""
+        if not self._is_registered:
+            self._is_registered = True
+            atexit.register(self._close)
+
+    def _close(self) -> None:
+        self.ending.set()
+        # Never released: the main thread may call the store on, others wait until the end.
+        self.calling.acquire(timeout=_LAST_CALL_S)
+
+
+_LAST_CALL_S = 2.0
+
+_GUARD = _ExitGuard()
+
+
+class _GuardedStore:
+    """A store each of whose calls ends before the process does."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        _GUARD.register()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            with _GUARD.calling:
+                return method(*arguments)
+
+        return call
 
 
 def _build_store_key(run: str, rank: int) -> str:

@@ -21,6 +21,7 @@ from stepsplit.analyzer.diagnose.comm_causes import (
     find_slow_links,
     find_small_collectives,
 )
+from stepsplit.analyzer.diagnose.gemm_causes import find_slow_gemms
 from stepsplit.analyzer.diagnose.host_causes import find_host_causes
 from stepsplit.analyzer.diagnose.launch_order import find_launch_order_causes
 from stepsplit.analyzer.diagnose.replay import (
@@ -92,6 +93,7 @@ def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
         *found.findings,
         *find_load_imbalance(context),
         *host.common,
+        *find_slow_gemms(context),
         *find_lost_overlap(context),
         *find_launch_order_causes(context),
         *find_few_microbatches(context),

@@ -107,7 +107,8 @@ def test_record(tmp_path: Path) -> None:
 def test_attach(tmp_path: Path) -> None:
     sockets = {"STEPSPLIT_SOCKETS": str(tmp_path / "sockets")}
     standby = [*STEPSPLIT, "record", "--standby", "--out", str(tmp_path / "none"), "--"]
-    job = build_job(2, PLAIN, "--steps", "400", "--step-ms", "20")
+    # An attach starts seconds ahead, so that every rank hears of it in time.
+    job = build_job(2, PLAIN, "--steps", "2000", "--step-ms", "20")
     with subprocess.Popen(
         [*standby, *job], env=os.environ | sockets, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -1,0 +1,146 @@
+"""Bottlenecks of GEMMs that run beside the tensor cores, or on them by slow kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.diagnose.replay import (
+    ReplayContext,
+    WeightedSpans,
+    measure_spans,
+    reduce_work,
+)
+from stepsplit.analyzer.report.report import Finding
+from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.split.kernels import find_kernel_work
+from stepsplit.analyzer.trace import Int64, RankTrace
+
+
+@dataclass(frozen=True, slots=True)
+class SlowKernels:
+    """Kernels of GEMMs that others would be faster than: by name, how much of their time the fast
+    ones would save, and what to say."""
+
+    code: str
+    pattern: re.Pattern[str]
+    saved: float
+    what: str
+    remedy: str
+
+
+FP32 = SlowKernels(
+    "fp32_gemms",
+    re.compile(r"simt_sgemm|_ffma_|(?:ampere|volta|maxwell|turing)_sgemm"),
+    7 / 8,
+    "run in fp32, outside of the tensor cores",
+    "bf16 has 16 times the FLOP/s, TF32 (torch.set_float32_matmul_precision) 8 times",
+)
+"""Saved: TF32 has 8 times the FLOP/s of fp32 on A100, 7.4 on H100 (NVIDIA's data sheets)."""
+
+UNALIGNED = SlowKernels(
+    "unaligned_gemms",
+    re.compile(r"tensorop\w*_align[12]\b"),
+    1 / 2,
+    "have rows that are not multiples of 16 bytes, for which tensor cores have no fast kernels",
+    "pad that size to a multiple of 8, a vocabulary to one of 64",
+)
+"""Saved: at least half. GPT-2's head runs at 124 TFLOP/s on an H200, others at 800; padding it made
+the whole step of nanoGPT a quarter faster on an A100 (A. Karpathy, 2023)."""
+
+GROUPED = "grouped_mm"
+
+NAME_CHARACTERS = 60
+
+
+def find_slow_gemms(context: ReplayContext) -> list[Finding]:
+    """A finding for each kind of slow kernels, replayed with the time that others would save."""
+    found = (_find_kind(context, kind) for kind in (FP32, UNALIGNED))
+    return [finding for finding in found if finding is not None]
+
+
+def _find_kind(context: ReplayContext, kind: SlowKernels) -> Finding | None:
+    traces = [rank.trace for rank in context.split.ranks]
+    kernels = [_find_kernels(trace, kind) for trace in traces]
+    if not any(map(len, kernels)):
+        return None
+    cut_ns = np.rint(measure_spans(context.graph, _list_spans(context, kernels, kind.saved)))
+
+    def speed_up(graph: DependencyGraph) -> DependencyGraph:
+        return reduce_work(graph, "compute", cut_ns.astype(np.int64))
+
+    gain_ns = context.compute_gain_ns(speed_up(context.graph))
+    with_some = np.flatnonzero([len(rows) > 0 for rows in kernels])
+    index = max(with_some.tolist(), key=lambda one: _sum_ns(traces[one], kernels[one]))
+    step_ns = _compute_step_ns(context, kernels)
+    events = traces[index].events
+    longest = kernels[index][np.argsort(-events.dur_ns[kernels[index]], kind="stable")][:3]
+    mine = np.isin(context.graph.steps.rank, with_some) & context.counted
+    return Finding(
+        code=kind.code,
+        bucket="compute",
+        gain_ns=gain_ns,
+        measured_ns=round(step_ns),
+        predicted_ns=round(step_ns * (1 - kind.saved)),
+        ranks=() if len(with_some) == len(traces) else tuple(context.ranks[with_some].tolist()),
+        steps=context.list_steps(mine),
+        events=tuple(context.make_event_ref(index, row) for row in longest.tolist()),
+        message=f"GEMMs {kind.what}: {units.format_milliseconds(round(step_ns))} of a step"
+        f"{_describe_longest(traces[index], longest)}; {kind.remedy}{_explain(traces, kind)}",
+    )
+
+
+def _find_kernels(trace: RankTrace, kind: SlowKernels) -> Int64:
+    """The rows of its kernels of this kind."""
+    names = trace.events.names
+    slow = [index for index, name in enumerate(names) if kind.pattern.search(name)]
+    if not slow or not trace.on_device:
+        return np.empty(0, dtype=np.int64)
+    rows = np.flatnonzero(trace.kinds.computes)
+    return rows[np.isin(trace.events.name_id[rows], slow)]
+
+
+def _list_spans(
+    context: ReplayContext, kernels: Sequence[Int64], saved: float
+) -> list[WeightedSpans]:
+    spans = []
+    for rank, rows in zip(context.split.ranks, kernels, strict=True):
+        events, to_common = rank.trace.events, rank.clock.map_to_common_ns
+        own = union(events.start_ns[rows], events.ends_of(rows))
+        weight = np.full(len(own), saved)
+        spans.append(WeightedSpans(to_common(own.start_ns), to_common(own.end_ns), weight))
+    return spans
+
+
+def _sum_ns(trace: RankTrace, rows: Int64) -> int:
+    return int(trace.events.dur_ns[rows].sum())
+
+
+def _compute_step_ns(context: ReplayContext, kernels: Sequence[Int64]) -> float:
+    """Time of these kernels in a counted step, mean of the ranks that have any."""
+    spans = measure_spans(context.graph, _list_spans(context, kernels, 1.0))
+    step = context.graph.step
+    of_step = np.bincount(step[step >= 0], spans[step >= 0], minlength=len(context.split_ns))
+    counted = of_step[context.counted & (of_step > 0)]
+    return float(counted.mean()) if len(counted) else 0.0
+
+
+def _describe_longest(trace: RankTrace, rows: Int64) -> str:
+    """Name of the longest kernel, and the shapes of its GEMM if they were recorded."""
+    (work, *_), _ = find_kernel_work(trace, rows[:1])
+    found = re.search(r"cutlass_\d\w+|\w*gemm\w*", work.name)
+    name = (found.group(0) if found else work.name)[:NAME_CHARACTERS]
+    return f" ({name}{f' of {work.shapes}' if work.shapes else ''})"
+
+
+def _explain(traces: Sequence[RankTrace], kind: SlowKernels) -> str:
+    """A known reason for GEMMs in fp32, if the recording has its op."""
+    has_experts = any(GROUPED in name for trace in traces for name in trace.events.names)
+    if kind is not FP32 or not has_experts:
+        return ""
+    return "; autocast does not cast torch's grouped_mm, which experts call: load the model in bf16"

@@ -253,9 +253,10 @@ def _own_store() -> Any | None:
 class _ExitGuard:
     """Keeps background threads out of the store while the process ends.
 
-    A thread that is in torch's C++ when Python ends never gets its lock back: it is ended there, and
-    C++ aborts the process ("terminate called without an active exception"), after the training has
-    finished. At exit this waits for calls in progress, a moment, and lets no other thread begin one.
+    A thread that is in torch's C++ when Python ends never gets Python's lock back: it is ended
+    there, and C++ aborts the process ("terminate called without an active exception"), after the
+    training has finished. At exit this waits a moment for the call in progress, and lets no other
+    thread begin one.
     """
 
     def __init__(self) -> None:

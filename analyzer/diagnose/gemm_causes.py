@@ -135,7 +135,9 @@ def _describe_longest(trace: RankTrace, rows: Int64) -> str:
     (work, *_), _ = find_kernel_work(trace, rows[:1])
     found = re.search(r"cutlass_\d\w+|\w*gemm\w*", work.name)
     name = (found.group(0) if found else work.name)[:NAME_CHARACTERS]
-    return f" ({name}{f' of {work.shapes}' if work.shapes else ''})"
+    # Without recorded shapes there is the grid, which says nothing to a reader.
+    shapes = f" of {work.shapes}" if (work.shapes or "").startswith("[") else ""
+    return f" ({name}{shapes})"
 
 
 def _explain(traces: Sequence[RankTrace], kind: SlowKernels) -> str:

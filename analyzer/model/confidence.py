@@ -32,6 +32,10 @@ LEVEL = 0.9
 MIN_RUNS, MIN_SOURCES = 9, 2
 """A kind of run has its own band from so many runs and publishers on; others borrow one."""
 
+MIN_DOUBTED_RUNS = 6
+"""The same of runs with low confidence: their band is the largest error, and what they would borrow
+is that of the ZeRO-3 of 2021, 150 %."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
@@ -105,9 +109,10 @@ def find_error_band(kind: RunKind, doubted: bool, bands: BandIndex | None = None
 
 
 def _find_narrowest(kind: RunKind, doubted: bool, known: BandIndex) -> StepBand:
+    min_runs = MIN_DOUBTED_RUNS if doubted else MIN_RUNS
     for wider in kind.list_wider():
         band = known.get((wider, doubted))
-        if band is not None and band.runs >= MIN_RUNS and band.sources >= MIN_SOURCES:
+        if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:
             return band
     return known.get((RunKind(), doubted), StepBand(NO_BAND, 0, 0))
 

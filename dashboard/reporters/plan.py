@@ -420,11 +420,13 @@ _NAMES = {
 
 
 def build_validation_screen(checks: Sequence[Check], every_row: bool = False) -> RenderableType:
-    """One line per check, by group, then its worst rows, or all rows including fitted ones."""
+    """One line per check that has rows, by group, then its worst rows, or all rows including fitted
+    ones."""
     parts: list[RenderableType] = []
+    found = [check for check in checks if check.rows or check.left_out]
     for group in _GROUPS:
-        parts += _build_group([check for check in checks if _classify_check(check) == group], group)
-    for check in checks:
+        parts += _build_group([check for check in found if _classify_check(check) == group], group)
+    for check in found:
         rows = check.rows if every_row else select_worst_rows(check)
         if rows:
             parts += [
@@ -432,6 +434,8 @@ def build_validation_screen(checks: Sequence[Check], every_row: bool = False) ->
                 build_row_table(rows),
                 Text(),
             ]
+    if absent := len(checks) - len(found):
+        parts.append(Text(f"checks without rows in this folder: {absent}", style=_DIM))
     return Group(*parts, _format_total(checks))
 
 

@@ -289,8 +289,6 @@ def test_the_screen_shows_each_check_and_the_largest_errors() -> None:
     assert shown((times, states, nothing)) == [
         "equalities  rows  equal  verdict",
         "states         1      1      met",
-        "volumes        0      0  skipped",
-        "volumes: no rows in this folder",
         "",
         "step time  rows                   result         limit           verdict",
         "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
@@ -302,6 +300,7 @@ def test_the_screen_shows_each_check_and_the_largest_errors() -> None:
         "row  published  predicted    error",
         "a         10 s       12 s  +20.0 %",
         "",
+        "checks without rows in this folder: 1",
         "1 of 2 checks met; rows excluded because fitted: 1",
     ]
 

@@ -9,7 +9,8 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,11 +171,13 @@ def wait_for_first(keys: Sequence[str], timeout_s: float, poll_s: float) -> tupl
     """Waits until one of the keys is set; it and its value, the first in order if several are."""
     store, deadline = _own_store(), time.monotonic() + timeout_s
     while store is not None and time.monotonic() < deadline:
-        for key in keys:
-            if store.check([f"stepsplit/{key}"]):
-                return key, str(store.get(f"stepsplit/{key}").decode())
-        if _GUARD.ending.wait(poll_s):
-            break
+        with _GUARD.poll() as may_ask:
+            if not may_ask:
+                break
+            for key in keys:
+                if store.check([f"stepsplit/{key}"]):
+                    return key, str(store.get(f"stepsplit/{key}").decode())
+        _GUARD.ending.wait(poll_s)
     return None
 
 
@@ -193,12 +196,16 @@ class SharedValues:
 
     def write(self, key: str, value: str) -> None:
         """Sets a value; it replaces the earlier one."""
-        self._store.set(f"stepsplit/{key}", value)
+        with _GUARD.poll() as may_ask:
+            if may_ask:
+                self._store.set(f"stepsplit/{key}", value)
 
     def read(self, key: str) -> str | None:
         """The value; None if it is not set."""
         name = f"stepsplit/{key}"
-        return str(self._store.get(name).decode()) if self._store.check([name]) else None
+        with _GUARD.poll() as may_ask:
+            is_set = may_ask and self._store.check([name])
+            return str(self._store.get(name).decode()) if is_set else None
 
 
 def _describe_device() -> str:
@@ -244,58 +251,50 @@ def _store() -> Any | None:
 
 
 def _own_store() -> Any | None:
-    """The store over a connection of its own, for background threads too; None if the store cannot
-    be cloned."""
+    """The store over a connection of its own; None if the store cannot be cloned."""
     clone = getattr(_store(), "clone", None)
-    return None if clone is None else _GuardedStore(clone())
+    return None if clone is None else clone()
 
 
 class _ExitGuard:
-    """Keeps background threads out of the store while the process ends.
+    """Keeps threads that poll the store out of it while the process ends.
 
     A thread that is in torch's C++ when Python ends never gets Python's lock back: it is ended
     there, and C++ aborts the process ("terminate called without an active exception"), after the
-    training has finished. At exit this waits a moment for the call in progress, and lets no other
-    thread begin one.
+    training has finished. At exit this waits a moment for calls in progress, and lets none begin.
     """
 
     def __init__(self) -> None:
         self.ending = threading.Event()
-        self.calling = threading.RLock()
+        self._changed = threading.Condition()
+        self._calls = 0
         self._is_registered = False
 
-    def register(self) -> None:
-        """From the first use of the store on."""
-        if not self._is_registered:
-            self._is_registered = True
-            atexit.register(self._close)
+    @contextmanager
+    def poll(self) -> Iterator[bool]:
+        """A call of the store by a background thread; whether it may begin."""
+        with self._changed:
+            if not self._is_registered:
+                self._is_registered = True
+                atexit.register(self._close)
+            may_begin = not self.ending.is_set()
+            self._calls += may_begin
+        try:
+            yield may_begin
+        finally:
+            with self._changed:
+                self._calls -= may_begin
+                self._changed.notify_all()
 
     def _close(self) -> None:
-        self.ending.set()
-        # Never released: the main thread may call the store on, others wait until the end.
-        self.calling.acquire(timeout=_LAST_CALL_S)
+        with self._changed:
+            self.ending.set()
+            self._changed.wait_for(lambda: not self._calls, _LAST_CALLS_S)
 
 
-_LAST_CALL_S = 2.0
+_LAST_CALLS_S = 2.0
 
 _GUARD = _ExitGuard()
-
-
-class _GuardedStore:
-    """A store each of whose calls ends before the process does."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        _GUARD.register()
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*arguments: Any) -> Any:
-            with _GUARD.calling:
-                return method(*arguments)
-
-        return call
 
 
 def _build_store_key(run: str, rank: int) -> str:

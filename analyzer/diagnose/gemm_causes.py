@@ -11,13 +11,13 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.diagnose.replay import (
+    Float,
     ReplayContext,
     WeightedSpans,
     measure_spans,
     reduce_work,
 )
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.kernels import find_kernel_work
 from stepsplit.analyzer.trace import Int64, RankTrace
 
@@ -69,15 +69,12 @@ def _find_kind(context: ReplayContext, kind: SlowKernels) -> Finding | None:
     kernels = [_find_kernels(trace, kind) for trace in traces]
     if not any(map(len, kernels)):
         return None
-    cut_ns = np.rint(measure_spans(context.graph, _list_spans(context, kernels, kind.saved)))
-
-    def speed_up(graph: DependencyGraph) -> DependencyGraph:
-        return reduce_work(graph, "compute", cut_ns.astype(np.int64))
-
-    gain_ns = context.compute_gain_ns(speed_up(context.graph))
+    spent_ns = measure_spans(context.graph, _list_spans(context, kernels))
+    cut_ns = np.rint(spent_ns * kind.saved).astype(np.int64)
+    gain_ns = context.compute_gain_ns(reduce_work(context.graph, "compute", cut_ns))
     with_some = np.flatnonzero([len(rows) > 0 for rows in kernels])
     index = max(with_some.tolist(), key=lambda one: _sum_ns(traces[one], kernels[one]))
-    step_ns = _compute_step_ns(context, kernels)
+    step_ns = _compute_step_ns(context, spent_ns)
     events = traces[index].events
     longest = kernels[index][np.argsort(-events.dur_ns[kernels[index]], kind="stable")][:3]
     mine = np.isin(context.graph.steps.rank, with_some) & context.counted
@@ -105,15 +102,14 @@ def _find_kernels(trace: RankTrace, kind: SlowKernels) -> Int64:
     return rows[np.isin(trace.events.name_id[rows], slow)]
 
 
-def _list_spans(
-    context: ReplayContext, kernels: Sequence[Int64], saved: float
-) -> list[WeightedSpans]:
+def _list_spans(context: ReplayContext, kernels: Sequence[Int64]) -> list[WeightedSpans]:
     spans = []
     for rank, rows in zip(context.split.ranks, kernels, strict=True):
         events, to_common = rank.trace.events, rank.clock.map_to_common_ns
         own = union(events.start_ns[rows], events.ends_of(rows))
-        weight = np.full(len(own), saved)
-        spans.append(WeightedSpans(to_common(own.start_ns), to_common(own.end_ns), weight))
+        spans.append(
+            WeightedSpans(to_common(own.start_ns), to_common(own.end_ns), np.ones(len(own)))
+        )
     return spans
 
 
@@ -121,11 +117,11 @@ def _sum_ns(trace: RankTrace, rows: Int64) -> int:
     return int(trace.events.dur_ns[rows].sum())
 
 
-def _compute_step_ns(context: ReplayContext, kernels: Sequence[Int64]) -> float:
-    """Time of these kernels in a counted step, mean of the ranks that have any."""
-    spans = measure_spans(context.graph, _list_spans(context, kernels, 1.0))
+def _compute_step_ns(context: ReplayContext, spent_ns: Float) -> float:
+    """Time of these kernels in a counted step, mean of the ranks that have any; spent_ns: before
+    each node of the graph."""
     step = context.graph.step
-    of_step = np.bincount(step[step >= 0], spans[step >= 0], minlength=len(context.split_ns))
+    of_step = np.bincount(step[step >= 0], spent_ns[step >= 0], minlength=len(context.split_ns))
     counted = of_step[context.counted & (of_step > 0)]
     return float(counted.mean()) if len(counted) else 0.0
 
@@ -142,7 +138,8 @@ def _describe_longest(trace: RankTrace, rows: Int64) -> str:
 
 def _explain(traces: Sequence[RankTrace], kind: SlowKernels) -> str:
     """A known reason for GEMMs in fp32, if the recording has its op."""
-    has_experts = any(GROUPED in name for trace in traces for name in trace.events.names)
-    if kind is not FP32 or not has_experts:
+    if kind is not FP32 or not any(
+        GROUPED in name for trace in traces for name in trace.events.names
+    ):
         return ""
     return "; autocast does not cast torch's grouped_mm, which experts call: load the model in bf16"

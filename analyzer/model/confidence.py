@@ -8,7 +8,12 @@ from functools import lru_cache
 from typing import Literal
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.config import GroupPlacement, JobConfig, place_group
+from stepsplit.analyzer.model.config import (
+    AUTOCAST_FRAMEWORKS,
+    GroupPlacement,
+    JobConfig,
+    place_group,
+)
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     collect_kinds,
@@ -120,11 +125,9 @@ def _find_narrowest(kind: RunKind, doubted: bool, known: BandIndex) -> StepBand:
 NO_BAND = 0.5
 """The error without any run to estimate it from."""
 
-EAGER_FRAMEWORKS = ("ddp", "huggingface")
-
 EAGER_ERROR = 0.15
 """What 13 unseen runs of transformers on an H100 stay below (measured_jobs.csv); no band of
-published runs has these frameworks."""
+published runs has the frameworks that cast by autocast."""
 
 
 # The reasons to doubt a prediction.
@@ -257,6 +260,6 @@ def estimate_step_band(
         error = efficiency.error + (error if caveats else 0.0)
     elif not efficiency.rows:
         error = max(error, efficiency.error)
-    elif job.training.framework in EAGER_FRAMEWORKS:
+    elif job.training.framework in AUTOCAST_FRAMEWORKS:
         error = max(error, EAGER_ERROR)
     return round(split.step_ns / (1 + error)), round(split.step_ns * (1 + error))

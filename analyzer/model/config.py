@@ -332,6 +332,13 @@ Framework = Literal[
 
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
+TORCH_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "huggingface")
+"""Those that train a model of plain PyTorch: fp32 weights, cast as each layer runs, which torch's
+own optimizers update, and a vocabulary that is not padded."""
+
+AUTOCAST_FRAMEWORKS: tuple[Framework, ...] = ("ddp", "huggingface")
+"""Those that cast by torch.autocast, and run torch's optimizers as torch chooses them."""
+
 State = Literal["optimizer", "parameters", "activations"]
 
 Target = Literal["cpu", "nvme"]

@@ -12,7 +12,9 @@ from typing import Any, Literal, get_args
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (
+    AUTOCAST_FRAMEWORKS,
     RANK_ORDER,
+    TORCH_FRAMEWORKS,
     Axis,
     Dtype,
     Experts,
@@ -614,12 +616,6 @@ def _read_file(path: Path) -> TomlTable:
 
 # Defaults of the frameworks for keys that a job.toml leaves out.
 
-TORCH_FRAMEWORKS: tuple[Framework, ...] = ("fsdp2", "ddp", "huggingface")
-"""Frameworks whose optimizers update the model's own weights."""
-
-FOREACH_FRAMEWORKS: tuple[Framework, ...] = ("ddp", "huggingface")
-"""Frameworks that use torch's optimizers as torch chooses them."""
-
 GPT_TRAINERS: tuple[Framework, ...] = ("megatron", "deepspeed", "zero-paper")
 
 BEFORE_HOPPER = ("volta", "ampere")
@@ -654,7 +650,7 @@ def framework_defaults(
         "flash_attention": not stores_scores,
         "dropout": stores_scores,
         "fused_loss": framework == "megatron" and not stores_scores,
-        "fused_optimizer": framework not in FOREACH_FRAMEWORKS or hardware.family == "cpu",
+        "fused_optimizer": framework not in AUTOCAST_FRAMEWORKS or hardware.family == "cpu",
         "gradient_dtype": _choose_gradient_dtype(framework, dtype),
         "activation_dtype": choose_activation_dtype(framework, dtype, layout),
     }

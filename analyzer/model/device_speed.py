@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import is_fused_ring
 from stepsplit.analyzer.model.config import (
+    TORCH_FRAMEWORKS,
     AttentionKernel,
     AttentionRate,
     HardwareConfig,
@@ -205,8 +206,6 @@ UNALIGNED = Formula(
 
 UNALIGNED_FLOPS_PER_S = 124e12
 
-UNPADDED_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
-
 ALIGNED_COLUMNS = 8
 """Columns in 16 bits that fill 16 bytes."""
 
@@ -230,7 +229,7 @@ def is_head_unaligned(job: JobConfig) -> bool:
     that take a model's vocabulary as it is."""
     columns = -(-job.padded_vocab // job.parallel.vocab_split)
     is_odd = columns % ALIGNED_COLUMNS != 0 and job.training.dtype != "fp32"
-    return is_odd and job.training.framework in UNPADDED_FRAMEWORKS
+    return is_odd and job.training.framework in TORCH_FRAMEWORKS
 
 
 def compute_fp32_speed(job: JobConfig, speed: DeviceSpeed) -> DeviceSpeed:

@@ -8,10 +8,9 @@ from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
-from stepsplit.analyzer.model.config import JobConfig, StageConfig
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig, StageConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
-    FP32_WEIGHT_FRAMEWORKS,
     HALF_BYTES,
     MASK_BYTES,
     LayersByKind,
@@ -61,7 +60,7 @@ class Moment:
 class MemoryNeeds:
     """Memory that a rank needs on top of its states; equal for all equal ranks.
 
-    each_bytes are the activations of one chunk and microbatch in flight, most_bytes the limit for
+    chunk_bytes are the activations of one chunk and microbatch in flight, limit_bytes the limit for
     all of them together if they are offloaded. The activations of moments come on top of those in
     flight; idle is the moment without any in flight.
     """
@@ -220,14 +219,14 @@ TORCH = Formula(
     " FSDP, arXiv:2304.11277",
 )
 
-LOGITS_FORWARD = 6.0
-"""Bytes of a logit in the forward of an unfused loss beside the saved ones: in 16 bits, which the
-caller holds, and in fp32."""
+LOGITS_FORWARD = 1.5
+"""Bytes of a logit in the forward of an unfused loss over the saved 4: in 16 bits, which the caller
+holds, and in fp32."""
 
 
 def is_plain_torch(job: JobConfig) -> bool:
     """Whether autograd allocates the gradients of each step anew, without a pipeline."""
-    return job.training.framework in FP32_WEIGHT_FRAMEWORKS and job.parallel.pp == 1
+    return job.training.framework in TORCH_FRAMEWORKS and job.parallel.pp == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +260,7 @@ class TorchStep:
         missing = self._count_missing(self.parameters.total)
         copied, gathered = self._head, self._kept_head
         if self.chunk.recompute_bytes:
-            logits = round(saved / load_coefficients("fsdp2").logits_saved * LOGITS_FORWARD)
+            logits = round(saved * LOGITS_FORWARD)
             weights = self._count_weights_bytes(self._layer_matrices + self._head, self._head)
             yield Moment("logits", held, weights + logits, missing)
         else:
@@ -270,12 +269,11 @@ class TorchStep:
 
     def _build_head_moment(self) -> Moment:
         """The head's backward, beside the 16-bit gradient of the logits."""
-        logits = self.job.tokens * (self._head // self.job.model.hidden)
-        logits_bytes = logits * self.job.training.weight_bytes
+        logits_bytes = count_logits(self.job) * self.job.training.weight_bytes
         needs = compute_head_input_bytes(self.job)
         if self.job.is_fsdp:
             multiplied = logits_bytes + 2 * self._head * self.job.training.weight_bytes
-            needs += max(multiplied, self._count_sum_bytes(self._head))
+            needs += max(multiplied, self._count_reduction_bytes(self._head))
         else:
             needs += logits_bytes + self._count_gradient_needs(self._head)
         needs += self._count_weights_bytes(self._copied_layers, self.parameters.largest_layer)
@@ -307,7 +305,7 @@ class TorchStep:
         missing_bytes = self._count_missing(missing + layer)
         needs = self._layer_needs + self._count_weights_bytes(0, layer + embedding)
         yield Moment("first layer", kept, needs, missing_bytes)
-        needs = self._count_sum_bytes(layer) + self._count_weights_bytes(0, embedding)
+        needs = self._count_reduction_bytes(layer) + self._count_weights_bytes(0, embedding)
         yield Moment("first layer", -self.chunk.saved_bytes, needs, missing_bytes)
 
     def _build_embedding_moment(self) -> Moment:
@@ -315,7 +313,7 @@ class TorchStep:
         embedding, needs = self.parameters.embedding, 2 * compute_input_bytes(self.job)
         missing = 0
         if self.job.is_fsdp:
-            needs += self._count_sum_bytes(embedding)
+            needs += self._count_reduction_bytes(embedding)
             missing = self._count_missing(embedding)
         elif self._keeps_gradients or not self.parameters.head:
             needs += 4 * embedding
@@ -365,7 +363,7 @@ class TorchStep:
         """Gradients of parameters whose backward is still to come."""
         return 0 if self._keeps_gradients else self._count_gradients_bytes(parameters)
 
-    def _count_sum_bytes(self, unit: int) -> int:
+    def _count_reduction_bytes(self, unit: int) -> int:
         """Memory with which FSDP sums the gradients of a unit, the rank's own ones included: they
         are copied to a buffer, and that to the result."""
         copied = _count_unit_gradient_bytes(self.job, unit)
@@ -441,7 +439,7 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
         return PersistentBytes(
             _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
         )
-    if job.training.framework in FP32_WEIGHT_FRAMEWORKS:
+    if job.training.framework in TORCH_FRAMEWORKS:
         return PersistentBytes(parameters.total * _count_autocast_bytes(job))
     layer_copies = load_coefficients(job.training.framework).layer_gradient
     if not layer_copies or not _has_fp32_gradients(job):
@@ -455,7 +453,7 @@ def _count_autocast_bytes(job: JobConfig) -> int:
 
 def _count_bucket_bytes(job: JobConfig) -> int:
     """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
-    plain = job.training.framework in FP32_WEIGHT_FRAMEWORKS and job.parallel.zero < 2
+    plain = job.training.framework in TORCH_FRAMEWORKS and job.parallel.zero < 2
     return 4 if plain and job.parallel.gradient_ranks > 1 else 0
 
 
@@ -502,10 +500,15 @@ def _count_distinct_weights(job: JobConfig, parameters: StageParameters) -> int:
     return count
 
 
+def count_logits(job: JobConfig) -> int:
+    """Count the logits of one microbatch on a rank of the last stage."""
+    return job.tokens * (count_vocabulary_parameters(job) // job.model.hidden)
+
+
 def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     """Logits of one microbatch saved for the loss's backward, and its working memory."""
     known = load_coefficients(job.training.framework)
-    logits = job.tokens * (count_vocabulary_parameters(job) // job.model.hidden)
+    logits = count_logits(job)
     if job.training.fused_loss:
         return logits * job.training.weight_bytes, 0
     working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working

@@ -17,6 +17,8 @@ from stepsplit.analyzer.model.comm_ops import (
     is_gathered_in_fp8,
 )
 from stepsplit.analyzer.model.config import (
+    AUTOCAST_FRAMEWORKS,
+    TORCH_FRAMEWORKS,
     Experts,
     JobConfig,
     LatentAttention,
@@ -63,12 +65,6 @@ MOMENTS_BYTES = {
 """Bytes of optimizer moments per parameter. Adam has two, fp32 or 8 bits (Dettmers et al.,
 arXiv:2110.02861, without its scales, 3 % of that); SGD with momentum, Muon and Lion have one."""
 
-FP32_WEIGHT_FRAMEWORKS = ("fsdp2", "ddp", "huggingface")
-"""Frameworks with fp32 weights, which cast each layer as it runs."""
-
-AUTOCAST_FRAMEWORKS = ("ddp", "huggingface")
-"""Those that do so by torch.autocast."""
-
 HALF_BYTES = 2
 """Bytes of a number in 16 bits."""
 
@@ -76,7 +72,7 @@ HALF_BYTES = 2
 FORMULA_OF_FRAMEWORK = {
     "megatron": MEGATRON,
     "deepspeed": DEEPSPEED,
-    **dict.fromkeys(FP32_WEIGHT_FRAMEWORKS, FSDP_STATES),
+    **dict.fromkeys(TORCH_FRAMEWORKS, FSDP_STATES),
 }
 """Frameworks whose states do not follow STATES."""
 
@@ -141,7 +137,7 @@ def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
     if training.optimizer == "muon":
         extra_adam = count_moments_bytes(replace(training, optimizer="adam")) - moments
     formula = FORMULA_OF_FRAMEWORK.get(training.framework, STATES)
-    if training.dtype == "fp32" or training.framework in FP32_WEIGHT_FRAMEWORKS:
+    if training.dtype == "fp32" or training.framework in TORCH_FRAMEWORKS:
         size = count_updated_bytes(training)
         return ParameterBytes(size, size, moments, extra_adam, formula)
     gradients, copy = _list_gradient_bytes(training)

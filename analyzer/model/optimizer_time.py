@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -14,7 +14,6 @@ from stepsplit.analyzer.model.layer_time import (
     list_mlp_gemms,
 )
 from stepsplit.analyzer.model.memory_states import (
-    FP32_WEIGHT_FRAMEWORKS,
     count_moments_bytes,
     count_updated_bytes,
     uses_foreach,
@@ -56,7 +55,7 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     count, training = count_updated_parameters(job, parameters), job.training
     weight_bytes = count_updated_bytes(training)
     states = weight_bytes + count_moments_bytes(training)
-    is_copied = training.dtype != "fp32" and training.framework not in FP32_WEIGHT_FRAMEWORKS
+    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
     written = training.weight_bytes if is_copied and training.master_weights else 0
     reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
     moved_bytes = count * (2 * states + reads + written)

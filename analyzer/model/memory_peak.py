@@ -19,7 +19,9 @@ from stepsplit.analyzer.model.memory_states import (
     compute_input_bytes,
     compute_stage_activations,
     count_chunks_in_flight,
+    count_hidden,
     count_moments_bytes,
+    count_updated_bytes,
     has_fp32_experts,
     is_autocast,
     load_coefficients,
@@ -165,12 +167,12 @@ def _compute_offload_limit(
 
 def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:
     """Saved activations of a chunk and microbatch, with its output and the embedding's mask."""
-    elements = compute_input_bytes(job) // job.training.activation_bytes
     extra = 0.0
     if job.parallel.pp > 1 and not stage.head:
-        extra += elements * load_coefficients(job.training.framework).pipeline_output
+        outputs = compute_input_bytes(job) / job.training.activation_bytes
+        extra += outputs * load_coefficients(job.training.framework).pipeline_output
     if stage.embedding and job.training.dropout:
-        extra += elements * MASK_BYTES / len(stage.chunks)
+        extra += MASK_BYTES * count_hidden(job) / len(stage.chunks)
     return chunk.saved_bytes + round(extra)
 
 
@@ -316,7 +318,7 @@ class TorchStep:
             needs += self._count_reduction_bytes(embedding)
             missing = self._count_missing(embedding)
         elif self._keeps_gradients or not self.parameters.head:
-            needs += 4 * embedding
+            needs += count_updated_bytes(self.job.training) * embedding
         return Moment("embedding", -self.chunk.saved_bytes, needs, missing)
 
     @property
@@ -373,7 +375,8 @@ class TorchStep:
     def _count_gradient_needs(self, matrix: int) -> int:
         """Memory to compute the gradients of a matrix without FSDP."""
         copy = HALF_BYTES if is_autocast(self.job) else 0
-        return matrix * (copy + (4 if self._keeps_gradients else 0))
+        added = count_updated_bytes(self.job.training) if self._keeps_gradients else 0
+        return matrix * (copy + added)
 
     def _count_weights_bytes(self, copied: int, gathered: int) -> int:
         """16-bit copies of so many weights, or FSDP's gathered ones; and DDP's buckets."""
@@ -440,21 +443,19 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
             _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
         )
     if job.training.framework in TORCH_FRAMEWORKS:
-        return PersistentBytes(parameters.total * _count_autocast_bytes(job))
+        copies = HALF_BYTES if is_autocast(job) else 0
+        return PersistentBytes(parameters.total * (copies + _count_bucket_bytes(job)))
     layer_copies = load_coefficients(job.training.framework).layer_gradient
     if not layer_copies or not _has_fp32_gradients(job):
         return PersistentBytes(0)
     return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
 
 
-def _count_autocast_bytes(job: JobConfig) -> int:
-    return (2 if job.training.dtype != "fp32" else 0) + _count_bucket_bytes(job)
-
-
 def _count_bucket_bytes(job: JobConfig) -> int:
     """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
     plain = job.training.framework in TORCH_FRAMEWORKS and job.parallel.zero < 2
-    return 4 if plain and job.parallel.gradient_ranks > 1 else 0
+    is_copied = plain and job.parallel.gradient_ranks > 1
+    return count_updated_bytes(job.training) if is_copied else 0
 
 
 def _is_gathered_once(job: JobConfig) -> bool:

@@ -369,7 +369,7 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         norms=_compute_norms(job, saved, pairs),
         heads=_compute_heads(job, saved),
         attention=_compute_attention(job, saved),
-        masks=2 * MASK_BYTES * _count_hidden(job) if job.training.dropout else 0,
+        masks=2 * MASK_BYTES * count_hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
         formula=PARTS if parts else KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
@@ -424,7 +424,7 @@ def _select_saved(
 def compute_input_bytes(job: JobConfig) -> int:
     """The input of one layer: 2sbh, or with sequence parallelism 2sbh/t; 4sbh under autocast, which
     sums hidden states in fp32."""
-    return _count_hidden(job) * (4 if is_autocast(job) else job.training.activation_bytes)
+    return count_hidden(job) * (4 if is_autocast(job) else job.training.activation_bytes)
 
 
 def is_autocast(job: JobConfig) -> bool:
@@ -437,11 +437,11 @@ def is_autocast(job: JobConfig) -> bool:
 def compute_final_norm_bytes(job: JobConfig) -> int:
     """Input and output of the norm before the head, as the head reads it."""
     bytes_per_element = select_saved_bytes(job).norm_input + HALF_BYTES
-    return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
+    return round(count_hidden(job) * bytes_per_element * _compute_scale(job))
 
 
-def _count_hidden(job: JobConfig) -> int:
-    """Elements of a layer's output: T h / s."""
+def count_hidden(job: JobConfig) -> int:
+    """Count the elements of a layer's output: T h / s."""
     return job.tokens * job.model.hidden // job.parallel.sequence_split
 
 
@@ -468,7 +468,7 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
     inputs = 1 if job.model.parallel_block else 2
     bytes_per_element = inputs * saved.norm_input + outputs * saved.norm_output
     bytes_per_element += saved.residual + saved.projection + saved.mlp_output
-    return round(_count_hidden(job) * bytes_per_element * _compute_scale(job))
+    return round(count_hidden(job) * bytes_per_element * _compute_scale(job))
 
 
 def _compute_heads(job: JobConfig, saved: SavedBytes) -> int:

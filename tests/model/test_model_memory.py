@@ -184,6 +184,34 @@ def test_autocast_keeps_copies_of_all_weights_and_ddp_its_buckets() -> None:
     assert one_of_two.transient_bytes - alone.transient_bytes == 4 * 11336
 
 
+@pytest.mark.parametrize(("dtype", "has_master_weights"), [("float32", True), ("bfloat16", False)])
+def test_ddps_copy_of_the_gradients_has_the_bytes_that_torch_allocates(
+    dtype: str, has_master_weights: bool
+) -> None:
+    one = job(framework="ddp", master_weights=has_master_weights)
+    two = replace(one, parallel=ParallelConfig(dp_replicate=2))
+    (alone,), (one_of_two,) = compute_memory(one), compute_memory(two)
+    copied = (one_of_two.total_bytes - alone.total_bytes) / 11336
+    assert copied == pytest.approx(measure_bucket_bytes(dtype), rel=1e-3)
+
+
+def measure_bucket_bytes(dtype: str) -> float:
+    """What a step of DDP leaves for each weight beside its gradient."""
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(256, 256, bias=False, dtype=getattr(torch, dtype))
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            ddp = torch.nn.parallel.DistributedDataParallel(layer)
+            ddp(layer.weight.detach()).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    left_bytes = sum(event.self_cpu_memory_usage for event in profiler.events())
+    return (left_bytes - layer.weight.nbytes) / layer.weight.numel()
+
+
 def test_full_recomputation_runs_one_layer_again() -> None:
     (found,) = compute_memory(job(recompute="full", fused_loss=True))
     assert found.activations_bytes == 4 * 256 + 16384 + 512

@@ -354,6 +354,12 @@ benchmarks."""
 Fp8Scaling = Literal["tensor", "row"]
 """What shares a scale in fp8 GEMMs: a whole tensor, or each row of it."""
 
+UnfusedPart = Literal["norms", "rotary", "activation", "softmax"]
+"""What a program may run as separate torch operations: RMS norms, rotary embedding, the gated
+activation, and the softmax of attention that stores its scores."""
+
+UNFUSED_PARTS: tuple[UnfusedPart, ...] = get_args(UnfusedPart)
+
 CudaGraph = Literal["none", "layers", "step"]
 """What CUDA graphs replay: nothing, all of a layer but its experts, or the whole step."""
 
@@ -401,6 +407,9 @@ class TrainingConfig:
         clip_gradients: Whether gradients are clipped by their norm over all ranks. Default True.
         fused_optimizer: Whether Adam is one kernel; False: torch's lists of tensors (foreach).
             Default True.
+        unfused: Parts of a layer that run as separate operations: "norms", "rotary", "activation",
+            "softmax". Default None: as the framework does, all with fsdp2, ddp and huggingface
+            without compile, else none.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -435,6 +444,7 @@ class TrainingConfig:
     document_tokens: Natural = 0
     clip_gradients: bool = True
     fused_optimizer: bool = True
+    unfused: frozenset[UnfusedPart] | None = None
 
     @property
     def attended_tokens(self) -> int:

@@ -128,7 +128,8 @@ def _check_ulysses(job: JobConfig) -> Violation | None:
 
 
 def _check_recompute(job: JobConfig) -> Violation | None:
-    """recompute_layers belongs to full recomputation, fp8 storage to fp8 training."""
+    """recompute_layers belongs to full recomputation, fp8 storage to fp8 training, unfused parts to
+    a model that is not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
@@ -136,6 +137,9 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.fp8_activations and training.dtype != "fp8":
         problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
         return Violation(problem, "remove fp8_activations")
+    if training.compile and training.unfused:
+        problem = f"compile fuses {', '.join(sorted(training.unfused))}"
+        return Violation(problem, "remove compile or unfused")
     return None
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config import UNFUSED_PARTS, JobConfig, UnfusedPart
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import is_autocast
 from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Operations that are fused, or cost a multiple of fused ones.
-
-ELEMENTWISE_KERNELS = 6
-"""Memory-bound kernels per layer: two norms, two residuals, activation, rotary embedding."""
 
 EAGER_TRAFFIC = 1.75
 """Memory traffic of unfused operations over fused ones (fitted on Megatron-LM of 2020)."""
@@ -36,6 +34,8 @@ class ElementwiseTime:
 
 def find_traffic(job: JobConfig) -> float:
     """Memory traffic of the framework's operations over that of fused ones."""
+    if job.training.unfused is not None:
+        return COMPILED_TRAFFIC if job.training.compile else 1.0
     match job.training.framework:
         case "ddp" | "huggingface":
             return EAGER_TRAFFIC
@@ -54,19 +54,47 @@ def time_elementwise(
     if moved is not None:
         return _time_eager(job, speed, moved, activations, routed_activations)
     activations += routed_activations
+    unfused = find_unfused_parts(job)
+    fused = _time_fused(job, speed, activations, unfused)
+    if not unfused:
+        return fused
+    sizes = {"norms": 2 * count_hidden(job), "rotary": count_rotated(job)}
+    sizes["activation"] = activations
+    parts = [(UNFUSED_MOVED[part], sizes[part]) for part in unfused if part in sizes]
+    kernels = [UNFUSED_LAUNCHES[part] for part in unfused if part in sizes]
+    apart = _sum_moved(
+        speed,
+        parts,
+        Moved(sum(each.forward for each in kernels), sum(each.backward for each in kernels)),
+        EAGER_RATE,
+    )
+    return ElementwiseTime(
+        fused.forward_ns + apart.forward_ns, fused.backward_ns + apart.backward_ns
+    )
+
+
+def _time_fused(
+    job: JobConfig, speed: DeviceSpeed, activations: float, unfused: frozenset[UnfusedPart]
+) -> ElementwiseTime:
+    """Time of the operations of a layer that are fused, without those that are not."""
     model, size, traffic = job.model, job.training.activation_bytes, find_traffic(job)
-    hidden = count_hidden(job)
-    rotated = 0 if model.positions else 2 * count_rotated(job)
-    gates = 2 if model.gated else 1
-    # A norm and a residual of each half; in a parallel block one sum of three for both halves.
-    forward_hidden, backward_hidden = (8, 10) if model.parallel_block else (2 * 5, 2 * 6)
-    forward = forward_hidden * hidden + (gates + 1) * activations + rotated
-    backward = backward_hidden * hidden + (2 * gates + 1) * activations + rotated
-    masks = 2 * hidden * job.training.dropout
-    kernels = ELEMENTWISE_KERNELS
+    hidden, gates = count_hidden(job), 2 if model.gated else 1
+    # A residual of each half; in a parallel block one sum of three for both halves.
+    forward = backward = (4 if model.parallel_block else 6) * hidden
+    kernels = 2
+    if "norms" not in unfused:
+        forward, backward, kernels = forward + 4 * hidden, backward + 6 * hidden, kernels + 2
+    if "activation" not in unfused:
+        forward += (gates + 1) * activations
+        backward += (2 * gates + 1) * activations
+        kernels += 1
+    if "rotary" not in unfused:
+        rotated = 0 if model.positions else 2 * count_rotated(job)
+        forward, backward, kernels = forward + rotated, backward + rotated, kernels + 1
     if model.qk_norm:
         normed = count_rotated(job)
         forward, backward, kernels = forward + 2 * normed, backward + 3 * normed, kernels + 2
+    masks = 2 * count_hidden(job) * job.training.dropout
     return ElementwiseTime(
         speed.compute_memory_ns((forward * size + masks) * traffic, kernels),
         speed.compute_memory_ns((backward * size + masks) * traffic, kernels + 2),
@@ -78,6 +106,9 @@ def time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> f
     moved = find_moved_bytes(job)
     if moved is not None:
         return speed.compute_memory_ns(moved.ffn.forward * activations / moved.rate, 1)
+    if "activation" in find_unfused_parts(job):
+        moved_bytes = UNFUSED_MOVED["activation"].forward * activations
+        return speed.compute_memory_ns(moved_bytes / EAGER_RATE, 1)
     gates = 2 if job.model.gated else 1
     moved_bytes = (gates + 1) * activations * job.training.activation_bytes
     return speed.compute_memory_ns(moved_bytes * find_traffic(job), 1)
@@ -182,6 +213,8 @@ ROUTING_KERNELS = Moved(20, 20)
 def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
     """What the framework's operations move if they run one by one and have been counted."""
     training, is_rms = job.training, job.model.norm == "rms"
+    if training.unfused is not None and training.unfused != frozenset(UNFUSED_PARTS):
+        return None
     if job.model.latent is not None or training.compile or training.activation_dtype == "fp32":
         return None
     if training.framework == "huggingface" and is_autocast(job):
@@ -189,6 +222,47 @@ def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
     if is_rms and (training.framework == "huggingface" or _casts_by_fsdp(job)):
         return HALF_MOVED
     return None
+
+
+# Parts that run one by one in a program that fuses the others.
+
+UNFUSED = Formula(
+    "step.unfused",
+    "bytes that torch's operations read and write, forward and backward, one kernel each: 36 and 92"
+    " of each element of an RMS norm, 20 and 28 of queries and keys rotated, 10 and 18 of a gated"
+    " activation, 28 and 28 of a score; at 0.79 of the memory rate of fused kernels",
+    "transformers 5, modeling_llama.py with 16-bit weights; checked on 352 runs of Hagemann et al.,"
+    " arXiv:2311.05610",
+)
+
+UNFUSED_MOVED: Mapping[UnfusedPart, Moved] = {
+    "norms": Moved(36, 92),
+    "rotary": Moved(20, 28),
+    "activation": Moved(10, 18),
+    "softmax": SCORES_MOVED,
+}
+"""Bytes that an element of each part moves (tests/model/test_eager_layers.py counts them)."""
+
+UNFUSED_LAUNCHES: Mapping[UnfusedPart, Moved] = {
+    "norms": Moved(16, 32),
+    "rotary": Moved(10, 14),
+    "activation": Moved(2, 3),
+    "softmax": Moved(5, 6),
+}
+"""Kernels of each part in a layer."""
+
+
+def find_unfused_parts(job: JobConfig) -> frozenset[UnfusedPart]:
+    """The parts that the job states as unfused, if the model has them: torch runs a layer norm, and
+    an activation that is not gated, in one kernel anyhow."""
+    model, absent = job.model, set[UnfusedPart]()
+    if model.norm == "layer":
+        absent.add("norms")
+    if model.positions:
+        absent.add("rotary")
+    if not model.gated:
+        absent.add("activation")
+    return (job.training.unfused or frozenset()) - absent
 
 
 def _casts_by_fsdp(job: JobConfig) -> bool:
@@ -217,8 +291,9 @@ def _time_eager(
 def time_softmax(job: JobConfig, speed: DeviceSpeed, scores: float) -> ElementwiseTime:
     """Time of the softmax of unfused attention."""
     eager = find_moved_bytes(job)
-    if eager is not None:
-        return _sum_moved(speed, [(SCORES_MOVED, scores)], Moved(5, 6), eager.rate)
+    if eager is not None or "softmax" in find_unfused_parts(job):
+        rate = EAGER_RATE if eager is None else eager.rate
+        return _sum_moved(speed, [(SCORES_MOVED, scores)], UNFUSED_LAUNCHES["softmax"], rate)
     training, size = job.training, job.training.activation_bytes
     moved = find_traffic(job) * ((5 if training.dropout else 4) * size + training.dropout)
     return ElementwiseTime(

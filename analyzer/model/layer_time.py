@@ -27,9 +27,11 @@ from stepsplit.analyzer.model.device_speed import (
 )
 from stepsplit.analyzer.model.elementwise import (
     EAGER,
+    UNFUSED,
     count_hidden,
     find_moved_bytes,
     find_traffic,
+    find_unfused_parts,
     time_activation,
     time_elementwise,
     time_routing,
@@ -322,7 +324,9 @@ def _time_layer(
     routed_activations: float = 0.0,
 ) -> LayerPass:
     elementwise = time_elementwise(job, speed, activations, routed_activations)
-    formulas = () if find_moved_bytes(job) is None else (EAGER,)
+    formulas = (EAGER,) if find_moved_bytes(job) is not None else ()
+    if not formulas and find_unfused_parts(job):
+        formulas = (UNFUSED,)
     return (
         _time_linear(speed, gemms, select_framework_costs(job))
         + _time_casts(speed, gemms)

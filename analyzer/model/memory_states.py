@@ -384,13 +384,31 @@ def _is_gpt(job: JobConfig) -> bool:
 def select_saved_bytes(job: JobConfig) -> SavedBytes:
     """What the framework saves of a layer with the job's recomputation."""
     training, is_latent = job.training, job.model.latent is not None
-    return _select_saved(
+    saved = _select_saved(
         training.framework,
         _find_variant(job),
         training.recompute == "selective",
         training.recompute_parts,
         is_latent,
     )
+    return saved if training.unfused is None else _replace_unfused(job, saved)
+
+
+def _replace_unfused(job: JobConfig, saved: SavedBytes) -> SavedBytes:
+    """What is saved by the parts that the job states as unfused, and by the others fused.
+
+    An RMS norm of torch operations saves an fp32 copy of its input, a gated activation silu(gate),
+    a softmax its scores in fp32 beside the 16-bit ones.
+    """
+    unfused, changed = job.training.unfused or frozenset(), dict[str, Any]()
+    if job.model.norm == "rms" and saved.norm_input:
+        input_bytes = 4.0 if is_autocast(job) else 2.0
+        changed["norm_input"] = input_bytes + (4.0 if "norms" in unfused else 0.0)
+    if job.model.gated:
+        changed["mlp_gate"] = 2.0 if "activation" in unfused else 0.0
+    if saved.scores:
+        changed["scores"] = 6.0 if "softmax" in unfused else 2.0
+    return replace(saved, **changed)
 
 
 def _find_variant(job: JobConfig) -> str:

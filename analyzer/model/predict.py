@@ -262,7 +262,7 @@ ORDER = (
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
     device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, device_speed.UNALIGNED,
-    layer_time.CASTS, layer_time.EXPERTS_FP32, elementwise.EAGER,
+    layer_time.CASTS, layer_time.EXPERTS_FP32, elementwise.EAGER, elementwise.UNFUSED,
     layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,

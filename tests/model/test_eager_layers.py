@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 from work_builders import TINY, job
 
 from stepsplit.analyzer import JobConfig
-from stepsplit.analyzer.model.config import Experts
+from stepsplit.analyzer.model.config import Experts, UnfusedPart
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.elementwise import (
     EAGER_RATE,
+    UNFUSED_MOVED,
     ElementwiseTime,
     time_elementwise,
     time_routing,
@@ -181,3 +183,42 @@ def test_a_layer_saves_and_moves_what_torch_does(name: str, is_half: bool) -> No
     )
     assert forward == pytest.approx(found.forward, rel=0.02)
     assert backward == pytest.approx(found.backward, rel=0.02)
+
+
+def build_parts() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The operations of each part in 16 bits, and their inputs of one size each."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    def draw(*shape: int) -> Any:
+        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+    angles = torch.randn(1, TOKENS, 64, dtype=torch.bfloat16)
+    rotate = partial(apply_rotary_pos_emb, cos=angles, sin=angles)
+    mask = torch.zeros(TOKENS, TOKENS, dtype=torch.bfloat16)
+    return {
+        "norms": (LlamaRMSNorm(384).bfloat16(), (draw(1, TOKENS, 384),)),
+        "rotary": (rotate, (draw(1, 6, TOKENS, 64), draw(1, 6, TOKENS, 64))),
+        "activation": (
+            lambda gate, up: torch.nn.functional.silu(gate) * up,
+            (draw(TOKENS, 384), draw(TOKENS, 384)),
+        ),
+        "softmax": (
+            lambda scores: torch.softmax((scores * 0.125 + mask).float(), -1).bfloat16(),
+            (draw(2, TOKENS, TOKENS),),
+        ),
+    }
+
+
+@pytest.mark.parametrize("part", UNFUSED_MOVED)
+def test_an_unfused_part_moves_what_torch_does(part: UnfusedPart) -> None:
+    run, inputs = build_parts()[part]
+    forward, backward = Counter(frozenset()), Counter(frozenset())
+    with forward:
+        made = list_tensors(run(*inputs))
+    gradients = [torch.ones_like(each) for each in made]
+    with backward:
+        torch.autograd.backward(made, gradients)
+    elements = sum(each.numel() for each in made)
+    moved = UNFUSED_MOVED[part]
+    assert forward.moved / elements == pytest.approx(moved.forward, rel=0.04)
+    assert backward.moved / elements == pytest.approx(moved.backward, rel=0.04)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.config import (
@@ -41,27 +41,36 @@ MIN_DOUBTED_RUNS = 6
 """The same of runs with low confidence: their band is the largest error, and what they would borrow
 is that of the ZeRO-3 of 2021, 150 %."""
 
+RunConfidence = Literal["high", "medium", "low"]
+
+RUN_CONFIDENCES: tuple[RunConfidence, ...] = get_args(RunConfidence)
+"""Confidence in runs that no constant was calibrated on; each has bands of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
     """Runs with a common error band; "" stands for all.
 
     family is that of the GPU, model "dense" or "experts", dtype "16-bit" or "8-bit", states
-    "sharded" (ZeRO-3) or "replicated".
+    "sharded" (ZeRO-3) or "replicated"; program is "other" for programs other than the framework,
+    whose runs have bands of their own.
     """
 
     family: str = ""
     model: str = ""
     dtype: str = ""
     states: str = ""
+    program: Literal["", "other"] = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, (self.family, self.model, self.dtype, self.states))) or "all"
+        stated = " ".join(filter(None, (self.family, self.model, self.dtype, self.states))) or "all"
+        return f"{stated}, other programs" if self.program else stated
 
     def list_wider(self) -> tuple[RunKind, ...]:
         """This kind, then the wider ones that it belongs to, the widest last."""
         of_model = replace(self, dtype="", states="")
-        return self, replace(self, states=""), of_model, replace(of_model, family=""), RunKind()
+        widest = RunKind(program=self.program)
+        return self, replace(self, states=""), of_model, replace(of_model, family=""), widest
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +83,8 @@ class StepBand:
     kind: RunKind = RunKind()
 
 
-BandIndex = Mapping[tuple[RunKind, bool], StepBand]
-"""Bands by kind and whether the runs had a reason for low confidence."""
+BandIndex = Mapping[tuple[RunKind, RunConfidence], StepBand]
+"""Bands by kind and the confidence in the runs."""
 
 
 def find_run_kind(job: JobConfig) -> RunKind:
@@ -84,6 +93,7 @@ def find_run_kind(job: JobConfig) -> RunKind:
         "dense" if job.model.experts is None else "experts",
         "8-bit" if job.training.dtype == "fp8" else "16-bit",
         "sharded" if find_sharding_stage(job) == 3 else "replicated",
+        "other" if job.training.program else "",
     )
 
 
@@ -92,34 +102,36 @@ def load_error_bands() -> BandIndex:
     """The bands of bands.toml. Raises DataError."""
     presets, mistakes = read_table(PRESETS / "bands.toml"), Mistakes()
     decode_keys(presets, {"band": list[dict[str, object]]}, mistakes)
-    kinds = {**collect_kinds(StepBand), **collect_kinds(RunKind), "doubted": bool}
+    kinds = {**collect_kinds(StepBand), **collect_kinds(RunKind), "confidence": RunConfidence}
     bands = {}
     for table in presets.list_subtables("band"):
         stated = decode_keys(table, kinds, mistakes)
         kind = RunKind(**select_fields(RunKind, stated))
-        doubted = stated.get("doubted", False)
-        bands[kind, doubted] = StepBand(**select_fields(StepBand, stated), kind=kind)
+        confidence = stated["confidence"]
+        bands[kind, confidence] = StepBand(**select_fields(StepBand, stated), kind=kind)
     mistakes.raise_all()
     return bands
 
 
-def find_error_band(kind: RunKind, doubted: bool, bands: BandIndex | None = None) -> StepBand:
-    """The band of the narrowest kind with enough runs, or of any kind; the wider one of the runs
-    with and without doubts if this run is doubted."""
+def find_error_band(
+    kind: RunKind, confidence: RunConfidence, bands: BandIndex | None = None
+) -> StepBand:
+    """The band of the narrowest kind with enough runs, or of any kind: the widest of those of runs
+    with this confidence or a higher one."""
     known = load_error_bands() if bands is None else bands
-    usual = _find_narrowest(kind, False, known)
-    if not doubted:
-        return usual
-    return max(usual, _find_narrowest(kind, True, known), key=lambda band: band.error)
+    reached = RUN_CONFIDENCES[: RUN_CONFIDENCES.index(confidence) + 1]
+    found = [band for each in reached if (band := _find_narrowest(kind, each, known)) is not None]
+    return max(found, key=lambda band: band.error, default=StepBand(NO_BAND, 0, 0))
 
 
-def _find_narrowest(kind: RunKind, doubted: bool, known: BandIndex) -> StepBand:
-    min_runs = MIN_DOUBTED_RUNS if doubted else MIN_RUNS
-    for wider in kind.list_wider():
-        band = known.get((wider, doubted))
+def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
+    min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
+    wider = kind.list_wider()
+    bands = (known.get((each, confidence)) for each in wider)
+    for band in bands:
         if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:
             return band
-    return known.get((RunKind(), doubted), StepBand(NO_BAND, 0, 0))
+    return known.get((wider[-1], confidence))
 
 
 NO_BAND = 0.5
@@ -177,8 +189,12 @@ def _list_unmodelled(
         yield "host-bound: launching a layer takes about as long as computing it"
     if (group := place_group(job, "tp")).nodes > 1:
         yield _describe_crossing("tp", group)
+    if (group := place_group(job, "ep")).nodes > 1 and job.hardware.inter.name.startswith("efa"):
+        yield "experts on other nodes are reached over EFA, on which no all_to_all is known"
     if job.training.offload & {"parameters", "activations"}:
         yield "transfers of offloaded parameters and activations are not modelled"
+    if "optimizer" in job.training.offload:
+        yield "the update of offloaded optimizer states on the host is not modelled"
     if split.exposed_comm_ns > COMM_SHARE_LIMIT * split.step_ns:
         yield "communication takes most of the step: the estimate depends on link constants"
     if not is_within_memory(job, memory):
@@ -191,11 +207,17 @@ def _list_unmodelled(
         yield f"ZeRO-3 over {job.parallel.shard_size:,} ranks: known up to {most:,}"
 
 
+FEW_RUNS = "too few published runs of this kind"
+"""The beginning of the caveat that says so."""
+
+
 def _list_distances(job: JobConfig) -> Iterator[str]:
     """In what the job differs from the runs that the efficiencies were fitted on."""
     efficiency, hardware = job.hardware.efficiency, job.hardware
     if not efficiency.rows:
         return
+    if program := job.training.program:
+        yield f"{program} is timed as {job.training.framework}, whose runs set the efficiencies"
     for fitted, this in (
         (efficiency.frameworks, job.training.framework),
         (efficiency.devices, hardware.name),
@@ -216,8 +238,9 @@ def _list_distances(job: JobConfig) -> Iterator[str]:
     if 0 < efficiency.most_gpus < job.parallel.world_size:
         yield f"{job.parallel.world_size:,} GPUs: known up to {efficiency.most_gpus:,}"
     kind = find_run_kind(job)
-    if not is_calibrated(job) and find_error_band(kind, doubted=False).kind != kind:
-        yield f"too few published runs of this kind ({kind}) for a band of its own"
+    nearest: RunConfidence = "medium" if job.training.program else "high"
+    if not is_calibrated(job) and find_error_band(kind, nearest).kind != kind:
+        yield f"{FEW_RUNS} ({kind}) for a band of its own"
 
 
 def _describe_crossing(axis: str, group: GroupPlacement) -> str:
@@ -254,8 +277,9 @@ def estimate_step_band(
     job: JobConfig, split: Split, caveats: tuple[Caveat, ...]
 ) -> tuple[int, int]:
     """Error band of the step time in ns, which contains 9 of 10 unseen runs."""
-    efficiency, doubted = job.hardware.efficiency, decide_confidence(job, caveats) == "low"
-    error = find_error_band(find_run_kind(job), doubted).error
+    efficiency, decided = job.hardware.efficiency, decide_confidence(job, caveats)
+    confidence: RunConfidence = "high" if decided == "calibrated" else decided
+    error = find_error_band(find_run_kind(job), confidence).error
     if is_calibrated(job):
         error = efficiency.error + (error if caveats else 0.0)
     elif not efficiency.rows:

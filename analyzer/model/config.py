@@ -410,6 +410,8 @@ class TrainingConfig:
         unfused: Parts of a layer that run as separate operations: "norms", "rotary", "activation",
             "softmax". Default None: as the framework does, all with fsdp2, ddp and huggingface
             without compile, else none.
+        program: Name of the program that trains, if it is another than the framework: a fork, or
+            code of one's own that works like it. Default "": the framework itself.
 
     Examples:
         >>> training = TrainingConfig(seq_len=4096, micro_batch=1, global_batch=64)
@@ -445,6 +447,7 @@ class TrainingConfig:
     clip_gradients: bool = True
     fused_optimizer: bool = True
     unfused: frozenset[UnfusedPart] | None = None
+    program: str = ""
 
     @property
     def attended_tokens(self) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from typing import Any
-
 from stepsplit.analyzer.model.config import JobConfig, ModelConfig, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.config_decode import TomlTable
-from stepsplit.analyzer.model.config_file import decode_job, load_hardware, load_model
+from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.published_runs import list_fitted_memory
+from stepsplit.analyzer.validation.stated_jobs import build_stated_job
 from stepsplit.analyzer.validation.tables import (
     Check,
     Published,
@@ -29,8 +26,6 @@ MEMORY_BAR = (0.01, 0.03)
 
 STEP_BAR = (0.08, 0.15)
 """Mean and 90th percentile."""
-
-TABLES = ("model", "parallel", "training", "hardware")
 
 
 def check_measured_jobs(published: Published) -> tuple[Check, ...]:
@@ -55,29 +50,8 @@ def check_measured_jobs(published: Published) -> tuple[Check, ...]:
     )
 
 
-def build_measured_job(row: PublishedRow) -> JobConfig:
-    """The job of a row: columns such as model.layers are keys of job.toml, empty ones left out.
-
-    Raises DataError or UsageError as read_job.
-    """
-    tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
-    for column in row.values:
-        table, _, key = column.partition(".")
-        if key and row.has_value(column):
-            tables[table][key] = _parse_value(row.read_text(column))
-    return decode_job(TomlTable(f"{row.table}.csv, {row.id}", "", tables))
-
-
-def _parse_value(text: str) -> object:
-    """A number, a boolean, or else the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _compare_peak(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    peak_bytes = max(stage.total_bytes for stage in compute_memory(build_measured_job(row)))
+    peak_bytes = max(stage.total_bytes for stage in compute_memory(build_stated_job(row)))
     measured = row.read_number("peak_allocated_bytes")
     return (
         ValidationRow(row.table, row.id, "allocated", measured / 2**30, peak_bytes / 2**30, "GiB"),
@@ -85,7 +59,7 @@ def _compare_peak(row: PublishedRow) -> tuple[ValidationRow, ...]:
 
 
 def _compare_step(row: PublishedRow) -> tuple[ValidationRow, ...]:
-    found, measured = predict(build_measured_job(row)), row.read_number("step_ms")
+    found, measured = predict(build_stated_job(row)), row.read_number("step_ms")
     low, high = found.low_ns / 1e6, found.high_ns / 1e6
     return (
         ValidationRow(

@@ -13,8 +13,10 @@ from stepsplit.analyzer.model import hardware_config
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
 from stepsplit.analyzer.model.confidence import (
+    FEW_RUNS,
     LEVEL,
     BandIndex,
+    RunConfidence,
     RunKind,
     StepBand,
     find_error_band,
@@ -31,6 +33,7 @@ from stepsplit.analyzer.model.memory import (
 )
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.validation.published_runs import (
     SCHEDULES,
@@ -111,6 +114,8 @@ def _infer_family(left_out: str) -> Family:
             return "torchtitan"
         case "recipe" | "bridge":
             return "recipes with experts" if "Qwen3" in left_out else "H100 recipes, fp8"
+        case "report":
+            return "A100 reports" if "a100" in left_out else "H100 reports"
     return "A100 Megatron"
 
 
@@ -440,12 +445,12 @@ def _find_gpu(row: PublishedRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class UnseenRun:
-    """A run as predicted without its publisher's runs; doubted: with low confidence."""
+    """A run as predicted without its publisher's runs, and the confidence in that."""
 
     case: Case
     predicted_ns: int
     kind: RunKind
-    doubted: bool
+    confidence: RunConfidence
 
     @property
     def error(self) -> float:
@@ -464,8 +469,16 @@ def _predict_one(case: Case) -> UnseenRun:
     efficiency = replace(hardware.efficiency, **cast(dict[str, Any], constants))
     job = replace(case.job, hardware=replace(hardware, efficiency=efficiency))
     prediction = predict(job)
-    doubted = prediction.confidence == "low"
-    return UnseenRun(case, prediction.split.step_ns, find_run_kind(job), doubted)
+    confidence = _find_confidence(prediction)
+    return UnseenRun(case, prediction.split.step_ns, find_run_kind(job), confidence)
+
+
+def _find_confidence(prediction: Prediction) -> RunConfidence:
+    """The confidence in the run itself, whether or not there are others of its kind."""
+    if prediction.confidence == "low":
+        return "low"
+    distances = [note for note in prediction.notes if not note.startswith(FEW_RUNS)]
+    return "medium" if distances else "high"
 
 
 @lru_cache(maxsize=1)
@@ -481,19 +494,19 @@ def load_left_out() -> Mapping[tuple[str, str], Mapping[str, float]]:
 
 
 def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
-    """The error that LEVEL of the runs stay below, by kind and each wider kind."""
-    groups: dict[tuple[RunKind, bool], list[UnseenRun]] = {}
+    """The error that LEVEL of the runs stay below, by kind and each wider kind, and confidence."""
+    groups: dict[tuple[RunKind, RunConfidence], list[UnseenRun]] = {}
     for run in runs:
         for kind in run.kind.list_wider():
-            groups.setdefault((kind, run.doubted), []).append(run)
+            groups.setdefault((kind, run.confidence), []).append(run)
     return {
-        (kind, doubted): StepBand(
+        (kind, confidence): StepBand(
             compute_conformal_error([run.error for run in group]),
             len(group),
             len({run.case.source for run in group}),
             kind,
         )
-        for (kind, doubted), group in groups.items()
+        for (kind, confidence), group in groups.items()
     }
 
 
@@ -514,4 +527,6 @@ def find_unseen_bands(runs: Sequence[UnseenRun]) -> tuple[StepBand, ...]:
         source: compute_bands(run for run in runs if run.case.source != source)
         for source in sources
     }
-    return tuple(find_error_band(run.kind, run.doubted, by_source[run.case.source]) for run in runs)
+    return tuple(
+        find_error_band(run.kind, run.confidence, by_source[run.case.source]) for run in runs
+    )

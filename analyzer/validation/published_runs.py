@@ -30,6 +30,7 @@ from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.model.parameters import compute_sc21_flops, count_model_flops
+from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE, build_training_report
 from stepsplit.analyzer.validation.tables import (
     BRIDGE_TABLE,
     RECIPES_TABLE,
@@ -181,6 +182,7 @@ TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
     (TORCHTITAN_TABLE, lambda row: (build_torchtitan(row),)),
     (RECIPES_TABLE, lambda row: (build_recipe(row),)),
     (BRIDGE_TABLE, lambda row: (build_recipe(row),)),
+    (REPORTS_TABLE, build_training_report),
 )
 
 

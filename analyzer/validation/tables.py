@@ -115,7 +115,8 @@ class ValidationRow:
 Family = Literal[
     "A100 Megatron", "A100 ZeRO-3", "B200 dense", "B200 experts", "llm-foundry", "torchtitan",
     "H100 recipes, bf16", "H100 recipes, fp8", "Blackwell recipes, bf16", "Blackwell recipes, fp8",
-    "recipes with experts",
+    "recipes with experts", "A100 reports", "H100 reports",
+    "Blackwell reports", "reports with experts",
 ]  # fmt: skip
 
 
@@ -390,6 +391,7 @@ IDS: dict[str, str] = {
     "torchtitan_throughput_memory": (
         "torchtitan/{model}_{seq}_{gpus}_{config}_ckpt-{activation_ckpt}"
     ),
+    "training_reports": "report/{case}",
     "training_runs": (
         "recipe/{framework}_{kind}_{model}_{gpu}_{gpus}_{precision}_{global_batch}_{micro_batch}"
     ),

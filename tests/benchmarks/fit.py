@@ -24,11 +24,13 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from stepsplit.analyzer.model.confidence import RUN_CONFIDENCES
 from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.hardware_config import PRESETS, load_efficiency
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import compute_bands, load_left_out, predict_unseen
 from stepsplit.analyzer.validation.published_runs import ZERO_FAMILY, list_step_time_cases
+from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE
 from stepsplit.analyzer.validation.tables import Case, Published
 
 FITTED: dict[str, tuple[str, ...]] = {
@@ -64,13 +66,14 @@ ROBUST = 0.05
 
 def list_fitted_cases(family: str, experts: bool = False) -> list[Case]:
     """Dense runs, or those with experts, that fit in memory; without ZeRO-3 of 2021, whose loss
-    over many ranks is not modelled."""
+    over many ranks is not modelled, and without the reports, on which nothing is fitted."""
     return [
         case
         for case in list_step_time_cases(Published())
         if case.job.hardware.family == family
         and case.source not in HELD_OUT
         and case.family != ZERO_FAMILY
+        and case.table != REPORTS_TABLE
         and (case.job.model.experts is not None) == experts
         and predict(case.job).fits
     ]
@@ -203,16 +206,22 @@ def write_bands(path: Path) -> None:
     """The error bands, from all runs as predicted without their publishers."""
     lines = [
         "# The error that 9 of 10 published runs of a kind stay below, each predicted by constants",
-        "# that were fitted without its publisher. doubted: runs with low confidence. Written by",
+        "# that were fitted without its publisher, by the confidence in them. Written by",
         "# tests/benchmarks/fit.py.",
     ]
     bands = compute_bands(predict_unseen(list_step_time_cases(Published())))
-    for kind, doubted in sorted(bands, key=lambda each: (each[1], str(each[0]))):
-        band = bands[kind, doubted]
+    for kind, confidence in sorted(
+        bands, key=lambda each: (RUN_CONFIDENCES.index(each[1]), str(each[0]))
+    ):
+        band = bands[kind, confidence]
         lines += ["", "[[band]]"]
         lines += [f'{key} = "{value}"' for key, value in asdict(kind).items() if value]
-        lines += [f"error = {band.error:.4f}", f"runs = {band.runs}", f"sources = {band.sources}"]
-        lines += ["doubted = true"] if doubted else []
+        lines += [
+            f'confidence = "{confidence}"',
+            f"error = {math.ceil(band.error * 1e4) / 1e4:.4f}",
+            f"runs = {band.runs}",
+            f"sources = {band.sources}",
+        ]
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -15,10 +15,18 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.comm_measured import Rates
-from stepsplit.analyzer.model.confidence import RunKind, StepBand, find_error_band, find_run_kind
+from stepsplit.analyzer.model.confidence import (
+    RUN_CONFIDENCES,
+    RunConfidence,
+    RunKind,
+    StepBand,
+    find_error_band,
+    find_run_kind,
+)
 from stepsplit.analyzer.model.config import (
     FRAMEWORKS,
     SCHEDULES,
+    Experts,
     HardwareConfig,
     JobConfig,
     Link,
@@ -29,6 +37,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
+from stepsplit.analyzer.model.hardware_config import load_link
 from stepsplit.analyzer.model.layer_time import LayerPass
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import compute_stage_times, predict, time_messages
@@ -176,7 +185,7 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
     found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
-    error = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), False).error
+    error = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), "high").error
     assert 0.05 < error < 0.2
     assert found.low_ns == round(found.split.step_ns / (1 + error))
     assert found.high_ns == round(found.split.step_ns * (1 + error))
@@ -197,8 +206,9 @@ def doubts(one: JobConfig) -> list[str]:
     """The beginnings of the caveats, for a prediction with low confidence."""
     found = predict(one)
     assert found.confidence == "low"
-    usual, off = (find_error_band(find_run_kind(one), doubted).error for doubted in (False, True))
-    assert usual <= off
+    kind = find_run_kind(one)
+    usual, farther, off = (find_error_band(kind, each).error for each in RUN_CONFIDENCES)
+    assert usual <= farther <= off
     if one.hardware.efficiency.rows:
         assert found.high_ns == round(found.split.step_ns * (1 + off))
     return [note.split(":")[0] for note in found.notes]
@@ -260,10 +270,30 @@ def test_what_differs_from_the_fitted_runs_leaves_a_medium_confidence() -> None:
     assert note == "sequences of 131,072 tokens: known up to 65,536"
     h200 = config_file.load_hardware("h200-sxm")
     assert distances(llama(ParallelConfig(tp=4), h200)) == [
-        "hopper efficiencies are calibrated on h100-sxm, not h200-sxm",
-        "too few published runs of this kind (hopper dense 16-bit replicated) for a band of its"
-        " own",
+        "hopper efficiencies are calibrated on h100-sxm, not h200-sxm"
     ]
+
+
+def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
+    experts = replace(llama(ParallelConfig(tp=4)).model, experts=Experts(4, 2, 2048))
+    (note,) = distances(replace(llama(ParallelConfig(tp=4)), model=experts))
+    assert note == (
+        "too few published runs of this kind (ampere experts 16-bit replicated) for a band of its"
+        " own"
+    )
+
+
+def test_offloaded_states_are_updated_on_the_host() -> None:
+    one = llama(ParallelConfig(tp=4), offload=frozenset({"optimizer"}))
+    assert doubts(one) == ["the update of offloaded optimizer states on the host is not modelled"]
+
+
+def test_experts_over_efa_are_a_caveat() -> None:
+    """An expert a rank on two nodes of eight."""
+    preset = replace(A100, inter=load_link("efa-p4d"))
+    model = replace(llama(ParallelConfig(tp=4)).model, experts=Experts(16, 2, 11008))
+    one = llama(ParallelConfig(dp_replicate=16, ep=16), preset, micro_batch=1, global_batch=16)
+    assert any("over EFA" in note for note in doubts(replace(one, model=model)))
 
 
 def test_context_parallelism_over_nodes_leaves_a_medium_confidence() -> None:
@@ -284,12 +314,15 @@ def test_a_kind_with_few_runs_borrows_the_band_of_a_wider_one() -> None:
         StepBand(0.01, 8, 2, RunKind("hopper", "dense", "8-bit")),
         StepBand(0.02, 20, 1, narrow),
     )
-    bands = {(band.kind, False): band for band in known}
-    bands[RunKind(), True] = StepBand(0.4, 10, 2)
-    assert find_error_band(narrow, False, bands).error == 0.1
-    assert find_error_band(narrow, True, bands).error == 0.4
-    assert find_error_band(RunKind("volta", "experts"), False, bands).error == 0.2
-    assert find_error_band(narrow, False, {}).error == 0.5
+    bands: dict[tuple[RunKind, RunConfidence], StepBand] = {
+        (band.kind, "high"): band for band in known
+    }
+    bands[RunKind(), "low"] = StepBand(0.4, 10, 2)
+    assert find_error_band(narrow, "high", bands).error == 0.1
+    assert find_error_band(narrow, "medium", bands).error == 0.1
+    assert find_error_band(narrow, "low", bands).error == 0.4
+    assert find_error_band(RunKind("volta", "experts"), "high", bands).error == 0.2
+    assert find_error_band(narrow, "high", {}).error == 0.5
 
 
 def test_an_invalid_job_is_rejected() -> None:

@@ -1,0 +1,106 @@
+"""Published training runs as rows whose columns are keys of job.toml, and the bands they make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.confidence import (
+    RunConfidence,
+    RunKind,
+    StepBand,
+    find_error_band,
+    find_run_kind,
+)
+from stepsplit.analyzer.model.parameters import count_model_flops
+from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.validation.predictions import UnseenRun, compute_bands
+from stepsplit.analyzer.validation.stated_jobs import build_stated_job, build_training_report
+from stepsplit.analyzer.validation.tables import Case, PublishedRow
+
+REPORT = {
+    "case": "ours",
+    "publisher": "us",
+    "model.preset": "llama-3.1-8b",
+    "parallel.dp": "16",
+    "parallel.overlap": '["dp"]',
+    "training.seq_len": "8192",
+    "training.micro_batch": "1",
+    "training.global_batch": "64",
+    "training.framework": "megatron",
+    "training.program": "ours",
+    "training.unfused": "",
+    "hardware.preset": "h100-sxm",
+    "hardware.nodes_link": '{ bytes_per_s = 12.5e9, ring = 0.9, latency_ns = 20000, name = "w" }',
+}
+
+
+def report(**speed: str) -> PublishedRow:
+    return PublishedRow("training_reports", "report/ours", {**REPORT, **speed})
+
+
+def test_columns_are_keys_of_a_job_file_and_empty_ones_left_out() -> None:
+    job = build_stated_job(report())
+    assert (job.model.hidden, job.parallel.dp, job.training.unfused) == (4096, 16, None)
+    assert job.parallel.overlap == {"dp"}
+    assert (job.hardware.inter.name, job.hardware.inter.bytes_per_s) == ("w", 12.5e9)
+
+
+def test_a_speed_is_a_time_or_a_throughput() -> None:
+    tokens = 64 * 8192
+    (timed,) = build_training_report(report(step_s="2.5"))
+    assert (timed.step_ns, timed.source, timed.family) == (2.5e9, "us", "H100 reports")
+    (by_tokens,) = build_training_report(report(tokens_per_s_per_gpu="10000"))
+    assert by_tokens.step_ns == pytest.approx(1e9 * tokens / (16 * 10_000))
+    (by_flops,) = build_training_report(report(tflops_per_gpu="400", flops="C5"))
+    flops = count_model_flops(by_flops.job, "C5")
+    assert by_flops.step_ns == pytest.approx(1e9 * flops / (16 * 400e12))
+
+
+def test_a_report_without_a_speed_is_named() -> None:
+    with pytest.raises(DataError, match=r"report/ours has no speed; give one of step_s, tokens"):
+        build_training_report(report())
+
+
+def test_flops_are_of_a_known_convention() -> None:
+    with pytest.raises(DataError, match="flops of report/ours is 'C9'"):
+        build_training_report(report(tflops_per_gpu="400", flops="C9"))
+
+
+def test_another_program_has_the_band_of_such_programs_and_says_so() -> None:
+    other = build_stated_job(report())
+    same = replace(other, training=replace(other.training, program=""))
+    assert find_run_kind(other) == replace(find_run_kind(same), program="other")
+    found, itself = predict(other), predict(same)
+    assert found.split.step_ns == itself.split.step_ns
+    assert found.low_ns < itself.low_ns
+    assert "ours is timed as megatron, whose runs set the efficiencies" in found.notes
+
+
+def test_other_programs_never_borrow_the_band_of_the_framework() -> None:
+    kind = RunKind("hopper", "dense", "16-bit", "replicated", "other")
+    itself = StepBand(0.05, 90, 9, replace(kind, program=""))
+    widest = StepBand(0.2, 20, 4, RunKind(program="other"))
+    bands: dict[tuple[RunKind, RunConfidence], StepBand] = {
+        (itself.kind, "high"): itself,
+        (widest.kind, "medium"): widest,
+    }
+    assert find_error_band(kind, "medium", bands) == widest
+    assert find_error_band(replace(kind, program=""), "high", bands) == itself
+    assert str(kind) == "hopper dense 16-bit replicated, other programs"
+
+
+def test_bands_are_by_the_confidence_in_the_runs() -> None:
+    """Nine runs like the fitted ones are 5 % off, nine farther ones 20 %."""
+    (case,) = build_training_report(report(step_s="1"))
+    runs = [predicted(case, 1.05, "high")] * 9 + [predicted(case, 1.20, "medium")] * 9
+    bands = compute_bands(runs)
+    near, far = bands[runs[0].kind, "high"], bands[runs[0].kind, "medium"]
+    assert (near.error, near.runs) == (pytest.approx(0.05), 9)
+    assert (far.error, far.runs) == (pytest.approx(0.20), 9)
+
+
+def predicted(case: Case, step_s: float, confidence: RunConfidence) -> UnseenRun:
+    return UnseenRun(case, round(step_s * 1e9), find_run_kind(case.job), confidence)

@@ -184,6 +184,27 @@ def test_the_table_of_the_page_is_what_validation_finds() -> None:
     assert cells(part("How well it does")) == [as_written(check) for check in checks]
 
 
+README_CHECKS = (
+    "A100 Megatron", "llm-foundry", "torchtitan", "H100 recipes, bf16", "H100 recipes, fp8",
+    "Blackwell recipes, fp8", "B200 dense", "recipes with experts", "A100 reports", "H100 reports",
+    "reports with experts", "measured jobs",
+)  # fmt: skip
+
+
+def test_the_numbers_of_the_readme_are_what_validation_finds() -> None:
+    readme = (ROOT / "README.md").read_text()
+    table = readme[readme.index("| | rows | mean error |") :].partition("\n\n")[0]
+    checks = {check.name: check for check in validate() if check.measure == "mean/p90"}
+    expected = [
+        [str(len(check.reported)), *(f"{100 * ratio:.1f} %" for ratio in check.result)]
+        for check in (checks[f"{name}, step time"] for name in README_CHECKS)
+    ]
+    assert [row[1:] for row in cells(table)] == expected
+    banded = [check for check in checks.values() if check.banded]
+    share = sum(check.inside for check in banded) / sum(len(check.banded) for check in banded)
+    assert f"Of all these steps {share:.0%}".replace("%", " %") in readme
+
+
 def as_written(check: Check) -> list[str]:
     measure = check.measure.replace("/", " / ")
     known = [percents(check.bar) or "none", percents(check.result), percents(check.baseline or ())]

@@ -47,7 +47,7 @@ class Pair:
 
 
 class Calculon:
-    """Calculon of a clone, with its A100 of 80 GB."""
+    """Calculon of a clone, with its A100 of 80 GB and the rate of the job's network."""
 
     def __init__(self, clone: Path) -> None:
         sys.path.insert(0, str(clone))
@@ -55,7 +55,8 @@ class Calculon:
         from calculon.system import System  # type: ignore[import-not-found]
 
         self._llm: Any = Llm
-        self._system = System(json.loads((clone / "systems/a100_80g.json").read_text()))
+        self._system: Any = System
+        self._a100 = json.loads((clone / "systems/a100_80g.json").read_text())
 
     def predict_s(self, job: JobConfig) -> float:
         """The step. Raises ValueError if Calculon cannot express the job."""
@@ -65,11 +66,17 @@ class Calculon:
         execution = self._llm.Execution.from_json(_describe_execution(job))
         model = self._llm(application, logging.getLogger("calculon"))
         try:
-            model.compile(self._system, execution)
-            model.run(self._system)
+            system = self._system(self._describe_system(job))
+            model.compile(system, execution)
+            model.run(system)
         except self._llm.Error as error:
             raise ValueError(str(error)) from None
         return float(model.get_total_time())
+
+    def _describe_system(self, job: JobConfig) -> dict[str, Any]:
+        node, network = self._a100["networks"]
+        rate = job.hardware.inter.bytes_per_s / 1e9
+        return {**self._a100, "networks": [node, {**network, "bandwidth": rate}]}
 
 
 def _is_gpt(job: JobConfig) -> bool:
@@ -131,7 +138,7 @@ def compare_with_calculon(runs: Iterable[UnseenRun], clone: Path) -> Iterator[Pa
     calculon = Calculon(clone)
     for run in runs:
         case = run.case
-        if case.family != "A100 Megatron":
+        if case.family not in ("A100 Megatron", "A100 reports"):
             continue
         try:
             other_s = calculon.predict_s(case.job)

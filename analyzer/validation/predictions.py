@@ -48,6 +48,7 @@ from stepsplit.analyzer.validation.published_runs import (
     list_fitted_memory,
     list_step_time_cases,
 )
+from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE
 from stepsplit.analyzer.validation.tables import (
     Build,
     Case,
@@ -131,6 +132,44 @@ def _check_family(
     if result.skipped or baseline is None or result.result[0] <= baseline[0]:
         return result
     return replace(result, note="a constant utilization is more accurate on these rows")
+
+
+# The layout predicted fastest, among those that one publisher measured for the same job.
+
+MIN_LAYOUTS = 4
+"""A set of fewer layouts says little about the choice."""
+
+CHOICE_BAR = (0.05, 0.15)
+"""Mean and 90th percentile of what the chosen layout takes longer than the best."""
+
+
+def check_layout_choices(published: Published) -> tuple[Check, ...]:
+    """Sets of reported layouts of one model, sequence and batch on the same GPUs: the step that was
+    measured with the layout predicted fastest (predicted), against the shortest (published)."""
+    sets: dict[tuple[object, ...], list[Case]] = {}
+    for case in list_step_time_cases(published):
+        if case.table == REPORTS_TABLE:
+            sets.setdefault(_find_choice(case), []).append(case)
+    rows = [_compare_choice(cases) for cases in sets.values() if len(cases) >= MIN_LAYOUTS]
+    return (check("choice of a layout, measured step", rows, "mean/p90", CHOICE_BAR),)
+
+
+def _find_choice(case: Case) -> tuple[object, ...]:
+    """What the layouts of a set have in common."""
+    job, training = case.job, case.job.training
+    return (
+        case.source, job.model, job.hardware, job.parallel.world_size, training.dtype,
+        training.seq_len, training.global_batch,
+    )  # fmt: skip
+
+
+def _compare_choice(cases: Sequence[Case]) -> ValidationRow:
+    chosen = min(cases, key=lambda case: predict(case.job).split.step_ns)
+    best_ns = min(case.step_ns for case in cases)
+    job, first = chosen.job, cases[0]
+    name = f"{first.source}/{job.model.layers}x{job.model.hidden}_{job.training.seq_len}"
+    name += f"_{job.parallel.world_size}_of {len(cases)}"
+    return ValidationRow(first.table, name, "measured step", best_ns, chosen.step_ns, "ns")
 
 
 # Predicted peaks of allocated memory against measured ones.

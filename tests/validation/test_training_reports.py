@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +18,9 @@ from stepsplit.analyzer.model.confidence import (
 )
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.validation.predictions import UnseenRun, compute_bands
+from stepsplit.analyzer.validation.predictions import UnseenRun, check_layout_choices, compute_bands
 from stepsplit.analyzer.validation.stated_jobs import build_stated_job, build_training_report
-from stepsplit.analyzer.validation.tables import Case, PublishedRow
+from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
 
 REPORT = {
     "case": "ours",
@@ -100,6 +102,40 @@ def test_bands_are_by_the_confidence_in_the_runs() -> None:
     near, far = bands[runs[0].kind, "high"], bands[runs[0].kind, "medium"]
     assert (near.error, near.runs) == (pytest.approx(0.05), 9)
     assert (far.error, far.runs) == (pytest.approx(0.20), 9)
+
+
+def write_reports(folder: Path, *rows: dict[str, str]) -> Published:
+    with (folder / "training_reports.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    return Published(folder)
+
+
+def test_the_layout_predicted_fastest_is_compared_with_the_best_measured(tmp_path: Path) -> None:
+    """Of tp 1, 2, 4 and 8 the model picks tp 1, whose step was 10 % longer than that of tp 2; a
+    layout of another batch is no choice."""
+    steps = {1: "1.1", 2: "1.0", 4: "1.2", 8: "1.5"}
+    rows = [
+        {**REPORT, "case": f"tp{tp}", "parallel.tp": str(tp), "parallel.dp": str(16 // tp),
+         "parallel.zero": "1", "step_s": step}
+        for tp, step in steps.items()
+    ]  # fmt: skip
+    other = {**rows[0], "case": "other", "training.global_batch": "32", "step_s": "0.1"}
+    (found,) = check_layout_choices(write_reports(tmp_path, *rows, other))
+    (choice,) = found.rows
+    assert (choice.case, choice.published, choice.predicted) == (
+        "us/32x4096_8192_16_of 4",
+        1e9,
+        1.1e9,
+    )
+    assert found.result == pytest.approx((0.1, 0.1))
+
+
+def test_three_layouts_are_no_choice(tmp_path: Path) -> None:
+    rows = [{**REPORT, "case": str(tp), "step_s": "1"} for tp in range(3)]
+    (found,) = check_layout_choices(write_reports(tmp_path, *rows))
+    assert found.skipped
 
 
 def predicted(case: Case, step_s: float, confidence: RunConfidence) -> UnseenRun:

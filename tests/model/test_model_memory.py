@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -195,21 +197,25 @@ def test_ddps_copy_of_the_gradients_has_the_bytes_that_torch_allocates(
     assert copied == pytest.approx(measure_bucket_bytes(dtype), rel=1e-3)
 
 
+BUCKETS = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layer = torch.nn.Linear(256, 256, bias=False, dtype=getattr(torch, sys.argv[1]))
+with torch.profiler.profile(profile_memory=True) as profiler:
+    ddp = torch.nn.parallel.DistributedDataParallel(layer)
+    ddp(layer.weight.detach()).sum().backward()
+left_bytes = sum(event.self_cpu_memory_usage for event in profiler.events())
+print((left_bytes - layer.weight.nbytes) / layer.weight.numel())
+dist.destroy_process_group()
+"""
+"""A process of its own: what a process group leaves behind would be in later recordings."""
+
+
 def measure_bucket_bytes(dtype: str) -> float:
     """What a step of DDP leaves for each weight beside its gradient."""
-    torch = pytest.importorskip("torch")
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        layer = torch.nn.Linear(256, 256, bias=False, dtype=getattr(torch, dtype))
-        with torch.profiler.profile(profile_memory=True) as profiler:
-            ddp = torch.nn.parallel.DistributedDataParallel(layer)
-            ddp(layer.weight.detach()).sum().backward()
-    finally:
-        dist.destroy_process_group()
-    left_bytes = sum(event.self_cpu_memory_usage for event in profiler.events())
-    return (left_bytes - layer.weight.nbytes) / layer.weight.numel()
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", BUCKETS, dtype]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def test_full_recomputation_runs_one_layer_again() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
-from stepsplit.analyzer.model.parameters import count_model_flops
+from stepsplit.analyzer.model.parameters import CONVENTIONS, count_model_flops
 from stepsplit.analyzer.validation.tables import Case, Family, PublishedRow
 
 # A row as a job.
@@ -38,7 +38,7 @@ def _parse_value(text: str) -> object:
         return text
 
 
-# Training runs, by programs other than those whose runs set the efficiencies.
+# Training runs that others reported; no constant is fitted on them.
 
 REPORTS_TABLE = "training_reports"
 
@@ -55,7 +55,7 @@ REPORT_FAMILIES: dict[str, Family] = {
 def build_training_report(row: PublishedRow) -> tuple[Case, ...]:
     """The job of a row, and its step by its time or its throughput.
 
-    TFLOP/s count FLOPs as the column flops says (C1 to C5).
+    TFLOP/s count FLOPs by the convention in the column flops.
     """
     job = build_stated_job(row)
     step_ns = _compute_step_s(row, job) * 1e9
@@ -64,20 +64,24 @@ def build_training_report(row: PublishedRow) -> tuple[Case, ...]:
 
 def _compute_step_s(row: PublishedRow, job: JobConfig) -> float:
     column = next(filter(row.has_value, SPEEDS), "")
-    if not column:
-        problem = f"{row.id} has no speed"
+    speed = row.read_number(column) if column else 0.0
+    if speed <= 0:
+        problem = f"{row.id} has no speed above 0"
         raise DataError(f"{row.table}.csv", problem, f"give one of {', '.join(SPEEDS)}")
-    speed, ranks = row.read_number(column), job.parallel.world_size
+    ranks = job.parallel.world_size
     if column == "step_s":
         return speed
     if column == "tokens_per_s_per_gpu":
         return job.training.global_batch * job.training.seq_len / (speed * ranks)
-    conventions = {"C1": "C1", "C2": "C2", "C3": "C3", "C4": "C4", "C5": "C5"}
-    convention: Any = row.read_choice("flops", conventions)
+    convention = row.read_choice("flops", {name: name for name in CONVENTIONS})
     return count_model_flops(job, convention) / (speed * 1e12 * ranks)
 
 
 def _find_family(job: JobConfig) -> Family:
     if job.model.experts is not None:
         return "reports with experts"
-    return REPORT_FAMILIES.get(job.hardware.family, "A100 reports")
+    family = job.hardware.family
+    if family not in REPORT_FAMILIES:
+        known = ", ".join(REPORT_FAMILIES)
+        raise UsageError(f"reports are of {known}, not {family}; use measured_jobs.csv")
+    return REPORT_FAMILIES[family]

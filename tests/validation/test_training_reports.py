@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.confidence import (
     RunConfidence,
     RunKind,
@@ -62,8 +62,15 @@ def test_a_speed_is_a_time_or_a_throughput() -> None:
 
 
 def test_a_report_without_a_speed_is_named() -> None:
-    with pytest.raises(DataError, match=r"report/ours has no speed; give one of step_s, tokens"):
-        build_training_report(report())
+    for row in (report(), report(step_s="0")):
+        with pytest.raises(DataError, match=r"ours has no speed above 0; give one of step_s, tok"):
+            build_training_report(row)
+
+
+def test_a_report_of_a_gpu_without_published_runs_is_named() -> None:
+    row = report(**{"step_s": "1", "hardware.preset": "mi300x", "hardware.nodes_link": ""})
+    with pytest.raises(UsageError, match="reports are of ampere, hopper, blackwell, not cdna3"):
+        build_training_report(row)
 
 
 def test_flops_are_of_a_known_convention() -> None:

@@ -58,16 +58,18 @@ def time_elementwise(
     fused = _time_fused(job, speed, activations, unfused)
     if not unfused:
         return fused
-    sizes = {"norms": 2 * count_hidden(job), "rotary": count_rotated(job)}
-    sizes["activation"] = activations
-    parts = [(UNFUSED_MOVED[part], sizes[part]) for part in unfused if part in sizes]
-    kernels = [UNFUSED_LAUNCHES[part] for part in unfused if part in sizes]
-    apart = _sum_moved(
-        speed,
-        parts,
-        Moved(sum(each.forward for each in kernels), sum(each.backward for each in kernels)),
-        EAGER_RATE,
+    sizes: dict[UnfusedPart, float] = {
+        "norms": 2 * count_hidden(job),
+        "rotary": count_rotated(job),
+        "activation": activations,
+    }
+    parts = [part for part in sizes if part in unfused]
+    kernels = Moved(
+        sum(UNFUSED_LAUNCHES[part].forward for part in parts),
+        sum(UNFUSED_LAUNCHES[part].backward for part in parts),
     )
+    moved_parts = [(UNFUSED_MOVED[part], sizes[part]) for part in parts]
+    apart = _sum_moved(speed, moved_parts, kernels, EAGER_RATE)
     return ElementwiseTime(
         fused.forward_ns + apart.forward_ns, fused.backward_ns + apart.backward_ns
     )

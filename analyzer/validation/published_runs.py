@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.memory_states import load_coefficients
 from stepsplit.analyzer.model.parameters import compute_sc21_flops, count_model_flops
 from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE, build_training_report
@@ -200,7 +201,7 @@ def list_step_time_cases(published: Published) -> tuple[Case, ...]:
 
 
 def list_cases(published: Published) -> CaseList:
-    """All cases, and the rows skipped for an unknown model or an invalid job."""
+    """All cases, and the rows skipped for an unknown model, an invalid job or one without rates."""
     built: list[Case] = []
     left_out: list[str] = []
     for table, build in TABLES:
@@ -209,6 +210,7 @@ def list_cases(published: Published) -> CaseList:
                 cases = build(row)
                 for case in cases:
                     check(case.job)
+                    compute_device_speed(case.job)
             except StepsplitError as error:
                 left_out.append(f"{row.id}: {error}")
             else:

@@ -19,6 +19,7 @@ from stepsplit.analyzer.model.confidence import (
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import UnseenRun, check_layout_choices, compute_bands
+from stepsplit.analyzer.validation.published_runs import list_cases
 from stepsplit.analyzer.validation.stated_jobs import build_stated_job, build_training_report
 from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
 
@@ -143,6 +144,14 @@ def test_three_layouts_are_no_choice(tmp_path: Path) -> None:
     rows = [{**REPORT, "case": str(tp), "step_s": "1"} for tp in range(3)]
     (found,) = check_layout_choices(write_reports(tmp_path, *rows))
     assert found.skipped
+
+
+def test_a_report_whose_kernel_has_no_rate_is_left_out_by_name(tmp_path: Path) -> None:
+    kernel = {"training.attention_kernel": "cudnn-fp8"}
+    found = list_cases(write_reports(tmp_path, {**REPORT, **kernel, "step_s": "1"}))
+    (left_out,) = found.left_out
+    assert found.cases == ()
+    assert left_out.startswith("report/ours: no published rate of cudnn-fp8 on hopper")
 
 
 def predicted(case: Case, step_s: float, confidence: RunConfidence) -> UnseenRun:

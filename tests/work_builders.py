@@ -17,6 +17,7 @@ from stepsplit.analyzer import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config import Experts, LatentAttention, Link
+from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)
@@ -24,6 +25,12 @@ DEVICE = HardwareConfig(
     "device", "none", (("bf16", 1e12),), 2**30, 1e12, 8, WIRE, WIRE, WIRE,
     Efficiency(gemm=1.0, attention=1.0, unfused_attention=1.0, memory=1.0, launch_ns=0.0),
 )  # fmt: skip
+
+UNIT = DeviceSpeed(
+    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
+    attention_backward_flops_per_ns=1.0, bytes_per_ns=1.0, launch_ns=0.0,
+)  # fmt: skip
+"""A byte takes a ns."""
 
 TINY = ModelConfig(
     layers=4, hidden=8, heads=4, kv_heads=4, head_size=2, ffn=32, vocab=512,

@@ -127,8 +127,8 @@ def find_error_band(
 def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
     min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
     wider = kind.list_wider()
-    bands = (known.get((each, confidence)) for each in wider)
-    for band in bands:
+    for each in wider:
+        band = known.get((each, confidence))
         if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:
             return band
     return known.get((wider[-1], confidence))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stepsplit.analyzer.model.config import UNFUSED_PARTS, JobConfig, UnfusedPart
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_states import is_autocast
+from stepsplit.analyzer.model.memory_states import count_hidden, is_autocast
 from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Operations that are fused, or cost a multiple of fused ones.
@@ -82,7 +82,7 @@ def _time_fused(
     model, size, traffic = job.model, job.training.activation_bytes, find_traffic(job)
     hidden, gates = count_hidden(job), 2 if model.gated else 1
     # A residual of each half; in a parallel block one sum of three for both halves.
-    forward = backward = (4 if model.parallel_block else 6) * hidden
+    forward = backward = (4.0 if model.parallel_block else 6.0) * hidden
     kernels = 2
     if "norms" not in unfused:
         forward, backward, kernels = forward + 4 * hidden, backward + 6 * hidden, kernels + 2
@@ -96,7 +96,7 @@ def _time_fused(
     if model.qk_norm:
         normed = count_rotated(job)
         forward, backward, kernels = forward + 2 * normed, backward + 3 * normed, kernels + 2
-    masks = 2 * count_hidden(job) * job.training.dropout
+    masks = 2 * hidden * job.training.dropout
     return ElementwiseTime(
         speed.compute_memory_ns((forward * size + masks) * traffic, kernels),
         speed.compute_memory_ns((backward * size + masks) * traffic, kernels + 2),
@@ -114,11 +114,6 @@ def time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> f
     gates = 2 if job.model.gated else 1
     moved_bytes = (gates + 1) * activations * job.training.activation_bytes
     return speed.compute_memory_ns(moved_bytes * find_traffic(job), 1)
-
-
-def count_hidden(job: JobConfig) -> float:
-    """Elements of the hidden states that a rank norms and sums."""
-    return job.tokens * job.model.hidden / job.parallel.sequence_split
 
 
 def count_rotated(job: JobConfig) -> float:

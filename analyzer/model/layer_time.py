@@ -28,7 +28,6 @@ from stepsplit.analyzer.model.device_speed import (
 from stepsplit.analyzer.model.elementwise import (
     EAGER,
     UNFUSED,
-    count_hidden,
     find_moved_bytes,
     find_traffic,
     find_unfused_parts,
@@ -38,7 +37,7 @@ from stepsplit.analyzer.model.elementwise import (
     time_softmax,
 )
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_states import has_fp32_experts, is_autocast
+from stepsplit.analyzer.model.memory_states import count_hidden, has_fp32_experts, is_autocast
 from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.

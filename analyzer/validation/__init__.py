@@ -22,7 +22,6 @@ from stepsplit.analyzer.validation.predictions import (
     check_busbw,
     check_calibrated_memory,
     check_collectives,
-    check_layout_choices,
     check_memory,
     check_step_times,
 )
@@ -33,7 +32,7 @@ from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Publishe
 GROUPS = (
     check_states, check_deepspeed, check_activations, check_counts, check_rates, check_bubbles,
     check_volumes, check_memory, check_calibrated_memory, check_eager_activations,
-    check_measured_jobs, check_step_times, check_layout_choices,
+    check_measured_jobs, check_step_times,
     check_collectives, check_busbw,
 )  # fmt: skip
 

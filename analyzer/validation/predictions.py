@@ -76,8 +76,11 @@ BARS: dict[Family, tuple[float, float]] = {
 
 
 def check_step_times(published: Published) -> tuple[Check, ...]:
-    """One check per family. Each publisher's runs are predicted by constants, bands and baseline
-    of the other publishers' runs; the baseline, as the constants, without the reports."""
+    """One check per family, and the choice of layouts.
+
+    Each publisher's runs are predicted by constants, bands and baseline of the other publishers'
+    runs; the baseline, as the constants, without the reports.
+    """
     cases = list_cases(published)
     unseen = predict_unseen(cases.cases)
     bands = find_unseen_bands(unseen)
@@ -94,7 +97,7 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
         baseline_rows = [row for row in baseline if row.case in names]
         left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
         checks.append(_check_family(family, rows, baseline_rows, left_out))
-    return tuple(checks)
+    return (*checks, check_layout_choices(unseen))
 
 
 def _build_step_row(run: UnseenRun, band: StepBand) -> ValidationRow:
@@ -144,15 +147,15 @@ CHOICE_BAR = (0.05, 0.15)
 """Mean and 90th percentile of what the chosen layout takes longer than the best."""
 
 
-def check_layout_choices(published: Published) -> tuple[Check, ...]:
+def check_layout_choices(runs: Iterable[UnseenRun]) -> Check:
     """Sets of reported layouts of one model, sequence and batch on the same GPUs: the step that was
     measured with the layout predicted fastest (predicted), against the shortest (published)."""
-    sets: dict[tuple[object, ...], list[Case]] = {}
-    for case in list_step_time_cases(published):
-        if case.table == REPORTS_TABLE:
-            sets.setdefault(_find_choice(case), []).append(case)
-    rows = [_compare_choice(cases) for cases in sets.values() if len(cases) >= MIN_LAYOUTS]
-    return (check("choice of a layout, measured step", rows, "mean/p90", CHOICE_BAR),)
+    sets: dict[tuple[object, ...], list[UnseenRun]] = {}
+    for run in runs:
+        if run.case.table == REPORTS_TABLE:
+            sets.setdefault(_find_choice(run.case), []).append(run)
+    rows = [_compare_choice(alike) for alike in sets.values() if len(alike) >= MIN_LAYOUTS]
+    return check("choice of a layout, measured step", rows, "mean/p90", CHOICE_BAR)
 
 
 def _find_choice(case: Case) -> tuple[object, ...]:
@@ -164,13 +167,14 @@ def _find_choice(case: Case) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _compare_choice(cases: Sequence[Case]) -> ValidationRow:
-    chosen = min(cases, key=lambda case: predict(case.job).split.step_ns)
-    best_ns = min(case.step_ns for case in cases)
-    job, first = chosen.job, cases[0]
-    name = f"{first.source}/{job.model.layers}x{job.model.hidden}_{job.training.seq_len}"
-    name += f"_{job.parallel.world_size}_of {len(cases)}"
-    return ValidationRow(first.table, name, "measured step", best_ns, chosen.step_ns, "ns")
+def _compare_choice(runs: Sequence[UnseenRun]) -> ValidationRow:
+    chosen = min(runs, key=lambda run: run.predicted_ns).case
+    best_ns = min(run.case.step_ns for run in runs)
+    model, training, ranks = chosen.job.model, chosen.job.training, chosen.job.parallel.world_size
+    name = (
+        f"{chosen.source}/{model.layers}x{model.hidden}_{training.seq_len}_{ranks}_of {len(runs)}"
+    )
+    return ValidationRow(chosen.table, name, "measured step", best_ns, chosen.step_ns, "ns")
 
 
 # Predicted peaks of allocated memory against measured ones.

@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from work_builders import TINY, job
+from work_builders import TINY, UNIT, job
 
 from stepsplit.analyzer import JobConfig
 from stepsplit.analyzer.model.config import Experts, UnfusedPart
-from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.elementwise import (
     EAGER_RATE,
     UNFUSED_MOVED,
@@ -33,12 +32,6 @@ pytestmark = pytest.mark.slow
 
 TOKENS = 1536
 """Not a size of any weight."""
-
-UNIT = DeviceSpeed(
-    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
-    attention_backward_flops_per_ns=1.0, bytes_per_ns=1.0, launch_ns=0.0,
-)  # fmt: skip
-"""A byte takes a ns."""
 
 DENSE = replace(TINY, hidden=384, heads=6, kv_heads=2, head_size=64, ffn=640, gated=True, vocab=100)
 NORMED = replace(DENSE, qk_norm=True)

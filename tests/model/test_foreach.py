@@ -6,20 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from work_builders import job
+from work_builders import UNIT, job
 
 from stepsplit.analyzer import JobConfig, predict, read_job
 from stepsplit.analyzer.analysis import examine_with_inferred_job
-from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes
 from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
-
-UNIT = DeviceSpeed(
-    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
-    attention_backward_flops_per_ns=1.0, bytes_per_ns=1.0, launch_ns=0.0,
-)  # fmt: skip
-"""A byte takes a ns."""
 
 PLAIN: dict[str, Any] = {"framework": "ddp", "dtype": "fp32", "clip_gradients": False}
 

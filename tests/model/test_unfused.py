@@ -7,20 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from work_builders import LLAMA_ON_H100, TINY, job
+from work_builders import LLAMA_ON_H100, TINY, UNIT, job
 
 from stepsplit.analyzer import JobConfig, predict, read_job
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import UNFUSED_PARTS, UnfusedPart
-from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.elementwise import EAGER_RATE, time_elementwise, time_softmax
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
-
-UNIT = DeviceSpeed(
-    linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,
-    attention_backward_flops_per_ns=1.0, bytes_per_ns=1.0, launch_ns=0.0,
-)  # fmt: skip
-"""A byte takes a ns."""
 
 GATED = replace(TINY, gated=True)
 HIDDEN, ROTATED, ACTIVATIONS = 16 * 8, 16 * 16, 16 * 32

@@ -18,7 +18,12 @@ from stepsplit.analyzer.model.confidence import (
 )
 from stepsplit.analyzer.model.parameters import count_model_flops
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.validation.predictions import UnseenRun, check_layout_choices, compute_bands
+from stepsplit.analyzer.validation.predictions import (
+    UnseenRun,
+    check_layout_choices,
+    compute_bands,
+    predict_unseen,
+)
 from stepsplit.analyzer.validation.published_runs import list_cases
 from stepsplit.analyzer.validation.stated_jobs import build_stated_job, build_training_report
 from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
@@ -120,6 +125,10 @@ def write_reports(folder: Path, *rows: dict[str, str]) -> Published:
     return Published(folder)
 
 
+def read_runs(folder: Path, *rows: dict[str, str]) -> tuple[UnseenRun, ...]:
+    return predict_unseen(list_cases(write_reports(folder, *rows)).cases)
+
+
 def test_the_layout_predicted_fastest_is_compared_with_the_best_measured(tmp_path: Path) -> None:
     """Of tp 1, 2, 4 and 8 the model picks tp 1, whose step was 10 % longer than that of tp 2; a
     layout of another batch is no choice."""
@@ -130,7 +139,7 @@ def test_the_layout_predicted_fastest_is_compared_with_the_best_measured(tmp_pat
         for tp, step in steps.items()
     ]  # fmt: skip
     other = {**rows[0], "case": "other", "training.global_batch": "32", "step_s": "0.1"}
-    (found,) = check_layout_choices(write_reports(tmp_path, *rows, other))
+    found = check_layout_choices(read_runs(tmp_path, *rows, other))
     (choice,) = found.rows
     assert (choice.case, choice.published, choice.predicted) == (
         "us/32x4096_8192_16_of 4",
@@ -142,7 +151,7 @@ def test_the_layout_predicted_fastest_is_compared_with_the_best_measured(tmp_pat
 
 def test_three_layouts_are_no_choice(tmp_path: Path) -> None:
     rows = [{**REPORT, "case": str(tp), "step_s": "1"} for tp in range(3)]
-    (found,) = check_layout_choices(write_reports(tmp_path, *rows))
+    found = check_layout_choices(read_runs(tmp_path, *rows))
     assert found.skipped
 
 

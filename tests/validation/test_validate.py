@@ -131,10 +131,11 @@ def test_the_bands_hold_what_they_say(checks: tuple[Check, ...]) -> None:
 
 def test_the_bands_hold_at_each_confidence() -> None:
     runs = predict_unseen(list_step_time_cases(Published()))
+    bands = find_unseen_bands(runs)
     for confidence in RUN_CONFIDENCES:
         inside = [
             run.error <= band.error
-            for run, band in zip(runs, find_unseen_bands(runs), strict=True)
+            for run, band in zip(runs, bands, strict=True)
             if run.confidence == confidence
         ]
         assert 0.87 <= sum(inside) / len(inside) <= 0.93

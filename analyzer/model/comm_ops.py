@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import JobConfig, StageConfig, list_rank_chunks, place_group
+from stepsplit.analyzer.model.config import (
+    JobConfig,
+    StageConfig,
+    compute_stopped_share,
+    list_rank_chunks,
+    place_group,
+)
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -67,7 +73,7 @@ def _list_all_reduces(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     counts = {
         "forward": pairs + (stage.embedding and job.parallel.split_vocab),
         "backward": pairs + (stage.head and job.parallel.split_vocab),
-        "recompute": _count_recomputed_pairs(job, pairs),
+        "recompute": _count_recomputed_pairs(job, pairs) - _count_stopped(job, stage),
     }
     return tuple(
         make_all_reduce(site, count_rank_microbatches(job) * counts[site.phase], size, tp)
@@ -85,7 +91,7 @@ def _list_sp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     counts = {
         "forward": (pairs, last, pairs + first),
         "backward": (pairs + again * pairs, first + again * last, pairs + last),
-        "recompute": (recomputed, 0, recomputed),
+        "recompute": (recomputed, 0, recomputed - _count_stopped(job, stage)),
     }
     return tuple(
         message
@@ -156,6 +162,11 @@ def count_expert_layer_pairs(job: JobConfig) -> int:
 
 def _count_recomputed_pairs(job: JobConfig, pairs: int) -> int:
     return _scale_rerun(job, pairs) if job.training.recompute in FULL_RECOMPUTE else 0
+
+
+def _count_stopped(job: JobConfig, stage: StageConfig) -> int:
+    """Counts the layers whose recomputation ends before their last collective (early_stop)."""
+    return round(compute_stopped_share(job) * stage.dense_layers)
 
 
 def _list_loss_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:

@@ -384,6 +384,8 @@ class TrainingConfig:
         recompute_parts: Parts of each layer that are recomputed. Default: none.
         recompute_layers: With recompute "full", how many layers of each model stage are recomputed;
             0 (default) for all.
+        early_stop: Whether the recomputation of a layer stops before the last GEMM of its MLP,
+            whose output nothing needs, as torch.utils.checkpoint does. Default False.
         moments_dtype: dtype of the optimizer's moments: "fp32" (default) or "bf16".
         master_weights: Whether the optimizer keeps weights in fp32; False: it updates 16-bit ones.
             Default True.
@@ -428,6 +430,7 @@ class TrainingConfig:
     recompute_every: int = field(default=1, metadata={KEY: ""})
     recompute_parts: frozenset[RecomputePart] = field(default=frozenset(), metadata={KEY: ""})
     recompute_layers: Natural = 0
+    early_stop: bool = False
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     master_weights: bool = True
     framework: Framework = "megatron"
@@ -853,6 +856,24 @@ def count_rerun_layers(job: JobConfig, layers: float) -> float:
     """Counts how many of a model stage's layers run their forward pass again."""
     most = job.training.recompute_layers
     return min(layers, most) if most and job.training.recompute == "full" else layers
+
+
+def compute_stopped_share(job: JobConfig) -> float:
+    """Share of the dense layers whose recomputation stops before the last GEMM (early_stop).
+
+    Of each group of layers that is recomputed together it is the last one. Dropout needs the
+    output of that GEMM, and so may the sum over experts.
+    """
+    training = job.training
+    if not training.early_stop or training.dropout:
+        return 0.0
+    match training.recompute:
+        case "every":
+            return 1 / training.recompute_every
+        case "full":
+            layers = job.model.layers / job.parallel.model_stages
+            return count_rerun_layers(job, layers) / layers
+    return 0.0
 
 
 def split_layers(job: JobConfig) -> tuple[int, ...]:

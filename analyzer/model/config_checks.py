@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import TWO_STAGES, JobConfig
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, TWO_STAGES, JobConfig
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 
@@ -128,12 +128,15 @@ def _check_ulysses(job: JobConfig) -> Violation | None:
 
 
 def _check_recompute(job: JobConfig) -> Violation | None:
-    """recompute_layers belongs to full recomputation, fp8 storage to fp8 training, unfused parts to
-    a model that is not compiled."""
+    """recompute_layers belongs to full recomputation, early_stop to torch's checkpoint, fp8 storage
+    to fp8 training, unfused parts to a model that is not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
         return Violation(problem, 'set recompute = "full"')
+    if training.early_stop and training.framework not in TORCH_FRAMEWORKS:
+        problem = f"{training.framework} recomputes whole layers, without early_stop"
+        return Violation(problem, "remove early_stop")
     if training.fp8_activations and training.dtype != "fp8":
         problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
         return Violation(problem, "remove fp8_activations")

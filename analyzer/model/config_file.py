@@ -650,6 +650,7 @@ def framework_defaults(
         "flash_attention": not stores_scores,
         "dropout": stores_scores,
         "fused_loss": framework == "megatron" and not stores_scores,
+        "early_stop": framework in TORCH_FRAMEWORKS,
         "fused_optimizer": framework not in AUTOCAST_FRAMEWORKS or hardware.family == "cpu",
         "gradient_dtype": _choose_gradient_dtype(framework, dtype),
         "activation_dtype": choose_activation_dtype(framework, dtype, layout),

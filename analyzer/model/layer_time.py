@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from stepsplit.analyzer.model.comm_ops import (
+    count_dense_layer_pairs,
+    count_expert_layer_pairs,
     count_kv_width,
     count_query_width,
     is_fused_ring,
+    is_gathered_in_fp8,
     is_torch_ring,
 )
 from stepsplit.analyzer.model.config import (
@@ -15,6 +18,7 @@ from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
     LatentAttention,
+    compute_stopped_share,
     count_rerun_layers,
 )
 from stepsplit.analyzer.model.device_speed import (
@@ -56,18 +60,52 @@ def compute_chunk_passes(
     job: JobConfig, speed: DeviceSpeed, chunks: tuple[Chunk, ...]
 ) -> tuple[LayerPass, ...]:
     """Compute time of each chunk, in order."""
-    dense = time_dense_layer(job, speed)
-    experts = (
-        None if job.model.experts is None else time_expert_layer(job, speed, job.model.experts)
-    )
+    copies = time_sequence_copies(job, speed)
+    dense = time_dense_layer(job, speed) + copies * count_dense_layer_pairs(job)
+    experts = None
+    if job.model.experts is not None:
+        experts = time_expert_layer(job, speed, job.model.experts)
+        experts += copies * count_expert_layer_pairs(job)
     passes = []
     for chunk in chunks:
         layers = dense * chunk.dense_layers
         if experts is not None:
             layers += experts * chunk.expert_layers
         layers = _add_recompute(job, layers, chunk.layers)
-        passes.append(layers + _time_embedding_and_head(job, speed, chunk))
+        if stopped := chunk.dense_layers * compute_stopped_share(job):
+            layers += _time_stopped(job, speed, copies) * stopped
+        # The embedding scatters its output, the head gathers its input.
+        ends = copies * ((chunk.embedding + chunk.head) / 2)
+        passes.append(layers + ends + _time_embedding_and_head(job, speed, chunk))
     return tuple(passes)
+
+
+SEQUENCE_COPIES = Formula(
+    "step.sequence_copies",
+    "2 b_a T h bytes per gather and per reduce_scatter of the sequence over tp: NCCL concatenates"
+    " along the batch, and torch copies that into the order of the sequence (a gather of one"
+    " sequence is a view); a GEMM that overlaps its reduce_scatter reads b_a T h of partial sums",
+    "PyTorch 2.13, distributed/_functional_collectives.py, all_gather_single and"
+    " reduce_scatter_single; _symmetric_memory, _fused_matmul_reduce_scatter_impl",
+)
+
+
+def time_sequence_copies(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+    """Time of the copies around one gather and one reduce_scatter of the sequence
+    (SEQUENCE_COPIES); zero with Megatron-LM, whose first dimension is the sequence."""
+    layout = job.parallel
+    if layout.tp == 1 or not layout.sequence_parallel or job.training.framework != "fsdp2":
+        return LayerPass(0.0, 0.0, 0.0)
+    elements = job.tokens * job.model.hidden
+    scattered_bytes = elements * job.training.activation_bytes
+    if "tp" in layout.overlap:
+        copy_ns = speed.compute_memory_ns(scattered_bytes, 1)
+    elif job.training.micro_batch == 1:
+        copy_ns = speed.compute_memory_ns(2 * scattered_bytes, 1)
+    else:
+        gathered_bytes = elements if is_gathered_in_fp8(job) else scattered_bytes
+        copy_ns = speed.compute_memory_ns(2 * (scattered_bytes + gathered_bytes), 2)
+    return LayerPass(copy_ns, copy_ns, 0.0, formulas=(SEQUENCE_COPIES,))
 
 
 def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
@@ -80,6 +118,21 @@ def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
             return layers + LayerPass(0.0, _compute_selective_ns(job, layers), 0.0)
     share = count_rerun_layers(job, count) / count if count else 1.0
     return layers + LayerPass(0.0, layers.forward_ns * share, 0.0)
+
+
+EARLY_STOP = Formula(
+    "step.early_stop",
+    "the recomputation of a dense layer ends before the last GEMM of its MLP, and the tensor-"
+    "parallel collective after it",
+    "PyTorch 2.13, utils/checkpoint.py, early_stop (since 2.1, without reentrant autograd)",
+)
+
+
+def _time_stopped(job: JobConfig, speed: DeviceSpeed, copies: LayerPass) -> LayerPass:
+    """Time that the recomputation of one dense layer saves (EARLY_STOP)."""
+    last = list_mlp_gemms(job, job.model.ffn)[-1]
+    saved_ns = last.compute_forward_ns(speed) + copies.forward_ns / 2
+    return LayerPass(0.0, -saved_ns, 0.0, formulas=(EARLY_STOP,))
 
 
 def _compute_selective_ns(job: JobConfig, layers: LayerPass) -> float:

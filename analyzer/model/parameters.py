@@ -14,6 +14,7 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     StageConfig,
+    compute_stopped_share,
     count_rerun_layers,
     map_unique_stages,
 )
@@ -381,7 +382,8 @@ def require_experts(model: ModelConfig) -> Experts:
 
 RECOMPUTE = Formula(
     "flops.recompute",
-    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once",
+    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once; with"
+    " early_stop without the last GEMM of each MLP",
     "Narayanan et al., SC'21, arXiv:2104.04473, section 3.5 and eq. 3; Korthikanti et al.,"
     " arXiv:2205.05198, eq. 8",
 )
@@ -455,6 +457,7 @@ def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     if job.training.recompute_parts:
         core += "core-attention" in job.training.recompute_parts
         layers += _count_parts_share(job)
+    layers -= _count_stopped_weights(job) / count_layer_weights(job.model)
     match convention:
         case "C2" | "C3":
             return count_model_flops(job, convention)
@@ -485,6 +488,13 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
     share = again * job.parallel.model_stages / job.model.layers
     return PASSES + share, PASSES + share
+
+
+def _count_stopped_weights(job: JobConfig) -> float:
+    """Weights of the GEMMs before which the recomputation of a layer stops (early_stop)."""
+    model = job.model
+    dense_layers = model.layers - model.expert_layers
+    return compute_stopped_share(job) * dense_layers * model.ffn * model.hidden
 
 
 def _count_parts_share(job: JobConfig) -> float:

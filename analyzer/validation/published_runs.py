@@ -571,6 +571,7 @@ def _build_torchtitan_training(row: PublishedRow, layout: ParallelConfig) -> Tra
         framework="fsdp2",
         fused_loss=False,
         compile=any(word in row.read_text("config") for word in COMPILED),
+        early_stop=True,
         attention_kernel="flash-2",
         fp8_scaling="row" if "rowwise" in row.read_text("config") else "tensor",
     )

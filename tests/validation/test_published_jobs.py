@@ -254,5 +254,6 @@ def test_torchtitan_names_its_sizes_in_the_config() -> None:
     assert case.job.training == TrainingConfig(
         seq_len=65536, micro_batch=1, global_batch=32, dtype="fp8", recompute="full",
         framework="fsdp2", fused_loss=False, compile=True, attention_kernel="flash-2",
+        early_stop=True,
     )  # fmt: skip
     assert round(case.step_ns / 1e9, 1) == 87.1

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import (
-    JobConfig,
-    StageConfig,
-    compute_stopped_share,
-    list_rank_chunks,
-    place_group,
-)
+from stepsplit.analyzer.model.config import JobConfig, StageConfig, list_rank_chunks, place_group
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
+    compute_stopped_share,
     count_vocabulary_parameters,
     divide_ceil,
     require_experts,

@@ -858,24 +858,6 @@ def count_rerun_layers(job: JobConfig, layers: float) -> float:
     return min(layers, most) if most and job.training.recompute == "full" else layers
 
 
-def compute_stopped_share(job: JobConfig) -> float:
-    """Share of the dense layers whose recomputation stops before the last GEMM (early_stop).
-
-    Of each group of layers that is recomputed together it is the last one. Dropout needs the
-    output of that GEMM, and so may the sum over experts.
-    """
-    training = job.training
-    if not training.early_stop or training.dropout:
-        return 0.0
-    match training.recompute:
-        case "every":
-            return 1 / training.recompute_every
-        case "full":
-            layers = job.model.layers / job.parallel.model_stages
-            return count_rerun_layers(job, layers) / layers
-    return 0.0
-
-
 def split_layers(job: JobConfig) -> tuple[int, ...]:
     """Layers of each model stage; the first stages get the remainder."""
     if job.parallel.layers_per_stage is not None:

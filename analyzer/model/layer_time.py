@@ -18,7 +18,6 @@ from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
     LatentAttention,
-    compute_stopped_share,
     count_rerun_layers,
 )
 from stepsplit.analyzer.model.device_speed import (
@@ -42,7 +41,7 @@ from stepsplit.analyzer.model.elementwise import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import count_hidden, has_fp32_experts, is_autocast
-from stepsplit.analyzer.model.parameters import divide_ceil
+from stepsplit.analyzer.model.parameters import compute_stopped_share, divide_ceil
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 

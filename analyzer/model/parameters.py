@@ -14,7 +14,6 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     StageConfig,
-    compute_stopped_share,
     count_rerun_layers,
     map_unique_stages,
 )
@@ -488,6 +487,24 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
     share = again * job.parallel.model_stages / job.model.layers
     return PASSES + share, PASSES + share
+
+
+def compute_stopped_share(job: JobConfig) -> float:
+    """Share of the dense layers whose recomputation stops before the last GEMM (early_stop).
+
+    Of each group of layers that is recomputed together it is the last one. Dropout needs the
+    output of that GEMM, and so may the sum over experts.
+    """
+    training = job.training
+    if not training.early_stop or training.dropout:
+        return 0.0
+    match training.recompute:
+        case "every":
+            return 1 / training.recompute_every
+        case "full":
+            layers = job.model.layers / job.parallel.model_stages
+            return count_rerun_layers(job, layers) / layers
+    return 0.0
 
 
 def _count_stopped_weights(job: JobConfig) -> float:

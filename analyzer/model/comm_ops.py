@@ -517,10 +517,8 @@ def list_grad_norm_ops(job: JobConfig, stage: int) -> tuple[CommOp, ...]:
         return ()
     layout = job.parallel
     sizes = {"tp": layout.tp, "pp": layout.pp}
-    if layout.zero == 3:
-        sizes["dp_shard"] = layout.shard_size
-    elif layout.zero:
-        sizes["dp"] = layout.shard_size
+    if layout.zero:
+        sizes[layout.shard_axis] = layout.shard_size
     return tuple(
         make_all_reduce(CommSite("norm", axis, stage, "optimizer", (NORM,)), 1, NORM_BYTES, ranks)
         for axis, ranks in sizes.items()

@@ -121,9 +121,7 @@ def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]
     if job.training.framework == "deepspeed":
         dense = _split_end_units(job, dense)
     return (
-        *_list_shard_ops(
-            job, params.stage, dense, "dp_shard" if layout.zero == 3 else "dp", layout.shard_size
-        ),
+        *_list_shard_ops(job, params.stage, dense, layout.shard_axis, layout.shard_size),
         *_list_shard_ops(job, params.stage, experts, "expert_dp", layout.expert_shards),
     )
 
@@ -202,7 +200,7 @@ def _list_bucketed_ops(
 def _list_unit_ops(
     job: JobConfig, stage: int, unit: FsdpUnit, axis: str, ranks: int
 ) -> tuple[CommOp, ...]:
-    replicas = job.parallel.dp_replicate if job.parallel.zero == 3 else 1
+    replicas = job.parallel.shard_replicas
     name = "hsdp" if replicas > 1 else "fsdp"
     calls, own, ops = count_unit_calls(job, unit), -(-unit.parameters // ranks), []
     if ranks > 1:
@@ -264,6 +262,13 @@ ZERO = Formula(
     "Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.2.1; Megatron-LM, distrib_optimizer.md",
 )
 
+INSTANCES = Formula(
+    "comm.zero_instances",
+    "in addition to ZeRO's, all_reduces of g P/N bytes over the replicas of the sharded states",
+    "NVIDIA/Megatron-LM, core/distributed/param_and_grad_buffer.py;"
+    " --num-distributed-optimizer-instances",
+)
+
 REDUNDANCY = Formula(
     "comm.zero_redundancy",
     "DDP's all_reduces, then N broadcasts of w P/N bytes: each rank's updated share",
@@ -308,9 +313,20 @@ def list_dp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
     layout = job.parallel
     if job.is_fsdp:
         return ()
+    is_broadcast = has_weight_broadcast(job)
+    axis = "dp" if is_broadcast else layout.shard_axis
+    replicas = 1 if is_broadcast else layout.shard_replicas
+    ranks, experts = layout.gradient_ranks // replicas, max(1, layout.expert_dp // replicas)
+    reduced = (
+        *_list_replica_ops(job, params.stage, params.dense, axis, ranks),
+        *_list_replica_ops(job, params.stage, params.experts, "expert_dp", experts),
+    )
+    if not is_broadcast:
+        return reduced
     return (
-        *_list_replica_ops(job, params.stage, params.dense, "dp", layout.gradient_ranks),
-        *_list_replica_ops(job, params.stage, params.experts, "expert_dp", layout.expert_dp),
+        *reduced,
+        *_list_broadcasts(job, params.stage, params.dense, layout.shard_axis, layout.shard_size),
+        *_list_broadcasts(job, params.stage, params.experts, "expert_dp", layout.expert_shards),
     )
 
 
@@ -319,14 +335,21 @@ def _list_replica_ops(
 ) -> tuple[CommOp, ...]:
     if ranks == 1 or parameters == 0:
         return ()
-    ops = []
-    for bucket in split_buckets(job, parameters, ranks):
-        ops += _list_gradient_ops(job, stage, bucket, axis, ranks)
-    if has_weight_broadcast(job):
-        share = -(-parameters * job.training.weight_bytes // ranks)
-        site = CommSite("zero-1", axis, stage, "optimizer", (DDP, REDUNDANCY))
-        ops.append(make_broadcast(site, ranks, share))
-    return tuple(ops)
+    buckets = split_buckets(job, parameters, ranks)
+    return tuple(
+        op for bucket in buckets for op in _list_gradient_ops(job, stage, bucket, axis, ranks)
+    )
+
+
+def _list_broadcasts(
+    job: JobConfig, stage: int, parameters: int, axis: str, ranks: int
+) -> tuple[CommOp, ...]:
+    """Each rank's updated share of the weights goes to the others that shard them."""
+    if ranks == 1 or parameters == 0:
+        return ()
+    share = -(-parameters * job.training.weight_bytes // ranks)
+    site = CommSite("zero-1", axis, stage, "optimizer", (DDP, REDUNDANCY))
+    return (make_broadcast(site, ranks, share),)
 
 
 def has_weight_broadcast(job: JobConfig) -> bool:
@@ -347,12 +370,17 @@ def _list_gradient_ops(
         (make_all_reduce, ALL_REDUCED) if is_all_reduced(job) else (make_reduce_scatter, ZERO)
     )
     weights = -(-bucket.parameters * job.training.weight_bytes // ranks)
-    return [
+    ops = [
         make_reduction(CommSite(name, axis, stage, "grad_sync", (formula,)), times, size, ranks),
         make_all_gather(
             CommSite(name, axis, stage, "optimizer", (formula,)), bucket.count, weights, ranks
         ),
     ]
+    replicas = job.parallel.shard_replicas
+    if replicas > 1:
+        site = CommSite(name, "dp_replicate", stage, "grad_sync", (formula, INSTANCES))
+        ops.append(make_all_reduce(site, times, -(-size // ranks), replicas))
+    return ops
 
 
 def is_all_reduced(job: JobConfig) -> bool:

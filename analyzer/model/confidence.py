@@ -75,12 +75,26 @@ class RunKind:
 
 @dataclass(frozen=True, slots=True)
 class StepBand:
-    """The error (a ratio) that LEVEL of the runs of this kind stay below."""
+    """The error (a ratio) that LEVEL of the runs of this kind stay below.
+
+    middle is the step of the median run over the predicted one, error the distance from there.
+    """
 
     error: float
     runs: int
     sources: int
     kind: RunKind = RunKind()
+    middle: float = 1.0
+
+    def find_limits(self, predicted_ns: float) -> tuple[float, float]:
+        """The shortest and the longest step in ns; the predicted one is in between.
+
+        >>> StepBand(0.25, 20, 4, middle=1.1).find_limits(100)
+        (88.0, 137.5)
+        """
+        middle_ns = predicted_ns * self.middle
+        low_ns, high_ns = middle_ns / (1 + self.error), middle_ns * (1 + self.error)
+        return min(low_ns, predicted_ns), max(high_ns, predicted_ns)
 
 
 BandIndex = Mapping[tuple[RunKind, RunConfidence], StepBand]
@@ -117,11 +131,13 @@ def find_error_band(
     kind: RunKind, confidence: RunConfidence, bands: BandIndex | None = None
 ) -> StepBand:
     """The band of the narrowest kind with enough runs, or of any kind: the widest of those of runs
-    with this confidence or a higher one."""
+    with this confidence or a higher one, around the middle of those with this confidence."""
     known = load_error_bands() if bands is None else bands
     reached = RUN_CONFIDENCES[: RUN_CONFIDENCES.index(confidence) + 1]
     found = [band for each in reached if (band := _find_narrowest(kind, each, known)) is not None]
-    return max(found, key=lambda band: band.error, default=StepBand(NO_BAND, 0, 0))
+    widest = max(found, key=lambda band: band.error, default=StepBand(NO_BAND, 0, 0))
+    alike = known.get((kind.list_wider()[-1], confidence))
+    return replace(widest, middle=1.0 if alike is None else alike.middle)
 
 
 def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
@@ -279,11 +295,13 @@ def estimate_step_band(
     """Error band of the step time in ns, which contains 9 of 10 unseen runs."""
     efficiency, decided = job.hardware.efficiency, decide_confidence(job, caveats)
     confidence: RunConfidence = "high" if decided == "calibrated" else decided
-    error = find_error_band(find_run_kind(job), confidence).error
+    band = find_error_band(find_run_kind(job), confidence)
     if is_calibrated(job):
-        error = efficiency.error + (error if caveats else 0.0)
+        own = efficiency.error + (band.error if caveats else 0.0)
+        band = replace(band, error=own, middle=1.0)
     elif not efficiency.rows:
-        error = max(error, efficiency.error)
+        band = replace(band, error=max(band.error, efficiency.error))
     elif job.training.framework in AUTOCAST_FRAMEWORKS:
-        error = max(error, EAGER_ERROR)
-    return round(split.step_ns / (1 + error)), round(split.step_ns * (1 + error))
+        band = replace(band, error=max(band.error, EAGER_ERROR))
+    low_ns, high_ns = band.find_limits(split.step_ns)
+    return round(low_ns), round(high_ns)

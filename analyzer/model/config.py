@@ -505,14 +505,15 @@ class ParallelConfig:
         tp: Tensor-parallel ranks. Default 1, like all sizes.
         pp: Pipeline-parallel ranks.
         dp_replicate: Data-parallel replicas (DDP); with dp_shard > 1 this is HSDP.
-        dp_shard: Ranks over which FSDP shards the weights.
+        dp_shard: Ranks over which FSDP shards the weights; with zero 1 or 2, over which each
+            replica shards its optimizer states, 1 for all ranks.
         cp: Context-parallel ranks.
         ep: Expert-parallel ranks.
         expert_tp: Tensor-parallel ranks of the experts.
         rank_order: The axes, fastest-varying first. Default tp, cp, ep, dp, pp.
         sequence_parallel: Whether Megatron sequence parallelism is on. Default False.
         zero: ZeRO stage. 1 and 2 shard the optimizer (and gradients) over all data- and
-            context-parallel ranks, 3 shards over dp_shard. Default 0.
+            context-parallel ranks (or those of dp_shard), 3 shards over dp_shard. Default 0.
         schedule: Pipeline schedule. Default "1f1b".
         chunks: Model stages (virtual stages) per rank of an interleaved schedule. Default 1.
         layers_per_stage: Layers of each model stage; None (default) to split them evenly.
@@ -575,9 +576,20 @@ class ParallelConfig:
         return self.tp * self.pp * self.dp * self.cp
 
     @property
+    def shard_replicas(self) -> int:
+        """Groups of ranks that each hold all the states that ZeRO shards: HSDP's replicas, or
+        Megatron-LM's num-distributed-optimizer-instances."""
+        return self.dp_replicate if self.zero == 3 or self.dp_shard > 1 else 1
+
+    @property
     def shard_size(self) -> int:
         """Ranks over which ZeRO shards the states of dense parameters (N); 1 without ZeRO."""
-        return 1 if self.zero == 0 else self.cp * (self.dp_shard if self.zero == 3 else self.dp)
+        return 1 if self.zero == 0 else self.cp * self.dp // self.shard_replicas
+
+    @property
+    def shard_axis(self) -> str:
+        """Axis of the ranks over which ZeRO shards the states of dense parameters."""
+        return "dp_shard" if self.zero == 3 or self.shard_replicas > 1 else "dp"
 
     @property
     def gradient_ranks(self) -> int:
@@ -594,7 +606,7 @@ class ParallelConfig:
         """Ranks over which ZeRO shards the states of experts; 1 without ZeRO."""
         if self.zero == 0:
             return 1
-        return max(1, self.expert_dp // (self.dp_replicate if self.zero == 3 else 1))
+        return max(1, self.expert_dp // self.shard_replicas)
 
     @property
     def sequence_split(self) -> int:

@@ -196,9 +196,11 @@ def _check_dtype(job: JobConfig) -> Violation | None:
 
 
 def _check_shards(job: JobConfig) -> Violation | None:
-    """dp_shard needs ZeRO-3, and ZeRO-3 needs more than one rank to shard over."""
+    """dp_shard needs ZeRO-3, or ZeRO-1 in groups of ranks: instances of Megatron-LM's distributed
+    optimizer, a process group of ZeroRedundancyOptimizer. ZeRO-3 needs ranks to shard over."""
     layout = job.parallel
-    if layout.zero != 3 and layout.dp_shard > 1:
+    has_groups = layout.zero > 0 and job.training.framework in ("megatron", "fsdp2", "ddp")
+    if not has_groups and layout.zero != 3 and layout.dp_shard > 1:
         problem = f"dp_shard ({layout.dp_shard}) needs ZeRO-3, but zero = {layout.zero}"
         return Violation(problem, "use dp instead, or set zero = 3")
     if layout.zero == 3 and layout.shard_size == 1 and layout.dp_replicate > 1:

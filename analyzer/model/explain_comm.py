@@ -345,7 +345,7 @@ def _explain_sharded(job: JobConfig, stage: int, messages: list[CommOp]) -> Expl
 def _list_gradient_symbols(job: JobConfig, params: StageParameters) -> tuple[Symbol, ...]:
     layout = job.parallel
     experts: tuple[Symbol, ...] = ()
-    ranks = layout.shard_size if layout.zero == 3 else layout.gradient_ranks
+    ranks = layout.shard_size if layout.shard_replicas > 1 else layout.gradient_ranks
     if params.experts:
         experts = (
             Symbol(

@@ -258,7 +258,7 @@ ORDER = (
     comm_ops.PIPELINE,
     comm_ops.COPIES, comm_ops.TIED,
     comm_volume.FSDP_MESSAGES, comm_volume.HSDP, comm_volume.DDP, comm_volume.REDUNDANCY,
-    comm_volume.ALL_REDUCED, comm_volume.ZERO, comm_ops.NORM,
+    comm_volume.ALL_REDUCED, comm_volume.ZERO, comm_volume.INSTANCES, comm_ops.NORM,
     comm_time.CHOICE, comm_time.RING_ALGORITHM, comm_time.TREE, comm_time.NVLS,
     comm_time.ALL_TO_ALL, comm_time.SEND, comm_measured.SWEEP, comm_measured.TUNER,
     device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, device_speed.UNALIGNED,

@@ -206,7 +206,8 @@ def write_bands(path: Path) -> None:
     """The error bands, from all runs as predicted without their publishers."""
     lines = [
         "# The error that 9 of 10 published runs of a kind stay below, each predicted by constants",
-        "# that were fitted without its publisher, by the confidence in them. Written by",
+        "# that were fitted without its publisher, by the confidence in them. middle is the median",
+        "# of measured over predicted steps, from which the errors count. Written by",
         "# tests/benchmarks/fit.py.",
     ]
     bands = compute_bands(predict_unseen(list_step_time_cases(Published())))
@@ -219,6 +220,7 @@ def write_bands(path: Path) -> None:
         lines += [
             f'confidence = "{confidence}"',
             f"error = {math.ceil(band.error * 1e4) / 1e4:.4f}",
+            f"middle = {band.middle:.4f}",
             f"runs = {band.runs}",
             f"sources = {band.sources}",
         ]

@@ -154,6 +154,10 @@ def test_valid_jobs_pass(possible: JobConfig) -> None:
             "dp_shard (2) needs ZeRO-3, but zero = 0; use dp instead, or set zero = 3",
         ),
         (
+            job(dp_shard=2, zero=1, recipe=replace(RECIPE, framework="deepspeed")),
+            "dp_shard (2) needs ZeRO-3, but zero = 1; use dp instead, or set zero = 3",
+        ),
+        (
             job(dp_replicate=2, zero=3),
             "ZeRO-3 needs more than one rank to shard over, but dp_shard x cp = 1; "
             "set dp_shard or zero = 0",

@@ -44,6 +44,33 @@ def test_ddp_sums_every_gradient_once_whatever_the_number_of_microbatches() -> N
     )  # fmt: skip
 
 
+def test_instances_of_the_distributed_optimizer_shard_in_groups_and_sum_over_them() -> None:
+    """Two instances of four ranks: each rank sums its quarter with the other instance."""
+    layout = ParallelConfig(dp_replicate=2, dp_shard=4, zero=1)
+    assert of(job(layout=layout, global_batch=8), "zero-1", "norm") == (
+        M("zero-1", "reduce_scatter", "dp_shard", 0, "grad_sync", 1, 45344, 45344, 34008),
+        M("zero-1", "all_gather", "dp_shard", 0, "optimizer", 1, 22672, 5668, 17004),
+        M("zero-1", "all_reduce", "dp_replicate", 0, "grad_sync", 1, 11336, 11336, 11336),
+        M("norm", "all_reduce", "dp_shard", 0, "optimizer", 1, 4, 4, 6),
+    )  # fmt: skip
+
+
+def test_a_process_group_of_zero_redundancy_optimizer_broadcasts_within_it() -> None:
+    layout = ParallelConfig(dp_replicate=2, dp_shard=4, zero=1)
+    assert of(job(layout=layout, framework="ddp", global_batch=8), "zero-1") == (
+        M("zero-1", "all_reduce", "dp", 0, "grad_sync", 1, 45344, 45344, 79352),
+        M("zero-1", "broadcast", "dp_shard", 0, "optimizer", 4, 5668, 5668, 5668),
+    )  # fmt: skip
+
+
+def test_one_instance_is_the_whole_axis() -> None:
+    one, whole = (
+        job(layout=ParallelConfig(zero=1, **axes), global_batch=8)
+        for axes in ({"dp_shard": 4}, {"dp_replicate": 4})
+    )
+    assert [replace(each, axis="dp") for each in list_comm_ops(one)] == list(list_comm_ops(whole))
+
+
 def test_ddp_fills_a_small_bucket_and_then_large_ones() -> None:
     """1 MiB, then 25 MiB each, then the rest of 80 million bytes."""
     ddp = job(layout=ParallelConfig(dp_replicate=4), framework="ddp")

@@ -185,10 +185,10 @@ def test_utilization_is_flops_over_time_and_peak() -> None:
 def test_a_run_like_the_fitted_ones_has_high_confidence() -> None:
     found = predict(llama(ParallelConfig(tp=2, dp_replicate=4)))
     assert (found.confidence, found.notes) == ("high", ())
-    error = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), "high").error
-    assert 0.05 < error < 0.2
-    assert found.low_ns == round(found.split.step_ns / (1 + error))
-    assert found.high_ns == round(found.split.step_ns * (1 + error))
+    band = find_error_band(RunKind("ampere", "dense", "16-bit", "replicated"), "high")
+    assert 0.05 < band.error < 0.2
+    limits_ns = band.find_limits(found.split.step_ns)
+    assert (found.low_ns, found.high_ns) == tuple(map(round, limits_ns))
 
 
 def test_a_run_with_the_users_constants_is_calibrated() -> None:

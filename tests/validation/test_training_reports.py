@@ -10,6 +10,7 @@ import pytest
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.confidence import (
+    RUN_CONFIDENCES,
     RunConfidence,
     RunKind,
     StepBand,
@@ -108,13 +109,35 @@ def test_other_programs_never_borrow_the_band_of_the_framework() -> None:
 
 
 def test_bands_are_by_the_confidence_in_the_runs() -> None:
-    """Nine runs like the fitted ones are 5 % off, nine farther ones 20 %."""
+    """Runs like the fitted ones are 5 % off, farther ones 5 % off from a step that is 25 % longer
+    than predicted; doubted ones are predicted 20 % too long, which is no reason to expect it."""
     (case,) = build_training_report(report(step_s="1"))
-    runs = [predicted(case, 1.05, "high")] * 9 + [predicted(case, 1.20, "medium")] * 9
+    around = (*4 * [1 / 1.05], 1.0, *4 * [1.05])
+    runs = [
+        *(predicted(case, each, "high") for each in around),
+        *(predicted(case, 0.8 * each, "medium") for each in around),
+        *9 * [predicted(case, 1.2, "low")],
+    ]
     bands = compute_bands(runs)
-    near, far = bands[runs[0].kind, "high"], bands[runs[0].kind, "medium"]
-    assert (near.error, near.runs) == (pytest.approx(0.05), 9)
-    assert (far.error, far.runs) == (pytest.approx(0.20), 9)
+    near, far, off = (bands[runs[0].kind, confidence] for confidence in RUN_CONFIDENCES)
+    assert (near.error, near.middle, near.runs) == pytest.approx((0.05, 1.0, 9))
+    assert (far.error, far.middle, far.runs) == pytest.approx((0.05, 1.25, 9))
+    assert (off.error, off.middle, off.runs) == pytest.approx((0.20, 1.0, 9))
+
+
+def test_the_prediction_is_inside_of_its_band() -> None:
+    assert StepBand(0.25, 30, 4, middle=1.1).find_limits(100) == pytest.approx((88, 137.5))
+    assert StepBand(0.05, 30, 4, middle=1.1).find_limits(100) == pytest.approx((100, 115.5))
+
+
+def test_a_wider_band_of_higher_confidence_is_around_the_middle_of_its_own() -> None:
+    kind = RunKind("hopper", "dense", "16-bit", "replicated")
+    bands: dict[tuple[RunKind, RunConfidence], StepBand] = {
+        (kind, "high"): StepBand(0.3, 90, 9, kind),
+        (RunKind(), "medium"): StepBand(0.2, 20, 4, middle=1.1),
+    }
+    found = find_error_band(kind, "medium", bands)
+    assert (found.error, found.middle) == (0.3, 1.1)
 
 
 def write_reports(folder: Path, *rows: dict[str, str]) -> Published:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import fmean, median
+from itertools import accumulate
+from statistics import fmean
 from typing import Any, cast, get_args
 
 from stepsplit.analyzer.model import hardware_config
@@ -555,12 +558,21 @@ def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
     bands = {}
     for (kind, confidence), group in groups.items():
         alike = groups[kind.list_wider()[-1], confidence]
-        middle = 1.0 if confidence == "low" else median(run.ratio for run in alike)
+        middle = 1.0 if confidence == "low" else _find_middle(alike)
         distances = [math.expm1(abs(math.log(run.ratio / middle))) for run in group]
         sources = len({run.case.source for run in group})
         error = compute_conformal_error(distances)
         bands[kind, confidence] = StepBand(error, len(group), sources, kind, middle)
     return bands
+
+
+def _find_middle(runs: Iterable[UnseenRun]) -> float:
+    """The median of measured over predicted steps; each publisher counts as much."""
+    ordered = sorted(runs, key=lambda run: run.ratio)
+    counts = Counter(run.case.source for run in ordered)
+    weights = [1 / counts[run.case.source] for run in ordered]
+    reached = bisect_left(list(accumulate(weights)), 0.5 * len(counts) - 1e-9)
+    return ordered[reached].ratio
 
 
 def compute_conformal_error(errors: Sequence[float]) -> float:

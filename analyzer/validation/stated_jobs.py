@@ -49,6 +49,9 @@ REPORT_FAMILIES: dict[str, Family] = {
     "ampere": "A100 reports",
     "hopper": "H100 reports",
     "blackwell": "Blackwell reports",
+    "cdna2": "AMD reports",
+    "cdna3": "AMD reports",
+    "cdna4": "AMD reports",
 }
 
 

@@ -116,7 +116,7 @@ Family = Literal[
     "A100 Megatron", "A100 ZeRO-3", "B200 dense", "B200 experts", "llm-foundry", "torchtitan",
     "H100 recipes, bf16", "H100 recipes, fp8", "Blackwell recipes, bf16", "Blackwell recipes, fp8",
     "recipes with experts", "A100 reports", "H100 reports",
-    "Blackwell reports", "reports with experts",
+    "Blackwell reports", "AMD reports", "reports with experts",
 ]  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_the_table_of_the_page_is_what_validation_finds() -> None:
 README_CHECKS = (
     "A100 Megatron", "llm-foundry", "torchtitan", "H100 recipes, bf16", "H100 recipes, fp8",
     "Blackwell recipes, fp8", "B200 dense", "recipes with experts", "A100 reports", "H100 reports",
-    "reports with experts", "measured jobs",
+    "AMD reports", "reports with experts", "measured jobs",
 )  # fmt: skip
 
 

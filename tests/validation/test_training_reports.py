@@ -75,8 +75,9 @@ def test_a_report_without_a_speed_is_named() -> None:
 
 
 def test_a_report_of_a_gpu_without_published_runs_is_named() -> None:
-    row = report(**{"step_s": "1", "hardware.preset": "mi300x", "hardware.nodes_link": ""})
-    with pytest.raises(UsageError, match="reports are of ampere, hopper, blackwell, not cdna3"):
+    volta = {"hardware.preset": "v100-sxm-32gb", "training.dtype": "fp16"}
+    row = report(**{"step_s": "1", "hardware.nodes_link": "", **volta})
+    with pytest.raises(UsageError, match=r"reports are of ampere, hopper, .*, cdna4, not volta"):
         build_training_report(row)
 
 
@@ -123,6 +124,18 @@ def test_bands_are_by_the_confidence_in_the_runs() -> None:
     assert (near.error, near.middle, near.runs) == pytest.approx((0.05, 1.0, 9))
     assert (far.error, far.middle, far.runs) == pytest.approx((0.05, 1.25, 9))
     assert (off.error, off.middle, off.runs) == pytest.approx((0.20, 1.0, 9))
+
+
+def test_each_publisher_counts_as_much_for_the_middle() -> None:
+    """Nine runs of one publisher take as predicted, one each of two others 20 % longer."""
+    (case,) = build_training_report(report(step_s="1"))
+    others = [replace(case, source=name) for name in ("them", "those")]
+    runs = [
+        *9 * [predicted(case, 1.0, "medium")],
+        *(predicted(o, 1 / 1.2, "medium") for o in others),
+    ]
+    band = compute_bands(runs)[runs[0].kind, "medium"]
+    assert (band.middle, band.error) == pytest.approx((1.2, 0.2))
 
 
 def test_the_prediction_is_inside_of_its_band() -> None:

@@ -81,12 +81,15 @@ def _list_sp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     and the reverse in the backward pass."""
     pairs = _count_product_pairs(job, stage)
     recomputed = _count_recomputed_pairs(job, pairs)
+    # torchtitan's selective recomputation saves what reduce_scatters return.
+    is_selective = job.training.recompute == "selective" and job.training.framework == "fsdp2"
+    gathered = pairs if is_selective else recomputed
     first, last = int(stage.embedding), int(stage.head)
     again = is_gathered_again(job)
     counts = {
         "forward": (pairs, last, pairs + first),
         "backward": (pairs + again * pairs, first + again * last, pairs + last),
-        "recompute": (recomputed, 0, recomputed - _count_stopped(job, stage)),
+        "recompute": (gathered, 0, recomputed - _count_stopped(job, stage)),
     }
     return tuple(
         message

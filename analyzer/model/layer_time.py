@@ -65,6 +65,10 @@ def compute_chunk_passes(
     if job.model.experts is not None:
         experts = time_expert_layer(job, speed, job.model.experts)
         experts += copies * count_expert_layer_pairs(job)
+    if job.training.recompute == "selective" and job.training.framework == "fsdp2":
+        dense += _time_selective(job, speed)
+        if experts is not None:
+            experts += LayerPass(0.0, (experts.forward_ns - experts.core_ns) / 2, 0.0)
     passes = []
     for chunk in chunks:
         layers = dense * chunk.dense_layers
@@ -72,7 +76,7 @@ def compute_chunk_passes(
             layers += experts * chunk.expert_layers
         layers = _add_recompute(job, layers, chunk.layers)
         if stopped := chunk.dense_layers * compute_stopped_share(job):
-            layers += _time_stopped(job, speed, copies) * stopped
+            layers += _time_stopped(job, speed) * stopped
         # The embedding scatters its output, the head gathers its input.
         ends = copies * ((chunk.embedding + chunk.head) / 2)
         passes.append(layers + ends + _time_embedding_and_head(job, speed, chunk))
@@ -92,29 +96,40 @@ SEQUENCE_COPIES = Formula(
 def time_sequence_copies(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Time of the copies around one gather and one reduce_scatter of the sequence
     (SEQUENCE_COPIES); zero with Megatron-LM, whose first dimension is the sequence."""
-    layout = job.parallel
-    if layout.tp == 1 or not layout.sequence_parallel or job.training.framework != "fsdp2":
+    if not _is_sequence_copied(job):
         return LayerPass(0.0, 0.0, 0.0)
-    elements = job.tokens * job.model.hidden
-    scattered_bytes = elements * job.training.activation_bytes
-    if "tp" in layout.overlap:
-        copy_ns = speed.compute_memory_ns(scattered_bytes, 1)
-    elif job.training.micro_batch == 1:
-        copy_ns = speed.compute_memory_ns(2 * scattered_bytes, 1)
-    else:
-        gathered_bytes = elements if is_gathered_in_fp8(job) else scattered_bytes
-        copy_ns = speed.compute_memory_ns(2 * (scattered_bytes + gathered_bytes), 2)
+    copy_ns = _time_gather_copy(job, speed) + _time_scatter_copy(job, speed)
     return LayerPass(copy_ns, copy_ns, 0.0, formulas=(SEQUENCE_COPIES,))
+
+
+def _is_sequence_copied(job: JobConfig) -> bool:
+    layout = job.parallel
+    return layout.tp > 1 and layout.sequence_parallel and job.training.framework == "fsdp2"
+
+
+def _time_gather_copy(job: JobConfig, speed: DeviceSpeed) -> float:
+    if "tp" in job.parallel.overlap or job.training.micro_batch == 1:
+        return 0.0
+    size = 1 if is_gathered_in_fp8(job) else job.training.activation_bytes
+    return speed.compute_memory_ns(2 * job.tokens * job.model.hidden * size, 1)
+
+
+def _time_scatter_copy(job: JobConfig, speed: DeviceSpeed) -> float:
+    times = 1 if "tp" in job.parallel.overlap else 2
+    copied_bytes = times * job.tokens * job.model.hidden * job.training.activation_bytes
+    return speed.compute_memory_ns(copied_bytes, 1)
 
 
 def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
     """Add the recomputation of count layers; every layer runs its forward again, however few inputs
-    are saved."""
+    are saved. Selective: attention's core, if it is not fused; torchtitan's is of each layer."""
     match job.training.recompute:
         case "none":
             return layers
+        case "selective" if job.training.framework == "fsdp2" or job.training.flash_attention:
+            return layers
         case "selective":
-            return layers + LayerPass(0.0, _compute_selective_ns(job, layers), 0.0)
+            return layers + LayerPass(0.0, layers.core_ns, 0.0)
     share = count_rerun_layers(job, count) / count if count else 1.0
     return layers + LayerPass(0.0, layers.forward_ns * share, 0.0)
 
@@ -127,21 +142,39 @@ EARLY_STOP = Formula(
 )
 
 
-def _time_stopped(job: JobConfig, speed: DeviceSpeed, copies: LayerPass) -> LayerPass:
+def _time_stopped(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     """Time that the recomputation of one dense layer saves (EARLY_STOP)."""
-    last = list_mlp_gemms(job, job.model.ffn)[-1]
-    saved_ns = last.compute_forward_ns(speed) + copies.forward_ns / 2
+    saved_ns = list_mlp_gemms(job, job.model.ffn)[-1].compute_forward_ns(speed)
+    if _is_sequence_copied(job):
+        saved_ns += _time_scatter_copy(job, speed)
     return LayerPass(0.0, -saved_ns, 0.0, formulas=(EARLY_STOP,))
 
 
-def _compute_selective_ns(job: JobConfig, layers: LayerPass) -> float:
-    """Selective recomputation: attention's core, which costs nothing with fused attention.
+SELECTIVE_OPS = Formula(
+    "step.selective_ops",
+    "a dense layer runs again what is between its GEMMs, and the GEMMs of keys, output and w3: of"
+    " q, k, v, o, w1, w3, w2 the 1st, 3rd, 5th and 7th are saved, and nothing needs w2",
+    "pytorch/torchtitan, distributed/activation_checkpoint.py, option op",
+)
 
-    torchtitan's policy repeats every second GEMM instead, and the kernels between them.
-    """
-    if job.training.framework == "fsdp2":
-        return (layers.forward_ns - layers.core_ns) / 2
-    return 0.0 if job.training.flash_attention else layers.core_ns
+
+def _time_selective(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
+    """Time of torchtitan's selective recomputation of one dense layer (SELECTIVE_OPS)."""
+    model, tp = job.model, job.parallel.tp
+    width = divide_ceil(model.ffn, tp)
+    gemms = [Gemm(job.tokens, width, model.hidden)] if model.gated else []
+    if model.latent is None:
+        keys = divide_ceil(model.kv_heads, tp) * model.head_size
+        gemms += [Gemm(job.tokens, keys, model.hidden), list_attention_gemms(job)[-1]]
+    again_ns = sum(each.compute_forward_ns(speed) for each in gemms)
+    if model.latent is not None:
+        latent = list_attention_gemms(job)
+        again_ns += sum(each.compute_forward_ns(speed) for each in latent) / 2
+    again_ns += _time_casts(speed, tuple(gemms)).forward_ns
+    again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
+    if _is_sequence_copied(job):
+        again_ns += count_dense_layer_pairs(job) * _time_gather_copy(job, speed)
+    return LayerPass(0.0, again_ns, 0.0, formulas=(SELECTIVE_OPS,))
 
 
 def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -> LayerPass:

@@ -473,13 +473,14 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     """Counts forward passes of the layers' GEMMs and of the attention core.
 
     Selective recomputation repeats an attention core that stores its scores, but not a fused one;
-    torchtitan's repeats every second GEMM.
+    torchtitan's repeats every second GEMM (count_selective_weights).
     """
     match job.training.recompute:
         case "none":
             return PASSES, PASSES
         case "selective" if job.training.framework == "fsdp2":
-            return PASSES + 0.5, PASSES
+            again = count_selective_weights(job.model) / count_layer_weights(job.model)
+            return PASSES + again, PASSES
         case "selective" if job.training.flash_attention:
             return PASSES, PASSES
         case "selective":
@@ -487,6 +488,22 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
     share = again * job.parallel.model_stages / job.model.layers
     return PASSES + share, PASSES + share
+
+
+def count_selective_weights(model: ModelConfig) -> float:
+    """Weights of the GEMMs that torchtitan's selective recomputation runs again, of all layers.
+
+    It saves the 1st, 3rd, 5th and 7th of queries, keys, values, output, w1, w3 (if gated) and w2,
+    and needs no w2 in the backward: again are keys, output and w3. Of experts and latent attention,
+    whose order differs between models, half.
+    """
+    moe = model.expert_layers
+    attention = model.hidden * model.head_size * (model.kv_heads + model.heads)
+    if model.latent is not None:
+        attention = count_attention_weights(model).total // 2
+    mlp = model.hidden * model.ffn if model.gated else 0
+    routed = count_routed_weights(model).total / 2 if moe else 0
+    return model.layers * attention + (model.layers - moe) * mlp + moe * routed
 
 
 def compute_stopped_share(job: JobConfig) -> float:

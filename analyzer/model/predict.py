@@ -264,7 +264,7 @@ ORDER = (
     device_speed.KERNEL, device_speed.GEMM_TABLE, device_speed.ATTENTION, device_speed.UNALIGNED,
     layer_time.CASTS, layer_time.EXPERTS_FP32, elementwise.EAGER, elementwise.UNFUSED,
     layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
-    layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP,
+    layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,

@@ -122,14 +122,20 @@ QUICK_OFF = 0.3
 
 
 def test_the_demo_is_predicted_from_a_calibration_around_it(tmp_path: Path) -> None:
-    """The calibration is of another layout: this one is never fitted to what it predicts."""
+    """The calibration is of another layout: this one is never fitted to what it predicts.
+
+    A turn whose messages were slowed down until they take most of the step says so, and is not
+    counted.
+    """
     off = []
     for turn in range(MOST_TURNS):
         out, begin = tmp_path / f"demo{turn}", busy.now()
         assert cli.run(["demo", "--parallel", "tp=2", "--no-serve", "--out", str(out)]) == 0
         report = analyze(out, job=out / "job.toml")
         assert report.prediction is not None and report.gap is not None
-        assert report.prediction.confidence == "calibrated"
+        if any(note.startswith("communication takes most") for note in report.prediction.notes):
+            continue
+        assert report.prediction.confidence == "calibrated", report.prediction.notes
         if busy.now().others_cores(begin) <= QUIET_CORES:
             off.append(report.gap.shown.measured.step_ns / report.gap.shown.predicted.step_ns - 1)
         if len(off) == TIMES:

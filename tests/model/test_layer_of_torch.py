@@ -23,7 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 from work_builders import TINY, UNIT, job
 
@@ -80,6 +84,25 @@ class Layer(nn.Module):
         return out
 
 
+SAVED = {torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+
+
+def save_every_second_gemm() -> Any:
+    """As torchtitan's selective recomputation saves: what collectives return, every second GEMM."""
+    gemms: Counter[bool] = Counter()
+
+    def choose(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_gemm = op == torch.ops.aten.mm.default
+        gemms[context.is_recompute] += is_gemm
+        is_saved = op in SAVED and not (is_gemm and gemms[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+SELECTIVE: dict[str, Any] = {"use_reentrant": False, "context_fn": save_every_second_gemm}
+
+
 def run_layer(layer: nn.Module, x: torch.Tensor, **options: Any) -> None:
     checkpoint(layer, x, **options).sum().backward()
 
@@ -110,6 +133,19 @@ def test_the_flops_that_are_recomputed_are_those_that_torch_runs(
     assert counted.get_total_flops() == 3 * forward + recomputed
     assert recomputed == forward - is_stopped * 2 * TOKENS * FFN * HIDDEN
     assert count_hardware_flops(plain) == count_model_flops(plain)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_selective_recomputation_runs_every_second_gemm_again(early_stop: bool) -> None:
+    """Keys, output and w3; w2 is saved."""
+    x = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        run_layer(Layer(), x, early_stop=early_stop, **SELECTIVE)
+    found = job(ONE_LAYER, seq_len=TOKENS, framework="fsdp2", recompute="selective")
+    recomputed = count_hardware_flops(found) - count_model_flops(found)
+    forward = 2 * TOKENS * HIDDEN * (4 * HIDDEN + 3 * FFN)
+    assert counted.get_total_flops() == 3 * forward + recomputed
+    assert recomputed == 2 * TOKENS * HIDDEN * (2 * HIDDEN + FFN)
 
 
 class SequenceLog(TorchDispatchMode):
@@ -194,6 +230,13 @@ def test_the_recomputation_leaves_out_the_last_reduce_scatter(
     )
     assert two - one == log.calls
     assert log.calls["backward", "reduce_scatter"] == 2 + 2 - early_stop
+
+
+def test_selective_recomputation_gathers_again_and_scatters_once(mesh: DeviceMesh) -> None:
+    log = log_layer(mesh, 1, **SELECTIVE)
+    one, two = (count_calls(build_sharded(layers, recompute="selective")) for layers in (1, 2))
+    assert two - one == log.calls
+    assert log.calls["backward", "all_gather"] == 2 + 2
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

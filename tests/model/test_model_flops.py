@@ -62,7 +62,8 @@ def test_selective_repeats_no_fused_attention_and_every_second_gemm_in_torchtita
     fused = job(SMALL, **STEP, recompute="selective")
     assert count_hardware_flops(fused) == count_model_flops(fused)
     titan = job(SMALL, **STEP, recompute="selective", framework="fsdp2")
-    assert count_hardware_flops(titan) - count_model_flops(titan) == 32 * 768 // 2
+    keys_and_output = 2 * (4 * 4 + 4 * 4)
+    assert count_hardware_flops(titan) - count_model_flops(titan) == 2 * 32 * keys_and_output
 
 
 def test_other_conventions_count_one_more_pass_of_what_is_recomputed() -> None:

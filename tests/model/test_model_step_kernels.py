@@ -30,6 +30,7 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
+from stepsplit.analyzer.model.elementwise import time_elementwise
 from stepsplit.analyzer.model.layer_time import (
     FrameworkCosts,
     Gemm,
@@ -477,8 +478,11 @@ def test_selective_recomputation_adds_unfused_attention_alone() -> None:
 
 
 def test_torchtitan_recomputes_every_second_product_instead() -> None:
+    """Keys and output, and what is between the GEMMs."""
     again, plain = (chunk(framework="fsdp2", recompute=each) for each in ("selective", "none"))
-    assert again == plain + LayerPass(0.0, (plain.forward_ns - plain.core_ns) / 2, 0.0)
+    product = 2 * 16 * 8 * 8 + 2 * (16 * 8 + 8 * 8 + 16 * 8)
+    between = time_elementwise(job(framework="fsdp2"), UNIT, 16 * 32).forward_ns
+    assert again == plain + LayerPass(0.0, 2 * (2 * product + between), 0.0)
 
 
 def test_the_embedding_copies_rows_and_the_head_computes_logits_and_loss() -> None:

@@ -89,8 +89,8 @@ class StepBand:
     def find_limits(self, predicted_ns: float) -> tuple[float, float]:
         """The shortest and the longest step in ns; the predicted one is in between.
 
-        >>> StepBand(0.25, 20, 4, middle=1.1).find_limits(100)
-        (88.0, 137.5)
+        >>> StepBand(0.25, 20, 4, middle=1.2).find_limits(100)
+        (96.0, 150.0)
         """
         middle_ns = predicted_ns * self.middle
         low_ns, high_ns = middle_ns / (1 + self.error), middle_ns * (1 + self.error)

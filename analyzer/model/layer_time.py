@@ -103,6 +103,7 @@ def time_sequence_copies(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
 
 
 def _is_sequence_copied(job: JobConfig) -> bool:
+    """Whether tensor parallelism is torch's, with the sequence as second dimension."""
     layout = job.parallel
     return layout.tp > 1 and layout.sequence_parallel and job.training.framework == "fsdp2"
 
@@ -159,17 +160,18 @@ SELECTIVE_OPS = Formula(
 
 
 def _time_selective(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
-    """Time of torchtitan's selective recomputation of one dense layer (SELECTIVE_OPS)."""
+    """Time of torchtitan's selective recomputation of one dense layer (SELECTIVE_OPS); of latent
+    attention, half of the GEMMs."""
     model, tp = job.model, job.parallel.tp
-    width = divide_ceil(model.ffn, tp)
+    width, attention = divide_ceil(model.ffn, tp), list_attention_gemms(job)
     gemms = [Gemm(job.tokens, width, model.hidden)] if model.gated else []
+    again_ns = 0.0
     if model.latent is None:
         keys = divide_ceil(model.kv_heads, tp) * model.head_size
-        gemms += [Gemm(job.tokens, keys, model.hidden), list_attention_gemms(job)[-1]]
-    again_ns = sum(each.compute_forward_ns(speed) for each in gemms)
-    if model.latent is not None:
-        latent = list_attention_gemms(job)
-        again_ns += sum(each.compute_forward_ns(speed) for each in latent) / 2
+        gemms += [Gemm(job.tokens, keys, model.hidden), attention[-1]]
+    else:
+        again_ns += sum(each.compute_forward_ns(speed) for each in attention) / 2
+    again_ns += sum(each.compute_forward_ns(speed) for each in gemms)
     again_ns += _time_casts(speed, tuple(gemms)).forward_ns
     again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
     if _is_sequence_copied(job):

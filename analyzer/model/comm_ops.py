@@ -11,6 +11,7 @@ from stepsplit.analyzer.model.parameters import (
     compute_stopped_share,
     count_vocabulary_parameters,
     divide_ceil,
+    is_selective_by_op,
     require_experts,
 )
 
@@ -82,8 +83,7 @@ def _list_sp_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     pairs = _count_product_pairs(job, stage)
     recomputed = _count_recomputed_pairs(job, pairs)
     # torchtitan's selective recomputation saves what reduce_scatters return.
-    is_selective = job.training.recompute == "selective" and job.training.framework == "fsdp2"
-    gathered = pairs if is_selective else recomputed
+    gathered = pairs if is_selective_by_op(job) else recomputed
     first, last = int(stage.embedding), int(stage.head)
     again = is_gathered_again(job)
     counts = {

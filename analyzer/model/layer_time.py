@@ -41,7 +41,11 @@ from stepsplit.analyzer.model.elementwise import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import count_hidden, has_fp32_experts, is_autocast
-from stepsplit.analyzer.model.parameters import compute_stopped_share, divide_ceil
+from stepsplit.analyzer.model.parameters import (
+    compute_stopped_share,
+    divide_ceil,
+    is_selective_by_op,
+)
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 
@@ -65,7 +69,7 @@ def compute_chunk_passes(
     if job.model.experts is not None:
         experts = time_expert_layer(job, speed, job.model.experts)
         experts += copies * count_expert_layer_pairs(job)
-    if job.training.recompute == "selective" and job.training.framework == "fsdp2":
+    if is_selective_by_op(job):
         dense += _time_selective(job, speed)
         if experts is not None:
             experts += LayerPass(0.0, (experts.forward_ns - experts.core_ns) / 2, 0.0)
@@ -127,7 +131,7 @@ def _add_recompute(job: JobConfig, layers: LayerPass, count: int) -> LayerPass:
     match job.training.recompute:
         case "none":
             return layers
-        case "selective" if job.training.framework == "fsdp2" or job.training.flash_attention:
+        case "selective" if is_selective_by_op(job) or job.training.flash_attention:
             return layers
         case "selective":
             return layers + LayerPass(0.0, layers.core_ns, 0.0)

@@ -478,7 +478,7 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     match job.training.recompute:
         case "none":
             return PASSES, PASSES
-        case "selective" if job.training.framework == "fsdp2":
+        case "selective" if is_selective_by_op(job):
             again = count_selective_weights(job.model) / count_layer_weights(job.model)
             return PASSES + again, PASSES
         case "selective" if job.training.flash_attention:
@@ -488,6 +488,11 @@ def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]
     again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
     share = again * job.parallel.model_stages / job.model.layers
     return PASSES + share, PASSES + share
+
+
+def is_selective_by_op(job: JobConfig) -> bool:
+    """Whether selective recomputation is torchtitan's: every second GEMM, not attention's core."""
+    return job.training.recompute == "selective" and job.training.framework == "fsdp2"
 
 
 def count_selective_weights(model: ModelConfig) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
     JobConfig,
+    StageConfig,
     TrainingConfig,
     find_equal_stages,
     list_stages,
@@ -50,19 +51,27 @@ def compute_peak_bytes(
     states: tuple[States, ...] | None = None,
     layers: LayersByKind | None = None,
 ) -> int:
-    """The largest total_bytes of compute_memory, in less time.
+    """The largest total_bytes of compute_memory, in less time: of equal stages only that with the
+    most activations in flight is computed.
 
     states and layers are those of the job, computed here if the caller does not have them.
     """
-    learned, peaks = job.hardware.learned, {}
-    for rank, (held, needs) in enumerate(_compute_states_and_needs(job, states, layers)):
-        in_flight = count_chunks_in_flight(job, rank)
-        if (alike := (id(needs), in_flight)) not in peaks:
-            moment = needs.find_peak(in_flight)
-            saved_bytes = round(moment.activations_bytes * learned.activations)
-            peaks[alike] = held.total_bytes + saved_bytes + moment.transient_bytes
-            peaks[alike] -= moment.missing_gradients_bytes
-    return max(peaks.values()) + _get_workspace_bytes(job) + learned.constant_bytes
+    layers, held = layers or compute_layers_by_kind(job), states or list_stage_states(job)
+    params = count_stage_parameters(job)
+    most: dict[tuple[int, bool], tuple[int, StageConfig]] = {}
+    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
+        alike, in_flight = (first, stage.index > 0), count_chunks_in_flight(job, stage.index)
+        if alike not in most or in_flight > most[alike][0]:
+            most[alike] = in_flight, stage
+    learned, peaks = job.hardware.learned, list[int]()
+    for in_flight, stage in most.values():
+        own, index = held[stage.index], stage.index
+        needs = compute_needs(job, stage, params[index], layers, own.gradients_bytes)
+        moment = needs.find_peak(in_flight)
+        saved_bytes = round(moment.activations_bytes * learned.activations)
+        moment_bytes = saved_bytes + moment.transient_bytes - moment.missing_gradients_bytes
+        peaks.append(own.total_bytes + moment_bytes)
+    return max(peaks) + _get_workspace_bytes(job) + learned.constant_bytes
 
 
 def _get_workspace_bytes(job: JobConfig) -> int:
@@ -91,13 +100,11 @@ def is_peak_within_memory(job: JobConfig, peak_bytes: int) -> bool:
 
 def _compute_states_and_needs(
     job: JobConfig,
-    states: tuple[States, ...] | None = None,
-    layers: LayersByKind | None = None,
 ) -> tuple[tuple[States, MemoryNeeds], ...]:
     """States and needs of each stage; needs of equal stages, the first one apart, are computed
     once."""
-    layers, stage_params = layers or compute_layers_by_kind(job), count_stage_parameters(job)
-    held = states or list_stage_states(job)
+    layers, stage_params = compute_layers_by_kind(job), count_stage_parameters(job)
+    held = list_stage_states(job)
     cache: dict[tuple[int, bool], MemoryNeeds] = {}
     needs = []
     for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):

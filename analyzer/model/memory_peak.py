@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
@@ -84,10 +84,14 @@ class MemoryNeeds:
 
     def _add_activations(self, moment: Moment, in_flight: int) -> Moment:
         saved_bytes = in_flight * self.chunk_bytes
-        saved_bytes = (
-            saved_bytes if self.limit_bytes is None else min(saved_bytes, self.limit_bytes)
+        if self.limit_bytes is not None:
+            saved_bytes = min(saved_bytes, self.limit_bytes)
+        return Moment(
+            moment.name,
+            saved_bytes + moment.activations_bytes,
+            moment.transient_bytes,
+            moment.missing_gradients_bytes,
         )
-        return replace(moment, activations_bytes=saved_bytes + moment.activations_bytes)
 
 
 def _sum_total_bytes(moment: Moment) -> int:

@@ -389,9 +389,10 @@ TREE_REACHED = Constant(0.6, ALPS_FIT, ALPS_ROWS)
 TREE_NODE = Constant(0.6, ALPS_FIT, ALPS_ROWS)
 """Latency that each further node adds to a tree with Simple, over the inter-node link's."""
 
-MESHES = ("xgmi",)
+MESHES = ("xgmi-mi3",)
 """Links, by name prefix, of a full mesh: a GPU has one to each other GPU of its node, and a group
-of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows."""
+of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows. The dies of
+MI250X are no full mesh; the rate of their link is that of one connection."""
 
 
 def list_fitted_rows() -> frozenset[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, cast, get_args
 
 from stepsplit.analyzer.model import hardware_config
@@ -79,7 +79,7 @@ BARS: dict[Family, tuple[float, float]] = {
 
 
 def check_step_times(published: Published) -> tuple[Check, ...]:
-    """One check per family, and the choice of layouts.
+    """One check per family, the choice of layouts, and how far runs of one job differ.
 
     Each publisher's runs are predicted by constants, bands and baseline of the other publishers'
     runs; the baseline, as the constants, without the reports.
@@ -100,7 +100,7 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
         baseline_rows = [row for row in baseline if row.case in names]
         left_out = tuple(each for each in cases.left_out if _infer_family(each) == family)
         checks.append(_check_family(family, rows, baseline_rows, left_out))
-    return (*checks, check_layout_choices(unseen))
+    return (*checks, check_layout_choices(unseen), check_repeats(cases.cases))
 
 
 def _build_step_row(run: UnseenRun, band: StepBand) -> ValidationRow:
@@ -178,6 +178,35 @@ def _compare_choice(runs: Sequence[UnseenRun]) -> ValidationRow:
         f"{chosen.source}/{model.layers}x{model.hidden}_{training.seq_len}_{ranks}_of {len(runs)}"
     )
     return ValidationRow(chosen.table, name, "measured step", best_ns, chosen.step_ns, "ns")
+
+
+# Runs of one job that were published more than once: what no model of the job can tell apart.
+
+
+def check_repeats(cases: Iterable[Case]) -> Check:
+    """Steps of runs with equal jobs: the median of the others (predicted) against each."""
+    alike: dict[JobConfig, list[Case]] = {}
+    for case in cases:
+        alike.setdefault(case.job, []).append(case)
+    rows = [
+        _compare_repeat(case, [other.step_ns for other in runs if other is not case])
+        for runs in alike.values()
+        if len(runs) > 1
+        for case in runs
+    ]
+    return check(
+        "the same job published again, measured step",
+        rows,
+        "mean/p90",
+        (),
+        note="predicted is the median of the other runs of that job",
+    )
+
+
+def _compare_repeat(case: Case, others_ns: Sequence[float]) -> ValidationRow:
+    return ValidationRow(
+        case.table, case.id, "measured step", case.step_ns, median(others_ns), "ns"
+    )
 
 
 # Predicted peaks of allocated memory against measured ones.

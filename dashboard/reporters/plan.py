@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -407,11 +408,14 @@ def _build_usage_hint(calibration: Calibration, out: Path | None) -> list[Render
 
 EQUALITIES = "equalities"
 
-_TOPICS = {"step time": ("step time",), "memory": ("memory", "activations")}
+_TOPICS = {
+    "step time": ("step time",), "memory": ("memory", "activations"),
+    "measured steps": ("measured step",),
+}  # fmt: skip
 
 _COLLECTIVES = "collectives"
 
-_GROUPS = (EQUALITIES, "memory", "step time", _COLLECTIVES)
+_GROUPS = (EQUALITIES, *_TOPICS, _COLLECTIVES)
 
 _NAMES = {
     "mean/max": ("mean", "max"), "mean/p90": ("mean", "p90"), "mean": ("mean",),
@@ -491,7 +495,7 @@ def _build_table(first: str, *others: str) -> Table:
 
 def _trim_name(check: Check) -> str:
     """The name of a check without the words that its group heading has."""
-    return check.name.replace(", step time", "").replace(", peak memory", "")
+    return re.sub(", (step time|peak memory|measured step)$", "", check.name)
 
 
 def _format_result(check: Check, values: tuple[float, ...]) -> str:

@@ -125,6 +125,14 @@ def test_two_gpus_of_a_mesh_share_one_of_its_links() -> None:
     assert 4 * GIB / took == pytest.approx(47.671, rel=0.07)
 
 
+def test_the_dies_of_mi250x_are_no_mesh_so_that_two_use_a_connection_as_fast_as_eight() -> None:
+    dies, rate = load_hardware("mi250x"), 50e9 * 0.8
+    for ranks in (2, 4, 8):
+        took = ns("all_gather", 4 * GIB, GroupPlacement(ranks, ranks), dies)
+        busbw = 4 * GIB * (ranks - 1) / ranks / took * 1e9
+        assert busbw == pytest.approx(rate, rel=0.01)
+
+
 @for_each("op", TIMED_OPS)
 def test_a_single_rank_and_an_empty_message_take_no_time(op: str) -> None:
     assert time_of(op, GIB, GroupPlacement(1, 1), PLAIN) == Band(0, 0, 0)

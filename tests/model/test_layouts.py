@@ -243,6 +243,16 @@ def test_graphs_leave_the_host_less_to_launch() -> None:
     assert (part.forward_ns, part.input_ns) == (3e6 * own, 6e6 * own)
 
 
+def test_experts_wait_as_long_for_the_host_whichever_gpu_they_run_on() -> None:
+    names = ("v100-sxm-32gb", "a100-sxm-80gb", "h100-sxm", "b200-sxm", "mi250x", "mi300x", "mi355x")
+    waits = [
+        compute_expert_wait(replace(job(MIXED), hardware=load_hardware(name)), 1).forward_ns
+        for name in names
+    ]
+    assert waits == pytest.approx([waits[0]] * len(names), rel=0.02)
+    assert waits[0] == pytest.approx(0.87e6 * (1 + 8 / 32), rel=0.01)
+
+
 def test_compiled_models_move_fewer_bytes() -> None:
     """GPT's layers under FSDP2 move 2.4 times the bytes of fused ones, 1.3 times if compiled."""
     layout, model = ParallelConfig(dp_shard=2, zero=3), replace(TINY, norm="layer", positions=16)

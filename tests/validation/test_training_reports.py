@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import (
     UnseenRun,
     check_layout_choices,
+    check_repeats,
     compute_bands,
     predict_unseen,
 )
@@ -189,6 +190,21 @@ def test_three_layouts_are_no_choice(tmp_path: Path) -> None:
     rows = [{**REPORT, "case": str(tp), "step_s": "1"} for tp in range(3)]
     found = check_layout_choices(read_runs(tmp_path, *rows))
     assert found.skipped
+
+
+def test_runs_of_one_job_show_what_no_model_of_it_can_tell_apart(tmp_path: Path) -> None:
+    """Three runs took 1.0, 1.2 and 1.5 s: each against the median of the others, 1.35, 1.25 and
+    1.1 s. A job that ran once is not compared."""
+    steps = {"first": "1.0", "second": "1.2", "third": "1.5"}
+    rows = [{**REPORT, "case": case, "step_s": step} for case, step in steps.items()]
+    once = {**REPORT, "case": "once", "training.global_batch": "32", "step_s": "9"}
+    found = check_repeats(list_cases(write_reports(tmp_path, *rows, once)).cases)
+    assert {row.case.partition("/")[2]: (row.published, row.predicted) for row in found.rows} == {
+        "first": (1.0e9, 1.35e9),
+        "second": (1.2e9, 1.25e9),
+        "third": (1.5e9, 1.1e9),
+    }
+    assert (found.bar, found.result[0]) == ((), pytest.approx((0.35 + 0.05 / 1.2 + 0.4 / 1.5) / 3))
 
 
 def test_a_report_whose_kernel_has_no_rate_is_left_out_by_name(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.config import (
         Efficiency,
         Experts,
-        GroupPlacement,
         HardwareConfig,
         JobConfig,
         LatentAttention,
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import Band, Communication, Prediction, StageMemory
+    from stepsplit.analyzer.model.rank_layout import GroupPlacement
     from stepsplit.analyzer.readers.execution_trace import ExecutionTrace, Nodes
     from stepsplit.analyzer.readers.flight_recorder import (
         FlightDump,
@@ -439,7 +439,7 @@ _HOME = {
     "GapRow": "report.report",
     "GraphPattern": "readers.nccl.records",
     "Group": "trace",
-    "GroupPlacement": "model.config",
+    "GroupPlacement": "model.rank_layout",
     "GroupRow": "report.report",
     "GroupStatus": "readers.flight_recorder",
     "Hang": "diagnose.hang_progress",

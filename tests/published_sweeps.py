@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import Efficiency, GroupPlacement, HardwareConfig, Link
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, Link
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 MIB, GIB = 2**20, 2**30

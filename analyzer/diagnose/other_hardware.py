@@ -20,7 +20,6 @@ from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
     AttentionKernel,
     Dtype,
-    GroupPlacement,
     HardwareConfig,
     JobConfig,
     Link,
@@ -39,6 +38,7 @@ from stepsplit.analyzer.model.hardware_config import (
     load_link,
 )
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import (
     ATTENTION_FAMILY,

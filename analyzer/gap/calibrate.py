@@ -29,15 +29,11 @@ from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
     AttentionKernel,
     AttentionRate,
-    Chunk,
     Efficiency,
-    GroupPlacement,
     HardwareConfig,
     JobConfig,
     Link,
     MemoryCorrection,
-    StageConfig,
-    list_stages,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable, read_table
 from stepsplit.analyzer.model.device_speed import (
@@ -58,6 +54,7 @@ from stepsplit.analyzer.model.layer_time import (
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.rank_layout import Chunk, GroupPlacement, StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_skew, compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 

@@ -11,8 +11,9 @@ import numpy as np
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
-from stepsplit.analyzer.model.config import JobConfig, place_group
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.prediction import GRADIENT_AXIS, Prediction, group_axis
+from stepsplit.analyzer.model.rank_layout import place_group
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedCalls, ComparedStage, Report

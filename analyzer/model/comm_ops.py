@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import JobConfig, StageConfig, list_rank_chunks, place_group
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -14,6 +14,7 @@ from stepsplit.analyzer.model.parameters import (
     is_selective_by_op,
     require_experts,
 )
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_rank_chunks, place_group
 
 # Tensor parallelism, with and without sequence parallelism.
 

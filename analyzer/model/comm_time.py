@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig
+from stepsplit.analyzer.model.config import HardwareConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
 
 # Time of one collective or message, and its error band.

@@ -21,7 +21,7 @@ from stepsplit.analyzer.model.comm_ops import (
     make_broadcast,
     make_reduce_scatter,
 )
-from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, list_stages
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     LayerParameters,
@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.parameters import (
     count_norm_parameters,
     count_stage_parameters,
 )
+from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 
 # All communication of one step, for one rank of each pipeline stage.
 

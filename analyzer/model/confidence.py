@@ -8,12 +8,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.config import (
-    AUTOCAST_FRAMEWORKS,
-    GroupPlacement,
-    JobConfig,
-    place_group,
-)
+from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     collect_kinds,
@@ -26,6 +21,7 @@ from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bou
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import find_sharding_stage
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
+from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
 
 # The error band: what 9 of 10 published runs of the same kind stay within, none of which was known

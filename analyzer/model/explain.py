@@ -8,7 +8,7 @@ from typing import cast
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import FULL_RECOMPUTE
-from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig, StageConfig, list_stages
+from stepsplit.analyzer.model.config import JobConfig, Link, ModelConfig
 from stepsplit.analyzer.model.device_speed import (
     ATTENTION,
     GEMM_TABLE,
@@ -49,6 +49,7 @@ from stepsplit.analyzer.model.parameters import (
     count_stage_parameters,
 )
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
+from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
 from stepsplit.analyzer.model.schedule_time import FRACTION, OVERHEAD
 

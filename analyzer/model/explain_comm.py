@@ -14,14 +14,7 @@ from stepsplit.analyzer.model.comm_time import (
     compute_ring_bytes_per_s,
 )
 from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, HSDP, ZERO
-from stepsplit.analyzer.model.config import (
-    GroupPlacement,
-    JobConfig,
-    Link,
-    StageConfig,
-    list_stages,
-    place_group,
-)
+from stepsplit.analyzer.model.config import JobConfig, Link
 from stepsplit.analyzer.model.formulas import (
     Explanation,
     Formula,
@@ -32,6 +25,12 @@ from stepsplit.analyzer.model.formulas import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction
+from stepsplit.analyzer.model.rank_layout import (
+    GroupPlacement,
+    StageConfig,
+    list_stages,
+    place_group,
+)
 from stepsplit.analyzer.ops import compute_busbw_factor
 
 # Times of the most expensive calls.

@@ -13,13 +13,7 @@ from stepsplit.analyzer.model.comm_ops import (
     is_gathered_in_fp8,
     is_torch_ring,
 )
-from stepsplit.analyzer.model.config import (
-    Chunk,
-    Experts,
-    JobConfig,
-    LatentAttention,
-    count_rerun_layers,
-)
+from stepsplit.analyzer.model.config import Experts, JobConfig, LatentAttention
 from stepsplit.analyzer.model.device_speed import (
     ATTENTION,
     UNALIGNED,
@@ -46,6 +40,7 @@ from stepsplit.analyzer.model.parameters import (
     divide_ceil,
     is_selective_by_op,
 )
+from stepsplit.analyzer.model.rank_layout import Chunk, count_rerun_layers
 
 # Compute time of one model stage and microbatch on one rank, recomputation included.
 

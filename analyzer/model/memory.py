@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import (
-    JobConfig,
-    StageConfig,
-    TrainingConfig,
-    find_equal_stages,
-    list_stages,
-)
+from stepsplit.analyzer.model.config import JobConfig, TrainingConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_peak import OFFLOAD, PEAK, MemoryNeeds, compute_needs
 from stepsplit.analyzer.model.memory_states import (
@@ -24,6 +18,7 @@ from stepsplit.analyzer.model.memory_states import (
 )
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
+from stepsplit.analyzer.model.rank_layout import StageConfig, find_equal_stages, list_stages
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
 
 # The peak memory of every stage of a job, by category.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig, StageConfig
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     HALF_BYTES,
@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.memory_states import (
     uses_foreach,
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_vocabulary_parameters
+from stepsplit.analyzer.model.rank_layout import StageConfig
 
 # The moment at which a rank needs the most memory on top of its states.
 

@@ -22,12 +22,11 @@ from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
     LatentAttention,
-    StageConfig,
     TrainingConfig,
-    count_rerun_layers,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.rank_layout import StageConfig, count_rerun_layers
 from stepsplit.analyzer.model.schedule import count_in_flight
 
 # Weights, gradients and optimizer states of one rank.

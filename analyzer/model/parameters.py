@@ -7,17 +7,19 @@ from functools import lru_cache
 from typing import Literal
 
 from stepsplit.analyzer.model.config import (
-    Chunk,
     Experts,
     JobConfig,
     LatentAttention,
     ModelConfig,
     ParallelConfig,
+)
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.rank_layout import (
+    Chunk,
     StageConfig,
     count_rerun_layers,
     map_unique_stages,
 )
-from stepsplit.analyzer.model.formulas import Formula
 
 # Parameters of a model, active parameters of a token, and parameters of each rank.
 

@@ -16,14 +16,7 @@ from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.comm_ops import list_cp_ops, list_ep_ops, list_tp_ops
 from stepsplit.analyzer.model.confidence import decide_confidence
-from stepsplit.analyzer.model.config import (
-    Chunk,
-    Experts,
-    JobConfig,
-    ParallelConfig,
-    StageConfig,
-    list_stages,
-)
+from stepsplit.analyzer.model.config import Experts, JobConfig, ParallelConfig
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.layer_time import (
@@ -46,6 +39,7 @@ from stepsplit.analyzer.model.plan_space import (
     list_families,
 )
 from stepsplit.analyzer.model.predict import CONVENTION, TimedStep, compute_call_ns, time_step
+from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_skew
 
 _T = TypeVar("_T")

@@ -18,11 +18,11 @@ from stepsplit.analyzer.model.config import (
     Recompute,
     Schedule,
     TrainingConfig,
-    place_group,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.config_file import choose_activation_dtype
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
+from stepsplit.analyzer.model.rank_layout import place_group
 
 # The types of a plan.
 

@@ -34,13 +34,7 @@ from stepsplit.analyzer.model.confidence import (
     estimate_step_band,
     list_caveats,
 )
-from stepsplit.analyzer.model.config import (
-    HardwareConfig,
-    JobConfig,
-    find_equal_stages,
-    list_stages,
-    place_group,
-)
+from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_checks import check
 from stepsplit.analyzer.model.config_decode import (
     TomlTable,
@@ -69,6 +63,7 @@ from stepsplit.analyzer.model.prediction import (
     Prediction,
     StageMemory,
 )
+from stepsplit.analyzer.model.rank_layout import find_equal_stages, list_stages, place_group
 from stepsplit.analyzer.model.step_time import (
     PipelineResult,
     Skew,

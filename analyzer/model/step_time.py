@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.model.comm_ops import CommOp, count_rank_microbatches, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import is_kept_gathered, is_reduced_every_microbatch
-from stepsplit.analyzer.model.config import Chunk, JobConfig, StageConfig, list_rank_chunks
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -31,6 +31,7 @@ from stepsplit.analyzer.model.optimizer_time import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters
 from stepsplit.analyzer.model.prediction import Band, Communication
+from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
 from stepsplit.analyzer.model.schedule_time import (
     FRACTION,
     OVERHEAD,

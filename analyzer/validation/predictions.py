@@ -25,7 +25,7 @@ from stepsplit.analyzer.model.confidence import (
     find_error_band,
     find_run_kind,
 )
-from stepsplit.analyzer.model.config import GroupPlacement, HardwareConfig, JobConfig
+from stepsplit.analyzer.model.config import HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_decode import read_table
 from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.memory import (
@@ -37,6 +37,7 @@ from stepsplit.analyzer.model.memory import (
 from stepsplit.analyzer.model.parameters import count_hardware_flops
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.validation.published_runs import (
     SCHEDULES,

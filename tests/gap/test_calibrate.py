@@ -42,15 +42,11 @@ from stepsplit.analyzer.gap.calibration_sample import (
 )
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import (
-    AttentionRate,
-    GemmRate,
-    GroupPlacement,
-    MemoryCorrection,
-)
+from stepsplit.analyzer.model.config import AttentionRate, GemmRate, MemoryCorrection
 from stepsplit.analyzer.model.config_file import load_hardware, parse_job
 from stepsplit.analyzer.model.device_speed import compute_attention_share
 from stepsplit.analyzer.model.memory import compute_memory
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernels import AttentionShape, GemmShape

@@ -21,8 +21,8 @@ from stepsplit.analyzer.model.comm_measured import (
     build_tuner_tables,
 )
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import GroupPlacement
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.readers.nccl import nccl_tests as read
 from stepsplit.analyzer.readers.nccl.log import read_nccl_log
 from stepsplit.analyzer.readers.sources import DiskFile

@@ -21,15 +21,10 @@ from stepsplit.analyzer.model.comm_time import (
     compute_tree_ns,
     time_of,
 )
-from stepsplit.analyzer.model.config import (
-    GroupPlacement,
-    HardwareConfig,
-    Link,
-    ParallelConfig,
-    place_group,
-)
+from stepsplit.analyzer.model.config import HardwareConfig, Link, ParallelConfig
 from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.ops import compute_busbw_factor
 
 US, MS = 1_000, 1_000_000

@@ -23,7 +23,6 @@ from stepsplit.analyzer.model.comm_time import (
 from stepsplit.analyzer.model.comm_volume import DDP, FSDP_MESSAGES, ZERO
 from stepsplit.analyzer.model.config import (
     Experts,
-    GroupPlacement,
     HardwareConfig,
     JobConfig,
     Link,
@@ -46,6 +45,7 @@ from stepsplit.analyzer.model.prediction import (
     prediction_from_json,
     prediction_to_json,
 )
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
 
 SLOW_HOPS = replace(H100, gpus_per_node=2, inter=Link("ib-ndr-400", 50e9, 0.9, 50_000))
 """Four nodes of two GPUs, far from each other: a tree has fewer hops than a ring."""

@@ -11,14 +11,7 @@ from work_builders import TINY, job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
-from stepsplit.analyzer.model.config import (
-    Experts,
-    JobConfig,
-    ParallelConfig,
-    RecomputePart,
-    list_stages,
-    place_group,
-)
+from stepsplit.analyzer.model.config import Experts, JobConfig, ParallelConfig, RecomputePart
 from stepsplit.analyzer.model.config_file import load_hardware, load_model, parse_job
 from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.layer_time import (
@@ -42,6 +35,7 @@ from stepsplit.analyzer.model.parameters import (
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import format_toml_lines, list_families
 from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.rank_layout import list_stages, place_group
 
 V3 = load_model("deepseek-v3")
 MIXED = replace(TINY, experts=Experts(8, 2, ffn=16))

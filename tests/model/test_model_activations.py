@@ -9,7 +9,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, TINY, gpt, job, llama, published
 
-from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig, list_stages
+from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     EVERY,
@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_chunks_in_flight,
     load_coefficients,
 )
+from stepsplit.analyzer.model.rank_layout import list_stages
 
 GPT: dict[str, Any] = {"dropout": True, "flash_attention": False}
 

@@ -8,7 +8,7 @@ import pytest
 from cases import for_each
 from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
-from stepsplit.analyzer.model.config import Chunk, Experts, ParallelConfig, list_stages
+from stepsplit.analyzer.model.config import Experts, ParallelConfig
 from stepsplit.analyzer.model.parameters import (
     CONVENTIONS,
     ChunkFlops,
@@ -24,6 +24,7 @@ from stepsplit.analyzer.model.parameters import (
     count_model_flops,
     count_parameters,
 )
+from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
 
 SMALL = gpt(layers=2, hidden=4, heads=2, vocab=128, seq=8)
 STEP = {"seq_len": 8, "global_batch": 4}

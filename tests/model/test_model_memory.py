@@ -19,7 +19,6 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
-    list_stages,
 )
 from stepsplit.analyzer.model.memory import (
     BytesBand,
@@ -35,6 +34,7 @@ from stepsplit.analyzer.model.memory_peak import Moment, list_stage_moments
 from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
+from stepsplit.analyzer.model.rank_layout import list_stages
 
 WORKSPACE = 64 * 2**20
 

@@ -33,7 +33,6 @@ from stepsplit.analyzer.model.config import (
     ParallelConfig,
     Schedule,
     TrainingConfig,
-    list_stages,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
 from stepsplit.analyzer.model.device_speed import compute_device_speed
@@ -48,6 +47,7 @@ from stepsplit.analyzer.model.prediction import (
     prediction_from_json,
     prediction_to_json,
 )
+from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import StageTime, compute_pipeline, compute_stage_time
 

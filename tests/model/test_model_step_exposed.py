@@ -9,19 +9,14 @@ import pytest
 from work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.config import (
-    JobConfig,
-    ParallelConfig,
-    Schedule,
-    TrainingConfig,
-    list_stages,
-)
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule, TrainingConfig
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band
+from stepsplit.analyzer.model.rank_layout import list_stages
 from stepsplit.analyzer.model.step_time import (
     OverlapCompute,
     StageTime,

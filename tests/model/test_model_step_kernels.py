@@ -17,7 +17,6 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import is_fused_ring
 from stepsplit.analyzer.model.config import (
     AttentionRate,
-    Chunk,
     Efficiency,
     Experts,
     HardwareConfig,
@@ -26,7 +25,6 @@ from stepsplit.analyzer.model.config import (
     Link,
     ModelConfig,
     ParallelConfig,
-    list_stages,
 )
 from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
@@ -54,6 +52,7 @@ from stepsplit.analyzer.model.optimizer_time import (
     count_updated_parameters,
 )
 from stepsplit.analyzer.model.parameters import count_chunk_flops, count_stage_parameters
+from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
 
 UNIT = DeviceSpeed(
     linear_flops_per_ns=1.0, head_flops_per_ns=1.0, attention_flops_per_ns=1.0,

@@ -10,12 +10,13 @@ from msgspec import structs
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job, list_hardware_names
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import Candidate
-from stepsplit.analyzer.model.predict import predict
+from stepsplit.analyzer.model.predict import predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import Gap, JobTables
@@ -69,7 +70,7 @@ def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
     return [
         _build_controls(view, job, report.gap, chosen),
         *_build_outcome(changed, bars, gap.predicted),
-        *build_plan(view, changed.job, chosen),
+        *build_plan(view, changed, chosen),
     ]
 
 
@@ -191,9 +192,11 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class ChangedJob:
-    """The changed job and its prediction, or the error that makes the job invalid."""
+    """The changed job, the measured rates of its hardware and its prediction, or the error that
+    makes the job invalid."""
 
     job: JobConfig | None
+    rates: Rates
     prediction: Prediction | None
     error: str
 
@@ -210,11 +213,13 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
             own.pop(alias, None)
     if (preset := chosen.find_text("hardware")) not in (None, UNCHANGED):
         tables["hardware"] = {"preset": preset}
+    table = TomlTable("this page", "", tables)
     try:
-        job = decode_job(TomlTable("this page", "", tables))
-        return ChangedJob(job, predict(job), "")
+        job = decode_job(table)
+        rates = read_hardware_rates(table, job.hardware)
+        return ChangedJob(job, rates, predict(job, rates), "")
     except StepsplitError as error:
-        return ChangedJob(None, None, str(error))
+        return ChangedJob(None, Rates(), None, str(error))
 
 
 def _read_changes(chosen: AddressQuery) -> dict[str, object]:
@@ -233,8 +238,9 @@ def _read_changes(chosen: AddressQuery) -> dict[str, object]:
 MAX_PLAN_GPUS = 1_024
 
 
-def build_plan(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[Component]:
+def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Component]:
     """The ranking of layouts for the job's GPUs, on request only: the search takes seconds."""
+    job = changed.job
     if job is None or job.parallel.world_size > MAX_PLAN_GPUS:
         return []
     if chosen.find_text("plan") != "1":
@@ -244,7 +250,7 @@ def build_plan(view: View, job: JobConfig | None, chosen: AddressQuery) -> list[
             build_section("Plan", "fastest layouts that fit in memory, as predicted", html.P(link))
         ]
     try:
-        ranking = plan(job, job.parallel.world_size)
+        ranking = plan(job, job.parallel.world_size, rates=changed.rates)
     except StepsplitError as error:
         return [build_empty_card("No plan", str(error))]
     best = ranking.best

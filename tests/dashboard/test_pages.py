@@ -239,6 +239,20 @@ def test_a_hardware_file_of_the_run_is_part_of_its_job(tmp_path: Path) -> None:
     assert "file" not in report.job.hardware
 
 
+def test_an_unchanged_job_is_predicted_with_the_rates_that_the_run_was_compared_with(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        '[hardware]\npreset = "cpu"\n[[hardware.transfers]]\nop = "all_reduce"\nranks = 2\n'
+        "ranks_per_node = 2\nsizes_bytes = [1, 1_000_000_000]\ntimes_ns = [9e7, 9e8]\n"
+    )
+    shown = view(analyze(SAMPLES / "tp2_pp2", job=tmp_path / "job.toml"))
+    assert "+0.0 % compared with the recorded job" in text(build_model_page(shown, AddressQuery()))
+    ranked = text(build_model_page(shown, AddressQuery({"plan": "1"})))
+    plain = view(analyze(SAMPLES / "tp2_pp2", job="auto"))
+    assert ranked != text(build_model_page(plain, AddressQuery({"plan": "1"})))
+
+
 def test_two_runs_are_compared_bucket_by_bucket() -> None:
     one, other = (View(n, analyze(SAMPLES / n), None, RUN) for n in ("pp2_m2", "pp2_m8"))
     page = compare_page(one, other)

@@ -147,14 +147,14 @@ class RemoteFile(Struct, frozen=True):
 
     @property
     def stamp(self) -> str:
-        filesystem, path = import_fsspec().core.url_to_fs(self.url)
+        filesystem, path = open_url(self.url)
         return f"{self.url}|{filesystem.ukey(path)}"
 
     @contextmanager
     def open_local(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
             target = Path(folder, "fetched")
-            filesystem, path = import_fsspec().core.url_to_fs(self.url)
+            filesystem, path = open_url(self.url)
             try:
                 filesystem.get_file(path, str(target))
             except OSError as error:
@@ -163,11 +163,21 @@ class RemoteFile(Struct, frozen=True):
             yield target
 
 
-def import_fsspec() -> Any:
-    """Imports the library for URLs. Raises UsageError if it is not installed."""
+def open_url(url: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a URL, and the path in it.
+
+    Raises UsageError if fsspec or the backend of its protocol is not installed or unknown,
+    DataError if the server does not answer.
+    """
     try:
-        import fsspec  # the extra [cloud]
-        import fsspec.core
+        import fsspec.core  # the extra [cloud]
     except ImportError:
         raise UsageError("URLs need fsspec; pip install 'stepsplit[cloud]'") from None
-    return fsspec
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{url}: {error}") from None
+    except OSError as error:
+        problem = error.strerror or str(error) or "unreachable"
+        raise DataError(url, problem, "check the URL and your access") from None
+    return filesystem, path

@@ -202,7 +202,7 @@ _EXTRA_USES = {
     "dashboard": "dashboard, worker, upload, --html",
     "postgres": "a dashboard's store in PostgreSQL",
     "hta": "HolisticTraceAnalysis",
-    "cloud": "s3:// and gs:// URLs",
+    "cloud": "URLs; s3:// needs s3fs too, gs:// gcsfs",
     "scale": "analyze --scheduler",
     "tensorboard": "--log-to tensorboard:DIR",
     "wandb": "--log-to wandb",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepsplit.analyzer.errors import DataError, UsageError, write
+from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError, write
 from stepsplit.analyzer.gap.config_from_trace import NAMES, REPLACED_KEYS, list_missing_keys
 from stepsplit.analyzer.model.config_decode import (
     TomlTable,
@@ -30,7 +30,7 @@ from stepsplit.analyzer.model.config_file import (
     decode_job,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, list_referenced_files
-from stepsplit.analyzer.readers.sources import import_fsspec
+from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
@@ -275,9 +275,9 @@ class RemoteArtifacts:
 def open_remote(url: str, local: Path) -> RemoteArtifacts:
     """Opens the artifacts at the URL. Raises UsageError if its protocol is not supported."""
     try:
-        files, root = import_fsspec().core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"{url}: {error}; choose another --artifacts") from None
+        files, root = open_url(url)
+    except StepsplitError as error:
+        raise UsageError(f"{error}; choose another --artifacts") from None
     make_folder(local)
     return RemoteArtifacts(url, local, files, root.rstrip("/"))
 

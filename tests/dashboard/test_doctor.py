@@ -66,7 +66,7 @@ def test_a_machine_on_which_everything_works(
         "packages           complete",
         "extra collect      complete (record, demo)",
         "extra dashboard    complete (dashboard, worker, upload, --html)",
-        "extra cloud        complete (s3:// and gs:// URLs)",
+        "extra cloud        complete (URLs; s3:// needs s3fs too, gs:// gcsfs)",
         "profiler           test recording: 13 events on the host, 4 on a GPU",
         "torch.distributed  gloo, nccl (NCCL 2.28.9)",
         "Flight Recorder    of nccl and gloo",

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import os
+import re
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -18,7 +20,15 @@ import pytest
 from builders import GpuTrace
 from cases import for_each
 
-from stepsplit.analyzer import OPS, DataError, Group, analyze, read_files
+from stepsplit.analyzer import (
+    OPS,
+    DataError,
+    Group,
+    StepsplitError,
+    UsageError,
+    analyze,
+    read_files,
+)
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.report.io import from_json, to_json
 
@@ -226,6 +236,31 @@ def test_a_recording_at_a_url_is_read(tmp_path: Path) -> None:
     assert analyze("memory://runs/exp1").run.name == "exp1"
     with pytest.raises(DataError, match="memory://runs/exp2: no such file or folder"):
         analyze("memory://runs/exp2")
+
+
+@for_each(
+    ("url", "refused"),
+    [
+        ("nosuch://x/y", "Protocol not known: nosuch"),
+        ("ftp://nohost.invalid/x", "check the URL and your access"),
+    ],
+)
+def test_a_url_that_cannot_be_opened_says_why(url: str, refused: str) -> None:
+    with pytest.raises(StepsplitError, match=re.escape(refused)) as raised:
+        analyze(url)
+    assert str(raised.value).startswith(f"{url}: ")
+
+
+def test_a_server_that_does_not_answer_is_not_a_missing_file() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(DataError, match=r"x\.json: Cannot connect to host 127\.0\.0\.1:9"):
+        analyze("http://127.0.0.1:9/x.json")
+
+
+def test_a_url_without_its_backend_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(UsageError, match=r"^s3://x/y: Install s3fs"):
+        analyze("s3://x/y")
 
 
 def test_paths_in_archives_do_not_escape(tmp_path: Path) -> None:

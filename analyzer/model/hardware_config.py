@@ -70,11 +70,11 @@ def decode_hardware(
     alone = base is None and not {"preset", "file"} & table.values.keys()
     required = _REQUIRED_KEYS if alone else ()
     stated = decode_keys(table, {**list_hardware_kinds(), **extra_kinds}, mistakes, required)
-    _check_units(table, stated, mistakes)
     known = base or _build_default_hardware(stated)
     intra = _decode_link(table, "intra", known.intra, mistakes)
     inter = intra if base is None else known.inter
     family = stated.get("family", known.family)
+    _check_units(table, stated, family, mistakes)
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
     decoded = {
@@ -108,25 +108,61 @@ class PlausibleRange:
         return f"{value:g} {self.usual} are {number} {self.unit}"
 
 
-_MEMORY = PlausibleRange(2**26, 2**46, "bytes", "GiB", 2**30)
+@dataclass(frozen=True, slots=True)
+class PlausibleDevice:
+    """What the memory and the peaks of a kind of device can be."""
 
-_BANDWIDTH = PlausibleRange(1e6, 1e15, "bytes per second", "GB/s", 1e9)
+    memory: PlausibleRange
+    bandwidth: PlausibleRange
+    peak: PlausibleRange
 
-_PEAK = PlausibleRange(1e8, 1e19, "FLOP/s", "TFLOP/s", 1e12)
+
+_ACCELERATOR = PlausibleDevice(
+    PlausibleRange(2**30, 2**42, "bytes", "GiB", 2**30),
+    PlausibleRange(5e10, 1e14, "bytes per second", "GB/s", 1e9),
+    PlausibleRange(1e12, 1e17, "FLOP/s", "TFLOP/s", 1e12),
+)
+
+_PROCESSOR = PlausibleDevice(
+    PlausibleRange(2**26, 2**46, "bytes", "GiB", 2**30),
+    PlausibleRange(1e8, 1e13, "bytes per second", "GB/s", 1e9),
+    PlausibleRange(1e8, 1e15, "FLOP/s", "TFLOP/s", 1e12),
+)
+
+_RATE = PlausibleRange(1e8, 1e17, "FLOP/s", "TFLOP/s", 1e12)
+
+_LINK = PlausibleRange(1e6, 1e14, "bytes per second", "GB/s", 1e9)
+
+_FRACTIONS = ("gemm", "gemm_fp8", "attention", "unfused_attention", "memory")
 
 
-def _check_units(table: TomlTable, stated: Mapping[str, Any], mistakes: Mistakes) -> None:
-    """Refuses sizes and rates that are off by the factor of a unit."""
-    _check_range(table, "memory_bytes", stated.get("memory_bytes"), _MEMORY, mistakes)
+def _check_units(
+    table: TomlTable, stated: Mapping[str, Any], family: str, mistakes: Mistakes
+) -> None:
+    """Refuses sizes and rates that are off by the factor of a unit, and fractions above 1: only the
+    peaks of processors are guesses, which real programs may exceed."""
+    device = _PROCESSOR if family == "cpu" else _ACCELERATOR
+    _check_range(table, "memory_bytes", stated.get("memory_bytes"), device.memory, mistakes)
     _check_range(
-        table, "memory_bytes_per_s", stated.get("memory_bytes_per_s"), _BANDWIDTH, mistakes
+        table, "memory_bytes_per_s", stated.get("memory_bytes_per_s"), device.bandwidth, mistakes
     )
     peaks = table.get_subtable("peaks")
     for dtype in PEAKS:
-        _check_range(peaks, dtype, peaks.values.get(dtype), _PEAK, mistakes)
+        _check_range(peaks, dtype, peaks.values.get(dtype), device.peak, mistakes)
     for link in LINKS:
         rates = table.get_subtable(link)
-        _check_range(rates, "bytes_per_s", rates.values.get("bytes_per_s"), _BANDWIDTH, mistakes)
+        _check_range(rates, "bytes_per_s", rates.values.get("bytes_per_s"), _LINK, mistakes)
+    if family != "cpu":
+        _check_fractions(table.get_subtable("efficiency"), mistakes)
+
+
+def _check_fractions(table: TomlTable, mistakes: Mistakes) -> None:
+    for key in _FRACTIONS:
+        value = table.values.get(key)
+        if isinstance(value, int | float) and value > 1:
+            is_percent = 2 <= value <= 100
+            hint = f"{value:g} % are {value / 100:g}" if is_percent else "give a number up to 1"
+            mistakes.append(table.build_error(key, f"{value:g} of a peak is not plausible", hint))
 
 
 def _check_range(
@@ -138,8 +174,11 @@ def _check_range(
         return
     problem = f"{value:g} {plausible.unit} is not plausible"
     in_range = plausible.least <= value * plausible.usual_size <= plausible.most
-    hint = plausible.describe(value) if in_range else f"give {plausible.unit}"
-    mistakes.append(table.build_error(key, problem, hint))
+    least, most = plausible.least, plausible.most
+    hint = f"give {plausible.unit}, {least:.0e} to {most:.0e}"
+    mistakes.append(
+        table.build_error(key, problem, plausible.describe(value) if in_range else hint)
+    )
 
 
 def list_hardware_kinds() -> dict[str, Any]:
@@ -183,7 +222,7 @@ def _decode_gemms(
     required = list_required_keys(GemmRate)
     for row in table.list_subtables("gemms"):
         stated = decode_keys(row, collect_kinds(GemmRate), mistakes, required)
-        _check_range(row, "flops_per_s", stated.get("flops_per_s"), _PEAK, mistakes)
+        _check_range(row, "flops_per_s", stated.get("flops_per_s"), _RATE, mistakes)
         if not all(key in stated for key in required):
             continue
         rate = GemmRate(**stated)

@@ -116,6 +116,18 @@ def words(screen: str) -> list[str]:
     return re.sub(r"[\u2580-\u259f]", "", screen).split()
 
 
+def test_the_prediction_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
+    """The readme shows the beginning of the screen."""
+    section = (ROOT / "README.md").read_text().split("\n## Model\n")[1]
+    job, screen, *_ = blocks(section)
+    (tmp_path / "gpt3.toml").write_text(job)
+    command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(tmp_path / "gpt3.toml")]
+    environment = {**os.environ, "COLUMNS": "100"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    shown = words(screen)
+    assert shown == words(done.stdout)[: len(shown)]
+
+
 def test_the_error_of_the_page_is_that_of_the_command() -> None:
     (refused,) = blocks(part("What a step should cost"))[2:]
     refused_text = refusal(RUN.read_text().replace("pp = 4", "pp = 3"))
@@ -123,7 +135,10 @@ def test_the_error_of_the_page_is_that_of_the_command() -> None:
 
 
 @for_each(("section", "key"), WRITTEN)
-def test_every_key_of_the_page_is_accepted(section: str, key: str) -> None:
+def test_every_key_of_the_page_is_accepted(
+    section: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the files that the page names are not
     refused_text = refusal(lines(section, key))
     assert not refused_text.startswith(f"job.toml: {section}"), refused_text
     assert "TOML" not in refused_text.removeprefix("job.toml"), refused_text

@@ -512,10 +512,29 @@ def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: 
             "nodes_link.bytes_per_s: 50 bytes per second is not plausible; 50 GB/s are 5e+10 ",
         ),
         ({"peaks": {"bf16": 1e30}}, "peaks.bf16: 1e+30 FLOP/s is not plausible; give FLOP/s"),
+        (
+            {"memory_bytes_per_s": 3.35e9},
+            "memory_bytes_per_s: 3.35e+09 bytes per second is not plausible; give bytes per second,"
+            " 5e+10 to 1e+14",
+        ),
+        ({"memory_bytes": 80_000_000}, "memory_bytes: 8e+07 bytes is not plausible; give bytes, "),
+        (
+            {"efficiency": {"gemm": 75}},
+            "efficiency.gemm: 75 of a peak is not plausible; 75 % are 0.75",
+        ),
+        (
+            {"efficiency": {"memory": 1.5}},
+            "efficiency.memory: 1.5 of a peak is not plausible; give",
+        ),
     ],
 )
 def test_a_rate_in_another_unit_is_refused_with_what_it_may_mean(device: Any, problem: str) -> None:
     assert refusal(device=H100 | device).startswith(f"job.toml: hardware.{problem}")
+
+
+def test_the_peaks_of_a_processor_are_guesses_that_programs_may_exceed() -> None:
+    processor = {"preset": "cpu", "memory_bytes_per_s": 3e9, "efficiency": {"gemm": 1.2}}
+    assert run(device=processor).hardware.efficiency.gemm == 1.2
 
 
 def test_a_batch_is_asked_for_in_either_of_its_keys() -> None:

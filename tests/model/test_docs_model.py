@@ -117,15 +117,14 @@ def words(screen: str) -> list[str]:
 
 
 def test_the_prediction_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
-    """The readme shows the beginning of the screen."""
+    """The readme shows the first table of the screen."""
     section = (ROOT / "README.md").read_text().split("\n## Model\n")[1]
     job, screen, *_ = blocks(section)
     (tmp_path / "gpt3.toml").write_text(job)
     command = [sys.executable, "-m", "stepsplit.dashboard", "model", str(tmp_path / "gpt3.toml")]
     environment = {**os.environ, "COLUMNS": "100"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    shown = words(screen)
-    assert shown == words(done.stdout)[: len(shown)]
+    assert " ".join(words(screen)) in " ".join(words(done.stdout))
 
 
 def test_the_error_of_the_page_is_that_of_the_command() -> None:

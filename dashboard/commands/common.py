@@ -130,6 +130,14 @@ def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store
     return Store.open(url, artifacts)
 
 
+def open_existing_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:
+    """Opens the store of runs. Raises UsageError if it would be a new file: there are no runs."""
+    name = url.removeprefix("sqlite:///")
+    if name != url and not Path(name).exists():
+        raise UsageError(f"{name}: no such store; name it with --store, or upload a run first")
+    return open_store(url, artifacts)
+
+
 def record_command(audit: AuditLog, action: str, target: str) -> None:
     """Records an action of the command line in the audit log."""
     try:

@@ -13,6 +13,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
+    open_existing_store,
     open_store,
     parse_tag,
     record_command,
@@ -45,7 +46,7 @@ def runs_command(
     pairs = [parse_tag(tag) for tag in tags]
     found = [
         run
-        for run in open_store(url, artifacts).list_runs()
+        for run in open_existing_store(url, artifacts).list_runs()
         if run.has_tags(pairs) and job_key in (None, run.job_key)
     ]
     for run in found[:last]:

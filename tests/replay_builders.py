@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import GpuTrace
+from builders import CpuTrace, GpuTrace
 from splitting import recording_of, split_of
 
 from stepsplit.analyzer.diagnose.replay import ReplayContext, build_context, replay
 from stepsplit.analyzer.split.dependency_graph import DependencyGraph, build_dependency_graph
 
 
-def scene(folder: Path, *traces: GpuTrace) -> ReplayContext:
+def scene(folder: Path, *traces: GpuTrace | CpuTrace) -> ReplayContext:
     """The scene of traces built by hand."""
     split = split_of(recording_of(*(trace.write(folder) for trace in traces)))
     return build_context(split, build_dependency_graph(split))

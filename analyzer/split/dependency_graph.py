@@ -419,10 +419,12 @@ def _list_box_edges(rank: RankSplit) -> Int64:
 
 
 def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
-    """The bucket of each part of the rank's band; idle where the rank did not wait for the call."""
+    """The bucket of each part of the rank's band; idle where the rank did not wait for the call, or
+    where the step ended before it."""
     band, compute = rank.attribution.band, rank.work.compute
+    ends = np.array([window.end_ns for window in rank.windows.windows], dtype=np.int64)
     over = np.append(np.sort(rank.clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
-    resumes = np.append(compute.start_ns, _AFTER_ALL)
+    resumes = np.append(np.sort(np.concatenate((compute.start_ns, ends))), _AFTER_ALL)
     waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
     goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
     waits = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE)

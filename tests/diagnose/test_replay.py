@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import GpuTrace
+from builders import CpuTrace, GpuTrace
 from ground_truth import SEED
 from hypothesis import given, strategies as st
 from replay_builders import scene, steps_us
@@ -47,6 +47,15 @@ def slow_and_fast() -> tuple[GpuTrace, GpuTrace]:
 
 def test_with_nothing_changed_a_replay_is_what_was_measured(tmp_path: Path) -> None:
     assert steps_us(scene(tmp_path, *slow_and_fast()).graph) == [100, 100]
+
+
+def test_a_wait_that_no_compute_follows_in_its_step_is_replayed_as_long(tmp_path: Path) -> None:
+    """A recording that was cut off: it has the calls of both steps, but no compute after 30 ms."""
+    trace = CpuTrace(0, 2, groups=PAIR).step(1, 0, 100_000).step(2, 100_000, 200_000)
+    trace.op("aten::mm", 0, 30_000)
+    for number, start, end in ((1, 40_000, 60_000), (2, 120_000, 150_000), (3, 220_000, 250_000)):
+        trace.all_reduce(start - 1, start, end, group="0", seq=number, tid=8)
+    assert steps_us(scene(tmp_path, trace).graph) == [100_000, 100_000]
 
 
 def test_a_rank_that_computes_faster_lets_the_other_go_on_earlier(tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[
     if _DEEP_KEY.search(text):
         raise DataError(where, "has a key of more than 32 parts", hint)
     try:
-        return tomllib.loads(text.decode())
+        return tomllib.loads(text.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise DataError(where, "is not UTF-8 text", "write it as TOML: key = value") from None
     except (ValueError, RecursionError) as error:
         if text.lstrip()[:1] == b"{":
             raise DataError(where, "is JSON, not TOML", "write it as TOML: key = value") from None

@@ -177,7 +177,10 @@ def _decode_sections(table: TomlTable) -> _Sections:
     if not table.values:
         raise DataError(table.where, "is empty", _EXAMPLE_HINT)
     mistakes, mistakes_by_section = Mistakes(), {name: Mistakes() for name in _SECTIONS}
-    tables = decode_keys(table, _SECTIONS, mistakes, ("model", "training"))
+    tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
+    for name, hint in _REQUIRED_SECTIONS.items():
+        if name not in table.values:
+            mistakes.append(DataError(table.where, f"[{name}] is missing", hint))
     if not mistakes and "hardware" not in tables:
         hint = 'write [hardware] preset = "h100-sxm" or another'
         raise UsageError(f"{table.where}: [hardware] is missing; {hint}")
@@ -222,6 +225,22 @@ def check_job_keys(table: TomlTable) -> None:
     mistakes.raise_all()
 
 
+_REQUIRED_SECTIONS = {
+    "model": 'write [model] preset = "llama-3.1-8b" or another, or its sizes',
+    "training": "write [training] seq_len, micro_batch and global_batch",
+}
+
+
+def _remove_misplaced(table: TomlTable, mistakes: Mistakes) -> TomlTable:
+    """The file without keys of a table that stand before all tables; these are mistakes."""
+    keys = {"model": MODEL_KEYS, "parallel": PARALLEL_KEYS, "training": TRAINING_KEYS}
+    own = {key: name for name, known in keys.items() for key in known if key not in _SECTIONS}
+    for key in filter(own.__contains__, table.values):
+        hint = f"move it under [{own[key]}]"
+        mistakes.append(table.build_error(key, "stands outside of the tables", hint))
+    return table.select(*(key for key in table.values if key not in own))
+
+
 def _decode_model_section(table: TomlTable, seq_len: int, mistakes: Mistakes) -> ModelConfig:
     preset = table.values.get("preset")
     base = load_model(preset) if isinstance(preset, str) and preset in list_model_names() else None
@@ -238,8 +257,13 @@ def _decode_hardware_section(table: TomlTable, mistakes: Mistakes) -> HardwareCo
     if "file" in file.values:
         hint = "name that file in the job.toml"
         mistakes.append(file.build_error("file", "must not name another file", hint))
+    if "preset" in table.values:
+        hint = "remove one of them"
+        mistakes.append(
+            table.build_error("preset", "stands beside file, which describes the device", hint)
+        )
     known = decode_hardware(file, _find_hardware_preset(file), mistakes, extra_kinds)
-    return decode_hardware(table, known, mistakes, {})
+    return decode_hardware(table, known, mistakes, extra_kinds)
 
 
 def _find_hardware_preset(table: TomlTable) -> HardwareConfig | None:

@@ -352,7 +352,12 @@ def read_hardware_file(table: TomlTable) -> TomlTable | None:
     The path is relative to the folder of the table's own file. Raises DataError.
     """
     name = decode_table(table.select("file"), {"file": str}).get("file")
-    return None if name is None else read_table(Path(table.where).parent / name)
+    if name is None:
+        return None
+    path = Path(table.where).parent / name
+    if not path.exists():
+        raise table.build_error("file", f"{path} does not exist", "check the path")
+    return read_table(path)
 
 
 def list_measured_files(table: TomlTable) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -273,7 +274,9 @@ def _read_spec(runs: Sequence[Source]) -> RunSpec | None:
     try:
         return from_json(text)
     except ValueError as error:
-        raise DataError(nearest.where, str(error), "fix it or leave it out") from None
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        problem = f"not valid JSON ({error})" if is_syntax else str(error)
+        raise DataError(nearest.where, problem, "fix it or leave it out") from None
 
 
 def _infer_name(place: str) -> str:

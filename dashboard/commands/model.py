@@ -208,6 +208,10 @@ def calibrate_command(
         _show_calibrate(calibration, out)
 
 
+MOST_RANKS_PER_CORE = 8
+"""Ranks of a job on CPU; more only wait for each other's turn."""
+
+
 def _record_quick(folder: Path, ranks: int | None) -> Path:
     """Records a short training on this machine; returns its folder. Raises StepsplitError."""
     require_package("torch", "collect")
@@ -219,7 +223,12 @@ def _record_quick(folder: Path, ranks: int | None) -> Path:
     )
     from stepsplit.collectors.run_spec import Mesh
 
-    count = ranks or _count_gpus() or count_cores()
+    gpus, cores = _count_gpus(), count_cores()
+    most = gpus or MOST_RANKS_PER_CORE * cores
+    if ranks is not None and ranks > most:
+        device = f"{gpus} GPUs" if gpus else f"{cores} cores"
+        raise UsageError(f"--ranks {ranks}: too many for {device}; use up to {most}")
+    count = ranks or gpus or cores
     mesh = choose_calibration_mesh(Mesh.of({"pp": count}))
     click.echo(f"training a small GPT on {mesh.format()} for some seconds", err=True)
     try:

@@ -433,7 +433,7 @@ def test_keys_next_to_the_file_override_its_values(found: Calibration, tmp_path:
     ("wrong", "words"),
     [
         ('file = "nowhere.toml"', ["nowhere.toml", "check the path"]),
-        ('file = "mine.toml"\npreset = "cpu"', ["hardware.preset", "unknown key"]),
+        ('file = "mine.toml"\npreset = "cpu"', ["hardware.preset", "remove one of them"]),
         ('file = "odd.toml"', ["odd.toml", "transfers[0]", "ascending"]),
     ],
 )

@@ -463,7 +463,6 @@ def test_every_error_is_one_line() -> None:
     ("text", "expected"),
     [
         (b"[model", "not valid TOML (Expected ']'"),
-        (b"\xff", "not valid TOML ("),
         (b"layers = 1" + b"0" * 5000, "not valid TOML (a number has over 4,300 digits)"),
         (b".".join([b"a"] * 20_000) + b" = 1", "has a key of more than 32 parts"),
         (b'model = { "a"' + b" . 'a b'" * 40 + b" = 1 }", "has a key of more than 32 parts"),
@@ -481,7 +480,11 @@ def test_every_error_is_one_line() -> None:
             b"model = 3\ntraining = 1\nhardware = 1\n",
             "model: 3 is not a table; write [model]; and 2 more: ",
         ),
-        (b"hardware = 1\n", "model: missing; give model"),
+        (b"hardware = 1\n", "hardware: 1 is not a table"),
+        (b"tp = 8\n", "tp: stands outside of the tables; move it under [parallel]; and 2 more"),
+        (b"[parallel]\ntp = 1\n", "[model] is missing; write [model] preset = "),
+        (b"\x1f\x8b\x08\xff", "is not UTF-8 text; write it as TOML"),
+        (b"\xef\xbb\xbf[training]\n", "[model] is missing"),
     ],
 )
 def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: str) -> None:

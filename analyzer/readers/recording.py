@@ -255,10 +255,16 @@ def _read_dumps(sources: Sequence[Source]) -> tuple[dict[int, list[FlightEntry]]
 
 
 def _make_no_trace_error(place: str, files: RecordingFiles, notes: Sequence[Note]) -> DataError:
-    """The error for a place without traces: what it contains instead, or the first problem."""
+    """The error for a place without traces: what it contains instead, or the first problem, or what
+    its first file is."""
     kinds = [*_list_other_kinds(files.others), *([FLIGHT.name] if files.flights else [])]
     present = f"; found only: {', '.join(kinds)}" if kinds else ""
     reason = f"; {notes[0].message}" if notes else ""
+    others = [file for file in files.others if file.inner.suffix != ".toml"]
+    if others and not kinds and not notes:
+        file, rest = others[0], len(others) - 1
+        reason = f"; {file.inner.name}: {_explain_unknown_kind(file)[0]}"
+        reason += f", and {rest} more" * bool(rest)
     return DataError(
         place, f"no trace found{present}{reason}", f"{NAME_A_TRACE}, or a folder of them"
     )

@@ -225,6 +225,15 @@ def test_a_recording_is_the_same_in_every_archive_format(
     assert [row.code for row in report.warnings] == ["mesh_unknown"]
 
 
+def test_a_folder_without_a_trace_says_what_its_first_file_is(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("[model]\n")
+    (tmp_path / "notes.json").write_text("hello")
+    (tmp_path / "zero.bin").touch()
+    words = "no trace found; notes.json: neither JSON nor another supported format, and 1 more"
+    with pytest.raises(DataError, match=words):
+        analyze(tmp_path)
+
+
 def test_a_recording_at_a_url_is_read(tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     for rank in range(2):

@@ -75,8 +75,10 @@ def format_memory_size(count_bytes: int | float) -> str:
     return f"{count_bytes / 2**20:,.0f} MiB"
 
 
-def format_gibibytes_range(low_bytes: int | float, high_bytes: int | float) -> str:
-    """A range of device memory: "45.0-81.6 GiB"."""
+def format_memory_range(low_bytes: int | float, high_bytes: int | float) -> str:
+    """A range of device memory: "45.0-81.6 GiB", in MiB below 1 GiB."""
+    if high_bytes < 2**30:
+        return f"{low_bytes / 2**20:,.0f}-{high_bytes / 2**20:,.0f} MiB"
     return f"{low_bytes / 2**30:,.1f}-{high_bytes / 2**30:,.1f} GiB"
 
 

@@ -15,6 +15,7 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_err
 from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
+    make_console,
     parse_mesh,
     put_json,
     require_package,
@@ -79,7 +80,6 @@ def analyze_command(
     Systems exported to SQLite. Several paths together are one recording. If there are only Flight
     Recorder dumps, prints the diagnosis of the hang instead.
     """
-    from rich.console import Console
 
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
@@ -103,7 +103,7 @@ def analyze_command(
     if html_file is not None:
         _write_page(html_file, analysis)
     if not put_json(analysis.report, to_json, json_file):
-        Console(highlight=False).print(build_report_screen(analysis.report))
+        make_console().print(build_report_screen(analysis.report))
     if job_out is not None and analysis.job_draft is not None:
         _write_job(job_out, analysis.job_draft)
     log_report(sinks, analysis.report)
@@ -140,7 +140,6 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from rich.console import Console
 
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json as hang_to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
@@ -148,7 +147,7 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     if out is not None:
         write(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):
-        Console(highlight=False).print(build_hang_screen(hang))
+        make_console().print(build_hang_screen(hang))
 
 
 # stepsplit hang: where a running job, a recording or a folder of dumps hangs.
@@ -174,7 +173,6 @@ def hang_command(
     its ranks are asked too. Without TARGET the only job with an agent on this host is asked. The
     exit status is 1 if the job is stuck.
     """
-    from rich.console import Console
 
     from stepsplit.analyzer.diagnose.hang import STUCK
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json
@@ -184,7 +182,7 @@ def hang_command(
     if out is not None:
         write(out / HANG_NAME, to_json(hang))
     if not put_json(hang, to_json, json_file):
-        Console(highlight=False, soft_wrap=True).print(build_hang_screen(hang))
+        make_console(soft_wrap=True).print(build_hang_screen(hang))
     context.exit(STUCK_STATUS if hang.condition == STUCK else 0)
 
 

@@ -18,6 +18,7 @@ from stepsplit.dashboard.commands.common import (
     artifacts_option,
     count_cores,
     load_rules,
+    make_console,
     open_store,
     put_json,
     record_command,
@@ -217,11 +218,10 @@ def _record(store: Store | RemoteStore, candidate: Sequence[SideRun], verdict: C
 
 
 def _show_check(verdict: CheckResult) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
 
-    Console(highlight=False).print(build_verdict_screen(verdict))
+    make_console().print(build_verdict_screen(verdict))
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for line in format_annotations(verdict):
             click.echo(line)
@@ -519,17 +519,15 @@ def _compare_runs(baseline: str, candidate: str, rules: Rules) -> RunComparison:
 
 
 def _show_compare(comparison: RunComparison) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.compare import build_comparison_screen
 
-    Console(highlight=False).print(build_comparison_screen(comparison))
+    make_console().print(build_comparison_screen(comparison))
 
 
 def _show_scaling(
     runs: Sequence[str], work: Work | None, json_file: str | None, rules: Rules
 ) -> None:
-    from rich.console import Console
 
     from stepsplit.analyzer.analysis import compare_scaling
     from stepsplit.analyzer.regression.scaling import scaling_to_json
@@ -539,4 +537,4 @@ def _show_scaling(
     with show_reading_bar() as progress:
         scaling = compare_scaling(runs, work, count_cores(), progress, rules)
     if not put_json(scaling, scaling_to_json, json_file):
-        Console(highlight=False).print(build_scaling_screen(scaling))
+        make_console().print(build_scaling_screen(scaling))

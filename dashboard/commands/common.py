@@ -14,6 +14,8 @@ import click
 from stepsplit.analyzer.errors import UsageError, write
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.collectors.run_spec import Mesh
     from stepsplit.dashboard.store.audit import AuditLog
@@ -120,6 +122,24 @@ log_option = click.option(
     show_default=True,
     help="Log on standard error: text, or one JSON line per request and analysis.",
 )
+
+
+# The console of a screen.
+
+MIN_COLUMNS = 80
+
+
+def make_console(soft_wrap: bool = False) -> Console:
+    """A console on standard output with the columns that tables need: narrower terminals fold the
+    lines, so that no number is cut."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=soft_wrap)
+    console.width = max(console.width, MIN_COLUMNS)
+    return console
+
+
+# The store of runs.
 
 
 def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stepsplit.dashboard.commands.common import put_json
+from stepsplit.dashboard.commands.common import make_console, put_json
 from stepsplit.dashboard.environment import (
     Environment,
     FolderState,
@@ -49,12 +49,11 @@ def doctor_command(
     would fail here. Nothing is changed, and nothing that is printed names a user, a host or a
     folder.
     """
-    from rich.console import Console
 
     environment = read_environment()
     checks = check_environment(environment)
     if not put_json(environment, lambda facts: to_json(facts, checks), json_file):
-        Console(highlight=False).print(build_doctor_screen(environment, checks))
+        make_console().print(build_doctor_screen(environment, checks))
     failing = find_failing(checks)
     asked = commands or COMMANDS[:1]
     context.exit(FAILS_STATUS if any(name in failing for name in asked) else 0)

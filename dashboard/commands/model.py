@@ -12,6 +12,7 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError, write
 from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
+    make_console,
     put_json,
     require_package,
     rules_option,
@@ -56,11 +57,10 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
 
 
 def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.prediction import build_prediction_screen
 
-    console = Console(highlight=False)
+    console = make_console()
     console.print(build_prediction_screen(job, prediction))
     if explain:
         from stepsplit.analyzer.model.explain import explain as explained
@@ -143,11 +143,10 @@ def _parse_keep(words: tuple[str, ...]) -> frozenset[str]:
 
 
 def _show_plan(job: JobConfig, plan: Plan) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.plan import build_plan_screen
 
-    Console(highlight=False).print(build_plan_screen(job, plan), soft_wrap=False)
+    make_console().print(build_plan_screen(job, plan), soft_wrap=False)
 
 
 # stepsplit calibrate: fits the hardware constants of a machine to recorded runs.
@@ -244,11 +243,10 @@ def _count_gpus() -> int:
 
 
 def _show_calibrate(calibration: Calibration, out: Path | None) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.plan import build_calibration_screen
 
-    Console(highlight=False).print(build_calibration_screen(calibration, out), soft_wrap=False)
+    make_console().print(build_calibration_screen(calibration, out), soft_wrap=False)
 
 
 # stepsplit validate: the analytical model against published measurements.
@@ -288,11 +286,10 @@ def validate_command(
 
 
 def _show_validate(checks: tuple[Check, ...], rows: bool) -> None:
-    from rich.console import Console
 
     from stepsplit.dashboard.reporters.plan import build_validation_screen
 
-    Console(highlight=False).print(build_validation_screen(checks, rows))
+    make_console().print(build_validation_screen(checks, rows))
 
 
 # stepsplit what-if: replays a recording with something changed.
@@ -350,7 +347,6 @@ def what_if_command(
     counts and pipeline schedules are simulated in the order of the schedule. On other hardware,
     kernels and transfers take the time that the model's rates give; the host keeps its own.
     """
-    from rich.console import Console
 
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
     from stepsplit.dashboard.reporters.compare import build_what_if_screen
@@ -360,4 +356,4 @@ def what_if_command(
         gpus_per_node=gpus_per_node, recorded_on=recorded_on,
     )  # fmt: skip
     if not put_json(result, to_json, json_file):
-        Console(highlight=False).print(build_what_if_screen(result))
+        make_console().print(build_what_if_screen(result))

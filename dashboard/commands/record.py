@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError, write
-from stepsplit.dashboard.commands.common import open_store, require_package
+from stepsplit.dashboard.commands.common import make_console, open_store, require_package
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -88,7 +88,6 @@ _MEMINFO = Path("/proc/meminfo")
 )
 def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     """Train and record a small GPT here, then show its report."""
-    from rich.console import Console
 
     from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
@@ -106,7 +105,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     analysis = examine_with_inferred_job([folder], job=job)
     save(folder, analysis.report, analysis.tables)
     click.echo(f"recorded in {folder}\n")
-    Console(highlight=False).print(build_report_screen(analysis.report))
+    make_console().print(build_report_screen(analysis.report))
     if not no_serve:
         _serve(analysis, port)
 

@@ -109,9 +109,9 @@ def _build_memory_line(job: JobConfig, prediction: Prediction) -> Text:
     most = max(prediction.memory, key=lambda stage: stage.total_bytes)
     available = job.hardware.memory_bytes
     band = estimate_allocated_band(job, most)
-    peak = f"peak memory {units.format_gibibytes(most.total_bytes)} "
+    peak = f"peak memory {units.format_memory_size(most.total_bytes)} "
     peak += (
-        f"({units.format_gibibytes_range(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
+        f"({units.format_memory_range(band.low_bytes, band.high_bytes)}, stage {most.stage}) of "
     )
     peak += (
         f"{units.format_gibibytes(available)} "
@@ -196,9 +196,11 @@ def _add_memory(
     memory: Sequence[StageMemory],
     get_bytes: Callable[[StageMemory], int],
 ) -> None:
-    """Adds a row to the table unless it is zero for all stages."""
+    """Adds a row to the table unless it is zero for all stages; of small jobs in MiB."""
+    is_small = max(row.total_bytes for row in memory) < 2**30
+    form = units.format_memory_size if is_small else units.format_gibibytes
     if any(get_bytes(row) for row in memory):
-        table.add_row(name, *(units.format_gibibytes(get_bytes(row)) for row in memory))
+        table.add_row(name, *(form(get_bytes(row)) for row in memory))
 
 
 def _select_stages(prediction: Prediction) -> list[int]:

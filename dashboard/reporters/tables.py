@@ -91,7 +91,10 @@ def format_profiling(run: Run) -> str:
         return ""
     after = run.slowdown_after_profiling
     steps_after = "" if after is None else f" ({units.format_signed_percent(after)} after it)"
-    return f"profiler overhead {units.format_signed_percent(run.profiling_slowdown)}{steps_after}"
+    overhead = units.format_signed_percent(run.profiling_slowdown)
+    if run.profiling_slowdown < 0:
+        return f"no profiler overhead ({overhead}){steps_after}"
+    return f"profiler overhead {overhead}{steps_after}"
 
 
 _MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TypeVar
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
+    KEY,
     RECOMPUTE_PARTS,
     Dtype,
     Framework,
@@ -20,7 +21,12 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
-from stepsplit.analyzer.model.config_file import choose_activation_dtype
+from stepsplit.analyzer.model.config_decode import TomlTable, format_toml_lines, parse_table
+from stepsplit.analyzer.model.config_file import (
+    build_layout,
+    choose_activation_dtype,
+    infer_framework,
+)
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.rank_layout import place_group
 
@@ -580,14 +586,37 @@ def list_reasons(best: Candidate, candidate: Candidate) -> tuple[Reason, ...]:
 
 # A layout as the lines of a job.toml.
 
+_VARIED = (*KEYS, "dp_replicate", "dp_shard", "layers_per_stage")
 
-def format_toml_lines(choice: Choice, experts: bool = False) -> tuple[str, ...]:
-    """The layout as [parallel] and [training] of a job.toml, without default values.
 
-    experts: whether the model has experts.
-    """
-    parallel = [*_format_axes(choice), *_format_experts(choice, experts), *_format_pipeline(choice)]
-    return "[parallel]", *parallel, "[training]", *_format_training(choice)
+def format_job_lines(job: JobConfig, choice: Choice) -> tuple[str, ...]:
+    """The layout of a planned job as a whole [parallel], with what the search left as it was, and
+    the keys of [training] that it changes."""
+    lines = [
+        *_format_axes(choice),
+        *_format_experts(choice, job.model.experts is not None),
+        *_format_pipeline(choice),
+    ]
+    parallel = parse_table("the layout", "\n".join(lines).encode())
+    kept = _format_kept_keys(job, parallel)
+    return "[parallel]", *lines, *kept, "[training]", *_format_training(job, choice, parallel)
+
+
+def _format_kept_keys(job: JobConfig, parallel: TomlTable) -> list[str]:
+    """Lines of the keys that the search does not vary, where they are not the defaults."""
+    usual = build_layout(parallel, job.training.framework, job.model.experts is not None)
+    kept = {
+        str(each.metadata.get(KEY, each.name)): getattr(job.parallel, each.name)
+        for each in fields(ParallelConfig)
+        if each.name not in _VARIED
+        and getattr(job.parallel, each.name) != getattr(usual, each.name)
+    }
+    return format_toml_lines(
+        {
+            key: sorted(value) if isinstance(value, frozenset) else value
+            for key, value in kept.items()
+        }
+    )
 
 
 def _format_axes(choice: Choice) -> list[str]:
@@ -621,8 +650,14 @@ def _format_pipeline(choice: Choice) -> list[str]:
     return lines
 
 
-def _format_training(choice: Choice) -> list[str]:
+def _format_training(job: JobConfig, choice: Choice, parallel: TomlTable) -> list[str]:
+    """Lines of the keys that follow from the layout, the framework if it follows from another."""
     recompute, parts = f'"{choice.recompute}"', choice.recompute.split("+")
     if set(parts) <= {*RECOMPUTE_PARTS}:
         recompute = str(parts).replace("'", '"')
-    return [f"micro_batch = {choice.micro_batch}", f"recompute = {recompute}"]
+    lines = [f"micro_batch = {choice.micro_batch}", f"recompute = {recompute}"]
+    if job.training.recompute_layers and choice.recompute != "full":
+        lines.append("recompute_layers = 0")
+    if infer_framework(parallel) != job.training.framework:
+        lines.append(f'framework = "{job.training.framework}"')
+    return lines

@@ -24,7 +24,7 @@ from stepsplit.analyzer.model.plan_space import (
     RunnerUp,
     SearchCounts,
     Trial,
-    format_toml_lines,
+    format_job_lines,
 )
 from stepsplit.analyzer.validation.tables import Check, ValidationRow
 from stepsplit.dashboard.reporters.tables import build_table
@@ -56,8 +56,9 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     ]
     if plan.pareto:
         parts += [Text(), _build_pareto_table(plan)]
-    lines = format_toml_lines(plan.best.choice, job.model.experts is not None)
-    parts += [Text(), Text("add to job.toml", style="bold"), *map(Text, lines)]
+    lines = format_job_lines(job, plan.best.choice)
+    heading = "to job.toml: replace [parallel], and these keys of [training]"
+    parts += [Text(), Text(heading, style="bold"), *map(Text, lines)]
     return Group(*parts)
 
 

@@ -33,7 +33,7 @@ from stepsplit.analyzer.model.parameters import (
     count_stage_parameters,
 )
 from stepsplit.analyzer.model.plan import plan
-from stepsplit.analyzer.model.plan_space import format_toml_lines, list_families
+from stepsplit.analyzer.model.plan_space import format_job_lines, list_families
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.rank_layout import list_stages, place_group
 
@@ -282,7 +282,7 @@ def test_plan_keeps_the_parts_as_a_list_and_gives_full_recomputation_none() -> N
     }
     assert found == {("none", frozenset({"norms", "mlp"})), ("full", frozenset())}
     best = plan(replace(one, hardware=load_hardware("h100-sxm")), 1).best.choice
-    assert 'recompute = ["mlp", "norms"]' in format_toml_lines(best)
+    assert 'recompute = ["mlp", "norms"]' in format_job_lines(one, best)
 
 
 @for_each(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+import tomllib
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
+from cases import for_each
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
@@ -21,6 +24,7 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.memory import compute_memory, is_within_memory
 from stepsplit.analyzer.model.plan import from_json, plan, to_json
@@ -28,7 +32,7 @@ from stepsplit.analyzer.model.plan_search import LowerBound, build_candidate
 from stepsplit.analyzer.model.plan_space import (
     Plan,
     build_decision_tree,
-    format_toml_lines,
+    format_job_lines,
     list_families,
     split_layers_evenly,
 )
@@ -272,17 +276,37 @@ def test_kept_settings_are_those_of_the_job() -> None:
 
 
 @pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("framework", ["megatron", "fsdp2"])
-def test_a_layout_written_to_a_job_toml_predicts_the_same(one: JobConfig, framework: str) -> None:
-    text = RUN.format(model=one.model.name, framework=framework)
-    found = plan(parse_job(text), 16, top=1)
-    head, parallel, training = text.partition("[training]\nmicro_batch = 1\n")
-    assert parallel
-    again = parse_job(
-        "\n".join(format_toml_lines(found.best.choice, True)) + "\n" + training + head
-    )
+@for_each(
+    "stated",
+    [
+        {"training.framework": "megatron"},
+        {"training.framework": "fsdp2"},
+        {"parallel": {"dp": 16, "zero": 3}},
+        {"parallel": {"tp": 2, "pp": 4, "dp_replicate": 2, "schedule": "zb-h1"}},
+        {"parallel": {"tp": 8, "dp": 2, "overlap": ["tp", "dp"], "dispatcher": "deepep"}},
+        {"parallel": {"dp": 16}, "training.recompute": "full", "training.recompute_layers": 3},
+        {"parallel": {"cp": 2, "dp": 8, "context": "all-gather", "sum_once": True}},
+    ],
+)
+def test_a_layout_written_to_a_job_toml_predicts_the_same(
+    one: JobConfig, stated: dict[str, Any]
+) -> None:
+    """The lines replace [parallel], and keys of [training], of the file that was planned."""
+    tables = tomllib.loads(RUN.format(model=one.model.name))
+    for place, value in stated.items():
+        table, _, key = place.partition(".")
+        tables.setdefault(table, {}).update({key: value} if key else value)
+    planned = parse_job(format_toml(tables))
+    best = plan(planned, 16, top=1).best
+    new = tomllib.loads("\n".join(format_job_lines(planned, best.choice)))
+    merged = tables | {
+        "parallel": new["parallel"],
+        "training": tables["training"] | new["training"],
+    }
+    again = parse_job(format_toml(merged))
     assert again.parallel.world_size == 16
-    assert predict(again).split.step_ns == found.best.step_ns
+    assert predict(again).split.step_ns == best.step_ns
+    assert max(stage.total_bytes for stage in predict(again).memory) == best.peak_bytes
 
 
 RUN = """\
@@ -294,7 +318,6 @@ preset = "{model}"
 micro_batch = 1
 seq_len = 4096
 global_batch = 16
-framework = "{framework}"
 """
 
 

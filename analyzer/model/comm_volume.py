@@ -95,11 +95,13 @@ HSDP = Formula(
 class FsdpUnit:
     """count FSDP units (modules gathered as one), each with so many parameters on this rank.
 
-    last: whether it is used last in the forward pass and first in the backward pass.
+    first: whether it is the embedding, with the positions. last: whether it is used last in the
+    forward pass and first in the backward pass.
     """
 
     count: int
     parameters: int
+    first: bool = False
     last: bool = False
 
 
@@ -137,7 +139,10 @@ def list_fsdp_units(
     """
     routed = params.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
     mixture = routed.total if experts_in_layer else routed.dense
-    ends = [FsdpUnit(1, params.embedding), FsdpUnit(1, params.head + params.final_norm, last=True)]
+    ends = [
+        FsdpUnit(1, params.embedding, first=True),
+        FsdpUnit(1, params.head + params.final_norm, last=True),
+    ]
     if params.embedding and params.final_norm and not params.head:
         root = True
     if root:
@@ -158,7 +163,7 @@ def _split_end_units(job: JobConfig, fsdp_units: tuple[FsdpUnit, ...]) -> tuple[
     positions, norm = job.model.positions * job.model.hidden, count_norm_parameters(job.model)
     split_units: list[FsdpUnit] = []
     for unit in fsdp_units:
-        own = (norm if unit.last else positions) if unit.count == 1 else 0
+        own = norm if unit.last else positions if unit.first else 0
         split_units += [replace(unit, parameters=unit.parameters - own), FsdpUnit(1, own)]
     return tuple(_drop_empty_units(split_units))
 

@@ -89,7 +89,7 @@ class MemoryNeeds:
             saved_bytes = min(saved_bytes, self.limit_bytes)
         return Moment(
             moment.name,
-            saved_bytes + moment.activations_bytes,
+            max(0, saved_bytes + moment.activations_bytes),
             moment.transient_bytes,
             moment.missing_gradients_bytes,
         )

@@ -253,7 +253,10 @@ def compute_stage_activations(
         return StageActivations(all_layers_bytes // chunks, 0, layers.dense.formula)
     rerun = count_rerun_layers(job, count / chunks)
     saved_inputs = count_saved_inputs(job, rerun, all_layers_bytes / count)
-    recompute_bytes = _find_largest_layer(stage, layers) * math.ceil(rerun / saved_inputs)
+    group = math.ceil(rerun / saved_inputs)
+    if job.training.recompute == "every":
+        group = math.ceil(min(rerun, job.training.recompute_every))
+    recompute_bytes = _find_largest_layer(stage, layers) * group
     formula = FULL if job.training.recompute == "full" else EVERY
     whole_bytes = (count / chunks - rerun) * all_layers_bytes / count
     return StageActivations(
@@ -424,10 +427,11 @@ def _select_saved(
     framework: str, variant: str, is_selective: bool, parts: frozenset[str], is_latent: bool
 ) -> SavedBytes:
     known = load_coefficients(framework)
-    if is_selective:
+    drops_scores_alone = replace(known.selective, scores=known.saved.scores) == known.saved
+    if is_selective and not drops_scores_alone:
         return known.selective
     dropped: dict[str, float | bool] = dict(known.variants.get(variant, ()))
-    if "core-attention" in parts:
+    if is_selective or "core-attention" in parts:
         dropped["scores"] = 0.0
     if "norms" in parts:
         dropped["norm_output"] = 0.0

@@ -198,7 +198,7 @@ class StageTime:
     communication and waits for the host. communication lists every message except the pipeline's;
     equal stages share that of the first.
     idle_overlapped_ns is the idle time of a step that overlaps communication which runs once per
-    step.
+    step; optimizer_ns includes the copies around it.
     """
 
     stage: StageConfig
@@ -234,12 +234,11 @@ def compute_stage_time(
     timed: tuple[TimedMessage, ...],
 ) -> StageTime:
     """Compute the times of a stage from its parameters and its timed messages."""
-    passes = tuple(
-        one + _time_unit_copies(job, speed, parameters, chunk)
-        for one, chunk in zip(
-            compute_chunk_passes(job, speed, stage.chunks), stage.chunks, strict=True
-        )
-    )
+    passes = compute_chunk_passes(job, speed, stage.chunks)
+    copies = tuple(_time_unit_copies(job, speed, parameters, chunk) for chunk in stage.chunks)
+    once_ns = _sum_ns(copies) if is_kept_gathered(job) else 0.0
+    if not once_ns:
+        passes = tuple(one + copy for one, copy in zip(passes, copies, strict=True))
     host = tuple(
         compute_launch_time(job, chunk.layers, chunk.expert_layers) for chunk in stage.chunks
     )
@@ -258,12 +257,12 @@ def compute_stage_time(
         comm=comm,
         idle=idle,
         communication=communication,
-        optimizer_ns=compute_optimizer_ns(job, speed, parameters),
+        optimizer_ns=compute_optimizer_ns(job, speed, parameters) + once_ns,
         offload_ns=compute_offload_ns(job, parameters),
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
             *speed.formulas,
-            *_collect_formulas((*passes, *idle)),
+            *_collect_formulas((*passes, *copies, *idle)),
             *(EXPOSED,) * bool(communication),
             *list_optimizer_formulas(job),
             HOST,
@@ -319,12 +318,15 @@ def _split_by_chunk(
 
     In the backward the input gradient waits for communication inside a layer, and for what of
     context parallelism attention does not cover. What overlaps both gradients delays each by its
-    share of the compute, so that a faster device makes neither longer.
+    share of the compute, so that a faster device makes neither longer. What a pipeline gathers once
+    per step delays no microbatch but the first, and all stages at the same time.
     """
     m, chunks = count_rank_microbatches(job), stage.chunks
     forward_ns = backward_ns = overlapping_ns = 0.0
     for each in communication:
         axis, phase = find_overlap_group(job, each.message)
+        if (axis, phase) == ("dp", "forward") and is_kept_gathered(job):
+            continue
         if phase == "forward":
             forward_ns += each.exposed_ns / m
         elif phase in BACKWARD:
@@ -363,18 +365,14 @@ def _time_unit_copies(
     job: JobConfig, speed: DeviceSpeed, parameters: StageParameters, chunk: Chunk
 ) -> LayerPass:
     """Copies of the weights: FSDP's around its collectives, a quarter of them in the forward, and
-    autocast's, half of them.
-
-    A pipeline gathers once per step, so each microbatch has a share of the time.
-    """
+    autocast's, half of them; of one microbatch, or of the step if a pipeline gathers once."""
     is_cast = job.training.framework == "huggingface"
     if not job.is_fsdp and not is_cast:
         return LayerPass(0.0, 0.0, 0.0)
-    times = 1 / count_rank_microbatches(job) if is_kept_gathered(job) else 1.0
     layers = parameters.dense_layers + parameters.expert_layers
     share = chunk.layers / layers if layers else 0.0
     each_bytes = select_framework_costs(job).unit_bytes
-    total_ns = speed.compute_memory_ns(each_bytes * parameters.total * share * times)
+    total_ns = speed.compute_memory_ns(each_bytes * parameters.total * share)
     formulas = (AUTOCAST if is_cast else UNIT_COPIES,) if each_bytes else ()
     forward_ns = total_ns / 2 if is_cast else total_ns / 4
     return LayerPass(forward_ns, 0.0, total_ns - forward_ns, formulas=formulas)
@@ -528,7 +526,7 @@ def _can_overlap(job: JobConfig, axis: str) -> bool:
     if axis == "cp":
         waits = is_torch_ring(job) and job.training.compile
         return (_is_ring(job) and not waits) or "cp" in job.parallel.overlap
-    return axis in job.parallel.overlap
+    return ("cp" if axis == "ulysses" else axis) in job.parallel.overlap
 
 
 def _compute_room_ns(
@@ -537,11 +535,11 @@ def _compute_room_ns(
     """Compute available for overlap: for context parallelism only attention's core, in a ring
     without its last step, after which no message follows; in torch's forward only the first."""
     axis, phase = key
-    if axis == "cp":
+    if axis in ("cp", "ulysses"):
         core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
-        if is_torch_ring(job):
+        if axis == "cp" and is_torch_ring(job):
             core_ns *= 1.0 if phase == "backward" else 1 / job.parallel.cp
-        elif _is_ring(job):
+        elif axis == "cp" and _is_ring(job):
             core_ns *= 1 - 1 / job.parallel.ring
         free_ns = min(free_ns, core_ns)
     return max(0.0, free_ns)

@@ -299,3 +299,63 @@ def test_what_does_not_belong_together_is_named(old: str, new: str, problem: str
     with pytest.raises(DataError) as raised:
         parse_job(PUBLISHED.replace(old, new))
     assert problem in str(raised.value)
+
+
+FUSED = """
+[model]
+preset = "{model}"
+[training]
+framework = "{framework}"
+seq_len = 1024
+micro_batch = 2
+global_batch = 2
+recompute = "{recompute}"
+{more}
+[hardware]
+preset = "h100-sxm"
+"""
+
+
+@for_each("model", ["gpt2-1.5b", "llama-3-8b"])
+@for_each("framework", ["megatron", "ddp", "huggingface", "nanotron"])
+@for_each("more", ["", "master_weights = false"])
+def test_selective_recomputation_of_fused_attention_keeps_what_is_kept_without(
+    model: str, framework: str, more: str
+) -> None:
+    if more and framework != "huggingface":
+        return
+    none, selective = (
+        compute_layer_activations(
+            parse_job(
+                FUSED.format(model=model, framework=framework, recompute=recompute, more=more)
+            )
+        ).total_bytes
+        for recompute in ("none", "selective")
+    )
+    assert none == selective
+
+
+def test_deepspeed_gathers_the_only_layer_of_a_stage_as_one_module() -> None:
+    """Only the first stage has positions, the last the final norm, which are modules of their own;
+    the layers of all stages are equal."""
+    model, layout = replace(TINY, positions=16), ParallelConfig(pp=4, dp_shard=2, zero=3)
+    one = job(model, layout, framework="deepspeed", global_batch=2)
+    sizes = {
+        stage: sorted(
+            op.message_bytes
+            for op in list_comm_ops(one)
+            if (op.stage, op.op, op.phase) == (stage, "all_gather", "forward")
+        )
+        for stage in range(4)
+    }
+    (layer,) = sizes[1]
+    assert sizes[2] == [layer]
+    assert layer in sizes[0]
+    assert len(sizes[0]) == 3
+
+
+def test_offloaded_activations_are_never_less_than_none() -> None:
+    offloaded = frozenset({"activations"})
+    one = job(replace(TINY, layers=16), framework="fsdp2", offload=offloaded, global_batch=2)
+    for stage in compute_memory(replace(one, parallel=ParallelConfig(tp=2, dp_shard=2, zero=3))):
+        assert stage.activations_bytes >= 0

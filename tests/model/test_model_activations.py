@@ -120,7 +120,7 @@ def test_an_expert_layer_saves_its_routed_tokens_and_latents() -> None:
         ("none", 1, 4 * 4352, 0, LAYER_ACTIVATIONS),
         ("full", 1, 4 * 256, 4352, FULL),
         ("every", 2, 2 * 256, 2 * 4352, EVERY),
-        ("every", 3, 2 * 256, 2 * 4352, EVERY),
+        ("every", 3, 2 * 256, 3 * 4352, EVERY),
         ("sqrt", 1, 4 * 256, 4352, EVERY),
     ],
 )

@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule,
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.layer_time import LayerPass, time_dense_layer
+from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Band
@@ -223,7 +224,8 @@ def test_exposed_time_is_kept_for_each_microbatch_or_once_a_step() -> None:
 
 
 def test_a_pass_takes_the_longest_of_what_runs_at_once() -> None:
-    one = job(layout=replace(MIDDLE, overlap=OVERLAP, zero=3), framework="megatron")
+    layout = replace(MIDDLE, overlap=OVERLAP, zero=3, reshard_after_forward="always")
+    one = job(layout=layout, framework="megatron")
     sends = timed("fsdp", "dp_shard", "forward", 1_000, 1_000.0, "all_gather")
     found = middle(one, sends)
     host_ns, computes_ns = 2 * 250e3, found.passes[0].forward_ns
@@ -246,16 +248,40 @@ def test_a_chunk_has_its_share_of_the_ranks_communication() -> None:
 
 
 def test_sharded_parameters_are_copied_a_quarter_of_it_forward() -> None:
-    layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
+    layout = ParallelConfig(
+        pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0), reshard_after_forward="always"
+    )
     one = job(layout=layout, framework="fsdp2", global_batch=2)
     (found,), copied = middle(one).passes, 16 * 2 * 784
     assert found == time_dense_layer(one, UNIT) * 2 + LayerPass(copied / 4, 0.0, copied * 3 / 4)
 
 
-def test_what_a_pipeline_gathers_once_a_step_is_copied_once() -> None:
+def test_what_a_pipeline_gathers_once_a_step_delays_no_microbatch() -> None:
+    """Neither the gathers nor the copies around them; both take as long with 8 microbatches."""
     layout = ParallelConfig(pp=4, dp_shard=2, zero=3, layers_per_stage=(0, 2, 2, 0))
-    one = job(layout=layout, framework="fsdp2", global_batch=8)
-    step = middle(one).passes[0] * one.microbatches
-    plain = time_dense_layer(one, UNIT) * 2 * one.microbatches
-    copied_ns = step.forward_ns + step.weight_ns - plain.forward_ns - plain.weight_ns
-    assert copied_ns == pytest.approx(16 * 2 * 784)
+    gathers = timed("fsdp", "dp_shard", "forward", 1, 1_000.0, "all_gather")
+    once = []
+    for batch in (2, 16):
+        one = job(layout=layout, framework="fsdp2", global_batch=batch)
+        found = middle(one, gathers)
+        assert found.passes == (time_dense_layer(one, UNIT) * 2,)
+        assert found.comm == (LayerPass(0.0, 0.0, 0.0),)
+        parameters = count_stage_parameters(one)[1]
+        once.append(found.optimizer_ns - compute_optimizer_ns(one, UNIT, parameters))
+    assert once == pytest.approx([16 * 2 * 784] * 2)
+
+
+def test_more_microbatches_take_longer_in_a_pipeline_that_gathers_once() -> None:
+    layout = ParallelConfig(tp=8, pp=8, dp_shard=16, zero=3, sequence_parallel=True)
+    steps = [
+        predict(
+            JobConfig(
+                load_model("opt-175b"),
+                layout,
+                TrainingConfig(512, 1, 16 * count, framework="fsdp2"),
+                load_hardware("gh200"),
+            )
+        ).split.step_ns
+        for count in range(1, 9)
+    ]
+    assert steps == sorted(steps)

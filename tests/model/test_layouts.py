@@ -359,3 +359,18 @@ def test_offloaded_activations_are_never_less_than_none() -> None:
     one = job(replace(TINY, layers=16), framework="fsdp2", offload=offloaded, global_batch=2)
     for stage in compute_memory(replace(one, parallel=ParallelConfig(tp=2, dp_shard=2, zero=3))):
         assert stage.activations_bytes >= 0
+
+
+def test_ulysses_overlaps_beside_a_ring_as_alone() -> None:
+    """cp 4, of which all 4 exchange heads: a ring of one."""
+    steps = [
+        predict(
+            parse_job(
+                FUSED.format(model="llama-3-8b", framework="megatron", recompute="none", more="")
+                + f'[parallel]\ncp = 4\n{context}\noverlap = ["cp"]\n'
+            )
+        ).split
+        for context in ('context = "ulysses"', 'context = "ring"\nulysses = 4')
+    ]
+    assert steps[0] == steps[1]
+    assert steps[0].overlapped_ns > 0

@@ -208,7 +208,7 @@ def check_job_keys(table: TomlTable) -> None:
     Raises DataError with all unknown keys and invalid values, but not for missing keys.
     """
     mistakes = Mistakes()
-    tables = decode_keys(table, _SECTIONS, mistakes)
+    tables = decode_keys(_remove_misplaced(table, mistakes), _SECTIONS, mistakes)
     for name in tables:
         own, found = table.get_subtable(name), Mistakes()
         match name:

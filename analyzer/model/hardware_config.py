@@ -174,11 +174,9 @@ def _check_range(
         return
     problem = f"{value:g} {plausible.unit} is not plausible"
     in_range = plausible.least <= value * plausible.usual_size <= plausible.most
-    least, most = plausible.least, plausible.most
-    hint = f"give {plausible.unit}, {least:.0e} to {most:.0e}"
-    mistakes.append(
-        table.build_error(key, problem, plausible.describe(value) if in_range else hint)
-    )
+    limits = f"{plausible.least:.0e} to {plausible.most:.0e}"
+    hint = plausible.describe(value) if in_range else f"give {plausible.unit}, {limits}"
+    mistakes.append(table.build_error(key, problem, hint))
 
 
 def list_hardware_kinds() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
@@ -54,8 +55,8 @@ def compute_peak_bytes(
     layers, held = layers or compute_layers_by_kind(job), states or list_stage_states(job)
     params = count_stage_parameters(job)
     most: dict[tuple[int, bool], tuple[int, StageConfig]] = {}
-    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
-        alike, in_flight = (first, stage.index > 0), count_chunks_in_flight(job, stage.index)
+    for stage, alike in _list_alike(job):
+        in_flight = count_chunks_in_flight(job, stage.index)
         if alike not in most or in_flight > most[alike][0]:
             most[alike] = in_flight, stage
     learned, peaks = job.hardware.learned, list[int]()
@@ -93,6 +94,13 @@ def is_peak_within_memory(job: JobConfig, peak_bytes: int) -> bool:
     return reserved_bytes + CONTEXT_BYTES <= job.hardware.memory_bytes
 
 
+def _list_alike(job: JobConfig) -> Iterator[tuple[StageConfig, tuple[int, bool]]]:
+    """Each stage, and what those with equal needs share: equal chunks, and an input gradient to
+    send, which the first stage has not."""
+    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
+        yield stage, (first, stage.index > 0)
+
+
 def _compute_states_and_needs(
     job: JobConfig,
 ) -> tuple[tuple[States, MemoryNeeds], ...]:
@@ -102,8 +110,8 @@ def _compute_states_and_needs(
     held = list_stage_states(job)
     cache: dict[tuple[int, bool], MemoryNeeds] = {}
     needs = []
-    for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
-        alike, index = (first, stage.index > 0), stage.index
+    for stage, alike in _list_alike(job):
+        index = stage.index
         if alike not in cache:
             gradients_bytes = held[index].gradients_bytes
             cache[alike] = compute_needs(job, stage, stage_params[index], layers, gradients_bytes)

@@ -537,12 +537,15 @@ def _compute_room_ns(
     axis, phase = key
     if axis in ("cp", "ulysses"):
         core_ns = compute.core_backward_ns if phase == "backward" else compute.core_ns
-        if axis == "cp" and is_torch_ring(job):
-            core_ns *= 1.0 if phase == "backward" else 1 / job.parallel.cp
-        elif axis == "cp" and _is_ring(job):
-            core_ns *= 1 - 1 / job.parallel.ring
-        free_ns = min(free_ns, core_ns)
+        free_ns = min(free_ns, core_ns * (_compute_ring_share(job, phase) if axis == "cp" else 1.0))
     return max(0.0, free_ns)
+
+
+def _compute_ring_share(job: JobConfig, phase: str) -> float:
+    """The share of attention's core beside which the ring sends."""
+    if is_torch_ring(job):
+        return 1.0 if phase == "backward" else 1 / job.parallel.cp
+    return 1 - 1 / job.parallel.ring if _is_ring(job) else 1.0
 
 
 def _is_ring(job: JobConfig) -> bool:

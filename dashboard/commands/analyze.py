@@ -80,7 +80,6 @@ def analyze_command(
     Systems exported to SQLite. Several paths together are one recording. If there are only Flight
     Recorder dumps, prints the diagnosis of the hang instead.
     """
-
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
     from stepsplit.dashboard.reporters.terminal import build_report_screen, show_reading_bar
@@ -140,7 +139,6 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json as hang_to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
@@ -173,7 +171,6 @@ def hang_command(
     its ranks are asked too. Without TARGET the only job with an agent on this host is asked. The
     exit status is 1 if the job is stuck.
     """
-
     from stepsplit.analyzer.diagnose.hang import STUCK
     from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen

@@ -218,7 +218,6 @@ def _record(store: Store | RemoteStore, candidate: Sequence[SideRun], verdict: C
 
 
 def _show_check(verdict: CheckResult) -> None:
-
     from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
 
     make_console().print(build_verdict_screen(verdict))
@@ -519,7 +518,6 @@ def _compare_runs(baseline: str, candidate: str, rules: Rules) -> RunComparison:
 
 
 def _show_compare(comparison: RunComparison) -> None:
-
     from stepsplit.dashboard.reporters.compare import build_comparison_screen
 
     make_console().print(build_comparison_screen(comparison))
@@ -528,7 +526,6 @@ def _show_compare(comparison: RunComparison) -> None:
 def _show_scaling(
     runs: Sequence[str], work: Work | None, json_file: str | None, rules: Rules
 ) -> None:
-
     from stepsplit.analyzer.analysis import compare_scaling
     from stepsplit.analyzer.regression.scaling import scaling_to_json
     from stepsplit.dashboard.reporters.compare import build_scaling_screen

@@ -152,9 +152,12 @@ def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store
 
 def open_existing_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:
     """Opens the store of runs. Raises UsageError if it would be a new file: there are no runs."""
-    name = url.removeprefix("sqlite:///")
-    if name != url and not Path(name).exists():
-        raise UsageError(f"{name}: no such store; name it with --store, or upload a run first")
+    require_package("sqlalchemy", "dashboard")
+    from stepsplit.dashboard.store.database import find_database_file
+
+    path = find_database_file(url)
+    if path is not None and not path.exists():
+        raise UsageError(f"{path}: no such store; name it with --store, or upload a run first")
     return open_store(url, artifacts)
 
 

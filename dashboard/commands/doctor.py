@@ -49,7 +49,6 @@ def doctor_command(
     would fail here. Nothing is changed, and nothing that is printed names a user, a host or a
     folder.
     """
-
     environment = read_environment()
     checks = check_environment(environment)
     if not put_json(environment, lambda facts: to_json(facts, checks), json_file):

@@ -57,7 +57,6 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
 
 
 def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
-
     from stepsplit.dashboard.reporters.prediction import build_prediction_screen
 
     console = make_console()
@@ -143,7 +142,6 @@ def _parse_keep(words: tuple[str, ...]) -> frozenset[str]:
 
 
 def _show_plan(job: JobConfig, plan: Plan) -> None:
-
     from stepsplit.dashboard.reporters.plan import build_plan_screen
 
     make_console().print(build_plan_screen(job, plan), soft_wrap=False)
@@ -243,7 +241,6 @@ def _count_gpus() -> int:
 
 
 def _show_calibrate(calibration: Calibration, out: Path | None) -> None:
-
     from stepsplit.dashboard.reporters.plan import build_calibration_screen
 
     make_console().print(build_calibration_screen(calibration, out), soft_wrap=False)
@@ -286,7 +283,6 @@ def validate_command(
 
 
 def _show_validate(checks: tuple[Check, ...], rows: bool) -> None:
-
     from stepsplit.dashboard.reporters.plan import build_validation_screen
 
     make_console().print(build_validation_screen(checks, rows))
@@ -347,7 +343,6 @@ def what_if_command(
     counts and pipeline schedules are simulated in the order of the schedule. On other hardware,
     kernels and transfers take the time that the model's rates give; the host keeps its own.
     """
-
     from stepsplit.analyzer.diagnose.what_if import to_json, what_if
     from stepsplit.dashboard.reporters.compare import build_what_if_screen
 

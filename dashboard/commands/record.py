@@ -88,7 +88,6 @@ _MEMINFO = Path("/proc/meminfo")
 )
 def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> None:
     """Train and record a small GPT here, then show its report."""
-
     from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
     from stepsplit.collectors.rank_record import find_free_folder

@@ -116,9 +116,20 @@ def _select_psycopg(url: URL) -> URL:
     return url.set(drivername="postgresql+psycopg")
 
 
+def find_database_file(url: str | URL) -> Path | None:
+    """The file of an SQLite database; None in memory, for other databases and invalid URLs."""
+    try:
+        place = make_url(url)
+    except ArgumentError:
+        return None
+    if place.get_backend_name() != "sqlite" or place.database in (None, "", ":memory:"):
+        return None
+    return Path(str(place.database))
+
+
 def _make_parent(url: URL) -> None:
-    if url.get_backend_name() == "sqlite" and url.database and url.database != ":memory:":
-        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    if (path := find_database_file(url)) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:

@@ -77,6 +77,7 @@ def test_out_writes_the_report_and_its_tables(trace: Path, tmp_path: Path) -> No
         (["retry", "0123456789ab"], ["no run has the id 0123456789ab"]),
         (["calibrate", "--quick", "--ranks", "9999"], ["--ranks 9999: too many", "use up to"]),
         (["runs", "--store", "sqlite:///nosuch/x.db"], ["nosuch/x.db: no such store", "--store"]),
+        (["runs", "--store", "sqlite:///nosuch/x.db?timeout=3"], ["nosuch/x.db: no such store"]),
         (["delete", "0123456789ab"], ["no run has the id 0123456789ab"]),
         (["dashboard", "--port", "99999"], ["99999"]),
         (["dashboard", "--alert-url", "https://x/y"], ["STEPSPLIT_ALERT_SECRET"]),

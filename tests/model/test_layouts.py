@@ -323,13 +323,19 @@ preset = "h100-sxm"
 
 
 @for_each("model", ["gpt2-1.5b", "llama-3-8b"])
-@for_each("framework", ["megatron", "ddp", "huggingface", "nanotron"])
-@for_each("more", ["", "master_weights = false"])
+@for_each(
+    ("framework", "more"),
+    [
+        ("megatron", ""),
+        ("ddp", ""),
+        ("huggingface", ""),
+        ("huggingface", "master_weights = false"),
+        ("nanotron", ""),
+    ],
+)
 def test_selective_recomputation_of_fused_attention_keeps_what_is_kept_without(
     model: str, framework: str, more: str
 ) -> None:
-    if more and framework != "huggingface":
-        return
     none, selective = (
         compute_layer_activations(
             parse_job(

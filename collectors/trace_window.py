@@ -56,6 +56,7 @@ class TraceWindow:
         on_other_profiler: Callable[[], None],
         is_other_prepared: Callable[[], bool] | None = None,
     ) -> None:
+        notice_captures()
         self._plan, self._first, self._give_way = plan, first, on_other_profiler
         self._is_other_prepared = is_other_prepared or _is_another_prepared
         self._profiler: Any = None
@@ -106,6 +107,7 @@ class TraceWindow:
             if not self._started:
                 # A prepared profiler must be started before it can be stopped.
                 self._start()
+            _stay_attached_beside_graphs()
             self._call_own(profiler.stop_trace)
         finally:
             self._profiler = None
@@ -342,12 +344,44 @@ def _list_activities() -> list[Any]:
     return activities
 
 
+_TEARDOWN = "TEARDOWN_CUPTI"
+
+_has_captured = False
+
+
 def can_detach() -> bool:
     """Whether a profiler that has ended leaves the later steps as fast as before.
 
     On CUDA, CUPTI stays attached unless Kineto is asked to detach it: see build_kineto_environment.
+    From a process that has captured a CUDA graph it is not detached: see notice_captures.
     """
-    return not torch.cuda.is_available() or os.environ.get("TEARDOWN_CUPTI") == "1"
+    is_asked = os.environ.get(_TEARDOWN) == "1" and not _has_captured
+    return is_asked or not torch.cuda.is_available()
+
+
+@functools.cache
+def notice_captures() -> None:
+    """From now on it is known whether this process has captured a CUDA graph.
+
+    Detaching CUPTI beside graphs crashes before CUDA 12.6 (pytorch/pytorch#112507). On CUDA 13.0
+    one of three trainings with a graph ended with an error two steps after its eighth sample; the
+    two others detached 39 times without one.
+    """
+    original = torch.cuda.CUDAGraph.capture_begin
+
+    @functools.wraps(original)
+    def capture_begin(*args: Any, **kwargs: Any) -> None:
+        global _has_captured
+        _has_captured = True
+        original(*args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin
+
+
+def _stay_attached_beside_graphs() -> None:
+    """Before a profiler stops; at its start Kineto needs the variable to attach itself again."""
+    if _has_captured and os.environ.get(_TEARDOWN) == "1":
+        os.environ[_TEARDOWN] = "0"
 
 
 # Annotations that torch lacks: microbatches of a stage, and point-to-point messages.

@@ -42,6 +42,7 @@ from stepsplit.collectors.trace_window import (
     ProfilerInUseError,
     TraceWindow,
     can_detach,
+    notice_captures,
     release_profiler,
 )
 from stepsplit.collectors.watch_notes import (
@@ -105,6 +106,7 @@ class Sampler:
     """
 
     def __init__(self, plan: WatchPlan, mesh: Mesh | None = None, steps_before: int = 0) -> None:
+        notice_captures()
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         started = int(restarts) if restarts.isdecimal() else 0
         self._plan = replace(plan, incarnation=plan.incarnation + started)
@@ -117,7 +119,7 @@ class Sampler:
         self._sample: ActiveSample | None = None
         self._prepared = PreparedProfilers()
         self._is_over = False
-        self._rise = FirstSampleRise() if self.rank == 0 and not can_detach() else None
+        self._rise = FirstSampleRise() if self.rank == 0 else None
         self._link = _WatchThread(
             self._plan, mesh, self.rank, self._world_size, steps_before, self._rise
         )
@@ -482,7 +484,7 @@ class _WatchThread:
         recent = self.recent_ns
         if len(recent) < WINDOW_STEPS or self.done < self._find_first_step():
             return True
-        if self._rise is not None and (risen := self._rise.describe()):
+        if self._rise is not None and not can_detach() and (risen := self._rise.describe()):
             self._end_samples(risen)
             return False
         if not self._heard:
@@ -504,7 +506,7 @@ class _WatchThread:
     def _find_first_step(self) -> int:
         """The step from which on there may be a sample."""
         is_long = time.monotonic() - self._begin_s > _FIRST_STEP_S
-        return _FIRST_STEP if self._rise is None or is_long else _FIRST_STEP_IF_ATTACHED
+        return _FIRST_STEP if can_detach() or is_long else _FIRST_STEP_IF_ATTACHED
 
     def _announce(self, step: int, step_ns: float, is_capture: bool = False) -> None:
         """Publishes the next sample, so far ahead that every rank will have heard of it.

@@ -249,7 +249,7 @@ class FirstSampleRise:
         return (
             f"steps take {median(after_ns) / 1e6:.3g} ms since the first sample, "
             f"{before_ns / 1e6:.3g} ms before; the profiler may have stayed attached, which "
-            "TEARDOWN_CUPTI=1 prevents for CUDA 12.6 and later"
+            "TEARDOWN_CUPTI=1 prevents for CUDA 12.6 and later, without CUDA graphs"
         )
 
 

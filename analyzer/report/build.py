@@ -381,7 +381,8 @@ def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
         return ()
     text = (
         f"steps after the recording take {slowdown:.1%} longer than before it: CUPTI stays attached"
-        " and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later)"
+        " and slows the rest of the job down; set TEARDOWN_CUPTI=1 (CUDA 12.6 and later,"
+        " without CUDA graphs)"
     )
     return (Note("profiler_lasting", text),)
 

@@ -8,9 +8,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze  # noqa: E402
-from stepsplit.collectors import Mesh, profile_run  # noqa: E402
+from stepsplit.collectors import Mesh, profile_run, trace_window  # noqa: E402
 from stepsplit.collectors.record import RecordPlan  # noqa: E402
-from stepsplit.collectors.trace_window import PreparedProfilers, TraceWindow, release_profiler  # noqa: E402
+from stepsplit.collectors.trace_window import (  # noqa: E402
+    PreparedProfilers,
+    TraceWindow,
+    can_detach,
+    release_profiler,
+)
 from stepsplit.collectors.watch_notes import SampleReport  # noqa: E402
 from stepsplit.collectors.watch_plan import (  # noqa: E402
     BudgetController,
@@ -66,6 +72,31 @@ def test_a_trace_without_python_events_holds_the_same_events(tmp_path: Path) -> 
     lean, default = (record_two_steps(tmp_path, memory) for memory in (False, True))
     assert lean == Counter({key: n for key, n in default.items() if key[2] != "[memory]"})
     assert sum(lean.values()) > 100
+
+
+@pytest.mark.parametrize("captures", (False, True))
+def test_the_profiler_stays_attached_to_a_process_that_has_captured_a_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: bool
+) -> None:
+    monkeypatch.setenv("TEARDOWN_CUPTI", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        trace_window, "_list_activities", lambda: [torch.profiler.ProfilerActivity.CPU]
+    )
+    monkeypatch.setattr(trace_window, "_has_captured", False)
+    window = TraceWindow(RecordPlan(str(tmp_path), "graphs", first=1, steps=2), 1, lambda: None)
+
+    for step in range(3):
+        window.begin_step(step, step)
+        if captures and step == 1:
+            with suppress(RuntimeError, AttributeError):  # this torch may have no CUDA
+                torch.cuda.CUDAGraph.capture_begin(SimpleNamespace())
+        assert os.environ["TEARDOWN_CUPTI"] == "1"  # read again where Kineto attaches itself
+        window.end_step(step)
+    release_profiler(window.end())
+
+    assert can_detach() is not captures
+    assert os.environ["TEARDOWN_CUPTI"] == ("0" if captures else "1")
 
 
 def record_two_steps(folder: Path, memory: bool) -> Counter[tuple[Any, ...]]:

@@ -667,6 +667,14 @@ class JobConfig:
         return self.training.global_batch // (self.training.micro_batch * self.parallel.dp)
 
     @property
+    def runs_transformers(self) -> bool:
+        """Whether a model of transformers runs as it is, perhaps in DistributedDataParallel: ddp
+        with RMS norms, unless the job states its kernels."""
+        training = self.training
+        is_plain = training.unfused is None and self.model.norm == "rms"
+        return training.framework == "huggingface" or (training.framework == "ddp" and is_plain)
+
+    @property
     def is_fsdp(self) -> bool:
         """Whether weights are gathered unit by unit: ZeRO-3, and FSDP2 with stage 2, which keeps
         them until the backward."""

@@ -37,10 +37,10 @@ def find_traffic(job: JobConfig) -> float:
     if job.training.unfused is not None:
         return COMPILED_TRAFFIC if job.training.compile else 1.0
     match job.training.framework:
+        case "ddp" | "huggingface" | "fsdp2" if job.training.compile:
+            return COMPILED_TRAFFIC
         case "ddp" | "huggingface":
             return EAGER_TRAFFIC
-        case "fsdp2" if job.training.compile:
-            return COMPILED_TRAFFIC
         case "fsdp2":
             return SHARDED_TRAFFIC if job.is_fsdp else EAGER_TRAFFIC
     return 1.0
@@ -214,9 +214,9 @@ def find_moved_bytes(job: JobConfig) -> MovedBytes | None:
         return None
     if job.model.latent is not None or training.compile or training.activation_dtype == "fp32":
         return None
-    if training.framework == "huggingface" and is_autocast(job):
+    if job.runs_transformers and is_autocast(job):
         return AUTOCAST_MOVED if is_rms else GPT_MOVED
-    if is_rms and (training.framework == "huggingface" or _casts_by_fsdp(job)):
+    if is_rms and (job.runs_transformers or _casts_by_fsdp(job)):
         return HALF_MOVED
     return None
 

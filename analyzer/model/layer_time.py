@@ -261,7 +261,7 @@ def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
     """Time that one microbatch waits for the launches of experts (EXPERT_LAUNCH)."""
     if job.model.experts is None or job.training.cuda_graph == "step":
         return LayerPass(0.0, 0.0, 0.0)
-    if job.training.framework == "huggingface" and not has_fp32_experts(job):
+    if job.runs_transformers and not has_fp32_experts(job):
         # One grouped_mm of torch, which reads the counts of tokens on the device.
         return LayerPass(0.0, 0.0, 0.0)
     local = divide_ceil(job.model.experts.count, job.parallel.ep)
@@ -617,6 +617,21 @@ AUTOCAST = Formula(
 AUTOCAST_BYTES = 12.0
 
 
+BUCKET_COPIES = Formula(
+    "step.bucket_copies",
+    "4 g bytes per parameter and step: DistributedDataParallel copies each gradient, divided by the"
+    " ranks, to its bucket and the sum back",
+    "torch/csrc/distributed/c10d/reducer.cpp",
+)
+
+BUCKET_PASSES = 4
+
+
+EAGER_HOST_NS = 1e6
+"""Host time to launch the forward of one layer of transformers, about 50 operations, in ns. On the
+virtual machine of an H100 it was 2e6: launch times differ between hosts more than kernels do."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrameworkCosts:
     """Constants of a framework.
@@ -649,11 +664,13 @@ def select_framework_costs(job: JobConfig) -> FrameworkCosts:
                 copies = 8.0 + 8.0 / job.microbatches
                 return FrameworkCosts(accumulate_bytes, copies, 400e3, loss_bytes)
             return FrameworkCosts(0.0, 16.0, 400e3, loss_bytes)
-        case "ddp":
+        case "ddp" if not job.runs_transformers:
             return FrameworkCosts(accumulate_bytes, 0.0, 400e3)
-        case "huggingface":
+        case "ddp" | "huggingface":
             casts = AUTOCAST_BYTES if is_autocast(job) else 0.0
-            return FrameworkCosts(accumulate_bytes, casts, 400e3, UPCAST_LOSS_BYTES)
+            if job.training.compile:
+                return FrameworkCosts(accumulate_bytes, casts, 400e3)
+            return FrameworkCosts(accumulate_bytes, casts, EAGER_HOST_NS, UPCAST_LOSS_BYTES)
 
 
 # Ring attention computes its result in pieces, which it has to merge.

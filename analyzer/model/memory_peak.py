@@ -8,7 +8,7 @@ from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
 from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
+from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, TORCH_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     HALF_BYTES,
@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_hidden,
     count_moments_bytes,
     count_updated_bytes,
+    has_buckets,
     has_fp32_experts,
     is_autocast,
     load_coefficients,
@@ -407,16 +408,30 @@ GATHERED = Formula(
 
 LOGITS = Formula(
     "memory.logits",
-    "2TV'/t with a fused loss (its gradient takes their place), else (4 + working) TV'/t;"
-    " plus the head's gradient 2V'h/t",
+    "2TV'/t with a fused loss (its gradient takes their place), 4.5TV'/t where ddp or huggingface"
+    " compile the loss too, else (4 + working) TV'/t; plus the head's gradient 2V'h/t",
     "Korthikanti et al., arXiv:2205.05198, section 4.3; Hsu et al., Liger Kernel, arXiv:2410.10989",
 )
+
+COMPILED_LOGITS = (2.0, 2.5)
+"""Bytes of a logit kept and beside it where a model of transformers is compiled with its loss, by
+the allocations of one on a CPU."""
 
 DUMMY = Formula(
     "memory.layer_gradient",
     "2 bytes for each weight of one layer (one buffer per shape) besides the fp32 gradients",
     "Transformer Engine, get_dummy_wgrad",
 )
+
+
+BUCKETS = Formula(
+    "memory.buckets",
+    "DistributedDataParallel, besides the gradients: 2 g P, on a CPU g P; its buckets are g P",
+    "torch/csrc/distributed/c10d/reducer.cpp; own measurements: over NCCL on an H100 (torch 2.11)"
+    " 2.00 g P, over gloo on a CPU (torch 2.13) 1.00 g P",
+)
+
+KEPT_BUCKETS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +464,9 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
         )
     if job.training.framework in TORCH_FRAMEWORKS:
         copies = HALF_BYTES if is_autocast(job) else 0
-        return PersistentBytes(parameters.total * (copies + _count_bucket_bytes(job)))
+        buckets = _count_bucket_bytes(job)
+        formulas = (BUCKETS,) if buckets else ()
+        return PersistentBytes(parameters.total * (copies + buckets), formulas)
     layer_copies = load_coefficients(job.training.framework).layer_gradient
     if not layer_copies or not _has_fp32_gradients(job):
         return PersistentBytes(0)
@@ -457,10 +474,11 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
 
 
 def _count_bucket_bytes(job: JobConfig) -> int:
-    """Bytes per gradient in DistributedDataParallel's buckets, a second copy."""
-    plain = job.training.framework in TORCH_FRAMEWORKS and job.parallel.zero < 2
-    is_copied = plain and job.parallel.gradient_ranks > 1
-    return count_updated_bytes(job.training) if is_copied else 0
+    """Bytes per parameter that DistributedDataParallel keeps besides the gradients (BUCKETS)."""
+    if not has_buckets(job):
+        return 0
+    copies = 1 if job.hardware.family == "cpu" else KEPT_BUCKETS
+    return copies * count_updated_bytes(job.training)
 
 
 def _is_gathered_once(job: JobConfig) -> bool:
@@ -517,6 +535,9 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
     logits = count_logits(job)
     if job.training.fused_loss:
         return logits * job.training.weight_bytes, 0
+    if job.training.compile and job.training.framework in AUTOCAST_FRAMEWORKS:
+        saved, working = COMPILED_LOGITS
+        return round(logits * saved), round(logits * working)
     working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working
     return round(logits * known.logits_saved), round(logits * working)
 

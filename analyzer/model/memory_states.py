@@ -144,6 +144,13 @@ def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
     return ParameterBytes(training.weight_bytes, gradients, optimizer, extra_adam, formula)
 
 
+def has_buckets(job: JobConfig) -> bool:
+    """Whether DistributedDataParallel copies gradients to its buckets and back."""
+    layout, framework = job.parallel, job.training.framework
+    is_wrapped = framework == "ddp" or layout.gradient_ranks > 1
+    return framework in TORCH_FRAMEWORKS and layout.zero < 2 and is_wrapped
+
+
 def count_updated_bytes(training: TrainingConfig) -> int:
     """Bytes of a weight as the optimizer updates it."""
     return MASTER_BYTES if training.master_weights else training.weight_bytes
@@ -417,9 +424,11 @@ def _find_variant(job: JobConfig) -> str:
     """The table of what differs from the framework's saved bytes (VARIANTS)."""
     if job.model.norm == "layer":
         return "layer_norm"
-    if job.training.framework in AUTOCAST_FRAMEWORKS and not is_autocast(job):
-        return "half"
-    return "" if job.training.compile else "eager"
+    if job.training.framework not in AUTOCAST_FRAMEWORKS:
+        return "" if job.training.compile else "eager"
+    if job.training.compile:
+        return "compiled" if is_autocast(job) else "half_compiled"
+    return "" if is_autocast(job) else "half"
 
 
 @lru_cache(maxsize=128)
@@ -572,7 +581,7 @@ def has_fp32_experts(job: JobConfig) -> bool:
     """Whether experts run in fp32: autocast does not cast the operands of torch's grouped_mm, which
     transformers calls for them."""
     is_routed = job.model.experts is not None
-    return is_routed and job.training.framework == "huggingface" and is_autocast(job)
+    return is_routed and job.runs_transformers and is_autocast(job)
 
 
 # What each framework saves for the backward pass, read from presets/frameworks.toml.
@@ -609,7 +618,7 @@ class SavedBytes:
     fp8_inputs: bool
 
 
-VARIANTS = ("layer_norm", "eager", "half")
+VARIANTS = ("layer_norm", "eager", "half", "compiled", "half_compiled")
 
 
 @dataclass(frozen=True, slots=True)

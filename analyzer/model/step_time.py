@@ -15,6 +15,8 @@ from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
     AUTOCAST,
+    BUCKET_COPIES,
+    BUCKET_PASSES,
     HOST,
     UNIT_COPIES,
     LayerPass,
@@ -24,6 +26,7 @@ from stepsplit.analyzer.model.layer_time import (
     compute_launch_time,
     select_framework_costs,
 )
+from stepsplit.analyzer.model.memory_states import count_updated_bytes, has_buckets
 from stepsplit.analyzer.model.optimizer_time import (
     compute_offload_ns,
     compute_optimizer_ns,
@@ -365,17 +368,21 @@ def _time_unit_copies(
     job: JobConfig, speed: DeviceSpeed, parameters: StageParameters, chunk: Chunk
 ) -> LayerPass:
     """Copies of the weights: FSDP's around its collectives, a quarter of them in the forward, and
-    autocast's, half of them; of one microbatch, or of the step if a pipeline gathers once."""
-    is_cast = job.training.framework == "huggingface"
-    if not job.is_fsdp and not is_cast:
+    autocast's, half of them; of one microbatch, or of the step if a pipeline gathers once. And
+    those to and from the buckets of DistributedDataParallel, once per step."""
+    is_cast, is_copied = job.runs_transformers, has_buckets(job)
+    if not (job.is_fsdp or is_cast or is_copied):
         return LayerPass(0.0, 0.0, 0.0)
     layers = parameters.dense_layers + parameters.expert_layers
-    share = chunk.layers / layers if layers else 0.0
+    copied = parameters.total * chunk.layers / layers if layers else 0.0
     each_bytes = select_framework_costs(job).unit_bytes
-    total_ns = speed.compute_memory_ns(each_bytes * parameters.total * share)
-    formulas = (AUTOCAST if is_cast else UNIT_COPIES,) if each_bytes else ()
-    forward_ns = total_ns / 2 if is_cast else total_ns / 4
-    return LayerPass(forward_ns, 0.0, total_ns - forward_ns, formulas=formulas)
+    bucket_bytes = BUCKET_PASSES * count_updated_bytes(job.training) if is_copied else 0
+    units_ns = speed.compute_memory_ns(each_bytes * copied)
+    forward_ns = units_ns / 2 if is_cast else units_ns / 4
+    buckets_ns = speed.compute_memory_ns(bucket_bytes * copied) / job.microbatches
+    units = AUTOCAST if is_cast else UNIT_COPIES
+    formulas = (*(units,) * bool(each_bytes), *(BUCKET_COPIES,) * is_copied)
+    return LayerPass(forward_ns, 0.0, units_ns - forward_ns + buckets_ns, formulas=formulas)
 
 
 # How much of a stage's communication is exposed.

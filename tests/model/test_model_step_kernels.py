@@ -395,7 +395,11 @@ def test_sequence_parallelism_halves_the_norms_too() -> None:
 
 
 def test_frameworks_without_fusion_move_more_between_gemms() -> None:
-    fused, eager = time_dense_layer(job(), UNIT), time_dense_layer(job(framework="ddp"), UNIT)
+    """Those of a model with layer norms; of others under DDP, the operations are counted."""
+    model = replace(TINY, norm="layer")
+    fused, eager = (
+        time_dense_layer(job(model, framework=name), UNIT) for name in ("megatron", "ddp")
+    )
     assert eager.forward_ns - fused.forward_ns == pytest.approx(0.75 * MOVED)
     assert eager.input_ns - fused.input_ns == pytest.approx(0.75 * MOVED_BACK)
 
@@ -537,7 +541,7 @@ def test_each_framework_has_its_constants() -> None:
         "nanotron": FrameworkCosts(0.0, 0.0, 250e3),
         "deepspeed": FrameworkCosts(7.0, 0.0, 400e3),
         "fsdp2": FrameworkCosts(0.0, 16.0, 400e3),
-        "huggingface": FrameworkCosts(3.0, 12.0, 400e3, (18.0, 28.0)),
+        "huggingface": FrameworkCosts(3.0, 12.0, 1e6, (18.0, 28.0)),
     }
 
 

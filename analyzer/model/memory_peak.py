@@ -537,7 +537,9 @@ def compute_logits_bytes(job: JobConfig) -> tuple[int, int]:
         return logits * job.training.weight_bytes, 0
     if job.training.compile and job.training.framework in AUTOCAST_FRAMEWORKS:
         saved, working = COMPILED_LOGITS
-        return round(logits * saved), round(logits * working)
+        gradient = HALF_BYTES + (count_updated_bytes(job.training) if is_autocast(job) else 0)
+        head = gradient * count_vocabulary_parameters(job)
+        return round(logits * saved), round(logits * working) + head
     working = known.logits_working_split if job.parallel.tp > 1 else known.logits_working
     return round(logits * known.logits_saved), round(logits * working)
 

@@ -19,12 +19,15 @@ from stepsplit.analyzer.gap.calibration_sample import (
     AttentionSample,
     CalibrationSample,
     GemmSample,
+    StageParts,
     StageSample,
     Transfer,
+    compute_parts,
     read_sample,
+    set_efficiency,
+    set_peak,
 )
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep
-from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
     AttentionKernel,
@@ -42,20 +45,11 @@ from stepsplit.analyzer.model.device_speed import (
     compute_device_speed,
 )
 from stepsplit.analyzer.model.hardware_config import load_attention_rate
-from stepsplit.analyzer.model.layer_time import (
-    FUSED_BACKWARD,
-    Gemm,
-    build_head_gemm,
-    compute_launch_time,
-    list_attention_gemms,
-    list_expert_gemms,
-    list_mlp_gemms,
-)
+from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
-from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.rank_layout import Chunk, GroupPlacement, StageConfig, list_stages
-from stepsplit.analyzer.model.step_time import compute_skew, compute_stage_time
+from stepsplit.analyzer.model.rank_layout import GroupPlacement
+from stepsplit.analyzer.model.step_time import compute_skew
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 
 # A calibration as TOML, for `file` in [hardware].
@@ -360,8 +354,9 @@ MIN_OWN_SHARE = 0.2
 MIN_RATIO_SPREAD = 2.0
 """Launches and memory traffic are separable if their ratio varies this much between stages."""
 
-HOST_BOUND = 0.05
-"""A device that is idle for less than this share of the step is not host-bound."""
+HOST_BOUND = 0.2
+"""Up to this share of the step a device may be idle for what the host does once per step: a
+synchronization, the optimizer. It tells nothing of layers then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +383,7 @@ def fit_efficiency(runs: Sequence[CalibrationSample], known: Efficiency) -> Effi
     jitter = _estimate_jitter(runs)
     return replace(
         fitted,
-        host_ns=_estimate_host_ns(runs, rows) or known.host_ns,
+        host_ns=_estimate_host_ns(runs, fitted) or known.host_ns,
         jitter=jitter or known.jitter,
         jitter_per_layer=None if jitter else known.jitter_per_layer,
     )
@@ -495,28 +490,49 @@ def _estimate_jitter(runs: Sequence[CalibrationSample]) -> float:
     """The relative variation of step times; 0 if no run had waits within a stage."""
     estimates = []
     for run in runs:
-        unit = replace(run.job.hardware.efficiency, jitter=1.0)
-        job = replace(run.job, hardware=replace(run.job.hardware, efficiency=unit))
+        job = set_efficiency(run.job, replace(run.job.hardware.efficiency, jitter=1.0))
         times = compute_skew(job).share
         skews = [one.split.skew_ns / (one.step_ns - one.split.skew_ns) for one in run.stages]
         estimates += [skew / times for skew in skews] if times else []
     return fmean(estimates) if estimates else 0.0
 
 
-def _estimate_host_ns(runs: Sequence[CalibrationSample], rows: Sequence[_Row]) -> float:
-    """The host time to launch a layer's forward, 0 if never exposed.
+def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> float:
+    """The host time to launch a layer's forward; 0 if never exposed.
 
-    On a CPU run all of it is idle time, on a device only the part not hidden by its work.
+    On a CPU run all of it is idle time; on a device it is the time with which the model has the
+    idle time of the run that is idle for the largest part of its step.
     """
-    alone = runs[0].job.hardware.family == "cpu"
-    estimates = []
-    for row in rows:
-        split, host = row.sample.split, row.parts.host
-        if host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * row.sample.step_ns):
-            continue
-        hidden = 0 if alone else split.compute_ns + split.exposed_comm_ns
-        estimates.append((split.idle_ns + hidden) / host)
-    return fmean(estimates) if estimates else 0.0
+    found = []
+    for run in runs:
+        for parts, seen in _pair_parts(run):
+            if host_ns := _solve_host_ns(run, parts, seen, fitted):
+                found.append((seen.split.idle_ns / seen.step_ns, host_ns))
+    if not found:
+        return 0.0
+    if runs[0].job.hardware.family == "cpu":
+        return fmean(host_ns for _, host_ns in found)
+    return max(found)[1]
+
+
+def _solve_host_ns(
+    run: CalibrationSample, parts: StageParts, seen: StageSample, fitted: Efficiency
+) -> float:
+    from scipy.optimize import brentq  # takes long to import
+
+    split, alone = seen.split, run.job.hardware.family == "cpu"
+    if parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * seen.step_ns):
+        return 0.0
+    hidden = 0 if alone else split.compute_ns + split.exposed_comm_ns
+    most_ns = (split.idle_ns + hidden) / parts.host
+
+    def compute_excess(host_ns: float) -> float:
+        job = set_efficiency(run.job, replace(fitted, host_ns=host_ns))
+        return predict(job).splits[seen.stage].idle_ns - split.idle_ns
+
+    if alone or compute_excess(most_ns) <= 0:
+        return most_ns
+    return float(brentq(compute_excess, 1.0, most_ns)) if compute_excess(1.0) < 0 else 0.0
 
 
 # GEMMs and attention at their recorded shapes.
@@ -533,7 +549,7 @@ def fit_gemm_share(runs: Sequence[CalibrationSample], known: Efficiency) -> floa
     """
     ideal_ns, own_ns, total_ns = 0.0, 0.0, 0
     for run in runs:
-        peak = compute_device_speed(_set_peak(run.job))
+        peak = compute_device_speed(set_peak(run.job))
         total_ns += run.kernels.all_gemms_ns
         for gemm in run.kernels.gemms:
             if gemm.dtype == run.job.training.dtype:
@@ -687,112 +703,6 @@ def fit_memory_correction(
 
 def _find_peak_bytes(run: CalibrationSample) -> int:
     return max((stage.peak_bytes or 0 for stage in run.stages), default=0)
-
-
-# The predicted compute of a stage, separated by constant.
-
-
-@dataclass(frozen=True, slots=True)
-class StageParts:
-    """One step of a stage's rank: compute = products / gemm + core / attention + (product_moves +
-    other_moves) / memory + (product_launches + other_launches) x launch_ns; times in ns at the
-    peaks. host counts launches of a layer's forward.
-    """
-
-    products: float
-    core: float
-    product_moves: float
-    other_moves: float
-    product_launches: float
-    other_launches: float
-    host: float
-
-
-def compute_parts(job: JobConfig) -> tuple[StageParts, ...]:
-    """The parts of every stage in order."""
-    stage_params = count_stage_parameters(job)
-    both = zip(list_stages(job), stage_params, strict=True)
-    return tuple(_compute_stage_parts(job, stage, parameters) for stage, parameters in both)
-
-
-def _compute_stage_parts(
-    job: JobConfig, stage: StageConfig, parameters: StageParameters
-) -> StageParts:
-    peak = compute_device_speed(_set_peak(job))
-    free = replace(
-        peak, linear_flops_per_ns=math.inf, head_flops_per_ns=math.inf,
-        attention_flops_per_ns=math.inf, attention_backward_flops_per_ns=math.inf,
-        bytes_per_ns=math.inf,
-    )  # fmt: skip
-    work = replace(
-        free,
-        linear_flops_per_ns=peak.linear_flops_per_ns,
-        head_flops_per_ns=peak.head_flops_per_ns,
-    )
-    core = replace(
-        free,
-        attention_flops_per_ns=peak.attention_flops_per_ns,
-        attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
-    )
-    moves, starts = replace(free, bytes_per_ns=peak.bytes_per_ns), replace(free, launch_ns=1.0)
-    product_moves, product_starts = (
-        _compute_products_ns(job, stage, each) for each in (moves, starts)
-    )
-    return StageParts(
-        products=_compute_ns(job, stage, parameters, work),
-        core=_compute_ns(job, stage, parameters, core),
-        product_moves=product_moves,
-        other_moves=_compute_ns(job, stage, parameters, moves) - product_moves,
-        product_launches=product_starts,
-        other_launches=_compute_ns(job, stage, parameters, starts) - product_starts,
-        host=count_rank_microbatches(job)
-        * sum(_count_launches(job, chunk) for chunk in stage.chunks),
-    )
-
-
-def _set_peak(job: JobConfig) -> JobConfig:
-    known = job.hardware.efficiency
-    peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile, gemm_result=known.gemm_result)
-    return replace(job, hardware=replace(job.hardware, efficiency=peak, attention=None))
-
-
-def _compute_ns(
-    job: JobConfig, stage: StageConfig, parameters: StageParameters, speed: DeviceSpeed
-) -> float:
-    found = compute_stage_time(job, speed, stage, parameters, ())
-    return count_rank_microbatches(job) * found.compute_ns + found.optimizer_ns
-
-
-def _compute_products_ns(job: JobConfig, stage: StageConfig, speed: DeviceSpeed) -> float:
-    """The time of the GEMMs, recomputed ones included."""
-    again = job.training.recompute in ("full", "every", "sqrt")
-    dense = (*list_attention_gemms(job), *list_mlp_gemms(job, job.model.ffn))
-    total_ns = stage.dense_layers * _sum_passes_ns(dense, speed, again)
-    if job.model.experts is not None:
-        mixture = (*list_attention_gemms(job), *list_expert_gemms(job, job.model.experts))
-        total_ns += stage.expert_layers * _sum_passes_ns(mixture, speed, again)
-    if stage.head:
-        total_ns += _sum_passes_ns((build_head_gemm(job),), speed, False)
-    return count_rank_microbatches(job) * total_ns
-
-
-def _sum_passes_ns(products: tuple[Gemm, ...], speed: DeviceSpeed, again: bool) -> float:
-    return sum(
-        (2 if again else 1) * one.compute_forward_ns(speed)
-        + one.compute_input_ns(speed)
-        + one.compute_weight_ns(speed)
-        for one in products
-    )
-
-
-def _count_launches(job: JobConfig, chunk: Chunk) -> float:
-    unit = replace(job.hardware.efficiency, host_ns=1.0)
-    found = compute_launch_time(
-        replace(job, hardware=replace(job.hardware, efficiency=unit)),
-        chunk.layers,
-        chunk.expert_layers,
-    )
-    return found.forward_ns + found.input_ns
 
 
 # Rates that the hardware cannot reach are refused.

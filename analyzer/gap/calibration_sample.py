@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
@@ -13,9 +14,22 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.gap.config_from_trace import infer_job
 from stepsplit.analyzer.model.comm_measured import SWEEP_OPS
-from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
+from stepsplit.analyzer.model.config import Efficiency, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
+from stepsplit.analyzer.model.layer_time import (
+    Gemm,
+    build_head_gemm,
+    compute_launch_time,
+    list_attention_gemms,
+    list_expert_gemms,
+    list_mlp_gemms,
+)
+from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
+from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from stepsplit.analyzer.model.step_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
 from stepsplit.analyzer.split.kernels import (
@@ -235,3 +249,109 @@ def collect_kernels(split: RunSplit) -> KernelSamples:
             kernel, backward = find_attention_kernel(one.name), is_backward(one.name)
             attention.append(AttentionSample(core, kernel, backward, count_of, took_ns))
     return KernelSamples(tuple(gemms), tuple(attention), total)
+
+
+# The predicted compute of a stage, separated by constant.
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """One step of a stage's rank: compute = products / gemm + core / attention + (product_moves +
+    other_moves) / memory + (product_launches + other_launches) x launch_ns; times in ns at the
+    peaks. host counts launches of a layer's forward.
+    """
+
+    products: float
+    core: float
+    product_moves: float
+    other_moves: float
+    product_launches: float
+    other_launches: float
+    host: float
+
+
+def compute_parts(job: JobConfig) -> tuple[StageParts, ...]:
+    """The parts of every stage in order."""
+    stage_params = count_stage_parameters(job)
+    both = zip(list_stages(job), stage_params, strict=True)
+    return tuple(_compute_stage_parts(job, stage, parameters) for stage, parameters in both)
+
+
+def _compute_stage_parts(
+    job: JobConfig, stage: StageConfig, parameters: StageParameters
+) -> StageParts:
+    peak = compute_device_speed(set_peak(job))
+    free = replace(
+        peak, linear_flops_per_ns=math.inf, head_flops_per_ns=math.inf,
+        attention_flops_per_ns=math.inf, attention_backward_flops_per_ns=math.inf,
+        bytes_per_ns=math.inf,
+    )  # fmt: skip
+    work = replace(
+        free,
+        linear_flops_per_ns=peak.linear_flops_per_ns,
+        head_flops_per_ns=peak.head_flops_per_ns,
+    )
+    core = replace(
+        free,
+        attention_flops_per_ns=peak.attention_flops_per_ns,
+        attention_backward_flops_per_ns=peak.attention_backward_flops_per_ns,
+    )
+    moves, starts = replace(free, bytes_per_ns=peak.bytes_per_ns), replace(free, launch_ns=1.0)
+    product_moves, product_starts = (
+        _compute_products_ns(job, stage, each) for each in (moves, starts)
+    )
+    return StageParts(
+        products=_compute_ns(job, stage, parameters, work),
+        core=_compute_ns(job, stage, parameters, core),
+        product_moves=product_moves,
+        other_moves=_compute_ns(job, stage, parameters, moves) - product_moves,
+        product_launches=product_starts,
+        other_launches=_compute_ns(job, stage, parameters, starts) - product_starts,
+        host=count_rank_microbatches(job)
+        * sum(_count_launches(job, chunk) for chunk in stage.chunks),
+    )
+
+
+def set_peak(job: JobConfig) -> JobConfig:
+    known = job.hardware.efficiency
+    peak = Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, tile=known.tile, gemm_result=known.gemm_result)
+    return set_efficiency(replace(job, hardware=replace(job.hardware, attention=None)), peak)
+
+
+def set_efficiency(job: JobConfig, efficiency: Efficiency) -> JobConfig:
+    return replace(job, hardware=replace(job.hardware, efficiency=efficiency))
+
+
+def _compute_ns(
+    job: JobConfig, stage: StageConfig, parameters: StageParameters, speed: DeviceSpeed
+) -> float:
+    found = compute_stage_time(job, speed, stage, parameters, ())
+    return count_rank_microbatches(job) * found.compute_ns + found.optimizer_ns
+
+
+def _compute_products_ns(job: JobConfig, stage: StageConfig, speed: DeviceSpeed) -> float:
+    """The time of the GEMMs, recomputed ones included."""
+    again = job.training.recompute in ("full", "every", "sqrt")
+    dense = (*list_attention_gemms(job), *list_mlp_gemms(job, job.model.ffn))
+    total_ns = stage.dense_layers * _sum_passes_ns(dense, speed, again)
+    if job.model.experts is not None:
+        mixture = (*list_attention_gemms(job), *list_expert_gemms(job, job.model.experts))
+        total_ns += stage.expert_layers * _sum_passes_ns(mixture, speed, again)
+    if stage.head:
+        total_ns += _sum_passes_ns((build_head_gemm(job),), speed, False)
+    return count_rank_microbatches(job) * total_ns
+
+
+def _sum_passes_ns(products: tuple[Gemm, ...], speed: DeviceSpeed, again: bool) -> float:
+    return sum(
+        (2 if again else 1) * one.compute_forward_ns(speed)
+        + one.compute_input_ns(speed)
+        + one.compute_weight_ns(speed)
+        for one in products
+    )
+
+
+def _count_launches(job: JobConfig, chunk: Chunk) -> float:
+    unit = set_efficiency(job, replace(job.hardware.efficiency, host_ns=1.0))
+    found = compute_launch_time(unit, chunk.layers, chunk.expert_layers)
+    return found.forward_ns + found.input_ns

@@ -518,8 +518,6 @@ def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> 
 def _solve_host_ns(
     run: CalibrationSample, parts: StageParts, seen: StageSample, fitted: Efficiency
 ) -> float:
-    from scipy.optimize import brentq  # takes long to import
-
     split, alone = seen.split, run.job.hardware.family == "cpu"
     if parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * seen.step_ns):
         return 0.0
@@ -532,6 +530,8 @@ def _solve_host_ns(
 
     if alone or compute_excess(most_ns) <= 0:
         return most_ns
+    from scipy.optimize import brentq  # takes long to import
+
     return float(brentq(compute_excess, 1.0, most_ns)) if compute_excess(1.0) < 0 else 0.0
 
 

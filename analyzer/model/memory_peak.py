@@ -409,7 +409,8 @@ GATHERED = Formula(
 LOGITS = Formula(
     "memory.logits",
     "2TV'/t with a fused loss (its gradient takes their place), 4.5TV'/t where ddp or huggingface"
-    " compile the loss too, else (4 + working) TV'/t; plus the head's gradient 2V'h/t",
+    " compile the loss too, else (4 + working) TV'/t; plus the head's gradient 2V'h/t, compiled"
+    " under autocast with its fp32 copy 6V'h/t",
     "Korthikanti et al., arXiv:2205.05198, section 4.3; Hsu et al., Liger Kernel, arXiv:2410.10989",
 )
 

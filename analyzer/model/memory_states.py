@@ -660,11 +660,12 @@ def _load_all() -> dict[str, Coefficients]:
 def _build_coefficients(name: str, tables: dict[str, Any]) -> Coefficients:
     table = dict(tables[name])
     layers = tables[table.pop("same_layers_as", name)]
+    own = {each: table.pop(each) for each in VARIANTS if each in table}
     table |= {
         "rows": tuple(table["rows"]),
         "saved": SavedBytes(**layers["saved"]),
         "selective": SavedBytes(**layers.get("selective", layers["saved"] | {"scores": 0.0})),
-        "variants": {each: table.pop(each) for each in VARIANTS if each in table},
+        "variants": {each: layers[each] for each in VARIANTS if each in layers} | own,
     }
     return Coefficients(framework=name, **table)
 

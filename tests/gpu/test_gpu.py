@@ -280,11 +280,12 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Watch:
 def _watch(folder: Path, mode: str) -> Watched:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     words = ["--out", str(folder), "--every", "100steps", "--budget", "50"]
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "stepsplit.dashboard", "watch", *words, "--",
          sys.executable, *launch, str(SCRIPT), mode, "2000"],
-        capture_output=True, timeout=600, check=True,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     (path,) = (folder / "hosts").glob("*.jsonl")
     lines = path.read_bytes().splitlines()
     return Watched(folder, tuple(decode_batch(line, str(path)) for line in lines))

@@ -76,7 +76,7 @@ def test_compiled_kernels_are_launched_faster() -> None:
 COMPILED = """
 import json, sys
 import torch, transformers
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 torch.manual_seed(0)
 shape = json.loads(sys.argv[1])

@@ -118,8 +118,10 @@ SEND = Formula(
 
 ALL_TO_ALL = Formula(
     "comm.all_to_all",
-    "t = base + a + max((g-1)/n S / NVLink, (n-g)/n S / NIC); n ranks, g per node",
-    "NVIDIA/nccl-tests doc/PERFORMANCE.md: every rank sends S/n to each other one",
+    "t = base + a + max((g-1)/n S / (0.89 NVLink), (n-g)/n S (1 + sqrt(s0 / (S/n))) / NIC); n"
+    " ranks, g per node, s0 = 0.34 MB: between nodes small messages reach less of the NIC",
+    "NVIDIA/nccl-tests doc/PERFORMANCE.md: every rank sends S/n to each other one; 0.89, s0: fitted"
+    " on H100 over EFA and GB200",
 )
 
 
@@ -145,13 +147,11 @@ def compute_all_to_all_ns(
 ) -> float:
     """Computes an all_to_all in ns, intra-node and NIC traffic in parallel (ALL_TO_ALL)."""
     here, others = group.ranks_per_node - 1, group.ranks - group.ranks_per_node
-    part = message_bytes / group.ranks * 1e9
-    inside_ns = part * here / compute_intra_bytes_per_s(group, hardware) if here else 0.0
-    across_ns = (
-        part * others / compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware)
-        if others > 0
-        else 0.0
-    )
+    part_bytes = message_bytes / group.ranks
+    inside_rate = compute_intra_bytes_per_s(group, hardware) * PAIRS_RATE.value
+    nic_rate = compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware)
+    inside_ns = here * part_bytes / inside_rate * 1e9
+    across_ns = others * (part_bytes + math.sqrt(PAIR_BYTES.value * part_bytes)) / nic_rate * 1e9
     latency_ns = hardware.intra.latency_ns if here else 0.0
     if others > 0:
         farther = 1 + LL_STEP.value * (group.nodes - 2)
@@ -166,7 +166,8 @@ RING_ALGORITHM = Formula(
     "t = base + steps a + S f / (B e); steps 2(n-1) all_reduce, n-1 otherwise;"
     " f = 2(n-1)/n all_reduce, (n-1)/n all_gather and reduce_scatter, 1 broadcast and reduce;"
     " over k nodes 2(k-1) or k-1 of the steps are between nodes; large messages wait for these"
-    " and for the steps of one node, and B = min(NVLink, ranks per node x NIC)",
+    " and, in an all_reduce, for the steps of one node, otherwise for 0.55 of all others; B ="
+    " min(NVLink, ranks per node x NIC)",
     "NVIDIA/nccl src/graph/tuning.cc; NVIDIA/nccl-tests doc/PERFORMANCE.md",
 )
 
@@ -184,37 +185,47 @@ NVLS = Formula(
 
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1, "reduce": 1}
 
+_PASSED_ON = ("all_gather", "reduce_scatter")
+
 
 def compute_ring_ns(
     op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
 ) -> float:
     """Computes the time of a ring in ns, by the best of NCCL's protocols (RING_ALGORITHM)."""
-    moved_ns = (
-        message_bytes
-        * compute_busbw_factor(op, group.ranks)
-        / compute_ring_bytes_per_s(group, hardware)
-        * 1e9
-    )
+    ring_bytes = message_bytes * compute_busbw_factor(op, group.ranks)
+    moved_ns = ring_bytes / compute_ring_bytes_per_s(group, hardware) * 1e9
     hops_ns, large_hops_ns = _compute_ring_hops_ns(op, group, hardware)
     simple = SIMPLE_BASE_NS.value + large_hops_ns + moved_ns
-    ll = LL_BASE_NS.value + hops_ns * LL_STEP.value + moved_ns / LL_RATE.value
-    if group.nodes > 1 or not hardware.intra.name.startswith(LL128_LINKS):
+    ll_ns = moved_ns / LL_RATE.value
+    if group.nodes > 1:
+        ll_ns = max(ll_ns, ring_bytes / LL_NODES_BYTES_PER_S.value * 1e9)
+    ll = LL_BASE_NS.value + hops_ns * LL_STEP.value + ll_ns
+    if not hardware.intra.name.startswith(LL128_LINKS):
         return min(simple, ll)
-    ll128 = LL128_BASE_NS.value + hops_ns * LL128_STEP.value
+    ll128 = LL128_BASE_NS.value
+    if group.nodes == 1:
+        ll128 += hops_ns * LL128_STEP.value
+    elif op in _PASSED_ON and hardware.inter.name.startswith(LL128_NETWORKS):
+        ll128 += large_hops_ns * LL128_STEP.value
+    else:
+        return min(simple, ll)
     return min(simple, ll, ll128 + moved_ns / LL128_RATE.value)
 
 
 def _compute_ring_hops_ns(
     op: str, group: GroupPlacement, hardware: HardwareConfig
 ) -> tuple[float, float]:
-    """Latency in ns of all steps, and of those on a large message's critical path: one node's
-    own steps and those between nodes."""
+    """Latency in ns of all steps, and of those that a large message waits for: between nodes, and
+    of one node or, where each rank's part passes all others in turn, of all nodes."""
     rounds, here = _STEPS[op], group.ranks_per_node - 1
     between = rounds * (group.nodes - 1)
     steps = rounds * (group.ranks - 1) - between
     between_ns = between * hardware.inter.latency_ns
+    inside_ns = steps * hardware.intra.latency_ns
     own_ns = rounds * here * hardware.intra.latency_ns
-    return steps * hardware.intra.latency_ns + between_ns, own_ns + between_ns
+    if op in _PASSED_ON and group.nodes > 1:
+        own_ns = inside_ns * PASS_STEP.value
+    return inside_ns + between_ns, own_ns + between_ns
 
 
 def compute_ring_bytes_per_s(group: GroupPlacement, hardware: HardwareConfig) -> float:
@@ -315,7 +326,13 @@ TREE_LL_LEVEL = Constant(0.36, f"{_TUNING}: tree LL / ring Simple between nodes 
 LL128_LINKS = ("nvlink",)
 """Links, by name prefix, that store 128 bytes atomically."""
 
+LL128_NETWORKS = ("ib-", "roce-")
+"""Networks, by name prefix, over which NCCL uses LL128 (EFA's plugin and Slingshot's do not)."""
+
 LL_RATE = Constant(0.5, f"{_TUNING}: half of each LL word is a flag")
+
+LL_NODES_BYTES_PER_S = Constant(35e9, f"{_TUNING}: llMaxBws, Hopper, 4 nodes")
+"""Most that a ring with LL moves between nodes."""
 
 LL128_RATE = Constant(0.92, f"{_TUNING}: 120 of 128 bytes are data, rounded down")
 
@@ -390,6 +407,30 @@ TREE_REACHED = Constant(0.6, ALPS_FIT, ALPS_ROWS)
 TREE_NODE = Constant(0.6, ALPS_FIT, ALPS_ROWS)
 """Latency that each further node adds to a tree with Simple, over the inter-node link's."""
 
+EFA_SIZES = (32 * MIB, 128 * MIB, 512 * MIB, 2 * GIB)
+
+EFA_NODES = (2, 4, 8, 16, 32)
+
+
+def list_efa_rows(op: str) -> tuple[str, ...]:
+    """Lists row ids of nccl_sweeps_over_nodes.csv on which a constant of an op was fitted."""
+    system = "H100 p5.48xlarge (EFA)"
+    return tuple(f"nodes/{system}_{op}_{8 * k}_{size}" for k in EFA_NODES for size in EFA_SIZES)
+
+
+PAIR_BYTES = Constant(
+    0.34e6, "H100 over EFA all_to_all, 2 to 32 nodes", list_efa_rows("all_to_all")
+)
+"""Message to each other rank at which an all_to_all reaches half of the rate between nodes."""
+
+GB200_ROWS = tuple(f"nodes/GB200 NVL72_all_to_all_{n}_{2**33}" for n in (4, 8, 64))
+
+PAIRS_RATE = Constant(0.89, "GB200 all_to_all of 8 GiB in a rack, 4, 8 and 64 ranks", GB200_ROWS)
+"""Share of a ring's rate that an all_to_all reaches in a node."""
+
+PASS_STEP = Constant(0.55, "H100 over EFA all_gather, 2 to 32 nodes", list_efa_rows("all_gather"))
+"""Latency of a step within a node in a ring over several, over Link.latency_ns."""
+
 MESHES = ("xgmi-mi3",)
 """Links, by name prefix, of a full mesh: a GPU has one to each other GPU of its node, and a group
 of n ranks uses n-1 of them. ml-engineering network/README.md, 8xMI300X 4 GiB rows. The dies of
@@ -416,14 +457,15 @@ ROWS = (
     *list_alps_rows(ALPS_NODES, ALPS_SIZES),
     *list_sweep_rows(A100, SWEEP_SIZES),
     *list_sweep_rows(B200, SWEEP_SIZES),
-)
+    *list_efa_rows("all_to_all"), *list_efa_rows("all_gather"), *list_efa_rows("all_reduce"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBand:
     """Measured / predicted time up to a size: 5th and 95th percentile over ROWS.
 
-    At least 12 to 20 % on each side, even if the rows vary less: they cover only three clusters.
+    At least 12 to 20 % on each side, even if the rows vary less: they cover only four clusters.
     """
 
     until_bytes: float
@@ -440,10 +482,11 @@ INTRA = (
 
 INTER = (
     ErrorBand(4 * KIB, 0.7, 1.25), ErrorBand(2 * MIB, 0.8, 5.5), ErrorBand(32 * MIB, 0.85, 1.9),
-    ErrorBand(float("inf"), 0.85, 1.15),
+    ErrorBand(float("inf"), 0.75, 1.36),
 )  # fmt: skip
-"""2 to 64 nodes, all on one fabric. From 4 KiB to 2 MiB the fabric leaves its eager protocol, which
-NCCL's constants do not model: measured times are 2 to 5 times the predicted ones."""
+"""2 to 64 nodes; up to 32 MiB all on one fabric. From 4 KiB to 2 MiB that one leaves its eager
+protocol, which NCCL's constants do not model: measured times are 2 to 5 times the predicted
+ones."""
 
 FAR = (
     ErrorBand(4 * KIB, 0.8, 1.25),
@@ -459,7 +502,7 @@ SWITCH_FACTOR = 2.0
 
 
 def find_error_band(message_bytes: float, group: GroupPlacement) -> tuple[float, float]:
-    """Finds the (low, high) factors of a predicted time; all ops use those of all_reduce."""
+    """Finds the (low, high) factors of a predicted time, for all ops."""
     classes = FAR if group.nodes > FAR_NODES else INTER if group.nodes > 1 else INTRA
     spread = next(each for each in classes if message_bytes < each.until_bytes)
     return spread.low, spread.high

@@ -63,7 +63,12 @@ from stepsplit.analyzer.model.prediction import (
     Prediction,
     StageMemory,
 )
-from stepsplit.analyzer.model.rank_layout import find_equal_stages, list_stages, place_group
+from stepsplit.analyzer.model.rank_layout import (
+    GroupPlacement,
+    find_equal_stages,
+    list_stages,
+    place_group,
+)
 from stepsplit.analyzer.model.step_time import (
     PipelineResult,
     Skew,
@@ -206,10 +211,13 @@ def time_messages(job: JobConfig, rates: Rates) -> dict[int, tuple[TimedMessage,
 
 def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
     """Time of one call. Messages of a ring are counted at the sender, because sending and receiving
-    overlap; an all_to_all that sends everything to one rank takes the time of a send."""
+    overlap; an all_to_all that sends everything to one rank takes the time of a send. DeepEP and
+    HybridEP send one message to each node."""
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
     span = place_group(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
+    if message.strategy == "ep" and job.parallel.dispatcher != "all-to-all" and span.nodes > 1:
+        span = GroupPlacement(span.nodes, 1)
     is_permutation = message.op == "all_to_all" and message.wire_bytes == message.input_bytes
     op = "send" if is_permutation else message.op
     return rates.estimate_call_time(op, message.message_bytes, span, job.hardware)

@@ -24,6 +24,7 @@ from stepsplit.analyzer.validation.predictions import (
     check_collectives,
     check_memory,
     check_step_times,
+    check_sweeps_over_nodes,
 )
 from stepsplit.analyzer.validation.tables import IDS, PUBLISHED, Check, Published, ValidationRow
 
@@ -33,7 +34,7 @@ GROUPS = (
     check_states, check_deepspeed, check_activations, check_counts, check_rates, check_bubbles,
     check_volumes, check_memory, check_calibrated_memory, check_eager_activations,
     check_measured_jobs, check_step_times,
-    check_collectives, check_busbw,
+    check_collectives, check_sweeps_over_nodes, check_busbw,
 )  # fmt: skip
 
 

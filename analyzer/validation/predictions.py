@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 
 from stepsplit.analyzer.model import hardware_config
 from stepsplit.analyzer.model.comm_measured import TransferSweep
-from stepsplit.analyzer.model.comm_time import time_of
+from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.confidence import (
     FEW_RUNS,
     LEVEL,
@@ -390,9 +390,13 @@ CLUSTERS = {
     "H100": ("h100-sxm", "efa-p5"),
     "H200": ("h200-sxm", "efa-p5"),
     "B200": ("b200-sxm", "efa-p6-b200"),
+    "B300": ("b300-sxm", "ib-xdr-800"),
+    "GB200": ("gb200", "ib-ndr-400"),
+    "GB300": ("gb300", "ib-xdr-800"),
     "GH200": ("gh200", "slingshot-11"),
+    "MI355X": ("mi355x", "roce-400"),
 }
-"""Word in a system's name -> its GPU and network (AWS instances in ml-engineering)."""
+"""Word in a system's name -> its GPU and network (AWS instances but for Grace, B300 and MI355X)."""
 
 LARGE_BYTES = 64 * 2**20
 
@@ -416,6 +420,26 @@ def check_collectives(published: Published) -> tuple[Check, ...]:
     )
 
 
+OVER_NODES = "nccl_sweeps_over_nodes"
+
+
+def check_sweeps_over_nodes(published: Published) -> tuple[Check, ...]:
+    """Other collectives than all_reduce, and that over EFA; a node of NVL72 is a rack."""
+    rows = [row for row in published.read_records(OVER_NODES) if _find_cluster(row)]
+    by_op = {op: [row for row in rows if row.read_text("collective") == op] for op in TIMED_OPS}
+    return (
+        check("all_to_all, from 32 MiB", _compare_closed_form(by_op["all_to_all"]), "mean", (0.1,)),
+        check(
+            "all_gather over nodes, from 32 MiB",
+            _compare_closed_form(by_op["all_gather"]), "mean", (0.1,),
+        ),
+        check(
+            "all_reduce over EFA, from 32 MiB",
+            _compare_closed_form(by_op["all_reduce"]), "mean", (),
+        ),
+    )  # fmt: skip
+
+
 def _is_valid(row: PublishedRow) -> bool:
     """Whether the row is an all_reduce with correct results on a system that has a preset."""
     wrong = row.has_value("wrong_oop") and row.read_number("wrong_oop") != 0
@@ -433,9 +457,8 @@ def _compare_closed_form(rows: Iterable[PublishedRow]) -> tuple[ValidationRow, .
 
 
 def _compare_time(row: PublishedRow) -> ValidationRow:
-    predicted_ns = time_of(
-        "all_reduce", row.read_count("size_bytes"), _build_span(row), _build_cluster(row)
-    ).ns
+    op, message_bytes = row.read_text("collective"), row.read_count("size_bytes")
+    predicted_ns = time_of(op, message_bytes, _build_span(row), _build_cluster(row)).ns
     return ValidationRow(row.table, row.id, "time", _read_time_ns(row), predicted_ns, "ns")
 
 

@@ -386,6 +386,7 @@ IDS: dict[str, str] = {
     "nccl_allreduce_sweeps": "sweep/{system}_{tool}_{size_bytes}",
     "nccl_busbw_by_ranks_and_algo": "busbw/{system}_{collective}_{ranks}",
     "nccl_busbw_definitions": "nccl-tests/{collective}",
+    "nccl_sweeps_over_nodes": "nodes/{system}_{collective}_{ranks}_{size_bytes}",
     "published_scalars": "scalar/{model}_{quantity}",
     "simumax_b200_measured": "simumax/{case}",
     "torchtitan_throughput_memory": (

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer.diagnose.causes import find_causes
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import (
     Recording,
@@ -27,7 +26,8 @@ from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
-from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.collectors.run_spec import Mesh
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _build_analysis(
     mesh: Mesh | None = None,
     draft: _JobDrafter | None = None,
 ) -> Analysis:
-    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction, mesh)
+    split = split_recording(recording, mesh)
     graph = build_dependency_graph(split)
     _return_freed_memory()
     causes = find_causes(split, graph, find_origin_ns(split), recording.records)

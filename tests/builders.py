@@ -25,6 +25,7 @@ class GpuTrace:
     base_ns: int = BASE_NS
     groups: Sequence[tuple[str, str, Sequence[int]]] = ()
     events: list[Event] = field(default_factory=list)
+    gpu: str = "Test GPU"
 
     def step(self, number: int, start: float, end: float) -> Self:
         return self._add(f"ProfilerStep#{number}", "user_annotation", start, end, tid=MAIN)
@@ -126,7 +127,7 @@ class GpuTrace:
         info = {"backend": "nccl", "rank": self.rank, "world_size": self.world_size}
         return {
             "distributedInfo": info | {"pg_config": configs},
-            "deviceProperties": [{"name": "Test GPU"}],
+            "deviceProperties": [{"name": self.gpu}],
             "host_name": self.host,
             "baseTimeNanoseconds": self.base_ns,
             "traceEvents": self.events,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
+from msgspec.structs import replace
+
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.run import RunSplit, split_run
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.collectors import RunSpec
 
 
@@ -16,4 +18,4 @@ def recording_of(*places: str | Path) -> Recording:
 
 def split_of(recording: Recording, spec: RunSpec | None = None) -> RunSplit:
     """The split of what was recorded; spec stands for its run.json."""
-    return split_run(recording.traces, spec or recording.spec, compute_ideal_bubble_fraction)
+    return split_recording(replace(recording, spec=spec) if spec else recording)

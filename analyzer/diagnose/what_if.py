@@ -47,7 +47,6 @@ from stepsplit.analyzer.model.schedule_time import (
     Costs,
     ScheduleTimeline,
     build_graph,
-    compute_ideal_bubble_fraction,
     compute_pipeline_time,
     simulate,
 )
@@ -60,8 +59,8 @@ from stepsplit.analyzer.split.run import (
     RunSplit,
     Schedule as MeasuredSchedule,
     find_recorded_device,
-    split_run,
 )
+from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.analyzer.trace import OP_CODE, Int64
 
 # What-ifs as JSON, schema "stepsplit.what_if/1".
@@ -215,7 +214,7 @@ def what_if(
         (410000000, 520000000, 690000000)
     """
     recording = read_recording(places, rules=rules)
-    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    split = split_recording(recording)
     change = None
     if hardware is not None or links or gpus_per_node is not None:
         device = find_recorded_device(recording.spec, split)

@@ -28,7 +28,6 @@ from stepsplit.analyzer.model.layer_time import (
 )
 from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
-from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.model.step_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
@@ -45,7 +44,8 @@ from stepsplit.analyzer.split.kernels import (
     parse_gemm,
     sum_kernel_families,
 )
-from stepsplit.analyzer.split.run import RankSplit, RunSplit, split_run
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split_recording import split_recording
 
 # The measurements of a recorded run: compute by kind, idle time, transfers, memory.
 
@@ -103,7 +103,7 @@ def read_sample(
     Raises DataError, also for a recording without a full step; UsageError for an incomplete config.
     """
     recording = read_recording([place], rules=rules)
-    split = split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction)
+    split = split_recording(recording)
     stages = collect_stages(recording, split)
     if not stages:
         raise DataError(place, "no full step", "record at least three complete steps")

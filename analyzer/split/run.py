@@ -73,6 +73,7 @@ from stepsplit.analyzer.split.strategies import detect_strategies
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.analyzer.split.transfers import (
     Arrivals,
+    CallLimit,
     Pieces,
     compute_arrivals,
     map_call_times,
@@ -138,10 +139,12 @@ def split_run(
     spec: RunSpec | None,
     ideal_bubble: IdealBubble,
     mesh: Mesh | None = None,
+    limit: CallLimit | None = None,
 ) -> RunSplit:
     """Splits all ranks of a recording; traces are in rank order and not empty.
 
-    mesh is the job's mesh as the user states it, which outweighs that of run.json.
+    mesh is the job's mesh as the user states it, which outweighs that of run.json. limit says how
+    long a call can take of which not all members were recorded.
 
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
     """
@@ -152,7 +155,8 @@ def split_run(
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
     steps = unify_step_numbers(usable.steps, matched)
-    context = RunContext(matched, compute_arrivals(traces, matched, alignment), alignment, layout)
+    arrivals = compute_arrivals(traces, matched, alignment, limit)
+    context = RunContext(matched, arrivals, alignment, layout)
     ranks = [
         split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))
     ]
@@ -168,8 +172,8 @@ def split_run(
         layout=layout,
         alignment=alignment,
         matched=matched,
-        arrivals=context.arrivals,
-        collectives=compute_collective_stats(traces, matched, context.arrivals),
+        arrivals=arrivals,
+        collectives=compute_collective_stats(traces, matched, arrivals),
         step_calls=count_step_calls(traces, steps, matched),
         schedule=schedule,
         stage_bubbles=stage_bubbles,

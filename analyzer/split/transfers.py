@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,10 @@ class Arrivals(Struct, frozen=True):
 
 
 def compute_arrivals(
-    traces: Sequence[RankTrace], matched: MatchedCalls, alignment: Alignment
+    traces: Sequence[RankTrace],
+    matched: MatchedCalls,
+    alignment: Alignment,
+    limit: CallLimit | None = None,
 ) -> Arrivals:
     """Computes the transfer interval of each call, and its last rank."""
     start, end = matched.start_ns.copy(), matched.end_ns.copy()
@@ -173,7 +176,7 @@ def compute_arrivals(
     moved = estimate_message_transfers(
         traces, matched, last_arrival.at_ns, end, ~last_arrival.left_early
     )
-    guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end)
+    guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end, limit)
     waited = guess >= 0
     moves = np.where(waited, end - guess, last_arrival.at_ns)
     last = np.where(waited, _find_missing_rank(matched, ranks), last_arrival.rank).astype(np.int32)
@@ -270,6 +273,10 @@ _NOISE_NS, _MORE = 20_000, 0.5
 
 _NONE = np.iinfo(np.int64).max
 
+CallLimit = Callable[[str, int, tuple[int, ...]], float]
+"""(op, message bytes as nccl-tests counts them, ranks) -> the longest that such a call can move
+data, in ns; infinite if unknown."""
+
 
 def estimate_message_transfers(
     traces: Sequence[RankTrace], matched: MatchedCalls, moves_ns: Int64, end_ns: Int64, usable: Bool
@@ -327,19 +334,26 @@ def _compute_percentile(label: Int64, values: Int64, percentile: int = LOW_PERCE
 
 
 def estimate_missing_transfers(
-    traces: Sequence[RankTrace], matched: MatchedCalls, came_ns: Int64, end_ns: Int64
+    traces: Sequence[RankTrace],
+    matched: MatchedCalls,
+    came_ns: Int64,
+    end_ns: Int64,
+    limit: CallLimit | None = None,
 ) -> Int64:
     """The estimated transfer time of calls that waited for a missing member, else -1.
 
     It is the time of complete calls of the same op, size and number of members, else the fastest
-    call of the rank itself, counted from the last recorded arrival. For calls of unknown size and
-    copies between devices it cannot be known whether they waited.
+    call of the rank itself, up to the limit of such a call, counted from the last recorded arrival.
+    For calls of unknown size and copies between devices it cannot be known whether they waited.
     """
     incomplete = (matched.key < 0) & _is_comparable(traces, matched)
     took = np.maximum(end_ns - came_ns, 0)
     typical = _find_typical_ns(matched, took)
     rows = np.flatnonzero(incomplete)
-    known = np.where(typical[rows] < _NONE, typical[rows], _find_fastest_ns(matched, rows, took))
+    fastest = _find_fastest_ns(matched, rows, took)
+    if limit is not None:
+        fastest = np.minimum(fastest, _limit_calls(traces, matched, rows, limit))
+    known = np.where(typical[rows] < _NONE, typical[rows], fastest)
     alone = matched.shared[rows] < 0
     long = took[rows] > known * (1 + _MORE) + _NOISE_NS
     transfer_ns = np.full(len(matched), -1, dtype=np.int64)
@@ -370,3 +384,29 @@ def _find_fastest_ns(matched: MatchedCalls, rows: Int64, took: Int64) -> Int64:
         matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
     )
     return group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
+
+
+def _limit_calls(
+    traces: Sequence[RankTrace], matched: MatchedCalls, rows: Int64, limit: CallLimit
+) -> Int64:
+    """The limit of each of these calls; a message is one between its two ends."""
+    peer = np.concatenate([trace.calls.peer for trace in traces])[rows]
+    peer = np.where(matched.is_message[rows], peer, -1)
+    op, size, group = matched.op[rows], matched.message_bytes[rows], matched.group[rows]
+    label = group_ids(matched.trace[rows], group, op, size, peer)
+    limits = np.full(int(label.max(initial=-1)) + 1, _NONE)
+    for row in np.unique(label, return_index=True)[1].tolist():
+        ranks = _find_call_ranks(traces, matched, int(rows[row]), int(peer[row]))
+        if ranks:
+            limits[label[row]] = min(limit(OPS[op[row]], int(size[row]), ranks), _NONE // 2)
+    return limits[label]
+
+
+def _find_call_ranks(
+    traces: Sequence[RankTrace], matched: MatchedCalls, row: int, peer: int
+) -> tuple[int, ...]:
+    """The ranks of a call, or both ends of a message; none if they are not known."""
+    if matched.is_message[row]:
+        return (traces[int(matched.trace[row])].rank, peer) if peer >= 0 else ()
+    group = int(matched.group[row])
+    return tuple(matched.groups[group].ranks) if group >= 0 else ()

@@ -142,7 +142,7 @@ def hold(*_):
 
 event_store.LEAST_BYTES = 0
 event_store.LEAST_FILES = 1
-analysis.split_run = hold
+analysis.split_recording = hold
 cli.main()
 """
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from builders import BASE_NS, COMM_STREAM, GpuTrace
 
-from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze
+from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze, collective_time
 from stepsplit.analyzer.readers.kineto import schema
 from stepsplit.collectors.run_spec import RankInfo, RunSpec, to_json
 
@@ -114,6 +114,26 @@ def test_one_rank_alone_is_estimated_by_its_fastest_call(tmp_path: Path) -> None
     assert splits(report) == {(0, 1): us(compute=60, skew=20, collective=20)}
     assert report.steps[0].estimated
     assert "unmatched" in {row.code for row in report.warnings}
+
+
+def test_one_rank_alone_has_waited_for_longer_than_its_message_can_take(tmp_path: Path) -> None:
+    """Its fastest call waited as well; both are as fast as the upper end of the model's time."""
+    trace = GpuTrace(0, 2, groups=PAIR, gpu="NVIDIA H100 80GB HBM3").step(1, 0, 9_200)
+    trace.all_reduce(0, 5_000).kernel("gemm", 5_000, 5_100).all_reduce(5_100, 9_100)
+    trace.kernel("gemm", 9_100, 9_200)
+    report = analyze(trace.write(tmp_path))
+    [step] = report.steps
+    transfer_ns = int(collective_time("all_reduce", 4_000, 2, "h100-sxm").high_ns)
+    assert step.split.collective_ns == pytest.approx(2 * transfer_ns, abs=2)
+    assert step.split.skew_ns == 9_000_000 - step.split.collective_ns
+    assert step.estimated
+
+
+def test_what_joins_nodes_is_unknown_to_a_rank_alone(tmp_path: Path) -> None:
+    far = (("0", "default_pg", (0, 8)),)
+    trace = GpuTrace(0, 16, groups=far, gpu="NVIDIA H100 80GB HBM3").step(1, 0, 5_100)
+    trace.all_reduce(0, 5_000).kernel("gemm", 5_000, 5_100)
+    assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=100, collective=5_000)}
 
 
 def test_sequence_numbers_match_windows_that_begin_on_different_calls(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ def test_rank_1_waits_for_rank_0_and_hardly_any_time_moves_data(megatron: Path) 
     assert (report.blame[0].rank, report.blame[0].cause) == (0, "host")
 
 
+def test_rank_1_alone_has_waited_as_well(megatron: Path) -> None:
+    """Estimated without rank 0: no message of 25 kB takes the 2.4 ms of rank 1's fastest call."""
+    _, both = analyze(megatron).steps
+    [alone] = analyze(*megatron.glob("rank1.*")).steps
+    assert alone.estimated
+    assert alone.skew_ns == pytest.approx(both.skew_ns, rel=0.005)
+    assert alone.collective_ns == pytest.approx(both.collective_ns, rel=0.25)
+
+
 def test_swapping_the_files_changes_nothing(megatron: Path) -> None:
     one, other = sorted(megatron.glob("rank*.json"))
     assert analyze(one, other) == analyze(other, one)

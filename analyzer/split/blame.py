@@ -523,27 +523,36 @@ def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
 
     A rank causes waits in all steps if their mean is significant: its standard error is that of the
     rank's steps or, if larger, of all ranks. It causes waits in one step if its work there is an
-    outlier.
+    outlier. Steps that a rank did not record say nothing about it.
     """
     per_step = charges.table.sum(axis=2)
-    steps = per_step.shape[1]
-    if steps < 2:
+    if per_step.shape[1] < 2:
         return np.ones(per_step.shape, dtype=np.bool_)
-    variance = per_step.var(axis=1, ddof=1)
-    error = np.sqrt(np.maximum(variance, variance.mean(axis=0)) / steps)
-    mean = per_step.mean(axis=1)
-    lasting = mean - np.median(mean, axis=0) > _SIGNIFICANCE * error
-    return np.asarray(lasting[:, np.newaxis] | _find_outliers(graph, charges))
-
-
-def _find_outliers(graph: DependencyGraph, charges: _Charges) -> Bool:
-    """Which (rank, step, cause) have far more work than the rank's median step."""
     work = _sum_work(graph, charges)
-    recorded = ~np.isnan(work).all(axis=(1, 2))
-    if not recorded.any():
+    recorded: Bool = np.asarray(~np.isnan(work).all(axis=2))
+    steps = recorded.sum(axis=1)[:, np.newaxis]
+    known = recorded[:, :, np.newaxis]
+    mean = _divide(per_step.sum(axis=1, where=known), steps)
+    squares = ((per_step - mean[:, np.newaxis]) ** 2).sum(axis=1, where=known)
+    variance, several = _divide(squares, steps - 1), steps[:, 0] > 1
+    usual = variance[several].mean(axis=0) if several.any() else np.zeros(len(CAUSES))
+    error = np.sqrt(_divide(np.maximum(variance, usual), steps))
+    lasting = mean - np.median(mean[steps[:, 0] > 0], axis=0) > _SIGNIFICANCE * error
+    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded))
+
+
+def _divide(amount: Float, count: Int64) -> Float:
+    """The amount over the count, 0 where that is not positive."""
+    return np.divide(amount, count, out=np.zeros_like(amount), where=count > 0)
+
+
+def _find_outliers(work: Float, recorded: Bool) -> Bool:
+    """Which (rank, step, cause) have far more work than the rank's median step."""
+    known = recorded.any(axis=1)
+    if not known.any():
         return np.zeros(work.shape, dtype=np.bool_)
     beyond = np.full(work.shape, np.nan)
-    beyond[recorded] = work[recorded] - np.nanmedian(work[recorded], axis=1, keepdims=True)
+    beyond[known] = work[known] - np.nanmedian(work[known], axis=1, keepdims=True)
     deviation = _TO_STANDARD_DEVIATION * np.nanmedian(np.abs(beyond), axis=(0, 1))
     return np.asarray(beyond > _OUTLIER * deviation)
 

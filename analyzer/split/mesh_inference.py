@@ -401,12 +401,13 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
         for ranks in _find_components(traffic.neighbors):
             marked = _order_by_marks(ranks, by_rank)
             swap = marked == () if marked is not None else _only_swap(ranks, by_rank)
-            line = None if swap else marked or _order_pipeline(ranks, traffic, by_rank)
+            aside = not marked and _lacks_backward(ranks, traffic, by_rank)
+            line = None if swap or aside else marked or _order_pipeline(ranks, traffic, by_rank)
             if line:
                 pipelines[line] = None
             elif (swap and len(ranks) == 2) or _is_ring(ranks, traffic):
                 rings[tuple(sorted(ranks))] = None
-            else:
+            elif not aside:
                 doubtful |= set(ranks)
     members = [rank for line in pipelines for rank in line]
     if len(set(members)) < len(members):
@@ -477,6 +478,19 @@ def _order_pipeline(
             return None
     backward = first is False or (first is None and last is True)
     return ranks[::-1] if backward else ranks
+
+
+def _lacks_backward(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]) -> bool:
+    """Whether no two of these ranks exchange messages in both directions though they train.
+
+    Stages return the gradients of what they received. Others pass something on aside, such as
+    metrics.
+    """
+    pairs = [(rank, peer) for rank in ranks for peer in traffic.neighbors[rank]]
+    if any(_is_two_way(pair, traffic) for pair in pairs):
+        return False
+    recorded = [by_rank[rank].events for rank in ranks if rank in by_rank]
+    return all(events.match_prefix("autograd::engine").any() for events in recorded)
 
 
 def _order_by_marks(ranks: Ranks, by_rank: Mapping[int, RankTrace]) -> Ranks | None:

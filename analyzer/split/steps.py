@@ -64,6 +64,11 @@ class MarkedSteps:
 
 def read_marked_steps(trace: RankTrace) -> MarkedSteps | None:
     """The steps marked by ProfilerStep, else by ranges such as "Step 3"; None without either."""
+    found = _read_marks(trace)
+    return None if found is None else _merge_microbatches(trace, found)
+
+
+def _read_marks(trace: RankTrace) -> MarkedSteps | None:
     events = trace.events
     marked = _read_profiler_steps(events)
     if marked:
@@ -82,13 +87,13 @@ def _read_profiler_steps(events: Events) -> list[HostStep]:
     mask = events.is_category(Category.ANNOTATION, Category.OP) & events.match_prefix(
         "ProfilerStep#"
     )
-    by_number = {}
+    by_number: dict[int, HostStep] = {}
     for row in np.flatnonzero(mask).tolist():
         if (match := STEP.match(events.names[events.name_id[row]])) is not None:
-            start = int(events.start_ns[row])
-            by_number[int(match[1])] = HostStep(
-                int(match[1]), start, start + int(events.dur_ns[row])
-            )
+            number, start = int(match[1]), int(events.start_ns[row])
+            step = HostStep(number, start, start + int(events.dur_ns[row]))
+            known = by_number.get(number, step)
+            by_number[number] = max(known, step, key=lambda one: one.end_ns - one.start_ns)
     return sorted(by_number.values(), key=lambda step: step.start_ns)
 
 
@@ -106,6 +111,45 @@ def _close_open_steps(trace: RankTrace, steps: Sequence[HostStep]) -> MarkedStep
     text = "step marks without a duration: each step ends where the next begins"
     note = Note("steps_open", text, trace.rank)
     return MarkedSteps(closed, (note,), (closed[-1].step,) if is_open[-1] else ())
+
+
+def _merge_microbatches(trace: RankTrace, found: MarkedSteps) -> MarkedSteps:
+    """A step is one optimizer step: marks of microbatches are merged up to the one that has it.
+
+    Only if always one in so many marks has an optimizer step, and two such groups are complete. A
+    merged step has the number of its last mark; those at the edges of the recording may lack marks.
+    """
+    steps = found.steps
+    has_optimizer = np.flatnonzero(_count_optimizer_steps(trace, steps))
+    periods = np.diff(has_optimizer)
+    if len(periods) == 0 or periods[0] < 2 or (periods != periods[0]).any():
+        return found
+    period = int(periods[0])
+    if len(periods) == 1 and has_optimizer[0] < period - 1:
+        return found
+    lasts = has_optimizer.tolist()
+    if lasts[-1] < len(steps) - 1:
+        lasts.append(len(steps) - 1)
+    merged, begin = list[HostStep](), 0
+    partial = set(found.partial)
+    for last in lasts:
+        merged.append(HostStep(steps[last].step, steps[begin].start_ns, steps[last].end_ns))
+        if last - begin + 1 < period or last > has_optimizer[-1]:
+            partial.add(steps[last].step)
+        begin = last + 1
+    text = (
+        f"{period} step marks for each optimizer step, as if of microbatches: merged, a step has"
+        " the number of its last mark"
+    )
+    notes = (*found.notes, Note("steps_merged", text, trace.rank))
+    return MarkedSteps(tuple(merged), notes, tuple(sorted(partial)))
+
+
+def _count_optimizer_steps(trace: RankTrace, steps: Sequence[HostStep]) -> Int64:
+    """The optimizer steps that began in each step."""
+    starts = trace.events.start_ns[_select_optimizer_steps(trace.events)]
+    step_of = np.searchsorted([step.start_ns for step in steps], starts, side="right") - 1
+    return np.bincount(step_of[step_of >= 0], minlength=len(steps))
 
 
 def find_unmarked_steps(trace: RankTrace) -> MarkedSteps:
@@ -455,10 +499,7 @@ _MIN_STEPPED = 2
 
 def _is_torn(trace: RankTrace, marked: Sequence[HostStep]) -> bool:
     """Whether the last step alone has no optimizer step: the job crashed or stopped in it."""
-    starts = trace.events.start_ns[_select_optimizer_steps(trace.events)]
-    begins = [step.start_ns for step in marked]
-    step_of = np.searchsorted(begins, starts, side="right") - 1
-    count = np.bincount(step_of[step_of >= 0], minlength=len(marked))
+    count = _count_optimizer_steps(trace, marked)
     return len(marked) > _MIN_STEPPED and bool(count[:-1].all()) and not count[-1]
 
 
@@ -564,12 +605,12 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     """The kind of each step: full for the usual communication sequence, other for the rest.
 
     A call belongs to the step in which the host issued it, because step boundaries shift on the
-    device.
+    device; one that was issued between two marks to the later step, whose window it lies in.
     """
     calls = trace.calls
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
-    starts = [step.start_ns for step in marked]
-    step_of = np.searchsorted(starts, when, side="right") - 1
+    begins = [marked[0].start_ns, *accumulate((step.end_ns for step in marked[:-1]), max)]
+    step_of = np.searchsorted(begins, when, side="right") - 1
     signatures = _build_signatures(trace, step_of, when, len(marked))
     usual, count = Counter(signatures).most_common(1)[0]
     alike = 2 * count <= len(marked)

@@ -121,16 +121,19 @@ def _find_awaited_rank(trace: RankTrace, last: Int32) -> Int32:
 
 
 def _classify_waits(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
-    """Waiting for another pipeline stage is bubble, for the same stage skew.
+    """Waiting for another pipeline stage is bubble, for the same stage or a rank without one skew.
 
     A message with an unknown peer counts as bubble on a rank in a pipeline.
     """
-    own_stage = layout.find_stage(trace.rank)
-    owners = np.unique(last)
+    stage_of, owners = layout.stage_of, np.unique(last)
+    own_stage = stage_of.get(trace.rank)
     elsewhere = owners[
-        [rank >= 0 and layout.find_stage(rank) != own_stage for rank in owners.tolist()]
+        [
+            own_stage is not None and stage_of.get(rank, own_stage) != own_stage
+            for rank in owners.tolist()
+        ]
     ]
-    unknown = trace.calls.is_message & (last < 0) & (trace.rank in layout.stage_of)
+    unknown = trace.calls.is_message & (last < 0) & (trace.rank in stage_of)
     return np.where(np.isin(last, elsewhere) | unknown, BUBBLE, SKEW).astype(np.uint8)
 
 

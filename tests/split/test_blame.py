@@ -83,6 +83,21 @@ def test_a_rank_whose_steps_no_other_has_is_not_an_outlier(tmp_path: Path) -> No
     assert causes(report) == [(1, "compute", sum(row.skew_ns for row in report.steps))]
 
 
+def test_a_rank_without_some_of_the_steps_is_blamed_in_those_it_has(tmp_path: Path) -> None:
+    """Rank 1 computes 70 us longer in each of ten steps, of which it recorded the first five."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "", [0, 1])]) for rank in (0, 1)]
+    for step in range(10):
+        at = 110 * step
+        for rank, trace in enumerate(traces):
+            if rank == 1 and step >= 5:
+                continue
+            late = at + (90 if rank else 20)
+            trace.step(step, at, at + 110).kernel("gemm", at, late)
+            trace.all_reduce(late, at + 100, Seq=step).kernel("adam", at + 100, at + 110)
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert causes(report) == [(1, "compute", 5 * 70_000), (None, "unknown", 5 * 70_000)]
+
+
 def test_with_several_missing_ranks_the_cause_is_unknown(tmp_path: Path) -> None:
     trio = [("0", "", [0, 1, 2])]
     trace = GpuTrace(0, 3, groups=trio).step(1, 0, 100)

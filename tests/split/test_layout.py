@@ -582,6 +582,42 @@ def test_a_chain_that_may_continue_at_an_unrecorded_rank_gives_no_mesh(tmp_path:
     assert (layout.mesh, layout.pipelines) == (None, ((0, 1, 2),))
 
 
+def trains_and_reports(rank: int, sender: int) -> GpuTrace:
+    """One of four data-parallel ranks; the sender passes rank 0 or 1 its metrics each step."""
+    trace = GpuTrace(rank, 4, groups=[("0", "default_pg", [0, 1, 2, 3])]).step(1, 0, 200)
+    trace.kernel("gemm", 0, 90 if rank == 1 else 40)
+    trace.annotation("autograd::engine::evaluate_function: AddmmBackward0", 5, 30)
+    trace.all_reduce(90 if rank == 1 else 40, 100).kernel("adam", 100, 150)
+    if rank in (0, 1):
+        op = "send" if rank == sender else "recv"
+        trace.message(op, 1 - rank, 150, 160).kernel("gemm", 160, 200)
+    return trace
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_messages_one_way_in_training_are_no_pipeline(sender: int, tmp_path: Path) -> None:
+    traces = [trains_and_reports(rank, sender) for rank in range(4)]
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert [row.skew_ns for row in report.steps] == [50_000, 0, 50_000, 50_000]
+    assert sum(row.bubble_ns for row in report.steps) == 0
+    assert [(row.axis, row.size) for row in report.run.mesh] == [("dp_replicate", 4)]
+
+
+def test_a_rank_outside_of_every_pipeline_waits_in_no_bubble(tmp_path: Path) -> None:
+    """Ranks 0 and 1 hand on activations only, without any backward: a pipeline of two stages."""
+    traces = []
+    for rank in range(3):
+        trace = GpuTrace(rank, 3, groups=[("0", "default_pg", [0, 1, 2])]).step(1, 0, 100)
+        trace.kernel("gemm", 0, 60 if rank == 1 else 20)
+        trace.all_reduce(60 if rank == 1 else 20, 70).kernel("gemm", 70, 80)
+        if rank < 2:
+            trace.message("recv" if rank else "send", 1 - rank, 80, 90).kernel("gemm", 90, 100)
+        traces.append(trace)
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    waits = [(row.skew_ns, row.bubble_ns) for row in report.steps]
+    assert waits == [(0, 40_000), (0, 0), (40_000, 0)]
+
+
 def test_on_a_device_too_the_later_stage_works_before_it_answers(tmp_path: Path) -> None:
     """Its optimizer runs after it has sent: that alone would look like a ring."""
     pair = plain([0, 1])

@@ -200,6 +200,70 @@ def test_a_last_step_without_its_optimizer_is_torn(
     assert torn == ([text] if last == "partial" else [])
 
 
+def test_marks_of_microbatches_are_merged_to_optimizer_steps(tmp_path: Path) -> None:
+    """Four marks to a step; the recording begins with the last two of one and ends with a first."""
+    stepping(1, 5, 9, count=11).write(tmp_path)
+    report = analyze(tmp_path)
+    assert [(step, kind) for step, kind, *_ in steps(report)] == [
+        (1, "partial"), (5, "full"), (9, "full"), (10, "partial"),
+    ]  # fmt: skip
+    assert steps(report)[1] == (5, "full", 190, 400)
+    assert "steps_merged" in codes(report)
+
+
+@for_each(
+    ("optimizer_in", "count"),
+    [
+        ((1, 2, 4, 5), 6),  # one was skipped
+        ((0, 2), 4),  # only one such group is complete
+        ((3,), 8),
+    ],
+)
+def test_marks_without_an_optimizer_step_now_and_then_are_steps(
+    optimizer_in: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
+    stepping(*optimizer_in, count=count).write(tmp_path)
+    report = analyze(tmp_path)
+    assert [step for step, *_ in steps(report)] == list(range(count))
+    assert "steps_merged" not in codes(report)
+
+
+def reducing(trace: GpuTrace, at: float) -> None:
+    trace.kernel("gemm", at, at + 50).all_reduce(at + 50, at + 60).kernel("gemm", at + 60, at + 90)
+
+
+def test_what_runs_between_two_marks_makes_the_later_step_another(tmp_path: Path) -> None:
+    """An evaluation after step 2 lies in the window of step 3."""
+    trace = GpuTrace(0, 2, groups=[("0", "", [0, 1])])
+    for step, at in enumerate((0, 100, 200, 500, 600)):
+        trace.annotation(f"train_step {step}", at, at + 95)
+        reducing(trace, at)
+    reducing(trace, 300)
+    report = analyze(trace.write(tmp_path))
+    assert [(step, kind) for step, kind, *_ in steps(report)] == [
+        (0, "full"), (1, "full"), (2, "full"), (3, "other"), (4, "full"),
+    ]  # fmt: skip
+
+
+def test_a_step_whose_mark_was_lost_makes_the_next_one_another(tmp_path: Path) -> None:
+    trace = GpuTrace(0, 2, groups=[("0", "", [0, 1])])
+    for step in range(6):
+        if step != 3:
+            trace.step(step, 100 * step, 100 * step + 100)
+        reducing(trace, 100 * step)
+    report = analyze(trace.write(tmp_path))
+    assert [(step, kind) for step, kind, *_ in steps(report)] == [
+        (0, "full"), (1, "full"), (2, "full"), (4, "other"), (5, "full"),
+    ]  # fmt: skip
+
+
+def test_of_two_marks_of_one_step_the_longer_counts(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 90)
+    trace.step(1, 95, 96).step(2, 100, 200).kernel("gemm", 110, 190)
+    report = analyze(trace.write(tmp_path))
+    assert steps(report) == [(1, "full", 0, 90), (2, "full", 90, 100)]
+
+
 def test_the_step_in_which_a_rank_died_enters_no_median_of_any_rank() -> None:
     report = analyze(shared_repro("recorded/m_crash"))
     torn = {(row.rank, row.step) for row in report.steps if row.kind == "partial"}

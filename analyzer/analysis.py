@@ -22,7 +22,7 @@ from stepsplit.analyzer.readers.recording import (
 )
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report, find_origin_ns
-from stepsplit.analyzer.report.io import REPORT_NAME, is_report, read_report
+from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
@@ -300,7 +300,8 @@ def load_report(
     progress: Progress = ignore_progress,
     rules: Rules = BUILT_IN,
 ) -> Report:
-    """Reads the report.json at the place or in the folder; analyzes a recording that has none.
+    """Reads the report.json at the place or in the folder; analyzes a recording that has none, or
+    whose traces are newer.
 
     With rules other than the built-in ones, the recording is always analyzed. Raises DataError, and
     UsageError for such rules with a report.json.
@@ -312,7 +313,7 @@ def load_report(
                 f"{path}: rules do not apply to an existing report; name its recording"
             )
         return read_report(path)
-    if rules == BUILT_IN and (path / REPORT_NAME).is_file():
+    if rules == BUILT_IN and is_analyzed(path):
         return read_report(path)
     return examine([place], workers, progress, rules).report
 

@@ -98,7 +98,8 @@ def _run(command: Sequence[str], out: Path, variables: Mapping[str, str]) -> int
 
 
 def check_out(folder: Path, overwrite: bool) -> None:
-    """Removes an earlier recording from the folder, or raises CollectError if it may not."""
+    """Removes an earlier recording from the folder, with what was analyzed of it, or raises
+    CollectError if it may not."""
     recorded = list_recorded(folder)
     if not recorded:
         return
@@ -106,9 +107,9 @@ def check_out(folder: Path, overwrite: bool) -> None:
         raise CollectError(
             f"{folder} has a recording: choose another --out, or replace it with --overwrite"
         )
-    for path in recorded:
+    for path in (*recorded, folder / "report.json"):
         path.unlink(missing_ok=True)
-    for logs in ("nccl", "memory"):
+    for logs in ("nccl", "memory", "tables"):
         shutil.rmtree(folder / logs, ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ from stepsplit.analyzer.regression.metrics import (
     BucketTime,
     CallMetrics,
     CausedWait,
+    Doubt,
     GroupRanks,
     RunMetrics,
     Value,
@@ -54,6 +55,7 @@ def run(
     times: Sequence[BucketTime] = TIMES,
     blame: Sequence[CausedWait] = BLAME,
     predicted: Mapping[str, float] | None = None,
+    doubts: Sequence[Doubt] | None = (),
 ) -> RunMetrics:
     """A run with these values of its metrics, else as usual."""
     return RunMetrics(
@@ -66,6 +68,7 @@ def run(
         blame=tuple(blame),
         predicted=_values(predicted or {}),
         groups=GROUPS,
+        doubts=None if doubts is None else tuple(doubts),
     )
 
 

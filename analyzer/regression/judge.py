@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -26,13 +26,17 @@ from stepsplit.analyzer.regression.checks import (
 from stepsplit.analyzer.regression.compare import format_axis, map_axes
 from stepsplit.analyzer.regression.metrics import (
     COMMUNICATION,
+    INCOMPLETE,
     METRICS,
     BucketTime,
     CallMetrics,
+    Doubt,
     RunMetrics,
     Value,
     has_stated_mesh,
+    list_mesh_axes,
 )
+from stepsplit.analyzer.report.report import JOB_MISMATCH
 from stepsplit.collectors.run_spec import Mesh
 
 # Runs and budgets -> result.
@@ -57,9 +61,13 @@ def check_candidate(
     mesh_difference = _describe_difference("mesh", [*baseline, *candidate], "unknown")
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
-    gated = _check_budgets(
-        candidate, baseline, list(statistics.expand_budgets(budgets, (*baseline, *candidate)))
-    )
+    expanded = list(statistics.expand_budgets(budgets, (*baseline, *candidate)))
+    incomplete = list_incomplete(baseline, candidate)
+    mismatches = list_mismatches(candidate) if _has_model(budgets) else []
+    gated = [
+        _doubt_answer(one, budget, incomplete, mismatches)
+        for one, budget in zip(_check_budgets(candidate, baseline, expanded), expanded, strict=True)
+    ]
     regressed = [one for one in gated if one.answer == "regressed"]
     calls = compute_call_deltas(baseline, candidate)
     return CheckResult(
@@ -72,7 +80,12 @@ def check_candidate(
         else (),
         calls=tuple(row for row in calls if row.baseline != row.candidate) if baseline else (),
         others=tuple(_find_other_shifts(candidate, baseline, {one.metric for one in gated})),
-        warnings=(*_list_mesh_warnings(mesh_difference, warnings), *warnings),
+        warnings=(
+            *_list_mesh_warnings(mesh_difference, warnings),
+            *warnings,
+            *incomplete,
+            *mismatches,
+        ),
         low_confidence=_has_noise(budgets) and 1 in (len(candidate), len(baseline)),
     )
 
@@ -81,6 +94,10 @@ def _list_mesh_warnings(difference: str | None, others: Sequence[str]) -> Iterat
     """The warning about meshes that were inferred differently, unless it is among the others."""
     if difference is not None and difference not in others:
         yield f"{difference}, inferred from the calls; groups are compared by their ranks"
+
+
+def _has_model(budgets: Sequence[Budget]) -> bool:
+    return any(budget.against == "model" for budget in budgets)
 
 
 def _has_noise(budgets: Sequence[Budget]) -> bool:
@@ -134,6 +151,52 @@ def _find_shift(name: str, sample: statistics.Sample) -> Iterator[ShiftedMetric]
         yield ShiftedMetric(
             name, before, sample.candidate, sample.harm, difference.low, difference.high
         )
+
+
+# Runs whose recording or job.toml is not what it should be: no verdict by them.
+
+
+def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
+    """What is missing in the recordings of some runs and not in those of all others, by run.
+
+    Without a baseline, what is missing in any candidate.
+    """
+    known = [run for run in (*baseline, *candidate) if run.doubts is not None]
+    having = {
+        code: [run for run in known if any(one.code == code for one in run.doubts or ())]
+        for code in INCOMPLETE
+    }
+    unlike = {
+        code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
+    }
+    return [_describe_doubt(run, unlike) for run in known if _find_doubts(run, unlike)]
+
+
+def list_mismatches(candidate: Sequence[RunMetrics]) -> list[str]:
+    """The candidates whose job.toml describes another job."""
+    codes = {JOB_MISMATCH}
+    return [_describe_doubt(run, codes) for run in candidate if _find_doubts(run, codes)]
+
+
+def _find_doubts(run: RunMetrics, codes: Collection[str]) -> list[Doubt]:
+    return [one for one in run.doubts or () if one.code in codes]
+
+
+def _describe_doubt(run: RunMetrics, codes: Collection[str]) -> str:
+    doubts = _find_doubts(run, codes)
+    first = doubts[0]
+    whose = "" if first.rank is None else f"rank {first.rank}: "
+    more = f" (and {len(doubts) - 1} more)" if len(doubts) > 1 else ""
+    return f"{run.name}: {whose}{first.message}{more}"
+
+
+def _doubt_answer(
+    checked: CheckedMetric, budget: Budget, incomplete: Sequence[str], mismatches: Sequence[str]
+) -> CheckedMetric:
+    """The answer, inconclusive for counts of incomplete runs and for the model of another job."""
+    reasons = mismatches if budget.against == "model" else ()
+    reasons = incomplete if budget.meaning.exact else reasons
+    return replace(checked, answer="inconclusive", note=reasons[0]) if reasons else checked
 
 
 # Counted metrics: calls and bytes per step, compared without statistics.
@@ -221,12 +284,21 @@ def _count_by_axis(budget: Budget, run: RunMetrics) -> _Counts:
     if run.calls is None:
         hint = "analyze the recording again: this report is from an older version"
         raise DataError(run.name, f"{budget.metric} is missing", hint)
-    name, _, axis = budget.metric.partition(".")
+    name, dot, axis = budget.metric.partition(".")
+    axes = _list_axes(run)
+    if dot and axis not in axes:
+        known = ", ".join(axes) or "none"
+        raise UsageError(f"{budget.metric}: {run.name} has no axis {axis!r}; its axes: {known}")
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for row in run.calls:
         if not axis or row.axis == axis:
             counts[row.axis, row.op] += _count(name, row)
     return counts
+
+
+def _list_axes(run: RunMetrics) -> list[str]:
+    """The axes of the run's mesh, then others that its calls have."""
+    return list(dict.fromkeys((*list_mesh_axes(run), *(row.axis for row in run.calls or ()))))
 
 
 def _count(name: str, row: CallMetrics) -> int:

@@ -25,7 +25,13 @@ from stepsplit.analyzer.regression.compare import (
     format_axis,
 )
 from stepsplit.analyzer.report.io import extract_prediction
-from stepsplit.analyzer.report.report import GroupRow, Report, StepRow, select_full_steps
+from stepsplit.analyzer.report.report import (
+    JOB_MISMATCH,
+    GroupRow,
+    Report,
+    StepRow,
+    select_full_steps,
+)
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
@@ -116,11 +122,21 @@ class GroupRanks(Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Doubt(Struct, frozen=True):
+    """A warning of the report by which its calls, or the prediction, may be those of another job;
+    rank None: of all ranks."""
+
+    code: str
+    message: str
+    rank: int | None
+
+
 class RunMetrics(Struct, frozen=True):
     """The metrics of one run.
 
     steps is the number of steps over which values are medians; calls is None for reports of older
-    versions; predicted are the values of the model, if any.
+    versions; predicted are the values of the model, if any; doubts is None in baselines of older
+    versions.
     """
 
     name: str
@@ -132,6 +148,7 @@ class RunMetrics(Struct, frozen=True):
     blame: tuple[CausedWait, ...] = ()
     predicted: tuple[Value, ...] = ()
     groups: tuple[GroupRanks, ...] = ()
+    doubts: tuple[Doubt, ...] | None = None
 
     def find_value(self, metric: str) -> float | None:
         """The value of a metric; None if the run does not have it."""
@@ -142,10 +159,22 @@ class RunMetrics(Struct, frozen=True):
         return next((one.value for one in self.predicted if one.metric == metric), None)
 
 
+def list_mesh_axes(run: RunMetrics) -> list[str]:
+    """The axes of the run's mesh, which its setup has as "pp 2 tp 4"."""
+    return (run.setup.mesh or "").split()[::2]
+
+
 # Report -> metrics.
 
 MAX_BLAMED = 8
 """Number of blamed ranks kept per run, worst first."""
+
+INCOMPLETE = frozenset({
+    "calls_missing", "calls_skipped", "device_work_cut", "device_work_lost", "entries_damaged",
+    "file_cut", "file_skipped", "file_torn", "flight_incomplete", "flight_torn", "gloo_unpaired",
+    "groups_unknown", "no_device_data", "no_steps_on_rank", "trace_cut_off",
+})  # fmt: skip
+"""Codes of warnings that calls, their groups or their sizes are missing."""
 
 _ANALYZE_HINT = "analyze the recording again, or leave the run out"
 
@@ -171,6 +200,11 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
         blame=_list_worst_blame(report),
         predicted=tuple(_list_predicted_values(report)),
         groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
+        doubts=tuple(
+            Doubt(row.code, row.message, row.rank)
+            for row in report.warnings
+            if row.code in INCOMPLETE or row.code == JOB_MISMATCH
+        ),
     )
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.regression.checks import Budget, build_budget
-from stepsplit.analyzer.regression.metrics import RunMetrics
+from stepsplit.analyzer.regression.metrics import RunMetrics, list_mesh_axes
 
 # The values of a metric on both sides, one per run.
 
@@ -113,7 +113,7 @@ def _find_value(metric: str, run: RunMetrics) -> float:
     if value is not None:
         return value
     name, _, axis = metric.partition(".")
-    if axis and name != BANDWIDTH and axis in (run.setup.mesh or "").split():
+    if axis and name != BANDWIDTH and axis in list_mesh_axes(run):
         return 0.0
     raise UsageError(
         f"{run.name} has no {metric}; remove that budget, or record and analyze the run with that "

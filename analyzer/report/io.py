@@ -71,6 +71,21 @@ def load_tables(folder: Path) -> Tables:
 
 REPORT_NAME = "report.json"
 
+_TRACE_NAME = re.compile(r"trace.*\.json(\.gz|\.zst)?$|\.sqlite$", re.I)
+
+_COPIED_S = 60.0
+"""Time that the files of one copy or checkout may lie apart."""
+
+
+def is_analyzed(folder: Path) -> bool:
+    """Whether the folder has a report, and no trace that was recorded after it."""
+    if not (folder / REPORT_NAME).is_file():
+        return False
+    written_s = (folder / REPORT_NAME).stat().st_mtime
+    traces = (file for file in folder.iterdir() if _TRACE_NAME.search(file.name))
+    return all(file.stat().st_mtime <= written_s + _COPIED_S for file in traces)
+
+
 _HEAD = re.compile(rb'\A\s*\{\s*"schema"\s*:\s*"stepsplit\.report/')
 
 _HEAD_BYTES = 256

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error, write
+from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error
 from stepsplit.dashboard.commands.common import (
+    check_output,
     count_cores,
     load_rules,
     make_console,
@@ -20,6 +21,7 @@ from stepsplit.dashboard.commands.common import (
     put_json,
     require_package,
     rules_option,
+    write_output,
 )
 from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sinks, parse_log_to
 
@@ -122,7 +124,7 @@ def _choose_workers(workers: int | None, scheduler: str | None) -> Iterator[Work
 
 def _write_job(file: Path, draft: JobDraft) -> None:
     """Writes the job.toml and names on stderr what is to be filled in."""
-    write(file, draft.text.encode())
+    write_output(file, draft.text.encode())
     needed = f"fill in {' and '.join(draft.missing)}, then " if draft.missing else ""
     without_shapes = draft.missing and not draft.has_shapes
     hint = "; a recording with --shapes gives most of them" if without_shapes else ""
@@ -134,7 +136,7 @@ def _write_page(file: Path, analysis: Analysis) -> None:
     from stepsplit.dashboard.web.html_export import export_html
 
     view = View(analysis.report.run.name, analysis.report, analysis.tables)
-    write(file, export_html(view).encode())
+    write_output(file, export_html(view).encode())
 
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
@@ -143,7 +145,7 @@ def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     if out is not None:
-        write(out / HANG_NAME, hang_to_json(hang))
+        write_output(out / HANG_NAME, hang_to_json(hang))
     if not put_json(hang, hang_to_json, json_file):
         make_console().print(build_hang_screen(hang))
 
@@ -177,7 +179,7 @@ def hang_command(
 
     hang = examine_target(target, out)
     if out is not None:
-        write(out / HANG_NAME, to_json(hang))
+        write_output(out / HANG_NAME, to_json(hang))
     if not put_json(hang, to_json, json_file):
         make_console(soft_wrap=True).print(build_hang_screen(hang))
     context.exit(STUCK_STATUS if hang.condition == STUCK else 0)
@@ -249,11 +251,11 @@ def export_command(
 def _load_saved(places: Sequence[str]) -> Analysis | None:
     """Reads the analysis that analyze --out wrote; None if the path is not such a folder."""
     from stepsplit.analyzer.analysis import Analysis
-    from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, load_tables, read_report
+    from stepsplit.analyzer.report.io import TABLES_NAME, is_analyzed, load_tables, read_report
 
     folder = Path(places[0])
     tables = folder / TABLES_NAME
-    if len(places) > 1 or not (folder / REPORT_NAME).is_file() or not tables.is_dir():
+    if len(places) > 1 or not is_analyzed(folder) or not tables.is_dir():
         return None
     return Analysis(read_report(folder), load_tables(tables))
 
@@ -270,6 +272,7 @@ def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
     from stepsplit.collectors.run_spec import whole_file
 
+    check_output(file)
     try:
         with whole_file(file) as draft:
             if file.suffix != ".gz":

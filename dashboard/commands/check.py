@@ -6,14 +6,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import UsageError, make_write_error, write
+from stepsplit.analyzer.errors import StepsplitError, UsageError, make_write_error
 from stepsplit.dashboard.commands.common import (
     artifacts_option,
     count_cores,
@@ -25,6 +25,7 @@ from stepsplit.dashboard.commands.common import (
     rules_option,
     runs_option,
     token_option,
+    write_output,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 # stepsplit check: candidate runs against a baseline; the result is the exit status.
 
 EXIT_CODES = {"pass": 0, "regressed": 1, "inconclusive": 3}
+
+EXIT_NO_FILE = 2
+"""The runs pass, and a requested file could not be written."""
 
 _EPILOG = (
     "Budgets: exposed_comm:5% (of the baseline), exposed_comm:2pt (percentage points of the step), "
@@ -160,12 +164,28 @@ def check_command(
     candidate_runs = load_runs(candidates, store, job_file, rules)
     shown_at = dashboard_url or (url if is_dashboard(url) else None)
     verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, shown_at)
-    write_files(verdict, files, _find_issue_file(budgets, baselines))
-    if any(run.id for run in candidate_runs):
-        _record(store(), candidate_runs, verdict)
-    if not put_json(verdict, to_json, json_file):
+    if json_file != "-":
         _show_check(verdict)
-    return EXIT_CODES[verdict.answer]
+    outputs: list[Callable[[], object]] = [
+        partial(put_json, verdict, to_json, json_file),
+        *list_outputs(verdict, files, _find_issue_file(budgets, baselines)),
+    ]
+    # What fails here does not change the verdict; without a regression a missing file does.
+    failed = [problem for output in outputs if (problem := _try_output(output)) is not None]
+    record = partial(_record, store, candidate_runs, verdict)
+    unrecorded = _try_output(record) if any(run.id for run in candidate_runs) else None
+    for problem in (*failed, *filter(None, [unrecorded])):
+        click.echo(f"stepsplit: {problem}", err=True)
+    return EXIT_CODES[verdict.answer] or (EXIT_NO_FILE if failed else 0)
+
+
+def _try_output(output: Callable[[], object]) -> str | None:
+    """What went wrong in one line; None if nothing did."""
+    try:
+        output()
+    except StepsplitError as error:
+        return str(error)
+    return None
 
 
 def _judge_runs(
@@ -201,12 +221,16 @@ def _find_issue_file(budgets: Sequence[str], baselines: Sequence[str]) -> str:
     return files[0] if files else "stepsplit"
 
 
-def _record(store: Store | RemoteStore, candidate: Sequence[SideRun], verdict: CheckResult) -> None:
+def _record(
+    open_store: Callable[[], Store | RemoteStore],
+    candidate: Sequence[SideRun],
+    verdict: CheckResult,
+) -> None:
     """Records the result with the candidate runs that are in the store."""
     from stepsplit.dashboard.reporters.verdict import format_headline
     from stepsplit.dashboard.upload import RemoteStore
 
-    headline = format_headline(verdict)
+    store, headline = open_store(), format_headline(verdict)
     for run in candidate:
         if run.id is None:
             continue
@@ -256,16 +280,16 @@ def baseline_command(
     runs, so that the run-to-run noise can be estimated. All runs must have the same device, mesh,
     backend and world size.
     """
-    from stepsplit.analyzer.regression.judge import check_setups
+    from stepsplit.analyzer.regression.judge import check_setups, list_incomplete
     from stepsplit.analyzer.regression.metrics import to_json
 
     store, rules = cache(lambda: open_runs(url, artifacts, token)), load_rules(rules_file)
     runs = [run.facts for run in load_runs(places, store, None, rules)]
-    for warning in check_setups(runs, (), across_setups=False):
+    for warning in (*check_setups(runs, (), across_setups=False), *list_incomplete((), runs)):
         click.echo(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
         raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
-    write(out, to_json(runs))
+    write_output(out, to_json(runs))
     advice = (
         ""
         if len(runs) >= RECOMMENDED_RUNS
@@ -285,7 +309,7 @@ def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
     budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
     if out is not None:
         lines = [f'"{budget.metric}" = "{budget.text}"' for budget in budgets]
-        write(out, "\n".join(["[budgets]", *lines, ""]).encode())
+        write_output(out, "\n".join(["[budgets]", *lines, ""]).encode())
         click.echo(f"{out}: budgets for check --budget {out}")
     rules = [f"{budget.metric}:{budget.text}" for budget in budgets]
     raised = [rule for rule in rules if rule not in DEFAULT_BUDGETS]
@@ -426,18 +450,25 @@ def _is_selected(run: RunRow, query: Query) -> bool:
 # The output files of a check.
 
 
-def write_files(verdict: CheckResult, files: Mapping[str, Path | None], issue_path: str) -> None:
-    """Writes the output files, by option name. Code quality issues point to the last argument.
+def list_outputs(
+    verdict: CheckResult, files: Mapping[str, Path | None], issue_path: str
+) -> list[Callable[[], None]]:
+    """What writes each output file, by option name. Code quality issues point to the last argument.
 
-    The summary is appended to its file. Raises UsageError if a file cannot be written.
+    The summary is appended to its file. Each raises UsageError if its file cannot be written.
     """
-    for option, path in files.items():
-        if path is None:
-            continue
-        if option == "summary":
-            _append_summary(path, verdict)
-        else:
-            write(path, _format_file(option, verdict, issue_path))
+    return [
+        partial(_write_file, option, path, verdict, issue_path)
+        for option, path in files.items()
+        if path is not None
+    ]
+
+
+def _write_file(option: str, path: Path, verdict: CheckResult, issue_path: str) -> None:
+    if option == "summary":
+        _append_summary(path, verdict)
+    else:
+        write_output(path, _format_file(option, verdict, issue_path))
 
 
 def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:

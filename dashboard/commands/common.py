@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,24 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
+# Output files of a command, which never replace a recording.
+
+_RECORDED = re.compile(r"rank\d+_(trace|flight|record|memory)\.|run\.json$|.*\.pt\.trace\.json")
+"""Names of the files of a recording."""
+
+
+def check_output(path: Path) -> None:
+    """Raises UsageError for a file of a recording: a forgotten value of an option names one."""
+    if path.is_file() and _RECORDED.match(path.name):
+        raise UsageError(f"{path} is a file of a recording; choose another name for the output")
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Writes the file atomically. Raises UsageError if it cannot be written, or `check_output`."""
+    check_output(path)
+    write(path, content)
+
+
 # JSON output of a command.
 
 ResultT = TypeVar("ResultT")
@@ -52,7 +71,7 @@ def put_json(
     if json_file == "-":
         click.echo(text, nl=False)
         return True
-    write(Path(json_file), text.encode() if isinstance(text, str) else text)
+    write_output(Path(json_file), text.encode() if isinstance(text, str) else text)
     return False
 
 

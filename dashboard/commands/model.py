@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError, write
+from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
@@ -16,6 +16,7 @@ from stepsplit.dashboard.commands.common import (
     put_json,
     require_package,
     rules_option,
+    write_output,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def calibrate_command(
         runs = (_record_quick(Path(folder), ranks),) if quick else places
         calibration = calibrate(*runs, job=job_file, rules=rules)
     if out is not None:
-        write(out, format_hardware(calibration).encode())
+        write_output(out, format_hardware(calibration).encode())
     if not put_json(calibration, to_json, json_file):
         _show_calibrate(calibration, out)
 
@@ -276,7 +277,7 @@ def validate_command(
         click.echo(to_json(checks))
     else:
         if json_file is not None:
-            write(Path(json_file), to_json(checks).encode())
+            write_output(Path(json_file), to_json(checks).encode())
         _show_validate(checks, rows)
     if not all(check.met for check in checks):
         context.exit(EXIT_MISSED)

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError, write
-from stepsplit.dashboard.commands.common import make_console, open_store, require_package
+from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.dashboard.commands.common import (
+    make_console,
+    open_store,
+    require_package,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -155,9 +160,9 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
     except StepsplitError as error:
         click.echo(f"not calibrated: {error}")
         return None
-    write(folder / "hardware.toml", format_hardware(hardware).encode())
+    write_output(folder / "hardware.toml", format_hardware(hardware).encode())
     job = folder / "job.toml"
-    write(job, b'[hardware]\nfile = "hardware.toml"\n')
+    write_output(job, b'[hardware]\nfile = "hardware.toml"\n')
     layout = choose_calibration_mesh(mesh).format()
     click.echo(f"calibrated on short trainings of {layout} before and after: {job}")
     return job

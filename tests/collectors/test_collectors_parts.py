@@ -95,13 +95,15 @@ def test_the_backend_is_the_one_that_runs(stated: str | None, tmp_path: Path) ->
 
 
 def test_a_used_folder_is_refused_or_replaced(tmp_path: Path) -> None:
-    for name in ("run.json", "rank0_trace.json.gz", "rank1_record.json", "report.json"):
+    """With what was analyzed of the earlier recording."""
+    for name in ("run.json", "rank0_trace.json.gz", "rank1_record.json", "report.json", "notes.md"):
         (tmp_path / name).touch()
-    (tmp_path / "nccl").mkdir()
+    for name in ("nccl", "tables"):
+        (tmp_path / name).mkdir()
 
     with pytest.raises(CollectError, match="has a recording: choose another --out, or replace it"):
         check_out(tmp_path, overwrite=False)
     check_out(tmp_path, overwrite=True)
 
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
     check_out(tmp_path, overwrite=False)

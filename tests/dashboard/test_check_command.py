@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,46 @@ def test_the_three_results_have_three_exit_statuses(
     assert "REGRESSED: exposed_comm" in capsys.readouterr().out
     assert check(noisy, "--baseline", base, *EXPOSED) == 3
     assert "INCONCLUSIVE" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_takes_no_verdict_away(
+    base: str, worse: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("--summary", "--json", "--junit"):
+        assert check(worse, "--baseline", base, *EXPOSED, option, "/dev/full/x") == 1
+        shown = capsys.readouterr()
+        assert "REGRESSED: exposed_comm" in shown.out
+        assert shown.err.count("\n") == 1 and "choose a place that can be written" in shown.err
+        assert check(base, "--baseline", base, *EXPOSED, option, "/dev/full/x") == 2
+        capsys.readouterr()
+
+
+def test_a_report_of_an_earlier_recording_is_not_checked(tmp_path: Path) -> None:
+    """The traces of another run lie beside the report of the first."""
+    folder = tmp_path / "run"
+    shutil.copytree(SAMPLES / "pp2_m2", folder)
+    same = ("--baseline", str(SAMPLES / "pp2_m2"), "--budget", "calls:exact")
+    assert check(str(folder), *same) == 0
+    for trace in (SAMPLES / "pp2_m8").glob("rank*"):
+        shutil.copy(trace, folder)
+        os.utime(folder / trace.name, (2e9, 2e9))
+    assert check(str(folder), *same) == 1
+
+
+def test_an_incomplete_recording_is_named_by_check_and_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of rank 1's trace was lost, with a part of its calls."""
+    folder, made = tmp_path / "cut", tmp_path / "cut.json"
+    shutil.copytree(SAMPLES / "pp2_m8", folder, ignore=shutil.ignore_patterns("report.json"))
+    trace = folder / "rank1_trace.json.gz"
+    trace.write_bytes(trace.read_bytes()[:10_000])
+    whole = str(SAMPLES / "pp2_m8")
+    assert check(str(folder), "--baseline", whole, "--budget", "calls:exact") == 3
+    assert "rank 1: the file is truncated" in capsys.readouterr().out
+    assert cli.run(["baseline", str(folder), "--out", str(made)]) == 0
+    assert "rank 1: the file is truncated" in capsys.readouterr().err
+    assert check(whole, "--baseline", str(made), "--budget", "calls:exact") == 3
 
 
 def test_several_candidates_form_one_side(base: str, tmp_path: Path) -> None:

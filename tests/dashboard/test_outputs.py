@@ -255,6 +255,25 @@ def test_a_socket_and_a_folder_are_refused_and_stay(
     assert [path.name for path in tmp_path.iterdir()] == ["socket"]
 
 
+def test_an_output_never_replaces_a_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the value of an option is forgotten, and the next word is a trace."""
+    folder = tmp_path / "run"
+    shutil.copytree(SAMPLE, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    trace, run_json = str(folder / "rank0_trace.json.gz"), str(folder / "run.json")
+    for words in (
+        ["export", SAMPLE, "--perfetto", trace],
+        ["analyze", SAMPLE, "--json", run_json],
+        ["baseline", SAMPLE, "--out", trace],
+        [*CHECK, "--markdown", trace],
+    ):
+        assert cli.run(words) == 2
+        assert "is a file of a recording; choose another name" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_file_keeps_its_owner(tmp_path: Path) -> None:
     file = write_whole(tmp_path / "file", b"old")

@@ -15,6 +15,7 @@ from stepsplit.analyzer.regression.metrics import (
     BucketTime,
     CallMetrics,
     CausedWait,
+    Doubt,
     GroupRanks,
     RunMetrics,
 )
@@ -137,6 +138,45 @@ def test_smaller_buckets_are_named_as_such() -> None:
 def test_fewer_calls_pass_and_suggest_a_new_baseline() -> None:
     found = judged([run("own", {}, calls=CALLS[:1])], [run("base", {})], "calls:exact")
     assert (found.answer, found.note) == ("pass", "improved: consider updating the baseline")
+
+
+CUT = Doubt("trace_cut_off", "the file is truncated; 489 complete entries were read", 1)
+OTHER_JOB = Doubt("job_mismatch", "describes another job", None)
+
+
+def test_counts_of_an_incomplete_run_are_no_verdict() -> None:
+    """Fewer calls, since the trace of a rank was cut off; and the same as a baseline of it."""
+    fewer = [replace(CALLS[0], calls=40), CALLS[1]]
+    whole, cut = run("whole", {}), run("cut", {"step": 1.0}, calls=fewer, doubts=[CUT])
+    for candidate, baseline in ((cut, whole), (whole, cut)):
+        verdict = check([candidate], [baseline], "calls:exact", "bytes.tp:5%")
+        assert [one.answer for one in verdict.gated] == ["inconclusive", "inconclusive"]
+        text = "cut: rank 1: the file is truncated; 489 complete entries were read"
+        assert {one.note for one in verdict.gated} == {text}
+        assert text in verdict.warnings
+    assert check([cut], [], "calls:<=100").answer == "inconclusive"
+
+
+def test_what_all_runs_lack_alike_and_baselines_of_old_versions_do_not_matter() -> None:
+    for before in ((CUT,), None):
+        baseline = run("before", {}, doubts=before)
+        verdict = check([run("own", {"step": 1.0}, doubts=[CUT])], [baseline], "calls:exact")
+        assert (verdict.answer, verdict.warnings) == ("pass", ())
+
+
+def test_a_job_file_of_another_job_is_no_limit() -> None:
+    own = run("own", {"step": 9.0}, predicted={"step": 10.0}, doubts=[OTHER_JOB])
+    found = check([own], [], "step:model+20%").gated[0]
+    assert (found.answer, found.note) == ("inconclusive", "own: describes another job")
+
+
+def test_an_axis_that_a_run_does_not_have_is_refused() -> None:
+    both = run("own", {"step": 1.0}), run("base", {})
+    for rule in ("calls.tpp:exact", "bytes.:5%", "calls.2:exact"):
+        with pytest.raises(UsageError, match=r"has no axis .*; its axes: dp_replicate, tp"):
+            check([both[0]], [both[1]], rule)
+    with pytest.raises(UsageError, match=r"has no exposed_comm\.2"):
+        check([both[0]], [both[1]], "exposed_comm.2:5%")
 
 
 def test_a_baseline_that_differs_in_itself_cannot_be_exact() -> None:

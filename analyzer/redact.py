@@ -10,9 +10,11 @@ import gzip
 import json
 import os
 import re
+import shutil
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -46,7 +48,7 @@ from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE, Complete, Trac
 from stepsplit.analyzer.readers.kineto.trace_file import TraceOpening, parse_opening
 from stepsplit.analyzer.readers.nccl.records import LogMessage, MessageSplitter
 from stepsplit.analyzer.readers.pickle import read_whole
-from stepsplit.analyzer.readers.recording import parse_rank
+from stepsplit.analyzer.readers.recording import check_outside, parse_rank
 from stepsplit.analyzer.readers.registry import KINDS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION, Category
@@ -113,21 +115,43 @@ def redact_recording(
         UsageError: `out` has files, the key exists or is in `out`, or either cannot be written.
     """
     _check_outputs(out, key)
+    check_outside(out, places)
     texts = _Redactor(names, words, rules)
     written: list[str] = []
-    with list_files([str(place) for place in places]) as sources:
+    with list_files([str(place) for place in places]) as sources, whole_folder(out) as draft:
         copies, left_out = _plan_copies(sources)
         for copy in copies:
             texts.collect_hosts(copy)
         for copy in copies:
-            _COPIERS[copy.kind](copy, out / copy.name, texts)
+            _COPIERS[copy.kind](copy, draft / copy.name, texts)
             written.append(copy.name)
-    if not written:
-        hint = "name a folder with traces of torch.profiler"
-        raise DataError(str(places[0]), "no file of a recording", hint)
+        if not written:
+            hint = "name a folder with traces of torch.profiler"
+            raise DataError(str(places[0]), "no file of a recording", hint)
     if key is not None:
         _write_key(key, texts.pseudonyms)
     return Redaction(tuple(written), tuple(left_out), texts.pseudonyms.summarize())
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place at the end, and is removed if an error or Ctrl-C
+    comes before. Raises UsageError if it cannot be made."""
+    place = out.resolve()
+    draft = place.parent / f".{place.name}.{os.getpid()}"
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise make_write_error(out, error) from None
+    try:
+        yield draft
+        try:
+            draft.replace(place)
+        except OSError:  # `out` is the current folder, or where something is mounted
+            for path in draft.iterdir():
+                shutil.move(path, out / path.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _check_outputs(out: Path, key: Path | None) -> None:

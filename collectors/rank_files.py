@@ -341,21 +341,27 @@ def gather(folders: Sequence[Path], out: Path) -> GatherResult:
     for folder in folders:
         if not folder.is_dir():
             raise CollectError(f"{folder}: no such folder; give the folders that the ranks wrote")
-    for folder in folders:
-        if folder.resolve() != out.resolve():
-            _copy_files(folder, out)
-    records = _read_records(out)
+    copies = _plan_copies([one for one in folders if one.resolve() != out.resolve()], out)
+    records = _read_records(
+        [*out.glob(_RECORDS), *(source for source in copies.values() if source.match(_RECORDS))]
+    )
     if not records:
-        raise CollectError(f"{out}: no rank*_record.json; give the folders that the ranks wrote")
+        raise CollectError(f"{out}: no {_RECORDS}; give the folders that the ranks wrote")
+    for target, source in copies.items():
+        with replace_whole(target) as draft:
+            shutil.copy2(source, draft)
     write_run_json(out, build_spec(records, _read_spec(out)))
     ranks = tuple(record.rank.rank for record in records)
     return GatherResult(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
 
 
-def _read_records(folder: Path) -> tuple[RankRecord, ...]:
-    """The records in the folder, sorted by rank. Raises CollectError if one is invalid."""
+_RECORDS = "rank*_record.json"
+
+
+def _read_records(paths: Iterable[Path]) -> tuple[RankRecord, ...]:
+    """The records in these files, sorted by rank. Raises CollectError if one is invalid."""
     records = []
-    for path in folder.glob("rank*_record.json"):
+    for path in paths:
         try:
             records.append(read_record(path.read_bytes()))
         except ValueError as error:
@@ -363,18 +369,21 @@ def _read_records(folder: Path) -> tuple[RankRecord, ...]:
     return tuple(sorted(records, key=lambda record: record.rank.rank))
 
 
-def _copy_files(folder: Path, out: Path) -> None:
-    for path in _list_files(folder):
-        target = out / path.relative_to(folder)
-        if target.name == RUN_FILE and target.exists():
-            continue
-        if target.exists() and not filecmp.cmp(path, target, shallow=False):
-            raise CollectError(
-                f"{target} exists and {path} differs from it; are they from the same run?"
-            )
-        if not target.exists():
-            with replace_whole(target) as draft:
-                shutil.copy2(path, draft)
+def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:
+    """The file in `out` -> its source. Raises CollectError before anything is copied if two files
+    of the same name differ."""
+    copies: dict[Path, Path] = {}
+    for folder in folders:
+        for path in _list_files(folder):
+            target = out / path.relative_to(folder)
+            known = copies.get(target, target)
+            if not known.exists():
+                copies[target] = path
+            elif target.name != RUN_FILE and not filecmp.cmp(path, known, shallow=False):
+                raise CollectError(
+                    f"{known} exists and {path} differs from it; are they from the same run?"
+                )
+    return copies
 
 
 def _list_files(folder: Path) -> Iterable[Path]:

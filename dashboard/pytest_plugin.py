@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,12 +174,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--stepsplit-strict", action="store_true", help=strict)
 
 
+def _name_baseline(node: pytest.Item) -> str:
+    """The test's name with its module and classes, as a file name that no other test has."""
+    whole = ".".join((node.path.stem, *node.nodeid.split("::")[1:-1], node.name))
+    name = _UNSAFE.sub("-", whole)
+    if name == whole:
+        return name
+    # Two parameters may differ only in what a file name cannot have.
+    return f"{name}-{zlib.crc32(whole.encode()):08x}"
+
+
 @pytest.fixture
 def comm_budget(request: pytest.FixtureRequest, tmp_path: Path) -> CommBudget:
     """Records blocks of the test and checks them against their budgets after the test."""
     node = request.node
-    name = _UNSAFE.sub("-", f"{node.path.stem}.{node.name}")
-    baseline = node.path.parent / FOLDER / f"{name}.json"
+    baseline = node.path.parent / FOLDER / f"{_name_baseline(node)}.json"
     budget = CommBudget(baseline, tmp_path, ranks=node.stash[_RANKS])
     node.stash[_BUDGET] = budget
     return budget
@@ -291,12 +301,12 @@ class CommBudget:
             return Outcome("error", str(error))
 
     def _check_runs(self, update: bool) -> Outcome:
-        if update:
-            return self._update_baseline()
         from stepsplit.analyzer.regression.checks import parse_budgets
         from stepsplit.analyzer.regression.judge import check_candidate
 
         budgets = parse_budgets(self.rules or DEFAULT_RULES)
+        if update:
+            return self._update_baseline()
         needed = any(budget.against == "baseline" for budget in budgets)
         verdict = check_candidate(self._facts, self._read_baseline() if needed else (), budgets)
         return Outcome(verdict.answer, _format_verdict(verdict))

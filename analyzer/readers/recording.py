@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 
-from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, make_write_error, write
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, UsageError, make_write_error, write
 from stepsplit.analyzer.readers import event_store
 from stepsplit.analyzer.readers.compression import (
     is_url,
@@ -346,6 +346,7 @@ def reduce_recording(
     """
     from stepsplit.analyzer.readers.rank_table import name_table, write_table
 
+    check_outside(out, places)
     with open_recording(places) as files:
         recording = read_recording_files(files, workers, progress, BUILT_IN)
         copies = {source.inner.name: _read_raw(source) for source in (*files.runs, *files.records)}
@@ -361,6 +362,15 @@ def reduce_recording(
             raise make_write_error(path, error) from None
         table_bytes += path.stat().st_size
     return Reduction(tuple(trace.rank for trace in recording.traces), raw_bytes, table_bytes)
+
+
+def check_outside(out: Path, places: Sequence[str | Path]) -> None:
+    """Raises UsageError if the folder is or lies in one of the places: with a second file of each
+    rank, neither could be read."""
+    inside = {out.resolve(), *out.resolve().parents}
+    for place in places:
+        if Path(place).resolve() in inside:
+            raise UsageError(f"{out} is in the recording {place}; choose a folder outside of it")
 
 
 def _read_raw(source: Source) -> bytes:

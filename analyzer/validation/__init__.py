@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.validation.equalities import (
     check_activations,
     check_bubbles,
@@ -64,7 +64,14 @@ def validate(folder: Path | None = None) -> tuple[Check, ...]:
         raise UsageError(
             f"{published.folder}: contains no published table such as {next(iter(IDS))}.csv"
         )
-    return tuple(each for group in GROUPS for each in group(published))
+    try:
+        return tuple(each for group in GROUPS for each in group(published))
+    except (ArithmeticError, KeyError, ValueError) as error:
+        if folder is None:
+            raise
+        # A table of the user: a value that no row of ours has.
+        problem = f"a value of a table cannot be used ({error})"
+        raise DataError(folder, problem, "see the columns in docs/model.md") from None
 
 
 # The checks as JSON.

@@ -165,6 +165,8 @@ def check_records(
             rows.extend(build(record))
         except StepsplitError as error:
             left_out.append(f"{record.id}: {error}")
+        except ArithmeticError as error:
+            left_out.append(f"{record.id}: a value is zero or too large ({error})")
     result = check(name, mark_fitted(rows, fitted), measure, bar, note=note)
     return replace(result, left_out=tuple(left_out))
 
@@ -328,6 +330,8 @@ class Published:
         if not self.has(table):
             return ()
         rows = _read(self.folder / f"{table}.csv")
+        if not rows:
+            raise DataError(f"{table}.csv", "has no rows", _COLUMN_HINT)
         try:
             names = [format_row_id(table, row) for row in rows]
         except KeyError as missing:
@@ -470,7 +474,11 @@ def compute_half_digit(printed: str) -> float:
 
 def parse_count(printed: str) -> float:
     """Parse a count with a suffix: "7.6B" -> 7.6e9, "0.5T" -> 5e11."""
-    return float(printed[:-1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[printed[-1]]
+    units = {"M": 1e6, "B": 1e9, "T": 1e12}
+    try:
+        return float(printed[:-1]) * units[printed[-1:]]
+    except (KeyError, ValueError):
+        raise DataError(repr(printed), "is not a count", 'write it as "7.6B"') from None
 
 
 # Published runs of training recipes (NeMo, Megatron-Bridge, DGX Cloud, MaxText) as jobs.

@@ -296,7 +296,7 @@ def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
 def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> None:
     """Write the small tables of each rank that analyze takes for its trace.
 
-    PATH is as for analyze. Run it on each host, next to the traces of its ranks: only the tables
+    PATH is as for analyze. Run it on each host that has traces of its ranks: only the tables
     travel, and analyze makes of them the report that it makes of the traces.
     """
     from stepsplit.analyzer import units

@@ -273,6 +273,9 @@ def validate_command(
     from stepsplit.analyzer.validation import to_json, validate
 
     checks = validate(folder)
+    if folder is not None and not any(check.rows for check in checks):
+        reasons = [reason for check in checks for reason in check.left_out]
+        raise UsageError(f"{folder}: no row can be checked: {'; '.join(reasons[:1])}")
     if json_file == "-":
         click.echo(to_json(checks))
     else:

@@ -12,6 +12,7 @@ import click
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
+    FiniteRange,
     artifacts_option,
     open_existing_store,
     open_store,
@@ -62,7 +63,7 @@ _DAY_NS = 86_400 * 10**9
 
 @click.command()
 @click.argument("run_ids", nargs=-1, metavar="[ID]...")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS",
+@click.option("--older-than", type=FiniteRange(0, 36_500), metavar="DAYS",
               help="All runs that were added before that many days.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the runs without deleting them.")
 @store_option

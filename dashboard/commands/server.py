@@ -19,6 +19,7 @@ import click
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
+    FiniteRange,
     artifacts_option,
     log_option,
     open_store,
@@ -46,7 +47,7 @@ _ROLE = click.Choice(["viewer", "uploader", "admin"])
 
 limit_option = click.option(
     "--limit",
-    type=click.FloatRange(min=0.01),
+    type=FiniteRange(0.01, 1_000_000),
     metavar="MINUTES",
     default=60.0,
     show_default=True,
@@ -55,7 +56,7 @@ limit_option = click.option(
 
 memory_option = click.option(
     "--memory",
-    type=click.FloatRange(min=0.01),
+    type=FiniteRange(0.01, 1_000_000),
     metavar="GIB",
     help="Memory limit of one analysis.  [default: 3/4 of the machine's, shared by its workers]",
 )
@@ -270,7 +271,7 @@ def token_command() -> None:
 @click.argument("name")
 @click.option("--role", type=_ROLE, default="uploader", show_default=True,
               help="What it may do: read, also upload, or also delete.")  # fmt: skip
-@click.option("--days", type=click.FloatRange(0, 36_500, min_open=True), metavar="N",
+@click.option("--days", type=FiniteRange(0, 36_500, min_open=True), metavar="N",
               help="Let it expire after N days. Default: when it is revoked.")  # fmt: skip
 @store_option
 def create(name: str, role: str, days: float | None, url: str) -> None:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.commands.common import parse_mesh, require_package, token_option
+from stepsplit.dashboard.commands.common import (
+    FiniteRange,
+    parse_mesh,
+    require_package,
+    token_option,
+)
 from stepsplit.dashboard.sinks.log_to import build_log_option, check_log_to
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ ONLY_JOB = 0
 )
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0.01, max=100),
+    type=FiniteRange(min=0.01, max=100),
     metavar="PERCENT",
     default=0.5,
     show_default=True,
@@ -63,7 +68,7 @@ ONLY_JOB = 0
 )
 @click.option(
     "--disk",
-    type=click.FloatRange(min=0.01),
+    type=FiniteRange(0.01, 1_000_000),
     metavar="GIB",
     default=4.0,
     show_default=True,

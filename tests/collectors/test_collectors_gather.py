@@ -114,6 +114,7 @@ def test_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
     with pytest.raises(CollectError, match="are they from the same run"):
         gather([a, b], tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
 
 
 def test_a_folder_without_ranks_is_bad_input(

@@ -312,3 +312,22 @@ def test_a_gpu_trace_without_kernels_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "device activity was not recorded: none of 1 launches led to a kernel" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "delete --older-than nan",
+        "delete --older-than 1e308",
+        "token create ci --days inf",
+        "worker --memory 1e308",
+        "worker --limit nan",
+        "watch --disk inf job.py",
+    ],
+)
+def test_numbers_that_nothing_can_be_compared_with_are_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words.split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("stepsplit: Invalid value for '--")

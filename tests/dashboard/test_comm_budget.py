@@ -118,6 +118,44 @@ def test_a_recording_that_the_test_launched_itself(tmp_path: Path) -> None:
     assert found.returncode == 0 and "1 passed" in found.stdout, found.stdout
 
 
+ALIKE = """
+import os
+
+import pytest
+
+
+class TestSmall:
+    def test_step(self, comm_budget):
+        comm_budget.recorded(os.environ["SMALL"])
+
+
+class TestLarge:
+    @pytest.mark.parametrize("name", ["a b", "a-b"])
+    def test_step(self, comm_budget, name):
+        comm_budget.recorded(os.environ["LARGE"] if name == "a b" else os.environ["SMALL"])
+
+
+def test_typo(comm_budget):
+    comm_budget.recorded(os.environ["SMALL"], "calls:exat")
+"""
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+
+
+def test_tests_of_like_names_have_baselines_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "test_alike.py").write_text(ALIKE)
+    places = {"SMALL": str(SAMPLES / "pp2_m2"), "LARGE": str(SAMPLES / "dp4")}
+    made = said(tmp_path, "--stepsplit-update", **places)
+    # A budget that cannot be read is no reason to write a baseline.
+    assert "1 failed, 3 passed" in made.stdout and "exat" in made.stdout, made.stdout
+    names = sorted(path.name for path in (tmp_path / "comm_budgets").iterdir())
+    assert names[1:] == [
+        "test_alike.TestLarge.test_step[a-b].json", "test_alike.TestSmall.test_step.json",
+    ]  # fmt: skip
+    assert names[0].startswith("test_alike.TestLarge.test_step[a-b]-")
+    again = said(tmp_path, "-k", "step", **places)
+    assert "3 passed" in again.stdout, again.stdout
+
+
 UNSURE = f"""{STEP}
 def test_unsure(comm_budget):
     with comm_budget("idle:<=50%") as run:

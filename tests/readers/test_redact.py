@@ -309,3 +309,25 @@ def test_outputs_that_would_mix_or_leak_are_refused(tmp_path: Path) -> None:
         redact_recording([sample], out, key=tmp_path / "key")
     with pytest.raises(DataError, match="no file of a recording"):
         redact_recording([tmp_path / "full"], out)
+
+
+def test_a_redaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """A damaged file is refused after the trace has been copied."""
+    source, copy = tmp_path / "run", tmp_path / "copy"
+    source.mkdir()
+    write_private_trace(source, 0)
+    (source / "run.json").write_text('{"schema": "stepsplit.run/1", "name": ')
+    with pytest.raises(DataError, match=r"run\.json"):
+        redact_recording([source], copy)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("command", ["redact", "reduce"])
+def test_a_copy_within_the_recording_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_private_trace(tmp_path, 0)
+    for out in (tmp_path / "copy", tmp_path / "deep" / "copy"):
+        assert cli.run([command, str(tmp_path), "--out", str(out)]) == 2
+        assert "choose a folder outside of it" in capsys.readouterr().err
+        assert not out.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from dataclasses import replace
@@ -50,6 +51,7 @@ from stepsplit.analyzer.validation.tables import (
     parse_count,
     round_as_printed,
 )
+from stepsplit.dashboard import cli
 from stepsplit.dashboard.commands.model import validate_command
 from stepsplit.dashboard.reporters.plan import build_validation_screen
 
@@ -263,6 +265,37 @@ def test_a_table_without_a_column_of_its_id_is_rejected(tmp_path: Path) -> None:
 def test_a_folder_without_tables_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="contains no published table"):
         validate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("megatron_sc21_table1", "tflops_per_gpu", "n/a"),
+        ("zero_table2_max_model", "max_theory_baseline", "1,5"),
+        ("simumax_b200_measured", "dp", "0"),
+        ("nanotron_best_configs_h100", "tp", "0"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line_or_leaves_its_row_out(
+    table: str, column: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (PUBLISHED / f"{table}.csv").open(newline="") as file:
+        row = next(csv.DictReader(file))
+    with (tmp_path / f"{table}.csv").open("w", newline="") as file:
+        own = csv.DictWriter(file, row)
+        own.writeheader()
+        own.writerow(row | {column: value})
+    assert cli.run(["validate", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "model,gpus,iter_s\n"])
+def test_a_table_without_rows_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mtnlg_530b.csv").write_text(text)
+    assert cli.run(["validate", str(tmp_path)]) == 2
+    assert "mtnlg_530b.csv: has no rows" in capsys.readouterr().err
 
 
 def test_the_baseline_gives_every_run_the_utilization_of_the_known_ones() -> None:

@@ -27,6 +27,12 @@ PAGES = (
 )  # fmt: skip
 """What the pages of the dashboard are made of."""
 
+INTEGRATION = (
+    "collectors/integrations", "collectors/profiler.py", "collectors/rank_files.py",
+    "collectors/rank_record.py", "collectors/trace_window.py",
+)  # fmt: skip
+"""What the hooks of the frameworks are made of."""
+
 
 @dataclass(frozen=True)
 class Change:

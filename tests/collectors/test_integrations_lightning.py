@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
+from turns import INTEGRATION
 
 from stepsplit.collectors.run_spec import Mesh, Training, from_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*INTEGRATION)]
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, train
+from turns import INTEGRATION
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*INTEGRATION)]
 
 
 def test_the_traces_of_use_pytorch_profiler_are_read(tmp_path: Path) -> None:

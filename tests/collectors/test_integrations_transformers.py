@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
+from turns import INTEGRATION
 
 from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training, from_json
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*INTEGRATION)]
 
 
 def test_the_callback_records_optimizer_steps_without_changing_the_training(

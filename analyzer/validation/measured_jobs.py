@@ -7,8 +7,7 @@ from stepsplit.analyzer.model.config_file import load_hardware, load_model
 from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.memory_states import compute_layer_activations
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.validation.published_runs import list_fitted_memory
-from stepsplit.analyzer.validation.stated_jobs import build_stated_job
+from stepsplit.analyzer.validation.published_runs import build_stated_job, list_fitted_memory
 from stepsplit.analyzer.validation.tables import (
     Check,
     Published,

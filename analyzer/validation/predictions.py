@@ -40,6 +40,7 @@ from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.validation.published_runs import (
+    REPORTS_TABLE,
     SCHEDULES,
     SIMUMAX_TABLE,
     TORCHTITAN_TABLE,
@@ -52,7 +53,6 @@ from stepsplit.analyzer.validation.published_runs import (
     list_fitted_memory,
     list_step_time_cases,
 )
-from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE
 from stepsplit.analyzer.validation.tables import (
     Build,
     Case,

@@ -29,8 +29,11 @@ from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.hardware_config import PRESETS, load_efficiency
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import compute_bands, load_left_out, predict_unseen
-from stepsplit.analyzer.validation.published_runs import ZERO_FAMILY, list_step_time_cases
-from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE
+from stepsplit.analyzer.validation.published_runs import (
+    REPORTS_TABLE,
+    ZERO_FAMILY,
+    list_step_time_cases,
+)
 from stepsplit.analyzer.validation.tables import Case, Published
 
 FITTED: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
-from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE, build_training_report
+from stepsplit.analyzer.validation.published_runs import REPORTS_TABLE, build_training_report
 from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
 
 TOP = 8

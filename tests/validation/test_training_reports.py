@@ -26,8 +26,11 @@ from stepsplit.analyzer.validation.predictions import (
     compute_bands,
     predict_unseen,
 )
-from stepsplit.analyzer.validation.published_runs import list_cases
-from stepsplit.analyzer.validation.stated_jobs import build_stated_job, build_training_report
+from stepsplit.analyzer.validation.published_runs import (
+    build_stated_job,
+    build_training_report,
+    list_cases,
+)
 from stepsplit.analyzer.validation.tables import Case, Published, PublishedRow
 
 REPORT = {

@@ -30,12 +30,12 @@ from stepsplit.analyzer.validation.predictions import (
     predict_unseen,
 )
 from stepsplit.analyzer.validation.published_runs import (
+    REPORTS_TABLE,
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
     list_step_time_cases,
 )
-from stepsplit.analyzer.validation.stated_jobs import REPORTS_TABLE
 from stepsplit.analyzer.validation.tables import (
     IDS,
     PUBLISHED,

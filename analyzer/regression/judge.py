@@ -26,6 +26,7 @@ from stepsplit.analyzer.regression.checks import (
 from stepsplit.analyzer.regression.compare import format_axis, map_axes
 from stepsplit.analyzer.regression.metrics import (
     COMMUNICATION,
+    FEW_STEPS,
     INCOMPLETE,
     METRICS,
     BucketTime,
@@ -62,10 +63,13 @@ def check_candidate(
     baseline, candidate = align_meshes(baseline, candidate)
     warnings = check_setups(baseline, candidate, across_setups)
     expanded = list(statistics.expand_budgets(budgets, (*baseline, *candidate)))
-    incomplete = list_incomplete(baseline, candidate)
-    mismatches = list_mismatches(candidate) if _has_model(budgets) else []
+    doubts = _Doubts(
+        list_incomplete(baseline, candidate),
+        list_mismatches(candidate) if _has_model(budgets) else [],
+        list_unlike(baseline, candidate, (FEW_STEPS,)) if baseline else [],
+    )
     gated = [
-        _doubt_answer(one, budget, incomplete, mismatches)
+        _doubt_answer(one, budget, doubts)
         for one, budget in zip(_check_budgets(candidate, baseline, expanded), expanded, strict=True)
     ]
     regressed = [one for one in gated if one.answer == "regressed"]
@@ -83,8 +87,9 @@ def check_candidate(
         warnings=(
             *_list_mesh_warnings(mesh_difference, warnings),
             *warnings,
-            *incomplete,
-            *mismatches,
+            *doubts.incomplete,
+            *doubts.mismatches,
+            *doubts.short,
         ),
         low_confidence=_has_noise(budgets) and 1 in (len(candidate), len(baseline)),
     )
@@ -156,16 +161,29 @@ def _find_shift(name: str, sample: statistics.Sample) -> Iterator[ShiftedMetric]
 # Runs whose recording or job.toml is not what it should be: no verdict by them.
 
 
+@dataclass(frozen=True, slots=True)
+class _Doubts:
+    """Runs that lack calls, whose job.toml is of another job, and that are short unlike others."""
+
+    incomplete: Sequence[str]
+    mismatches: Sequence[str]
+    short: Sequence[str]
+
+
 def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
     """What is missing in the recordings of some runs and not in those of all others, by run.
 
     Without a baseline, what is missing in any candidate.
     """
+    return list_unlike(baseline, candidate, INCOMPLETE)
+
+
+def list_unlike(
+    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics], codes: Collection[str]
+) -> list[str]:
+    """The runs with doubts of these codes that not all runs have, or, without a baseline, any."""
     known = [run for run in (*baseline, *candidate) if run.doubts is not None]
-    having = {
-        code: [run for run in known if any(one.code == code for one in run.doubts or ())]
-        for code in INCOMPLETE
-    }
+    having = {code: [run for run in known if _find_doubts(run, (code,))] for code in codes}
     unlike = {
         code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
     }
@@ -190,12 +208,16 @@ def _describe_doubt(run: RunMetrics, codes: Collection[str]) -> str:
     return f"{run.name}: {whose}{first.message}{more}"
 
 
-def _doubt_answer(
-    checked: CheckedMetric, budget: Budget, incomplete: Sequence[str], mismatches: Sequence[str]
-) -> CheckedMetric:
-    """The answer, inconclusive for counts of incomplete runs and for the model of another job."""
-    reasons = mismatches if budget.against == "model" else ()
-    reasons = incomplete if budget.meaning.exact else reasons
+def _doubt_answer(checked: CheckedMetric, budget: Budget, doubts: _Doubts) -> CheckedMetric:
+    """The answer, inconclusive for counts of incomplete runs, for the model of another job, and
+    for a regression that may be the warm-up of short runs."""
+    reasons: Sequence[str] = ()
+    if budget.meaning.exact:
+        reasons = doubts.incomplete
+    elif budget.against == "model":
+        reasons = doubts.mismatches
+    elif budget.against == "baseline" and checked.answer == "regressed":
+        reasons = doubts.short
     return replace(checked, answer="inconclusive", note=reasons[0]) if reasons else checked
 
 

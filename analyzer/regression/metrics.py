@@ -176,6 +176,9 @@ INCOMPLETE = frozenset({
 })  # fmt: skip
 """Codes of warnings that calls, their groups or their sizes are missing."""
 
+FEW_STEPS = "few_steps"
+"""Code of the doubt that a run is too short to leave out its warm-up."""
+
 _ANALYZE_HINT = "analyze the recording again, or leave the run out"
 
 
@@ -200,12 +203,19 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
         blame=_list_worst_blame(report),
         predicted=tuple(_list_predicted_values(report)),
         groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
-        doubts=tuple(
-            Doubt(row.code, row.message, row.rank)
-            for row in report.warnings
-            if row.code in INCOMPLETE or row.code == JOB_MISMATCH
-        ),
+        doubts=tuple(_list_doubts(report)),
     )
+
+
+def _list_doubts(report: Report) -> Iterator[Doubt]:
+    for row in report.warnings:
+        if row.code in INCOMPLETE or row.code == JOB_MISMATCH:
+            yield Doubt(row.code, row.message, row.rank)
+    full = len({row.step for row in select_full_steps(report.steps)})
+    if full < WARMUP + FEWEST:
+        count = f"{full} full step{'s' if full > 1 else ''}"
+        text = f"{count}: the first counts too, which is left out as warm-up of {WARMUP + FEWEST}"
+        yield Doubt(FEW_STEPS, text, None)
 
 
 def _build_setup(report: Report) -> Setup:

@@ -88,7 +88,9 @@ def test_values_are_medians_over_the_steps_left_when_partial_and_first_are_out()
 
 def test_the_warm_up_stays_where_few_steps_would_be_left() -> None:
     short = replace(report(), steps=tuple(row for row in report().steps if row.step < 5))
-    assert extract_metrics(short, "x").steps == 3
+    found = extract_metrics(short, "x")
+    assert (found.steps, [one.code for one in found.doubts or ()]) == (3, ["few_steps"])
+    assert extract_metrics(report(), "x").doubts == ()
 
 
 def test_the_setup_of_a_run() -> None:

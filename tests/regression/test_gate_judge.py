@@ -164,6 +164,21 @@ def test_what_all_runs_lack_alike_and_baselines_of_old_versions_do_not_matter() 
         assert (verdict.answer, verdict.warnings) == ("pass", ())
 
 
+def test_a_regression_of_runs_that_keep_their_warm_up_is_inconclusive() -> None:
+    few = Doubt("few_steps", "2 full steps: the first counts too", None)
+    base = runs("base", "exposed_comm", QUIET)
+    short = runs("own", "exposed_comm", MORE, doubts=[few])
+    found = check(short, base, "exposed_comm:5%").gated[0]
+    assert (found.answer, found.note) == (
+        "inconclusive",
+        "own0: 2 full steps: the first counts too",
+    )
+    alike = runs("base", "exposed_comm", QUIET, doubts=[few])
+    assert check(short, alike, "exposed_comm:5%").answer == "regressed"
+    fine = runs("own", "exposed_comm", SAME, doubts=[few])
+    assert check(fine, base, "exposed_comm:5%").answer == "pass"
+
+
 def test_a_job_file_of_another_job_is_no_limit() -> None:
     own = run("own", {"step": 9.0}, predicted={"step": 10.0}, doubts=[OTHER_JOB])
     found = check([own], [], "step:model+20%").gated[0]

@@ -101,7 +101,8 @@ def read_recording_files(
     notes += (*guessed, *_check_mixed_runs(traces))
     name = spec.name if spec else _infer_name(files.places[0])
     run_traces, notes = _drop_stale_ranks(fill_group_members(traces), spec, notes)
-    run_traces = _name_hosts(_mark_ends(run_traces, records), spec)
+    run_traces, unplaced = _place_clocks(_name_hosts(_mark_ends(run_traces, records), spec))
+    notes += unplaced
     ranks = {trace.rank for trace in run_traces}
     run_records = tuple(record for record in records if record.rank.rank in ranks)
     notes = tuple(replace(note, message=replace_surrogates(note.message)) for note in notes)
@@ -138,6 +139,27 @@ def _mark_ends(traces: Sequence[RankTrace], records: Sequence[RankRecord]) -> tu
         else trace
         for trace in traces
     )
+
+
+_FARTHEST_APART_NS = 10**16
+"""About 116 days: clocks of one run that differ by more do not count from the same time."""
+
+
+def _place_clocks(traces: Sequence[RankTrace]) -> tuple[tuple[RankTrace, ...], tuple[Note, ...]]:
+    """Traces whose times count from 0, because their file lacks the time base that others have,
+    begin where the others do."""
+    latest_ns = max(trace.t0_unix_ns for trace in traces)
+    lacking = {t.rank for t in traces if latest_ns - t.t0_unix_ns > _FARTHEST_APART_NS}
+    if not lacking:
+        return tuple(traces), ()
+    others_ns = min(trace.t0_unix_ns for trace in traces if trace.rank not in lacking)
+    shift_ns = others_ns - min(trace.t0_unix_ns for trace in traces if trace.rank in lacking)
+    text = "the times of the file count from 0, unlike those of other ranks: its begin is a guess"
+    placed = tuple(
+        replace(trace, t0_unix_ns=trace.t0_unix_ns + shift_ns) if trace.rank in lacking else trace
+        for trace in traces
+    )
+    return placed, tuple(Note("no_clock", text, rank) for rank in sorted(lacking))
 
 
 def _name_hosts(traces: Sequence[RankTrace], spec: RunSpec | None) -> tuple[RankTrace, ...]:

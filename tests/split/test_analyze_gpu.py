@@ -136,6 +136,22 @@ def test_what_joins_nodes_is_unknown_to_a_rank_alone(tmp_path: Path) -> None:
     assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=100, collective=5_000)}
 
 
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_file_without_a_time_base_begins_with_the_others(linked: bool, tmp_path: Path) -> None:
+    """As files have that another tool saved again; on a clock from 0 it would be 50 years away."""
+    traces = [GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100) for rank in (0, 1)]
+    for trace, at in zip(traces, (40, 10), strict=True):
+        trace.kernel("gemm", 0, at)
+        if linked:
+            trace.all_reduce(at, 60).kernel("gemm", 60, 100)
+    traces[1].base_ns = 0
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert [row.start_ns for row in report.steps] == [0, 0]
+    waits = [(row.collective_ns, row.skew_ns) for row in report.steps]
+    assert waits == ([(20_000, 0), (20_000, 30_000)] if linked else [(0, 0), (0, 0)])
+    assert ("no_clock", 1) in {(row.code, row.rank) for row in report.warnings}
+
+
 def test_sequence_numbers_match_windows_that_begin_on_different_calls(tmp_path: Path) -> None:
     one = GpuTrace(0, 2, groups=PAIR).step(1, 0, 100).kernel("gemm", 0, 40)
     one.all_reduce(40, 60, Seq=7).kernel("gemm", 60, 100)

@@ -487,7 +487,7 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
         notes.append(Note("step_torn", _TORN_TEXT.format(torn), trace.rank))
     if trace.on_device:
         windows, lost = _mark_lost_work(trace, marked, windows)
-        notes += [*lost, *_note_several_devices(trace)]
+        notes += [*lost, *_note_several_devices(trace), *_note_no_launches(trace)]
     notes += [_note_empty(w, trace.rank) for w in windows if w.end_ns <= w.start_ns]
     return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
 
@@ -519,6 +519,18 @@ def _note_several_devices(trace: RankTrace) -> list[Note]:
         "them computes counts as compute; with one process per device each is split by itself"
     )
     return [Note("several_devices", text, trace.rank)]
+
+
+def _note_no_launches(trace: RankTrace) -> list[Note]:
+    """A note if the trace says of no device event when it was launched."""
+    device = np.flatnonzero(trace.events.is_category(*DEVICE_CATEGORIES))
+    if (trace.events.find_launch_ns(device) >= 0).any():
+        return []
+    text = (
+        "the trace has no launches: each kernel counts to the step in which it starts, which is a"
+        " later one where the host runs ahead; keep the events of category cuda_runtime"
+    )
+    return [Note("no_launches", text, trace.rank)]
 
 
 def _mark_all_partial(steps: Steps) -> Steps:

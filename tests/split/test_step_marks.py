@@ -257,6 +257,15 @@ def test_a_step_whose_mark_was_lost_makes_the_next_one_another(tmp_path: Path) -
     ]  # fmt: skip
 
 
+def test_a_trace_without_launches_says_so(tmp_path: Path) -> None:
+    trace = GpuTrace().step(1, 0, 50).step(2, 50, 100).kernel("gemm", 0, 40).kernel("gemm", 60, 90)
+    trace.events = [event for event in trace.events if event["cat"] != "cuda_runtime"]
+    report = analyze(trace.write(tmp_path))
+    assert "no_launches" in codes(report)
+    whole = GpuTrace().step(1, 0, 50).kernel("gemm", 0, 40).write(tmp_path)
+    assert "no_launches" not in codes(analyze(whole))
+
+
 def test_of_two_marks_of_one_step_the_longer_counts(tmp_path: Path) -> None:
     trace = GpuTrace().step(1, 0, 100).kernel("gemm", 10, 90)
     trace.step(1, 95, 96).step(2, 100, 200).kernel("gemm", 110, 190)

@@ -139,12 +139,20 @@ def _build_side(runs: Sequence[RunMetrics]) -> CheckedSide:
 def _find_other_shifts(
     candidate: Sequence[RunMetrics], baseline: Sequence[RunMetrics], gated: set[str]
 ) -> Iterator[ShiftedMetric]:
-    """Significant changes of metrics without a budget."""
+    """Significant changes of metrics without a budget; one false among all of them is as rare as
+    that an interval misses."""
     names = [one.name for one in METRICS if not one.exact and one.name != statistics.BANDWIDTH]
-    for name in names if baseline else ():
-        known = all(run.find_value(name) is not None for run in (*baseline, *candidate))
-        if known and name not in gated:
-            sample = statistics.build_sample(Budget(name, "0%", "baseline"), baseline, candidate)
+    samples = {
+        name: statistics.build_sample(Budget(name, "0%", "baseline"), baseline, candidate)
+        for name in (names if baseline else ())
+        if name not in gated
+        and all(run.find_value(name) is not None for run in (*baseline, *candidate))
+    }
+    tested = [(name, one) for name, one in samples.items() if one.difference is not None]
+    is_single = 1 in (len(candidate), len(baseline))
+    ps = [statistics.compute_two_sided_p(one.difference, is_single) for _, one in tested]
+    for (name, sample), p in zip(tested, statistics.adjust_holm(ps), strict=True):
+        if p <= 2 * statistics.ALPHA:
             yield from _find_shift(name, sample)
 
 

@@ -222,6 +222,16 @@ def compute_difference(baseline: Sequence[float], candidate: Sequence[float]) ->
     return _add_permutation_test(Difference(mean, error, len(known) - 1, p), baseline, candidate)
 
 
+def compute_two_sided_p(difference: Difference | None, is_single: bool) -> float:
+    """The p-value of a difference in either direction; 1 for None. is_single: one side has one
+    run."""
+    if difference is None:
+        return 1.0
+    size, freedom = abs(difference.mean), difference.degrees_of_freedom
+    p = 2 * _compute_p(size, difference.error, freedom)
+    return min(1.0, p * (SINGLE_RUN_FACTOR if is_single else 1.0))
+
+
 def compute_excess(values: Sequence[float], noise_of: Sequence[float] = ()) -> Difference | None:
     """The mean of the values compared with 0; a single value needs the noise of other runs."""
     known = values if len(values) > 1 else noise_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from cases import for_each
 from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
@@ -229,6 +230,22 @@ def test_why_a_slow_link_is_named_with_its_collective() -> None:
     (cause,) = check(own, BASE, "exposed_comm:5%").causes
     assert (cause.bucket, cause.axis, cause.op) == ("collective", "dp_replicate", "all_reduce")
     assert cause.message.endswith("mostly all_reduce of 25.0 MB, 16 calls per step")
+
+
+def test_without_a_change_hardly_any_comparison_lists_one() -> None:
+    """Nine metrics of five runs a side, each with noise of its own: by an interval of 96 % for each
+    a fifth of the comparisons would."""
+    rng, names = np.random.default_rng(7), ("compute", "collective", "p2p", "skew", "bubble",
+                                            "copy", "idle", "overlap", "step")  # fmt: skip
+
+    def noisy(side: str) -> list[RunMetrics]:
+        return [run(f"{side}{i}", dict(zip(names, rng.normal(1, 0.1, 9), strict=True)))
+                for i in range(5)]  # fmt: skip
+
+    budgets = parse_budgets(["calls:exact"])
+    listed = sum(bool(check_candidate(noisy("own"), noisy("base"), budgets).others)
+                 for _ in range(200))  # fmt: skip
+    assert listed <= 12
 
 
 def test_significant_changes_without_a_budget_are_listed() -> None:

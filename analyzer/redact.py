@@ -298,7 +298,7 @@ _PUBLIC = frozenset({
     "dtype", "optimizer", "schedule", "framework", "recompute", "offload", "norm", "description",
     "device", "cpu", "gpu", "detail", "pg_name", "pg_desc", "desc", "ranks", "version",
     "nccl_version", "comm_lib_version", "input_dtypes", "output_dtypes", "state", "profiling_name",
-    "process_group", "thread_id", "labels", "Collective name", "Process Group Name",
+    "process_group", "thread_id", "Collective name", "Process Group Name",
     "Process Group Description", "Process Group Ranks", "Input type", "Input Dims",
     "Input Strides", "versions", "last_enqueued_collective", "last_started_collective",
     "last_completed_collective", "bound", "context", "stream", "memory bandwidth (GB/s)",
@@ -323,7 +323,7 @@ _ADDRESS = re.compile(
 _USER = re.compile(r"/(?:home|Users|users)/([\w.+@-]+)")
 
 _TRACK = re.compile(
-    r"python[\d.]*|thread -?\d+ \((?:python[\d.]*|pt_\w+)\)|stream \d+\s*|Spans|Traces"
+    r"python[\d.]*|[CGNX]PU(?: \d+)?|thread -?\d+ \((?:python[\d.]*|pt_\w+)\)|stream \d+\s*|Spans|Traces"
     r"|(?:Trace )?PyTorch Profiler(?: \(\d+\))?|Ascend Hardware|CANN|HCCL|Communication"
     r"|Overlap Analysis|Computing|Free|AI Core Freq|(?:Group|Plane) \w+(?: Communication)?|-?\d*"
 )
@@ -685,7 +685,7 @@ _MAX_CODE = 2
 def _redact_track_args(args: Mapping[str, Any], texts: _Redactor) -> dict[str, Any]:
     return {
         key: texts.redact_track(value)
-        if key == "name" and isinstance(value, str)
+        if key in ("name", "labels") and isinstance(value, str)
         else texts.redact(value, key)
         for key, value in args.items()
     }

@@ -84,6 +84,7 @@ def write_private_trace(folder: Path, rank: int) -> None:
         host_event("cpu_op", "aten::mm", **{"Concrete Inputs": ["", "[1, 2]", "titan"]}),
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "acme-train"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 5, "args": {"name": "titan_io"}},
+        {"ph": "M", "name": "process_labels", "pid": 1, "tid": 0, "args": {"labels": "acme job"}},
     ]
     command = "python train.py --password hunter2"
     body = trace.body() | {"traceName": "/home/alice/acme/r.json", "command line": command}

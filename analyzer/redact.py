@@ -323,8 +323,8 @@ _ADDRESS = re.compile(
 _USER = re.compile(r"/(?:home|Users|users)/([\w.+@-]+)")
 
 _TRACK = re.compile(
-    r"python[\d.]*|[CGNX]PU(?: \d+)?|thread -?\d+ \((?:python[\d.]*|pt_\w+)\)|stream \d+\s*|Spans|Traces"
-    r"|(?:Trace )?PyTorch Profiler(?: \(\d+\))?|Ascend Hardware|CANN|HCCL|Communication"
+    r"python[\d.]*|[CGNX]PU(?: \d+)?|thread -?\d+ \((?:python[\d.]*|pt_\w+)\)|stream \d+\s*|Spans"
+    r"|Traces|(?:Trace )?PyTorch Profiler(?: \(\d+\))?|Ascend Hardware|CANN|HCCL|Communication"
     r"|Overlap Analysis|Computing|Free|AI Core Freq|(?:Group|Plane) \w+(?: Communication)?|-?\d*"
 )
 """Names of processes and threads that profilers give; programs may give others."""

@@ -33,7 +33,8 @@ def parse_budgets(rules: Sequence[str]) -> tuple[Budget, ...]:
     """
     budgets: dict[str, Budget] = {}
     for rule in rules:
-        read = [parse_budget(rule)] if ":" in rule else read_budgets(Path(rule))
+        is_file = ":" not in rule or Path(rule).is_file()
+        read = read_budgets(Path(rule)) if is_file else [parse_budget(rule)]
         budgets |= {budget.metric: budget for budget in read}
     return tuple(budgets.values())
 

@@ -101,6 +101,9 @@ def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence
     @server.before_request
     def check_request() -> Response | None:
         g.address = authenticator.find_client_address(request)
+        if "\0" in request.path:
+            # Names nothing, and PostgreSQL takes no such text.
+            raise HttpError(404, "not found")
         if authenticator.access.local:
             _refuse_other_names(request)
         _refuse_other_sites(request)

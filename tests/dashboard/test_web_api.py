@@ -45,6 +45,15 @@ def test_an_upload_becomes_a_report(client: FlaskClient, store: Store) -> None:
     answer.close()
 
 
+def test_an_address_that_no_database_can_hold_is_not_found(client: FlaskClient) -> None:
+    """PostgreSQL has no text with a zero byte."""
+    for method, path in (
+        ("GET", f"{RUNS}/a%00"), ("DELETE", f"{RUNS}/a%00"), ("GET", f"{RUNS}/a%00/report.json"),
+        ("DELETE", "/api/v1/tokens/a%00"), ("GET", "/run/a%00"),
+    ):  # fmt: skip
+        assert client.open(path, method=method).status_code == 404, path
+
+
 def test_pages_of_damaged_tables_say_so(client: FlaskClient, store: Store) -> None:
     run_id = store.import_report("damaged", analysis().report, analysis().tables)
     (store.find_folder(run_id) / "tables" / "segments.parquet").write_bytes(b"PAR1 damaged PAR1")

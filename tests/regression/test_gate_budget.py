@@ -63,7 +63,7 @@ def test_an_invalid_rule_is_reported_in_one_line(rule: str, words: str) -> None:
 
 
 def test_files_and_rules_together_the_last_counts(tmp_path: Path) -> None:
-    file = tmp_path / "budgets.toml"
+    file = tmp_path / "ci:budgets.toml"
     file.write_text('[budgets]\nexposed_comm = "5%"\n"busbw.tp.all_reduce" = "10%"\n')
     found = {budget.metric: budget.text for budget in parse_budgets([str(file), "exposed_comm:7%"])}
     assert found == {"exposed_comm": "7%", "busbw.tp.all_reduce": "10%"}

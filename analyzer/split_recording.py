@@ -3,20 +3,18 @@ and how long a call within a node can take."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
+from stepsplit.analyzer.model.comm_time import time_of
 from stepsplit.analyzer.model.config_file import load_hardware
 from stepsplit.analyzer.model.hardware_config import find_preset, load_link
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
-from stepsplit.analyzer.split.transfers import CallLimit
+from stepsplit.analyzer.split.transfers import ModelledTransfer, TransferModel
 from stepsplit.analyzer.trace import RankTrace
 from stepsplit.collectors.run_spec import Mesh, RunSpec
 
@@ -31,16 +29,23 @@ def split_recording(recording: Recording, mesh: Mesh | None = None) -> RunSplit:
     Raises:
         DataError: No rank has device data and steps.
     """
-    limit = build_call_limit(recording.traces, recording.spec)
-    return split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction, mesh, limit)
+    model = build_transfer_model(recording.traces, recording.spec)
+    return split_run(recording.traces, recording.spec, compute_ideal_bubble_fraction, mesh, model)
 
 
 SLOWEST = "a100-pcie-40gb", "pcie-3"
 """A GPU whose node is joined by PCIe, and the slowest such link: bounds a GPU without a preset."""
 
+MARGIN = 2.0
+"""A call may take so many times the upper end of the model's time: nodes differ in their links, and
+compute at the same time slows transfers down."""
 
-def build_call_limit(traces: Sequence[RankTrace], spec: RunSpec | None) -> CallLimit | None:
-    """The upper end of the model's time of a call among ranks of one node, on the recorded GPU.
+EVEN_OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+"""Ops whose size tells what moves; all_to_alls may be uneven, and messages share their links."""
+
+
+def build_transfer_model(traces: Sequence[RankTrace], spec: RunSpec | None) -> TransferModel | None:
+    """How long a call of ranks that are known to share a node can take on the recorded GPU.
 
     None on a CPU. What joins nodes is not in a recording.
     """
@@ -50,21 +55,40 @@ def build_call_limit(traces: Sequence[RankTrace], spec: RunSpec | None) -> CallL
     hardware = load_hardware(preset or SLOWEST[0])
     if preset is None:
         hardware = replace(hardware, intra=load_link(SLOWEST[1]))
-    per_node = _count_ranks_per_node(spec) or hardware.gpus_per_node
+    nodes = _Nodes.build(traces, spec)
 
     @cache
-    def limit_call_ns(op: str, message_bytes: int, ranks: tuple[int, ...]) -> float:
-        is_in_node = len({rank // per_node for rank in ranks}) == 1
-        if op not in TIMED_OPS or message_bytes <= 0 or len(ranks) < 2 or not is_in_node:
-            return math.inf
-        group = GroupPlacement(len(ranks), len(ranks))
-        return time_of(op, message_bytes, group, hardware).high_ns
+    def model_transfer(
+        op: str, message_bytes: int, ranks: tuple[int, ...]
+    ) -> ModelledTransfer | None:
+        is_known = op in EVEN_OPS and message_bytes > 0 and len(ranks) > 1
+        if not is_known or not nodes.are_one(ranks):
+            return None
+        time = time_of(op, message_bytes, GroupPlacement(len(ranks), len(ranks)), hardware)
+        return ModelledTransfer(time.ns, MARGIN * time.high_ns)
 
-    return limit_call_ns
+    return model_transfer
 
 
-def _count_ranks_per_node(spec: RunSpec | None) -> int:
-    """Ranks of each host in run.json, 0 if it does not list all."""
-    if spec is None or len(spec.ranks) < spec.world_size:
-        return 0
-    return max(Counter(rank.host for rank in spec.ranks).values())
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The hosts of the ranks of which they are known, and how many ranks a node has, 0 if
+    unknown."""
+
+    host_of: Mapping[int, str]
+    ranks_per_node: int
+
+    @classmethod
+    def build(cls, traces: Sequence[RankTrace], spec: RunSpec | None) -> _Nodes:
+        host_of = {one.rank: one.host for one in spec.ranks if one.host} if spec else {}
+        host_of |= {trace.rank: trace.host for trace in traces if trace.host}
+        return cls(host_of, max(trace.visible_devices for trace in traces))
+
+    def are_one(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the ranks share a node, by their hosts, or else by the GPUs that one saw there:
+        launchers give a node consecutive ranks."""
+        hosts = {self.host_of.get(rank, "") for rank in ranks}
+        if "" not in hosts or len(hosts - {""}) > 1:
+            return len(hosts) == 1
+        per_node = self.ranks_per_node
+        return per_node > 1 and len({rank // per_node for rank in ranks}) == 1

@@ -480,6 +480,7 @@ class RankTrace:
             in it; None if unknown.
         shapes: The input shapes or launch grids of the events, where they were recorded.
         waits: The waits for events that the trace identifies.
+        visible_devices: Number of accelerators that the process saw on its node, 0 if unknown.
         on_device: Whether there are events of an accelerator; otherwise it is a CPU run.
     """
 
@@ -499,6 +500,7 @@ class RankTrace:
     end_step: int | None = None
     shapes: Shapes = field(default_factory=Shapes)
     waits: EventWaits = NO_WAITS
+    visible_devices: int = 0
     on_device: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class GpuTrace:
     groups: Sequence[tuple[str, str, Sequence[int]]] = ()
     events: list[Event] = field(default_factory=list)
     gpu: str = "Test GPU"
+    gpus: int = 1
 
     def step(self, number: int, start: float, end: float) -> Self:
         return self._add(f"ProfilerStep#{number}", "user_annotation", start, end, tid=MAIN)
@@ -127,7 +128,7 @@ class GpuTrace:
         info = {"backend": "nccl", "rank": self.rank, "world_size": self.world_size}
         return {
             "distributedInfo": info | {"pg_config": configs},
-            "deviceProperties": [{"name": self.gpu}],
+            "deviceProperties": [{"name": self.gpu}] * self.gpus,
             "host_name": self.host,
             "baseTimeNanoseconds": self.base_ns,
             "traceEvents": self.events,

@@ -59,7 +59,12 @@ class Rates:
     tables: tuple[TunerTable, ...] = ()
 
     def estimate_call_time(
-        self, op: str, message_bytes: float, group: GroupPlacement, hardware: HardwareConfig
+        self,
+        op: str,
+        message_bytes: float,
+        group: GroupPlacement,
+        hardware: HardwareConfig,
+        sent_to: GroupPlacement | None = None,
     ) -> Band:
         """Estimates the time of one call.
 
@@ -72,6 +77,7 @@ class Rates:
             message_bytes: Message size as nccl-tests counts it, in bytes.
             group: Placement of the group: its ranks and ranks per node.
             hardware: The hardware, for the closed form.
+            sent_to: Placement of those that get a message, for the closed form. Default: the group.
 
         Returns:
             The time in ns with its error band and its formulas.
@@ -79,7 +85,7 @@ class Rates:
         Raises:
             UsageError: The op is not modelled, or the size or the group is invalid.
         """
-        closed = time_of(op, message_bytes, group, hardware)
+        closed = time_of(op, message_bytes, sent_to or group, hardware)
         if closed.ns == 0:
             return closed
         name = "send" if op == "recv" else op

@@ -150,7 +150,7 @@ def compute_all_to_all_ns(
     part_bytes = message_bytes / group.ranks
     inside_rate = compute_intra_bytes_per_s(group, hardware) * PAIRS_RATE.value
     nic_rate = compute_nics_bytes_per_s(GroupPlacement(2, 1), hardware)
-    inside_ns = here * part_bytes / inside_rate * 1e9
+    inside_ns = here * part_bytes / inside_rate * 1e9 if here else 0.0
     across_ns = others * (part_bytes + math.sqrt(PAIR_BYTES.value * part_bytes)) / nic_rate * 1e9
     latency_ns = hardware.intra.latency_ns if here else 0.0
     if others > 0:

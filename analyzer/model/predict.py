@@ -216,11 +216,12 @@ def compute_call_ns(job: JobConfig, message: CommOp, rates: Rates) -> Band:
     if message.op == "recv" and message.axis != "pp":
         return Band(0.0, 0.0, 0.0)
     span = place_group(job, "expert_tp" if message.strategy == "expert-tp" else message.axis)
+    sent_to = span
     if message.strategy == "ep" and job.parallel.dispatcher != "all-to-all" and span.nodes > 1:
-        span = GroupPlacement(span.nodes, 1)
+        sent_to = GroupPlacement(span.nodes, 1)
     is_permutation = message.op == "all_to_all" and message.wire_bytes == message.input_bytes
     op = "send" if is_permutation else message.op
-    return rates.estimate_call_time(op, message.message_bytes, span, job.hardware)
+    return rates.estimate_call_time(op, message.message_bytes, span, job.hardware, sent_to)
 
 
 def compute_stage_times(

@@ -55,6 +55,7 @@ class _RankData(Struct):
     notes: tuple[Note, ...]
     shapes: tuple[str, ...]
     waits: tuple[bytes, ...]
+    visible_devices: int = 0
 
 
 def name_table(rank: int) -> str:
@@ -79,6 +80,7 @@ def write_table(path: Path, trace: RankTrace) -> None:
         notes=trace.notes,
         shapes=trace.shapes.texts,
         waits=pack_waits(trace.waits),
+        visible_devices=trace.visible_devices,
     )
     write_events(path, trace.events, trace.shapes, msgspec.msgpack.encode(data), packed=True)
 
@@ -120,6 +122,7 @@ def _read(path: Path, classifier: EventClassifier) -> RankTrace | None:
         notes=data.notes,
         shapes=shapes,
         waits=unpack_waits(data.waits),
+        visible_devices=data.visible_devices,
     )
 
 

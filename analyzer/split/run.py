@@ -73,8 +73,8 @@ from stepsplit.analyzer.split.strategies import detect_strategies
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.analyzer.split.transfers import (
     Arrivals,
-    CallLimit,
     Pieces,
+    TransferModel,
     compute_arrivals,
     map_call_times,
     split_calls,
@@ -139,11 +139,11 @@ def split_run(
     spec: RunSpec | None,
     ideal_bubble: IdealBubble,
     mesh: Mesh | None = None,
-    limit: CallLimit | None = None,
+    model: TransferModel | None = None,
 ) -> RunSplit:
     """Splits all ranks of a recording; traces are in rank order and not empty.
 
-    mesh is the job's mesh as the user states it, which outweighs that of run.json. limit says how
+    mesh is the job's mesh as the user states it, which outweighs that of run.json. model says how
     long a call can take of which not all members were recorded.
 
     A rank without device data or steps is left out, with a note. Raises DataError if none is left.
@@ -155,7 +155,7 @@ def split_run(
     work = [collect_work(trace) for trace in traces]
     matched, alignment = _match_and_align(traces)
     steps = unify_step_numbers(usable.steps, matched)
-    arrivals = compute_arrivals(traces, matched, alignment, limit)
+    arrivals = compute_arrivals(traces, matched, alignment, model)
     context = RunContext(matched, arrivals, alignment, layout)
     ranks = [
         split_rank(i, *one, context) for i, one in enumerate(zip(traces, work, steps, strict=True))

@@ -164,7 +164,7 @@ def compute_arrivals(
     traces: Sequence[RankTrace],
     matched: MatchedCalls,
     alignment: Alignment,
-    limit: CallLimit | None = None,
+    model: TransferModel | None = None,
 ) -> Arrivals:
     """Computes the transfer interval of each call, and its last rank."""
     start, end = matched.start_ns.copy(), matched.end_ns.copy()
@@ -179,7 +179,7 @@ def compute_arrivals(
     moved = estimate_message_transfers(
         traces, matched, last_arrival.at_ns, end, ~last_arrival.left_early
     )
-    guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end, limit)
+    guess = estimate_missing_transfers(traces, matched, last_arrival.at_ns, end, model)
     waited = guess >= 0
     moves = np.where(waited, end - guess, last_arrival.at_ns)
     last = np.where(waited, _find_missing_rank(matched, ranks), last_arrival.rank).astype(np.int32)
@@ -276,9 +276,17 @@ _NOISE_NS, _MORE = 20_000, 0.5
 
 _NONE = np.iinfo(np.int64).max
 
-CallLimit = Callable[[str, int, tuple[int, ...]], float]
-"""(op, message bytes as nccl-tests counts them, ranks) -> the longest that such a call can move
-data, in ns; infinite if unknown."""
+
+@dataclass(frozen=True, slots=True)
+class ModelledTransfer:
+    """The time that a call moves data by a model, and the longest that it can, in ns."""
+
+    usual_ns: float
+    longest_ns: float
+
+
+TransferModel = Callable[[str, int, tuple[int, ...]], ModelledTransfer | None]
+"""(op, message bytes as nccl-tests counts them, ranks) -> its transfer; None if unknown."""
 
 
 def estimate_message_transfers(
@@ -341,21 +349,22 @@ def estimate_missing_transfers(
     matched: MatchedCalls,
     came_ns: Int64,
     end_ns: Int64,
-    limit: CallLimit | None = None,
+    model: TransferModel | None = None,
 ) -> Int64:
     """The estimated transfer time of calls that waited for a missing member, else -1.
 
     It is the time of complete calls of the same op, size and number of members, else the fastest
-    call of the rank itself, up to the limit of such a call, counted from the last recorded arrival.
-    For calls of unknown size and copies between devices it cannot be known whether they waited.
+    call of the rank itself, counted from the last recorded arrival; if that took longer than such a
+    call can, it waited as well, and the time is the model's. For calls of unknown size and copies
+    between devices it cannot be known whether they waited.
     """
     incomplete = (matched.key < 0) & _is_comparable(traces, matched)
     took = np.maximum(end_ns - came_ns, 0)
     typical = _find_typical_ns(matched, took)
     rows = np.flatnonzero(incomplete)
     fastest = _find_fastest_ns(matched, rows, took)
-    if limit is not None:
-        fastest = np.minimum(fastest, _limit_calls(traces, matched, rows, limit))
+    if model is not None:
+        fastest = _replace_too_long(matched, rows, fastest, model)
     known = np.where(typical[rows] < _NONE, typical[rows], fastest)
     alone = matched.shared[rows] < 0
     long = took[rows] > known * (1 + _MORE) + _NOISE_NS
@@ -389,27 +398,21 @@ def _find_fastest_ns(matched: MatchedCalls, rows: Int64, took: Int64) -> Int64:
     return group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
 
 
-def _limit_calls(
-    traces: Sequence[RankTrace], matched: MatchedCalls, rows: Int64, limit: CallLimit
+def _replace_too_long(
+    matched: MatchedCalls, rows: Int64, fastest: Int64, model: TransferModel
 ) -> Int64:
-    """The limit of each of these calls; a message is one between its two ends."""
-    peer = np.concatenate([trace.calls.peer for trace in traces])[rows]
-    peer = np.where(matched.is_message[rows], peer, -1)
-    op, size, group = matched.op[rows], matched.message_bytes[rows], matched.group[rows]
-    label = group_ids(matched.trace[rows], group, op, size, peer)
-    limits = np.full(int(label.max(initial=-1)) + 1, _NONE)
-    for row in np.unique(label, return_index=True)[1].tolist():
-        ranks = _find_call_ranks(traces, matched, int(rows[row]), int(peer[row]))
-        if ranks:
-            limits[label[row]] = min(limit(OPS[op[row]], int(size[row]), ranks), _NONE // 2)
-    return limits[label]
-
-
-def _find_call_ranks(
-    traces: Sequence[RankTrace], matched: MatchedCalls, row: int, peer: int
-) -> tuple[int, ...]:
-    """The ranks of a call, or both ends of a message; none if they are not known."""
-    if matched.is_message[row]:
-        return (traces[int(matched.trace[row])].rank, peer) if peer >= 0 else ()
-    group = int(matched.group[row])
-    return tuple(matched.groups[group].ranks) if group >= 0 else ()
+    """The fastest times of these calls, or the model's where they are longer than it can be."""
+    label = group_ids(
+        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
+    )
+    usual, longest = (np.full(int(label.max(initial=-1)) + 1, _NONE) for _ in range(2))
+    for at in np.unique(label, return_index=True)[1].tolist():
+        row = int(rows[at])
+        group = int(matched.group[row])
+        if group < 0 or matched.is_message[row]:
+            continue
+        ranks = tuple(matched.groups[group].ranks)
+        found = model(OPS[matched.op[row]], int(matched.message_bytes[row]), ranks)
+        if found is not None:
+            usual[label[at]], longest[label[at]] = found.usual_ns, found.longest_ns
+    return np.where(fastest > longest[label], usual[label], fastest)

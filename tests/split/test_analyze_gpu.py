@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from builders import BASE_NS, COMM_STREAM, GpuTrace
+from cases import for_each
 
 from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze, collective_time
 from stepsplit.analyzer.readers.kineto import schema
@@ -116,24 +118,50 @@ def test_one_rank_alone_is_estimated_by_its_fastest_call(tmp_path: Path) -> None
     assert "unmatched" in {row.code for row in report.warnings}
 
 
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def waiting(rank: int, world_size: int, group: list[int], *, gpus: int, **more: Any) -> GpuTrace:
+    """One rank of a group on H100, whose only calls take 5 and 4 ms."""
+    groups = [("0", "default_pg", group)]
+    trace = GpuTrace(rank, world_size, groups=groups, gpu=H100, gpus=gpus).step(1, 0, 9_200)
+    trace.all_reduce(0, 5_000, **more).kernel("gemm", 5_000, 5_100)
+    return trace.all_reduce(5_100, 9_100, **more).kernel("gemm", 9_100, 9_200)
+
+
 def test_one_rank_alone_has_waited_for_longer_than_its_message_can_take(tmp_path: Path) -> None:
-    """Its fastest call waited as well; both are as fast as the upper end of the model's time."""
-    trace = GpuTrace(0, 2, groups=PAIR, gpu="NVIDIA H100 80GB HBM3").step(1, 0, 9_200)
-    trace.all_reduce(0, 5_000).kernel("gemm", 5_000, 5_100).all_reduce(5_100, 9_100)
-    trace.kernel("gemm", 9_100, 9_200)
-    report = analyze(trace.write(tmp_path))
+    """Its fastest call waited as well: both take the model's time."""
+    report = analyze(waiting(0, 2, [0, 1], gpus=2).write(tmp_path))
     [step] = report.steps
-    transfer_ns = int(collective_time("all_reduce", 4_000, 2, "h100-sxm").high_ns)
+    transfer_ns = int(collective_time("all_reduce", 4_000, 2, "h100-sxm").ns)
     assert step.split.collective_ns == pytest.approx(2 * transfer_ns, abs=2)
     assert step.split.skew_ns == 9_000_000 - step.split.collective_ns
     assert step.estimated
 
 
-def test_what_joins_nodes_is_unknown_to_a_rank_alone(tmp_path: Path) -> None:
-    far = (("0", "default_pg", (0, 8)),)
-    trace = GpuTrace(0, 16, groups=far, gpu="NVIDIA H100 80GB HBM3").step(1, 0, 5_100)
-    trace.all_reduce(0, 5_000).kernel("gemm", 5_000, 5_100)
-    assert splits(analyze(trace.write(tmp_path))) == {(0, 1): us(compute=100, collective=5_000)}
+@for_each(
+    ("group", "gpus", "nelems"),
+    [
+        ([0, 1], 1, 1_000),  # the other rank may be anywhere
+        ([0, 4], 4, 1_000),  # on the second of two nodes of four
+        ([0, 1], 2, 1_000_000_000),  # 4 GB may take that long
+    ],
+)
+def test_a_call_may_take_long_between_nodes_or_if_it_is_large(
+    group: list[int], gpus: int, nelems: int, tmp_path: Path
+) -> None:
+    report = analyze(waiting(0, 8, group, gpus=gpus, nelems=nelems).write(tmp_path))
+    [step] = report.steps
+    assert step.split.collective_ns == 8_000_000, "twice the faster call"
+
+
+def test_ranks_of_different_hosts_share_no_node(tmp_path: Path) -> None:
+    """Whatever GPUs they see: run.json says where the other one is."""
+    waiting(0, 2, [0, 1], gpus=2).write(tmp_path)
+    ranks = tuple(RankInfo(rank, 0, f"host{rank}", 1, f"cuda:0 {H100}") for rank in (0, 1))
+    (tmp_path / "run.json").write_text(to_json(RunSpec("run", 2, "nccl", ranks=ranks)))
+    [step] = analyze(tmp_path).steps
+    assert step.split.collective_ns == 8_000_000
 
 
 @pytest.mark.parametrize("linked", [True, False])

@@ -44,7 +44,7 @@ def test_rank_1_alone_has_waited_as_well(megatron: Path) -> None:
     [alone] = analyze(*megatron.glob("rank1.*")).steps
     assert alone.estimated
     assert alone.skew_ns == pytest.approx(both.skew_ns, rel=0.005)
-    assert alone.collective_ns == pytest.approx(both.collective_ns, rel=0.25)
+    assert 0.5 < alone.collective_ns / both.collective_ns < 2
 
 
 def test_swapping_the_files_changes_nothing(megatron: Path) -> None:

@@ -223,6 +223,7 @@ def build_rank_trace(
         notes=tuple(replace(note, rank=rank) for note in notes),
         shapes=rows.shapes,
         waits=file.waits,
+        visible_devices=len(header.devices),
     )
 
 

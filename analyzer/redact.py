@@ -135,21 +135,23 @@ def redact_recording(
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place at the end, and is removed if an error or Ctrl-C
-    comes before. Raises UsageError if it cannot be made."""
+    """A draft of the folder, which takes its place at the end and is removed if an error or Ctrl-C
+    comes before; in a folder that exists already its files do. Raises UsageError if it cannot be
+    made."""
     place = out.resolve()
-    draft = place.parent / f".{place.name}.{os.getpid()}"
+    exists = place.is_dir()
+    draft = (place if exists else place.parent) / f".{place.name}.{os.getpid()}"
     try:
         draft.mkdir(parents=True)
     except OSError as error:
         raise make_write_error(out, error) from None
     try:
         yield draft
-        try:
+        if exists:
+            for path in sorted(draft.iterdir(), key=lambda path: path.name == RUN_FILE):
+                path.replace(place / path.name)
+        else:
             draft.replace(place)
-        except OSError:  # `out` is the current folder, or where something is mounted
-            for path in draft.iterdir():
-                shutil.move(path, out / path.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -342,9 +342,12 @@ def gather(folders: Sequence[Path], out: Path) -> GatherResult:
         if not folder.is_dir():
             raise CollectError(f"{folder}: no such folder; give the folders that the ranks wrote")
     copies = _plan_copies([one for one in folders if one.resolve() != out.resolve()], out)
-    records = _read_records(
-        [*out.glob(_RECORDS), *(source for source in copies.values() if source.match(_RECORDS))]
-    )
+    new = [
+        source
+        for target, source in copies.items()
+        if target.parent == out and target.match(_RECORDS)
+    ]
+    records = _read_records([*out.glob(_RECORDS), *new])
     if not records:
         raise CollectError(f"{out}: no {_RECORDS}; give the folders that the ranks wrote")
     for target, source in copies.items():

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from stepsplit.analyzer.arrays import union
-from stepsplit.analyzer.split.classify import find_step_starts
 from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 from stepsplit.collectors.run_spec import Mesh
 
@@ -111,7 +111,7 @@ def _count_microbatches(split: RunSplit, passes: Mapping[int, int]) -> int | Non
     """The forward passes of a step, if they are the same in every step of every rank."""
     counts = set()
     for rank in split.ranks:
-        steps = len(find_step_starts(rank.trace.events)) or len(rank.steps)
+        steps = count_profiled_steps(rank.trace) or len(rank.steps)
         if rank.trace.rank in passes and steps:
             counts.add(passes[rank.trace.rank] / steps)
     only = counts.pop() if len(counts) == 1 else 0.5

@@ -66,7 +66,7 @@ def check_candidate(
     doubts = _Doubts(
         list_incomplete(baseline, candidate),
         list_mismatches(candidate) if _has_model(budgets) else [],
-        list_unlike(baseline, candidate, (FEW_STEPS,)) if baseline else [],
+        list_short(baseline, candidate),
     )
     gated = [
         _doubt_answer(one, budget, doubts)
@@ -171,7 +171,8 @@ def _find_shift(name: str, sample: statistics.Sample) -> Iterator[ShiftedMetric]
 
 @dataclass(frozen=True, slots=True)
 class _Doubts:
-    """Runs that lack calls, whose job.toml is of another job, and that are short unlike others."""
+    """Runs that lack calls, whose job.toml is of another job, and that are shorter than the
+    baseline's."""
 
     incomplete: Sequence[str]
     mismatches: Sequence[str]
@@ -196,6 +197,16 @@ def list_unlike(
         code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
     }
     return [_describe_doubt(run, unlike) for run in known if _find_doubts(run, unlike)]
+
+
+def list_short(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]) -> list[str]:
+    """The candidates, if all of them keep their warm-up and no run of the baseline does."""
+    codes = {FEW_STEPS}
+    if not baseline or any(_find_doubts(run, codes) or run.doubts is None for run in baseline):
+        return []
+    if not all(_find_doubts(run, codes) for run in candidate):
+        return []
+    return [_describe_doubt(run, codes) for run in candidate]
 
 
 def list_mismatches(candidate: Sequence[RunMetrics]) -> list[str]:

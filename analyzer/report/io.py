@@ -71,7 +71,7 @@ def load_tables(folder: Path) -> Tables:
 
 REPORT_NAME = "report.json"
 
-_TRACE_NAME = re.compile(r"trace.*\.json(\.gz|\.zst)?$|\.sqlite$", re.I)
+_TRACE_NAME = re.compile(r"rank\d+_trace\.json(\.gz)?|.*\.pt\.trace\.json(\.gz|\.zst)?|.*\.sqlite")
 
 _COPIED_S = 60.0
 """Time that the files of one copy or checkout may lie apart."""
@@ -82,7 +82,7 @@ def is_analyzed(folder: Path) -> bool:
     if not (folder / REPORT_NAME).is_file():
         return False
     written_s = (folder / REPORT_NAME).stat().st_mtime
-    traces = (file for file in folder.iterdir() if _TRACE_NAME.search(file.name))
+    traces = (file for file in folder.iterdir() if _TRACE_NAME.fullmatch(file.name))
     return all(file.stat().st_mtime <= written_s + _COPIED_S for file in traces)
 
 

@@ -18,7 +18,6 @@ from stepsplit.analyzer.split.classify import (
     classify_parts,
     collect_work,
     find_call_purposes,
-    find_step_starts,
     parse_marks,
 )
 from stepsplit.analyzer.split.mesh_groups import (
@@ -27,6 +26,7 @@ from stepsplit.analyzer.split.mesh_groups import (
     parse_group_name,
     parse_single_axis,
 )
+from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import OP_CODE, OPS, Calls, Events, Group, Int64, RankTrace
 
 # Axes of groups without a known name, from their ranks and usage.
@@ -304,7 +304,7 @@ def measure_usage(traces: Sequence[RankTrace]) -> dict[Group, Usage]:
     """The usage of groups, from traces that show which calls precede the first backward."""
     found: dict[Group, _GroupCalls] = defaultdict(_GroupCalls)
     for trace in traces:
-        purposes, steps = find_call_purposes(trace), max(1, len(find_step_starts(trace.events)))
+        purposes, steps = find_call_purposes(trace), max(1, count_profiled_steps(trace))
         size = trace.calls.message_bytes
         parts = classify_parts(trace, (size < 0) | (size > SCALAR_BYTES) | purposes.known)
         for group_id in np.unique(trace.calls.group_id[parts >= 0]).tolist():
@@ -397,11 +397,13 @@ def find_exchanges(traces: Sequence[RankTrace]) -> Exchanges:
     pipelines: dict[Ranks, None] = {}
     rings: dict[Ranks, None] = {}
     doubtful: set[int] = set()
-    for traffic in _collect_traffic(traces):
+    groups = _collect_traffic(traces)
+    sent = {ends for traffic in groups for ends, count in traffic.sent.items() if count}
+    for traffic in groups:
         for ranks in _find_components(traffic.neighbors):
             marked = _order_by_marks(ranks, by_rank)
             swap = marked == () if marked is not None else _only_swap(ranks, by_rank)
-            aside = not marked and _lacks_backward(ranks, traffic, by_rank)
+            aside = not marked and _lacks_backward(ranks, sent, by_rank)
             line = None if swap or aside else marked or _order_pipeline(ranks, traffic, by_rank)
             if line:
                 pipelines[line] = None
@@ -480,14 +482,15 @@ def _order_pipeline(
     return ranks[::-1] if backward else ranks
 
 
-def _lacks_backward(ranks: Ranks, traffic: _Traffic, by_rank: Mapping[int, RankTrace]) -> bool:
-    """Whether no two of these ranks exchange messages in both directions though they train.
+def _lacks_backward(
+    ranks: Ranks, sent: Set[tuple[int, int]], by_rank: Mapping[int, RankTrace]
+) -> bool:
+    """Whether no two of these ranks send each other messages, in any group, though they train.
 
     Stages return the gradients of what they received. Others pass something on aside, such as
     metrics.
     """
-    pairs = [(rank, peer) for rank in ranks for peer in traffic.neighbors[rank]]
-    if any(_is_two_way(pair, traffic) for pair in pairs):
+    if any(one in ranks and other in ranks and (other, one) in sent for one, other in sent):
         return False
     recorded = [by_rank[rank].events for rank in ranks if rank in by_rank]
     return all(events.match_prefix("autograd::engine").any() for events in recorded)

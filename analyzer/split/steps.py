@@ -38,6 +38,9 @@ from stepsplit.analyzer.trace import (
 
 STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 
+MERGED = "steps_merged"
+"""Code of the note that a step has several marks."""
+
 _NO_MARKS = "no ProfilerStep in the trace"
 
 
@@ -134,15 +137,23 @@ def _merge_microbatches(trace: RankTrace, found: MarkedSteps) -> MarkedSteps:
     partial = set(found.partial)
     for last in lasts:
         merged.append(HostStep(steps[last].step, steps[begin].start_ns, steps[last].end_ns))
-        if last - begin + 1 < period or last > has_optimizer[-1]:
+        if last - begin + 1 != period or last > has_optimizer[-1]:
             partial.add(steps[last].step)
         begin = last + 1
     text = (
         f"{period} step marks for each optimizer step, as if of microbatches: merged, a step has"
         " the number of its last mark"
     )
-    notes = (*found.notes, Note("steps_merged", text, trace.rank))
+    notes = (*found.notes, Note(MERGED, text, trace.rank))
     return MarkedSteps(tuple(merged), notes, tuple(sorted(partial)))
+
+
+def count_profiled_steps(trace: RankTrace) -> int:
+    """The number of steps that ProfilerStep marks, with those of microbatches merged."""
+    if not _read_profiler_steps(trace.events):
+        return 0
+    found = read_marked_steps(trace)
+    return len(found.steps) if found else 0
 
 
 def _count_optimizer_steps(trace: RankTrace, steps: Sequence[HostStep]) -> Int64:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,7 +15,7 @@ from stepsplit.analyzer.arrays import Intervals, is_inside, union
 from stepsplit.analyzer.split.classify import DDP_FORWARD, find_call_purposes, find_spans
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
-from stepsplit.analyzer.split.steps import Steps, StepWindow
+from stepsplit.analyzer.split.steps import MERGED, Steps, StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
 from stepsplit.collectors.run_spec import AXES
 
@@ -580,7 +580,9 @@ class HostSteps(Struct, frozen=True):
 
 def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
     """The full steps of the rank (all steps if none is full) in host time."""
-    marks = _read_marked_steps(trace.events)
+    is_merged = any(note.code == MERGED for note in steps.notes)
+    numbers = {window.step for window in steps.windows} if is_merged else None
+    marks = _read_marked_steps(trace.events, numbers)
     counted = [w for w in steps.counted if not marks or w.step in marks]
     spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
     return _make_host_steps(spans, marked=bool(marks), on_device=trace.on_device and not marks)
@@ -617,9 +619,9 @@ def find_issue_step(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
     return np.where(leads, steps.find_step(compute_issued_ns(trace, steps)), -1)
 
 
-def _read_marked_steps(events: Events) -> dict[int, StepWindow]:
+def _read_marked_steps(events: Events, numbers: Set[int] | None) -> dict[int, StepWindow]:
     """The marked steps by number, each from the end of the previous one, the first from its
-    start."""
+    start; numbers: those of the last marks of merged steps, None for all."""
     rows = np.flatnonzero(
         events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
     )
@@ -627,7 +629,8 @@ def _read_marked_steps(events: Events) -> dict[int, StepWindow]:
     begin = int(events.start_ns[rows[0]]) if len(rows) else 0
     for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
         number = events.name_of(row).removeprefix(_MARK)
-        if number.isdecimal() and end > begin:
+        is_last = number.isdecimal() and (numbers is None or int(number) in numbers)
+        if is_last and end > begin:
             by_number[int(number)] = StepWindow(int(number), "full", begin, end)
             begin = end
     return by_number

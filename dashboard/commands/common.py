@@ -57,8 +57,17 @@ _RECORDED = re.compile(r"rank\d+_(trace|flight|record|memory)\.|run\.json$|.*\.p
 
 def check_output(path: Path) -> None:
     """Raises UsageError for a file of a recording: a forgotten value of an option names one."""
-    if path.is_file() and _RECORDED.match(path.name):
+    if path.is_file() and _RECORDED.match(path.name) and not _has_own_schema(path):
         raise UsageError(f"{path} is a file of a recording; choose another name for the output")
+
+
+_OUTPUT = re.compile(rb'"schema"\s*:\s*"stepsplit\.(?!run/|record/)')
+
+
+def _has_own_schema(path: Path) -> bool:
+    """Whether the file is an output of a command, such as an earlier --json run.json."""
+    with path.open("rb") as file:
+        return _OUTPUT.search(file.read(256)) is not None
 
 
 def write_output(path: Path, content: bytes) -> None:

@@ -101,6 +101,13 @@ def test_two_hosts_are_merged_into_one_recording(tmp_path: Path) -> None:
     assert [machine.host for machine in spec.hosts] == ["a", "b"]
 
 
+def test_records_of_an_older_recording_in_a_folder_below_do_not_count(tmp_path: Path) -> None:
+    a = host(tmp_path / "a", FIRST)
+    host(a / "old", SECOND)
+    found = gather([a], tmp_path / "whole")
+    assert (found.ranks, found.missing) == ((0,), (1,))
+
+
 def test_a_missing_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     host(tmp_path / "a", FIRST)
 

@@ -80,7 +80,10 @@ def test_a_report_of_an_earlier_recording_is_not_checked(tmp_path: Path) -> None
     folder = tmp_path / "run"
     shutil.copytree(SAMPLES / "pp2_m2", folder)
     same = ("--baseline", str(SAMPLES / "pp2_m2"), "--budget", "calls:exact")
+    (folder / "trace.json").write_text("an export for another tool")
+    os.utime(folder / "trace.json", (2e9, 2e9))
     assert check(str(folder), *same) == 0
+    (folder / "trace.json").unlink()
     for trace in (SAMPLES / "pp2_m8").glob("rank*"):
         shutil.copy(trace, folder)
         os.utime(folder / trace.name, (2e9, 2e9))

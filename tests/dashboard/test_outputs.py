@@ -272,6 +272,8 @@ def test_an_output_never_replaces_a_recording(
         assert cli.run(words) == 2
         assert "is a file of a recording; choose another name" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    for _ in range(2):
+        assert cli.run(["analyze", SAMPLE, "--json", str(tmp_path / "run.json")]) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

@@ -112,6 +112,13 @@ def test_small_messages_of_an_all_to_all_reach_half_of_the_rate_between_nodes() 
     assert ns("all_to_all", 8 * 0.34e6, TWO) == pytest.approx(8_400 + 10_000 + 2 * 4 * 0.34e6 / 20)
 
 
+def test_an_all_to_all_of_one_rank_a_node_uses_no_link_inside() -> None:
+    """Also on MI300X, whose links one GPU of a node has none of."""
+    one_each = GroupPlacement(4, 1)
+    for hardware in (PLAIN, load_hardware("mi300x")):
+        assert 0 < ns("all_to_all", 1e8, one_each, hardware) < 100 * MS
+
+
 def test_a_gather_over_many_ranks_waits_for_all_of_its_steps() -> None:
     """Each rank's part passes all others, however small it is; over InfiniBand with LL128."""
     many = GroupPlacement(256, 8)

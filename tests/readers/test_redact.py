@@ -332,3 +332,13 @@ def test_a_copy_within_the_recording_is_refused(
         assert cli.run([command, str(tmp_path), "--out", str(out)]) == 2
         assert "choose a folder outside of it" in capsys.readouterr().err
         assert not out.exists()
+
+
+def test_an_empty_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+    source, copy = tmp_path / "run", tmp_path / "copy"
+    source.mkdir()
+    write_private_trace(source, 0)
+    copy.mkdir(mode=0o700)
+    redact_recording([source], copy)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o700
+    assert [path.name for path in copy.iterdir()] == ["rank0_trace.json.gz"]

@@ -176,6 +176,9 @@ def test_a_regression_of_runs_that_keep_their_warm_up_is_inconclusive() -> None:
     )
     alike = runs("base", "exposed_comm", QUIET, doubts=[few])
     assert check(short, alike, "exposed_comm:5%").answer == "regressed"
+    longer = runs("long", "exposed_comm", MORE)
+    assert check(longer, alike, "exposed_comm:5%").answer == "regressed"
+    assert check([short[0], *longer[1:]], base, "exposed_comm:5%").answer == "regressed"
     fine = runs("own", "exposed_comm", SAME, doubts=[few])
     assert check(fine, base, "exposed_comm:5%").answer == "pass"
 

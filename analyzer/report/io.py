@@ -71,7 +71,9 @@ def load_tables(folder: Path) -> Tables:
 
 REPORT_NAME = "report.json"
 
-_TRACE_NAME = re.compile(r"rank\d+_trace\.json(\.gz)?|.*\.pt\.trace\.json(\.gz|\.zst)?|.*\.sqlite")
+_RANK_TRACE = re.compile(r"rank\d{1,7}_trace\.json(?:\.gz)?")
+
+_TRACE_ENDINGS = (".pt.trace.json", ".pt.trace.json.gz", ".pt.trace.json.zst", ".sqlite")
 
 _COPIED_S = 60.0
 """Time that the files of one copy or checkout may lie apart."""
@@ -82,7 +84,11 @@ def is_analyzed(folder: Path) -> bool:
     if not (folder / REPORT_NAME).is_file():
         return False
     written_s = (folder / REPORT_NAME).stat().st_mtime
-    traces = (file for file in folder.iterdir() if _TRACE_NAME.fullmatch(file.name))
+    traces = (
+        file
+        for file in folder.iterdir()
+        if _RANK_TRACE.fullmatch(file.name) or file.name.endswith(_TRACE_ENDINGS)
+    )
     return all(file.stat().st_mtime <= written_s + _COPIED_S for file in traces)
 
 

@@ -51,13 +51,14 @@ class FiniteRange(click.FloatRange):
 
 # Output files of a command, which never replace a recording.
 
-_RECORDED = re.compile(r"rank\d+_(trace|flight|record|memory)\.|run\.json$|.*\.pt\.trace\.json")
-"""Names of the files of a recording."""
+_RECORDED = re.compile(r"rank\d{1,7}_(?:trace|flight|record|memory)\.|run\.json$")
+"""Names of the files of stepsplit's recordings."""
 
 
 def check_output(path: Path) -> None:
     """Raises UsageError for a file of a recording: a forgotten value of an option names one."""
-    if path.is_file() and _RECORDED.match(path.name) and not _has_own_schema(path):
+    is_recorded = _RECORDED.match(path.name) or ".pt.trace.json" in path.name
+    if is_recorded and path.is_file() and not _has_own_schema(path):
         raise UsageError(f"{path} is a file of a recording; choose another name for the output")
 
 

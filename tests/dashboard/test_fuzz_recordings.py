@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fuzz_recordings import Fuzzer
 
-MUTANTS = int(os.environ.get("STEPSPLIT_MUTANTS") or 200)
+MUTANTS = int(os.environ.get("STEPSPLIT_MUTANTS") or 120)
 PARTS = 4
 
 

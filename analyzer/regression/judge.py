@@ -184,15 +184,8 @@ def list_incomplete(baseline: Sequence[RunMetrics], candidate: Sequence[RunMetri
 
     Without a baseline, what is missing in any candidate.
     """
-    return list_unlike(baseline, candidate, INCOMPLETE)
-
-
-def list_unlike(
-    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics], codes: Collection[str]
-) -> list[str]:
-    """The runs with doubts of these codes that not all runs have, or, without a baseline, any."""
     known = [run for run in (*baseline, *candidate) if run.doubts is not None]
-    having = {code: [run for run in known if _find_doubts(run, (code,))] for code in codes}
+    having = {code: [run for run in known if _find_doubts(run, (code,))] for code in INCOMPLETE}
     unlike = {
         code for code, runs in having.items() if runs and (not baseline or len(runs) < len(known))
     }

@@ -362,9 +362,12 @@ def estimate_missing_transfers(
     took = np.maximum(end_ns - came_ns, 0)
     typical = _find_typical_ns(matched, took)
     rows = np.flatnonzero(incomplete)
-    fastest = _find_fastest_ns(matched, rows, took)
+    label = group_ids(
+        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
+    )
+    fastest = group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
     if model is not None:
-        fastest = _replace_too_long(matched, rows, fastest, model)
+        fastest = _replace_too_long(matched, rows, label, fastest, model)
     known = np.where(typical[rows] < _NONE, typical[rows], fastest)
     alone = matched.shared[rows] < 0
     long = took[rows] > known * (1 + _MORE) + _NOISE_NS
@@ -391,20 +394,11 @@ def _find_typical_ns(matched: MatchedCalls, took: Int64) -> Int64:
     return typical[label]
 
 
-def _find_fastest_ns(matched: MatchedCalls, rows: Int64, took: Int64) -> Int64:
-    label = group_ids(
-        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
-    )
-    return group_min(label, took[rows], int(label.max(initial=-1)) + 1)[label]
-
-
 def _replace_too_long(
-    matched: MatchedCalls, rows: Int64, fastest: Int64, model: TransferModel
+    matched: MatchedCalls, rows: Int64, label: Int64, fastest: Int64, model: TransferModel
 ) -> Int64:
-    """The fastest times of these calls, or the model's where they are longer than it can be."""
-    label = group_ids(
-        matched.trace[rows], matched.group[rows], matched.op[rows], matched.message_bytes[rows]
-    )
+    """The fastest times of these calls, by label, or the model's where they are longer than it can
+    be."""
     usual, longest = (np.full(int(label.max(initial=-1)) + 1, _NONE) for _ in range(2))
     for at in np.unique(label, return_index=True)[1].tolist():
         row = int(rows[at])

@@ -367,8 +367,20 @@ def find_free_folder(folder: Path) -> Path:
 
 def list_recorded(folder: Path) -> list[Path]:
     """The files of a recording in the folder, without its logs and memory snapshots."""
-    found = [*folder.glob("rank*_*.json*"), *folder.glob(RUN_FILE)]
-    return sorted(path for path in found if _RECORDED.fullmatch(path.name))
+    return sorted(path for path in folder.glob("r*.json*") if is_recorded_name(path.name))
 
 
-_RECORDED = re.compile(r"run\.json|rank\d+_(record\.json|(trace|flight)\.json(\.gz)?)")
+def is_recorded_name(name: str) -> bool:
+    """Whether stepsplit's recordings have files of this name."""
+    return name == RUN_FILE or _RANK_FILE.fullmatch(name) is not None
+
+
+def is_trace_name(name: str) -> bool:
+    """Whether traces have this name: stepsplit's, torch's tensorboard handler's, Nsight's."""
+    found = _RANK_FILE.fullmatch(name)
+    return (found is not None and found["kind"] == "trace") or name.endswith(_TRACE_ENDINGS)
+
+
+_RANK_FILE = re.compile(r"rank\d{1,7}_(?P<kind>trace|flight|record)\.json(?:\.(?:gz|zst|xz|bz2))?")
+
+_TRACE_ENDINGS = (".pt.trace.json", ".pt.trace.json.gz", ".pt.trace.json.zst", ".sqlite")

@@ -13,6 +13,7 @@ from stepsplit.analyzer.errors import DataError, make_write_error, write
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, read_tables, write_tables
+from stepsplit.collectors.rank_record import is_trace_name
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.config import JobConfig
@@ -71,10 +72,6 @@ def load_tables(folder: Path) -> Tables:
 
 REPORT_NAME = "report.json"
 
-_RANK_TRACE = re.compile(r"rank\d{1,7}_trace\.json(?:\.gz)?")
-
-_TRACE_ENDINGS = (".pt.trace.json", ".pt.trace.json.gz", ".pt.trace.json.zst", ".sqlite")
-
 _COPIED_S = 60.0
 """Time that the files of one copy or checkout may lie apart."""
 
@@ -84,11 +81,7 @@ def is_analyzed(folder: Path) -> bool:
     if not (folder / REPORT_NAME).is_file():
         return False
     written_s = (folder / REPORT_NAME).stat().st_mtime
-    traces = (
-        file
-        for file in folder.iterdir()
-        if _RANK_TRACE.fullmatch(file.name) or file.name.endswith(_TRACE_ENDINGS)
-    )
+    traces = (file for file in folder.iterdir() if is_trace_name(file.name))
     return all(file.stat().st_mtime <= written_s + _COPIED_S for file in traces)
 
 

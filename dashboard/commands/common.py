@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stepsplit.analyzer.errors import UsageError, write
+from stepsplit.collectors.rank_record import is_recorded_name, is_trace_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,13 +52,10 @@ class FiniteRange(click.FloatRange):
 
 # Output files of a command, which never replace a recording.
 
-_RECORDED = re.compile(r"rank\d{1,7}_(?:trace|flight|record|memory)\.|run\.json$")
-"""Names of the files of stepsplit's recordings."""
-
 
 def check_output(path: Path) -> None:
     """Raises UsageError for a file of a recording: a forgotten value of an option names one."""
-    is_recorded = _RECORDED.match(path.name) or ".pt.trace.json" in path.name
+    is_recorded = is_recorded_name(path.name) or is_trace_name(path.name)
     if is_recorded and path.is_file() and not _has_own_schema(path):
         raise UsageError(f"{path} is a file of a recording; choose another name for the output")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -188,9 +189,11 @@ def _infer_peer_states(
 def _infer_by_count(call: Called, peer: Progress, ends: Sequence[Called], enough: bool) -> str:
     if len(call.group.ranks) != 2:
         return _UNKNOWN if enough else MISSING
-    stated = peer.find_reported_reach(call.group)
-    last = max((end.seq for end in ends), default=stated.enqueued)
-    return COMPLETED if call.seq <= max(last, stated.enqueued) else MISSING
+    if ends or any(one.is_message and one.group is call.group for one in peer.calls):
+        last = max((end.seq for end in ends), default=-1)
+    else:
+        last = peer.find_reported_reach(call.group).enqueued
+    return COMPLETED if call.seq <= last else MISSING
 
 
 def _is_counterpart(end: Called, call: Called) -> bool:
@@ -694,7 +697,8 @@ class Progress(Struct, frozen=True):
         return self._reach.get(group, _NO_REACH)
 
     def find_reported_reach(self, group: JobGroup) -> Reach:
-        """The rank's progress in the group by the status in its dump, which counts messages too."""
+        """The rank's progress in a group without collectives by the status in its dump: that has
+        the number of the newest call, which messages and collectives count each on their own."""
         return self._reported.get(group, _NO_REACH)
 
     def infer_state(self, group: JobGroup, seq: int) -> str:
@@ -716,10 +720,14 @@ def collect_progress(
     """
     calls = {dump.rank: tuple(_read_calls(dump, groups)) for dump in dumps}
     calls |= {rank: _reopen_last(calls[rank]) for rank in failed if calls.get(rank)}
-    # A status counts collectives and messages together: with messages it cannot be used.
-    mixed = {call.group for found in calls.values() for call in found if call.is_message}
+    # A status has the number of the newest call, be it a message or a collective.
+    every = [call for found in calls.values() for call in found]
+    kinds = _CallKinds(
+        frozenset(call.group for call in every if call.is_message),
+        frozenset(call.group for call in every if not call.is_message),
+    )
     return tuple(
-        _build_progress(dump, calls[dump.rank], groups, mixed)
+        _build_progress(dump, calls[dump.rank], groups, kinds)
         for dump in sorted(dumps, key=lambda dump: dump.rank)
     )
 
@@ -728,8 +736,15 @@ def _reopen_last(calls: tuple[Called, ...]) -> tuple[Called, ...]:
     return (*calls[:-1], replace(calls[-1], state=ENQUEUED))
 
 
+class _CallKinds(NamedTuple):
+    """The groups with messages, and those with collectives."""
+
+    with_messages: frozenset[JobGroup]
+    with_collectives: frozenset[JobGroup]
+
+
 def _build_progress(
-    dump: FlightDump, calls: tuple[Called, ...], groups: JobGroups, mixed: set[JobGroup]
+    dump: FlightDump, calls: tuple[Called, ...], groups: JobGroups, kinds: _CallKinds
 ) -> Progress:
     collectives = {(call.group, call.seq): call for call in calls if not call.is_message}
     stated = {
@@ -737,13 +752,14 @@ def _build_progress(
         for status in dump.statuses
         if (group := groups.find_group(dump.rank, status.group_name)) is not None
     }
-    reach = {group: one for group, one in stated.items() if group not in mixed}
+    reach = {group: one for group, one in stated.items() if group not in kinds.with_messages}
+    reported = {group: one for group, one in stated.items() if group not in kinds.with_collectives}
     for (group, seq), call in collectives.items():
         known = reach.get(group, _NO_REACH)
         completed = min(known.completed, seq - 1) if call.pending else max(known.completed, seq)
         reach[group] = Reach(max(known.enqueued, seq), completed)
     still_open = tuple(call for call in calls if call.pending)
-    return Progress(dump.rank, calls, still_open, collectives, reach, stated)
+    return Progress(dump.rank, calls, still_open, collectives, reach, reported)
 
 
 def _read_calls(dump: FlightDump, groups: JobGroups) -> Iterator[Called]:

@@ -47,7 +47,8 @@ class KernelFamily:
 
 
 class ComputeEvents(Struct, frozen=True):
-    """Compute events that start in the full steps of a rank (in all steps if none is full).
+    """Compute events of the full steps of a rank (of all steps if none is full), each counted in
+    the step that has its middle: a step may begin with the begin of a kernel.
 
     Columns of one length, sorted by start: step is the step number, row the row of the event,
     name_id indexes names, kinds gives the family of a name. took_ns is the duration of a kernel,
@@ -84,9 +85,10 @@ def collect_compute(trace: RankTrace, steps: Steps) -> ComputeEvents:
     full = steps.counted
     starts = np.array([window.start_ns for window in full], dtype=np.int64)
     ends = np.array([window.end_ns for window in full], dtype=np.int64)
-    at = np.searchsorted(starts, events.start_ns[rows], side="right") - 1
+    middle = events.start_ns[rows] + events.dur_ns[rows] // 2
+    at = np.searchsorted(starts, middle, side="right") - 1
     inside = at >= 0
-    inside[inside] &= events.start_ns[rows[inside]] < ends[at[inside]]
+    inside[inside] &= middle[inside] < ends[at[inside]]
     numbers = np.array([window.step for window in full], dtype=np.int64)
     return ComputeEvents(
         rank=trace.rank,

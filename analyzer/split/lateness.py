@@ -270,17 +270,26 @@ class SlowRank(Struct, frozen=True):
     same_work: bool
 
 
-class _ComparableRuns(Struct, frozen=True):
-    """The runs of one kernel, of equal shapes, on the ranks that ran it equally often in each step.
+class _KernelRuns(Struct, frozen=True):
+    """The runs of one kernel on one rank in order of time; counts is their number per step."""
 
-    took_ns has shape (ranks, runs), in order of time; counts is the number of runs per step.
+    rank: int
+    counts: Int64
+    took_ns: Int64
+
+
+class _ComparableRuns(Struct, frozen=True):
+    """The runs of one kernel, of equal shapes, on the ranks that ran it equally often.
+
+    took_ns has shape (ranks, runs), in order of time, with nan in a step in which the rank ran it
+    more or less often than the others; counts is the usual number of runs per step.
     """
 
     work: KernelWork
     family: str
     rank: Int64
     counts: Int64
-    took_ns: Int64
+    took_ns: Float
 
 
 def find_slow_kernels(
@@ -290,7 +299,7 @@ def find_slow_kernels(
 
     The n-th run of a name in a step is compared with the n-th run of this name and the same shapes
     on the other ranks, in steps that are full on all ranks, and only among ranks that ran it
-    equally often in each step: a kernel on larger inputs is more work, not slower. Ranks are
+    equally often in most steps: a kernel on larger inputs is more work, not slower. Ranks are
     compared within their pipeline stage (stages, one per trace) if at least _MIN_PEERS ranks of the
     stage ran it, because the n-th runs of two stages do different work in most schedules; without
     shapes the only rank of a stage is compared with no other. The ratio of a rank is the median
@@ -301,7 +310,7 @@ def find_slow_kernels(
     full = [_collect_runs(trace, found) for trace, found in zip(traces, steps, strict=True)]
     common = set.intersection(*(set(one.steps) for one in full)) if full else set()
     comparable = [
-        one for one in _group_comparable(full, stages, sorted(common)) if one.took_ns.any()
+        one for one in _group_comparable(full, stages, sorted(common)) if (one.took_ns > 0).any()
     ]
     tests = sum(len(one.rank) for one in comparable) or 1
     sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
@@ -359,35 +368,62 @@ def _collect_runs(trace: RankTrace, steps: Steps) -> _RankRuns:
 def _group_comparable(
     all_runs: Sequence[_RankRuns], stages: Sequence[int], common: Sequence[int]
 ) -> Iterator[_ComparableRuns]:
-    """The kernels that at least two ranks ran often enough, and equally often in each step."""
+    """The kernels that at least two ranks ran often enough, and equally often in most steps."""
     stage_of = {one.rank: stage for one, stage in zip(all_runs, stages, strict=True)}
-    runs = defaultdict[KernelWork, dict[bytes, list[tuple[int, Int64]]]](lambda: defaultdict(list))
+    runs = defaultdict[KernelWork, list[_KernelRuns]](list)
     families = dict[KernelWork, str]()
     for one in all_runs:
-        for work_id, counts, took in _split_by_kernel(one, np.array(common, dtype=np.int64)):
+        for work_id, own in _split_by_kernel(one, np.array(common, dtype=np.int64)):
             work = one.work[work_id]
             families[work] = one.families[work_id]
-            runs[work][counts].append((one.rank, took))
-    for work, alternatives in runs.items():
-        for counts, equal in alternatives.items():
+            runs[work].append(own)
+    for work, everywhere in runs.items():
+        for equal in _split_by_counts(everywhere):
+            usual = equal[0].counts
             for same in _split_by_stage(equal, stage_of, is_known=work.shapes is not None):
-                ranks = np.array([rank for rank, _ in same], dtype=np.int64)
-                by_step = np.frombuffer(counts, dtype=np.int64)
-                yield _ComparableRuns(
-                    work, families[work], ranks, by_step, np.stack([took for _, took in same])
-                )
+                ranks = np.array([one.rank for one in same], dtype=np.int64)
+                took = np.stack([_place_runs(one, usual) for one in same])
+                yield _ComparableRuns(work, families[work], ranks, usual, took)
+
+
+def _split_by_counts(runs: Sequence[_KernelRuns]) -> Iterator[list[_KernelRuns]]:
+    """The ranks that ran the kernel as often as most of them in more than half of the steps that
+    run it; the first one of each list did so in all."""
+    left = list(runs)
+    while len(left) > 1:
+        kinds = Counter(one.counts.tobytes() for one in left)
+        most = kinds.most_common(1)[0][0]
+        left.sort(key=lambda one: one.counts.tobytes() != most)
+        alike = [one for one in left if _is_alike(one, left[0].counts)]
+        yield sorted(alike, key=lambda one: (one.counts.tobytes() != most, one.rank))
+        left = [one for one in left if not _is_alike(one, left[0].counts)]
+
+
+def _is_alike(runs: _KernelRuns, usual: Int64) -> bool:
+    ran = (runs.counts > 0) | (usual > 0)
+    equal = (runs.counts == usual) & ran
+    return 2 * int(equal.sum()) > int(ran.sum()) and int(usual[equal].sum()) >= MIN_COUNT
+
+
+def _place_runs(runs: _KernelRuns, usual: Int64) -> Float:
+    """The durations, those of a step with another number of runs as so many nan as is usual."""
+    step = np.repeat(np.arange(len(usual)), usual)
+    is_usual = runs.counts == usual
+    placed = np.full(len(step), np.nan)
+    placed[is_usual[step]] = runs.took_ns[np.repeat(is_usual, runs.counts)]
+    return placed
 
 
 def _split_by_stage(
-    runs: Sequence[tuple[int, Int64]], stage_of: Mapping[int, int], *, is_known: bool
-) -> Iterator[list[tuple[int, Int64]]]:
+    runs: Sequence[_KernelRuns], stage_of: Mapping[int, int], *, is_known: bool
+) -> Iterator[list[_KernelRuns]]:
     """The runs of each stage with enough ranks, and those of all other ranks together.
 
     If the shapes are not known, these are without the only ranks of stages.
     """
-    by_stage = defaultdict[int, list[tuple[int, Int64]]](list)
-    for rank, took in runs:
-        by_stage[stage_of[rank]].append((rank, took))
+    by_stage = defaultdict[int, list[_KernelRuns]](list)
+    for one in runs:
+        by_stage[stage_of[one.rank]].append(one)
     peers = Counter(stage_of.values())
     is_comparable = len(peers) == 1 or is_known
     others = [
@@ -401,21 +437,22 @@ def _split_by_stage(
         yield others
 
 
-def _split_by_kernel(runs: _RankRuns, common: Int64) -> Iterator[tuple[int, bytes, Int64]]:
-    """Per kernel with enough runs: its work_id, counts per step, and durations in order of time."""
+def _split_by_kernel(runs: _RankRuns, common: Int64) -> Iterator[tuple[int, _KernelRuns]]:
+    """Per kernel with enough runs: its work_id and its runs."""
     rows = np.flatnonzero(np.isin(runs.step, common))
     rows = rows[np.argsort(runs.work_id[rows], kind="stable")]
     first = np.flatnonzero(np.diff(runs.work_id[rows], prepend=-1))
     for same in np.split(rows, first[1:]) if len(rows) else ():
         if len(same) >= MIN_COUNT:
             counts = np.bincount(np.searchsorted(common, runs.step[same]), minlength=len(common))
-            yield int(runs.work_id[same[0]]), counts.tobytes(), runs.took_ns[same]
+            own = _KernelRuns(runs.rank, counts.astype(np.int64), runs.took_ns[same])
+            yield int(runs.work_id[same[0]]), own
 
 
 def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator[SlowKernel]:
     took = np.log(np.maximum(runs.took_ns, 1))
-    usual = np.median(took, axis=0)
-    by_rank = np.median(took - usual, axis=1)
+    usual = _compute_median(took, axis=0)
+    by_rank = _compute_median(took - usual, axis=1)
     middle = _compute_low_median(by_rank)
     apart = by_rank - middle
     if not (apart >= _LEAST_APART).any():
@@ -431,7 +468,7 @@ def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator
             family=runs.family,
             ratio=ratio,
             lost_ns=round(expected_ns * (ratio - 1)),
-            count=runs.took_ns.shape[1],
+            count=int(np.isfinite(runs.took_ns[row]).sum()),
             shapes=runs.work.shapes,
         )
 
@@ -443,7 +480,7 @@ def _estimate_noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
     direction.
     """
     parts = np.split(beyond, np.cumsum(counts)[:-1], axis=1)
-    by_step = np.stack([np.median(p, axis=1) for p in parts if p.shape[1]], axis=1)
+    by_step = np.stack([_compute_median(p, axis=1) for p in parts if p.shape[1]], axis=1)
     of_median = _estimate_median_sigma(beyond, by_rank)
     if by_step.shape[1] >= _MIN_STEPS:
         of_median = np.maximum(of_median, _estimate_median_sigma(by_step, by_rank))
@@ -453,10 +490,21 @@ def _estimate_noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
 
 def _estimate_median_sigma(values: Float, by_rank: Float) -> Float:
     """The standard deviation of each rank's median of these values, shape (ranks, n)."""
-    sigma = _SIGMA_OF_MAD * np.median(np.abs(values - by_rank[:, None]), axis=1)
+    sigma = _SIGMA_OF_MAD * _compute_median(np.abs(values - by_rank[:, None]), axis=1)
     # A rank whose few values agree by chance is as noisy as its peers.
     sigma = np.maximum(sigma, np.median(sigma))
-    return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(values.shape[1]))
+    return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(np.isfinite(values).sum(axis=1)))
+
+
+def _compute_median(values: Float, axis: int) -> Float:
+    """The median without nan; nan of nothing else."""
+    ordered = np.sort(values, axis)
+    n = np.isfinite(values).sum(axis, keepdims=True)
+    low, high = (
+        np.take_along_axis(ordered, np.maximum(middle, 0), axis)
+        for middle in ((n - 1) // 2, n // 2)
+    )
+    return np.asarray((low + high) / 2).squeeze(axis)
 
 
 def _compute_low_median(values: Float) -> float:

@@ -226,6 +226,24 @@ def test_a_message_waits_for_its_other_end_behind_an_older_collective(tmp_path: 
     assert [(one.ranks, one.held) for one in found.culprits] == [((2,), (0, 1))]
 
 
+def test_a_status_that_counts_collectives_says_nothing_of_a_message(tmp_path: Path) -> None:
+    sums = [done(TP, seq) for seq in (1, 2, 3)]
+    dump(tmp_path, 0, [TP], *sums, status=[(3, 3)])
+    recv = call(TP, 1, "recv 1<-0", is_p2p=True)
+    dump(tmp_path, 1, [TP], *sums, recv, status=[(1, 3)])
+    found = hang_of(tmp_path)
+    assert [(one.ranks, one.cause, one.held) for one in found.culprits] == [
+        ((0,), "not_called", (1,))
+    ]
+    assert found.stuck[0].missing == (Missing(0, None, None),)
+
+
+def test_two_ranks_that_both_receive_are_a_deadlock(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [TP], call(TP, 1, "recv 0<-1", is_p2p=True), status=[(1, 0)])
+    dump(tmp_path, 1, [TP], call(TP, 1, "recv 1<-0", is_p2p=True), status=[(1, 0)])
+    assert [(one.ranks, one.cause) for one in hang_of(tmp_path).culprits] == [((0, 1), "deadlock")]
+
+
 def test_messages_of_one_batch_are_done_when_the_batch_is(tmp_path: Path) -> None:
     batch = [
         call(TP, 4, "recv 0<-1", is_p2p=True),

@@ -165,19 +165,31 @@ def test_ranks_that_ran_a_kernel_unequally_often_are_not_compared(tmp_path: Path
     assert found.slow_kernels == ()
 
 
+@pytest.mark.parametrize("more_on", [0, 1])
+def test_a_step_in_which_one_rank_ran_a_kernel_more_often_is_left_out(
+    tmp_path: Path, more_on: int
+) -> None:
+    steps = [[100] * 12] * 3
+    more = [[100] * 12, [100] * 12, [100] * 13]
+    fast, slow = (more, steps) if more_on == 0 else (steps, more)
+    traces = ran(0, fast), ran(1, [[3 * us // 2 for us in step] for step in slow])
+    [row] = analyzed(tmp_path, *traces).slow_kernels
+    assert (row.rank, row.ratio) == (1, pytest.approx(1.5))
+
+
 def test_too_few_runs_give_no_result(tmp_path: Path) -> None:
     found = analyzed(tmp_path, ran(0, [[100] * 5] * 2), ran(1, [[150] * 5] * 2))
     assert found.slow_kernels == ()
 
 
-def noisy(rank: int, seed: int, factor: float = 1.0, larger: int = 0) -> RankTrace:
-    """40 kernels that run 40 times each, with 2 % of noise; kernel_7 takes factor times as long.
+def noisy(rank: int, seed: int, factor: float = 1.0, larger: int = 0, slow: int = 7) -> RankTrace:
+    """40 kernels that run 40 times each, with 2 % of noise; one takes factor times as long.
     Every second run, beginning with the run `larger`, has three times the work."""
     rng = np.random.default_rng([seed, rank])
     name = np.tile(np.repeat(np.arange(40, dtype=np.int32), 10), 4)
     work = np.where(np.arange(len(name)) % 2 == larger, 3, 1)
     took = work * (50_000 + 7_000 * name) * np.exp(rng.normal(0, 0.02, len(name)))
-    took = (np.where(name == 7, factor, 1.0) * took).astype(np.int64)
+    took = (np.where(name == slow, factor, 1.0) * took).astype(np.int64)
     events = Events(
         start_ns=np.cumsum(took) - took,
         dur_ns=took,
@@ -193,11 +205,14 @@ def noisy(rank: int, seed: int, factor: float = 1.0, larger: int = 0) -> RankTra
 
 
 def slow_of_noisy(
-    traces: Sequence[RankTrace], stages: Sequence[int] | None = None
+    traces: Sequence[RankTrace], stages: Sequence[int] | None = None, late_ns: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
+    """The slow kernels of these ranks; late_ns: how much later the steps of each rank begin and
+    end than a kernel."""
     steps = []
-    for trace in traces:
+    for trace, late in zip(traces, late_ns or [0] * len(traces), strict=True):
         edges = [*trace.events.start_ns[::400].tolist(), int(trace.events.end_ns[-1])]
+        edges = [edge + late for edge in edges]
         windows = [StepWindow(i, "full", *edge) for i, edge in enumerate(pairwise(edges))]
         steps.append(Steps(tuple(windows), ()))
     return [
@@ -217,6 +232,11 @@ def test_a_kernel_slower_by_a_fifth_exceeds_the_noise(ranks: int) -> None:
     for seed in range(10):
         traces = [noisy(rank, seed, 1.2 if rank == 1 else 1.0) for rank in range(ranks)]
         assert slow_of_noisy(traces) == [(1, "kernel_7")]
+
+
+def test_a_step_that_begins_a_nanosecond_after_its_first_kernel_still_has_it() -> None:
+    traces = [noisy(rank, 0, 1.2 if rank == 1 else 1.0, slow=0) for rank in range(4)]
+    assert slow_of_noisy(traces, late_ns=[0, 1, -1, 1]) == [(1, "kernel_0")]
 
 
 def test_ranks_are_compared_within_their_stage() -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace as replace_fields
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -36,7 +37,7 @@ from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.split.kernels import KernelFamily
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
@@ -409,10 +410,10 @@ def find_load_imbalance(context: ReplayContext) -> list[Finding]:
 
 
 def _find_stage_imbalance(context: ReplayContext, of_stage: Float, mean: Float) -> Finding | None:
-    heaviest = _find_heaviest(context, context.stage, of_stage / np.maximum(mean, 1))
-    if heaviest is None:
+    found = _find_heavy(context, context.stage, of_stage / np.maximum(mean, 1))
+    if found is None:
         return None
-    stage, ratio, _ = heaviest
+    stage, ratio, _ = found
     mine = (context.stage == stage) & context.counted
     ranks = tuple(context.ranks[np.unique(context.graph.steps.rank[mine])].tolist())
     times = mean / np.maximum(of_stage, 1)
@@ -437,35 +438,58 @@ def _find_stage_imbalance(context: ReplayContext, of_stage: Float, mean: Float) 
 def _describe_doubt(context: ReplayContext, ranks: Sequence[int], peers: Sequence[int]) -> str:
     """The doubt that these ranks may be slower instead.
 
-    It is "" if their shapes are known, or if more kernels explain most of what they compute longer
-    than their peers.
+    It is "" if more kernels, or kernels of other shapes where these are recorded, explain most of
+    what they compute longer than their peers.
     """
     split = context.split
-    if any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks):
-        return ""
-    families = split.detail.families
-    own = _average_families([one for one in families if one.rank in ranks], len(ranks))
-    others = [one for one in families if one.rank in peers and one.rank not in ranks]
-    usual = _average_families(others, len(peers) - len(ranks))
+    known = any(len(rank.trace.shapes) for rank in split.ranks if rank.trace.rank in ranks)
+    work = _list_work(split) if known else _list_families(split)
+    own = _average_work([one for one in work if one.rank in ranks], len(ranks))
+    others = [one for one in work if one.rank in peers and one.rank not in ranks]
+    usual = _average_work(others, len(peers) - len(ranks))
     longer_ns = sum(total for _, total in own.values()) - sum(total for _, total in usual.values())
     more_ns = sum(
-        max(count - usual.get(family, (0.0, 0.0))[0], 0.0) / count * total
-        for family, (count, total) in own.items()
+        max(count - usual.get(kind, (0.0, 0.0))[0], 0.0) / count * total
+        for kind, (count, total) in own.items()
     )
     if 2 * more_ns > longer_ns:
         return ""
     devices = "its device is" if len(ranks) == 1 else "its devices are"
-    return f", unless {devices} slower (no shapes recorded)"
+    why = "as many kernels of equal shapes" if known else "no shapes recorded"
+    return f", unless {devices} slower ({why})"
 
 
-def _average_families(
-    families: Sequence[KernelFamily], ranks: int
-) -> dict[str, tuple[float, float]]:
-    """(number of kernels, their time in ns) of each family, a rank."""
-    sums: dict[str, tuple[float, float]] = {}
-    for one in families:
-        count, total = sums.get(one.family, (0.0, 0.0))
-        sums[one.family] = (count + one.count / ranks, total + one.total_ns / ranks)
+class _Work(NamedTuple):
+    """The runs of one kind of kernel on one rank."""
+
+    rank: int
+    kind: KernelWork | str
+    runs: int
+    total_ns: int
+
+
+def _list_families(split: RunSplit) -> list[_Work]:
+    return [_Work(one.rank, one.family, one.count, one.total_ns) for one in split.detail.families]
+
+
+def _list_work(split: RunSplit) -> list[_Work]:
+    """The runs of each kernel of each shape."""
+    rows = []
+    for rank in split.ranks:
+        compute = collect_compute(rank.trace, rank.windows)
+        kinds, kind = find_kernel_work(rank.trace, compute.row)
+        count = np.bincount(kind, minlength=len(kinds)).tolist()
+        total = np.bincount(kind, compute.took_ns, minlength=len(kinds)).tolist()
+        rows += [_Work(rank.trace.rank, *one) for one in zip(kinds, count, total, strict=True)]
+    return rows
+
+
+def _average_work(rows: Sequence[_Work], ranks: int) -> dict[KernelWork | str, tuple[float, float]]:
+    """(number of kernels, their time in ns) of each kind, a rank."""
+    sums: dict[KernelWork | str, tuple[float, float]] = {}
+    for one in rows:
+        count, total = sums.get(one.kind, (0.0, 0.0))
+        sums[one.kind] = (count + one.runs / ranks, total + one.total_ns / ranks)
     return sums
 
 
@@ -481,13 +505,15 @@ def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -
     """A single rank with more work gets that of the others of its stage; several are balanced."""
     steps = context.graph.steps
     rank = context.ranks[steps.rank]
-    heaviest = _find_heaviest(context, rank, work / np.maximum(of_stage, 1))
-    if heaviest is None:
+    found = _find_heavy(context, rank, work / np.maximum(of_stage, 1))
+    if found is None:
         return None
-    worst, ratio, alone = heaviest
+    worst, ratio, heavy = found
     mine = (rank == worst) & context.counted
     usual, peers = of_stage, "average rank"
-    if alone:
+    who = f"ranks {units.format_number_list(heavy)} have up to"
+    if len(heavy) == 1:
+        who = f"rank {worst} has"
         label = group_ids(steps.step, context.stage)
         count = np.bincount(label)[label]
         others = (of_stage * count - work) / np.maximum(count - 1, 1)
@@ -505,12 +531,12 @@ def _find_rank_imbalance(context: ReplayContext, work: Float, of_stage: Float) -
         gain_ns=context.compute_gain_ns(changed),
         measured_ns=int(work[mine].mean()),
         predicted_ns=int(usual[mine].mean()),
-        ranks=(worst,),
+        ranks=heavy,
         steps=context.list_steps(mine),
         events=(),
         message=(
-            f"load imbalance: rank {worst} has {units.format_percent(ratio - 1)} more compute than "
-            f"the {peers} of its stage"
+            f"load imbalance: {who} {units.format_percent(ratio - 1)} more compute than the "
+            f"{peers} of {'its' if len(heavy) == 1 else 'their'} stage"
             + (experts or _describe_doubt(context, (worst,), same_stage.tolist()))
         ),
     )
@@ -568,11 +594,11 @@ def balance_experts(context: ReplayContext) -> DependencyGraph:
     return replace_fields(graph, work_ns=changed)
 
 
-def _find_heaviest(
+def _find_heavy(
     context: ReplayContext, labels: Int64, ratio: Float
-) -> tuple[int, float, bool] | None:
-    """(the label with the most work on average, its ratio to the mean, whether no other label has
-    more than the mean); None if balanced, up to the noise between steps."""
+) -> tuple[int, float, tuple[int, ...]] | None:
+    """(the label with the most work on average, its ratio to the mean, all labels with more work
+    than the mean); None if balanced, up to the noise between steps."""
     rows = context.counted
     numbers, place = np.unique(labels[rows], return_inverse=True)
     count = np.bincount(place)
@@ -581,8 +607,10 @@ def _find_heaviest(
     steps = len(np.unique(context.graph.steps.step[rows]))
     noise = _MIN_SIGMAS * sigma / np.sqrt(steps - 1) if steps >= _MIN_STEPS else 0 * sigma
     heavy = mean > np.maximum(_IMBALANCE_RATIO, 1 + noise)
+    if not heavy.any():
+        return None
     most = int(np.where(heavy, mean, 0.0).argmax())
-    return (int(numbers[most]), float(mean[most]), int(heavy.sum()) == 1) if heavy.any() else None
+    return int(numbers[most]), float(mean[most]), tuple(numbers[heavy].tolist())
 
 
 # Stragglers: ranks whose device runs the same kernels slower than its peers.

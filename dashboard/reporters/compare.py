@@ -71,7 +71,22 @@ def format_headline(comparison: RunComparison) -> Text:
     text = Text(f"candidate {_describe_difference(comparison)}", style="bold").append(
         _format_noise(comparison), "yellow"
     )
+    text.append(_describe_mean(comparison))
     return text.append(f": {named or 'no large change in any bucket'}", "not bold")
+
+
+_APART_SHARE = 0.05
+"""The mean step is named if its change differs from the median's by this share of the step."""
+
+
+def _describe_mean(comparison: RunComparison) -> str:
+    """The change of the mean step, whose buckets are named, if it is not that of the median."""
+    one, other = comparison.baseline.mean.step_ns, comparison.candidate.mean.step_ns
+    if abs(other - one - comparison.difference_ns) <= _APART_SHARE * one:
+        return ""
+    share = f" ({units.format_percent(abs(other / one - 1))})" if one else ""
+    more = units.format_milliseconds(abs(other - one))
+    return f"; its mean step is {more}{share} {'longer' if other > one else 'shorter'}"
 
 
 def _describe_difference(comparison: RunComparison) -> str:

@@ -13,7 +13,7 @@ from cases import for_each
 from report_builders import analysis
 from rich.console import Console
 
-from stepsplit.analyzer import compare_runs
+from stepsplit.analyzer import compare_runs, units
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.regression.compare import RunComparison, from_json, to_json
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json as report_to_json
@@ -96,6 +96,18 @@ def test_the_headline_mentions_noise_and_its_absence(found: RunComparison) -> No
     assert format_headline(alone).plain == (
         "candidate is 1.50 ms (1.2 %) faster (noise unknown: a single step): "
         "no large change in any bucket"
+    )
+
+
+def test_the_headline_has_the_mean_step_where_single_steps_lengthen_it(
+    found: RunComparison,
+) -> None:
+    one = found.baseline
+    longer = replace(one.mean, idle_ns=one.mean.idle_ns + one.mean.step_ns)
+    text = format_headline(replace(found, baseline=one, candidate=replace(one, mean=longer))).plain
+    mean = units.format_milliseconds(one.mean.step_ns)
+    assert text.startswith(
+        f"candidate is equally fast, within noise; its mean step is {mean} (100.0 %) longer: "
     )
 
 

@@ -73,6 +73,48 @@ def test_a_rank_with_more_work_than_its_stage_is_named(tmp_path: Path) -> None:
 
 
 @for_each(
+    ("grid", "doubt"),
+    [([8, 1, 1], ", unless its device is slower (as many kernels of equal shapes)"),
+     ([12, 1, 1], ""),
+     (None, ", unless its device is slower (no shapes recorded)")],
+    ids=["equal grid", "larger grid", "no grid"],
+)  # fmt: skip
+def test_a_rank_that_takes_longer_for_few_kernels_is_only_known_to_have_more_work_by_their_shapes(
+    grid: list[int] | None, doubt: str, tmp_path: Path
+) -> None:
+    """Two gemms a step are too few to know that they are slower; rank 1 takes 40 for each."""
+    traces = []
+    for rank, took in enumerate((20, 40)):
+        trace = GpuTrace(rank, 2, groups=PAIR).step(1, 0, 100)
+        own = {} if grid is None else {"grid": grid if rank else [8, 1, 1]}
+        trace.kernel("gemm", 0, took, **own).kernel("gemm", took, 2 * took, **own)
+        traces.append(trace.all_reduce(2 * took, 90).kernel("adam", 90, 100))
+    (found,) = findings(tmp_path, *traces)
+    assert (found.code, found.ranks) == ("uneven_ranks", (1,))
+    assert found.message == (
+        f"load imbalance: rank 1 has 80.0 % more compute than the other ranks of its stage{doubt}"
+    )
+
+
+def test_all_ranks_that_have_more_work_are_named(tmp_path: Path) -> None:
+    """To relieve one of the two saves nothing."""
+    traces = []
+    for rank in range(4):
+        trace = GpuTrace(rank, 4, groups=[("0", "mesh_dp", [0, 1, 2, 3])]).step(1, 0, 100)
+        trace.kernel("gemm", 0, 40)
+        busy = 80 if rank in (1, 3) else 40
+        if busy > 40:
+            trace.kernel("more", 40, 80)
+        traces.append(trace.all_reduce(busy, 90).kernel("adam", 90, 100))
+    (found,) = findings(tmp_path, *traces)
+    assert (found.code, found.ranks) == ("uneven_ranks", (1, 3))
+    assert found.message == (
+        "load imbalance: ranks 1, 3 have up to 28.6 % more compute than the average rank of their "
+        "stage"
+    )
+
+
+@for_each(
     ("returned", "why"),
     [(1500, "; it sends 25.0 % more in all_to_all on ep: its experts receive more tokens"),
      (1000, ", unless its device is slower (no shapes recorded)")],
@@ -576,6 +618,21 @@ def test_a_reduction_that_is_launched_in_the_backward_has_lost_no_overlap(tmp_pa
         folder.mkdir()
         found = findings(folder, *(reduced_backward(rank, in_time) for rank in (0, 1)))
         codes[in_time] = {one.code for one in found}
+    assert "no_overlap" not in codes[True]
+    assert "no_overlap" in codes[False]
+
+
+def test_reductions_between_kernels_are_in_time_in_a_trace_of_the_device_alone(
+    tmp_path: Path,
+) -> None:
+    codes = {}
+    for in_time in (True, False):
+        folder = tmp_path / str(in_time)
+        folder.mkdir()
+        traces = [reduced_backward(rank, in_time) for rank in (0, 1)]
+        for trace in traces:
+            trace.events = [one for one in trace.events if one["cat"] != "cpu_op"]
+        codes[in_time] = {one.code for one in findings(folder, *traces)}
     assert "no_overlap" not in codes[True]
     assert "no_overlap" in codes[False]
 

@@ -33,7 +33,7 @@ from stepsplit.analyzer.diagnose.replay import (
     reduce_work,
 )
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.gaps import Awaited, find_awaited
+from stepsplit.analyzer.split.event_waits import Awaited, find_awaited
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Int64
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.attribute import IDLE
+from stepsplit.analyzer.split.event_waits import find_first_waiting
 from stepsplit.analyzer.split.idle import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -235,10 +236,13 @@ def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
 
 def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
     """All dependencies except those along the timelines."""
-    start_deps, behind = [], []
+    start_deps, behind, ended, found = [], [], [], []
     for made, main, node, first in zip(
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
+        at = main.find_cut(made.awaited_ns[made.hidden])
+        ended.append(kernels.end[made.hidden[at >= 0] + first])
+        found.append(at[at >= 0] + node)
         cut = main.find_cut(made.start_dep_ns)
         start_deps.append(np.where(cut >= 0, cut + node, -1))
         behind.append(np.where(made.previous >= 0, made.previous + first, -1))
@@ -250,10 +254,16 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
     sync = build_sync_edges(split, kernels, first_sync)
     return (
         np.concatenate(
-            (kernels.end[resumed], start_dep[started], kernels.end[prior[queued]], sync[0])
+            (kernels.end[resumed], *ended, start_dep[started], kernels.end[prior[queued]], sync[0])
         ),
         np.concatenate(
-            (kernels.resume[resumed], kernels.start[started], kernels.start[queued], sync[1])
+            (
+                kernels.resume[resumed],
+                *found,
+                kernels.start[started],
+                kernels.start[queued],
+                sync[1],
+            )
         ),
     )
 
@@ -386,6 +396,7 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
             _list_box_edges(rank),
             _list_wait_starts(rank),
             calls.end_ns[calls.blocking],
+            calls.awaited_ns[calls.hidden],
             calls.start_dep_ns,
         )
     )
@@ -515,8 +526,9 @@ class CommCalls(Struct, frozen=True):
     """The events of a rank's calls in order of start; columns of equal length.
 
     of_call is the event of each call. Then, per event: the instant of the rank's timeline that its
-    start depends on, the previous event on the same stream (-1 for none), and whether it blocked
-    the rank until its end.
+    start depends on, the previous event on the same stream (-1 for none), whether it blocked the
+    rank until its end, and, if it ended before that, the instant at which a kernel started that
+    waited for it (_NEVER if not known).
     """
 
     call: Int64
@@ -526,6 +538,12 @@ class CommCalls(Struct, frozen=True):
     start_dep_ns: Int64
     previous: Int64
     blocking: Bool
+    awaited_ns: Int64
+
+    @property
+    def hidden(self) -> Int64:
+        """The events that had ended before the kernel that waited for them started."""
+        return np.flatnonzero(self.awaited_ns != _NEVER)
 
 
 def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
@@ -545,6 +563,7 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
     start = start[order]
     end = _end_before_next(lane, start, end[order])
     behind = _find_previous(lane, start, end)
+    blocking = _find_blocking(rank, of_call, lane, start, end)
     return CommCalls(
         call=call,
         of_call=of_call,
@@ -554,8 +573,27 @@ def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCa
             rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
         ),
         previous=behind,
-        blocking=_find_blocking(rank, of_call, lane, start, end),
+        blocking=blocking,
+        awaited_ns=np.where(blocking, _NEVER, _find_awaited_ns(rank, call, of_call, end)),
     )
+
+
+def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64, end: Int64) -> Int64:
+    """For each event with a message to this rank, when the first kernel started that waited for it
+    and found it ended; else _NEVER."""
+    trace = rank.trace
+    awaited = np.full(len(call), _NEVER)
+    received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
+    if not trace.on_device or not len(received):
+        return awaited
+    kernels = np.flatnonzero(trace.kinds.computes)
+    kernels = kernels[is_on_main_stream(trace, kernels)]
+    first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
+    known = first >= 0
+    began = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
+    ended = end[received[known]] <= began
+    awaited[received[known][ended]] = began[ended]
+    return awaited
 
 
 def _end_before_next(lane: Int64, start: Int64, end: Int64) -> Int64:

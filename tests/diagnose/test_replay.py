@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import CpuTrace, GpuTrace
+from builders import COMM_STREAM, CpuTrace, GpuTrace
 from ground_truth import SEED
 from hypothesis import given, strategies as st
 from replay_builders import scene, steps_us
@@ -104,6 +104,24 @@ def test_a_call_queued_behind_another_on_its_stream_follows_it_despite_rounding(
     graph = scene(tmp_path, fast, slow).graph
     assert steps_us(graph) == [70, 70]
     assert steps_us(scale_work(graph, "compute", np.array([1.0, 0.5]))) == [50, 45]
+
+
+@pytest.mark.parametrize("identified", [True, False])
+def test_a_message_that_compute_hid_is_still_waited_for(identified: bool, tmp_path: Path) -> None:
+    """Rank 1 receives until 50 behind a kernel that ends at 60; the next one waits for the message.
+    Twice as fast that kernel ends at 30, and the next takes 20 from 50 on."""
+    groups = [("0", "mesh_pp", [0, 1])]
+    sender, receiver = (GpuTrace(rank, 2, groups=groups).step(1, 0, 100) for rank in (0, 1))
+    sender.kernel("a", 0, 40).message("send", 1, 40, 50).kernel("b", 50, 100)
+    receiver.kernel("c", 0, 60, launched=0).message("recv", 0, 1, 50, launched=1)
+    if identified:
+        receiver.wait_for_event(3, receiver.record_event(2), on_stream=COMM_STREAM)
+    else:
+        receiver.call("cudaStreamWaitEvent", 3, 3)
+    receiver.kernel("d", 60, 100, launched=4)
+    graph = scene(tmp_path, sender, receiver).graph
+    assert steps_us(graph) == [100, 100]
+    assert steps_us(scale_work(graph, "compute", np.array([1.0, 0.5]))) == [100, 70]
 
 
 def test_what_ends_by_chance_while_a_rank_waits_is_not_what_it_waits_for(tmp_path: Path) -> None:

@@ -1,0 +1,313 @@
+"""What the kernels of a rank waited for: event waits, synchronizations, the order on a stream."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from stepsplit.analyzer.trace import (
+    ALL_STREAMS,
+    HOST,
+    Bool,
+    Category,
+    Events,
+    EventWaits,
+    Int64,
+    RankTrace,
+    UInt8,
+)
+
+# Whether a kernel waited for a communication kernel, by the recorded calls of the runtime.
+
+_WAITS_FOR_EVENT = re.compile(r"StreamWait(?:Event|Value)")
+
+_MAY_ORDER = re.compile(
+    r"StreamWait|[Ss]ynchronize|Event(?:Query|Wait)|QueueFinish|Graph|Host"
+    r"|Memcpy|Malloc|Free|Alloc|Register|Map"
+)
+"""Calls after which a kernel may have to wait for work on another stream."""
+
+_LAUNCHES = re.compile(r"Launch|\b(?>\w*?Mem(?:cpy|set))\w*Async")
+
+_GRAPH_LAUNCH, _QUERY = re.compile(r"GraphLaunch"), re.compile(r"EventQuery")
+
+_NEVER, _NO_WAIT = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class Awaited(IntEnum):
+    """Whether the recording shows that a kernel waited for a communication kernel.
+
+    YES: by the order on their stream, by an identified wait, or because an event wait was issued
+    right before the kernel's launch. NO: waits were recorded, and none made the kernel wait.
+    UNKNOWN: the recording lacks waits or launches, or does not say what was awaited.
+    """
+
+    NO = 0
+    UNKNOWN = 1
+    YES = 2
+
+
+def find_awaited(trace: RankTrace, kernels: Int64, comms: Int64) -> UInt8:
+    """For each pair of events, an Awaited: whether the kernel waited for the communication."""
+    events = trace.events
+    awaited = np.full(len(kernels), Awaited.UNKNOWN, dtype=np.uint8)
+    calls = _find_runtime_calls(trace)
+    if calls.recorded and len(kernels):
+        launches = _Launches.find(events, kernels, comms)
+        awaited[launches.known & ~_any_between(calls.may_order_ns, launches)] = Awaited.NO
+        waited = _waits_right_before(events, calls.waits, launches)
+        waited |= _find_identified(calls.identified, launches)
+        awaited[launches.known & waited] = Awaited.YES
+    awaited[events.lane[kernels] == events.lane[comms]] = Awaited.YES
+    return awaited
+
+
+class _RuntimeCalls(Struct, frozen=True):
+    """The calls of a trace after which a kernel may have to wait.
+
+    recorded: whether the trace has event waits at all; identified: the waits whose event is known;
+    may_order_ns: the sorted starts of the other calls; waits: the rows of event waits among them.
+    """
+
+    recorded: bool
+    identified: _Waits
+    may_order_ns: Int64
+    waits: Int64
+
+
+def _find_runtime_calls(trace: RankTrace) -> _RuntimeCalls:
+    events = trace.events
+    runtime = events.is_category(Category.RUNTIME)
+    waits = runtime & events.match_names(_WAITS_FOR_EVENT)
+    queries = events.correlation[runtime & events.match_names(_QUERY)]
+    identified = _Waits.build(events, runtime, trace.waits, queries)
+    may_order = runtime & events.match_names(_MAY_ORDER)
+    may_order &= ~np.isin(events.correlation, trace.waits.correlation) | np.isin(
+        events.correlation, queries
+    )
+    return _RuntimeCalls(
+        recorded=bool(waits.any() or (identified.stream != HOST).any()),
+        identified=identified,
+        may_order_ns=events.start_ns[may_order],
+        waits=np.flatnonzero(waits & may_order),
+    )
+
+
+class _Launches(Struct, frozen=True):
+    """The launches of pairs of a kernel and a communication: when, the streams, and the host thread
+    of the kernel's. known: both were recorded, and neither is a graph."""
+
+    known: Bool
+    kernel_ns: Int64
+    comm_ns: Int64
+    kernel_lane: Int64
+    kernel_stream: Int64
+    comm_stream: Int64
+
+    @classmethod
+    def find(cls, events: Events, kernels: Int64, comms: Int64) -> _Launches:
+        kernel, comm = np.split(events.find_launches(np.concatenate((kernels, comms))), 2)
+        graph = events.match_names(_GRAPH_LAUNCH)
+        stream = _find_streams(events)
+        return cls(
+            known=(kernel >= 0) & (comm >= 0) & ~graph[kernel] & ~graph[comm],
+            kernel_ns=events.start_ns[kernel],
+            comm_ns=events.start_ns[comm],
+            kernel_lane=events.lane[kernel].astype(np.int64),
+            kernel_stream=stream[kernels],
+            comm_stream=stream[comms],
+        )
+
+
+def _find_streams(events: Events) -> Int64:
+    """The stream of each event."""
+    return np.array([lane.stream for lane in events.lanes], dtype=np.int64)[events.lane]
+
+
+def _any_between(calls_ns: Int64, launches: _Launches) -> Bool:
+    """Whether one of the calls was made between the two launches of each pair."""
+    since = np.searchsorted(calls_ns, launches.comm_ns, side="right")
+    return np.asarray(np.searchsorted(calls_ns, launches.kernel_ns, side="right") > since)
+
+
+def _waits_right_before(events: Events, waits: Int64, launches: _Launches) -> Bool:
+    """Whether an event wait is the last call before the kernel's launch on its thread, and later
+    than the launch of the communication."""
+    launching = events.is_category(Category.RUNTIME) & events.match_names(_LAUNCHES)
+    found = np.zeros(len(launches.known), dtype=np.bool_)
+    for lane in np.unique(launches.kernel_lane).tolist():
+        rows = np.flatnonzero(launches.kernel_lane == lane)
+        at = launches.kernel_ns[rows]
+        here = events.lane == lane
+        waited = _find_last_start(events.start_ns[waits[here[waits]]], at, "right")
+        launched = _find_last_start(events.start_ns[launching & here], at, "left")
+        found[rows] = (waited >= launched) & (waited >= launches.comm_ns[rows])
+    return found
+
+
+def _find_last_start(starts_ns: Int64, at_ns: Int64, side: Literal["left", "right"]) -> Int64:
+    """The last of these sorted starts before each instant; with side "right" also at it."""
+    padded = np.concatenate(([_NEVER], starts_ns))
+    return np.asarray(padded[np.searchsorted(starts_ns, at_ns, side=side)])
+
+
+# Waits whose event is known: up to which launch of each stream every stream has waited.
+
+
+class _Waits(Struct, frozen=True):
+    """Waits whose event is known, in order of time; columns of equal length.
+
+    stream waits (HOST: the host) for everything that was launched on on_stream (or ALL_STREAMS)
+    until recorded_ns.
+    """
+
+    at_ns: Int64
+    stream: Int64
+    on_stream: Int64
+    recorded_ns: Int64
+
+    @classmethod
+    def build(cls, events: Events, runtime: Bool, waits: EventWaits, queries: Int64) -> _Waits:
+        """The waits of a trace; queries are the correlations of calls that only ask."""
+        calls = np.flatnonzero(runtime & (events.correlation >= 0))
+        calls = calls[np.argsort(events.correlation[calls], kind="stable")]
+        if not len(calls):
+            return cls(*(np.zeros(0, dtype=np.int64),) * 4)
+
+        def find_ns(correlation: Int64) -> Int64:
+            """When the call was made; for an unrecorded one, the call before it."""
+            at = np.searchsorted(events.correlation[calls], correlation, side="right") - 1
+            return np.where(at >= 0, events.start_ns[calls[at]], _NEVER)
+
+        at_ns = find_ns(waits.correlation)
+        order = np.argsort(at_ns, kind="stable")
+        order = order[~np.isin(waits.correlation[order], queries)]
+        return cls(
+            at_ns[order], waits.stream[order], waits.on_stream[order],
+            find_ns(waits.recorded)[order],
+        )  # fmt: skip
+
+
+_Reached = Mapping[int, int]
+"""By stream, the launch up to which its work is known to have ended, as a time of the host."""
+
+
+def _find_identified(waits: _Waits, launches: _Launches) -> Bool:
+    """For each pair, whether identified waits made the kernel wait for the communication."""
+    found = np.zeros(len(launches.known), dtype=np.bool_)
+    if not len(waits.at_ns):
+        return found
+    history = _follow_waits(waits)
+    reached: dict[tuple[int, int], _Reached] = {}
+    pairs = (launches.kernel_stream, launches.kernel_ns, launches.comm_stream, launches.comm_ns)
+    for i, (kernel_stream, at_ns, comm_stream, launch_ns) in enumerate(
+        zip(*(column.tolist() for column in pairs), strict=True)
+    ):
+        kernel = (kernel_stream, at_ns)
+        if kernel not in reached:
+            reached[kernel] = history.find(*kernel)
+        found[i] = launch_ns <= max(
+            reached[kernel].get(stream, _NEVER) for stream in (comm_stream, ALL_STREAMS)
+        )
+    return found
+
+
+class _WaitHistory:
+    """What each stream, and the host, had waited for after each of its waits."""
+
+    def __init__(self) -> None:
+        self._after: dict[int, list[_Reached]] = defaultdict(list)
+        self._at_ns: dict[int, list[int]] = defaultdict(list)
+
+    def add(self, waiter: int, at_ns: int, reached: _Reached) -> None:
+        """Adds a wait; the waits of a stream in order of time."""
+        self._after[waiter].append(_merge(self._find_own(waiter, at_ns), reached))
+        self._at_ns[waiter].append(at_ns)
+
+    def find(self, stream: int, at_ns: int) -> _Reached:
+        """What work launched on the stream at this time had to wait for."""
+        own = self._find_own(stream, at_ns)
+        return own if stream == HOST else _merge(own, self._find_own(HOST, at_ns))
+
+    def list_reached(self, waiter: int, stream: int) -> tuple[Int64, Int64]:
+        """(when the waiter waited, up to which launch of the stream it had waited after that)."""
+        reached = [
+            max(one.get(which, _NEVER) for which in (stream, ALL_STREAMS))
+            for one in self._after[waiter]
+        ]
+        return np.array(self._at_ns[waiter], np.int64), np.array(reached, np.int64)
+
+    def _find_own(self, waiter: int, at_ns: int) -> _Reached:
+        count = bisect_right(self._at_ns[waiter], at_ns)
+        return self._after[waiter][count - 1] if count else {}
+
+
+def _follow_waits(waits: _Waits) -> _WaitHistory:
+    """Follows all waits; who waits for a stream also waits for what that stream waited for."""
+    history = _WaitHistory()
+    columns = (waits.at_ns, waits.stream, waits.on_stream, waits.recorded_ns)
+    for at_ns, waiter, on_stream, recorded_ns in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
+        awaited = {} if on_stream == ALL_STREAMS else history.find(on_stream, recorded_ns)
+        history.add(waiter, at_ns, _merge(awaited, {on_stream: recorded_ns}))
+    return history
+
+
+def _merge(one: _Reached, other: _Reached) -> _Reached:
+    return {at: max(one.get(at, _NEVER), other.get(at, _NEVER)) for at in (*one, *other)}
+
+
+# The first kernel that waited for a communication kernel.
+
+
+def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
+    """For each communication, the first of the kernels that waited for it; -1 if none is known.
+
+    kernels and comms are rows of events. If the events that are waited for are recorded, it is the
+    first kernel behind a wait for this communication; else the first one that is launched after
+    it, directly behind a wait: as for a message whose receiver waits at once.
+    """
+    calls, events = _find_runtime_calls(trace), trace.events
+    launches = _Launches.find(events, kernels, kernels)
+    kernels, at_ns = kernels[launches.known], launches.kernel_ns[launches.known]
+    order = np.lexsort((events.start_ns[kernels], at_ns))
+    kernels, at_ns = kernels[order], at_ns[order]
+    of_comm = _Launches.find(events, comms, comms)
+    if not calls.recorded or not len(kernels):
+        return np.full(len(comms), -1)
+    if (calls.identified.stream != HOST).any():
+        stream = _find_streams(events)[kernels]
+        since = _find_first_wait_ns(calls.identified, np.unique(stream), of_comm)
+    else:
+        kernels = kernels[_waits_at_once(events, calls.waits, kernels)]
+        at_ns, since = np.sort(events.start_ns[events.find_launches(kernels)]), of_comm.comm_ns
+    first = np.searchsorted(at_ns, since, side="left")
+    return np.where(of_comm.known, np.append(kernels, -1)[first], -1)
+
+
+def _waits_at_once(events: Events, waits: Int64, kernels: Int64) -> Bool:
+    """Whether an event wait is the last call before the launch of each kernel on its thread."""
+    launches = _Launches.find(events, kernels, kernels)
+    return _waits_right_before(events, waits, replace(launches, comm_ns=launches.comm_ns * 0))
+
+
+def _find_first_wait_ns(waits: _Waits, streams: Int64, comms: _Launches) -> Int64:
+    """When one of the streams, or the host, first waited for each communication; else never."""
+    history = _follow_waits(waits)
+    first = np.full(len(comms.known), _NO_WAIT)
+    for stream in np.unique(comms.comm_stream).tolist():
+        mine = comms.comm_stream == stream
+        for waiter in (*streams.tolist(), HOST):
+            at_ns, reached_ns = history.list_reached(waiter, stream)
+            found = np.searchsorted(reached_ns, comms.comm_ns[mine], side="left")
+            first[mine] = np.minimum(first[mine], np.append(at_ns, _NO_WAIT)[found])
+    return first

@@ -318,8 +318,12 @@ class _SinkFeed:
         self._failures, self._next_s = 0, 0.0
 
     def close(self) -> None:
-        if self._sink is not None:
+        if self._sink is None:
+            return
+        try:
             self._sink.close()
+        except StepsplitError as error:
+            warn(str(error))
 
 
 def choose_pause_s(failures: int) -> float:

@@ -146,12 +146,17 @@ class WandbSink:
         return self._run
 
     def close(self) -> None:
-        """Ends the run, which waits for W&B to have sent its numbers."""
+        """Ends the run, which waits for W&B to have sent its numbers. Raises SinkError if W&B says
+        that they are lost."""
         import wandb
 
-        if self._run is not None:
-            with suppress(wandb.Error, OSError):
-                self._run.finish()
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except (wandb.Error, OSError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise SinkError(f"{self.name}: the numbers were not sent: {text}") from None
 
 
 def split_wandb_place(place: str) -> tuple[str | None, str | None, str | None]:

@@ -83,6 +83,9 @@ def log_report(sinks: Sequence[Sink], report: Report) -> None:
             sink.write(points)
         except SinkError as error:
             failures.append(error)
-        sink.close()
+        try:
+            sink.close()
+        except SinkError as error:
+            failures.append(error)
     if failures:
         raise failures[0]

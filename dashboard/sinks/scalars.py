@@ -202,7 +202,7 @@ class Sink(Protocol):
         """Writes the points. Raises SinkError if they are to be written again later."""
 
     def close(self) -> None:
-        """Ends the connection. Does not raise."""
+        """Ends the connection. Raises SinkError if written points are known to be lost."""
 
 
 # Points of a recording and of a watch.

@@ -394,6 +394,28 @@ def test_wandb_offline_has_a_run_of_its_own(
 # Errors, and sinks that cannot be reached.
 
 
+def test_numbers_that_wandb_loses_at_the_end_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    class LostRun:
+        """A run whose service has ended."""
+
+        def log(self, values: object) -> None: ...
+
+        def define_metric(self, name: str, step_metric: str) -> None: ...
+
+        def finish(self) -> None:
+            raise wandb.errors.CommError("the service\nis gone")
+
+    monkeypatch.setattr(wandb, "init", lambda **_: LostRun())
+    assert cli.run(["analyze", str(TRACES), "--log-to", "wandb:trainings"]) == 2
+    assert capsys.readouterr().err == (
+        "stepsplit: wandb:trainings: the numbers were not sent: the service is gone\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("sink", "words"),
     [

@@ -31,7 +31,7 @@ from stepsplit.analyzer.split_recording import split_recording
 from stepsplit.collectors.run_spec import Mesh
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.diagnose.hang_progress import Hang
+    from stepsplit.analyzer.diagnose.hang_result import Hang
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.regression.checks import CheckResult
     from stepsplit.analyzer.regression.compare import RunComparison

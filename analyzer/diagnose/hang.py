@@ -15,18 +15,9 @@ from msgspec import Struct
 from stepsplit.analyzer.diagnose.hang_progress import (
     Called,
     ChainEnd,
-    Culprit,
-    Hang,
-    HangWarning,
     JobGroup,
     JobGroups,
-    LastCall,
-    Mismatch,
     Progress,
-    RankNow,
-    StackFrame,
-    Stuck,
-    StuckGroup,
     collect_progress,
     describe_group,
     find_chain_ends,
@@ -34,6 +25,17 @@ from stepsplit.analyzer.diagnose.hang_progress import (
     find_mismatches,
     find_stuck_collectives,
     find_stuck_messages,
+)
+from stepsplit.analyzer.diagnose.hang_result import (
+    Culprit,
+    Hang,
+    HangWarning,
+    LastCall,
+    Mismatch,
+    RankNow,
+    StackFrame,
+    Stuck,
+    StuckGroup,
 )
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
@@ -82,8 +84,9 @@ class HangInputs(Struct, frozen=True):
 
     def find_mismatch(self, call: Stuck) -> Mismatch | None:
         """The mismatch between the members of a call, if any."""
-        at = call.group, call.seq
-        return next((one for one in self.mismatches if (one.group, one.seq) == at), None)
+        at = call.group, call.seq, call.op in ("send", "recv")
+        found = (one for one in self.mismatches if (one.group, one.seq, one.is_message) == at)
+        return next(found, None)
 
     def find_order_breaks(self, ranks: Sequence[int]) -> dict[int, OrderBreak]:
         """The departures of some of the ranks from their order of calls; empty if all departed."""
@@ -408,7 +411,8 @@ def format_no_dump(ranks: tuple[int, ...], call: Stuck) -> str:
 def format_mismatch(mismatch: Mismatch) -> str:
     """What the members of a call disagree on."""
     sides = "; ".join(f"{side.value} on {_format_ranks(side.ranks)}" for side in mismatch.sides)
-    return f"call {mismatch.seq} of {mismatch.group.in_words} differs in {mismatch.what}: {sides}"
+    call = f"{'message' if mismatch.is_message else 'call'} {mismatch.seq}"
+    return f"{call} of {mismatch.group.in_words} differs in {mismatch.what}: {sides}"
 
 
 def format_deadlock(ranks: tuple[int, ...], calls: Sequence[Stuck]) -> str:

@@ -27,7 +27,7 @@ from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
-    from stepsplit.analyzer.diagnose.hang_progress import Hang
+    from stepsplit.analyzer.diagnose.hang_result import Hang
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.analyzer.readers.workers import Workers
@@ -141,7 +141,7 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json as hang_to_json
+    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json as hang_to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     if out is not None:
@@ -174,7 +174,7 @@ def hang_command(
     exit status is 1 if the job is stuck.
     """
     from stepsplit.analyzer.diagnose.hang import STUCK
-    from stepsplit.analyzer.diagnose.hang_progress import HANG_NAME, to_json
+    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     hang = examine_target(target, out)

@@ -54,7 +54,7 @@ from stepsplit.dashboard.reporters.tables import (
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from stepsplit.analyzer.diagnose.hang_progress import (
+    from stepsplit.analyzer.diagnose.hang_result import (
         Hang,
         LastCall,
         Missing,

@@ -244,6 +244,19 @@ def test_two_ranks_that_both_receive_are_a_deadlock(tmp_path: Path) -> None:
     assert [(one.ranks, one.cause) for one in hang_of(tmp_path).culprits] == [((0, 1), "deadlock")]
 
 
+def test_a_message_of_which_the_ends_differ_in_size_is_a_mismatch(tmp_path: Path) -> None:
+    """A collective of the same number is none."""
+    sums = [done(TP, 1, input_sizes=[[7]], output_sizes=[[7]])]
+    more = {"is_p2p": True, "input_sizes": [[2000]], "output_sizes": [[2000]]}
+    dump(tmp_path, 0, [TP], *sums, call(TP, 1, "send 0->1", is_p2p=True))
+    dump(tmp_path, 1, [TP], *sums, call(TP, 1, "recv 1<-0", **more))
+    (culprit,) = hang_of(tmp_path).culprits
+    assert (culprit.ranks, culprit.cause, culprit.held) == ((0, 1), "mismatch", ())
+    assert culprit.message.endswith(
+        "message 1 of TP (group 1) differs in size: 4000 on rank 0; 8000 on rank 1"
+    )
+
+
 def test_messages_of_one_batch_are_done_when_the_batch_is(tmp_path: Path) -> None:
     batch = [
         call(TP, 4, "recv 0<-1", is_p2p=True),

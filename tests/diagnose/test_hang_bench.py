@@ -26,7 +26,8 @@ pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.in_turn(
-        "analyzer/diagnose/hang.py", "analyzer/diagnose/hang_progress.py", "collectors",
+        "analyzer/diagnose/hang.py", "analyzer/diagnose/hang_progress.py",
+        "analyzer/diagnose/hang_result.py", "collectors",
         "dashboard/commands/analyze.py",
     ),
 ]  # fmt: skip

@@ -43,7 +43,8 @@ def read_job() -> tuple[int, int, str]:
     """(rank, world_size, backend) of this process; backend "none" without a process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         # Take the rank from the launcher's environment, so that file names do not collide.
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), "none"
+        identity = read_identity()
+        return identity.rank, identity.world_size, "none"
     return distributed.get_rank(), distributed.get_world_size(), _find_backend()
 
 

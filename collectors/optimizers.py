@@ -7,11 +7,13 @@ pair stays registered; only its listeners change.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from stepsplit.collectors.guard import warn_lost
@@ -218,18 +220,39 @@ def _register_hooks() -> None:
 
 
 def _call_before(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for listener in _listeners:
-        call_listener(listener, listener.before, optimizer)
+    _without_dynamo(_run_before)(optimizer)
 
 
 def _call_after(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for listener in _listeners:
-        call_listener(listener, listener.after, optimizer)
+    _without_dynamo(_run_after)(optimizer)
 
 
 for _hook_of_ours in (_call_before, _call_after):
     # Keeps torch.compile out of the hooks, without the seconds that importing dynamo takes.
     _hook_of_ours._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _run_before(optimizer: Any) -> None:
+    for listener in _listeners:
+        call_listener(listener, listener.before, optimizer)
+
+
+def _run_after(optimizer: Any) -> None:
+    for listener in _listeners:
+        call_listener(listener, listener.after, optimizer)
+
+
+def _without_dynamo(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The function, not compiled together with a compiled step; the mark of a hook does not hold
+    for what the hook calls."""
+    has_dynamo = hasattr(sys.modules.get("torch._dynamo"), "disable")
+    return _disable_dynamo(function) if has_dynamo else function
+
+
+@cache
+def _disable_dynamo(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    disabled: Callable[[Any], None] = sys.modules["torch._dynamo"].disable(function)
+    return disabled
 
 
 def call_listener(listener: Listener, callback: Callable[[Any], None], optimizer: Any) -> None:

@@ -619,9 +619,10 @@ def profile_run(
                 train(batch)
                 run.step()
     """
-    title = name or Path(out).resolve().name
+    folder = Path(out).absolute()  # the script may change its own
+    title = name or folder.resolve().name
     details = (ranks, record_shapes, profile_memory, with_stack)
-    plan = RecordPlan(str(out), title, wait + warmup, active, warmup, *details)
+    plan = RecordPlan(str(folder), title, wait + warmup, active, warmup, *details)
     watch = None if every is None else WatchPlan(plan.out, title, every, budget=budget)
     return ProfiledRun(plan, mesh, model, training, watch, parse_sinks(log_to, watch is not None))
 
@@ -664,7 +665,7 @@ class ProfiledRun:
         self._model, self._training = model, training
         self._recording: ActiveRecording | None = None
         self._resumed: ResumedSteps | None = None
-        self._step = 0
+        self._step, self._pid = 0, 0
 
     def start(self, steps_before: int | None = None) -> Self:
         """Begins the recording; call before the first step.
@@ -676,6 +677,7 @@ class ProfiledRun:
         Returns:
             This object.
         """
+        self._pid = os.getpid()
         mesh = convert_mesh(self._mesh, read_job()[1])
         self._resumed = ResumedSteps(steps_before)
         if self._watch is not None:
@@ -693,8 +695,11 @@ class ProfiledRun:
     def step(self) -> None:
         """Marks the end of a training step.
 
-        After the last recorded step it writes the files of this rank.
+        After the last recorded step it writes the files of this rank. In a forked child it does
+        nothing.
         """
+        if self._pid and os.getpid() != self._pid:
+            return
         if self._recording is not None:
             self._recording.end_step(self._step)
             if self._logger is not None:
@@ -710,6 +715,8 @@ class ProfiledRun:
             failed: Whether the training failed; then rank 0 does not wait for other ranks.
                 Default: False.
         """
+        if self._pid and os.getpid() != self._pid:
+            return
         recording, self._recording = self._recording, None
         if self._resumed is not None:
             self._resumed.close()

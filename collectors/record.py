@@ -142,7 +142,8 @@ def build_environment(
         variables |= build_inspector_environment(out, version, plugin)
     if "NCCL_DEBUG" in existing:
         variables = {name: value for name, value in variables.items() if "NCCL_DEBUG" not in name}
-    path = [str(SITE), *filter(None, existing.get("PYTHONPATH", "").split(os.pathsep))]
+    # An empty part of the user's path is the current folder.
+    path = [str(SITE), *filter(None, [existing.get("PYTHONPATH")])]
     added = {name: value for name, value in variables.items() if name not in existing}
     return added | {PLAN_VARIABLE: plan.format_json(), "PYTHONPATH": os.pathsep.join(path)}
 
@@ -202,9 +203,14 @@ def choose_out(existing: Mapping[str, str], verb: str = "record") -> Path:
 _RUNS = "runs"
 
 
+_OF_THE_SCRIPT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a training script may handle, such as those before the end of its time in Slurm."""
+
+
 @contextmanager
 def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forwards SIGTERM to the command; Ctrl-C reaches it directly from the terminal."""
+    """Forwards SIGTERM to the command. The others reach it directly, from the terminal or as Slurm
+    signals all processes of a task, and must not end this process before it."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)
@@ -212,6 +218,7 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     handlers = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
         signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+        **{number: signal.signal(number, signal.SIG_IGN) for number in _OF_THE_SCRIPT},
     }
     try:
         yield

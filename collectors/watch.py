@@ -25,7 +25,7 @@ from stepsplit.collectors.job_info import (
     read_job,
 )
 from stepsplit.collectors.optimizers import LocalTimes
-from stepsplit.collectors.pack import check_complete, name_raw
+from stepsplit.collectors.pack import check_complete, drop, name_raw
 from stepsplit.collectors.rank_files import shorten_trace_name
 from stepsplit.collectors.rank_record import (
     RankRecord,
@@ -279,7 +279,7 @@ class Sampler:
             shorten_trace_name(raw, name_raw(out).name)
             raw.replace(name_raw(out))
         finally:
-            raw.unlink(missing_ok=True)
+            drop(raw)
 
     def _abandon(self, sample: ActiveSample, reason: str, is_fault: bool = False) -> None:
         """Gives the sample up on this rank: no data, with the reason."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.attach.imports import when_imported
-from stepsplit.collectors.guard import warn_on_failure
+from stepsplit.collectors.guard import CollectError, warn_on_failure
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import build_log_path, limit_log_size, read_flight_json, truncate_log
 from stepsplit.collectors.optimizers import (
@@ -94,7 +94,10 @@ class Agent:
             self._listen()
 
     def _handle_step_end(self, step: int) -> None:
-        """Runs on the training thread at the end of each step."""
+        """Runs on the training thread at the end of each step; not in a forked child, which is no
+        rank of the job even if it trains."""
+        if self._pid and os.getpid() != self._pid:
+            return
         self._times.append(time.perf_counter_ns())
         self._observer.note_step_end()
         if not self._pid:
@@ -204,13 +207,17 @@ class Agent:
             if recording is not None:
                 recording.discard()
             early.close()
-        elif recording is not None:
-            recording.close()
+        else:
+            # A profiler that still runs when the interpreter ends crashes it.
+            if early is not None:
+                early.discard()
+            if recording is not None:
+                recording.close()
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             sampler.close()
-        self._watchdog.stop()
         with warn_on_failure(read_identity().rank, "its socket"):
+            self._watchdog.stop()
             protocol.leave_state(self._observer.describe_end(self._counter.steps))
             protocol.build_socket_path(self._pid).unlink(missing_ok=True)
         if self._log is not None:
@@ -597,7 +604,8 @@ class StackWatchdog:
     """Has faulthandler write the stacks to a file if this class cannot run for a while.
 
     faulthandler has one such watchdog per process: once the script uses it, ours ends. A process
-    that was frozen as a whole (a debugger, SIGSTOP) may write its stacks too, when it goes on.
+    that was frozen as a whole (a debugger, SIGSTOP) may write its stacks too, when it goes on. It
+    rests while the process forks: at its end a child would wait for a thread that it does not have.
     """
 
     def __init__(self, describe: Callable[[], protocol.WatchLine]) -> None:
@@ -607,11 +615,15 @@ class StackWatchdog:
         self._cancel = faulthandler.cancel_dump_traceback_later
         self._thread: threading.Thread | None = None
         self._file: Any = None
+        self._arming = threading.Lock()
 
     def install(self) -> None:
         """Notices from now on if the script uses faulthandler's watchdog itself."""
         for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
             setattr(faulthandler, name, self._wrap(getattr(faulthandler, name)))
+        os.register_at_fork(
+            before=self._rest, after_in_parent=self._go_on, after_in_child=self._end_in_child
+        )
 
     def start(self) -> None:
         """Watches from now on, from a thread of its own."""
@@ -628,8 +640,27 @@ class StackWatchdog:
             self._thread.join(1.0)
         if is_ours:
             self._cancel()
-        with suppress(OSError):
+        with suppress(OSError, CollectError):
             protocol.build_stack_path(os.getpid()).unlink(missing_ok=True)
+
+    def _rest(self) -> None:
+        self._arming.acquire()
+        if self._file is not None and not self._ended.is_set():
+            self._cancel()
+
+    def _go_on(self) -> None:
+        self._arm_unless_ended()
+        self._arming.release()
+
+    def _end_in_child(self) -> None:
+        # The locks of the parent's threads stay locked.
+        self._ended, self._arming = threading.Event(), threading.Lock()
+        self._ended.set()
+        self._thread = None
+
+    def _arm_unless_ended(self) -> None:
+        if self._file is not None and not self._ended.is_set():
+            self._arm(WATCHDOG_S, file=self._file)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -648,7 +679,8 @@ class StackWatchdog:
                 self._file.truncate()
                 self._file.write(json.dumps(asdict(self._describe())) + "\n")
                 self._file.flush()
-                self._arm(WATCHDOG_S, file=self._file)
+                with self._arming:
+                    self._arm_unless_ended()
                 self._ended.wait(_ARM_S)
 
 

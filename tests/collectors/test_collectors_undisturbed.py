@@ -1,0 +1,166 @@
+"""One process under `record` does what it does without: how it ends, forks and is signalled."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from collector_jobs.starting import COLLECTORS, Ended, end, run, start
+
+torch = pytest.importorskip("torch")
+
+TRAINING = """
+import os, signal, sys, time, torch
+
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+def train(steps, pause_s=0.0):
+    for _ in range(steps):
+        weight.pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(pause_s)
+"""
+
+
+def write_script(folder: Path, body: str) -> list[str]:
+    script = folder / "script.py"
+    script.write_text(TRAINING + body)
+    return [sys.executable, str(script)]
+
+
+def record(out: Path, *options: str) -> list[str]:
+    return [*COLLECTORS, "record", "--out", str(out), *options, "--"]
+
+
+def watch(out: Path) -> list[str]:
+    return [sys.executable, "-m", "stepsplit.dashboard", "watch", "--out", str(out), "--"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [("", 0), ("raise KeyError('x')", 1), ("sys.exit(4)", 4)],
+    ids=["ends", "raises", "exits"],
+)
+@pytest.mark.parametrize(
+    "steps", [1, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (0, 2))]
+)
+def test_a_job_that_ends_after_its_first_steps_keeps_its_status(
+    steps: int, ends: str, status: int, tmp_path: Path
+) -> None:
+    """Its profiler runs already; one that is left running crashes the interpreter at its end."""
+    script = write_script(tmp_path, f"train({steps})\n{ends}\n")
+    assert run([*record(tmp_path / "run"), *script]).status == status
+
+
+@pytest.mark.parametrize("watched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_forked_child_that_ends_as_python_ends_does_not_hang(
+    watched: bool, tmp_path: Path
+) -> None:
+    body = """
+train(2)
+time.sleep(1.0)
+if (child := os.fork()) == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+train(2)
+"""
+    out = tmp_path / "run"
+    command = watch(out) if watched else record(out, "--standby")
+    found = run([*command, *write_script(tmp_path, body)])
+    assert (found.status, found.out) == (0, "3\n")
+
+
+@pytest.mark.slow
+def test_a_forked_child_that_trains_does_not_replace_the_recording(tmp_path: Path) -> None:
+    body = """
+train(3)
+if (child := os.fork()) == 0:
+    train(40)
+    os._exit(0)
+os.waitpid(child, 0)
+print(os.getpid())
+train(20)
+"""
+    found = run([*record(tmp_path / "run"), *write_script(tmp_path, body)])
+    recorded = json.loads((tmp_path / "run" / "rank0_record.json").read_text())
+    assert (found.status, recorded["rank"]["pid"]) == (0, int(found.out))
+    trace = gzip.decompress((tmp_path / "run" / "rank0_trace.json.gz").read_bytes())
+    assert f'"pid": {recorded["rank"]["pid"]}'.encode() in trace
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.slow)
+                                 for number in (signal.SIGUSR2, signal.SIGHUP))]
+)  # fmt: skip
+def test_a_signal_to_all_processes_is_handled_once_by_the_script(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As Slurm sends it before the end of a job's time."""
+    body = f"""
+got = []
+signal.signal({int(number)}, lambda number, frame: got.append(number))
+train(1)
+open({str(tmp_path / "ready")!r}, "w").close()
+while not got:
+    train(1, 0.01)
+train(5, 0.01)
+print(got)
+sys.exit(7)
+"""
+    process = start([*record(tmp_path / "run"), *write_script(tmp_path, body)])
+    until_s = time.monotonic() + 60
+    while not (tmp_path / "ready").exists() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    found: Ended = end(process)
+    assert (found.status, found.out) == (7, f"[{int(number)}]\n")
+
+
+def test_an_empty_part_of_pythonpath_is_still_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text("NUMBER = 42\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text("import beside; print(beside.NUMBER)\n")
+    monkeypatch.chdir(tmp_path)
+    job = [sys.executable, "sub/script.py"]
+    path = f"{os.pathsep}/nowhere"
+    assert run(job, PYTHONPATH=path).out == "42\n"
+    assert run([*record(tmp_path / "run"), *job], PYTHONPATH=path).out == "42\n"
+
+
+def test_a_run_in_a_relative_folder_is_whole_though_the_script_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepsplit.collectors import profile_run
+
+    monkeypatch.setenv("RANK", "high")  # a variable of the script's own
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with profile_run("run", wait=0, warmup=0, active=2) as recording:
+        os.chdir("elsewhere")
+        for _ in range(4):
+            torch.ones(4).sum()
+            recording.step()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "rank0_record.json", "rank0_trace.json.gz", "run.json",
+    ]  # fmt: skip
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_compiled_optimizer_step_is_watched(tmp_path: Path) -> None:
+    body = "optimizer.step = torch.compile(optimizer.step, fullgraph=False, backend='eager')\n"
+    job = write_script(tmp_path, f"{body}train(12)\n")
+    found = run([*watch(tmp_path / "run"), *job])
+    assert found.status == 0
+    assert "lost" not in found.err
+    assert "watched 12 steps" in found.err

@@ -602,8 +602,7 @@ def profile_run(
         record_shapes: Whether to record the input shapes of ops. Default: False.
         profile_memory: Whether to measure activations, with a CUDA snapshot. Default: False.
         with_stack: Whether to record Python stacks; large and slow. Default: False.
-        every: Steps between samples of two steps, in `out`/samples, for as long as the job runs;
-            replaces `wait` to `with_stack`. Default: None, one recording.
+        every: Steps between samples of two, in `out`/samples, until the job ends. Default: None.
         budget: Part of the training time that these may cost, else they get rarer. Default: 0.005.
         log_to: Tools to log its numbers to, such as "wandb" (docs/integrations.md). Default: None.
 

@@ -16,6 +16,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
+from collector_jobs.starting import heed_interrupts
 from dashboard_processes import open_store, running_dashboard, until
 
 pytest.importorskip("torch")
@@ -52,7 +53,13 @@ def start(out: Path, command: list[str], *options: str) -> subprocess.Popen[str]
     watch = [sys.executable, "-m", "stepsplit.dashboard", "watch", "--out", str(out)]
     watch += ["--every", "100steps", "--budget", "50", *options]
     watch += ["--", *command] if command else []
-    return subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        watch,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
 
 
 def watch(out: Path, command: list[str], *options: str) -> tuple[int, str, str]:

@@ -166,13 +166,28 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
 
 
 def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
-    """Which steps were recorded if the job has ended before those of the plan."""
-    with suppress(OSError, ValueError):
-        record = read_record(next(out.glob("rank*_record.json")).read_bytes())
-        first = record.first_step - record.steps_before
-        if plan.first is not None and first < plan.first - plan.warmup:
-            return f", its first steps because the job ended before step {plan.first}"
-    return ""
+    """Which ranks have their first steps because they ended before those of the plan."""
+    if plan.first is None:
+        return ""
+    early, others = [], 0
+    for path in out.glob("rank*_record.json"):
+        with suppress(OSError, ValueError):
+            record = read_record(path.read_bytes())
+            is_early = record.first_step - record.steps_before < plan.first - plan.warmup
+            early += [record.rank.rank] if is_early else []
+            others += not is_early
+    if not early:
+        return ""
+    if not others:
+        return f", its first steps because the job ended before step {plan.first}"
+    ranks = ", ".join(map(str, sorted(early)[:_MOST_NAMED])) + ", ..." * (len(early) > _MOST_NAMED)
+    return (
+        f", which ended at different steps: ranks {ranks} before step {plan.first}, and have their"
+        " first steps instead"
+    )
+
+
+_MOST_NAMED = 8
 
 
 def _add_attach(verbs: _Verbs, explain_stop: ExplainStop | None) -> None:

@@ -157,6 +157,19 @@ def test_a_run_in_a_relative_folder_is_whole_though_the_script_changes_its_folde
 
 
 @pytest.mark.slow
+def test_ranks_that_end_at_different_steps_are_named(tmp_path: Path) -> None:
+    """Two processes without a process group: rank 0 has the steps of the plan."""
+    job = write_script(tmp_path, "train(12 if os.environ['RANK'] == '0' else 9)\n")
+    both = f"for r in (0, 1): subprocess.run({job!r}, env=os.environ | dict(RANK=str(r)))"
+    started = [sys.executable, "-c", f"import os, subprocess\n{both}"]
+    found = run([*record(tmp_path / "run"), *started], WORLD_SIZE="2")
+    assert found.err.splitlines()[-1].startswith(
+        "recorded 2 ranks, which ended at different steps: ranks 1 before step 10, and have their "
+        "first steps instead; analyze with"
+    )
+
+
+@pytest.mark.slow
 def test_a_compiled_optimizer_step_is_watched(tmp_path: Path) -> None:
     body = "optimizer.step = torch.compile(optimizer.step, fullgraph=False, backend='eager')\n"
     job = write_script(tmp_path, f"{body}train(12)\n")

@@ -229,13 +229,13 @@ def read_left_states() -> tuple[RankState, ...]:
 
 
 def remove_old_states() -> None:
-    """Removes what ranks that have ended left a day ago or earlier."""
-    for path, state in _list_left():
+    """Removes what processes that have ended left a day ago or earlier, also those killed: their
+    state, their socket and the file of their stacks."""
+    for path in make_socket_folder().iterdir():
         with suppress(OSError):
             old = time.time() - path.stat().st_mtime > _KEEP_LEFT_S
-            if old and not is_process_alive(state.pid):
+            if old and path.stem.isdigit() and not is_process_alive(int(path.stem)):
                 path.unlink()
-                build_stack_path(state.pid).unlink(missing_ok=True)
 
 
 def _list_left() -> Iterator[tuple[Path, RankState]]:

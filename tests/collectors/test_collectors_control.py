@@ -221,12 +221,19 @@ def test_what_a_rank_has_left_replaces_that_of_the_same_rank_of_an_earlier_job()
 def test_what_ended_ranks_have_left_is_removed_after_a_day() -> None:
     leave_state(rank_state(0))
     leave_state(replace(rank_state(1), pid=os.getpid()))
-    for path in make_socket_folder().glob("*.rank"):
+    killed = build_socket_path(NO_PROCESS)
+    for path in (killed, killed.with_suffix(".stack")):
+        path.touch()
+    for path in make_socket_folder().iterdir():
         os.utime(path, (0, 0))
+    (new := killed.with_suffix(".new")).touch()
 
     remove_old_states()
 
     assert [one.rank for one in read_left_states()] == [1]
+    assert sorted(make_socket_folder().iterdir()) == sorted(
+        [new, build_socket_path(os.getpid()).with_suffix(".rank")]
+    )
 
 
 def test_a_socket_folder_accessible_to_others_is_refused() -> None:

@@ -335,8 +335,9 @@ class GatherResult:
 def gather(folders: Sequence[Path], out: Path) -> GatherResult:
     """Copies the files of all folders to `out` and writes run.json from the ranks' records.
 
-    Raises CollectError if a folder is missing, no folder has a record, or two folders have
-    different files of the same name, which means that they belong to different runs.
+    Raises CollectError if a folder is missing, no folder has a record, two folders have different
+    files of the same name, which means that they belong to different runs, or `out` cannot be
+    written; then what was copied is removed.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -350,12 +351,27 @@ def gather(folders: Sequence[Path], out: Path) -> GatherResult:
     records = _read_records([*out.glob(_RECORDS), *new])
     if not records:
         raise CollectError(f"{out}: no {_RECORDS}; give the folders that the ranks wrote")
-    for target, source in copies.items():
-        with replace_whole(target) as draft:
-            shutil.copy2(source, draft)
-    write_run_json(out, build_spec(records, _read_spec(out)))
+    try:
+        for target, source in copies.items():
+            with replace_whole(target) as draft:
+                shutil.copy2(source, draft)
+        write_run_json(out, build_spec(records, _read_spec(out)))
+    except OSError as error:
+        _remove_copies(copies, out)
+        raise CollectError(f"{out}: {error.strerror}; nothing is left there") from None
     ranks = tuple(record.rank.rank for record in records)
     return GatherResult(out, ranks, tuple(sorted(set(range(records[0].world_size)) - set(ranks))))
+
+
+def _remove_copies(targets: Iterable[Path], out: Path) -> None:
+    """Removes these files, and the folders that are empty without them."""
+    folders = {out}
+    for target in targets:
+        target.unlink(missing_ok=True)
+        folders |= {each for each in target.parents if each.is_relative_to(out)}
+    for folder in sorted(folders, key=lambda each: -len(each.parts)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 _RECORDS = "rank*_record.json"

@@ -1,5 +1,6 @@
 """Merging the folders that the hosts of a run wrote to local disks."""
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,25 @@ def test_records_of_an_older_recording_in_a_folder_below_do_not_count(tmp_path: 
     host(a / "old", SECOND)
     found = gather([a], tmp_path / "whole")
     assert (found.ranks, found.missing) == ((0,), (1,))
+
+
+def test_a_full_disk_leaves_no_part_of_a_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full after the first file."""
+    out, copied = tmp_path / "out" / "run", []
+
+    def copy(source: Path, target: Path) -> None:
+        copied.append(target)
+        if len(copied) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        target.write_bytes(source.read_bytes())
+
+    monkeypatch.setattr("shutil.copy2", copy)
+    with pytest.raises(CollectError) as error:
+        gather([host(tmp_path / "a", FIRST), host(tmp_path / "b", SECOND)], out)
+    assert str(error.value) == f"{out}: No space left on device; nothing is left there"
+    assert (len(copied), list((tmp_path / "out").iterdir())) == (2, [])
 
 
 def test_a_missing_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_k
 from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.trace import OP_CODE, Int64, Note
+from stepsplit.analyzer.trace import OP_CODE, Bool, Int64, Note
 from stepsplit.collectors.rank_record import RankRecord
 
 # The bottlenecks of a run, largest gain first.
@@ -88,7 +88,9 @@ def find_causes(
 
 def _select_causes(context: ReplayContext) -> tuple[Finding, ...]:
     host = find_host_causes(context)
-    of_ranks = [*find_stragglers(context), *host.ranks, *find_slow_links(context)]
+    stragglers = find_stragglers(context)
+    stragglers += find_intermittent_stragglers(context, stragglers)
+    of_ranks = [*stragglers, *host.ranks, *find_slow_links(context)]
     found = unmask(context, of_ranks)
     causes = [
         *found.findings,
@@ -675,6 +677,102 @@ def _build_straggler_remedy(context: ReplayContext, rank: int, pace: Float) -> R
             f"rank {rank} is a straggler: its {_FAMILY_NAMES.get(rows[0].family, rows[0].family)} "
             f"kernels are {rows[0].ratio:.2f}x slower than on its peers"
             + ("" if rows[0].same_work else ", unless its inputs are larger (no shapes recorded)")
+            + (f"; {gpu_state}" if gpu_state else "")
+        ),
+    )
+    return Remedy(finding, speed_up)
+
+
+_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS = 0.05, 6.0
+"""In a slow step a rank's compute exceeds its usual one by this fraction, and by so many standard
+deviations of all ranks and steps."""
+
+
+def find_intermittent_stragglers(context: ReplayContext, known: Sequence[Remedy]) -> list[Remedy]:
+    """A finding for each GPU that takes longer for as many kernels in fewer than half of its steps,
+    such as one that is throttled now and then; known ones are slow in most steps."""
+    beyond = _measure_beyond_usual(context)
+    steps = beyond.shape[1]
+    if len(beyond) < 2 or steps < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
+        return []
+    sigma = _SIGMA_OF_MAD * float(np.nanmedian(np.abs(beyond)))
+    slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
+    named = {rank for one in known for rank in one.finding.ranks}
+    found = []
+    for index in np.flatnonzero(slow.any(axis=1)).tolist():
+        is_new = int(context.ranks[index]) not in named and 2 * int(slow[index].sum()) < steps
+        if is_new and _has_equal_work(context, index, slow[index]):
+            found.append(_build_intermittent_remedy(context, index, beyond[index], slow[index]))
+    return found
+
+
+_SIGMA_OF_MAD = 1.4826
+
+
+def _number_counted_steps(context: ReplayContext) -> tuple[Int64, Int64]:
+    """(the rows that count, the place of the step of each among all steps)."""
+    rows = np.flatnonzero(context.counted)
+    return rows, np.unique(context.graph.steps.step[rows], return_inverse=True)[1]
+
+
+def _measure_beyond_usual(context: ReplayContext) -> Float:
+    """By how much each rank's compute exceeds that of its median step in each step, as a fraction,
+    without what the median rank has in the same step; shape (ranks, steps), nan if not counted."""
+    rows, place = _number_counted_steps(context)
+    compute = np.full((len(context.ranks), int(place.max(initial=-1)) + 1), np.nan)
+    compute[context.graph.steps.rank[rows], place] = context.select_bucket_ns("compute")[rows]
+    compute = np.where(compute > 0, compute, np.nan)
+    if np.isnan(compute).all(axis=1).any() or np.isnan(compute).all(axis=0).any():
+        return np.zeros((0, 0))
+    beyond = compute / np.nanmedian(compute, axis=1, keepdims=True) - 1
+    # Of two ranks, the one that exceeds its usual step by less.
+    return np.asarray(beyond - np.nanquantile(beyond, 0.5, axis=0, method="lower"))
+
+
+def _has_equal_work(context: ReplayContext, index: int, slow: Bool) -> bool:
+    """Whether a rank runs in these steps no more kernels than in its others, nor other ones, by
+    name and, where they are recorded, shapes."""
+    rank = context.split.ranks[index]
+    compute = collect_compute(rank.trace, rank.windows)
+    if len(compute.steps) != len(slow):
+        return False
+    place = np.searchsorted(compute.steps, compute.step)
+    count = np.bincount(place, minlength=len(slow))
+    _, kind = find_kernel_work(rank.trace, compute.row)
+    is_new = ~np.isin(kind[slow[place]], kind[~slow[place]])
+    more = count[slow].max() / max(float(np.median(count[~slow])), 1.0)
+    return bool(more <= _IMBALANCE_RATIO and is_new.mean() <= _IMBALANCE_RATIO - 1)
+
+
+def _build_intermittent_remedy(
+    context: ReplayContext, index: int, beyond: Float, slow: Bool
+) -> Remedy:
+    rank, steps = int(context.ranks[index]), context.graph.steps
+    rows, place = _number_counted_steps(context)
+    mine = (steps.rank[rows] == index) & slow[place]
+    pace = np.ones(len(steps.rank))
+    pace[rows[mine]] = 1 / (1 + beyond[place[mine]])
+
+    def speed_up(graph: DependencyGraph) -> DependencyGraph:
+        return scale_work(graph, "compute", pace)
+
+    compute = context.select_bucket_ns("compute")[rows[mine]]
+    gpu_state = describe_gpu_state(context.records, rank)
+    known = len(context.split.ranks[index].trace.shapes) > 0
+    doubt = "" if known else ", unless its inputs are larger there (no shapes recorded)"
+    ratio = float(compute.sum() / (compute * pace[rows[mine]]).sum())
+    finding = Finding(
+        code="slow_rank",
+        bucket="compute",
+        gain_ns=context.compute_gain_ns(speed_up(context.graph)),
+        measured_ns=int(compute.mean()),
+        predicted_ns=int((compute * pace[rows[mine]]).mean()),
+        ranks=(rank,),
+        steps=context.list_steps(pace < 1),
+        events=(),
+        message=(
+            f"rank {rank} is a straggler in {int(slow.sum())} of {len(slow)} steps: as many "
+            f"kernels take {ratio:.2f}x as long there as in its other steps{doubt}"
             + (f"; {gpu_state}" if gpu_state else "")
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -432,6 +433,48 @@ def test_a_rank_with_longer_kernels_is_slow_or_has_more_work_by_their_shapes(
     blamed = max(report.blame, key=lambda row: row.caused_ns)
     cause = "imbalance" if code == "uneven_ranks" else "compute"
     assert (blamed.rank, blamed.cause) == (1, cause)
+
+
+def throttled_job(
+    slow: Sequence[int], larger: Sequence[int] = (), grid: bool = True
+) -> list[GpuTrace]:
+    """Two data-parallel ranks with 12 gemms of 10 us a step, on rank 1 of 20 us in these steps. In
+    the larger ones their grid is larger too."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "mesh_dp", [0, 1])]) for rank in (0, 1)]
+    for rank, trace in enumerate(traces):
+        at = 0
+        for step in range(1, 6):
+            took, end = 20 if rank and step in slow else 10, at + 12 * (20 if step in slow else 10)
+            trace.step(step, at, end + 20)
+            own = {"grid": [12 if rank and step in larger else 8, 1, 1]} if grid else {}
+            for i in range(12):
+                trace.kernel("gemm", at + took * i, at + took * (i + 1), **own)
+            trace.all_reduce(at + 12 * took, end + 10).kernel("adam", end + 10, end + 20)
+            at = end + 20
+    return traces
+
+
+@for_each(
+    ("slow", "times", "doubt"),
+    [((2,), "1 of 5", ""), ((2, 5), "2 of 5", ""),
+     ((2,), "1 of 5", ", unless its inputs are larger there (no shapes recorded)")],
+    ids=["one step", "two steps", "no shapes"],
+)  # fmt: skip
+def test_a_rank_that_is_slow_in_single_steps_is_a_straggler_there(
+    slow: tuple[int, ...], times: str, doubt: str, tmp_path: Path
+) -> None:
+    """Each costs the job 120 us, as the other rank waits; adam is as fast as ever."""
+    (found,) = findings(tmp_path, *throttled_job(slow, grid=not doubt))
+    assert (found.code, found.ranks, found.steps) == ("slow_rank", (1,), slow)
+    assert found.gain_ns == pytest.approx(120_000 * len(slow) / 5, rel=0.05)
+    assert found.message == (
+        f"rank 1 is a straggler in {times} steps: as many kernels take 1.92x as long there as in "
+        f"its other steps{doubt}"
+    )
+
+
+def test_a_larger_batch_in_one_step_is_no_slow_rank(tmp_path: Path) -> None:
+    assert "slow_rank" not in [f.code for f in findings(tmp_path, *throttled_job((2,), (2,)))]
 
 
 def cpu_job(rows: dict[int, int] | None) -> list[CpuTrace]:

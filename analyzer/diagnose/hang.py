@@ -390,7 +390,8 @@ def format_not_called(ranks: tuple[int, ...], call: Stuck) -> str:
     """The ranks have not made a call."""
     inferred = "" if set(ranks) <= set(call.group.ranks) else " (inferred: no list of its members)"
     away = _choose_verb(ranks, "it has", "they have")
-    return f"{away} not called {_format_call(call)}{inferred}"
+    owed = {"recv": "the send of ", "send": "the recv of "}.get(call.op, "")
+    return f"{away} not called {owed}{_format_call(call)}{inferred}"
 
 
 def format_unfinished(ranks: tuple[int, ...], call: Stuck, inputs: HangInputs) -> str:

@@ -236,6 +236,9 @@ def test_a_status_that_counts_collectives_says_nothing_of_a_message(tmp_path: Pa
         ((0,), "not_called", (1,))
     ]
     assert found.stuck[0].missing == (Missing(0, None, None),)
+    assert found.verdict == (
+        "rank 0 blocks all other ranks: it has not called the send of recv 1 of TP (group 1)"
+    )
 
 
 def test_two_ranks_that_both_receive_are_a_deadlock(tmp_path: Path) -> None:

@@ -160,8 +160,11 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
             "no trace was recorded: unless a rank gives the reason above, no process of the command"
             " has ended two steps of an optimizer"
         )
-    if not list(out.glob("rank*")) and not is_rank(os.environ):
-        (out / RUN_FILE).unlink(missing_ok=True)
+    # A dump of the Flight Recorder is of use without a trace; a record is not.
+    records = set(out.glob("rank*_record.json"))
+    if not set(out.glob("rank*")) - records and not is_rank(os.environ):
+        for path in (*records, out / RUN_FILE):
+            path.unlink(missing_ok=True)
     remove_if_empty(out)
 
 

@@ -101,8 +101,17 @@ def pack(raw: Path, out: Path, thin: bool = False) -> None:
                 packed.write(part)
 
 
+_LEAST_FREE_BYTES = 64 * 1024
+"""With less space the profiler cannot have written a trace."""
+
+
 def check_complete(raw: Path) -> None:
-    """Raises ValueError if the file is truncated: the profiler does not report a full disk."""
+    """Raises ValueError if the file is truncated or not there: the profiler does not report a full
+    disk. Raises OSError if the disk is full and the file is not there."""
+    if not raw.exists():
+        if shutil.disk_usage(raw.parent).free < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(raw))
+        raise ValueError("the profiler could not write it; is a limit of file sizes set?")
     with raw.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - _TAIL))

@@ -653,9 +653,11 @@ class StackWatchdog:
         self._arming.release()
 
     def _end_in_child(self) -> None:
-        # The locks of the parent's threads stay locked.
+        # The locks of the parent's threads stay locked. A child of a launcher may be a rank.
+        has_ended = self._thread is not None or self._ended.is_set()
         self._ended, self._arming = threading.Event(), threading.Lock()
-        self._ended.set()
+        if has_ended:
+            self._ended.set()
         self._thread = None
 
     def _arm_unless_ended(self) -> None:

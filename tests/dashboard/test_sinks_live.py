@@ -164,6 +164,6 @@ def test_without_a_run_of_wandb_the_line_says_how_to_log_later(tmp_path: Path) -
 
     lines = [line for line in done.stderr.splitlines() if line.startswith("stepsplit: ")]
     assert lines == [
-        "stepsplit: no W&B run is active on rank 0: log it with: stepsplit analyze rec --log-to"
-        " wandb:PROJECT/RUN"
+        f"stepsplit: no W&B run is active on rank 0: log it with: stepsplit analyze "
+        f"{tmp_path / 'rec'} --log-to wandb:PROJECT/RUN"
     ]

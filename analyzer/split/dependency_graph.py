@@ -241,8 +241,10 @@ def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> E
         parts.calls, parts.mains, parts.node, parts.kernel, strict=False
     ):
         at = main.find_cut(made.awaited_ns[made.hidden])
-        ended.append(kernels.end[made.hidden[at >= 0] + first])
-        found.append(at[at >= 0] + node)
+        # A kernel after the last step is no part of the timeline.
+        known = np.append(main.at_ns, _NEVER)[at] == made.awaited_ns[made.hidden]
+        ended.append(kernels.end[made.hidden[known] + first])
+        found.append(at[known] + node)
         cut = main.find_cut(made.start_dep_ns)
         start_deps.append(np.where(cut >= 0, cut + node, -1))
         behind.append(np.where(made.previous >= 0, made.previous + first, -1))

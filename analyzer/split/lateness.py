@@ -378,11 +378,11 @@ def _group_comparable(
             families[work] = one.families[work_id]
             runs[work].append(own)
     for work, everywhere in runs.items():
-        for equal in _split_by_counts(everywhere):
-            usual = equal[0].counts
-            for same in _split_by_stage(equal, stage_of, is_known=work.shapes is not None):
-                ranks = np.array([one.rank for one in same], dtype=np.int64)
-                took = np.stack([_place_runs(one, usual) for one in same])
+        for same in _split_by_stage(everywhere, stage_of, is_known=work.shapes is not None):
+            for equal in _split_by_counts(same):
+                usual = equal[0].counts
+                ranks = np.array([one.rank for one in equal], dtype=np.int64)
+                took = np.stack([_place_runs(one, usual) for one in equal])
                 yield _ComparableRuns(work, families[work], ranks, usual, took)
 
 
@@ -395,7 +395,8 @@ def _split_by_counts(runs: Sequence[_KernelRuns]) -> Iterator[list[_KernelRuns]]
         most = kinds.most_common(1)[0][0]
         left.sort(key=lambda one: one.counts.tobytes() != most)
         alike = [one for one in left if _is_alike(one, left[0].counts)]
-        yield sorted(alike, key=lambda one: (one.counts.tobytes() != most, one.rank))
+        if len(alike) > 1:
+            yield alike
         left = [one for one in left if not _is_alike(one, left[0].counts)]
 
 

@@ -11,6 +11,7 @@ import pytest
 from builders import CpuTrace, GpuTrace
 from cases import for_each
 from required import shared_trace
+from splitting import recording_of, split_of
 
 from stepsplit.analyzer import (
     Category,
@@ -132,7 +133,7 @@ def test_nearly_all_compute_of_real_traces_has_a_family(folder: str) -> None:
 
 def ran(rank: int, took: Sequence[Sequence[int]], kernel: str = "gemm") -> GpuTrace:
     """A rank whose steps consist of runs of one kernel, of so many microseconds each."""
-    trace, at = GpuTrace(rank, 4), 0.0
+    trace, at = GpuTrace(rank, 8), 0.0
     for number, durations in enumerate(took):
         begin = at
         for us in durations:
@@ -175,6 +176,17 @@ def test_a_step_in_which_one_rank_ran_a_kernel_more_often_is_left_out(
     traces = ran(0, fast), ran(1, [[3 * us // 2 for us in step] for step in slow])
     [row] = analyzed(tmp_path, *traces).slow_kernels
     assert (row.rank, row.ratio) == (1, pytest.approx(1.5))
+
+
+def test_two_stages_may_run_a_kernel_unequally_often_in_a_step(tmp_path: Path) -> None:
+    steps, more = [[100] * 12] * 3, [[100] * 12, [100] * 12, [100] * 13]
+    traces = [ran(rank, steps if rank < 3 else more) for rank in range(5)]
+    traces.append(ran(5, [[150] * len(step) for step in more]))
+    ranks = split_of(recording_of(*(trace.write(tmp_path) for trace in traces))).ranks
+    [row] = find_slow_kernels(
+        [one.trace for one in ranks], [one.windows for one in ranks], [0, 0, 0, 1, 1, 1]
+    )
+    assert (row.rank, row.count, row.ratio) == (5, 37, pytest.approx(1.5))
 
 
 def test_too_few_runs_give_no_result(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from stepsplit.collectors.attach.protocol import find_ranks_of_plan
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.launcher import is_rank, read_identity
 from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.rank_record import read_record
+from stepsplit.collectors.rank_record import build_record_path, read_record
 from stepsplit.collectors.record import (
     NcclLogs,
     RecordPlan,
@@ -173,7 +173,9 @@ def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
     if plan.first is None:
         return ""
     early, others = [], 0
-    for path in out.glob("rank*_record.json"):
+    # Each rank of srun reports its own: else each would read the records of all.
+    own = [build_record_path(out, read_identity().rank)] if is_rank(os.environ) else None
+    for path in own or out.glob("rank*_record.json"):
         with suppress(OSError, ValueError):
             record = read_record(path.read_bytes())
             is_early = record.first_step - record.steps_before < plan.first - plan.warmup

@@ -19,6 +19,14 @@ class CollectError(RuntimeError):
     """Bad input or an unreachable job; the message is one line and includes a hint."""
 
 
+# The process that a collector began in.
+
+
+def is_forked_child(pid: int) -> bool:
+    """Whether this process is a forked child of the one with this pid; 0 for none."""
+    return pid != 0 and os.getpid() != pid
+
+
 # Failures inside the training process: one line of warning each.
 
 

@@ -22,6 +22,7 @@ from stepsplit.collectors.gpu import (
 )
 from stepsplit.collectors.guard import (
     delay_sigterm,
+    is_forked_child,
     is_reported_full,
     warn,
     warn_lost,
@@ -697,7 +698,7 @@ class ProfiledRun:
         After the last recorded step it writes the files of this rank. In a forked child it does
         nothing.
         """
-        if self._pid and os.getpid() != self._pid:
+        if is_forked_child(self._pid):
             return
         if self._recording is not None:
             self._recording.end_step(self._step)
@@ -714,7 +715,7 @@ class ProfiledRun:
             failed: Whether the training failed; then rank 0 does not wait for other ranks.
                 Default: False.
         """
-        if self._pid and os.getpid() != self._pid:
+        if is_forked_child(self._pid):
             return
         recording, self._recording = self._recording, None
         if self._resumed is not None:

@@ -277,27 +277,23 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
     it, directly behind a wait: as for a message whose receiver waits at once.
     """
     calls, events = _find_runtime_calls(trace), trace.events
-    launches = _Launches.find(events, kernels, kernels)
-    kernels, at_ns = kernels[launches.known], launches.kernel_ns[launches.known]
-    order = np.lexsort((events.start_ns[kernels], at_ns))
-    kernels, at_ns = kernels[order], at_ns[order]
-    of_comm = _Launches.find(events, comms, comms)
-    if not calls.recorded or not len(kernels):
+    if not calls.recorded:
         return np.full(len(comms), -1)
+    launches, of_comm = (
+        _Launches.find(events, kernels, kernels),
+        _Launches.find(events, comms, comms),
+    )
     if (calls.identified.stream != HOST).any():
-        stream = _find_streams(events)[kernels]
-        since = _find_first_wait_ns(calls.identified, np.unique(stream), of_comm)
+        waiting, streams = launches.known, np.unique(launches.kernel_stream[launches.known])
+        since_ns = _find_first_wait_ns(calls.identified, streams, of_comm)
     else:
-        kernels = kernels[_waits_at_once(events, calls.waits, kernels)]
-        at_ns, since = np.sort(events.start_ns[events.find_launches(kernels)]), of_comm.comm_ns
-    first = np.searchsorted(at_ns, since, side="left")
-    return np.where(of_comm.known, np.append(kernels, -1)[first], -1)
-
-
-def _waits_at_once(events: Events, waits: Int64, kernels: Int64) -> Bool:
-    """Whether an event wait is the last call before the launch of each kernel on its thread."""
-    launches = _Launches.find(events, kernels, kernels)
-    return _waits_right_before(events, waits, replace(launches, comm_ns=launches.comm_ns * 0))
+        after_any = replace(launches, comm_ns=np.zeros_like(launches.comm_ns))
+        waiting = launches.known & _waits_right_before(events, calls.waits, after_any)
+        since_ns = of_comm.comm_ns
+    kernels, at_ns = kernels[waiting], launches.kernel_ns[waiting]
+    order = np.lexsort((events.start_ns[kernels], at_ns))
+    first = np.searchsorted(at_ns[order], since_ns, side="left")
+    return np.where(of_comm.known, np.append(kernels[order], -1)[first], -1)
 
 
 def _find_first_wait_ns(waits: _Waits, streams: Int64, comms: _Launches) -> Int64:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsplit.collectors.attach import protocol
 from stepsplit.collectors.attach.imports import when_imported
-from stepsplit.collectors.guard import CollectError, warn_on_failure
+from stepsplit.collectors.guard import is_forked_child, warn_on_failure
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import build_log_path, limit_log_size, read_flight_json, truncate_log
 from stepsplit.collectors.optimizers import (
@@ -96,7 +96,7 @@ class Agent:
     def _handle_step_end(self, step: int) -> None:
         """Runs on the training thread at the end of each step; not in a forked child, which is no
         rank of the job even if it trains."""
-        if self._pid and os.getpid() != self._pid:
+        if is_forked_child(self._pid):
             return
         self._times.append(time.perf_counter_ns())
         self._observer.note_step_end()
@@ -199,7 +199,7 @@ class Agent:
             threading.Thread(target=recording.close, name="stepsplit-close").start()
 
     def _close_at_exit(self) -> None:
-        if os.getpid() != self._pid:
+        if is_forked_child(self._pid):
             return
         recording, self._recording = self._recording, None
         early, self._early = self._early, None
@@ -640,7 +640,7 @@ class StackWatchdog:
             self._thread.join(1.0)
         if is_ours:
             self._cancel()
-        with suppress(OSError, CollectError):
+        with suppress(OSError):
             protocol.build_stack_path(os.getpid()).unlink(missing_ok=True)
 
     def _rest(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +81,8 @@ def log_report(sinks: Sequence[Sink], report: Report) -> None:
     failures = []
     for sink in sinks:
         try:
-            sink.write(points)
-        except SinkError as error:
-            failures.append(error)
-        try:
-            sink.close()
+            with closing(sink):
+                sink.write(points)
         except SinkError as error:
             failures.append(error)
     if failures:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_mean
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_mean
 from stepsplit.analyzer.diagnose.comm_causes import (
     TokenExchanges,
     find_extra_reductions,
@@ -656,29 +656,48 @@ def find_stragglers(context: ReplayContext) -> list[Remedy]:
 
 def _build_straggler_remedy(context: ReplayContext, rank: int, pace: Float) -> Remedy:
     mine = context.ranks[context.graph.steps.rank] == rank
+    rows = [one for one in sum_slow_ranks(context.split.detail.slow_kernels) if one.rank == rank]
+    doubt = "" if rows[0].same_work else ", unless its inputs are larger (no shapes recorded)"
+    return _build_speed_up(
+        context,
+        rank,
+        np.where(mine, pace, 1.0),
+        mine,
+        _list_slowest_kernels(context, rank, rows[0]),
+        f"rank {rank} is a straggler: its {_FAMILY_NAMES.get(rows[0].family, rows[0].family)} "
+        f"kernels are {rows[0].ratio:.2f}x slower than on its peers{doubt}",
+    )
+
+
+def _build_speed_up(
+    context: ReplayContext,
+    rank: int,
+    pace: Float,
+    slow: Bool,
+    events: tuple[EventRef, ...],
+    message: str,
+) -> Remedy:
+    """The remedy for a rank whose compute takes longer than it should in its slow steps.
+
+    pace is the time that it should take over that it takes, pace and slow have an element for each
+    rank and step.
+    """
 
     def speed_up(graph: DependencyGraph) -> DependencyGraph:
-        return scale_work(graph, "compute", np.where(mine, pace, 1.0))
+        return scale_work(graph, "compute", pace)
 
-    rows = [one for one in sum_slow_ranks(context.split.detail.slow_kernels) if one.rank == rank]
+    compute_ns, counted = context.select_bucket_ns("compute"), slow & context.counted
     gpu_state = describe_gpu_state(context.records, rank)
     finding = Finding(
         code="slow_rank",
         bucket="compute",
         gain_ns=context.compute_gain_ns(speed_up(context.graph)),
-        measured_ns=int(context.select_bucket_ns("compute")[mine & context.counted].mean()),
-        predicted_ns=int(
-            (context.select_bucket_ns("compute") * pace)[mine & context.counted].mean()
-        ),
+        measured_ns=int(compute_ns[counted].mean()),
+        predicted_ns=int((compute_ns * pace)[counted].mean()),
         ranks=(rank,),
-        steps=context.list_steps(mine),
-        events=_list_slowest_kernels(context, rank, rows[0]),
-        message=(
-            f"rank {rank} is a straggler: its {_FAMILY_NAMES.get(rows[0].family, rows[0].family)} "
-            f"kernels are {rows[0].ratio:.2f}x slower than on its peers"
-            + ("" if rows[0].same_work else ", unless its inputs are larger (no shapes recorded)")
-            + (f"; {gpu_state}" if gpu_state else "")
-        ),
+        steps=context.list_steps(slow),
+        events=events,
+        message=message + (f"; {gpu_state}" if gpu_state else ""),
     )
     return Remedy(finding, speed_up)
 
@@ -695,7 +714,7 @@ def find_intermittent_stragglers(context: ReplayContext, known: Sequence[Remedy]
     steps = beyond.shape[1]
     if len(beyond) < 2 or steps < _MIN_STEPS or not context.split.ranks[0].trace.on_device:
         return []
-    sigma = _SIGMA_OF_MAD * float(np.nanmedian(np.abs(beyond)))
+    sigma = SIGMA_OF_MAD * float(np.nanmedian(np.abs(beyond)))
     slow = beyond > max(_SLOW_STEP_RATIO, _SLOW_STEP_SIGMAS * sigma)
     named = {rank for one in known for rank in one.finding.ranks}
     found = []
@@ -704,9 +723,6 @@ def find_intermittent_stragglers(context: ReplayContext, known: Sequence[Remedy]
         if is_new and _has_equal_work(context, index, slow[index]):
             found.append(_build_intermittent_remedy(context, index, beyond[index], slow[index]))
     return found
-
-
-_SIGMA_OF_MAD = 1.4826
 
 
 def _number_counted_steps(context: ReplayContext) -> tuple[Int64, Int64]:
@@ -752,31 +768,19 @@ def _build_intermittent_remedy(
     mine = (steps.rank[rows] == index) & slow[place]
     pace = np.ones(len(steps.rank))
     pace[rows[mine]] = 1 / (1 + beyond[place[mine]])
-
-    def speed_up(graph: DependencyGraph) -> DependencyGraph:
-        return scale_work(graph, "compute", pace)
-
-    compute = context.select_bucket_ns("compute")[rows[mine]]
-    gpu_state = describe_gpu_state(context.records, rank)
+    compute_ns = context.select_bucket_ns("compute")[rows[mine]]
+    ratio = float(compute_ns.sum() / (compute_ns * pace[rows[mine]]).sum())
     known = len(context.split.ranks[index].trace.shapes) > 0
     doubt = "" if known else ", unless its inputs are larger there (no shapes recorded)"
-    ratio = float(compute.sum() / (compute * pace[rows[mine]]).sum())
-    finding = Finding(
-        code="slow_rank",
-        bucket="compute",
-        gain_ns=context.compute_gain_ns(speed_up(context.graph)),
-        measured_ns=int(compute.mean()),
-        predicted_ns=int((compute * pace[rows[mine]]).mean()),
-        ranks=(rank,),
-        steps=context.list_steps(pace < 1),
-        events=(),
-        message=(
-            f"rank {rank} is a straggler in {int(slow.sum())} of {len(slow)} steps: as many "
-            f"kernels take {ratio:.2f}x as long there as in its other steps{doubt}"
-            + (f"; {gpu_state}" if gpu_state else "")
-        ),
+    return _build_speed_up(
+        context,
+        rank,
+        pace,
+        pace < 1,
+        (),
+        f"rank {rank} is a straggler in {int(slow.sum())} of {len(slow)} steps: as many "
+        f"kernels take {ratio:.2f}x as long there as in its other steps{doubt}",
     )
-    return Remedy(finding, speed_up)
 
 
 def _list_slowest_kernels(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_rows
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids, group_max, group_rows
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
@@ -513,9 +513,6 @@ _OUTLIER = 6.0
 """A rank is blamed in a step in which its work exceeds its median step by this many standard
 deviations."""
 
-_TO_STANDARD_DEVIATION = 1.4826
-"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
-
 
 def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
     """Which (rank, step, cause) are more than variation, shape (ranks, steps, CAUSES); all of them
@@ -553,7 +550,7 @@ def _find_outliers(work: Float, recorded: Bool) -> Bool:
         return np.zeros(work.shape, dtype=np.bool_)
     beyond = np.full(work.shape, np.nan)
     beyond[known] = work[known] - np.nanmedian(work[known], axis=1, keepdims=True)
-    deviation = _TO_STANDARD_DEVIATION * np.nanmedian(np.abs(beyond), axis=(0, 1))
+    deviation = SIGMA_OF_MAD * np.nanmedian(np.abs(beyond), axis=(0, 1))
     return np.asarray(beyond > _OUTLIER * deviation)
 
 

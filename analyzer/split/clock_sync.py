@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_median, list_distinct
+from stepsplit.analyzer.arrays import (
+    SIGMA_OF_MAD,
+    first_rows,
+    group_ids,
+    group_max,
+    group_median,
+    list_distinct,
+)
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, compute_start_offsets_ns
 
@@ -521,9 +528,6 @@ _SURE, _WORTH_NS = 3.0, 5_000
 """A drift is applied if it exceeds its uncertainty by this factor, and if it shifts the clock by
 more than the biases of the calls can."""
 
-_NORMAL = 1.4826
-"""For normal noise: standard deviation / median absolute value."""
-
 
 def fit_offset_and_drift(at_ns: Int64, apart_ns: Int64, kind: Int64) -> ClockFit:
     """Fits offset and drift to the differences of ends; kind is the same for calls with one bias.
@@ -571,7 +575,7 @@ def _estimate_noise(level: Float, kind: Int64) -> float:
     """The standard deviation of the residuals around the median of each kind."""
     left = np.abs(level - _compute_kind_medians(level, kind).of_row)
     free = max(len(level) - len(list_distinct(kind)) - 2, 1)
-    return _NORMAL * float(np.median(left)) * float(np.sqrt(len(level) / free))
+    return SIGMA_OF_MAD * float(np.median(left)) * float(np.sqrt(len(level) / free))
 
 
 def _estimate_drift(since: Float, apart: Float, kind: Int64) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import first_rows, group_ids
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids
 from stepsplit.analyzer.buckets import StepSplit
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.matching import MatchedCalls
@@ -220,8 +220,8 @@ _MIN_SIGMAS = 6.0
 """Lower limit, because kernel times have heavier tails than a normal distribution and sigmas
 estimated from few runs are often too small."""
 
-_SIGMA_OF_MAD, _SIGMA_OF_MEDIAN = 1.4826, 1.2533
-"""For normal noise: sigma / MAD, and sqrt(n) * (sigma of the median of n values) / sigma."""
+_SIGMA_OF_MEDIAN = 1.2533
+"""For normal noise: sqrt(n) * (sigma of the median of n values) / sigma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,13 +485,13 @@ def _estimate_noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
     of_median = _estimate_median_sigma(beyond, by_rank)
     if by_step.shape[1] >= _MIN_STEPS:
         of_median = np.maximum(of_median, _estimate_median_sigma(by_step, by_rank))
-    spread = _SIGMA_OF_MAD * _compute_low_median(np.abs(by_rank - _compute_low_median(by_rank)))
+    spread = SIGMA_OF_MAD * _compute_low_median(np.abs(by_rank - _compute_low_median(by_rank)))
     return np.asarray(np.hypot((1 + 2 / len(by_rank)) * of_median, spread))
 
 
 def _estimate_median_sigma(values: Float, by_rank: Float) -> Float:
     """The standard deviation of each rank's median of these values, shape (ranks, n)."""
-    sigma = _SIGMA_OF_MAD * _compute_median(np.abs(values - by_rank[:, None]), axis=1)
+    sigma = SIGMA_OF_MAD * _compute_median(np.abs(values - by_rank[:, None]), axis=1)
     # A rank whose few values agree by chance is as noisy as its peers.
     sigma = np.maximum(sigma, np.median(sigma))
     return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(np.isfinite(values).sum(axis=1)))

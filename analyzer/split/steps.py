@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import group_ids, group_max, list_distinct
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_max, list_distinct
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
 from stepsplit.analyzer.split.classify import (
     collect_launches,
@@ -670,8 +670,6 @@ MIN_EXCESS = 0.03
 
 SIGMAS = 5.0
 
-_SIGMA_OF_MAD = 1.4826
-
 
 @dataclass(frozen=True, slots=True)
 class StepDurations:
@@ -789,7 +787,7 @@ def _compute_median(values: Int64) -> int:
 def _is_slow(step_ns: int, all_ns: Int64, middle: int) -> bool:
     if len(all_ns) < MIN_STEPS:
         return False
-    sigma = _SIGMA_OF_MAD * _compute_median(np.abs(all_ns - middle))
+    sigma = SIGMA_OF_MAD * _compute_median(np.abs(all_ns - middle))
     return step_ns - middle > max(SIGMAS * sigma, MIN_EXCESS * middle)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD
 from stepsplit.analyzer.report.tables import Waits
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
@@ -278,8 +279,6 @@ def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
 NEAR, FEWEST = 9, 6
 """Neighboring runs that define the typical range of a run; fewest runs for such a range."""
 
-MAD_TO_SD = 1.4826
-
 _BAND_SDS = 3
 
 JOB_COLORS = (*theme.AXIS_COLORS, "#7A2F5B", "#8D949E")
@@ -333,7 +332,7 @@ def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | No
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
     middle = median(near)
-    spread = _BAND_SDS * MAD_TO_SD * median(abs(value - middle) for value in near)
+    spread = _BAND_SDS * SIGMA_OF_MAD * median(abs(value - middle) for value in near)
     lowest = 0.0 if min(near) >= 0 else -inf
     return TypicalRange(middle, max(lowest, middle - spread), middle + spread)
 

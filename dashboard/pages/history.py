@@ -13,11 +13,11 @@ import numpy as np
 from dash import dcc, html
 from dash.development.base_component import Component
 
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD
 from stepsplit.analyzer.regression.statistics import compute_difference
 from stepsplit.analyzer.units import format_signed_percent
 from stepsplit.dashboard.figures.communication import (
     FEWEST as FEWEST_USUAL,
-    MAD_TO_SD,
     MAX_JOBS,
     HistoryPoint,
     JobHistory,
@@ -360,7 +360,7 @@ def _estimate_noise(values: Sequence[float]) -> float:
     contribute. Never zero."""
     median_diff = median(abs(other - one) for one, other in pairwise(values))
     min_noise = 0.1 * MIN_CHANGE * max(map(abs, values))
-    return max(MAD_TO_SD * median_diff / math.sqrt(2), min_noise, 1e-12)
+    return max(SIGMA_OF_MAD * median_diff / math.sqrt(2), min_noise, 1e-12)
 
 
 def _compute_p_value(before: Sequence[float], after: Sequence[float], level: float) -> float:

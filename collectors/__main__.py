@@ -23,6 +23,7 @@ from stepsplit.collectors.record import (
     RecordPlan,
     check_out,
     choose_out,
+    describe_recorded,
     record,
     remove_if_empty,
 )
@@ -151,14 +152,12 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
     if traces:
         n_ranks = len({path.name.removesuffix(".gz") for path in traces})
         steps = _explain_early_steps(plan, out)
-        sys.stderr.write(
-            f"recorded {n_ranks} ranks{steps}; analyze with: stepsplit analyze {out}\n"
-        )
+        sys.stderr.write(f"{describe_recorded(n_ranks, out, steps)}\n")
         return
     if plan.first is not None:
         warn(
             "no trace was recorded: unless a rank gives the reason above, no process of the command"
-            " has ended two steps of an optimizer"
+            f" has ended two steps of an optimizer, or a signal ended it before step {plan.first}"
         )
     # A dump of the Flight Recorder is of use without a trace; a record is not.
     records = set(out.glob("rank*_record.json"))

@@ -261,7 +261,7 @@ class ActiveRecording:
             self._run.publish()
             self._clock = HostClock(self._plan.name, self.rank, socket.gethostname())
         with warn_on_failure(self.rank, "its trace"):
-            self._files.clear()
+            self._files.make_folder()
             self._groups = list_groups()
             ranks, groups = self._plan.ranks, self._groups
             self._detail = choose_detail(ranks, self.rank, self._world_size, groups)
@@ -301,7 +301,7 @@ class ActiveRecording:
             if self._is_held:
                 self._write_files()
             self._write_record()
-        if unfinished and not self._recorded and not failed:
+        if unfinished and not self._recorded and not failed and not self._files.has_trace():
             warn_lost(self.rank, f"its trace: {self._explain_empty_trace()}")
         with warn_on_failure(self.rank, RUN_FILE):
             self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
@@ -374,6 +374,8 @@ class ActiveRecording:
         """Reads what is to be known from the first recorded step on; does nothing afterwards."""
         if self._meter is not None:
             return
+        # Not before: a job that ends earlier keeps what it recorded before a restart.
+        self._files.clear()
         with warn_on_failure(self.rank, "the steps before its resumption"):
             self._steps_before = self._read_steps_before(step) if self._read_steps_before else 0
         with warn_on_failure(self.rank, "the clock of its GPU"):

@@ -131,16 +131,24 @@ class RankFiles:
         self._folder, self._rank = folder, rank
         self._packer = Packer()
 
-    def clear(self) -> None:
-        """Creates the folder and removes the files of an earlier recording of this rank."""
+    def make_folder(self) -> None:
+        """Creates the folder and removes what an interrupted recording has left half written."""
         forget_full_folder(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.glob(f".rank{self._rank}_*"):
+            draft.unlink(missing_ok=True)
+
+    def has_trace(self) -> bool:
+        """Whether this rank has a trace, perhaps of an attempt before a restart."""
+        path = build_trace_path(self._folder, self._rank)
+        return path.exists() or name_raw(path).exists()
+
+    def clear(self) -> None:
+        """Removes the files of an earlier recording of this rank."""
         for place in (build_trace_path, build_flight_path, build_record_path):
             path = place(self._folder, self._rank)
             path.unlink(missing_ok=True)
             name_raw(path).unlink(missing_ok=True)
-        for draft in self._folder.glob(f".rank{self._rank}_*"):
-            draft.unlink(missing_ok=True)
 
     def write(
         self, profiler: Any, since_unix_ns: int, thin: bool, memory: MemoryDevice | None = None

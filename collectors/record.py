@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -111,6 +112,12 @@ def check_out(folder: Path, overwrite: bool) -> None:
         path.unlink(missing_ok=True)
     for logs in ("nccl", "memory", "tables"):
         shutil.rmtree(folder / logs, ignore_errors=True)
+
+
+def describe_recorded(ranks: int, folder: Path, which: str = "") -> str:
+    """What a recording says at its end; which steps it has, if they are not those asked for."""
+    counted = f"{ranks} rank{'s' * (ranks != 1)}{which}"
+    return f"recorded {counted}; analyze with: stepsplit analyze {shlex.quote(str(folder))}"
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Slow tests that take turns: a fifth of them runs each time, and all that a change concerns.
+"""Tests that take turns: a fifth of the slow ones runs each time, and all that a change concerns.
 
 A test marked `in_turn("collectors", ...)` runs where a file under one of these paths has changed,
 or the test's own file, or a module beside it that it imports. Of the others a fifth runs, chosen
@@ -26,6 +26,8 @@ PAGES = (
     "dashboard/figures", "dashboard/pages", "dashboard/store", "dashboard/web", "analyzer/report",
 )  # fmt: skip
 """What the pages of the dashboard are made of."""
+
+_VERSIONS = ("pyproject.toml", "constraints-lowest.txt")
 
 INTEGRATION = (
     "collectors/integrations", "collectors/profiler.py", "collectors/rank_files.py",
@@ -70,18 +72,21 @@ def read_change() -> Change:
 
 
 def select_in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of the items that run this time; items without the mark always do."""
-    marked = [item for item in items if item.get_closest_marker("in_turn")]
+    """Those of the items that run this time."""
     if os.environ.get("STEPSPLIT_EVERY"):
         return list(items)
-    turn = set(marked[_find_turn() :: _TURNS])
+    if os.environ.get("STEPSPLIT_HALF") and not read_change().touches(_VERSIONS):
+        files = sorted({item.path for item in items})[_find_turn(2) :: 2]
+        return [item for item in items if item.path in files]
+    marked = [item for item in items if item.get_closest_marker("in_turn")]
+    turn = set(marked[_find_turn(_TURNS) :: _TURNS])
     left = {item for item in marked if item not in turn and not _is_concerned(item)}
     return [item for item in items if item not in left]
 
 
 def describe_turn() -> str:
     change = read_change()
-    turn = f"slow tests: turn {_find_turn() + 1} of {_TURNS}"
+    turn = f"slow tests: turn {_find_turn(_TURNS) + 1} of {_TURNS}"
     if not change.since:
         return turn
     return f"{turn}, and those of {len(change.paths)} files changed since {change.since[:10]}"
@@ -110,8 +115,8 @@ def _find_sources(test: Path) -> frozenset[str]:
     return frozenset(path.relative_to(ROOT).as_posix() for path in found)
 
 
-def _find_turn() -> int:
-    return int(_git("rev-parse", "HEAD^{tree}")[:6] or "0", 16) % _TURNS
+def _find_turn(turns: int) -> int:
+    return int(_git("rev-parse", "HEAD^{tree}")[:6] or "0", 16) % turns
 
 
 def _find_base() -> str:

@@ -173,19 +173,31 @@ def _find_contradictions(
 ) -> Iterator[Note]:
     """A note on the first group that is on another axis than the stated mesh says, and one on the
     first pipeline that it lacks."""
-    named = {g: axis for g in groups if (axis := parse_described_axis(g)) and len(g.ranks) > 1}
-    for seen, evidence in (
-        (find_marked_axes(traces), "the code that issued their calls shows"),
-        (named, "the name of their group shows"),
-    ):
-        for group, axis in seen.items():
-            if not _is_possible(axis, layout.find_axes(group), marked=seen is not named):
-                yield _note_contradiction(layout, group.ranks, axis, evidence)
-                return
+    for group, axis in find_marked_axes(traces).items():
+        if not _is_possible(axis, layout.find_axes(group), marked=True):
+            yield _note_contradiction(
+                layout, group.ranks, axis, "the code that issued their calls shows"
+            )
+            return
+    for group, axis in _find_named_otherwise(layout, groups):
+        yield _note_contradiction(layout, group.ranks, axis, "the name of their group shows")
+        return
     for ranks in find_exchanges(traces).pipelines:
         if not any(set(ranks) <= set(pipeline) for pipeline in layout.pipelines):
             yield _note_contradiction(layout, ranks, "pp", "their messages show")
             return
+
+
+def _find_named_otherwise(layout: RankLayout, groups: Sequence[Group]) -> list[tuple[Group, str]]:
+    """The groups with the name of another axis than the stated one, unless another group of the
+    same ranks has a name that fits."""
+    named = [(g, axis) for g in groups if (axis := parse_described_axis(g)) and len(g.ranks) > 1]
+    fit = {
+        frozenset(group.ranks)
+        for group, axis in named
+        if _is_possible(axis, layout.find_axes(group), marked=False)
+    }
+    return [(group, axis) for group, axis in named if frozenset(group.ranks) not in fit]
 
 
 def _is_possible(axis: str, along: frozenset[str], *, marked: bool) -> bool:

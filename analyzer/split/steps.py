@@ -503,7 +503,7 @@ def _build_steps(trace: RankTrace, host: MarkedSteps) -> Steps:
     return Steps(tuple(w for w in windows if w.end_ns > w.start_ns), tuple(notes))
 
 
-_TORN_TEXT = "step {} has no optimizer step, as before a crash: partial"
+_TORN_TEXT = "step {} has no optimizer step, as where a rank ends in it: partial"
 
 _MIN_STEPPED = 2
 

@@ -375,6 +375,11 @@ def detect_accumulation(evidence: RankEvidence, sums: int) -> list[Strategy]:
     count, rest = divmod(len(evidence.passes), updates)
     if count < 2 or rest or any(evidence.trace.rank in line for line in evidence.layout.pipelines):
         return []
+    closures = find_spans(evidence.trace.events, "Optimizer.step#")
+    begins, ends = np.searchsorted(evidence.passes.start_ns, (closures.start_ns, closures.end_ns))
+    if (ends - begins).max(initial=0) > 1:
+        # LBFGS evaluates the same batch several times.
+        return []
     when = {updates: "gradients summed once", len(evidence.passes): "gradients summed after each"}
     parts = (f"{count} microbatches", when.get(sums, ""))
     return [Strategy("gradient accumulation", detail=", ".join(part for part in parts if part))]

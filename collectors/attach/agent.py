@@ -127,15 +127,19 @@ class Agent:
         return max(1, _count_early_steps(plan) + 2, earliest - STEPS_TIMED_BEFORE)
 
     def _begin_early(self, plan: RecordPlan) -> None:
-        """Records the first steps, which are kept if the job ends before those of the plan."""
-        steps = _count_early_steps(plan)
+        """Records the first steps, which are kept if the job ends before those of the plan.
+
+        Not after a restart: they would replace what the attempt before has recorded.
+        """
+        steps, rank = _count_early_steps(plan), read_identity().rank
         if not steps:
             return
-        with warn_on_failure(read_identity().rank, "the first steps"):
+        with warn_on_failure(rank, "the first steps"):
             from stepsplit.collectors.profiler import ActiveRecording, UserSpec
+            from stepsplit.collectors.rank_files import RankFiles
             from stepsplit.collectors.trace_window import can_detach
 
-            if can_detach():
+            if can_detach() and not RankFiles(Path(plan.out), rank).has_trace():
                 early = replace(plan, first=1, steps=steps, warmup=0)
                 read = self._counter.read_steps_before
                 self._early = ActiveRecording(early, UserSpec(), True, read)

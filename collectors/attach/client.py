@@ -24,7 +24,13 @@ from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import ask_ras
 from stepsplit.collectors.pack import name_raw, try_lock
 from stepsplit.collectors.rank_files import Packer, PackTask
-from stepsplit.collectors.record import PLAN_VARIABLE, SITE, RecordPlan, make_folder
+from stepsplit.collectors.record import (
+    PLAN_VARIABLE,
+    SITE,
+    RecordPlan,
+    describe_recorded,
+    make_folder,
+)
 from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
 from stepsplit.collectors.watch_notes import count_incarnations
 from stepsplit.collectors.watch_plan import WatchPlan
@@ -90,7 +96,7 @@ def _record_next_steps(
         if not any(map(_is_running, agreed.ranks)):
             raise CollectError(f"the job ended before step {before + last}, and was not recorded")
         raise CollectError(f"{plan.out}: some files are missing; was a rank lost?")
-    return f"recorded; analyze with: stepsplit analyze {plan.out}"
+    return describe_recorded(len(agreed.ranks), Path(plan.out))
 
 
 def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
@@ -103,7 +109,7 @@ def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     write_run_json(folder, _build_spec(plan, captured))
     if not packer.wait(timeout_s):
         raise CollectError(f"{folder}: files are still being packed; wait before analyzing it")
-    return f"recorded {len(captured)} ranks; analyze with: stepsplit analyze {plan.out}"
+    return describe_recorded(len(captured), folder)
 
 
 def _build_spec(plan: RecordPlan, captured: tuple[protocol.CapturedTrace, ...]) -> RunSpec:

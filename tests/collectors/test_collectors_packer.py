@@ -48,7 +48,7 @@ from stepsplit.collectors import rank_files
 rank_files.dump_flight_json = lambda rank, since: None
 export = lambda path: shutil.copy(sys.argv[1], path)
 files = rank_files.RankFiles(Path(sys.argv[2]), 0)
-files.clear()
+files.make_folder()
 files.write(SimpleNamespace(export_chrome_trace=export), 0, thin=False)
 print("written", flush=True)
 time.sleep(60)
@@ -222,7 +222,7 @@ def test_a_rank_writes_raw_files_to_the_scratch_disk_and_packed_ones_to_the_fold
 
     run = tmp_path / "shared" / "run"
     files = RankFiles(run, 0)
-    files.clear()
+    files.make_folder()
     assert files.write(SimpleNamespace(export_chrome_trace=export), 0, thin=False)
     files.wait()
 
@@ -241,7 +241,7 @@ def test_a_trace_names_its_file_and_not_the_folders_of_the_machine(
         Path(path).write_text(f'{{"traceEvents": [{{"ph": "X"}}],"traceName": "{path}", "a": 1 }}')
 
     files = RankFiles(tmp_path / "run", 3)
-    files.clear()
+    files.make_folder()
     assert files.write(SimpleNamespace(export_chrome_trace=export), 0, thin)
     files.wait()
 

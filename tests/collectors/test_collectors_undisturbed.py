@@ -170,6 +170,20 @@ def test_ranks_that_end_at_different_steps_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_restart_that_ends_early_keeps_what_was_recorded_before(tmp_path: Path) -> None:
+    job = write_script(tmp_path, "train(18 if os.environ['ATTEMPT'] == '0' else 9)\n")
+    again = f"for a in '01': subprocess.run({job!r}, env=os.environ | dict(ATTEMPT=a))"
+    started = [sys.executable, "-c", f"import os, subprocess\n{again}"]
+    found = run([*record(tmp_path / "a run"), *started])
+    assert found.err.splitlines()[-1] == (
+        f"recorded 1 rank; analyze with: stepsplit analyze '{tmp_path}/a run'"
+    )
+    trace = gzip.decompress((tmp_path / "a run" / "rank0_trace.json.gz").read_bytes())
+    steps = {event["name"] for event in json.loads(trace)["traceEvents"] if "name" in event}
+    assert {f"ProfilerStep#{n}" for n in range(10, 15)} <= steps
+
+
+@pytest.mark.slow
 def test_a_compiled_optimizer_step_is_watched(tmp_path: Path) -> None:
     body = "optimizer.step = torch.compile(optimizer.step, fullgraph=False, backend='eager')\n"
     job = write_script(tmp_path, f"{body}train(12)\n")

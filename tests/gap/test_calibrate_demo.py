@@ -29,7 +29,7 @@ STEP_OFF = 0.2
 """How far off a predicted step may be, a ratio of the measured one."""
 BUCKET_OFF = 0.1
 """How far off a bucket may be, a ratio of the measured step."""
-TIMES, MOST_TURNS = 3, 6
+TIMES, MOST_TURNS = 3, 4
 QUIET_CORES = 0.15
 """How many cores other programs may use on average during a run that counts."""
 UNDISTURBED = 0.15

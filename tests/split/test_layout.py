@@ -213,6 +213,14 @@ def test_a_stated_mesh_is_used_and_a_contradicting_name_is_a_warning(
     )
 
 
+def test_ranks_may_have_a_group_of_another_axis_beside_the_stated_one() -> None:
+    """The demo calibrates on groups of its own, and a job may build two meshes."""
+    stated = Mesh.parse("pp=2,tp=2")
+    names = (("mesh_dp_replicate", (0, 2)), ("mesh_pp", (0, 2)), ("mesh_tp", (0, 1)))
+    groups = tuple(GroupInfo(str(i), name, ranks) for i, (name, ranks) in enumerate(names))
+    assert infer_layout(RunSpec("run", 4, "nccl", groups=groups), [], stated).notes == ()
+
+
 @for_each(
     ("mesh", "contradiction"),
     [

@@ -196,7 +196,7 @@ def test_a_last_step_without_its_optimizer_is_torn(
     report = analyze(tmp_path)
     assert [kind for _, kind, _, _ in steps(report)] == ["full", "full", "full", last]
     torn = [row.message for row in report.warnings if row.code == "step_torn"]
-    text = "step 3 has no optimizer step, as before a crash: partial"
+    text = "step 3 has no optimizer step, as where a rank ends in it: partial"
     assert torn == ([text] if last == "partial" else [])
 
 

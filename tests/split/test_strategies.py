@@ -135,6 +135,9 @@ STORIES = {
             ("gradient accumulation", None, None, "2 microbatches, gradients summed once"),
         ],
     ),
+    "a closure that the optimizer calls twice": (
+        "[L(r)L(r)]", [("ddp", "dp_replicate", 2, "")],
+    ),
     "the only microbatch in a closure of the optimizer": (
         "[L(r)]", [("ddp", "dp_replicate", 2, "")],
     ),

@@ -85,9 +85,11 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     vocab = parallel.values.get("split_vocab")
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
+    model = infer_model(spec, shape)
+    root_unit = {"root_unit": _infer_root_unit(split, model.values)} | dict(parallel.values)
     return (
-        infer_model(spec, shape),
-        parallel,
+        model,
+        build_table("parallel", root_unit),
         infer_training(spec, split, shape),
         infer_hardware(spec, split),
     )
@@ -140,12 +142,13 @@ def list_missing_keys(
 
 
 def _list_required(name: str, table: Mapping[str, object], has_experts: bool) -> tuple[str, ...]:
+    has_mixture = has_experts or "experts" in table
     match name:
         case "model":
             return (
                 "layers", "hidden", "heads", "vocab",
-                *(("ffn",) if table.get("gated") else ()),
-                *(("experts", "top_k") if has_experts or "experts" in table else ()),
+                *(("ffn",) if table.get("gated") or has_mixture else ()),
+                *(("experts", "top_k") if has_mixture else ()),
             )  # fmt: skip
         case "parallel":
             return () if any(key in table for key in _SIZE_KEYS) else ("tp", "pp", "dp")
@@ -189,10 +192,15 @@ KEY_DEFAULTS = {
         "learned_positions": "0",
         "norm": '"rms" if gated, else "layer"',
         "biases": "true unless gated",
+        "qkv_biases": "false",
+        "qk_norm": "false",
     },
     "training": {"dtype": '"bf16"', "optimizer": '"adam"'},
 }
 """Keys with a default that changes the prediction much, and the default."""
+
+EXPERT_DEFAULTS = {"expert_ffn": "ffn", "shared_ffn": "0", "dense_layers": "0"}
+"""Those of a model with experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +230,12 @@ def draft_job(
     for name in NAMES:
         lines += ["", f"[{name}]", *format_toml_lines(tables[name])]
         lines += (f"# {key} =   # needed: {KEY_MEANINGS[key]}" for key in missing[name])
+        defaults = KEY_DEFAULTS.get(name, {})
+        if name == "model" and (has_experts or "experts" in tables[name]):
+            defaults = defaults | EXPERT_DEFAULTS
         lines += (
             f"# {key} =   # not inferred; default {default}"
-            for key, default in KEY_DEFAULTS.get(name, {}).items()
+            for key, default in defaults.items()
             if key not in (*tables[name], *missing[name], *_whole_table(tables[name]))
         )
     needed = (f"[{name}] {', '.join(keys)}" for name, keys in missing.items() if keys)
@@ -356,6 +367,21 @@ def _infer_strategies(
         "bucket_bytes": MAX_NUMBER if by_hand else recorded.bucket_bytes,
         "overlap": [] if by_hand else None,
     }
+
+
+def _infer_root_unit(split: RunSplit, model: Mapping[str, object]) -> bool | None:
+    """Whether FSDP sums the gradients outside of the layers as one unit, by the number of sums: one
+    more than the layers have, or two; a tied embedding is one unit in any case."""
+    layers = model.get("layers")
+    if not isinstance(layers, int) or model.get("tied") is not False or split.layout.pipelines:
+        return None
+    sums = Counter[int | None]()
+    for row in split.step_calls:
+        group = split.matched.groups[row.group] if row.group >= 0 else None
+        if row.op == "reduce_scatter" and group and split.layout.find_axis(group) == "dp_shard":
+            sums[row.message_bytes] += row.calls
+    of_layers = max(sums.values(), default=0)
+    return True if of_layers and (sums.total() - of_layers) * layers == of_layers else None
 
 
 def _infer_split_vocab(strategies: dict[str, Strategy]) -> bool | None:

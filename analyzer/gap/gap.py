@@ -196,12 +196,12 @@ def compute_gap(
     """Compare a run with its prediction.
 
     Args:
-        found: the split recording.
+        split: the split recording.
         prediction: the prediction of its job.
-        price: the model's time for a call like a predicted one, but of another size.
+        cost: the model's time for a call like a predicted one, but of another size.
         report: the report of the recording.
         notes: further caveats.
-        wires: the link of each axis. Default: unknown.
+        links: the link of each axis. Default: unknown.
 
     Raises UsageError if the recording has no step.
     """
@@ -394,8 +394,6 @@ def _format_sizes(sizes: dict[str, int], axes: list[str]) -> str:
 
 # Memory by category, measured and predicted.
 
-_CATEGORIES = ("weights", "gradients", "optimizer", "activations")
-
 
 def compare_memory(
     rows: Sequence[MemoryRow], layout: RankLayout, prediction: Prediction
@@ -413,11 +411,16 @@ def compare_memory(
 
 
 def _compare_rank_memory(row: MemoryRow, stage: int, expected: StageMemory) -> list[ComparedMemory]:
-    sides = [("peak", row.peak_allocated_bytes, expected.total_bytes)]
-    sides += [
-        (name, getattr(row, f"{name}_bytes"), getattr(expected, f"{name}_bytes"))
-        for name in _CATEGORIES
-    ]
+    """The peak, and the memory of a rank by category; all its gradients, though not all of them may
+    exist at the peak."""
+    gradients_bytes = expected.gradients_bytes + expected.missing_gradients_bytes
+    sides = (
+        ("peak", row.peak_allocated_bytes, expected.total_bytes),
+        ("weights", row.weights_bytes, expected.weights_bytes),
+        ("gradients", row.gradients_bytes, gradients_bytes),
+        ("optimizer", row.optimizer_bytes, expected.optimizer_bytes),
+        ("activations", row.activations_bytes, expected.activations_bytes),
+    )
     return [
         ComparedMemory(stage, row.rank, held, predicted, name)
         for name, held, predicted in sides

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from stepsplit.analyzer.arrays import union
+from stepsplit.analyzer.model.config import LatentAttention
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
@@ -40,7 +41,14 @@ class ModelShape:
     learned_positions: int | None = None
     norm: str | None = None
     biases: bool | None = None
+    qkv_biases: bool | None = None
+    qk_norm: bool | None = None
     experts: int | None = None
+    top_k: int | None = None
+    expert_ffn: int | None = None
+    shared_ffn: int | None = None
+    dense_layers: int | None = None
+    latent: LatentAttention | None = None
     seq_len: int | None = None
     micro_batch: int | None = None
     microbatches: int | None = None
@@ -70,7 +78,7 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
     first = next((one for one in ops.values() if one.embeddings), None)
     last = next((one for one in ops.values() if one.losses), None)
     batch = _infer_batch(first or last, whole)
-    ends = _infer_ends(ops, passes, whole)
+    ends = _infer_ends(ops, passes, batch, whole)
     hidden = ends.hidden
     blocks = {
         rank: block
@@ -79,20 +87,30 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
     }
     block = next(iter(blocks.values()), None)
     layers = None if whole is None else _sum_layers(split, whole, ops, passes)
+    mixture = [_infer_experts(one, passes[rank], hidden) for rank, one in ops.items()]
+    experts = next((one for one in mixture if one is not None), _NO_EXPERTS)
+    has_qkv_biases = _infer_qkv_biases(ops.values(), hidden, ends.vocab, block)
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=block.heads if block else None,
         kv_heads=block.kv_heads if block else None,
         head_size=_find_head_size(block, hidden),
-        ffn=block.ffn if block else None,
-        gated=block.gated if block else None,
+        ffn=experts.dense_ffn or (block.ffn if block else None),
+        gated=block.gated if block and experts.gated is None else experts.gated,
         vocab=_scale_vocabulary(ends.vocab, block, whole, split_vocab),
         tied=ends.tied,
         learned_positions=ends.learned_positions,
         norm=_infer_norm(ops.values()),
-        biases=_infer_biases(ops.values(), hidden, ends.vocab),
+        biases=False if has_qkv_biases else _infer_biases(ops.values(), hidden, ends.vocab),
+        qkv_biases=has_qkv_biases,
+        qk_norm=_infer_qk_norm(ops, passes),
         experts=next((one.experts for one in ops.values() if one.experts), None),
+        top_k=experts.top_k,
+        expert_ffn=experts.ffn,
+        shared_ffn=experts.shared_ffn,
+        dense_layers=experts.dense_layers,
+        latent=block.latent if block else None,
         seq_len=batch.seq_len if batch else None,
         micro_batch=batch.micro_batch if batch else None,
         microbatches=_count_microbatches(split, passes),
@@ -102,7 +120,7 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
 
 def _find_head_size(block: _Block | None, hidden: int | None) -> int | None:
     """The size of a head where it is not hidden / heads."""
-    if block is None or hidden == block.heads * block.head_size:
+    if block is None or block.latent is not None or hidden == block.heads * block.head_size:
         return None
     return block.head_size
 
@@ -148,6 +166,35 @@ def _infer_biases(ops: Iterable[ForwardOps], hidden: int | None, vocab: int | No
     return found.pop() if len(found) == 1 else None
 
 
+def _infer_qkv_biases(
+    ops: Iterable[ForwardOps], hidden: int | None, vocab: int | None, block: _Block | None
+) -> bool | None:
+    """Whether the projections to queries, keys and values alone have a bias."""
+    gemms = sum((one.gemms for one in ops), Counter[LinearShape]())
+    layer = {one: n for one, n in gemms.items() if (one.inputs, one.outputs) != (hidden, vocab)}
+    if len({one.bias for one in layer}) < 2:
+        return False if layer else None
+    if block is None or block.ffn is None:
+        return None
+    width, kv = block.heads * block.head_size, block.kv_heads * block.head_size
+    projections = {width // block.shards, kv // block.shards, (width + 2 * kv) // block.shards}
+    biased = {(one.inputs, one.outputs) for one in layer if one.bias}
+    return True if biased <= {(hidden, outputs) for outputs in projections} else None
+
+
+def _infer_qk_norm(ops: Mapping[int, ForwardOps], passes: Mapping[int, int]) -> bool | None:
+    """Whether each head's queries and keys have a norm; not if there are two norms in a layer and
+    one before the head."""
+    if any(one.head_norms for one in ops.values()):
+        return True
+    known = [
+        one.norms.total() == passes[rank] + 2 * sum(one.attentions.values())
+        for rank, one in ops.items()
+        if one.is_whole
+    ]
+    return False if known and all(known) else None
+
+
 def _infer_dtype(ops: Iterable[ForwardOps]) -> str | None:
     dtypes = sum((one.dtypes for one in ops), Counter[str]())
     return max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
@@ -189,9 +236,13 @@ def _infer_batch(ops: ForwardOps | None, mesh: Mesh | None) -> _Batch | None:
 
 
 def _infer_ends(
-    ops: Mapping[int, ForwardOps], passes: Mapping[int, int], mesh: Mesh | None
+    ops: Mapping[int, ForwardOps],
+    passes: Mapping[int, int],
+    batch: _Batch | None,
+    mesh: Mesh | None,
 ) -> _Ends:
-    """The ends from the ranks that have the embedding or the loss."""
+    """The ends from the ranks that have the embedding or the loss; a loss with fewer rows than half
+    of the tokens is over classes, not over a vocabulary."""
     classes = next((width for one in ops.values() for width in one.losses), None)
     for rank, one in ops.items():
         tokens = one.find_vocabulary(classes)
@@ -204,6 +255,9 @@ def _infer_ends(
             learned_positions=_infer_positions(one, tokens),
         )
     widths = Counter(norm for one in ops.values() for norm in one.norm_widths.elements())
+    tokens_of_loss = max((one.loss_rows for one in ops.values()), default=0)
+    if batch is not None and 2 * tokens_of_loss < batch.micro_batch * batch.seq_len:
+        classes = None
     return _Ends(hidden=max(widths, key=lambda w: widths[w], default=None), vocab=classes)
 
 
@@ -216,10 +270,27 @@ def _infer_tied(ops: ForwardOps, tokens: Embedding, passes: int) -> bool | None:
 
 
 def _infer_positions(ops: ForwardOps, tokens: Embedding) -> int:
-    """The rows of a second embedding, else of a weight that is added to the first one's output."""
-    others = [one for one in ops.embeddings if one != tokens and one.width == tokens.width]
-    by_sequence = [one.rows for one in others if (prod(one.index),) == tokens.index[-1:]]
-    return max(by_sequence, default=ops.added_rows.get((*tokens.index, tokens.width), 0))
+    """The rows of a second embedding, else of a weight that is added to the first one's output.
+
+    Positions are looked up once for all sequences, or for each; a table of fewer rows than tokens
+    in a sequence is one of token types.
+    """
+    index, width = tokens.index, tokens.width
+    seq_len = index[1] if len(index) == 2 else 1
+    tables = [
+        one.rows
+        for one in ops.embeddings
+        if one != tokens
+        and one.width == width
+        and one.rows >= seq_len
+        and (one.index == index or prod(one.index) == seq_len)
+    ]
+    weights = [
+        shape[1]
+        for shape in ops.gradients
+        if len(shape) == 3 and shape[0] == 1 and shape[1] >= seq_len and shape[2] == width
+    ]
+    return max((*tables, *weights), default=ops.added_rows.get((*index, width), 0))
 
 
 def _scale_vocabulary(
@@ -245,6 +316,7 @@ class _Block:
     ffn: int | None
     gated: bool | None
     shards: int
+    latent: LatentAttention | None = None
 
 
 def _infer_block(
@@ -275,11 +347,19 @@ def _infer_block(
                 ffn * shards, gated, shards,
             )  # fmt: skip
     whole = attention.scale(tp)
+    if attention.value_size != attention.head_size:
+        latent = _match_latent(gemms, hidden, attention) if tp == 1 else None
+        if latent is None:
+            return None
+        return _Block(whole.heads, whole.heads, whole.head_size, None, None, tp, latent)
     return _Block(whole.heads, whole.kv_heads, whole.head_size, None, None, tp)
 
 
 _Gemm = tuple[int, int]
 """(input width, output width)"""
+
+_Grouped = tuple[int, int, int, int]
+"""(rows, experts, input width, output width)"""
 
 
 def _match_layer(
@@ -303,6 +383,24 @@ def _match_layer(
     return None
 
 
+def _match_latent(
+    gemms: Iterable[_Gemm], hidden: int, attention: Attention
+) -> LatentAttention | None:
+    """Latent attention, which has other sizes of keys than of values: a GEMM makes both from
+    compressed ones, which come with the rotary part of the keys from another."""
+    known, value = set(gemms), attention.value_size
+    width = attention.heads * attention.head_size
+    ranks = [r for r, out in known if out == width and r != hidden and (hidden, r) in known]
+    for kv_rank, out in known:
+        nope = out // attention.heads - value
+        rope = attention.head_size - nope
+        if out % attention.heads or nope <= 0 or rope <= 0:
+            continue
+        if (hidden, kv_rank + rope) in known and (ranks or (hidden, width) in known):
+            return LatentAttention(ranks[0] if ranks else 0, kv_rank, nope, rope, value)
+    return None
+
+
 def _match_mlp(rest: Counter[_Gemm], hidden: int) -> tuple[int, bool] | None:
     """(ffn, gated) of an MLP with exactly these GEMMs."""
     for ffn, out in rest:
@@ -316,6 +414,70 @@ def _match_mlp(rest: Counter[_Gemm], hidden: int) -> tuple[int, bool] | None:
         ):
             return ffn, True
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """What grouped GEMMs show of the experts."""
+
+    top_k: int | None = None
+    ffn: int | None = None
+    gated: bool | None = None
+    dense_layers: int | None = None
+    dense_ffn: int | None = None
+    shared_ffn: int | None = None
+
+
+_NO_EXPERTS = _Mixture()
+
+
+def _infer_experts(ops: ForwardOps, passes: int, hidden: int | None) -> _Mixture | None:
+    """The experts of the rank, from GEMMs of all of them at once; None without such.
+
+    On a rank with all experts there are as many rows as tokens, top_k times; with expert
+    parallelism the rows are those that were sent to it.
+    """
+    gemms = Counter[_Gemm]()
+    for (_, _, inputs, outputs), count in ops.grouped.items():
+        gemms[inputs, outputs] += count
+    calls = min(gemms.values(), default=0)
+    if not calls or hidden is None or any(count % calls for count in gemms.values()):
+        return None
+    mlp = _match_mlp(Counter({gemm: count // calls for gemm, count in gemms.items()}), hidden)
+    if mlp is None:
+        return None
+    rows = {rows for rows, experts, _, _ in ops.grouped if experts == ops.experts}
+    tokens = ops.routed[0] if ops.routed else 0
+    top_k, rest = divmod(rows.pop(), tokens) if len(rows) == 1 and tokens else (0, 0)
+    found = _Mixture(top_k if top_k and not rest else None, *mlp)
+    dense = sum(ops.attentions.values()) - calls
+    if not ops.is_whole or calls % passes or dense < 0:
+        return found
+    return replace(
+        found,
+        dense_layers=dense // passes,
+        dense_ffn=_find_mlp(ops, hidden, dense, found.gated) if dense else found.ffn,
+        shared_ffn=_find_mlp(ops, hidden, calls, found.gated) if dense != calls else None,
+    )
+
+
+def _find_mlp(ops: ForwardOps, hidden: int, layers: int, gated: bool | None) -> int | None:
+    """The width of an MLP that exactly so many layers have, in all passes together; 0 for none,
+    None if there are several."""
+    gemms = Counter[_Gemm]()
+    for gemm, count in ops.gemms.items():
+        gemms[gemm.inputs, gemm.outputs] += count
+    found = [
+        ffn
+        for (ffn, out), count in gemms.items()
+        if out == hidden
+        and count == layers
+        and (
+            gemms[hidden, ffn] == (2 if gated else 1) * layers
+            or (gated and gemms[hidden, 2 * ffn] == layers)
+        )
+    ]
+    return found[0] if len(found) == 1 else None if found else 0
 
 
 # The ops of the forward passes of a rank, by their shapes.
@@ -343,26 +505,28 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The heads of one rank. batch is 0 if it is not distinguished from the heads."""
+    """The heads of one rank, with the sizes of keys and values. batch is 0 if it is not
+    distinguished from the heads."""
 
     batch: int
     heads: int
     kv_heads: int
     seq_len: int
     head_size: int
+    value_size: int
 
     def scale(self, ranks: int) -> Attention:
         """The attention with the heads of so many ranks."""
-        return Attention(
-            self.batch, self.heads * ranks, self.kv_heads * ranks, self.seq_len, self.head_size
-        )
+        return replace(self, heads=self.heads * ranks, kv_heads=self.kv_heads * ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOps:
     """What the forward passes of a rank computed, with the number of times.
 
-    losses: by number of classes. norms: by "layer" or "rms"; norm_widths by the width. added_rows:
+    losses: by number of classes; loss_rows: the most rows of one. norms: by "layer" or "rms";
+    norm_widths by the width; head_norms: those over each head. grouped: GEMMs of all experts at
+    once, by rows, experts and widths; routed: tokens and experts of the router. added_rows:
     rows of a weight that is added to activations, by the shape of these. gradients: how often a
     weight of a shape got its gradient. experts: experts among which a router chose, 0 for none.
     dtypes: of the inputs of GEMMs, which autocast calls once more with its own.
@@ -374,6 +538,10 @@ class ForwardOps:
     losses: Counter[int]
     norms: Counter[str]
     norm_widths: Counter[int]
+    head_norms: int
+    grouped: Counter[_Grouped]
+    routed: _Shape
+    loss_rows: int
     added_rows: Mapping[_Shape, int]
     gradients: Counter[_Shape]
     experts: int
@@ -411,7 +579,7 @@ _LOSSES = ("aten::cross_entropy_loss", "aten::log_softmax", "aten::_log_softmax"
 _NORMS = ("aten::layer_norm", "aten::rms_norm", "aten::rsqrt")
 _OUTERMOST = (
     *_GEMMS, *_BATCHED, _FUSED_ATTENTION, *_FLASH_ATTENTION, *_LOSSES, *_NORMS, "aten::embedding",
-    "aten::add", "aten::topk",
+    "aten::add", "aten::topk", "aten::_grouped_mm",
 )  # fmt: skip
 _BACKWARD = "autograd::engine::evaluate_function"
 _GRADIENT = "torch::autograd::AccumulateGrad"
@@ -489,7 +657,8 @@ class _OpCounter:
         self.embeddings, self.gemms = Counter[Embedding](), Counter[LinearShape]()
         self.attentions, self.losses = Counter[Attention](), Counter[int]()
         self.scores = Counter[Attention]()
-        self.norms, self.norm_widths = Counter[str](), Counter[int]()
+        self.norms, self.norm_widths, self.head_norms = Counter[str](), Counter[int](), 0
+        self.grouped, self.loss_rows = Counter[_Grouped](), 0
         self.added_rows: dict[_Shape, int] = {}
         self.routed: _Shape = ()
 
@@ -511,33 +680,39 @@ class _OpCounter:
                 self._count_scores(second, third)
             case "aten::layer_norm" | "aten::rms_norm" | "aten::rsqrt":
                 self._count_norm(name, shapes)
-            case "aten::add" if len(first) == 3 and second in (first[1:], (1, *first[1:])):
+            case "aten::add" if len(first) == 3 and first != second in (first[1:], (1, *first[1:])):
                 self.added_rows[first] = first[1]
             case "aten::topk" if len(first) == 2:
                 self.routed = first
+            case "aten::_grouped_mm" if len(first) == 2 and len(second) == 3:
+                self.grouped[first[0], *second] += 1
             case _:
-                self._count_named(name, first, second)
+                self._count_named(name, first, second, third)
 
-    def _count_named(self, name: str, first: _Shape, second: _Shape) -> None:
+    def _count_named(self, name: str, first: _Shape, second: _Shape, third: _Shape) -> None:
+        value_size = max(third[3:4], default=0) or max(first[3:4], default=0)
         if name in _LOSSES and len(first) >= 2:
             self.losses[first[-1]] += 1
+            self.loss_rows = max(self.loss_rows, prod(first[:-1]))
         elif name == _FUSED_ATTENTION and len(first) == len(second) == 4:
             batch, heads, seq_len, size = first
-            self.attentions[Attention(batch, heads, second[1], seq_len, size)] += 1
+            self.attentions[Attention(batch, heads, second[1], seq_len, size, value_size)] += 1
         elif name in _FLASH_ATTENTION and len(first) == len(second) == 4:
             batch, seq_len, heads, size = first
-            self.attentions[Attention(batch, heads, second[2], seq_len, size)] += 1
+            self.attentions[Attention(batch, heads, second[2], seq_len, size, value_size)] += 1
 
     def _count_norm(self, name: str, shapes: Sequence[_Shape]) -> None:
         shift = name == "aten::layer_norm" and any(shapes[3:4])
         self.norms["layer" if shift else "rms"] += 1
+        self.head_norms += bool(shapes) and len(shapes[0]) == 4
         if name != "aten::rsqrt" and shapes and shapes[0]:
             self.norm_widths[shapes[0][-1]] += 1
 
     def _count_scores(self, query: _Shape, key: _Shape) -> None:
         """Queries by keys: (sequences x heads, seq_len, head size) by its transpose."""
         if len(query) == len(key) == 3 and query[1:] == key[:0:-1] and query[1] != query[2]:
-            self.scores[Attention(0, query[0], query[0], query[1], query[2])] += 1
+            size = query[2]
+            self.scores[Attention(0, query[0], query[0], query[1], size, size)] += 1
 
     def build(self, gradients: Counter[_Shape], dtypes: Counter[str]) -> ForwardOps:
         return ForwardOps(
@@ -547,6 +722,10 @@ class _OpCounter:
             self.losses,
             self.norms,
             self.norm_widths,
+            self.head_norms,
+            self.grouped,
+            self.routed,
+            self.loss_rows,
             self.added_rows,
             gradients,
             self._find_experts(),
@@ -560,9 +739,9 @@ class _OpCounter:
             return Counter()
         return Counter(
             {
-                Attention(
-                    sequences, one.heads // sequences, one.heads // sequences, one.seq_len,
-                    one.head_size,
+                replace(
+                    one, batch=sequences, heads=one.heads // sequences,
+                    kv_heads=one.heads // sequences,
                 ): count
                 for one, count in self.scores.items()
                 if one.heads % sequences == 0

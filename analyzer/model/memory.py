@@ -132,6 +132,7 @@ def _build_stage_memory(
         activations_bytes=round(moment.activations_bytes * calibration.activations),
         transient_bytes=moment.transient_bytes,
         other_bytes=_get_workspace_bytes(job) + calibration.constant_bytes,
+        missing_gradients_bytes=moment.missing_gradients_bytes,
         formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )
 

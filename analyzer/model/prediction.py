@@ -34,7 +34,7 @@ class StageMemory:
     Args:
         stage: pipeline coordinate, from 0.
         weights_bytes: weights.
-        gradients_bytes: gradients.
+        gradients_bytes: gradients that exist at the peak.
         optimizer_bytes: optimizer states, with the fp32 copy of 16-bit weights.
         activations_bytes: saved activations at the peak.
         transient_bytes: gathered weights, logits and working memory at the peak.
@@ -42,6 +42,7 @@ class StageMemory:
         total_bytes_low: lower end of the error band of total_bytes, default None; None when it was
             not estimated, as in a prediction that an earlier version wrote.
         total_bytes_high: upper end of the band, likewise.
+        missing_gradients_bytes: gradients that the backward computes after the peak, default 0.
         formulas: the formulas used, default (); empty when the prediction was read from a file,
             which keeps them in Prediction.formulas.
 
@@ -59,6 +60,7 @@ class StageMemory:
     other_bytes: int
     total_bytes_low: int | None = None
     total_bytes_high: int | None = None
+    missing_gradients_bytes: int = 0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -192,8 +194,13 @@ _FORMULAS = "formulas"
 
 _MEMORY_BAND_KEYS = ("total_bytes_low", "total_bytes_high")
 
+_MISSING = "missing_gradients_bytes"
+"""A field that predictions of earlier versions lack."""
+
 _MEMORY_KEYS = tuple(
-    each.name for each in fields(StageMemory) if each.name not in (_FORMULAS, *_MEMORY_BAND_KEYS)
+    each.name
+    for each in fields(StageMemory)
+    if each.name not in (_FORMULAS, _MISSING, *_MEMORY_BAND_KEYS)
 )
 
 _MESSAGE_KEYS = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
@@ -266,7 +273,8 @@ def _build_split_row(split: Split) -> dict[str, int]:
 def _build_memory_row(row: StageMemory) -> dict[str, int | None]:
     parts = {name: getattr(row, name) for name in _MEMORY_KEYS}
     band = {name: getattr(row, name) for name in _MEMORY_BAND_KEYS}
-    return parts | {"total_bytes": row.total_bytes} | band
+    sums = {"total_bytes": row.total_bytes, **band}
+    return parts | sums | {_MISSING: row.missing_gradients_bytes}
 
 
 def _build_communication_row(row: Communication) -> dict[str, Any]:
@@ -310,6 +318,7 @@ def _parse_memory(row: Mapping[str, Any]) -> StageMemory:
     values: dict[str, Any] = {name: _read_int(row, name) for name in _MEMORY_KEYS}
     for name in _MEMORY_BAND_KEYS:
         values[name] = None if row.get(name) is None else _read_int(row, name)
+    values[_MISSING] = _read_int(row, _MISSING) if _MISSING in row else 0
     memory = StageMemory(**values)
     _check_sum(row, "total_bytes", memory.total_bytes)
     return memory

@@ -13,6 +13,7 @@ from splitting import recording_of, split_of
 
 from stepsplit.analyzer import analyze, predict, read_job
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape
+from stepsplit.analyzer.model.config import LatentAttention
 from stepsplit.collectors import Mesh, RunSpec
 from stepsplit.dashboard import cli
 
@@ -54,8 +55,8 @@ LLAMA_LAYER = (
 LLAMA = (embed(VOCAB), *LLAMA_LAYER * 2, SCALED, linear(16, VOCAB), LOSS)
 KNOWN = ModelShape(
     layers=3, hidden=16, heads=4, kv_heads=4, ffn=64, gated=False, vocab=VOCAB, tied=True,
-    learned_positions=9, norm="layer", biases=True, seq_len=TOKENS, micro_batch=BATCH,
-    microbatches=1, dtype="fp32",
+    learned_positions=9, norm="layer", biases=True, qkv_biases=False, qk_norm=False,
+    seq_len=TOKENS, micro_batch=BATCH, microbatches=1, dtype="fp32",
 )  # fmt: skip
 OF_LLAMA = replace(
     KNOWN, layers=2, kv_heads=2, ffn=44, gated=True, tied=False, learned_positions=0, norm="rms",
@@ -127,7 +128,7 @@ def test_heads_of_their_own_size(tmp_path: Path) -> None:
             linear(30, 16), *GPT_END)  # fmt: skip
     write(tmp_path, wide)
     assert infer(tmp_path) == replace(
-        KNOWN, layers=1, heads=3, kv_heads=3, head_size=8, ffn=30, biases=False
+        KNOWN, layers=1, heads=3, kv_heads=3, head_size=8, ffn=30, biases=False, qk_norm=None
     )
 
 
@@ -135,6 +136,74 @@ def test_a_weight_added_to_the_embedding_is_a_learned_position(tmp_path: Path) -
     added = ("aten::add", [[BATCH, TOKENS, HIDDEN], [TOKENS, HIDDEN], []])
     write(tmp_path, (embed(VOCAB), added, *GPT_LAYER * 3, *GPT_END))
     assert infer(tmp_path) == replace(KNOWN, learned_positions=TOKENS)
+
+
+def test_a_residual_of_one_sequence_is_no_position(tmp_path: Path) -> None:
+    """It has the shape of a weight for each position of the sequence."""
+    residual: Op = ("aten::add", [[1, TOKENS, HIDDEN], [1, TOKENS, HIDDEN], []])
+    one = (embed(VOCAB, (1, TOKENS)), *(*LLAMA_LAYER, residual) * 2, *LLAMA[-3:])
+    write(tmp_path, one, UNTIED)
+    assert infer(tmp_path) == replace(OF_LLAMA, micro_batch=1)
+    write(tmp_path, one, (*UNTIED, (1, 9, HIDDEN)))
+    assert infer(tmp_path) == replace(OF_LLAMA, micro_batch=1, learned_positions=9)
+
+
+def test_positions_may_be_looked_up_for_each_sequence_as_token_types_are(tmp_path: Path) -> None:
+    tables = (embed(VOCAB), embed(9, (BATCH, TOKENS)), embed(2, (BATCH, TOKENS)))
+    write(tmp_path, (*tables, *GPT_LAYER * 3, *GPT_END))
+    assert infer(tmp_path) == KNOWN
+
+
+def test_projections_with_biases_and_norms_of_heads(tmp_path: Path) -> None:
+    """As Qwen2 and Qwen3 have them."""
+    biased = tuple((name, [*dims[:2], [1]]) if name == "aten::linear" else (name, dims)
+                   for name, dims in LLAMA_LAYER[1:4])  # fmt: skip
+    of_heads: Op = ("aten::rsqrt", [[BATCH, TOKENS, 4, 1]])
+    layer = (SCALED, *biased, of_heads, of_heads, *LLAMA_LAYER[4:])
+    write(tmp_path, (embed(VOCAB), *layer * 2, *LLAMA[-3:]), UNTIED)
+    assert infer(tmp_path) == replace(OF_LLAMA, qkv_biases=True, qk_norm=True)
+
+
+def grouped(inputs: int, outputs: int, experts: int = 8, top_k: int = 2) -> Op:
+    return ("aten::_grouped_mm", [[top_k * ONE_PASS, inputs], [experts, inputs, outputs]])
+
+
+ROUTER = (linear(16, 8), ("aten::topk", [[ONE_PASS, 8]]))
+
+
+def test_experts_in_grouped_gemms(tmp_path: Path) -> None:
+    """Mixtral's layers in transformers, gate and up in one weight."""
+    layer = (*LLAMA_LAYER[:7], *ROUTER, grouped(16, 2 * 12), grouped(12, 16))
+    write(tmp_path, (embed(VOCAB), *layer * 2, *LLAMA[-3:]), UNTIED)
+    assert infer(tmp_path) == replace(
+        OF_LLAMA, ffn=12, experts=8, top_k=2, expert_ffn=12, shared_ffn=0, dense_layers=0
+    )
+
+
+def test_latent_attention_with_shared_experts_behind_a_dense_layer(tmp_path: Path) -> None:
+    """DeepSeek-V3's layers, gate and up of the experts apart; queries are compressed to 7."""
+    keys = [BATCH, 4, TOKENS, 6]
+    attention = (
+        SCALED, linear(16, 7), linear(7, 24), linear(16, 5), linear(3, 28),
+        ("aten::scaled_dot_product_attention", [keys, keys, [BATCH, 4, TOKENS, 3]]),
+        linear(12, 16), SCALED,
+    )  # fmt: skip
+    dense = (*attention, linear(16, 44), linear(16, 44), linear(44, 16))
+    shared = (linear(16, 10), linear(16, 10), linear(10, 16))
+    mixture = (*attention, *ROUTER, grouped(16, 9), grouped(16, 9), grouped(9, 16), *shared)
+    write(tmp_path, (embed(VOCAB), *dense, *mixture * 2, *LLAMA[-3:]), UNTIED)
+    assert infer(tmp_path) == replace(
+        OF_LLAMA, layers=3, kv_heads=4, experts=8, top_k=2, expert_ffn=9, shared_ffn=10,
+        dense_layers=1, latent=LatentAttention(query_rank=7, kv_rank=3, nope=4, rope=2, value=3),
+    )  # fmt: skip
+
+
+def test_the_classes_of_images_are_no_vocabulary(tmp_path: Path) -> None:
+    classes = ("aten::cross_entropy_loss", [[BATCH, VOCAB], [BATCH]])
+    write(tmp_path, (*GPT_LAYER * 3, SHIFTED, linear(16, VOCAB, VOCAB), classes))
+    assert infer(tmp_path, Mesh.of({})) == replace(
+        KNOWN, vocab=None, tied=None, learned_positions=None, qk_norm=None
+    )
 
 
 def test_attention_of_separate_products(tmp_path: Path) -> None:
@@ -148,7 +217,7 @@ def test_attention_of_separate_products(tmp_path: Path) -> None:
         ("aten::addmm", [[64], [ONE_PASS, 16], [16, 64]]),
         ("aten::addmm", [[16], [ONE_PASS, 64], [64, 16]]),
     )
-    write(tmp_path, (*GPT_BEGIN, *layer * 3, *GPT_END))
+    write(tmp_path, (*GPT_BEGIN, *(SHIFTED, *layer) * 3, *GPT_END))
     assert infer(tmp_path) == KNOWN
 
 
@@ -157,7 +226,7 @@ def test_the_stages_of_a_pipeline_add_up(tmp_path: Path) -> None:
     write(tmp_path, (*GPT_BEGIN, *GPT_LAYER * 2), ranks=2, passes=3)
     write(tmp_path, (*GPT_LAYER, *GPT_END), rank=1, ranks=2, passes=3)
     found = infer(tmp_path, Mesh.of({"pp": 2}))
-    assert found == replace(KNOWN, microbatches=3, tied=None)
+    assert found == replace(KNOWN, microbatches=3, tied=None, qk_norm=None)
 
 
 def test_a_stage_that_was_not_recorded_leaves_the_layers_unknown(tmp_path: Path) -> None:
@@ -177,7 +246,7 @@ def test_shards_of_tensor_parallelism_are_put_together(tmp_path: Path) -> None:
         forward = (embed(20), embed(9, (TOKENS,)), *layer * 3, *ends[0], ends[1])
         write(tmp_path, forward, rank=rank, ranks=2)
     mesh = Mesh.of({"tp": 2})
-    some_biases = replace(KNOWN, biases=None, tied=None)
+    some_biases = replace(KNOWN, biases=None, qkv_biases=None, tied=None)
     assert infer(tmp_path, mesh, split_vocab=True) == some_biases
     assert infer(tmp_path, mesh, split_vocab=False) == replace(some_biases, vocab=20)
     assert infer(tmp_path, mesh) == replace(some_biases, vocab=None)
@@ -206,7 +275,8 @@ def test_other_layers_than_of_a_transformer_are_not_guessed(tmp_path: Path) -> N
     """A third GEMM between the widths of the MLP: attention is known, the MLP is not."""
     layer = (*GPT_LAYER, linear(64, 64))
     write(tmp_path, (*GPT_BEGIN, *layer * 3, *GPT_END))
-    assert infer(tmp_path) == replace(KNOWN, ffn=None, gated=None, biases=None)
+    unknown = replace(KNOWN, ffn=None, gated=None, biases=None, qkv_biases=None)
+    assert infer(tmp_path) == unknown
 
 
 def test_a_router_counts_the_experts(tmp_path: Path) -> None:
@@ -236,6 +306,7 @@ def test_analyze_writes_a_job_that_it_then_compares_with(
     assert written["model"] == {
         "layers": 3, "hidden": 16, "heads": 4, "kv_heads": 4, "ffn": 64, "gated": False,
         "vocab": 40, "tied": True, "learned_positions": 9, "norm": "layer", "biases": True,
+        "qkv_biases": False, "qk_norm": False,
     }  # fmt: skip
     assert written["training"] == {
         "seq_len": 6, "micro_batch": 2, "microbatches": 1, "dtype": "fp32", "framework": "fsdp2"

@@ -85,7 +85,7 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     vocab = parallel.values.get("split_vocab")
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
-    model = infer_model(spec, shape)
+    model = infer_model(spec, shape, _infer_activation(split))
     root_unit = {"root_unit": _infer_root_unit(split, model.values)} | dict(parallel.values)
     return (
         model,
@@ -268,10 +268,23 @@ def _count_ranks_per_node(split: RunSplit) -> int | None:
 # The [model] table of a recording.
 
 
-def infer_model(spec: RunSpec | None, shape: ModelShape = NO_SHAPE) -> TomlTable:
-    """The model in run.json, completed by the shapes of the ops."""
+def infer_model(
+    spec: RunSpec | None, shape: ModelShape = NO_SHAPE, activation: str | None = None
+) -> TomlTable:
+    """The model in run.json, completed by the shapes of the ops and the activation function."""
     recorded = select_known(spec.model if spec else None, MODEL_KEYS)
-    return build_table("model", select_known(shape, MODEL_KEYS) | _drop_unknown(recorded))
+    inferred = {**select_known(shape, MODEL_KEYS), "activation": activation}
+    return build_table("model", inferred | _drop_unknown(recorded))
+
+
+def _infer_activation(split: RunSplit) -> str | None:
+    """The activation function by its ops, where it is not the default one."""
+    names = _collect_names(split)
+    if "aten::gelu" in names or "aten::silu" in names:
+        return None
+    if "aten::relu" in names:
+        return "relu"
+    return "gelu_new" if {"aten::pow", "aten::tanh"} <= names else None
 
 
 def _drop_unknown(values: Mapping[str, object]) -> dict[str, object]:

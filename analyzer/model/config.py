@@ -35,6 +35,8 @@ AsDecimal = Annotated[int, NumberLimits(1, MAX_NUMBER, "")]
 
 Norm = Literal["rms", "layer"]
 
+Activation = Literal["gelu", "gelu_new", "relu"]
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -95,6 +97,8 @@ class ModelConfig:
         qk_norm: Whether each head's queries and keys have a norm (Qwen3). Default False.
         parallel_block: Whether attention and MLP read the same input and their outputs are summed
             (GPT-J, GPT-NeoX, PaLM, Falcon). Default False.
+        activation: Activation function of an MLP that is not gated: "gelu" (default), "relu", or
+            "gelu_new", GPT-2's in transformers, which runs as single operations.
 
     Examples:
         >>> model = ModelConfig(
@@ -123,6 +127,7 @@ class ModelConfig:
     mtp_layers: Natural = 0
     qk_norm: bool = False
     parallel_block: bool = False
+    activation: Activation = "gelu"
 
     @property
     def expert_layers(self) -> int:

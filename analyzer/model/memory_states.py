@@ -400,7 +400,25 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
         training.recompute_parts,
         is_latent,
     )
-    return saved if training.unfused is None else _replace_unfused(job, saved)
+    saved = saved if training.unfused is None else _replace_unfused(job, saved)
+    if job.model.gated or training.framework not in AUTOCAST_FRAMEWORKS:
+        return saved
+    return replace(saved, mlp_first=_count_activation_bytes(job, saved.mlp_first))
+
+
+GELU_NEW = (14.0, 8.0)
+"""What the single operations of transformers' gelu_new save per element, besides the result: under
+autocast, which computes the power in 32 bits, and otherwise."""
+
+
+def _count_activation_bytes(job: JobConfig, input_bytes: float) -> float:
+    """What the activation function of an MLP that is not gated saves per element, besides its
+    result: its input, or nothing, as ReLU's backward reads the result."""
+    if job.model.activation == "relu":
+        return 0.0
+    if job.model.activation == "gelu_new" and not job.training.compile:
+        return GELU_NEW[0] if is_autocast(job) else GELU_NEW[1]
+    return input_bytes
 
 
 def _replace_unfused(job: JobConfig, saved: SavedBytes) -> SavedBytes:
@@ -422,13 +440,15 @@ def _replace_unfused(job: JobConfig, saved: SavedBytes) -> SavedBytes:
 
 def _find_variant(job: JobConfig) -> str:
     """The table of what differs from the framework's saved bytes (VARIANTS)."""
+    is_cast = is_autocast(job)
     if job.model.norm == "layer":
-        return "layer_norm"
+        is_half = job.training.framework in AUTOCAST_FRAMEWORKS and not is_cast
+        return "half_layer_norm" if is_half else "layer_norm"
     if job.training.framework not in AUTOCAST_FRAMEWORKS:
         return "" if job.training.compile else "eager"
     if job.training.compile:
-        return "compiled" if is_autocast(job) else "half_compiled"
-    return "" if is_autocast(job) else "half"
+        return "compiled" if is_cast else "half_compiled"
+    return "" if is_cast else "single" if job.training.activation_bytes == 4 else "half"
 
 
 @lru_cache(maxsize=128)
@@ -618,7 +638,9 @@ class SavedBytes:
     fp8_inputs: bool
 
 
-VARIANTS = ("layer_norm", "eager", "half", "compiled", "half_compiled")
+VARIANTS = (
+    "layer_norm", "half_layer_norm", "eager", "half", "single", "compiled", "half_compiled",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,14 @@ TOKENS = 1536
 DENSE = replace(TINY, hidden=384, heads=6, kv_heads=2, head_size=64, ffn=640, gated=True, vocab=100)
 NORMED = replace(DENSE, qk_norm=True)
 ROUTED = replace(DENSE, experts=Experts(8, 2, 768))
-MODELS = {"llama": DENSE, "qwen3": NORMED, "mixtral": ROUTED}
+PLAIN = replace(
+    TINY, hidden=384, heads=6, kv_heads=6, head_size=64, ffn=640, vocab=100, norm="layer",
+    positions=4096,
+)  # fmt: skip
+MODELS = {
+    "llama": DENSE, "qwen3": NORMED, "mixtral": ROUTED,
+    "gpt2": replace(PLAIN, activation="gelu_new"), "opt": replace(PLAIN, activation="relu"),
+}  # fmt: skip
 CONFIGS = {
     "llama": transformers.LlamaConfig,
     "qwen3": transformers.Qwen3Config,
@@ -101,9 +108,22 @@ def count_bytes(tensor: Any) -> int:
     return count * int(tensor.element_size())
 
 
-def count_model(name: str, layers: int, is_half: bool) -> Layer:
-    """Bytes of all layers and what is outside of them, per token."""
+def build_transformer(name: str, layers: int) -> Any:
     shape, torch_shape = MODELS[name], {}
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=shape.hidden, n_inner=shape.ffn, n_layer=layers, n_head=shape.heads,
+            vocab_size=shape.vocab, n_positions=4096, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0, use_cache=False,
+        )  # fmt: skip
+        return build_of(config)
+    if name == "opt":
+        config = transformers.OPTConfig(
+            hidden_size=shape.hidden, ffn_dim=shape.ffn, num_hidden_layers=layers, dropout=0,
+            num_attention_heads=shape.heads, word_embed_proj_dim=shape.hidden,
+            vocab_size=shape.vocab, max_position_embeddings=4096, use_cache=False,
+        )  # fmt: skip
+        return build_of(config)
     if shape.experts is not None:
         torch_shape = {"num_local_experts": shape.experts.count,
                        "num_experts_per_tok": shape.experts.top_k}  # fmt: skip
@@ -113,10 +133,20 @@ def count_model(name: str, layers: int, is_half: bool) -> Layer:
         intermediate_size=shape.experts.ffn if shape.experts else shape.ffn, use_cache=False,
         max_position_embeddings=4096, **torch_shape,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model = model.to(torch.bfloat16 if is_half else torch.float32).train()
+    return build_of(config)
+
+
+def build_of(config: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def count_model(name: str, layers: int, precision: str) -> Layer:
+    """Bytes of all layers and what is outside of them, per token."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = build_transformer(name, layers).to(dtype).train()
     ids = torch.randint(0, 100, (1, TOKENS))
-    return count_step(model, ids, nullcontext() if is_half else torch.autocast("cpu"))
+    is_cast = precision == "autocast"
+    return count_step(model, ids, torch.autocast("cpu") if is_cast else nullcontext())
 
 
 def count_step(model: Any, ids: Any, precision: AbstractContextManager[Any]) -> Layer:
@@ -140,25 +170,35 @@ def count_step(model: Any, ids: Any, precision: AbstractContextManager[Any]) -> 
     return Layer(kept / TOKENS, forward.moved / TOKENS, backward.moved / TOKENS)
 
 
-def count_layer(name: str, is_half: bool) -> Layer:
+def count_layer(name: str, precision: str) -> Layer:
     """Bytes of a layer: of a model with three over one with two."""
-    two, three = (count_model(name, layers, is_half) for layers in (2, 3))
+    two, three = (count_model(name, layers, precision) for layers in (2, 3))
     return Layer(
         three.saved - two.saved, three.forward - two.forward, three.backward - two.backward
     )
 
 
-def build(name: str, is_half: bool) -> JobConfig:
+def build(name: str, precision: str) -> JobConfig:
     return job(
-        MODELS[name], framework="huggingface", seq_len=TOKENS, master_weights=not is_half
+        MODELS[name], framework="huggingface", seq_len=TOKENS, master_weights=precision != "bf16",
+        dtype="fp32" if precision == "fp32" else "bf16",
+        activation_dtype="fp32" if precision == "fp32" else "bf16",
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("is_half", [False, True], ids=["autocast", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_layer_saves_and_moves_what_torch_does(name: str, is_half: bool) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "opt"])
+def test_a_layer_without_autocast_saves_what_torch_does(name: str, precision: str) -> None:
+    one, found = build(name, precision), count_layer(name, precision)
+    saved_bytes = compute_layers_by_kind(one).dense.total_bytes
+    assert saved_bytes / TOKENS == pytest.approx(found.saved, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["autocast", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_layer_saves_and_moves_what_torch_does(name: str, precision: str) -> None:
     """The constants are whole numbers of bytes; what they leave out is less than 2 %."""
-    one, found = build(name, is_half), count_layer(name, is_half)
+    one, found = build(name, precision), count_layer(name, precision)
     layers, experts = compute_layers_by_kind(one), one.model.experts
     layer = layers.expert or layers.dense
     assert layer.total_bytes / TOKENS == pytest.approx(found.saved, rel=0.01)

@@ -257,7 +257,11 @@ def compute_stage_activations(
     count, chunks = max(1, stage.layers), len(stage.chunks)
     all_layers_bytes = _sum_layer_bytes(stage, layers)
     if job.training.recompute in ("none", "selective"):
-        return StageActivations(all_layers_bytes // chunks, 0, layers.dense.formula)
+        rerun_bytes = max(
+            layers.dense.rerun if stage.dense_layers else 0,
+            layers.expert.rerun if layers.expert and stage.expert_layers else 0,
+        )
+        return StageActivations(all_layers_bytes // chunks, rerun_bytes, layers.dense.formula)
     rerun = count_rerun_layers(job, count / chunks)
     saved_inputs = count_saved_inputs(job, rerun, all_layers_bytes / count)
     group = math.ceil(rerun / saved_inputs)
@@ -327,7 +331,7 @@ class LayerActivations:
 
     heads: queries, keys and values (with MLA also their compressed forms); attention: the output of
     attention and its log-sum-exp or scores; routed: the tokens' activations in the experts, and the
-    router.
+    router. rerun: what is not kept but made again for the layer's backward.
     """
 
     norms: int
@@ -336,6 +340,7 @@ class LayerActivations:
     masks: int
     mlp: int
     routed: int
+    rerun: int = 0
     formula: Formula = field(default=LAYER_ACTIVATIONS, compare=False, repr=False)
 
     @property
@@ -353,6 +358,20 @@ class LayersByKind:
 
 def compute_layers_by_kind(job: JobConfig) -> LayersByKind:
     """Saved activations of one layer of each kind."""
+    layers = _compute_kept(job)
+    training = job.training
+    if training.recompute != "selective" and not training.recompute_parts:
+        return layers
+    training = replace(training, recompute="none", recompute_parts=frozenset())
+    whole = _compute_kept(replace(job, training=training))
+    dense = replace(layers.dense, rerun=whole.dense.total_bytes - layers.dense.total_bytes)
+    if layers.expert is None or whole.expert is None:
+        return LayersByKind(dense, None)
+    rerun_bytes = whole.expert.total_bytes - layers.expert.total_bytes
+    return LayersByKind(dense, replace(layers.expert, rerun=rerun_bytes))
+
+
+def _compute_kept(job: JobConfig) -> LayersByKind:
     expert = compute_layer_activations(job, expert=True) if job.model.experts is not None else None
     return LayersByKind(compute_layer_activations(job), expert)
 
@@ -416,7 +435,7 @@ def _count_activation_bytes(job: JobConfig, input_bytes: float) -> float:
     result: its input, or nothing, as ReLU's backward reads the result."""
     if job.model.activation == "relu":
         return 0.0
-    if job.model.activation == "gelu_new" and not job.training.compile:
+    if job.model.activation == "gelu_new" and job.runs_transformers and not job.training.compile:
         return GELU_NEW[0] if is_autocast(job) else GELU_NEW[1]
     return input_bytes
 

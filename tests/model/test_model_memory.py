@@ -65,6 +65,20 @@ def test_the_first_stage_has_two_microbatches_in_flight_and_the_last_the_logits(
     )
 
 
+def test_the_scores_of_one_layer_exist_again_in_its_backward() -> None:
+    kept, rerun = (
+        next(
+            one
+            for one in list_moments(job(recompute=recompute, flash_attention=False))
+            if one.name == "backward"
+        )
+        for recompute in ("none", "selective")
+    )
+    scores_bytes = (kept.activations_bytes - rerun.activations_bytes) // 4
+    assert scores_bytes > 0
+    assert rerun.transient_bytes == kept.transient_bytes + scores_bytes
+
+
 def test_every_moment_that_can_be_the_peak() -> None:
     assert list_moments(job()) == (
         Moment("loss", 4 * 4352 + 16896, 1536 + 8448),

@@ -50,6 +50,11 @@ def read_identity(environment: Mapping[str, str] = os.environ) -> Identity:
     )
 
 
+def count_restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun has started the ranks of the job again."""
+    return _read_number(environment, ("TORCHELASTIC_RESTART_COUNT",), 0)
+
+
 def read_job_name(environment: Mapping[str, str] = os.environ) -> str:
     """A name that all ranks of the job share and other jobs do not have."""
     parts = [environment[name] for name in _JOB if environment.get(name)]

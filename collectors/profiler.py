@@ -39,6 +39,7 @@ from stepsplit.collectors.job_info import (
     publish,
     read_job,
 )
+from stepsplit.collectors.launcher import count_restarts
 from stepsplit.collectors.log_to import RecordingLogger, SinkName, parse_sinks
 from stepsplit.collectors.memory import MemoryMeter
 from stepsplit.collectors.optimizers import ResumedSteps
@@ -184,6 +185,8 @@ class ActiveRecording:
     as a warning: no method raises or issues a collective, and only close() waits for other ranks.
 
     provisional: the files are written by close() only, not if discard() is called before.
+    keep_earlier: the rank's files in the folder are of an attempt before a restart, and stay until
+    a step is recorded.
     read_steps_before: the steps that a resumed job had done before, given those that have ended
     since; called once, before the first recorded step.
     """
@@ -193,6 +196,7 @@ class ActiveRecording:
         plan: RecordPlan,
         user_spec: UserSpec,
         provisional: bool = False,
+        keep_earlier: bool = False,
         read_steps_before: Callable[[int], int] | None = None,
     ) -> None:
         self._plan, self._first = plan, plan.first or 0
@@ -202,6 +206,7 @@ class ActiveRecording:
         self._files = RankFiles(self._folder, self.rank)
         self._run = RunFile(self._folder, plan.name, f"{plan.name}@{self._first}", user_spec)
         self._provisional, self._is_held = provisional, False
+        self._keep_earlier = keep_earlier
         self._in_use = False
         self._restarts = 0
         self._next_step = 0
@@ -262,6 +267,8 @@ class ActiveRecording:
             self._clock = HostClock(self._plan.name, self.rank, socket.gethostname())
         with warn_on_failure(self.rank, "its trace"):
             self._files.make_folder()
+            if not self._keep_earlier:
+                self._files.clear()
             self._groups = list_groups()
             ranks, groups = self._plan.ranks, self._groups
             self._detail = choose_detail(ranks, self.rank, self._world_size, groups)
@@ -301,7 +308,8 @@ class ActiveRecording:
             if self._is_held:
                 self._write_files()
             self._write_record()
-        if unfinished and not self._recorded and not failed and not self._files.has_trace():
+        has_earlier = self._keep_earlier and self._files.has_trace()
+        if unfinished and not self._recorded and not failed and not has_earlier:
             warn_lost(self.rank, f"its trace: {self._explain_empty_trace()}")
         with warn_on_failure(self.rank, RUN_FILE):
             self._run.write(0.0 if failed else LATE_RANKS_TIMEOUT_S)
@@ -374,7 +382,6 @@ class ActiveRecording:
         """Reads what is to be known from the first recorded step on; does nothing afterwards."""
         if self._meter is not None:
             return
-        # Not before: a job that ends earlier keeps what it recorded before a restart.
         self._files.clear()
         with warn_on_failure(self.rank, "the steps before its resumption"):
             self._steps_before = self._read_steps_before(step) if self._read_steps_before else 0
@@ -686,7 +693,10 @@ class ProfiledRun:
             return self
         user_spec = UserSpec(mesh, self._model, self._training)
         self._recording = ActiveRecording(
-            self._plan, user_spec, read_steps_before=self._resumed.read
+            self._plan,
+            user_spec,
+            keep_earlier=count_restarts() > 0,
+            read_steps_before=self._resumed.read,
         )
         self._recording.begin(0)
         rank, world_size, _ = read_job()

@@ -24,6 +24,7 @@ from stepsplit.collectors.job_info import (
     list_groups,
     read_job,
 )
+from stepsplit.collectors.launcher import count_restarts
 from stepsplit.collectors.optimizers import LocalTimes
 from stepsplit.collectors.pack import check_complete, drop, name_raw
 from stepsplit.collectors.rank_files import shorten_trace_name
@@ -107,9 +108,7 @@ class Sampler:
 
     def __init__(self, plan: WatchPlan, mesh: Mesh | None = None, steps_before: int = 0) -> None:
         notice_captures()
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        started = int(restarts) if restarts.isdecimal() else 0
-        self._plan = replace(plan, incarnation=plan.incarnation + started)
+        self._plan = replace(plan, incarnation=plan.incarnation + count_restarts())
         self._mesh, self._steps_before = mesh, steps_before
         self._folder = Path(plan.out)
         self.rank, self._world_size, _ = read_job()

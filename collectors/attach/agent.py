@@ -140,9 +140,13 @@ class Agent:
             from stepsplit.collectors.trace_window import can_detach
 
             if can_detach() and not RankFiles(Path(plan.out), rank).has_trace():
-                early = replace(plan, first=1, steps=steps, warmup=0)
-                read = self._counter.read_steps_before
-                self._early = ActiveRecording(early, UserSpec(), True, read)
+                self._early = ActiveRecording(
+                    replace(plan, first=1, steps=steps, warmup=0),
+                    UserSpec(),
+                    provisional=True,
+                    keep_earlier=True,
+                    read_steps_before=self._counter.read_steps_before,
+                )
                 self._early.begin(1)
 
     def _end_early_step(self, early: ActiveRecording, step: int) -> None:
@@ -164,6 +168,7 @@ class Agent:
                 self._recording = ActiveRecording(
                     plan,
                     state_mesh(plan.mesh),
+                    keep_earlier=True,
                     read_steps_before=self._counter.read_steps_before,
                 )
                 self._recording.begin(next_step, self._list_step_times(next_step))

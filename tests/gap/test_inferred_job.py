@@ -88,7 +88,7 @@ preset = "cpu"
     [
         ("nanogpt", "torch", GPT + TRAINING),
         ("autocast_nanogpt", "torch", GPT + TRAINING.replace("fp32", "bf16")),
-        ("gpt2", "transformers", GPT + TRAINING),
+        ("gpt2", "transformers", GPT + 'activation = "gelu_new"\n' + TRAINING),
         ("llama", "transformers", LLAMA + TRAINING),
     ],
 )

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,32 @@ def test_a_commit_that_is_not_there_is_an_error(
     monkeypatch.setenv("STEPSPLIT_CHANGED_SINCE", "nowhere")
     with pytest.raises(pytest.UsageError, match="no commit nowhere here"):
         read_change()
+
+
+@dataclass(eq=False)
+class Item:
+    """A test without marks."""
+
+    path: Path
+
+    def get_closest_marker(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("changed", [{"collectors/record.py"}, {"constraints-lowest.txt"}])
+def test_the_halves_are_all_files_or_all_run_if_the_versions_changed(
+    changed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPSPLIT_HALF", "1")
+    monkeypatch.delenv("STEPSPLIT_EVERY", raising=False)
+    monkeypatch.setattr(turns, "read_change", lambda: Change("abc", frozenset(changed)))
+    items = [Item(Path(f"test_{name}.py")) for name in "aabccd"]
+    halves = []
+    for turn in (0, 1):
+        monkeypatch.setattr(turns, "_find_turn", lambda turns, turn=turn: turn)
+        halves.append([one.path.stem[-1] for one in turns.select_in_turn(items)])
+    is_whole = changed == {"constraints-lowest.txt"}
+    assert halves == ([list("aabccd")] * 2 if is_whole else [list("aacc"), list("bd")])
 
 
 def test_a_path_concerns_what_lies_below_it() -> None:

@@ -86,10 +86,10 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
     model = infer_model(spec, shape, _infer_activation(split))
-    root_unit = {"root_unit": _infer_root_unit(split, model.values)} | dict(parallel.values)
+    by_sums = {"root_unit": _infer_root_unit(split, model.values)}
     return (
         model,
-        build_table("parallel", root_unit),
+        build_table("parallel", by_sums | dict(parallel.values)),
         infer_training(spec, split, shape),
         infer_hardware(spec, split),
     )

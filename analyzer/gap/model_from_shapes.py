@@ -331,9 +331,7 @@ def _infer_block(
         return None
     tp = mesh.size("tp") if mesh else 1
     layers = sum(ops.attentions.values())
-    gemms = Counter[_Gemm]()
-    for gemm, count in ops.gemms.items():
-        gemms[gemm.inputs, gemm.outputs] += count
+    gemms = ops.count_gemms()
     if vocab is not None:
         gemms[hidden, vocab] -= passes if ops.losses else 0
     layer = {gemm: count // layers for gemm, count in gemms.items() if count >= layers}
@@ -464,9 +462,7 @@ def _infer_experts(ops: ForwardOps, passes: int, hidden: int | None) -> _Mixture
 def _find_mlp(ops: ForwardOps, hidden: int, layers: int, gated: bool | None) -> int | None:
     """The width of an MLP that exactly so many layers have, in all passes together; 0 for none,
     None if there are several."""
-    gemms = Counter[_Gemm]()
-    for gemm, count in ops.gemms.items():
-        gemms[gemm.inputs, gemm.outputs] += count
+    gemms = ops.count_gemms()
     found = [
         ffn
         for (ffn, out), count in gemms.items()
@@ -556,6 +552,13 @@ class ForwardOps:
     def main_attention(self) -> Attention | None:
         """The most frequent attention."""
         return max(self.attentions, key=lambda one: self.attentions[one], default=None)
+
+    def count_gemms(self) -> Counter[_Gemm]:
+        """The linear layers by their widths, with and without biases."""
+        gemms = Counter[_Gemm]()
+        for gemm, count in self.gemms.items():
+            gemms[gemm.inputs, gemm.outputs] += count
+        return gemms
 
     def count_passes(self) -> int:
         """Forward passes of microbatches; 0 if the rank has neither embedding nor loss."""

@@ -85,7 +85,7 @@ def infer_tables(spec: RunSpec | None, split: RunSplit) -> tuple[TomlTable, ...]
     vocab = parallel.values.get("split_vocab")
     split_vocab = vocab if isinstance(vocab, bool) else None
     shape = infer_model_shape(split, find_mesh(spec, split), split_vocab)
-    model = infer_model(spec, shape, _infer_activation(split))
+    model = infer_model(spec, shape, _infer_activation(split) if shape.heads else None)
     by_sums = {"root_unit": _infer_root_unit(split, model.values)}
     return (
         model,

@@ -693,16 +693,15 @@ class _OpCounter:
                 self._count_named(name, first, second, third)
 
     def _count_named(self, name: str, first: _Shape, second: _Shape, third: _Shape) -> None:
-        value_size = max(third[3:4], default=0) or max(first[3:4], default=0)
         if name in _LOSSES and len(first) >= 2:
             self.losses[first[-1]] += 1
             self.loss_rows = max(self.loss_rows, prod(first[:-1]))
-        elif name == _FUSED_ATTENTION and len(first) == len(second) == 4:
-            batch, heads, seq_len, size = first
-            self.attentions[Attention(batch, heads, second[1], seq_len, size, value_size)] += 1
-        elif name in _FLASH_ATTENTION and len(first) == len(second) == 4:
-            batch, seq_len, heads, size = first
-            self.attentions[Attention(batch, heads, second[2], seq_len, size, value_size)] += 1
+        elif name in (_FUSED_ATTENTION, *_FLASH_ATTENTION) and len(first) == len(second) == 4:
+            heads, tokens = (1, 2) if name == _FUSED_ATTENTION else (2, 1)
+            value = third if len(third) == 4 else first
+            self.attentions[
+                Attention(first[0], first[heads], second[heads], first[tokens], first[3], value[3])
+            ] += 1
 
     def _count_norm(self, name: str, shapes: Sequence[_Shape]) -> None:
         shift = name == "aten::layer_norm" and any(shapes[3:4])

@@ -257,17 +257,15 @@ def compute_stage_activations(
     count, chunks = max(1, stage.layers), len(stage.chunks)
     all_layers_bytes = _sum_layer_bytes(stage, layers)
     if job.training.recompute in ("none", "selective"):
-        rerun_bytes = max(
-            layers.dense.rerun if stage.dense_layers else 0,
-            layers.expert.rerun if layers.expert and stage.expert_layers else 0,
-        )
+        rerun_bytes = max((0, *(one.rerun for one in _list_kinds(stage, layers))))
         return StageActivations(all_layers_bytes // chunks, rerun_bytes, layers.dense.formula)
     rerun = count_rerun_layers(job, count / chunks)
     saved_inputs = count_saved_inputs(job, rerun, all_layers_bytes / count)
     group = math.ceil(rerun / saved_inputs)
     if job.training.recompute == "every":
         group = math.ceil(min(rerun, job.training.recompute_every))
-    recompute_bytes = _find_largest_layer(stage, layers) * group
+    largest_bytes = max((one.total_bytes for one in _list_kinds(stage, layers)), default=0)
+    recompute_bytes = largest_bytes * group
     formula = FULL if job.training.recompute == "full" else EVERY
     whole_bytes = (count / chunks - rerun) * all_layers_bytes / count
     return StageActivations(
@@ -291,10 +289,10 @@ def _sum_layer_bytes(stage: StageConfig, layers: LayersByKind) -> int:
     return layers.dense.total_bytes * stage.dense_layers + experts
 
 
-def _find_largest_layer(stage: StageConfig, layers: LayersByKind) -> int:
-    dense = layers.dense.total_bytes if stage.dense_layers else 0
-    expert = layers.expert.total_bytes if layers.expert and stage.expert_layers else 0
-    return max(dense, expert)
+def _list_kinds(stage: StageConfig, layers: LayersByKind) -> list[LayerActivations]:
+    """The kinds of layers that the stage has."""
+    counts = ((layers.dense, stage.dense_layers), (layers.expert, stage.expert_layers))
+    return [one for one, count in counts if one is not None and count]
 
 
 # Saved activations of a layer, item by item.
@@ -358,22 +356,18 @@ class LayersByKind:
 
 def compute_layers_by_kind(job: JobConfig) -> LayersByKind:
     """Saved activations of one layer of each kind."""
-    layers = _compute_kept(job)
-    training = job.training
+    expert = _compute_layer(job, expert=True) if job.model.experts is not None else None
+    return LayersByKind(_compute_layer(job, expert=False), expert)
+
+
+def _compute_layer(job: JobConfig, expert: bool) -> LayerActivations:
+    """A layer with what recomputation of its parts makes again."""
+    kept, training = compute_layer_activations(job, expert), job.training
     if training.recompute != "selective" and not training.recompute_parts:
-        return layers
+        return kept
     training = replace(training, recompute="none", recompute_parts=frozenset())
-    whole = _compute_kept(replace(job, training=training))
-    dense = replace(layers.dense, rerun=whole.dense.total_bytes - layers.dense.total_bytes)
-    if layers.expert is None or whole.expert is None:
-        return LayersByKind(dense, None)
-    rerun_bytes = whole.expert.total_bytes - layers.expert.total_bytes
-    return LayersByKind(dense, replace(layers.expert, rerun=rerun_bytes))
-
-
-def _compute_kept(job: JobConfig) -> LayersByKind:
-    expert = compute_layer_activations(job, expert=True) if job.model.experts is not None else None
-    return LayersByKind(compute_layer_activations(job), expert)
+    whole = compute_layer_activations(replace(job, training=training), expert)
+    return replace(kept, rerun=whole.total_bytes - kept.total_bytes)
 
 
 def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActivations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -43,6 +43,7 @@ from stepsplit.analyzer.validation.published_runs import (
     REPORTS_TABLE,
     SCHEDULES,
     SIMUMAX_TABLE,
+    TABLES,
     TORCHTITAN_TABLE,
     build_nanotron,
     build_simumax,
@@ -51,7 +52,6 @@ from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
-    list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     Build,
@@ -88,8 +88,8 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     cases = list_cases(published)
     unseen = predict_unseen(cases.cases)
     bands = find_unseen_bands(unseen)
-    known = [case for case in list_step_time_cases(Published()) if case.table != REPORTS_TABLE]
-    baseline = build_baseline_rows(cases.cases, known)
+    fitted = [(table, build) for table, build in TABLES if table != REPORTS_TABLE]
+    baseline = build_baseline_rows(cases.cases, list_cases(Published(), fitted).cases)
     checks = []
     for family in get_args(Family):
         rows = [
@@ -604,14 +604,18 @@ def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
     framework take longer than predicted more often than not; from the prediction itself with low
     confidence, whose runs are off for reasons of their own. 0.25 is 25 % more, or 20 % less.
     """
-    groups: dict[tuple[RunKind, RunConfidence], list[UnseenRun]] = {}
+    alike: defaultdict[tuple[RunKind, RunConfidence], list[UnseenRun]] = defaultdict(list)
     for run in runs:
-        for kind in run.kind.list_wider():
-            groups.setdefault((kind, run.confidence), []).append(run)
+        alike[run.kind, run.confidence].append(run)
+    groups: defaultdict[tuple[RunKind, RunConfidence], list[UnseenRun]] = defaultdict(list)
+    for (kind, confidence), some in alike.items():
+        for wider in kind.list_wider():
+            groups[wider, confidence] += some
+    widest = {(kind.list_wider()[-1], confidence) for kind, confidence in alike}
+    middles = {each: _find_middle(groups[each]) for each in widest}
     bands = {}
     for (kind, confidence), group in groups.items():
-        alike = groups[kind.list_wider()[-1], confidence]
-        middle = 1.0 if confidence == "low" else _find_middle(alike)
+        middle = 1.0 if confidence == "low" else middles[kind.list_wider()[-1], confidence]
         distances = [math.expm1(abs(math.log(run.ratio / middle))) for run in group]
         sources = len({run.case.source for run in group})
         error = compute_conformal_error(distances)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -253,7 +253,10 @@ TORCHTITAN_TABLE = "torchtitan_throughput_memory"
 
 # All published runs with a step time.
 
-TABLES: tuple[tuple[str, Callable[[PublishedRow], tuple[Case, ...]]], ...] = (
+CaseTable = tuple[str, Callable[[PublishedRow], tuple[Case, ...]]]
+"""A table, and what builds the cases of one of its rows."""
+
+TABLES: tuple[CaseTable, ...] = (
     ("megatron_sc21_table1", build_sc21_table1),
     ("megatron_sc21_table2_zero3_vs_ptd", build_sc21_table2),
     ("korthikanti_table5_end_to_end", build_korthikanti),
@@ -277,16 +280,11 @@ class CaseList:
     left_out: tuple[str, ...]
 
 
-def list_step_time_cases(published: Published) -> tuple[Case, ...]:
-    """All cases of all families, in the order of the tables."""
-    return list_cases(published).cases
-
-
-def list_cases(published: Published) -> CaseList:
+def list_cases(published: Published, tables: Iterable[CaseTable] = TABLES) -> CaseList:
     """All cases, and the rows skipped for an unknown model, an invalid job or one without rates."""
     built: list[Case] = []
     left_out: list[str] = []
-    for table, build in TABLES:
+    for table, build in tables:
         for row in published.read_records(table):
             try:
                 cases = build(row)

@@ -29,11 +29,7 @@ from stepsplit.analyzer.model.config import Efficiency
 from stepsplit.analyzer.model.hardware_config import PRESETS, load_efficiency
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation.predictions import compute_bands, load_left_out, predict_unseen
-from stepsplit.analyzer.validation.published_runs import (
-    REPORTS_TABLE,
-    ZERO_FAMILY,
-    list_step_time_cases,
-)
+from stepsplit.analyzer.validation.published_runs import REPORTS_TABLE, ZERO_FAMILY, list_cases
 from stepsplit.analyzer.validation.tables import Case, Published
 
 FITTED: dict[str, tuple[str, ...]] = {
@@ -72,7 +68,7 @@ def list_fitted_cases(family: str, experts: bool = False) -> list[Case]:
     over many ranks is not modelled, and without the reports, on which nothing is fitted."""
     return [
         case
-        for case in list_step_time_cases(Published())
+        for case in list_cases(Published()).cases
         if case.job.hardware.family == family
         and case.source not in HELD_OUT
         and case.family != ZERO_FAMILY
@@ -213,7 +209,7 @@ def write_bands(path: Path) -> None:
         "# of measured over predicted steps, from which the errors count. Written by",
         "# tests/benchmarks/fit.py.",
     ]
-    bands = compute_bands(predict_unseen(list_step_time_cases(Published())))
+    bands = compute_bands(predict_unseen(list_cases(Published()).cases))
     for kind, confidence in sorted(
         bands, key=lambda each: (RUN_CONFIDENCES.index(each[1]), str(each[0]))
     ):

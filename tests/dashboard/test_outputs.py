@@ -21,6 +21,7 @@ from gate_builders import run as run_of
 
 from stepsplit.analyzer.regression.metrics import to_json
 from stepsplit.analyzer.report.tables import read_tables
+from stepsplit.analyzer.validation.tables import PUBLISHED
 from stepsplit.collectors.run_spec import replace_whole, write_whole
 from stepsplit.dashboard import cli
 
@@ -62,7 +63,7 @@ COMMANDS = {
     "hang --json": ["hang", str(SAMPLES / "dp4"), "--json"],
     "model --json": ["model", "job.toml", "--json"],
     "plan --json": ["plan", "job.toml", "--gpus", "2", "--json"],
-    "validate --json": ["validate", "--json"],
+    "validate --json": ["validate", "measured", "--json"],
     "what-if --json": ["what-if", SAMPLE, "--json"],
 }
 """Every option of every command that names a file to write, as the last word of its command."""
@@ -74,12 +75,15 @@ PLACES = ("device", "link to a device", "pipe", "link to a file", "file")
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with job.toml and a baseline of three runs, in which the command runs."""
+    """A folder with job.toml, a baseline of three runs and a table of measurements, in which the
+    command runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("stepsplit.dashboard.commands.doctor.read_environment", lambda: HEALTHY)
     Path("job.toml").write_text(JOB)
     runs = [run_of(f"run{i}", {"exposed_comm": 10 + i, "bubble": 5 + i}) for i in range(3)]
     Path("runs.json").write_bytes(to_json(runs))
+    Path("measured").mkdir()
+    shutil.copy(PUBLISHED / "zero_table1_model_states.csv", "measured")
 
 
 def null_device(path: Path) -> Path:

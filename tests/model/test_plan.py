@@ -275,7 +275,9 @@ def test_kept_settings_are_those_of_the_job() -> None:
     assert {each.choice.axes[:2] for each in shown} == {(4, 2)}
 
 
-@pytest.mark.parametrize("one", [MIDDLE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "one", [MIDDLE, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"]
+)
 @for_each(
     "stated",
     [

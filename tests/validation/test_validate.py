@@ -21,6 +21,7 @@ from stepsplit.analyzer.model.config import ParallelConfig
 from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.predictions import (
+    UnseenRun,
     build_baseline_rows,
     compute_bands,
     compute_conformal_error,
@@ -34,7 +35,6 @@ from stepsplit.analyzer.validation.published_runs import (
     list_cases,
     list_fitted_collectives,
     list_fitted_memory,
-    list_step_time_cases,
 )
 from stepsplit.analyzer.validation.tables import (
     IDS,
@@ -61,6 +61,11 @@ STATES = "ZeRO table 1, model states"
 @pytest.fixture(scope="module")
 def checks() -> tuple[Check, ...]:
     return validate()
+
+
+@pytest.fixture(scope="module")
+def unseen() -> tuple[UnseenRun, ...]:
+    return predict_unseen(list_cases(Published()).cases)
 
 
 def row(case: str, published: float, predicted: float, fitted: bool = False) -> ValidationRow:
@@ -108,7 +113,7 @@ def test_no_step_time_is_predicted_by_constants_that_know_its_publisher() -> Non
         (family, source) for family in list_families() for source in load_efficiency(family).rows
     }
     assert set(load_left_out()) == fitted
-    cases = list_step_time_cases(Published())
+    cases = list_cases(Published()).cases
     known = {
         (case.job.hardware.family, case.source) for case in cases if case.table != REPORTS_TABLE
     }
@@ -118,7 +123,7 @@ def test_no_step_time_is_predicted_by_constants_that_know_its_publisher() -> Non
 
 def test_no_constant_is_fitted_on_a_report() -> None:
     """Of the publishers of reports one has recipes too, whose constants are left out for both."""
-    cases = list_step_time_cases(Published())
+    cases = list_cases(Published()).cases
     reports = {case.source for case in cases if case.table == REPORTS_TABLE}
     assert len(reports) > 30
     fitted = {source for _, source in load_left_out()}
@@ -133,11 +138,10 @@ def test_the_bands_hold_what_they_say(checks: tuple[Check, ...]) -> None:
     assert 0.87 <= sum(one.inside for one in banded) / runs <= 0.93
 
 
-def test_the_bands_hold_at_each_confidence() -> None:
+def test_the_bands_hold_at_each_confidence(unseen: tuple[UnseenRun, ...]) -> None:
     """With low confidence by publisher: one has a third of the runs, experts over EFA."""
-    runs = predict_unseen(list_step_time_cases(Published()))
     inside: dict[str, dict[str, list[bool]]] = {each: {} for each in RUN_CONFIDENCES}
-    for run, band in zip(runs, find_unseen_bands(runs), strict=True):
+    for run, band in zip(unseen, find_unseen_bands(unseen), strict=True):
         of_source = inside[run.confidence].setdefault(run.case.source, [])
         of_source.append(run.is_inside(band))
     for confidence in ("high", "medium"):
@@ -147,8 +151,8 @@ def test_the_bands_hold_at_each_confidence() -> None:
     assert fmean(map(fmean, inside["low"].values())) > 0.87
 
 
-def test_the_shipped_bands_are_those_of_all_unseen_runs() -> None:
-    found = compute_bands(predict_unseen(list_step_time_cases(Published())))
+def test_the_shipped_bands_are_those_of_all_unseen_runs(unseen: tuple[UnseenRun, ...]) -> None:
+    found = compute_bands(unseen)
     shipped = load_error_bands()
     assert set(found) == set(shipped)
     for key, band in found.items():
@@ -428,6 +432,8 @@ def test_json_has_every_row(tmp_path: Path) -> None:
     }
 
 
-def test_the_own_tables_can_be_validated_from_anywhere(tmp_path: Path) -> None:
+def test_the_own_tables_can_be_validated_from_anywhere(
+    checks: tuple[Check, ...], tmp_path: Path
+) -> None:
     shutil.copytree(PUBLISHED, tmp_path / "copy")
-    assert [one.result for one in validate(tmp_path / "copy")] == [one.result for one in validate()]
+    assert [one.result for one in validate(tmp_path / "copy")] == [one.result for one in checks]

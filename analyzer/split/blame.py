@@ -506,8 +506,8 @@ def _follow_paths(
 # A cause counts only beyond its variation between steps.
 
 _SIGNIFICANCE = 3.0
-"""A rank is blamed if what it causes exceeds that of the median rank by this many standard
-errors."""
+"""A rank is blamed if what it causes, or its work, exceeds that of the median of its peers by this
+many standard errors."""
 
 _OUTLIER = 6.0
 """A rank is blamed in a step in which its work exceeds its median step by this many standard
@@ -518,8 +518,8 @@ def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
     """Which (rank, step, cause) are more than variation, shape (ranks, steps, CAUSES); all of them
     in a recording of one step.
 
-    A rank causes waits in all steps if their mean is significant: its standard error is that of the
-    rank's steps or, if larger, of all ranks. It causes waits in one step if its work there is an
+    A rank causes waits in all steps if their mean is significant, or that of its work: a step of
+    which the waits are not known has work too. It causes waits in one step if its work there is an
     outlier. Steps that a rank did not record say nothing about it.
     """
     per_step = charges.table.sum(axis=2)
@@ -527,15 +527,43 @@ def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
         return np.ones(per_step.shape, dtype=np.bool_)
     work = _sum_work(graph, charges)
     recorded: Bool = np.asarray(~np.isnan(work).all(axis=2))
-    steps = recorded.sum(axis=1)[:, np.newaxis]
-    known = recorded[:, :, np.newaxis]
-    mean = _divide(per_step.sum(axis=1, where=known), steps)
-    squares = ((per_step - mean[:, np.newaxis]) ** 2).sum(axis=1, where=known)
+    # A transfer is no work of one member more than of another.
+    own_work = np.array([cause != "transfer" for cause in CAUSES])
+    lasting = _exceeds_peers(per_step, recorded) | (_exceeds_peers(work, recorded) & own_work)
+    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded))
+
+
+def _exceeds_peers(amount: Float, recorded: Bool) -> Bool:
+    """Which (rank, cause) have a mean over steps significantly above the median rank of the others;
+    amount has shape (ranks, steps, CAUSES).
+
+    The standard error is that of the rank's steps or, if larger, of all ranks, with that of the
+    others.
+    """
+    known, steps = recorded[:, :, np.newaxis], recorded.sum(axis=1)[:, np.newaxis]
+    mean = _divide(amount.sum(axis=1, where=known), steps)
+    squares = ((amount - mean[:, np.newaxis]) ** 2).sum(axis=1, where=known)
     variance, several = _divide(squares, steps - 1), steps[:, 0] > 1
     usual = variance[several].mean(axis=0) if several.any() else np.zeros(len(CAUSES))
-    error = np.sqrt(_divide(np.maximum(variance, usual), steps))
-    lasting = mean - np.median(mean[steps[:, 0] > 0], axis=0) > _SIGNIFICANCE * error
-    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded))
+    ranks = np.flatnonzero(steps[:, 0] > 0)
+    others = usual / max(1, len(ranks) - 1)
+    error = np.sqrt(_divide(np.maximum(variance, usual) + others, steps))
+    above = np.zeros(mean.shape)
+    above[ranks] = mean[ranks] - _take_median_of_others(mean[ranks])
+    return np.asarray(above > _SIGNIFICANCE * error)
+
+
+def _take_median_of_others(values: Float) -> Float:
+    """For each row and column the median of the other rows; 0 without others."""
+    count = len(values) - 1
+    if count < 1:
+        return np.zeros(values.shape)
+    place = values.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
+    ordered = np.sort(values, axis=0)
+    column = np.arange(values.shape[1])
+    middle = [np.full(values.shape, (count - 1) // 2), np.full(values.shape, count // 2)]
+    low, high = (ordered[at + (at >= place), column] for at in middle)
+    return np.asarray((low + high) / 2)
 
 
 def _divide(amount: Float, count: Int64) -> Float:

@@ -552,6 +552,9 @@ def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
         return None
     if any(1 < len(group.ranks) < len(traces) for trace in traces for group in trace.groups):
         return None
+    # Beside gloo's calls with a group, those without have an unknown order on each rank.
+    if any(not trace.on_device and _has_grouped_calls(trace) for trace in traces):
+        return None
     if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
         return None
     if not _check_overlap(traces, rows):
@@ -567,6 +570,11 @@ def _find_unnamed(trace: RankTrace) -> Int64:
     unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
     events = calls.event[unnamed]
     return events[np.argsort(trace.events.start_ns[events], kind="stable")]
+
+
+def _has_grouped_calls(trace: RankTrace) -> bool:
+    calls = trace.calls
+    return bool(((calls.group_id >= 0) & (calls.peer < 0)).any())
 
 
 def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:

@@ -260,6 +260,24 @@ def test_the_calls_of_a_worker_that_was_late_are_open_if_they_are_unlike(tmp_pat
     assert counts == {"alike": 3, "late": 1, "large": 1}
 
 
+def test_open_calls_of_two_ranks_are_not_matched_with_each_other(tmp_path: Path) -> None:
+    """Rank 0 has two open calls in step 2, rank 1 in step 3; the other two match none of them."""
+    for rank, is_late in ((0, (True, False)), (1, (False, True))):
+        trace = CpuTrace(rank, 2, PAIR).step(2, 0, 10_000).step(3, 10_000, 20_000)
+        for step, late in enumerate(is_late):
+            at, next_ = 10_000 * step, 12 if late else 200
+            trace.op("aten::mm", at, at + 10)
+            trace.all_reduce(at + 10, at + 25, at + 4_000, group="0", seq=2 * step, tid=WORKER_A)
+            trace.all_reduce(
+                at + next_, at + next_ + 18, at + 900, group="0", seq=2 * step + 1, tid=WORKER_B
+            )
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    warnings = {row.code: row.message for row in report.warnings}
+    assert {"gloo_order_unknown", "groups_inferred"} & set(warnings) == {"gloo_order_unknown"}
+    assert warnings["unmatched"].startswith("4 of 4 collectives and messages have no matching call")
+
+
 def read_numbers(folder: Path) -> list[int]:
     """The sequence number of each collective of the only rank, by start."""
     (rank,) = recording_of(folder).traces

@@ -98,6 +98,18 @@ def test_a_rank_without_some_of_the_steps_is_blamed_in_those_it_has(tmp_path: Pa
     assert causes(report) == [(1, "compute", 5 * 70_000), (None, "unknown", 5 * 70_000)]
 
 
+def test_of_two_ranks_the_one_that_is_late_in_both_steps_is_blamed(tmp_path: Path) -> None:
+    """Its host stalls for 35 and 47 us before the kernels, that of the other rank for 8."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "", [0, 1])]) for rank in (0, 1)]
+    for step, stalls in enumerate([(8, 35), (8, 47)]):
+        at, end = 110 * step, 110 * step + max(stalls) + 30
+        for trace, stall in zip(traces, stalls, strict=True):
+            trace.step(step, at, at + 110).kernel("gemm", at + stall, at + stall + 20)
+            trace.all_reduce(at + stall + 20, end).kernel("adam", end, at + 110)
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert causes(report) == [(1, "host", 27_000 + 39_000)]
+
+
 def test_with_several_missing_ranks_the_cause_is_unknown(tmp_path: Path) -> None:
     trio = [("0", "", [0, 1, 2])]
     trace = GpuTrace(0, 3, groups=trio).step(1, 0, 100)

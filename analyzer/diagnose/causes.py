@@ -338,13 +338,23 @@ def _find_behind(context: ReplayContext, top: Remedy, remedy: Remedy) -> Finding
     least = MIN_GAIN_SHARE * context.mean_ns
     if gain < least or gain <= _MASKED * max(finding.gain_ns, 0):
         return finding
-    ranks = units.format_number_list(top.finding.ranks)
+    once = _describe_fixed(top.finding.ranks)
     if finding.gain_ns >= least:
-        then = f"{units.format_milliseconds(gain)} once ranks {ranks} are fixed"
+        then = f"{units.format_milliseconds(gain)} {once}"
         return replace(finding, message=f"{finding.message}; saves {then}")
     alone = units.format_milliseconds(max(finding.gain_ns, 0))
-    text = f"{finding.message}; saves {alone} alone, the rest once ranks {ranks} are fixed"
+    text = f"{finding.message}; saves {alone} alone, the rest {once}"
     return replace(finding, gain_ns=gain, message=text)
+
+
+def _describe_fixed(ranks: Sequence[int]) -> str:
+    """When these ranks are fixed, or, without ranks, what costs all of them."""
+    match ranks:
+        case []:
+            return "once the largest bottleneck is fixed"
+        case [rank]:
+            return f"once rank {rank} is fixed"
+    return f"once ranks {units.format_number_list(ranks)} are fixed"
 
 
 # The bubble of the pipeline schedule, compared with twice as many microbatches.

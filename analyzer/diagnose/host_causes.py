@@ -401,34 +401,56 @@ def _build_late_rank_remedy(
     host: _HostTime, work: str, index: int, spent: Int64, usual: Float
 ) -> Remedy:
     context = host.context
-    mine = (context.graph.steps.rank == index) & (spent > usual) & context.counted
+    own = (context.graph.steps.rank == index) & context.counted
+    mine = own & (spent > usual)
     cut_ns = measure_excess(host.rest, work, np.where(mine, usual, spent))
 
     def shorten(graph: DependencyGraph) -> DependencyGraph:
         return reduce_work(graph, work, cut_ns)
 
     code, words = _LATE_RANK_TEXTS[work]
-    rank, more = int(context.ranks[index]), float((spent - usual)[mine].mean()) / context.mean_ns
+    rank, excess = int(context.ranks[index]), np.where(mine, spent - usual, 0.0)
+    more = float(excess[own].mean()) / context.mean_ns
     finding = Finding(
         code=code,
         bucket=work,
         gain_ns=context.compute_gain_ns(shorten(context.graph)),
-        measured_ns=int(spent[mine].mean()),
-        predicted_ns=int(usual[mine].mean()),
+        measured_ns=int(spent[own].mean()),
+        predicted_ns=int(np.minimum(spent, usual)[own].mean()),
         ranks=(rank,),
         steps=context.list_steps(mine),
         events=context.list_longest(index, work),
         message=words.format(rank=rank, more=units.format_percent(more))
-        + (_explain_late_rank(host, index) if work == "idle" else ""),
+        + _name_only_step(context, excess, own)
+        + (_explain_late_rank(host, index, mine) if work == "idle" else ""),
     )
     return Remedy(finding, shorten)
 
 
-def _explain_late_rank(host: _HostTime, index: int) -> str:
-    causes = [one for one in host.context.split.detail.idle[index] if host.is_unnamed(one.cause)]
+_NEARLY_ALL, _SEVERAL = 0.9, 3
+
+
+def _name_only_step(context: ReplayContext, excess: Float, own: Bool) -> str:
+    """The step with nearly all of a rank's excess; "" if there is none, or hardly another step."""
+    largest = int(np.argmax(excess))
+    if own.sum() < _SEVERAL or excess[largest] < _NEARLY_ALL * excess.sum():
+        return ""
+    return f", nearly all of it in step {context.graph.steps.step[largest]}"
+
+
+def _explain_late_rank(host: _HostTime, index: int, rows: Bool) -> str:
+    """What these rows of the rank's steps idle for, and where."""
+    context = host.context
+    first = int(np.flatnonzero(context.graph.steps.rank == index)[0])
+    windows = set((np.flatnonzero(rows) - first).tolist())
+    causes = [
+        one
+        for one in context.split.detail.idle[index]
+        if one.window in windows and host.is_unnamed(one.cause)
+    ]
+    idle = host.select_rest(index)
     reason = explain_idle(causes)
-    place = describe_place(host.context, host.select_rest(index))
-    return (f"; {reason}" if reason else "") + place
+    return (f"; {reason}" if reason else "") + describe_place(context, idle.select(rows[idle.step]))
 
 
 def _find_host_bound(host: _HostTime) -> Finding:
@@ -472,6 +494,7 @@ _MOSTLY, _PARTLY = 0.5, 0.2
 """A place is named if at least this share of the time is spent there."""
 
 _MIN_LOOKS = 4
+"""Of fewer looks no place is named, nor of a single one."""
 
 _GRID_NS = 100_000
 """Where the trace has Python functions, they are looked up at this distance."""
@@ -505,7 +528,7 @@ def describe_place(context: ReplayContext, idle: _HostIdle, common: bool = False
     counts = {one: _count_function(one, seen, common) for one in functions}
     total = sum(counts.values())
     most = max(counts, key=lambda one: counts[one], default=None)
-    if most is None or total < _MIN_LOOKS or counts[most] < _PARTLY * total:
+    if most is None or total < _MIN_LOOKS or counts[most] < max(2, _PARTLY * total):
         return ""
     (place, _), *_ = functions[most].most_common(1)
     caller = f", called from {_format_frame(place[1])}" if len(place) > 1 else ""

@@ -530,10 +530,13 @@ def _find_significant(graph: DependencyGraph, charges: _Charges) -> Bool:
     per_step = charges.table.sum(axis=2)
     if per_step.shape[1] < 2:
         return np.ones(per_step.shape, dtype=np.bool_)
-    work = _sum_work(graph, charges)
+    steps = np.unique(graph.steps.step)
+    work = _sum_work(graph, len(charges.ranks), steps)
     recorded: Bool = np.asarray(~np.isnan(work).all(axis=2))
-    lasting = _find_lasting_causes(per_step, recorded) | _find_lasting_work(work, recorded)
-    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded))
+    charged = np.searchsorted(steps, charges.steps)
+    lasting = _find_lasting_causes(per_step, recorded[:, charged])
+    lasting |= _find_lasting_work(work, recorded)
+    return np.asarray(lasting[:, np.newaxis] | _find_outliers(work, recorded)[:, charged])
 
 
 def _find_lasting_causes(caused: Float, recorded: Bool) -> Bool:
@@ -596,7 +599,7 @@ def _find_outliers(work: Float, recorded: Bool) -> Bool:
     return np.asarray(beyond > _OUTLIER * deviation)
 
 
-def _sum_work(graph: DependencyGraph, charges: _Charges) -> Float:
+def _sum_work(graph: DependencyGraph, ranks: int, steps: Int64) -> Float:
     """The time that each rank spends per step on what each cause is about, shape (ranks, steps,
     CAUSES); nan for a step that a rank does not have."""
     kernels, ends = graph.kernels, graph.rest_ns[graph.kernels.end]
@@ -606,10 +609,8 @@ def _sum_work(graph: DependencyGraph, charges: _Charges) -> Float:
         np.add.at(of_row[:, column], graph.step[nodes], graph.work_ns[nodes, column])
     moved = np.flatnonzero((kernels.step >= 0) & (ends > 0))
     np.add.at(of_row[:, -1], kernels.step[moved], ends[moved])
-    table = np.full((len(charges.ranks), len(charges.steps), len(WORK) + 1), np.nan)
-    step = np.searchsorted(charges.steps, graph.steps.step)
-    known = np.flatnonzero(np.isin(graph.steps.step, charges.steps))
-    table[graph.steps.rank[known], step[known]] = of_row[known]
+    table = np.full((ranks, len(steps), len(WORK) + 1), np.nan)
+    table[graph.steps.rank, np.searchsorted(steps, graph.steps.step)] = of_row
     compute, copy, idle = (WORK.index(kind) for kind in ("compute", "copy", "idle"))
     return table[:, :, [compute, compute, compute, copy, idle, len(WORK), idle]]
 

@@ -239,7 +239,7 @@ def test_a_cause_that_gains_nothing_before_another_is_fixed_comes_after_it(tmp_p
     stall, slow = findings(tmp_path, *traces)
     assert (stall.code, stall.ranks, stall.gain_ns) == ("host_stall", (1,), 20_000)
     assert (slow.code, slow.ranks, slow.gain_ns) == ("slow_rank", (3,), 40_000)
-    assert slow.message.endswith("; saves 0.00 ms alone, the rest once ranks 1 are fixed")
+    assert slow.message.endswith("; saves 0.00 ms alone, the rest once rank 1 is fixed")
 
 
 def test_a_cause_behind_the_second_largest_is_found(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_cause_behind_the_second_largest_is_found(tmp_path: Path) -> None:
     assert [(one.code, one.ranks, one.gain_ns) for one in found] == [
         ("data_loading", (), 50_000), ("host_stall", (1,), 20_000), ("slow_rank", (3,), 40_000)
     ]  # fmt: skip
-    assert found[-1].message.endswith("; saves 0.00 ms alone, the rest once ranks 1 are fixed")
+    assert found[-1].message.endswith("; saves 0.00 ms alone, the rest once rank 1 is fixed")
 
 
 def test_a_link_slower_than_others_with_the_same_traffic_is_found(tmp_path: Path) -> None:

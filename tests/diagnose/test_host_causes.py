@@ -76,6 +76,34 @@ def test_a_late_host_is_named_with_its_place_in_the_user_s_code(tmp_path: Path) 
     )
 
 
+def test_a_rank_that_is_late_in_one_step_is_so_named(tmp_path: Path) -> None:
+    """900 of 5,000 us, in the second step. Looks in the other steps say nothing of its place."""
+    for rank in (0, 1):
+        trace = CpuTrace(rank, 2, groups=DP)
+        for step in range(5):
+            at, late = 1000 * step + 900 * (step > 1), 900 * (step == 1)
+            trace.step(step, at, at + 1000 + late).op("aten::mm", at, at + 100)
+            begin = at + 100 + late * rank
+            trace.op("aten::mm", begin, begin + 700)
+            end = at + 900 + late
+            trace.all_reduce(begin + 700, begin + 700, end, group="0", seq=step, tid=7)
+            trace.annotation("wait", begin + 701, end).op("aten::mm", end, end + 100)
+        trace.write(tmp_path)
+    early = [1000 * step + 900 * (step > 1) + 850 for step in (0, 2, 3, 4)]
+    record(tmp_path, 1, look([1500, *early, *early], CodeFrame("main", "train.py", 12)))
+    report = analyze(tmp_path)
+    found = report.findings[0]
+    assert (found.code, found.ranks, found.gain_ns, found.steps) == (
+        "host_stall", (1,), 180_000, (1,)
+    )  # fmt: skip
+    assert (found.measured_ns, found.predicted_ns) == (180_000, 0)
+    assert found.message == (
+        "rank 1 is host-bound: its idle time exceeds that of its peers by 15.3 % of the step, "
+        "nearly all of it in step 1; 100.0 % of it is Python code between ops"
+    )
+    assert (report.blame[0].rank, report.blame[0].cause) == (1, "host")
+
+
 def test_a_place_in_a_library_is_named_with_its_caller(tmp_path: Path) -> None:
     late_pair(tmp_path)
     inner = CodeFrame("Trainer._prepare_inputs", "transformers/trainer.py", 2500)

@@ -285,7 +285,7 @@ def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
 
 
 def _list_worst_blame(report: Report) -> tuple[CausedWait, ...]:
-    steps = len({row.step for row in report.steps})
+    steps = len({row.step for row in select_full_steps(report.steps)})
     worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MAX_BLAMED]
     return tuple(CausedWait(b.rank, b.cause, b.axis, b.caused_ns // steps) for b in worst)
 

@@ -59,7 +59,7 @@ def build_report(
     """
     origin = find_origin_ns(split)
     steps = tuple(_build_step(step, origin) for rank in split.ranks for step in rank.steps)
-    blamed = _build_blame(blame(split, graph))
+    blamed = _build_blame(blame(split, graph), _find_full_numbers(split))
     notes = (*notes, *_note_unexplained(blamed))
     pipeline = _build_pipeline(split)
     paths = build_paths(split, graph, origin)
@@ -176,10 +176,11 @@ def _build_clocks(split: RunSplit, origin: int) -> tuple[ClockRow, ...]:
     )  # fmt: skip
 
 
-def _build_blame(blamed: Sequence[Blame]) -> tuple[BlameRow, ...]:
+def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:
+    """Sums what was blamed in these steps by rank, cause and axis."""
     together: dict[tuple[int | None, str, str | None], list[Blame]] = defaultdict(list)
     for one in blamed:
-        if one.skew_ns or one.bubble_ns:
+        if one.step in steps and (one.skew_ns or one.bubble_ns):
             together[one.rank, one.cause, one.axis].append(one)
     rows = [
         BlameRow(
@@ -284,6 +285,12 @@ def _list_cause_rows(rank: int, cause: str, ops: dict[str, list[int]]) -> Iterab
         yield IdleRow(rank, cause, None, sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
 
 
+def _find_full_numbers(split: RunSplit) -> frozenset[int]:
+    """The numbers of the steps that are full on some rank."""
+    steps = [rank.steps for rank in split.ranks]
+    return frozenset(of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank))
+
+
 def _find_full_steps(steps: Sequence[StepSplit]) -> frozenset[int]:
     """The indices of the full steps; of all steps if none is full."""
     full = frozenset(i for i, step in enumerate(steps) if step.kind == "full")
@@ -301,9 +308,7 @@ def build_contention_rows(split: RunSplit) -> tuple[ContentionRow, ...]:
 
 def build_paths(split: RunSplit, graph: DependencyGraph, origin: int) -> CriticalPaths:
     """The critical paths of the steps that are full on some rank, from t0."""
-    steps = [rank.steps for rank in split.ranks]
-    full = {of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank)}
-    paths = find_critical_paths(split, graph, full)
+    paths = find_critical_paths(split, graph, _find_full_numbers(split))
     return CriticalPaths(
         steps=tuple(
             replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -73,7 +74,7 @@ def _describe_compute(report: Report) -> str:
 
 
 def _describe_axis(report: Report, bucket: str) -> str:
-    """The axis and phase with most of an exposed bucket, and the op that moves most there."""
+    """The axis and phase with most of an exposed bucket, and the main op of the axis."""
     full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
     spent: Counter[tuple[str | None, str]] = Counter()
     for row in report.exposed:
@@ -83,19 +84,21 @@ def _describe_axis(report: Report, bucket: str) -> str:
         return ""
     ((axis, phase), most), *_ = spent.most_common(1)
     where = "an unknown axis" if axis is None else axis
-    op = _find_longest_op(report, axis)
+    op = _find_main_op(report, axis, "wait" if bucket in ("skew", "bubble") else "transfer")
     share = units.format_percent(most / spent.total())
     return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"
 
 
-def _find_longest_op(report: Report, axis: str | None) -> str:
-    """The op with the longest transfers on an axis."""
+def _find_main_op(report: Report, axis: str | None, part: Literal["transfer", "wait"]) -> str:
+    """The op with more than half of the transfers, or of the waits, on an axis; "" if there is
+    none."""
     groups = {group.id for group in report.groups if group.axis == axis}
     took: Counter[str] = Counter()
     for row in report.collectives:
         if row.group in groups:
-            took[row.op] += row.count * row.transfer_ns_median
-    return max(took, key=lambda op: took[op], default="")
+            each_ns = row.wait_ns_median if part == "wait" else row.transfer_ns_median
+            took[row.op] += row.count * each_ns
+    return next((op for op, ns in took.most_common(1) if 2 * ns > took.total()), "")
 
 
 def _describe_stage(report: Report) -> str:
@@ -106,17 +109,24 @@ def _describe_stage(report: Report) -> str:
 
 
 def _describe_culprit(report: Report, column: str) -> str:
-    """The rank that caused most of the waits."""
-    caused: Counter[int | None] = Counter()
+    """The rank that caused most of the waits, or what else did."""
+    caused: Counter[int | str] = Counter()
     for row in report.blame:
-        caused[row.rank] += getattr(row, column)
+        caused[row.cause if row.rank is None else row.rank] += getattr(row, column)
     if not caused.total():
         return ""
-    (rank, most), *_ = caused.most_common(1)
+    (culprit, most), *_ = caused.most_common(1)
     share = units.format_percent(most / caused.total())
-    return (
-        f"{share} of it caused by {'the schedule or variation' if rank is None else f'rank {rank}'}"
-    )
+    return f"{share} of it {_OF_NO_RANK.get(culprit, f'caused by rank {culprit}')}"
+
+
+_OF_NO_RANK: Mapping[int | str, str] = {
+    "schedule": "caused by the schedule",
+    "variation": "is variation between steps",
+    "unexplained": "is unexplained",
+    "unknown": "has an unknown cause",
+}
+"""The causes of waits for which no rank is to blame."""
 
 
 def _describe_worst_rank(report: Report, bucket: str) -> str:

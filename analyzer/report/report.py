@@ -370,7 +370,7 @@ class ClockRow(Struct, frozen=True):
 
 
 class BlameRow(Struct, frozen=True):
-    """Waiting caused by one rank over all steps, in ns.
+    """Waiting caused by one rank in the full steps, in ns; in all steps if none is full.
 
     Attributes:
         rank: rank that caused the waits; None for the schedule, variation or unknown.

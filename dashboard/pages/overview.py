@@ -345,11 +345,12 @@ _EXPOSED = ("comm", "skew", "bubble")
 
 def build_blame_table(report: Report) -> list[html.Section]:
     """Waiting time caused by each rank."""
-    windows = len(report.steps)
+    windows = len(select_full_steps(report.steps))
     if not report.blame or not windows:
         return []
     rows = [_build_blame_row(row, windows) for row in report.blame]
-    note = "waiting time caused per step, mean over all ranks" + format_hidden_rows(report.blame)
+    note = "waiting time caused per step, mean over ranks and full steps"
+    note += format_hidden_rows(report.blame)
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [build_section("Blame", note, build_table(heads, rows))]
 

@@ -61,6 +61,26 @@ def test_each_large_bucket_names_its_largest_part() -> None:
     )
 
 
+def test_waits_name_the_op_that_waits_most_and_what_no_rank_caused() -> None:
+    """The all_gathers move most, and wait little."""
+    report = build_report(
+        (build_step(0, skew_ns=100),),
+        groups=(GroupRow(0, "dp_shard", "", (0, 1)),),
+        collectives=(
+            CollectiveRow(0, "all_gather", None, None, 3, 50, 1, None, None),
+            CollectiveRow(0, "reduce_scatter", None, None, 1, 20, 90, None, None),
+        ),
+        exposed=(ExposedRow(0, 1, "dp_shard", "grad_sync", 0, 0, 100, 0),),
+        blame=(BlameRow(None, "unknown", 60, 0, 60, "dp_shard", (1,)),
+               BlameRow(None, "variation", 40, 0, 40, "dp_shard", (1,))),
+    )  # fmt: skip
+
+    assert list_unexplained_buckets(report)[-1] == LargeBucket(
+        "skew", 0.1, "100.0 % of it on dp_shard in grad_sync, mostly reduce_scatter; 60.0 % of it "
+        "has an unknown cause"
+    )  # fmt: skip
+
+
 def test_a_bucket_of_a_finding_is_left_out() -> None:
     steps = (build_step(0, idle_ns=100, skew_ns=60),)
     found = Finding("host_bound", "idle", 50, None, None, (), (), (), "idle")

@@ -110,6 +110,23 @@ def test_of_two_ranks_the_one_that_is_late_in_both_steps_is_blamed(tmp_path: Pat
     assert causes(report) == [(1, "host", 27_000 + 39_000)]
 
 
+def test_waits_in_a_step_that_is_left_out_are_not_in_the_report(tmp_path: Path) -> None:
+    """Rank 1 comes 60 us late to the third of four steps, which has a call more."""
+    traces = [GpuTrace(rank, 2, groups=[("0", "", [0, 1])]) for rank in (0, 1)]
+    for step in range(4):
+        for rank, trace in enumerate(traces):
+            at, late = 110 * step, 70 if rank and step == 2 else 10
+            trace.step(step, at, at + 110).kernel("gemm", at, at + late)
+            trace.all_reduce(at + late, at + 80)
+            if step == 2:
+                trace.all_reduce(at + 80, at + 90)
+            trace.kernel("adam", at + 90, at + 110)
+    report = analyze(*(trace.write(tmp_path) for trace in traces))
+    assert [row.kind for row in report.steps] == 2 * ["full", "full", "other", "full"]
+    assert [row.skew_ns for row in report.steps] == [0, 0, 60_000, 0, 0, 0, 0, 0]
+    assert causes(report) == []
+
+
 def test_with_several_missing_ranks_the_cause_is_unknown(tmp_path: Path) -> None:
     trio = [("0", "", [0, 1, 2])]
     trace = GpuTrace(0, 3, groups=trio).step(1, 0, 100)

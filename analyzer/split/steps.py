@@ -634,30 +634,51 @@ def _classify_steps(trace: RankTrace, marked: Sequence[HostStep]) -> list[Kind]:
     when = np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
     begins = [marked[0].start_ns, *accumulate((step.end_ns for step in marked[:-1]), max)]
     step_of = np.searchsorted(begins, when, side="right") - 1
-    signatures = _build_signatures(trace, step_of, when, len(marked))
-    usual, count = Counter(signatures).most_common(1)[0]
-    alike = 2 * count <= len(marked)
-    return ["full" if alike or signature == usual else "other" for signature in signatures]
+    counts = _count_calls(trace, step_of, len(marked))
+    signatures = _build_signatures(trace, step_of, when, counts)
+    usual = _find_usual(signatures, counts)
+    return ["full" if usual in (None, signature) else "other" for signature in signatures]
 
 
-def _build_signatures(trace: RankTrace, step_of: Int64, when: Int64, count: int) -> list[bytes]:
+def _find_usual(signatures: Sequence[bytes], counts: Int64) -> bytes | None:
+    """The signature of most steps; or of a third of them, if no other one is of as many and the
+    rest have the same calls and more, as those of an evaluation; None if there is none."""
+    (usual, most), *others = Counter(signatures).most_common(2)
+    if 2 * most > len(signatures):
+        return usual
+    are_more = bool((counts >= counts[signatures.index(usual)]).all())
+    is_first = all(count < most for _, count in others)
+    return usual if are_more and is_first and 3 * most >= len(signatures) else None
+
+
+def _count_calls(trace: RankTrace, step_of: Int64, steps: int) -> Int64:
+    """The number of calls by step, and by group and op; by op alone if a group is unknown."""
+    calls = trace.calls
+    op = calls.op.astype(np.int64)
+    of_op = group_ids(calls.group_id, op) if _all_grouped(trace) else op
+    kinds = int(of_op.max(initial=-1)) + 1
+    cells = (step_of * kinds + of_op)[step_of >= 0]
+    return np.bincount(cells, minlength=steps * kinds).reshape(steps, kinds)
+
+
+def _build_signatures(trace: RankTrace, step_of: Int64, when: Int64, counts: Int64) -> list[bytes]:
     """The sequence of (group, op) of each step, in issue order within each group.
 
     The order of calls whose group is unknown, such as those of gloo that no op is paired with, is
     that of the threads that ran them: then it is the number of calls of each op.
     """
+    if not _all_grouped(trace):
+        return [row.tobytes() for row in counts]
     calls = trace.calls
-    if len(calls.group_id) and calls.group_id.min() < 0:
-        n_ops = int(calls.op.max()) + 1
-        cells = (step_of * n_ops + calls.op)[step_of >= 0]
-        return [
-            row.tobytes()
-            for row in np.bincount(cells, minlength=count * n_ops).reshape(count, n_ops)
-        ]
     rows = np.lexsort((when, calls.group_id, step_of))
     pairs = np.stack((calls.group_id[rows], calls.op[rows].astype(np.int32)), axis=1)
-    edges = np.searchsorted(step_of[rows], np.arange(count + 1)).tolist()
+    edges = np.searchsorted(step_of[rows], np.arange(len(counts) + 1)).tolist()
     return [pairs[low:high].tobytes() for low, high in pairwise(edges)]
+
+
+def _all_grouped(trace: RankTrace) -> bool:
+    """Whether the groups of all calls are known."""
+    return bool((trace.calls.group_id >= 0).all())
 
 
 # Step time variation: median, tail, and the causes of slow steps.

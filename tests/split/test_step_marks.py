@@ -245,6 +245,28 @@ def test_what_runs_between_two_marks_makes_the_later_step_another(tmp_path: Path
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("more", "kinds"),
+    [
+        ((0, 1, 2, 0, 3), ["full", "other", "other", "full", "other"]),
+        ((0, 1, 0, 1, 3), ["full"] * 5),
+        ((0, 1, 2, 4, 3), ["full"] * 5),
+        ((1, 1, 2, 0, 3), ["full"] * 5),
+    ],
+    ids=["same calls and more", "two kinds", "no two alike", "fewer calls"],
+)
+def test_without_a_majority_the_usual_step_is_in_all_others(
+    more: tuple[int, ...], kinds: list[str], tmp_path: Path
+) -> None:
+    """Two of five steps are alike; the others log, evaluate and save, with more calls."""
+    trace = GpuTrace(0, 2, groups=[("0", "", [0, 1])])
+    for step, calls in enumerate(more):
+        trace.step(step, 1000 * step, 1000 * step + 1000)
+        for n in range(1 + calls):
+            reducing(trace, 1000 * step + 100 * n)
+    assert [kind for _, kind, *_ in steps(analyze(trace.write(tmp_path)))] == kinds
+
+
 def test_a_step_whose_mark_was_lost_makes_the_next_one_another(tmp_path: Path) -> None:
     trace = GpuTrace(0, 2, groups=[("0", "", [0, 1])])
     for step in range(6):

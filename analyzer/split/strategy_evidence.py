@@ -37,6 +37,10 @@ evaluations and checkpoints gather less."""
 
 _ZERO = "Optimizer.step#ZeroRedundancyOptimizer"
 
+_DEEPSPEED_ZERO_3 = "PreBackwardFunctionForModule"
+"""The autograd function around each module in deepspeedai/DeepSpeed, runtime/zero,
+parameter_offload.py."""
+
 _MEGATRON = "MODEL_PARALLEL_GROUP"
 
 
@@ -169,7 +173,8 @@ def _is_data(evidence: RankEvidence, use: _Use) -> bool:
 def _classify_sharded(evidence: RankEvidence, use: _Use, replicas: int) -> Strategy:
     """Sharded weights: gathered for each use (fsdp), or kept from forward to backward (zero-2).
 
-    Megatron-LM's distributed optimizer (ZeRO-1) may gather them in the next forward.
+    Megatron-LM's distributed optimizer (ZeRO-1) may gather them in the next forward. DeepSpeed's
+    ZeRO-3 keeps weights that are needed again soon.
     """
     axis, size = format_axes(use.axes - {"ep"}, "dp_shard"), len(use.group.ranks)
     again = use.is_called(BACKWARD, "all_gather")
@@ -178,6 +183,8 @@ def _classify_sharded(evidence: RankEvidence, use: _Use, replicas: int) -> Strat
         return Strategy("hsdp", axis, size, f"{replicas} replicas{detail}")
     if again:
         return Strategy("fsdp", axis, size)
+    if _has_event(evidence, _DEEPSPEED_ZERO_3):
+        return Strategy("fsdp", axis, size, "weights kept until the backward")
     if not use.marked and _is_megatron(evidence):
         return Strategy("zero-1", axis, size)
     return Strategy("zero-2", axis, size, "weights kept until the backward")

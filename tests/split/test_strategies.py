@@ -25,6 +25,7 @@ OPS = {
     "U": "aten::_amp_foreach_non_finite_check_and_unscale_",
     "8": "aten::_scaled_mm",
     "S": "aten::_amp_update_scale_",
+    "Z": "PreBackwardFunctionForModule",
 }
 CALLS = {
     "r": ("AllReduce", "allreduce"),
@@ -114,6 +115,10 @@ STORIES = {
         [("zero-2", "dp_shard", 2, "weights kept until the backward")],
     ),
     "weights gathered again": ("{g}L{g}L({g}{s}{g}{s})[]", [("fsdp", "dp_shard", 2, "")]),
+    "weights gathered once by DeepSpeed's ZeRO-3": (
+        "gZLgZLgZLgZL(ssss)[]",
+        [("fsdp", "dp_shard", 2, "weights kept until the backward")],
+    ),
     "two microbatches": (
         "L()L(r)[]",
         [

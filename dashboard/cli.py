@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gc
 import importlib
 import io
@@ -94,13 +95,25 @@ def stepsplit(context: click.Context) -> None:
 
 def main() -> None:
     """Runs the command line and exits with the status of `run`."""
+    codecs.register_error(_PLAIN, _replace_by_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=_PLAIN)
     # A job that is cancelled, or `timeout`: temporary files are removed, as after Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     gc.set_threshold(_COLLECT_EVERY)
     sys.exit(run(sys.argv[1:]))
+
+
+_PLAIN, _PLAIN_MARKS = "stepsplit-plain", str.maketrans("✓✗µ█▉▊▋▌▍▎▏", "+xu#####   ")
+
+
+def _replace_by_plain(error: UnicodeError) -> tuple[str, int]:
+    """Letters that the terminal's encoding lacks: the marks and bars by plain ones, others by ?."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    plain = error.object[error.start : error.end].translate(_PLAIN_MARKS)
+    return plain.encode("ascii", "replace").decode("ascii"), error.end
 
 
 def run(arguments: list[str]) -> int:

@@ -565,9 +565,8 @@ def _build_extra_finding(context: ReplayContext, axis: str, kernels: Int64) -> F
         if axis == "pp"
         else f"on {axis} in the forward, where data parallelism needs none"
     )
-    message = (
-        f"extra reductions {why}: {len(kernels) / steps:.0f} per step of {units.format_size(size)}"
-    )
+    each = f" of {units.format_size(size)}" if size >= 0 else ""
+    message = f"extra reductions {why}: {len(kernels) / steps:.0f} per step{each}"
     return _build_removal_finding(context, "extra_reductions", kernels, steps, message)
 
 

@@ -90,7 +90,7 @@ class WatchedRank(Struct, frozen=True, kw_only=True):
     """What is known of a rank: where its notes have been read to, and its last start and end.
 
     level is kept for the lowest rank of the host alone: in a job that synchronizes, all ranks take
-    as long for a step.
+    as long for a step. first_step is that of its first window, None before that.
     """
 
     cursor: NoteCursor = NoteCursor()
@@ -98,6 +98,7 @@ class WatchedRank(Struct, frozen=True, kw_only=True):
     started: RankStarted | None = None
     ended: bool = False
     step: int = 0
+    first_step: int | None = None
 
 
 class Capture(Struct, frozen=True, kw_only=True):
@@ -585,7 +586,8 @@ class _Draft:
     def _add_window(self, rank: int, note: RankWindow) -> None:
         self._windows.append(note)
         self._since_start[rank].append(note)
-        self._set(rank, step=note.last_step)
+        first = self.ranks[rank].first_step
+        self._set(rank, step=note.last_step, first_step=note.first_step if first is None else first)
         if not self._is_first_here(rank):
             return
         self._follow_level(rank, self._windows[-1])

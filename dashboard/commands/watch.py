@@ -228,7 +228,7 @@ def _report_watch(plan: WatchPlan, options: ReducerOptions) -> None:
 
     folder = WatchFolder(Path(plan.out), plan.name, options.host)
     state = read_state(folder)
-    steps = max((known.step for known in state.ranks.values()), default=0)
+    steps = max((one.step - (one.first_step or 0) for one in state.ranks.values()), default=0)
     text = f"watched {steps} steps, {state.samples} samples"
     if state.without_data:
         text += f" ({state.without_data} without data)"

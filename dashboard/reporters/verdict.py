@@ -191,9 +191,12 @@ def _escape_code(text: str) -> str:
 def _escape_text(text: str) -> str:
     """Escapes text of a recording, so that it cannot become markup, links or mentions."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
-    for mark in "\\`*_[]<>|#@":
-        text = text.replace(mark, f"\\{mark}" if mark not in "<>@" else f"&#{ord(mark)};")
-    return " ".join(text.split())
+    return " ".join(text.translate(_ESCAPED).split())
+
+
+_ESCAPED = str.maketrans(
+    {mark: f"\\{mark}" for mark in "\\`*_[]|#"} | {mark: f"&#{ord(mark)};" for mark in "<>@"}
+)
 
 
 def _truncate(text: str, most_bytes: int) -> str:

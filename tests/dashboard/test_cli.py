@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from builders import CpuTrace, GpuTrace
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.tables import read_tables
 from stepsplit.dashboard import cli
+
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
 
 @pytest.fixture
@@ -105,6 +108,16 @@ def test_bad_input_is_one_line_and_exit_2(
     assert output.err.startswith("stepsplit: ")
     assert output.err.count("\n") == 1
     assert all(word in output.err for word in words)
+
+
+def test_marks_that_a_terminal_lacks_are_replaced_by_others() -> None:
+    sample = str(SAMPLES / "pp2_m2")
+    command = ["check", sample, "--baseline", sample, "--budget", "calls:exact"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "stepsplit.dashboard", *command],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True,
+    )  # fmt: skip
+    assert b"\n+ calls    exact" in ran.stdout
 
 
 def test_an_internal_error_is_one_line_that_names_the_traceback_file(

@@ -157,6 +157,7 @@ def test_a_comment_fits_and_contains_no_markup_of_a_recording() -> None:
     text = format_markdown(verdict(ODD))
     prose = re.sub("`[^`\n]*`", "", text)
     assert not {"@", "<"} & {*prose} and text.replace("\n", "").isprintable()
+    assert "&#60;&\"'\\|\\`" in prose and "&#64;everyone \\#1" in prose
     assert "| `exposed_comm` | `5%` | 10.1 % | 20.1 % | +10.0 pt |" in text
     assert re.search(r"^1\. .*all\\_gather: \+4 calls per step", text, re.MULTILINE)
 

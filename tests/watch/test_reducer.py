@@ -106,6 +106,8 @@ def test_what_the_ranks_note_is_in_one_batch(folder: WatchFolder) -> None:
     )  # fmt: skip
     assert batch == expected
     assert read_batches(folder) == [batch]
+    known = read_state(folder).ranks[0]
+    assert (known.first_step, known.step) == (4, 23)
     assert decode_batch(encode_batch(batch), "test") == batch
 
 

@@ -77,7 +77,7 @@ def select_in_turn(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         return list(items)
     if os.environ.get("STEPSPLIT_HALF") and not read_change().touches(_VERSIONS):
         files = sorted({item.path for item in items})[_find_turn(2) :: 2]
-        return [item for item in items if item.path in files]
+        items = [item for item in items if item.path in files]
     marked = [item for item in items if item.get_closest_marker("in_turn")]
     turn = set(marked[_find_turn(_TURNS) :: _TURNS])
     left = {item for item in marked if item not in turn and not _is_concerned(item)}

@@ -604,12 +604,25 @@ def _explain_buckets(buckets: Sequence[str], axis: str | None, moved: _Deltas) -
     best = [row for row in rows if row.axis is None][:1]
     found = next((row for row in on_axis if best and row.bucket == best[0].bucket), None)
     for row in [found] if found else best:
-        yield _explain_wait(row, moved) if row.bucket in WAITS else _explain_transfer(row, moved)
+        is_blamed = row.bucket in (*WAITS, *_WORK_CAUSES)
+        yield _explain_delay(row, moved) if is_blamed else _explain_transfer(row, moved)
 
 
-def _explain_wait(row: TimeDelta, moved: _Deltas) -> Cause:
+_WORK_CAUSES = {"compute": ("compute", "imbalance"), "copy": ("copy",), "idle": ("host",)}
+"""What a rank whose work grows is blamed for."""
+
+
+def _explain_delay(row: TimeDelta, moved: _Deltas) -> Cause:
+    """The cause of longer waits, or of more work, with the rank that delays others by it."""
     text = _format_time_delta(row)
-    blamed = [one for one in moved.blame if one.delta_ns > 0 and row.axis in (None, one.axis)]
+    causes = _WORK_CAUSES.get(row.bucket)
+    blamed = [
+        one
+        for one in moved.blame
+        if one.delta_ns > 0
+        and row.axis in (None, one.axis)
+        and (causes is None or one.cause in causes)
+    ]
     if not blamed:
         return Cause(row.bucket, row.axis, None, None, None, (), row.delta_ns, text)
     worst = blamed[0]

@@ -225,6 +225,19 @@ def test_why_a_straggler_is_named_with_its_group() -> None:
     )
 
 
+def test_why_more_idle_time_is_named_with_the_rank_that_delays_others_by_it() -> None:
+    """Rank 2 computes longer too, which is no reason to idle."""
+    blame = (CausedWait(3, "host", "tp", 30 * MS), CausedWait(2, "compute", "tp", 40 * MS), *BLAME)
+    times = (*TIMES[:4], BucketTime("idle", None, 16 * MS))
+    own = runs("own", "step", MORE, times=times, blame=blame)
+    (cause,) = check(own, runs("base", "step", QUIET), "step:5%").causes
+    assert (cause.bucket, cause.rank, cause.moved_ns) == ("idle", 3, 16 * MS)
+    assert cause.message == (
+        "idle: +16.0 ms per step and rank; rank 3 (host) delays other ranks by 30.0 ms more per "
+        "step"
+    )
+
+
 def test_why_a_slow_link_is_named_with_its_collective() -> None:
     times = (*TIMES[:1], BucketTime("collective", None, 22 * MS),
              BucketTime("collective", "dp_replicate", 13 * MS), *TIMES[4:])  # fmt: skip

@@ -185,8 +185,11 @@ MIN_ERROR = 0.05
 """Lower bound of the error: runs of one day agree better than that by coincidence."""
 
 MAX_ERROR = 2.0
-"""No constants fit runs of which one takes more than three times what the others predict, or less
-than a third."""
+"""No constants fit a run that takes more than three times what they or those of the others predict,
+or less than a third."""
+
+ERROR_STEP = 0.001
+"""The error of the fit is rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +244,8 @@ def calibrate(
 
     Raises:
         DataError: a recording cannot be read or has no full step.
-        UsageError: no place is given, a job config is incomplete, or the runs are of different
-            hardware or contradict each other.
+        UsageError: no place is given, a job config is incomplete or of another job, or the runs are
+            of different hardware or contradict each other.
 
     Examples:
         >>> from stepsplit.analyzer import calibrate
@@ -259,7 +262,8 @@ def calibrate(
 def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     """Fit the constants to the runs.
 
-    Raises UsageError for runs on different hardware, and for runs that contradict each other.
+    Raises UsageError for runs on different hardware, for runs that contradict each other, and for a
+    run that no constants fit.
     """
     runs = [_drop_gemm_table(one) for one in runs]
     known = runs[0].job.hardware
@@ -270,11 +274,10 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
             f" {different.job.hardware.name}; calibrate them separately"
         )
     fitted, transfers = _fit_hardware(runs, known), build_sweeps(runs)
-    fitted = replace(
-        fitted, efficiency=replace(fitted.efficiency, error=_estimate_error(runs, known))
-    )
     rates = Rates(transfers)
     stages = tuple(each for one in runs for each in _explain_run(one, fitted, rates))
+    error = max(_estimate_error(runs, known), _find_fit_error(stages))
+    fitted = replace(fitted, efficiency=replace(fitted.efficiency, error=error))
     impossible = find_impossible_rates(fit_efficiency(runs, known.efficiency), runs)
     refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
     return Calibration(known, fitted, transfers, stages, refused)
@@ -308,7 +311,7 @@ def _fit_hardware(runs: Sequence[CalibrationSample], known: HardwareConfig) -> H
 def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) -> float:
     """The largest relative error of a run predicted from the other runs (leave-one-out).
 
-    Runs of a single layout do not tell of others.
+    Runs of a single layout do not tell of others. Raises UsageError above MAX_ERROR.
     """
     if len(runs) == 1:
         return ONE_LAYOUT_ERROR
@@ -316,23 +319,45 @@ def _estimate_error(runs: Sequence[CalibrationSample], known: HardwareConfig) ->
     for i, one in enumerate(runs):
         others = [*runs[:i], *runs[i + 1 :]]
         found = _explain_run(one, _fit_hardware(others, known), Rates(build_sweeps(others)))
-        errors += map(_compute_step_error, found)
+        errors += map(_compute_held_out_error, found)
     return max(errors)
 
 
-def _compute_step_error(stage: ExplainedStage) -> float:
-    """By how much the larger of the predicted and the measured step is above the other, relative.
-
-    Raises UsageError above MAX_ERROR.
-    """
-    ratio = stage.predicted.step_ns / stage.step_ns
-    error = max(ratio, 1 / ratio) - 1
+def _compute_held_out_error(stage: ExplainedStage) -> float:
+    """The error of a stage that the other runs predict. Raises UsageError above MAX_ERROR."""
+    error = _compute_step_error(stage)
     if error > MAX_ERROR:
         raise UsageError(
-            f"the runs contradict each other: the others predict {ratio:.2g} times the step of"
+            f"the runs contradict each other: the others predict {_format_ratio(stage)} the step of"
             f" {stage.run}; calibrate it separately, or record all again with nothing else running"
         )
     return error
+
+
+def _find_fit_error(stages: Sequence[ExplainedStage]) -> float:
+    """The largest error of a stage to which the constants were fitted. Raises UsageError above
+    MAX_ERROR.
+
+    It is rounded up: with the digits of the file, the band still contains the step.
+    """
+    worst = max(stages, key=_compute_step_error)
+    error = _compute_step_error(worst)
+    if error > MAX_ERROR:
+        raise UsageError(
+            f"no constants fit {worst.run}: the model predicts {_format_ratio(worst)} its step;"
+            " check that --job describes this job, or record it again with nothing else running"
+        )
+    return math.ceil(error / ERROR_STEP) * ERROR_STEP
+
+
+def _compute_step_error(stage: ExplainedStage) -> float:
+    """The larger of the predicted and the measured step over the other, less 1."""
+    ratio = stage.predicted.step_ns / stage.step_ns
+    return max(ratio, 1 / ratio) - 1
+
+
+def _format_ratio(stage: ExplainedStage) -> str:
+    return f"{float(f'{stage.predicted.step_ns / stage.step_ns:.2g}'):,g} times"
 
 
 def _explain_run(

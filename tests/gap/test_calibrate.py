@@ -408,6 +408,44 @@ def test_runs_of_which_one_takes_over_three_times_what_the_other_predicts_are_re
         fit_calibration([run(job(), slow, "a"), run(job(), TRUE, "b")])
 
 
+def lengthen(sample: CalibrationSample, times: float) -> CalibrationSample:
+    """The run with steps that are so many times as long, by copies that no constant explains."""
+    stages = []
+    for stage in sample.stages:
+        copy_ns = round((times - 1) * stage.step_ns)
+        split = replace(stage.split, copy_ns=copy_ns)
+        stages.append(replace(stage, split=split, step_ns=split.step_ns))
+    return replace(sample, stages=tuple(stages))
+
+
+def test_the_band_of_a_calibration_from_one_run_contains_the_run(tmp_path: Path) -> None:
+    sample = lengthen(run(job(), replace(TRUE, launch_ns=5000.0)), 1.5)
+    found = fit_calibration([sample])
+    assert found.hardware.efficiency.error == pytest.approx(0.5, abs=0.02)
+    (tmp_path / "mine.toml").write_text(format_hardware(found))
+    text = JOB.format(parallel="tp = 2", framework="fsdp2", micro_batch=4)
+    (tmp_path / "job.toml").write_text(text.replace('preset = "cpu"', 'file = "mine.toml"'))
+    made = predict(read_job(tmp_path / "job.toml"))
+    assert made.low_ns < sample.stages[0].step_ns <= made.high_ns
+
+
+def test_one_run_that_no_constants_fit_is_refused() -> None:
+    words = r"no constants fit one: the model predicts 0.28 times its step; .* --job"
+    with pytest.raises(UsageError, match=words):
+        fit_calibration([lengthen(run(job(), replace(TRUE, launch_ns=5000.0)), 3.5)])
+
+
+def test_a_job_of_another_size_is_refused_before_a_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, out = tmp_path / "other.toml", tmp_path / "mine.toml"
+    other.write_text("[model]\nlayers = 40\nhidden = 4096\nheads = 32\nvocab = 32000\n")
+    command = ["calibrate", str(SAMPLES / "tp2_pp2"), "--job", str(other), "--out", str(out)]
+    assert cli.run(command) == 2
+    assert capsys.readouterr().err.startswith("stepsplit: no constants fit tp2_pp2: the model pred")
+    assert not out.exists()
+
+
 def test_runs_on_different_hardware_are_refused() -> None:
     other = replace(job(), hardware=replace(load_hardware("cpu"), name="other"))
     with pytest.raises(UsageError, match="one ran on cpu, two on other"):

@@ -265,7 +265,6 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     Raises UsageError for runs on different hardware, for runs that contradict each other, and for a
     run that no constants fit.
     """
-    runs = [_drop_gemm_table(one) for one in runs]
     known = runs[0].job.hardware
     different = next((one for one in runs if one.job.hardware.name != known.name), None)
     if different is not None:
@@ -273,12 +272,14 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
             f"different hardware: {runs[0].name} ran on {known.name}, {different.name} on"
             f" {different.job.hardware.name}; calibrate them separately"
         )
-    fitted, transfers = _fit_hardware(runs, known), build_sweeps(runs)
+    runs = _set_tf32_peak([_drop_gemm_table(one) for one in runs])
+    start = runs[0].job.hardware
+    fitted, transfers = _fit_hardware(runs, start), build_sweeps(runs)
     rates = Rates(transfers)
     stages = tuple(each for one in runs for each in _explain_run(one, fitted, rates))
-    error = max(_estimate_error(runs, known), _find_fit_error(stages))
+    error = max(_estimate_error(runs, start), _find_fit_error(stages))
     fitted = replace(fitted, efficiency=replace(fitted.efficiency, error=error))
-    impossible = find_impossible_rates(fit_efficiency(runs, known.efficiency), runs)
+    impossible = find_impossible_rates(fit_efficiency(runs, start.efficiency), runs)
     refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
     return Calibration(known, fitted, transfers, stages, refused)
 
@@ -286,6 +287,27 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
 def _drop_gemm_table(run: CalibrationSample) -> CalibrationSample:
     """The run without a stated table of GEMMs: their rate is fitted."""
     hardware = replace(run.job.hardware, gemms=())
+    return replace(run, job=replace(run.job, hardware=hardware))
+
+
+def _set_tf32_peak(runs: Sequence[CalibrationSample]) -> Sequence[CalibrationSample]:
+    """The runs with TF32's peak for fp32 if the GEMMs of those in fp32 exceed that of fp32: they ran
+    as TF32."""
+    hardware = runs[0].job.hardware
+    peaks = dict(hardware.peaks_flops_per_s)
+    narrow = [one for one in runs if one.job.training.dtype == "fp32"]
+    if not narrow or not peaks.keys() >= {"fp32", "tf32"}:
+        return runs
+    if fit_efficiency(narrow, hardware.efficiency).gemm <= 1:
+        return runs
+    peaks["fp32"] = max(peaks["fp32"], peaks["tf32"])
+    return [_set_peaks(one, tuple(peaks.items())) for one in runs]
+
+
+def _set_peaks(
+    run: CalibrationSample, peaks_flops_per_s: tuple[tuple[str, float], ...]
+) -> CalibrationSample:
+    hardware = replace(run.job.hardware, peaks_flops_per_s=peaks_flops_per_s)
     return replace(run, job=replace(run.job, hardware=hardware))
 
 
@@ -812,7 +834,8 @@ def _refuse(
 
 
 def raise_peaks(hardware: HardwareConfig) -> HardwareConfig:
-    """Raise peaks and memory bandwidth so that all efficiencies are at most 1."""
+    """Raise the peaks of the recorded dtypes and the memory bandwidth so that all efficiencies are
+    at most 1."""
     known = hardware.efficiency
     faster = max(1.0, known.gemm, known.attention, known.unfused_attention)
     wider = max(1.0, known.memory)
@@ -823,9 +846,23 @@ def raise_peaks(hardware: HardwareConfig) -> HardwareConfig:
         unfused_attention=known.unfused_attention / faster,
         memory=known.memory / wider,
     )
+    raised = _list_raised_dtypes(hardware)
     return replace(
         hardware,
-        peaks_flops_per_s=tuple((d, peak * faster) for d, peak in hardware.peaks_flops_per_s),
+        peaks_flops_per_s=tuple(
+            (dtype, peak * faster if dtype in raised else peak)
+            for dtype, peak in hardware.peaks_flops_per_s
+        ),
         memory_bytes_per_s=hardware.memory_bytes_per_s * wider,
         efficiency=efficiency,
     )
+
+
+def _list_raised_dtypes(hardware: HardwareConfig) -> tuple[str, ...]:
+    """The recorded dtypes, and those of the same peak, which run on the same units. On a CPU all:
+    its peaks are guesses that are right in proportion at best."""
+    recorded, peaks = set(hardware.efficiency.dtypes), dict(hardware.peaks_flops_per_s)
+    if "fp8" in recorded:
+        recorded.add("bf16")  # the dtype of its attention and head
+    own = {peak for dtype, peak in peaks.items() if dtype in recorded}
+    return tuple(d for d, peak in peaks.items() if hardware.family == "cpu" or peak in own)

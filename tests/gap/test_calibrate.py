@@ -42,7 +42,7 @@ from stepsplit.analyzer.gap.calibration_sample import (
 )
 from stepsplit.analyzer.model.comm_measured import TransferSweep
 from stepsplit.analyzer.model.comm_time import time_of
-from stepsplit.analyzer.model.config import AttentionRate, GemmRate, MemoryCorrection
+from stepsplit.analyzer.model.config import AttentionRate, Dtype, GemmRate, MemoryCorrection
 from stepsplit.analyzer.model.config_file import load_hardware, parse_job
 from stepsplit.analyzer.model.device_speed import compute_attention_share
 from stepsplit.analyzer.model.memory import compute_memory
@@ -580,6 +580,37 @@ def test_gemms_of_fp32_may_run_as_tf32() -> None:
     found = fit_calibration([run(of, replace(TRUE, gemm=5.0))])
     assert found.refused == ()
     assert (found.hardware.peak_flops_per_s("fp32") or 0) > 3 * 66.9e12
+
+
+def run_large_gemms(dtype: Dtype, gemm: float, name: str = "one") -> CalibrationSample:
+    """A run on an H100 with GEMMs at this fraction of the peak of its dtype."""
+    device, small = load_hardware("h100-sxm"), job()
+    of = replace(
+        small,
+        model=replace(small.model, hidden=8192, ffn=32768),
+        training=replace(small.training, dtype=dtype, seq_len=2048),
+        hardware=device,
+    )
+    return run(of, replace(device.efficiency, gemm=gemm, attention=0.3), name)
+
+
+def test_gemms_of_fp32_that_ran_as_tf32_leave_other_dtypes_as_they_were() -> None:
+    """They reach 0.98 of TF32's peak, 7.2 times that of fp32; bf16's was raised as much."""
+    peaks = dict(load_hardware("h100-sxm").peaks_flops_per_s)
+    fast = run_large_gemms("fp32", 7.2, "a")
+    for runs in ([fast], [fast, run_large_gemms("bf16", 0.9, "b")]):
+        found = fit_calibration(runs).hardware
+        assert dict(found.peaks_flops_per_s) == peaks | {"fp32": peaks["tf32"]}
+        assert 0.9 <= found.efficiency.gemm < 1.0
+
+
+def test_a_gpu_above_the_peak_of_bf16_raises_that_of_fp16_alone() -> None:
+    found = fit_calibration([run_large_gemms("bf16", 1.05)]).hardware
+    peaks = load_hardware("h100-sxm").peaks_flops_per_s
+    raised = {dtype: (found.peak_flops_per_s(dtype) or 0) / peak for dtype, peak in peaks}
+    assert raised == pytest.approx(
+        {"fp32": 1, "tf32": 1, "bf16": 1.05, "fp16": 1.05, "fp8": 1}, rel=0.01
+    )
 
 
 def test_quick_takes_no_recordings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,7 @@ def to_json(calibration: Calibration) -> str:
         "transfers": [asdict(one) for one in calibration.transfers],
         "stages": [_encode_stage(one) for one in calibration.stages],
         "refused": calibration.refused,
+        "caveats": calibration.caveats,
     }
     return json.dumps(body, indent=1) + "\n"
 
@@ -214,6 +215,7 @@ class Calibration:
         stages: measured and predicted steps with the fitted constants.
         refused: constants that were not fitted because the hardware cannot be that fast, as
             sentences. Default: none.
+        caveats: stated hardware that is not quite that of the runs, as sentences. Default: none.
     """
 
     known: HardwareConfig
@@ -221,6 +223,7 @@ class Calibration:
     transfers: tuple[TransferSweep, ...]
     stages: tuple[ExplainedStage, ...]
     refused: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     @property
     def rates(self) -> Rates:
@@ -281,7 +284,8 @@ def fit_calibration(runs: Sequence[CalibrationSample]) -> Calibration:
     fitted = replace(fitted, efficiency=replace(fitted.efficiency, error=error))
     impossible = find_impossible_rates(fit_efficiency(runs, start.efficiency), runs)
     refused = tuple(f"{one.name}: {one.reason}" for one in impossible)
-    return Calibration(known, fitted, transfers, stages, refused)
+    caveats = tuple(one.caveat for one in runs if one.caveat)
+    return Calibration(known, fitted, transfers, stages, refused, caveats)
 
 
 def _drop_gemm_table(run: CalibrationSample) -> CalibrationSample:
@@ -291,8 +295,8 @@ def _drop_gemm_table(run: CalibrationSample) -> CalibrationSample:
 
 
 def _set_tf32_peak(runs: Sequence[CalibrationSample]) -> Sequence[CalibrationSample]:
-    """The runs with TF32's peak for fp32 if the GEMMs of those in fp32 exceed that of fp32: they ran
-    as TF32."""
+    """The runs with TF32's peak for fp32 if the GEMMs of those in fp32 exceed fp32's: they ran as
+    TF32."""
     hardware = runs[0].job.hardware
     peaks = dict(hardware.peaks_flops_per_s)
     narrow = [one for one in runs if one.job.training.dtype == "fp32"]

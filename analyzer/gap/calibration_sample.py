@@ -11,13 +11,15 @@ from statistics import median
 import numpy as np
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.gap.config_from_trace import infer_job
 from stepsplit.analyzer.model.comm_measured import SWEEP_OPS
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
-from stepsplit.analyzer.model.config import Efficiency, JobConfig
+from stepsplit.analyzer.model.config import Efficiency, HardwareConfig, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
+from stepsplit.analyzer.model.config_file import list_hardware_names, load_hardware
 from stepsplit.analyzer.model.device_speed import DeviceSpeed, compute_device_speed
+from stepsplit.analyzer.model.hardware_config import find_preset
 from stepsplit.analyzer.model.layer_time import (
     Gemm,
     build_head_gemm,
@@ -44,7 +46,7 @@ from stepsplit.analyzer.split.kernels import (
     parse_gemm,
     sum_kernel_families,
 )
-from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.run import RankSplit, RunSplit, find_recorded_device
 from stepsplit.analyzer.split_recording import split_recording
 
 # The measurements of a recorded run: compute by kind, idle time, transfers, memory.
@@ -85,7 +87,7 @@ class Transfer:
 @dataclass(frozen=True, slots=True)
 class CalibrationSample:
     """One recorded run: job config, recorded stages and transfers, cores of a host (0: unknown),
-    and the kernels whose shapes were recorded."""
+    the kernels whose shapes were recorded, and a caveat about the stated device ("": none)."""
 
     name: str
     job: JobConfig
@@ -93,6 +95,7 @@ class CalibrationSample:
     transfers: tuple[Transfer, ...]
     cores: int = 0
     kernels: KernelSamples = field(default_factory=lambda: KernelSamples())
+    caveat: str = ""
 
 
 def read_sample(
@@ -100,7 +103,8 @@ def read_sample(
 ) -> CalibrationSample:
     """Read the recording of a run; stated is a job.toml for settings that cannot be inferred.
 
-    Raises DataError, also for a recording without a full step; UsageError for an incomplete config.
+    Raises DataError, also for a recording without a full step; UsageError for an incomplete config
+    or one of other hardware.
     """
     recording = read_recording([place], rules=rules)
     split = split_recording(recording)
@@ -110,9 +114,36 @@ def read_sample(
     job = infer_job(recording.spec, split, job_table)
     hosts = () if recording.spec is None else recording.spec.hosts
     cores = max((host.cores for host in hosts), default=0)
+    device = find_recorded_device(recording.spec, split)
     return CalibrationSample(
-        recording.name, job, stages, collect_transfers(split), cores, collect_kernels(split)
+        name=recording.name,
+        job=job,
+        stages=stages,
+        transfers=collect_transfers(split),
+        cores=cores,
+        kernels=collect_kernels(split),
+        caveat=check_device(recording.name, device, job.hardware),
     )
+
+
+def check_device(run: str, device: str, hardware: HardwareConfig) -> str:
+    """Compare the device of a run, as its driver reports it, with the stated hardware.
+
+    Returns a caveat if that is another device of the same family, else "". Raises UsageError for
+    another family.
+    """
+    preset = find_preset(device)
+    is_other = hardware.name == "cpu"
+    if preset is not None:
+        is_other = load_hardware(preset).family != hardware.family
+    if is_other:
+        raise UsageError(
+            f"different hardware: {run} ran on {preset or device or 'a GPU'}, [hardware] is"
+            f" {hardware.name}; leave [hardware] out, or calibrate from a run on {hardware.name}"
+        )
+    if preset in (None, hardware.name) or hardware.name not in list_hardware_names():
+        return ""
+    return f"{run} ran on {preset}, [hardware] is {hardware.name}: its peaks are the limits"
 
 
 def collect_stages(recording: Recording, split: RunSplit) -> tuple[StageSample, ...]:

@@ -310,8 +310,10 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
         _build_constants_table(calibration),
         Text(),
     ]
-    if calibration.refused:
-        parts += [*(Text(f"not calibrated: {one}") for one in calibration.refused), Text()]
+    notes = [Text(f"not calibrated: {one}") for one in calibration.refused]
+    notes += (Text(f"caveat: {one}", style="yellow") for one in calibration.caveats)
+    if notes:
+        parts += [*notes, Text()]
     if calibration.transfers:
         parts += [_build_transfers_table(calibration.transfers), Text()]
     parts += [_build_stages_table(calibration.stages), *_build_usage_hint(calibration, out)]

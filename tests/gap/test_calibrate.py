@@ -452,6 +452,34 @@ def test_runs_on_different_hardware_are_refused() -> None:
         fit_calibration([run(job(), TRUE), run(other, TRUE, "two")])
 
 
+@pytest.mark.parametrize(
+    ("sample", "preset", "ran_on"),
+    [
+        ("tp2_pp2", "h100-sxm", "cpu"),
+        ("h100_pp2", "a100-sxm-80gb", "h100-sxm"),
+        ("h100_pp2", "cpu", "h100-sxm"),
+    ],
+)
+def test_stated_hardware_that_the_run_did_not_have_is_refused(
+    sample: str, preset: str, ran_on: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(f'[hardware]\npreset = "{preset}"\n')
+    words = f"different hardware: {sample} ran on {ran_on}, .hardware. is {preset}; leave"
+    with pytest.raises(UsageError, match=words):
+        calibrate(SAMPLES / sample, job=tmp_path / "job.toml")
+
+
+def test_another_device_of_the_family_is_a_caveat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Someone may mean it: a variant with fewer units, or limited power."""
+    rest = tmp_path / "job.toml"
+    rest.write_text('[hardware]\npreset = "h200-sxm"\n')
+    assert cli.run(["calibrate", str(SAMPLES / "h100_pp2"), "--job", str(rest)]) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "caveat: h100_pp2 ran on h100-sxm, [hardware] is h200-sxm:" in screen
+
+
 @pytest.fixture
 def found() -> Calibration:
     seen = transfers(links(bytes_per_s=5e9), 1024, 1 << 20)

@@ -6,6 +6,7 @@ field is known to be public; any other text gets a pseudonym, the same one where
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -138,7 +139,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """A draft of the folder, which takes its place at the end and is removed if an error or Ctrl-C
     comes before; in a folder that exists already its files do. Raises UsageError if it cannot be
     made."""
-    place = out.resolve()
+    place = Path(os.path.realpath(out))
+    if place.is_symlink():  # it leads to itself
+        raise make_write_error(out, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
     exists = place.is_dir()
     draft = (place if exists else place.parent) / f".{place.name}.{os.getpid()}"
     try:
@@ -161,7 +164,7 @@ def _check_outputs(out: Path, key: Path | None) -> None:
         raise UsageError(f"{out}: not an empty folder; choose another one")
     if key is None:
         return
-    if out.resolve() in key.resolve().parents:
+    if Path(os.path.realpath(out)) in Path(os.path.realpath(key)).parents:
         raise UsageError(f"{key}: the key would be in the redacted copy; choose another folder")
     if key.exists():
         raise UsageError(f"{key}: exists already; choose another file")

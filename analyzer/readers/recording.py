@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -389,9 +390,9 @@ def reduce_recording(
 def check_outside(out: Path, places: Sequence[str | Path]) -> None:
     """Raises UsageError if the folder is or lies in one of the places: with a second file of each
     rank, neither could be read."""
-    inside = {out.resolve(), *out.resolve().parents}
+    whole = Path(os.path.realpath(out))
     for place in places:
-        if Path(place).resolve() in inside:
+        if Path(os.path.realpath(place)) in (whole, *whole.parents):
             raise UsageError(f"{out} is in the recording {place}; choose a folder outside of it")
 
 

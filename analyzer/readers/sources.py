@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import os
 import shutil
 import tempfile
 import zipfile
@@ -57,7 +58,7 @@ class DiskFile(Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        return str(self.path.resolve())
+        return os.path.realpath(self.path)
 
     @property
     def inner(self) -> PurePosixPath:
@@ -69,7 +70,7 @@ class DiskFile(Struct, frozen=True):
             status = self.path.stat()
         except OSError as error:
             raise DataError(self.where, error.strerror or "unreadable", "check the path") from None
-        return f"{self.path.resolve()}|{status.st_size}|{status.st_mtime_ns}"
+        return f"{os.path.realpath(self.path)}|{status.st_size}|{status.st_mtime_ns}"
 
     @contextmanager
     def open_local(self) -> Iterator[Path]:
@@ -89,7 +90,7 @@ class ZipMember(Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        return f"{self.archive.resolve()}/{self.member}"
+        return f"{os.path.realpath(self.archive)}/{self.member}"
 
     @property
     def inner(self) -> PurePosixPath:

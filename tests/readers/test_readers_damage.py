@@ -28,6 +28,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_opening,
     read_range,
 )
+from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 A, B, C = (json.dumps({"ph": "X", "name": name, "ts": 1, "dur": 2}) for name in "abc")
@@ -299,3 +300,41 @@ def test_nested_steps_give_windows_without_overlap(tmp_path: Path) -> None:
     file = tmp_path / "rank0_trace.json"
     file.write_text(json.dumps(trace.events))
     assert analyze(file).steps
+
+
+def test_a_link_to_itself_is_left_out_of_a_folder(tmp_path: Path) -> None:
+    """As any other file of it that cannot be opened."""
+    GpuTrace(0).step(1, 0, 100).kernel("gemm", 0, 60).write(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (warning,) = (one for one in analyze(tmp_path).warnings if "loop" in one.message)
+    assert "Too many levels of symbolic links" in warning.message
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["analyze", "alone"],
+        ["analyze", "alone/loop"],
+        ["calibrate", "alone"],
+        ["model", "job.toml"],
+        ["reduce", "alone/loop", "--out", "out"],
+        ["redact", "run.json", "--out", "alone/loop"],
+    ],
+)
+def test_a_link_to_itself_alone_is_one_line(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("alone").mkdir()
+    Path("alone", "loop").symlink_to("loop")
+    Path("run.json").write_text("{}")
+    Path("job.toml").write_text(
+        '[model]\npreset = "llama-3.1-8b"\n[training]\nseq_len = 8192\nmicro_batch = 1\n'
+        'global_batch = 8\n[hardware]\npreset = "h100-sxm"\nmeasured = ["alone"]\n'
+    )
+    assert cli.run(command) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ("alone" in error or "run.json" in error)

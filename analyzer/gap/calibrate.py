@@ -44,7 +44,7 @@ from stepsplit.analyzer.model.device_speed import (
     compute_attention_share,
     compute_device_speed,
 )
-from stepsplit.analyzer.model.hardware_config import load_attention_rate
+from stepsplit.analyzer.model.hardware_config import MAX_SPREAD, load_attention_rate
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
 from stepsplit.analyzer.model.predict import predict
@@ -545,7 +545,7 @@ def _estimate_jitter(runs: Sequence[CalibrationSample]) -> float:
         times = compute_skew(job).share
         skews = [one.split.skew_ns / (one.step_ns - one.split.skew_ns) for one in run.stages]
         estimates += [skew / times for skew in skews] if times else []
-    return fmean(estimates) if estimates else 0.0
+    return min(fmean(estimates), MAX_SPREAD) if estimates else 0.0
 
 
 def _estimate_host_ns(runs: Sequence[CalibrationSample], fitted: Efficiency) -> float:
@@ -741,7 +741,8 @@ def _compute_slowdown(points: list[Transfer], hardware: HardwareConfig) -> float
 def fit_memory_correction(
     runs: Sequence[CalibrationSample], known: MemoryCorrection
 ) -> MemoryCorrection:
-    """The memory correction from the run with the fullest rank; as known without a measurement."""
+    """The memory correction from the run with the fullest rank; as known without a measurement, or
+    if its constant would be more than the device has: the job is not what ran."""
     fullest = max(runs, key=_find_peak_bytes)
     if not _find_peak_bytes(fullest):
         return known
@@ -749,6 +750,8 @@ def fit_memory_correction(
     peaks = tuple(stage.peak_bytes for stage in fullest.stages if stage.peak_bytes is not None)
     measured = peaks if len(peaks) == len(predicted) else (max(peaks),)
     correction = calibrate_memory(predicted, measured, fullest.name)
+    if abs(correction.constant_bytes) > fullest.job.hardware.memory_bytes:
+        return known
     return MemoryCorrection(correction.activations, correction.constant_bytes)
 
 

@@ -127,6 +127,18 @@ def _check_ulysses(job: JobConfig) -> Violation | None:
     return check_remainder("heads", heads, divisor, layout.cp * layout.tp, 'set context = "ring"')
 
 
+def _check_recomputed_layers(job: JobConfig) -> Violation | None:
+    """No more layers are recomputed, or lie between checkpoints, than the model has."""
+    training, layers = job.training, job.model.layers
+    if training.recompute_layers > layers:
+        problem = f"recompute_layers ({training.recompute_layers}) exceeds layers ({layers})"
+        return Violation(problem, "leave it out to recompute all")
+    if training.recompute == "every" and training.recompute_every > layers:
+        problem = f"recompute (every-{training.recompute_every}) exceeds layers ({layers})"
+        return Violation(problem, f"write every-1 to every-{layers}, or full")
+    return None
+
+
 def _check_recompute(job: JobConfig) -> Violation | None:
     """recompute_layers belongs to full recomputation, early_stop to torch's checkpoint, fp8 storage
     to fp8 training, unfused parts to a model that is not compiled."""
@@ -224,6 +236,7 @@ BATCH_CHECKS = (
     _check_shards,
     _check_ddp,
     _check_recompute,
+    _check_recomputed_layers,
 )
 
 

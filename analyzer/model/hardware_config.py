@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (
@@ -74,7 +74,10 @@ def decode_hardware(
     intra = _decode_link(table, "intra", known.intra, mistakes)
     inter = intra if base is None else known.inter
     family = stated.get("family", known.family)
+    memory_bytes = stated.get("memory_bytes", None if base is None else base.memory_bytes)
     _check_units(table, stated, family, mistakes)
+    _check_ratios(table, family, mistakes)
+    _check_learned(table.get_subtable("learned"), family, memory_bytes, mistakes)
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
     decoded = {
@@ -98,8 +101,8 @@ class PlausibleRange:
     least: float
     most: float
     unit: str
-    usual: str
-    usual_size: float
+    usual: str = ""
+    usual_size: float = 1.0
 
     def describe(self, value: float) -> str:
         """What the value would be in the usual unit."""
@@ -133,14 +136,33 @@ _RATE = PlausibleRange(1e8, 1e17, "FLOP/s", "TFLOP/s", 1e12)
 
 _LINK = PlausibleRange(1e6, 1e14, "bytes per second", "GB/s", 1e9)
 
+_MULTIPROCESSORS = PlausibleRange(1, 1e4, "multiprocessors")
+
+_CLOCK = PlausibleRange(0.05, 20, "times the family's speed")
+
+_NVLS = PlausibleRange(0.01, 10, "times the link's rate")
+
+_ACTIVATIONS = PlausibleRange(0.05, 20, "times the activations", "%", 0.01)
+
+_START = PlausibleRange(0, 1e7, "tokens")
+
+_SPREAD_KEYS = ("jitter", "jitter_per_layer", "error")
+
+MAX_SPREAD = 10.0
+"""Largest relative variation of step times, and largest error, that a file may state."""
+
 _FRACTIONS = ("gemm", "gemm_fp8", "attention", "unfused_attention", "memory")
+
+_MIN_FRACTION = 1e-6
+
+_MAX_OF_PROCESSOR = 1e3
+"""Largest fraction of a processor's peak, which is a guess that programs may exceed."""
 
 
 def _check_units(
     table: TomlTable, stated: Mapping[str, Any], family: str, mistakes: Mistakes
 ) -> None:
-    """Refuses sizes and rates that are off by the factor of a unit, and fractions above 1: only the
-    peaks of processors are guesses, which real programs may exceed."""
+    """Refuses sizes, rates and counts that are off by the factor of a unit."""
     device = _PROCESSOR if family == "cpu" else _ACCELERATOR
     _check_range(table, "memory_bytes", stated.get("memory_bytes"), device.memory, mistakes)
     _check_range(
@@ -152,31 +174,77 @@ def _check_units(
     for link in LINKS:
         rates = table.get_subtable(link)
         _check_range(rates, "bytes_per_s", rates.values.get("bytes_per_s"), _LINK, mistakes)
-    if family != "cpu":
-        _check_fractions(table.get_subtable("efficiency"), mistakes)
+    attention = table.get_subtable("attention")
+    for key, plausible in (
+        ("forward", _RATE), ("backward", _RATE), ("start", _START), ("backward_start", _START),
+    ):  # fmt: skip
+        _check_range(attention, key, attention.values.get(key), plausible, mistakes)
+    for key, plausible in (
+        ("multiprocessors", _MULTIPROCESSORS),
+        ("clock", _CLOCK),
+        ("nvls", _NVLS),
+    ):
+        _check_range(table, key, stated.get(key), plausible, mistakes)
 
 
-def _check_fractions(table: TomlTable, mistakes: Mistakes) -> None:
+def _check_ratios(table: TomlTable, family: str, mistakes: Mistakes) -> None:
+    """Refuses fractions above 1 and those close to 0, and variations of many times a step."""
+    efficiency = table.get_subtable("efficiency")
+    most = _MAX_OF_PROCESSOR if family == "cpu" else 1.0
     for key in _FRACTIONS:
-        value = table.values.get(key)
-        if isinstance(value, int | float) and value > 1:
-            is_percent = 2 <= value <= 100
-            hint = f"{value:g} % are {value / 100:g}" if is_percent else "give a number up to 1"
-            mistakes.append(table.build_error(key, f"{value:g} of a peak is not plausible", hint))
+        _check_fraction(efficiency, key, "of a peak", _MIN_FRACTION, most, mistakes)
+    for key in _SPREAD_KEYS:
+        _check_fraction(efficiency, key, "of a step", 0.0, MAX_SPREAD, mistakes)
+    for link in LINKS:
+        rates = table.get_subtable(link)
+        _check_fraction(rates, "ring", "of the link's rate", _MIN_FRACTION, 1.0, mistakes)
+
+
+def _check_fraction(
+    table: TomlTable, key: str, of: str, least: float, most: float, mistakes: Mistakes
+) -> None:
+    value = table.values.get(key)
+    if not _is_positive(value) or least <= value <= most:
+        return
+    is_percent = max(2.0, most) <= value <= 100 * most
+    limit = f"a number of at least {least:g}" if value < least else f"a number up to {most:g}"
+    hint = f"{value:g} % are {value / 100:g}" if is_percent else f"give {limit}"
+    mistakes.append(table.build_error(key, f"{value:g} {of} is not plausible", hint))
+
+
+def _check_learned(
+    table: TomlTable, family: str, memory_bytes: int | None, mistakes: Mistakes
+) -> None:
+    """Refuses corrections of the memory that no run of the device can have shown; the memory of
+    processors is a guess."""
+    _check_range(table, "activations", table.values.get("activations"), _ACTIVATIONS, mistakes)
+    value = table.values.get("constant_bytes")
+    if isinstance(value, int) and family != "cpu" and memory_bytes and abs(value) > memory_bytes:
+        problem = f"{value} bytes are more than the {memory_bytes} of the device"
+        hint = "give the difference of measured and predicted bytes"
+        mistakes.append(table.build_error("constant_bytes", problem, hint))
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < math.inf
 
 
 def _check_range(
     table: TomlTable, key: str, value: object, plausible: PlausibleRange, mistakes: Mistakes
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    if not 0 < value < math.inf or plausible.least <= value <= plausible.most:
+    if not _is_positive(value) or plausible.least <= value <= plausible.most:
         return
     problem = f"{value:g} {plausible.unit} is not plausible"
     in_range = plausible.least <= value * plausible.usual_size <= plausible.most
-    limits = f"{plausible.least:.0e} to {plausible.most:.0e}"
+    limits = f"{_format_limit(plausible.least)} to {_format_limit(plausible.most)}"
     hint = plausible.describe(value) if in_range else f"give {plausible.unit}, {limits}"
     mistakes.append(table.build_error(key, problem, hint))
+
+
+def _format_limit(value: float) -> str:
+    return f"{value:g}" if value < 1e5 else f"{value:.0e}"
 
 
 def list_hardware_kinds() -> dict[str, Any]:

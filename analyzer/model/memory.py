@@ -67,7 +67,7 @@ def compute_peak_bytes(
         saved_bytes = round(moment.activations_bytes * learned.activations)
         moment_bytes = saved_bytes + moment.transient_bytes - moment.missing_gradients_bytes
         peaks.append(own.total_bytes + moment_bytes)
-    return max(peaks) + _get_workspace_bytes(job) + learned.constant_bytes
+    return max(0, max(peaks) + _get_workspace_bytes(job) + learned.constant_bytes)
 
 
 def _get_workspace_bytes(job: JobConfig) -> int:
@@ -124,14 +124,18 @@ def _build_stage_memory(
 ) -> StageMemory:
     moment = needs.find_peak(count_chunks_in_flight(job, rank))
     in_flight = (IN_FLIGHT,) if job.parallel.pp > 1 else ()
+    saved_bytes = round(moment.activations_bytes * calibration.activations)
+    modelled_bytes = states.total_bytes + saved_bytes + moment.transient_bytes
+    modelled_bytes -= moment.missing_gradients_bytes
+    other_bytes = _get_workspace_bytes(job) + calibration.constant_bytes
     return StageMemory(
         stage=rank,
         weights_bytes=states.weights_bytes,
         gradients_bytes=states.gradients_bytes - moment.missing_gradients_bytes,
         optimizer_bytes=states.optimizer_bytes,
-        activations_bytes=round(moment.activations_bytes * calibration.activations),
+        activations_bytes=saved_bytes,
         transient_bytes=moment.transient_bytes,
-        other_bytes=_get_workspace_bytes(job) + calibration.constant_bytes,
+        other_bytes=max(other_bytes, -modelled_bytes),
         missing_gradients_bytes=moment.missing_gradients_bytes,
         formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )

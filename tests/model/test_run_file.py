@@ -33,6 +33,7 @@ from stepsplit.analyzer.model.config_file import (
     read_job_to_plan,
 )
 from stepsplit.analyzer.model.hardware_config import HARDWARE_KEYS, load_efficiency, load_link
+from stepsplit.analyzer.model.memory import compute_memory, compute_peak_bytes
 from stepsplit.analyzer.model.predict import predict
 
 LLAMA = {"preset": "llama-3.1-8b"}
@@ -529,10 +530,64 @@ def test_an_invalid_job_file_is_reported(tmp_path: Path, text: bytes, expected: 
             {"efficiency": {"memory": 1.5}},
             "efficiency.memory: 1.5 of a peak is not plausible; give",
         ),
+        (
+            {"efficiency": {"gemm": 1e-300}},
+            "efficiency.gemm: 1e-300 of a peak is not plausible; give a number of at least 1e-06",
+        ),
+        ({"efficiency": {"jitter": 1e18}}, "efficiency.jitter: 1e+18 of a step is not plausible; "),
+        (
+            {"nodes_link": {"bytes_per_s": 5e10, "ring": 81, "latency_ns": 1e4}},
+            "nodes_link.ring: 81 of the link's rate is not plausible; 81 % are 0.81",
+        ),
+        (
+            {"attention": {"forward": 620, "backward": 540e12}},
+            "attention.forward: 620 FLOP/s is not plausible; 620 TFLOP/s are 6.2e+14 FLOP/s",
+        ),
+        (
+            {"attention": {"forward": 1e-300, "backward": 540e12}},
+            "attention.forward: 1e-300 FLOP/s is not plausible; give FLOP/s, 1e+08 to 1e+17",
+        ),
+        ({"clock": 1755}, "clock: 1755 times the family's speed is not plausible; give times "),
+        (
+            {"multiprocessors": 10**18},
+            "multiprocessors: 1e+18 multiprocessors is not plausible; give multiprocessors, 1",
+        ),
+        (
+            {"learned": {"constant_bytes": -(10**12)}},
+            "learned.constant_bytes: -1000000000000 bytes are more than the 85520809984 of the ",
+        ),
+        (
+            {"learned": {"activations": 110.0}},
+            "learned.activations: 110 times the activations is not plausible; 110 % are 1.1 times",
+        ),
     ],
 )
 def test_a_rate_in_another_unit_is_refused_with_what_it_may_mean(device: Any, problem: str) -> None:
     assert refusal(device=H100 | device).startswith(f"job.toml: hardware.{problem}")
+
+
+def test_numbers_that_are_not_plausible_are_all_listed() -> None:
+    """A job with such an attention took 419,000 s with confidence high, or ended in an overflow."""
+    device = H100 | {"attention": {"forward": 1e-300, "backward": 540.0}, "clock": 1e-300}
+    words = refusal(device=device)
+    assert all(key in words for key in ("attention.forward: ", "attention.backward: ", "clock: "))
+
+
+def test_a_correction_beyond_the_predicted_memory_leaves_none_of_it() -> None:
+    device = H100 | {"learned": {"constant_bytes": -85_000_000_000}}
+    job = run(model=LLAMA | {"layers": 1}, device=device)
+    assert compute_peak_bytes(job) == max(one.total_bytes for one in compute_memory(job)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "problem"),
+    [
+        ({"recompute": "full", "recompute_layers": 99}, "recompute_layers (99) exceeds layers ("),
+        ({"recompute": "every-999"}, "recompute (every-999) exceeds layers ("),
+    ],
+)
+def test_more_layers_are_not_recomputed_than_the_model_has(stated: Any, problem: str) -> None:
+    assert refusal(training=stated).startswith(f"job.toml: {problem}")
 
 
 def test_the_peaks_of_a_processor_are_guesses_that_programs_may_exceed() -> None:

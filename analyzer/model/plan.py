@@ -249,7 +249,9 @@ def from_json(text: str, source: object = "plan.json") -> Plan:
 
 
 def _build_candidate_row(candidate: Candidate) -> dict[str, Any]:
+    recompute = candidate.choice.recompute_value
     return asdict(candidate) | {
+        "choice": asdict(candidate.choice) | {"recompute": recompute},
         "exposed_ns": dict(candidate.exposed_ns),
         "step_ns": candidate.step_ns,
     }
@@ -292,10 +294,8 @@ def _parse_plan(body: Mapping[str, Any]) -> Plan:
 
 
 def _parse_candidate(row: Mapping[str, Any]) -> Candidate:
-    layers = row["choice"]["layers_per_stage"]
-    stages = None if layers is None else tuple(layers)
     values = {key: value for key, value in row.items() if key != "step_ns"}
-    values["choice"] = Choice(**{**row["choice"], "layers_per_stage": stages})
+    values["choice"] = _parse_choice(row["choice"])
     values["split"] = Split(**row["split"])
     values["exposed_ns"] = tuple(row["exposed_ns"].items())
     candidate = Candidate(**values)
@@ -304,6 +304,15 @@ def _parse_candidate(row: Mapping[str, Any]) -> Candidate:
             f"step_ns is {row['step_ns']}, but its buckets add up to {candidate.step_ns}"
         )
     return candidate
+
+
+def _parse_choice(row: Mapping[str, Any]) -> Choice:
+    """Recomputed parts of a layer are a list; a plan of an earlier version joins them by a +."""
+    layers, recompute = row["layers_per_stage"], row["recompute"]
+    stages = None if layers is None else tuple(layers)
+    if not isinstance(recompute, str):
+        recompute = "+".join(recompute)
+    return Choice(**{**row, "layers_per_stage": stages, "recompute": recompute})
 
 
 def _parse_runner_up(row: Mapping[str, Any]) -> RunnerUp:

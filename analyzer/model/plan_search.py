@@ -544,7 +544,7 @@ def build_choice(job: JobConfig) -> Choice:
 
 
 def _format_recompute(job: JobConfig) -> str:
-    """The value of recompute in a job.toml."""
+    """What is recomputed, in one word: parts of a layer are joined by a +."""
     training = job.training
     if training.recompute_parts:
         return "+".join(sorted(training.recompute_parts))

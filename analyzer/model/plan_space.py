@@ -59,6 +59,12 @@ class Choice:
         """The split of the GPUs: tp, pp, cp, dp, ep."""
         return self.tp, self.pp, self.cp, self.dp_replicate * self.dp_shard, self.ep
 
+    @property
+    def recompute_value(self) -> str | list[str]:
+        """The value of recompute in a job.toml: a list of parts of a layer if it names these."""
+        parts = self.recompute.split("+")
+        return parts if {*parts} <= {*RECOMPUTE_PARTS} else self.recompute
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -652,10 +658,8 @@ def _format_pipeline(choice: Choice) -> list[str]:
 
 def _format_training(job: JobConfig, choice: Choice, parallel: TomlTable) -> list[str]:
     """Lines of the keys that follow from the layout, the framework if it follows from another."""
-    recompute, parts = f'"{choice.recompute}"', choice.recompute.split("+")
-    if set(parts) <= {*RECOMPUTE_PARTS}:
-        recompute = str(parts).replace("'", '"')
-    lines = [f"micro_batch = {choice.micro_batch}", f"recompute = {recompute}"]
+    values = {"micro_batch": choice.micro_batch, "recompute": choice.recompute_value}
+    lines = format_toml_lines(values)
     if job.training.recompute_layers and choice.recompute != "full":
         lines.append("recompute_layers = 0")
     if infer_framework(parallel) != job.training.framework:

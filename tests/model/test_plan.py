@@ -135,6 +135,20 @@ def test_several_processes_find_the_same_plan(
     assert to_json(plan(MIDDLE, 16, top=6, workers=workers)) == to_json(sixteen)
 
 
+def test_recomputed_parts_are_written_as_a_job_takes_them() -> None:
+    """A list; a plan of an earlier version, which joined them to one word, is read as before."""
+    parts = replace(SMALL.training, recompute_parts=frozenset({"norms", "activation"}))
+    found = plan(replace(SMALL, training=parts), 2, top=1, keep=frozenset({"recompute"}))
+    text = to_json(found)
+    value = json.loads(text)["best"]["choice"]["recompute"]
+    tables = {"model": {"preset": "gpt2-355m"}, "hardware": {"preset": "h100-sxm"}}
+    sizes = {"seq_len": 1024, "micro_batch": 1, "global_batch": 16, "recompute": value}
+    read = parse_job(format_toml(tables | {"training": sizes}))
+    assert read.training.recompute_parts == parts.recompute_parts
+    older = text.replace('["activation", "norms"]', '"activation+norms"')
+    assert older != text and from_json(older) == from_json(text) == found
+
+
 def test_several_processes_find_the_same_pareto_list(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(SMALL, 4, top=1, pareto=True)
     monkeypatch.setattr(plan_search, "LEAST_FAMILIES", 0)

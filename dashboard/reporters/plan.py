@@ -301,6 +301,9 @@ MAX_TRANSFERS = 8
 
 _GUESS = "default"
 
+_PUBLISHED = "as published"
+"""The attention rate of a device: that of the kernel that runs, in presets/attention.toml."""
+
 
 def build_calibration_screen(calibration: Calibration, out: Path | None) -> RenderableType:
     """Builds the screen of a calibration; out is the file that was written, if any."""
@@ -333,22 +336,23 @@ def _build_calibration_heading(calibration: Calibration) -> Text:
 
 def _build_constants_table(calibration: Calibration) -> Table:
     table = build_table("constant", "before", "calibrated")
-    before, now = _list_constants(calibration.known), _list_constants(calibration.hardware)
+    dtype = calibration.hardware.efficiency.dtypes[0]
+    before = _list_constants(calibration.known, dtype)
+    now = _list_constants(calibration.hardware, dtype)
     for (name, old), (_, new) in zip(before, now, strict=True):
         if new:
             table.add_row(name, old or _GUESS, new)
     return table
 
 
-def _list_constants(hardware: HardwareConfig) -> Iterable[tuple[str, str]]:
-    """(name, formatted value) of each constant, in the same order for any hardware."""
+def _list_constants(hardware: HardwareConfig, dtype: str) -> Iterable[tuple[str, str]]:
+    """(name, formatted value) of each constant at a dtype, in the same order for any hardware."""
     known, intra, inter = hardware.efficiency, hardware.intra, hardware.inter
-    dtype = next(iter(known.dtypes), hardware.peaks_flops_per_s[0][0])
     peak = hardware.peak_flops_per_s(dtype) or 0.0
     bytes_per_s = known.memory * hardware.memory_bytes_per_s
     return (
         ("GEMM", f"{units.format_flops(known.gemm * peak)}/s"),
-        ("attention", f"{units.format_flops(known.attention * peak)}/s"),
+        ("attention", _format_attention(hardware, peak)),
         ("memory", units.format_gigabytes_per_second(bytes_per_s)),
         ("kernel launch", units.format_microseconds(known.launch_ns)),
         (
@@ -361,6 +365,14 @@ def _list_constants(hardware: HardwareConfig) -> Iterable[tuple[str, str]]:
         (f"{inter.name}, latency of a step", units.format_microseconds(inter.latency_ns)),
         ("activations, measured / predicted", units.format_percent(hardware.learned.activations)),
     )
+
+
+def _format_attention(hardware: HardwareConfig, peak: float) -> str:
+    """The forward rate; in words if it is that of the kernel that runs."""
+    share = hardware.efficiency.attention
+    if hardware.attention is not None:
+        return f"{units.format_flops(hardware.attention.forward_flops_per_s)}/s"
+    return f"{units.format_flops(share * peak)}/s" if share else _PUBLISHED
 
 
 def _build_transfers_table(transfers: tuple[TransferSweep, ...]) -> Group:

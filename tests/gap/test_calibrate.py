@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from builders import CpuTrace, GpuTrace
+from rich.console import Console
 
 from stepsplit.analyzer import (
     Calibration,
@@ -52,6 +55,7 @@ from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.split.kernels import AttentionShape, GemmShape
 from stepsplit.analyzer.split.run import split_run
 from stepsplit.dashboard import cli
+from stepsplit.dashboard.reporters.plan import build_calibration_screen
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 TRUE = Efficiency(0.6, 0.3, 0.3, 0.5, 8000.0, jitter=0.03, host_ns=1.5e6)
@@ -567,6 +571,19 @@ def test_the_command_fits_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "all_reduce" in screen
     assert f'file = "{out}"' in screen.replace("\n", "")
     assert "[[transfers]]" in out.read_text()
+
+
+def test_attention_at_its_published_rate_is_said_in_words() -> None:
+    """Of an H100 no fraction is stated; rates of recorded kernels replace the published ones."""
+    kernels = build_kernels(0.7, 0.5, 4_000.0)
+    for sample, now in (
+        (run_on_gpu(), r"[1-9][\d.,]* [MGT]FLOP/s"),
+        (replace(run_on_gpu(), kernels=kernels), "59[56] TFLOP/s"),
+    ):
+        screen = io.StringIO()
+        shown = build_calibration_screen(fit_calibration([sample]), None)
+        Console(width=100, file=screen).print(shown)
+        assert re.search(rf"^attention +as published +{now}$", screen.getvalue(), re.M)
 
 
 def test_the_command_prints_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

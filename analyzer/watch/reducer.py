@@ -100,6 +100,10 @@ class WatchedRank(Struct, frozen=True, kw_only=True):
     step: int = 0
     first_step: int | None = None
 
+    def count_steps(self, attached: bool) -> int:
+        """The steps watched: of a job that was attached to, those from the first window on."""
+        return self.step - (self.first_step or 0) if attached else self.step
+
 
 class Capture(Struct, frozen=True, kw_only=True):
     """A requested sample: its folder under samples/, its id, and its run on the dashboard; "" if

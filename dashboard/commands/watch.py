@@ -125,7 +125,7 @@ def watch_command(
         except CollectError as error:
             raise UsageError(str(error)) from None
     if is_first_here:
-        _report_watch(plan, reducer)
+        _report_watch(plan, reducer, attached=request.target is not None)
     context.exit(128 - status if status < 0 else status)
 
 
@@ -221,14 +221,14 @@ def _parse_every(text: str) -> tuple[int | None, float | None]:
         raise UsageError(f"--every: {error}") from None
 
 
-def _report_watch(plan: WatchPlan, options: ReducerOptions) -> None:
+def _report_watch(plan: WatchPlan, options: ReducerOptions, attached: bool) -> None:
     """Says what was watched, on standard error like record."""
     from stepsplit.analyzer.units import format_percent
     from stepsplit.analyzer.watch.reducer import WatchFolder, read_state
 
     folder = WatchFolder(Path(plan.out), plan.name, options.host)
     state = read_state(folder)
-    steps = max((one.step - (one.first_step or 0) for one in state.ranks.values()), default=0)
+    steps = max((one.count_steps(attached) for one in state.ranks.values()), default=0)
     text = f"watched {steps} steps, {state.samples} samples"
     if state.without_data:
         text += f" ({state.without_data} without data)"

@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
     HALF_BYTES,
     MASK_BYTES,
+    LayerActivations,
     LayersByKind,
     StageActivations,
     compute_final_norm_bytes,
@@ -122,9 +123,10 @@ def compute_needs(
     if is_torch_ring(job):
         formulas.append(RING)
     if is_plain_torch(job):
-        step = TorchStep(job, stage, parameters, layers, chunk, gradients_bytes)
+        build = FsdpStep if job.is_fsdp else TorchStep
+        step = build(job, stage, parameters, layers, chunk, gradients_bytes)
         moments = tuple(step.list_moments())
-        formulas.append(TORCH)
+        formulas += step.list_formulas()
     else:
         moments = tuple(_list_moments(job, stage, chunk, persistent.bytes))
     return MemoryNeeds(
@@ -222,9 +224,8 @@ TORCH = Formula(
     "memory.torch_step",
     "gradients exist from their backward to the optimizer step, which sets them to None (with"
     " several microbatches: always); autocast keeps a 16-bit copy of a weight from its forward to"
-    " its backward; FSDP2 gathers the units in use and the next one",
-    "pytorch/pytorch, torch/optim/optimizer.py, zero_grad; torch.autocast; Zhao et al., PyTorch"
-    " FSDP, arXiv:2304.11277",
+    " its backward",
+    "pytorch/pytorch, torch/optim/optimizer.py, zero_grad; torch.autocast",
 )
 
 LOGITS_FORWARD = 1.5
@@ -257,8 +258,12 @@ class TorchStep:
         yield from self._list_loss_moments()
         yield self._build_head_moment()
         yield self._build_last_layer_moment()
-        yield from self._list_first_layer_moments()
+        yield self._build_first_layer_moment()
         yield self._build_embedding_moment()
+
+    def list_formulas(self) -> tuple[Formula, ...]:
+        """The formulas that the moments follow."""
+        return (TORCH,)
 
     def _list_loss_moments(self) -> Iterator[Moment]:
         """The loss's forward, where recomputation leaves copies of the layers to the forward alone,
@@ -266,66 +271,44 @@ class TorchStep:
         saved, working = compute_logits_bytes(self.job)
         held = compute_final_norm_bytes(self.job) + saved
         missing = self._count_missing(self.parameters.total)
-        copied, gathered = self._head, self._kept_head
+        copied = self._head
         if self.chunk.recompute_bytes:
             logits = round(saved * LOGITS_FORWARD)
-            weights = self._count_weights_bytes(self._layer_matrices + self._head, self._head)
+            weights = self._count_weights_bytes(self._layer_matrices + self._head)
             yield Moment("logits", held, weights + logits, missing)
         else:
             copied += self._layer_matrices
-        yield Moment("loss", held, working + self._count_weights_bytes(copied, gathered), missing)
+        yield Moment("loss", held, working + self._count_weights_bytes(copied), missing)
 
     def _build_head_moment(self) -> Moment:
         """The head's backward, beside the 16-bit gradient of the logits."""
-        logits_bytes = count_logits(self.job) * self.job.training.weight_bytes
-        needs = compute_head_input_bytes(self.job)
-        if self.job.is_fsdp:
-            multiplied = logits_bytes + 2 * self._head * self.job.training.weight_bytes
-            needs += max(multiplied, self._count_reduction_bytes(self._head))
-        else:
-            needs += logits_bytes + self._count_gradient_needs(self._head)
-        needs += self._count_weights_bytes(self._copied_layers, self.parameters.largest_layer)
+        needs = compute_head_input_bytes(self.job) + self._logits_gradient_bytes
+        needs += self._count_gradient_needs(self._head)
+        needs += self._count_weights_bytes(self._copied_layers)
         missing = self._count_missing(self.parameters.total)
         return Moment("head", compute_final_norm_bytes(self.job), needs, missing)
 
     def _build_last_layer_moment(self) -> Moment:
         """The last layer's backward, after its recomputation if there is any."""
-        layer = self.parameters.largest_layer
         needs = self._layer_needs + self.chunk.recompute_bytes
-        needs += self._count_weights_bytes(max(layer, self._copied_layers), 2 * layer)
+        needs += self._count_weights_bytes(max(self.parameters.largest_layer, self._copied_layers))
         below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
         return Moment("backward", 0, needs, self._count_missing(below_head))
 
-    def _list_first_layer_moments(self) -> Iterator[Moment]:
-        """The first layer's backward: autograd is through with its MLP. FSDP gathers the embedding
-        meanwhile, and sums the layer's gradients at the end."""
-        first = self.layers.dense if self.stage.dense_layers else self.layers.expert
-        assert first is not None
-        layer, attention = self.parameters.largest_layer, self.parameters.dense_layer.attention
-        embedding = self.parameters.embedding
-        missing = embedding if self.parameters.head else 0
-        kept = first.total_bytes - self.chunk.saved_bytes
-        if not self.job.is_fsdp:
-            kept -= first.mlp + first.routed
-            needs = self._layer_needs + self._count_weights_bytes(attention, 0)
-            yield Moment("first layer", kept, needs, self._count_missing(missing + attention))
-            return
-        missing_bytes = self._count_missing(missing + layer)
-        needs = self._layer_needs + self._count_weights_bytes(0, layer + embedding)
-        yield Moment("first layer", kept, needs, missing_bytes)
-        needs = self._count_reduction_bytes(layer) + self._count_weights_bytes(0, embedding)
-        yield Moment("first layer", -self.chunk.saved_bytes, needs, missing_bytes)
+    def _build_first_layer_moment(self) -> Moment:
+        """The first layer's backward: autograd is through with its MLP."""
+        first, attention = self._first_layer, self.parameters.dense_layer.attention
+        missing = attention + (self.parameters.embedding if self.parameters.head else 0)
+        kept = first.total_bytes - self.chunk.saved_bytes - first.mlp - first.routed
+        needs = self._layer_needs + self._count_weights_bytes(attention)
+        return Moment("first layer", kept, needs, self._count_missing(missing))
 
     def _build_embedding_moment(self) -> Moment:
         """The embedding's gradient: the last one, unless a tied head has had it before."""
-        embedding, needs = self.parameters.embedding, 2 * compute_input_bytes(self.job)
-        missing = 0
-        if self.job.is_fsdp:
-            needs += self._count_reduction_bytes(embedding)
-            missing = self._count_missing(embedding)
-        elif self._keeps_gradients or not self.parameters.head:
-            needs += count_updated_bytes(self.job.training) * embedding
-        return Moment("embedding", -self.chunk.saved_bytes, needs, missing)
+        needs = 2 * compute_input_bytes(self.job)
+        if self._keeps_gradients or not self.parameters.head:
+            needs += count_updated_bytes(self.job.training) * self.parameters.embedding
+        return Moment("embedding", -self.chunk.saved_bytes, needs)
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -335,6 +318,12 @@ class TorchStep:
     @property
     def _head(self) -> int:
         return count_vocabulary_parameters(self.job) if self.stage.head else 0
+
+    @property
+    def _first_layer(self) -> LayerActivations:
+        first = self.layers.dense if self.stage.dense_layers else self.layers.expert
+        assert first is not None
+        return first
 
     @property
     def _layer_matrices(self) -> int:
@@ -349,19 +338,20 @@ class TorchStep:
         return 0 if self.chunk.recompute_bytes else self._layer_matrices
 
     @property
-    def _kept_head(self) -> int:
-        """The head, if FSDP keeps it gathered from its forward to its backward."""
-        return self._head if find_reshard_policy(self.job) == "default" else 0
+    def _logits_gradient_bytes(self) -> int:
+        return count_logits(self.job) * self.job.training.weight_bytes
 
     @property
     def _layer_needs(self) -> int:
         """Memory of the backward of one layer beside its activations and weights."""
-        layer, job = self.parameters.largest_layer, self.job
-        matrix = job.model.hidden * job.model.ffn // job.parallel.tp
-        needs = compute_layer_backward_bytes(job, self.stage) + _count_ring_bytes(job)
-        if job.is_fsdp:
-            return needs + layer * job.training.weight_bytes
-        return needs + self._count_gradient_needs(min(matrix, layer))
+        needs = compute_layer_backward_bytes(self.job, self.stage) + _count_ring_bytes(self.job)
+        return needs + self._count_gradient_needs(self._matrix)
+
+    @property
+    def _matrix(self) -> int:
+        """Weights of one matrix of a layer's MLP."""
+        matrix = self.job.model.hidden * self.job.model.ffn // self.job.parallel.tp
+        return min(matrix, self.parameters.largest_layer)
 
     def _count_gradients_bytes(self, parameters: int) -> int:
         """The rank's gradients of some of its parameters."""
@@ -371,27 +361,148 @@ class TorchStep:
         """Gradients of parameters whose backward is still to come."""
         return 0 if self._keeps_gradients else self._count_gradients_bytes(parameters)
 
-    def _count_reduction_bytes(self, unit: int) -> int:
-        """Memory with which FSDP sums the gradients of a unit, the rank's own ones included: they
-        are copied to a buffer, and that to the result."""
-        copied = _count_unit_gradient_bytes(self.job, unit)
-        own = self._count_gradients_bytes(unit)
-        return max(copied, copied - self.job.training.weight_bytes * unit + own)
-
     def _count_gradient_needs(self, matrix: int) -> int:
-        """Memory to compute the gradients of a matrix without FSDP."""
+        """Memory to compute the gradients of a matrix."""
         copy = HALF_BYTES if is_autocast(self.job) else 0
         added = count_updated_bytes(self.job.training) if self._keeps_gradients else 0
         return matrix * (copy + added)
 
-    def _count_weights_bytes(self, copied: int, gathered: int) -> int:
-        """16-bit copies of so many weights, or FSDP's gathered ones; and DDP's buckets."""
-        job, total = self.job, self.parameters.total
-        if job.is_fsdp:
-            whole = total if find_reshard_policy(job) == "never" else gathered
-            return whole * job.training.weight_bytes
-        copies = HALF_BYTES * copied if is_autocast(job) else 0
-        return copies + _count_bucket_bytes(job) * total
+    def _count_weights_bytes(self, copied: int) -> int:
+        """16-bit copies of so many weights, and DDP's buckets."""
+        copies = HALF_BYTES * copied if is_autocast(self.job) else 0
+        return copies + _count_bucket_bytes(self.job) * self.parameters.total
+
+
+# A step of FSDP: units are gathered for their passes, and their gradients summed after them.
+
+FSDP_STEP = Formula(
+    "memory.fsdp_step",
+    "the unit in use and the next one gathered, 2 (P_u + P_u'); after the unit's backward its"
+    " gradients, 2 P_u, and the input of their reduce_scatter, g P_u",
+    "Zhao et al., PyTorch FSDP, arXiv:2304.11277; PyTorch 2.13, _fully_shard/_fsdp_param_group.py,"
+    " post_backward, and _fsdp_collectives.py, foreach_reduce",
+)
+
+UNREDUCED = Formula(
+    "memory.unreduced",
+    "g P of gradients that microbatches sum before the last one reduces them, unit by unit; the"
+    " sharded gradients exist from then on",
+    "PyTorch 2.13, _fully_shard/_fsdp_param.py, to_accumulated_grad_if_needed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpStep(TorchStep):
+    """The moments of a step of FSDP on one rank (FSDP_STEP): weights and gradients are sharded.
+
+    The backward goes through the units head (with the final norm), layers and embedding. If
+    gradients are reduced only after the last microbatch, the moments are those of that one: the
+    ones before have as many whole gradients at most, and no sharded ones.
+    """
+
+    def list_moments(self) -> Iterator[Moment]:
+        """From the loss to the sum of the embedding's gradients."""
+        yield from self._list_loss_moments()
+        yield self._build_head_moment()
+        yield from self._list_last_layer_moments()
+        yield from self._list_first_layer_moments()
+        yield from self._list_embedding_moments()
+
+    def list_formulas(self) -> tuple[Formula, ...]:
+        """The formulas that the moments follow."""
+        return (TORCH, FSDP_STEP, UNREDUCED) if self._sums_once else (TORCH, FSDP_STEP)
+
+    def _list_loss_moments(self) -> Iterator[Moment]:
+        """The loss's forward after a forward that keeps little, and its backward."""
+        saved, working = compute_logits_bytes(self.job)
+        held, total = compute_final_norm_bytes(self.job) + saved, self.parameters.total
+        if self.chunk.recompute_bytes:
+            logits = round(saved * LOGITS_FORWARD)
+            yield self._build_moment(
+                "logits", held, logits + self._count_gathered(self._head), total
+            )
+        kept = self._head if find_reshard_policy(self.job) == "default" else 0
+        yield self._build_moment("loss", held, working + self._count_gathered(kept), total)
+
+    def _build_head_moment(self) -> Moment:
+        """The head's backward, beside the 16-bit gradient of the logits; then its sum."""
+        multiplied = self._logits_gradient_bytes + 2 * self._head * self.job.training.weight_bytes
+        needs = max(multiplied, self._count_reduction_bytes(self._head))
+        needs += compute_head_input_bytes(self.job)
+        needs += self._count_gathered(self.parameters.largest_layer)
+        held = compute_final_norm_bytes(self.job)
+        return self._build_moment("head", held, needs, self.parameters.total)
+
+    def _list_last_layer_moments(self) -> Iterator[Moment]:
+        """The last layer's backward, after its recomputation if there is any."""
+        needs = self._layer_needs + self.chunk.recompute_bytes
+        needs += self._count_gathered(2 * self.parameters.largest_layer)
+        below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
+        yield self._build_moment("backward", 0, needs, below_head)
+
+    def _list_first_layer_moments(self) -> Iterator[Moment]:
+        """The first layer's backward, while the embedding is gathered; then its sum."""
+        layer, embedding = self.parameters.largest_layer, self.parameters.embedding
+        remaining = layer + (embedding if self.parameters.head else 0)
+        kept = self._first_layer.total_bytes - self.chunk.saved_bytes
+        needs = self._layer_needs + self._count_gathered(layer + embedding)
+        yield self._build_moment("first layer", kept, needs, remaining)
+        needs = self._count_reduction_bytes(layer) + self._count_gathered(embedding)
+        yield self._build_moment("first layer", -self.chunk.saved_bytes, needs, remaining)
+
+    def _list_embedding_moments(self) -> Iterator[Moment]:
+        """The sum of the embedding's gradients."""
+        embedding = self.parameters.embedding
+        needs = self._count_reduction_bytes(embedding) + 2 * compute_input_bytes(self.job)
+        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, embedding)
+
+    def _build_moment(
+        self, name: MomentName, activations_bytes: int, needs: int, remaining: int
+    ) -> Moment:
+        """A moment at which the gradients of so many parameters are still to be reduced."""
+        transient_bytes = needs + self._count_sums_bytes(remaining)
+        return Moment(name, activations_bytes, transient_bytes, self._count_missing(remaining))
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether an earlier microbatch has left sharded gradients."""
+        return self.job.microbatches > 1 and not self._sums_once
+
+    @property
+    def _sums_once(self) -> bool:
+        """Whether earlier microbatches have left whole gradients (UNREDUCED)."""
+        return self.job.parallel.sum_once and self.job.microbatches > 1
+
+    @property
+    def _layer_needs(self) -> int:
+        """Memory of the backward of one layer beside its activations and weights: what autograd
+        adds to the sum of earlier microbatches, matrix by matrix if that has the dtype of the
+        weights, is not yet part of it."""
+        training = self.job.training
+        is_added = self._sums_once and training.gradient_bytes == training.weight_bytes
+        gradients = self._matrix if is_added else self.parameters.largest_layer
+        needs = compute_layer_backward_bytes(self.job, self.stage) + _count_ring_bytes(self.job)
+        return needs + gradients * training.weight_bytes
+
+    def _count_gathered(self, parameters: int) -> int:
+        """Gathered weights of the units in use; all of them if none is freed."""
+        is_kept = find_reshard_policy(self.job) == "never"
+        whole = self.parameters.total if is_kept else parameters
+        return whole * self.job.training.weight_bytes
+
+    def _count_sums_bytes(self, remaining: int) -> int:
+        """The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED)."""
+        return remaining * self.job.training.gradient_bytes if self._sums_once else 0
+
+    def _count_reduction_bytes(self, unit: int) -> int:
+        """Memory with which the gradients of a unit are reduced, the rank's own ones included: they
+        are copied to a buffer, freed, and the buffer is reduced to the result. The sum of earlier
+        microbatches includes the new gradients by then."""
+        copied = _count_unit_gradient_bytes(self.job, unit)
+        new = self.job.training.weight_bytes * unit
+        if self._sums_once:
+            return max(new, copied - new)
+        return max(copied, copied - new + self._count_gradients_bytes(unit))
 
 
 # Transient memory: gathered weights, gradients, logits.

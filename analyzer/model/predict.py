@@ -256,6 +256,7 @@ ORDER = (
     memory_peak.LOGITS, memory_peak.RING, memory_peak.GATHERED, memory_peak.BUCKETS,
     memory_peak.DUMMY,
     memory_peak.OFFLOAD, memory_peak.PEAK, memory_peak.TORCH,
+    memory_peak.FSDP_STEP, memory_peak.UNREDUCED,
     memory.RESERVED,
     comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.FP8_GATHER, comm_ops.LOSS,
     comm_ops.CONTEXT_RING, comm_ops.CONTEXT_TORCH,

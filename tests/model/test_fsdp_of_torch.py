@@ -1,0 +1,162 @@
+"""Peak memory of a step of torch's FSDP on one of four ranks, and the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from work_builders import TINY, job
+
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
+from stepsplit.analyzer.model.memory import compute_memory
+
+RANKS, TOKENS = 4, 64
+SMALL = replace(
+    TINY, layers=3, hidden=128, heads=4, kv_heads=4, head_size=32, ffn=256, gated=True, vocab=64
+)
+"""A Llama whose layers have more parameters than its embedding."""
+
+
+class Norm(nn.Module):
+    """The RMS norm of a Llama: in fp32, by single operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SMALL.hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """A layer of Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden, ffn = SMALL.hidden, SMALL.ffn
+        self.first, self.second = Norm(), Norm()
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.w1, self.w3 = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.first(x)
+        heads = (
+            each(normed).view(1, TOKENS, SMALL.heads, -1).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(x.shape))
+        normed = self.second(x)
+        out: torch.Tensor = x + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+        return out
+
+
+class Llama(nn.Module):
+    """The model of a job, which FSDP shards as the job says."""
+
+    def __init__(self, one: JobConfig) -> None:
+        super().__init__()
+        self.is_rerun = one.training.recompute == "full"
+        self.embedding = nn.Embedding(one.model.vocab, one.model.hidden)
+        self.layers = nn.ModuleList(Layer() for _ in range(one.model.layers))
+        self.norm = Norm()
+        self.head = nn.Linear(one.model.hidden, one.model.vocab, bias=False)
+        policy = MixedPrecisionPolicy()
+        if one.training.dtype == "bf16":
+            reduced = torch.float32 if one.training.gradient_bytes == 4 else torch.bfloat16
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduced)
+        kept: dict[str, Any] = {"mesh": init_device_mesh("cpu", (RANKS,)), "mp_policy": policy}
+        for layer in self.layers:
+            fully_shard(layer, **kept)
+        if not one.parallel.root_unit:
+            fully_shard(self.embedding, **kept)
+            fully_shard([self.norm, self.head], **kept, reshard_after_forward=False)
+        fully_shard(self, **kept)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_rerun else layer(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+@dataclass
+class Step:
+    """A step of training, of the job's microbatches."""
+
+    job: JobConfig
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    words: torch.Tensor
+
+    def run(self, tracker: MemTracker) -> None:
+        assert isinstance(self.model, FSDPModule)
+        for left in reversed(range(self.job.microbatches)):
+            tracker.reset_mod_stats()
+            self.model.set_requires_gradient_sync(not left or not self.job.parallel.sum_once)
+            logits = self.model(self.words)
+            F.cross_entropy(logits.float().view(TOKENS, -1), self.words.view(-1)).backward()
+            del logits
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """The first of four ranks whose collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_peak_bytes(one: JobConfig) -> int:
+    """The second step's: the first one allocates the optimizer's states."""
+    model = Llama(one)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    step = Step(one, model, optimizer, torch.zeros(1, TOKENS, dtype=torch.long))
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer, step.words)
+    with tracker:
+        step.run(tracker)
+        tracker._peak_mem = {}
+        step.run(tracker)
+    snapshot = tracker.get_tracker_snapshot("peak")
+    return max(int(each["Total"]) for each in snapshot.values())
+
+
+def sharded(root_unit: bool = False, sum_once: bool = False, **recipe: Any) -> JobConfig:
+    layout = ParallelConfig(dp_shard=RANKS, zero=3, root_unit=root_unit, sum_once=sum_once)
+    recipe = {"model": SMALL, "global_batch": RANKS, "fused_loss": False, **recipe}
+    return job(layout=layout, framework="fsdp2", seq_len=TOKENS, **recipe)
+
+
+JOBS = {
+    "sum-once": sharded(sum_once=True, global_batch=3 * RANKS),
+    "sum-once-bf16": sharded(sum_once=True, global_batch=2 * RANKS, gradient_dtype="bf16"),
+    "sum-once-rerun": sharded(sum_once=True, global_batch=2 * RANKS, recompute="full"),
+}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", JOBS)
+def test_the_peak_of_a_step_is_that_of_torch(name: str) -> None:
+    (predicted,) = compute_memory(JOBS[name])
+    peak_bytes = predicted.total_bytes - predicted.other_bytes
+    assert peak_bytes == pytest.approx(measure_peak_bytes(JOBS[name]), rel=0.03)

@@ -143,9 +143,7 @@ def list_fsdp_units(
         FsdpUnit(1, params.embedding, first=True),
         FsdpUnit(1, params.head + params.final_norm, last=True),
     ]
-    if params.embedding and params.final_norm and not params.head:
-        root = True
-    if root:
+    if has_root_unit(params, root):
         ends = [FsdpUnit(1, params.embedding + params.head + params.final_norm, last=True)]
     layers = [
         FsdpUnit(params.dense_layers, params.dense_layer.dense),
@@ -153,6 +151,12 @@ def list_fsdp_units(
     ]
     experts = () if experts_in_layer else (FsdpUnit(params.expert_layers, routed.experts),)
     return tuple(_drop_empty_units([*layers, *ends])), tuple(_drop_empty_units([*experts]))
+
+
+def has_root_unit(params: StageParameters, root: bool) -> bool:
+    """Whether all parameters outside of the layers are one FSDP unit: as the job states by root, or
+    because the head is the embedding."""
+    return root or bool(params.embedding and params.final_norm and not params.head)
 
 
 def _split_end_units(job: JobConfig, fsdp_units: tuple[FsdpUnit, ...]) -> tuple[FsdpUnit, ...]:

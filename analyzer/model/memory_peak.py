@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_kv_width, count_query_width, is_torch_ring
-from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
+from stepsplit.analyzer.model.comm_volume import (
+    find_reshard_policy,
+    has_root_unit,
+    is_kept_gathered,
+)
 from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, TORCH_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import (
@@ -395,9 +399,11 @@ UNREDUCED = Formula(
 class FsdpStep(TorchStep):
     """The moments of a step of FSDP on one rank (FSDP_STEP): weights and gradients are sharded.
 
-    The backward goes through the units head (with the final norm), layers and embedding. If
-    gradients are reduced only after the last microbatch, the moments are those of that one: the
-    ones before have as many whole gradients at most, and no sharded ones.
+    The backward goes through the units head (with the final norm), layers and embedding. As one
+    unit, the root, head and embedding are gathered from the forward to the end of the backward, and
+    their gradients are reduced last, since torch calls the root's post_backward there. If gradients
+    are reduced only after the last microbatch, the moments are those of that one: the ones before
+    have as many whole gradients at most, and no sharded ones.
     """
 
     def list_moments(self) -> Iterator[Moment]:
@@ -417,44 +423,49 @@ class FsdpStep(TorchStep):
         saved, working = compute_logits_bytes(self.job)
         held, total = compute_final_norm_bytes(self.job) + saved, self.parameters.total
         if self.chunk.recompute_bytes:
-            logits = round(saved * LOGITS_FORWARD)
-            yield self._build_moment(
-                "logits", held, logits + self._count_gathered(self._head), total
-            )
-        kept = self._head if find_reshard_policy(self.job) == "default" else 0
-        yield self._build_moment("loss", held, working + self._count_gathered(kept), total)
+            needs = round(saved * LOGITS_FORWARD) + self._count_gathered(self._last_unit, total)
+            yield self._build_moment("logits", held, needs, total)
+        kept = self._last_unit if find_reshard_policy(self.job) == "default" else 0
+        needs = working + self._count_gathered(kept, total)
+        yield self._build_moment("loss", held, needs, total)
 
     def _build_head_moment(self) -> Moment:
-        """The head's backward, beside the 16-bit gradient of the logits; then its sum."""
-        multiplied = self._logits_gradient_bytes + 2 * self._head * self.job.training.weight_bytes
-        needs = max(multiplied, self._count_reduction_bytes(self._head))
-        needs += compute_head_input_bytes(self.job)
-        needs += self._count_gathered(self.parameters.largest_layer)
+        """The head's backward, beside the 16-bit gradient of the logits; then the reduction of its
+        gradients, unless they are part of the root's."""
+        layer, last, total = self.parameters.largest_layer, self._last_unit, self.parameters.total
+        needs = self._logits_gradient_bytes + self._head * self.job.training.weight_bytes
+        needs += self._count_gathered(last + layer, total)
+        if not self._is_root:
+            reduction = self._count_reduction_bytes(last)
+            needs = max(needs, reduction + self._count_gathered(layer, total - last))
         held = compute_final_norm_bytes(self.job)
-        return self._build_moment("head", held, needs, self.parameters.total)
+        return self._build_moment("head", held, needs + compute_head_input_bytes(self.job), total)
 
     def _list_last_layer_moments(self) -> Iterator[Moment]:
         """The last layer's backward, after its recomputation if there is any."""
-        needs = self._layer_needs + self.chunk.recompute_bytes
-        needs += self._count_gathered(2 * self.parameters.largest_layer)
-        below_head = self.parameters.total - (self.parameters.head or self.parameters.embedding)
-        yield self._build_moment("backward", 0, needs, below_head)
+        root = self._last_unit if self._is_root else 0
+        remaining = self.parameters.total - self._last_unit + root
+        needs = self._layer_needs + self.chunk.recompute_bytes + self._root_gradients_bytes
+        needs += self._count_gathered(2 * self.parameters.largest_layer + root, remaining)
+        yield self._build_moment("backward", 0, needs, remaining)
 
     def _list_first_layer_moments(self) -> Iterator[Moment]:
-        """The first layer's backward, while the embedding is gathered; then its sum."""
-        layer, embedding = self.parameters.largest_layer, self.parameters.embedding
-        remaining = layer + (embedding if self.parameters.head else 0)
+        """The first layer's backward, while the embedding is gathered; then the reduction of its
+        gradients."""
+        layer, first = self.parameters.largest_layer, self._first_unit
         kept = self._first_layer.total_bytes - self.chunk.saved_bytes
-        needs = self._layer_needs + self._count_gathered(layer + embedding)
-        yield self._build_moment("first layer", kept, needs, remaining)
-        needs = self._count_reduction_bytes(layer) + self._count_gathered(embedding)
-        yield self._build_moment("first layer", -self.chunk.saved_bytes, needs, remaining)
+        needs = self._layer_needs + self._root_gradients_bytes
+        needs += self._count_gathered(layer + first, layer + first)
+        yield self._build_moment("first layer", kept, needs, layer + first)
+        needs = self._count_reduction_bytes(layer) + self._root_gradients_bytes
+        needs += self._count_gathered(first, first)
+        yield self._build_moment("first layer", -self.chunk.saved_bytes, needs, layer + first)
 
     def _list_embedding_moments(self) -> Iterator[Moment]:
-        """The sum of the embedding's gradients."""
-        embedding = self.parameters.embedding
-        needs = self._count_reduction_bytes(embedding) + 2 * compute_input_bytes(self.job)
-        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, embedding)
+        """The reduction of the gradients of the embedding or the root, at the end of the
+        backward."""
+        needs = self._count_reduction_bytes(self._first_unit)
+        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, self._first_unit)
 
     def _build_moment(
         self, name: MomentName, activations_bytes: int, needs: int, remaining: int
@@ -462,6 +473,28 @@ class FsdpStep(TorchStep):
         """A moment at which the gradients of so many parameters are still to be reduced."""
         transient_bytes = needs + self._count_sums_bytes(remaining)
         return Moment(name, activations_bytes, transient_bytes, self._count_missing(remaining))
+
+    @property
+    def _is_root(self) -> bool:
+        """Whether embedding, final norm and head are one unit: the root."""
+        return has_root_unit(self.parameters, self.job.parallel.root_unit)
+
+    @property
+    def _first_unit(self) -> int:
+        """Parameters of the unit whose gradients are reduced last."""
+        last = self.parameters.head + self.parameters.final_norm if self._is_root else 0
+        return self.parameters.embedding + last
+
+    @property
+    def _last_unit(self) -> int:
+        """Parameters of the unit that the head is in, the first one of the backward."""
+        first = self.parameters.embedding if self._is_root else 0
+        return first + self.parameters.head + self.parameters.final_norm
+
+    @property
+    def _root_gradients_bytes(self) -> int:
+        """The head's gradients, if they wait for the embedding's: they are the root's."""
+        return self._head * self.job.training.weight_bytes if self._is_root else 0
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -484,11 +517,11 @@ class FsdpStep(TorchStep):
         needs = compute_layer_backward_bytes(self.job, self.stage) + _count_ring_bytes(self.job)
         return needs + gradients * training.weight_bytes
 
-    def _count_gathered(self, parameters: int) -> int:
-        """Gathered weights of the units in use; all of them if none is freed."""
+    def _count_gathered(self, in_use: int, remaining: int) -> int:
+        """Gathered weights: of the units in use, or of all remaining ones if they stay gathered
+        until their backward."""
         is_kept = find_reshard_policy(self.job) == "never"
-        whole = self.parameters.total if is_kept else parameters
-        return whole * self.job.training.weight_bytes
+        return (remaining if is_kept else in_use) * self.job.training.weight_bytes
 
     def _count_sums_bytes(self, remaining: int) -> int:
         """The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED)."""

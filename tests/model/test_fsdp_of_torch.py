@@ -26,6 +26,7 @@ SMALL = replace(
     TINY, layers=3, hidden=128, heads=4, kv_heads=4, head_size=32, ffn=256, gated=True, vocab=64
 )
 """A Llama whose layers have more parameters than its embedding."""
+WORDY = replace(SMALL, vocab=8192)
 
 
 class Norm(nn.Module):
@@ -109,9 +110,11 @@ class Step:
         for left in reversed(range(self.job.microbatches)):
             tracker.reset_mod_stats()
             self.model.set_requires_gradient_sync(not left or not self.job.parallel.sum_once)
-            logits = self.model(self.words)
-            F.cross_entropy(logits.float().view(TOKENS, -1), self.words.view(-1)).backward()
+            logits = self.model(self.words).view(TOKENS, -1)
+            loss = F.cross_entropy(logits.float(), self.words.view(-1))
             del logits
+            loss.backward()
+            del loss
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -151,6 +154,7 @@ JOBS = {
     "sum-once": sharded(sum_once=True, global_batch=3 * RANKS),
     "sum-once-bf16": sharded(sum_once=True, global_batch=2 * RANKS, gradient_dtype="bf16"),
     "sum-once-rerun": sharded(sum_once=True, global_batch=2 * RANKS, recompute="full"),
+    "root": sharded(root_unit=True, model=WORDY),
 }
 
 

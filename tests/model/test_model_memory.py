@@ -163,21 +163,48 @@ def test_an_unfused_loss_keeps_fp32_logits() -> None:
 
 
 def test_fsdp_gathers_the_units_in_use_and_sums_in_fp32() -> None:
-    """784 parameters a layer, of whose gradients the rank has 784 bytes; head and embedding have
-    4096. The head is gathered in bf16 from the loss on, then the layer before the one in use; the
-    gradients of a unit have 2 bytes, and 4 as they are summed."""
+    """784 parameters a layer, of whose gradients the rank has 784 bytes; the embedding has 4096,
+    the head 8 more with the final norm. The head is gathered in bf16 from the loss on, then the
+    layer before the one in use; the gradients of a unit have 2 bytes, and 4 as they are summed."""
     layout = ParallelConfig(dp_shard=4, zero=3)
     sharded = job(layout=layout, framework="fsdp2", global_batch=4, compile=True)
-    layer = 256 + 1024
+    layer, head = 256 + 1024 + 2 * 784, 4096 + 8
     assert list_moments(sharded) == (
-        Moment("loss", 4 * 4352 + 512 + 16384, 2 * 4096, 11336),
-        Moment("head", 4 * 4352 + 512, 16384 + 4 * 4096 + 256 + 2 * 784, 11336),
-        Moment("backward", 4 * 4352, layer + 2 * 784 + 4 * 784, 11336 - 4096),
-        Moment("first layer", 4352, layer + 2 * 784 + 2 * (784 + 4096), 4096 + 784),
+        Moment("loss", 4 * 4352 + 512 + 16384, 2 * head, 11336),
+        Moment("head", 4 * 4352 + 512, 16384 + 2 * (4096 + head + 784) + 256, 11336),
+        Moment("backward", 4 * 4352, layer + 4 * 784, 11336 - head),
+        Moment("first layer", 4352, layer + 2 * (784 + 4096), 4096 + 784),
         Moment("first layer", 0, 6 * 784 + 2 * 4096, 4096 + 784),
-        Moment("embedding", 0, 2 * 256 + 6 * 4096, 4096),
+        Moment("embedding", 0, 6 * 4096, 4096),
         Moment("optimizer", 0, 0),
     )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp_keeps_the_root_gathered_and_sums_its_gradients_last(tied: bool) -> None:
+    """A tied head is part of the embedding's unit whatever the job says."""
+    layout = ParallelConfig(dp_shard=4, zero=3, root_unit=not tied)
+    recipe = {"framework": "fsdp2", "global_batch": 4, "compile": True}
+    found = list_moments(job(replace(TINY, tied=tied), layout, **recipe))
+    layer, root = 256 + 1024 + 2 * 784, 4096 + 8 + (0 if tied else 4096)
+    total, gathered = 4 * 784 + root, 2 * (root + 4096)
+    assert found == (
+        Moment("loss", 4 * 4352 + 512 + 16384, 2 * root, total),
+        Moment("head", 4 * 4352 + 512, 16384 + gathered + 2 * 784 + 256, total),
+        Moment("backward", 4 * 4352, layer + gathered + 4 * 784, total),
+        Moment("first layer", 4352, layer + gathered + 2 * 784, root + 784),
+        Moment("first layer", 0, 6 * 784 + gathered, root + 784),
+        Moment("embedding", 0, 6 * root, root),
+        Moment("optimizer", 0, 0),
+    )
+
+
+def test_units_that_stay_gathered_are_freed_by_their_backward() -> None:
+    layout = ParallelConfig(dp_shard=4, zero=2)
+    kept = list_moments(job(layout=layout, framework="fsdp2", global_batch=4, compile=True))
+    loss, _, backward, first, *_ = kept
+    assert (loss.transient_bytes, first.transient_bytes) == (2 * 11336, 2848 + 2 * (784 + 4096))
+    assert backward.transient_bytes == 2848 + 2 * (11336 - 4104)
 
 
 def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() -> None:

@@ -382,7 +382,8 @@ class TorchStep:
 FSDP_STEP = Formula(
     "memory.fsdp_step",
     "the unit in use and the next one gathered, 2 (P_u + P_u'); after the unit's backward its"
-    " gradients, 2 P_u, and the input of their reduce_scatter, g P_u",
+    " gradients, 2 P_u, and the input of their reduce_scatter, g P_u, which stays until the next"
+    " unit's is made; HSDP's all_reduced copies, g P_u/N, stay until the end of the backward",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277; PyTorch 2.13, _fully_shard/_fsdp_param_group.py,"
     " post_backward, and _fsdp_collectives.py, foreach_reduce",
 )
@@ -442,19 +443,26 @@ class FsdpStep(TorchStep):
         return self._build_moment("head", held, needs + compute_head_input_bytes(self.job), total)
 
     def _list_last_layer_moments(self) -> Iterator[Moment]:
-        """The last layer's backward, after its recomputation if there is any."""
-        root = self._last_unit if self._is_root else 0
-        remaining = self.parameters.total - self._last_unit + root
-        needs = self._layer_needs + self.chunk.recompute_bytes + self._root_gradients_bytes
-        needs += self._count_gathered(2 * self.parameters.largest_layer + root, remaining)
-        yield self._build_moment("backward", 0, needs, remaining)
+        """The backward of the last layer, after its recomputation if there is any, while the input
+        of the head's reduce_scatter exists; then of the one before and of the second layer, between
+        which memory grows or shrinks evenly, while that of the layer above does."""
+        layer, layers, root = self.parameters.largest_layer, self.stage.layers, self._root
+        freed, needs = self._find_layer_needs()
+        needs += self.chunk.recompute_bytes + self._root_gradients_bytes
+        for done in sorted({0, min(1, max(0, layers - 2)), max(0, layers - 2)}):
+            remaining = self.parameters.total - self._last_unit + root - done * layer
+            gathered = self._count_gathered(2 * layer + root, remaining)
+            held = self._count_input_bytes(layer if done else self._last_unit - root)
+            activations = -freed - done * self.chunk.saved_bytes // layers
+            yield self._build_moment("backward", activations, needs + gathered + held, remaining)
 
     def _list_first_layer_moments(self) -> Iterator[Moment]:
         """The first layer's backward, while the embedding is gathered; then the reduction of its
         gradients."""
         layer, first = self.parameters.largest_layer, self._first_unit
-        kept = self._first_layer.total_bytes - self.chunk.saved_bytes
-        needs = self._layer_needs + self._root_gradients_bytes
+        freed, needs = self._find_layer_needs()
+        kept = self._first_layer.total_bytes - self.chunk.saved_bytes - freed
+        needs += self._root_gradients_bytes + self._count_input_bytes(layer)
         needs += self._count_gathered(layer + first, layer + first)
         yield self._build_moment("first layer", kept, needs, layer + first)
         needs = self._count_reduction_bytes(layer) + self._root_gradients_bytes
@@ -462,16 +470,22 @@ class FsdpStep(TorchStep):
         yield self._build_moment("first layer", -self.chunk.saved_bytes, needs, layer + first)
 
     def _list_embedding_moments(self) -> Iterator[Moment]:
-        """The reduction of the gradients of the embedding or the root, at the end of the
-        backward."""
-        needs = self._count_reduction_bytes(self._first_unit)
-        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, self._first_unit)
+        """The gradient of the embedding, while the input of the first layer's reduce_scatter
+        exists; then the reduction of those of its unit, at the end of the backward."""
+        layer, first = self.parameters.largest_layer, self._first_unit
+        needs = self._count_input_bytes(layer) + 2 * compute_input_bytes(self.job)
+        needs += self._count_gathered(first, first) + self._root_gradients_bytes
+        needs += self.parameters.embedding * self.job.training.weight_bytes
+        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, first)
+        needs = self._count_reduction_bytes(first)
+        yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, first)
 
     def _build_moment(
         self, name: MomentName, activations_bytes: int, needs: int, remaining: int
     ) -> Moment:
         """A moment at which the gradients of so many parameters are still to be reduced."""
         transient_bytes = needs + self._count_sums_bytes(remaining)
+        transient_bytes += self._count_replica_sums_bytes(self.parameters.total - remaining)
         return Moment(name, activations_bytes, transient_bytes, self._count_missing(remaining))
 
     @property
@@ -492,6 +506,11 @@ class FsdpStep(TorchStep):
         return first + self.parameters.head + self.parameters.final_norm
 
     @property
+    def _root(self) -> int:
+        """Parameters of the root, 0 if embedding and head are units of their own."""
+        return self._last_unit if self._is_root else 0
+
+    @property
     def _root_gradients_bytes(self) -> int:
         """The head's gradients, if they wait for the embedding's: they are the root's."""
         return self._head * self.job.training.weight_bytes if self._is_root else 0
@@ -506,16 +525,30 @@ class FsdpStep(TorchStep):
         """Whether earlier microbatches have left whole gradients (UNREDUCED)."""
         return self.job.parallel.sum_once and self.job.microbatches > 1
 
-    @property
-    def _layer_needs(self) -> int:
-        """Memory of the backward of one layer beside its activations and weights: what autograd
-        adds to the sum of earlier microbatches, matrix by matrix if that has the dtype of the
-        weights, is not yet part of it."""
+    def _find_layer_needs(self) -> tuple[int, int]:
+        """Activations that a layer's backward has freed where it needs the most memory, and what it
+        needs there besides activations and gathered weights: at the MLP's activation function, when
+        the last matrix has its gradient; at the MLP's norm, when the MLP has; or at the first norm,
+        when the whole layer has."""
+        job, parameters = self.job, self.parameters
+        own, layer = self.layers.expert or self.layers.dense, parameters.largest_layer
+        mlp = layer - (parameters.expert_layer or parameters.dense_layer).attention
+        start = compute_layer_backward_bytes(job, self.stage) + _count_ring_bytes(job)
+        norm = compute_norm_backward_bytes(job)
+        return max(
+            (0, start + self._count_new_bytes(self._matrix)),
+            (own.mlp + own.routed, norm + self._count_new_bytes(mlp)),
+            (own.total_bytes - own.norms // 2, norm + self._count_new_bytes(layer)),
+            key=_subtract_freed,
+        )
+
+    def _count_new_bytes(self, parameters: int) -> int:
+        """Gradients that autograd has computed in a layer's backward: matrix by matrix if it adds
+        them to the sum of earlier microbatches, which has the dtype of the weights."""
         training = self.job.training
-        is_added = self._sums_once and training.gradient_bytes == training.weight_bytes
-        gradients = self._matrix if is_added else self.parameters.largest_layer
-        needs = compute_layer_backward_bytes(self.job, self.stage) + _count_ring_bytes(self.job)
-        return needs + gradients * training.weight_bytes
+        if self._sums_once and training.gradient_bytes == training.weight_bytes:
+            parameters = self._matrix
+        return parameters * training.weight_bytes
 
     def _count_gathered(self, in_use: int, remaining: int) -> int:
         """Gathered weights: of the units in use, or of all remaining ones if they stay gathered
@@ -527,15 +560,31 @@ class FsdpStep(TorchStep):
         """The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED)."""
         return remaining * self.job.training.gradient_bytes if self._sums_once else 0
 
+    def _count_input_bytes(self, unit: int) -> int:
+        """The input of a unit's reduce_scatter."""
+        return unit * _count_reduced_bytes(self.job)
+
+    def _count_replica_sums_bytes(self, reduced: int) -> int:
+        """The buffers of HSDP's all_reduces, which units keep until the end of the backward, unless
+        they become the gradients themselves: in the same dtype, without any to add them to."""
+        job, size = self.job, count_updated_bytes(self.job.training)
+        is_gradient = _count_reduced_bytes(job) == size and not self._keeps_gradients
+        if job.parallel.shard_replicas == 1 or is_gradient:
+            return 0
+        return self._count_gradients_bytes(reduced) * _count_reduced_bytes(job) // size
+
     def _count_reduction_bytes(self, unit: int) -> int:
         """Memory with which the gradients of a unit are reduced, the rank's own ones included: they
         are copied to a buffer, freed, and the buffer is reduced to the result. The sum of earlier
         microbatches includes the new gradients by then."""
-        copied = _count_unit_gradient_bytes(self.job, unit)
-        new = self.job.training.weight_bytes * unit
+        new, copied = unit * self.job.training.weight_bytes, self._count_input_bytes(unit)
         if self._sums_once:
-            return max(new, copied - new)
-        return max(copied, copied - new + self._count_gradients_bytes(unit))
+            return max(new, copied)
+        return max(new + copied, copied + self._count_gradients_bytes(unit))
+
+
+def _subtract_freed(needs: tuple[int, int]) -> int:
+    return needs[1] - needs[0]
 
 
 # Transient memory: gathered weights, gradients, logits.
@@ -543,8 +592,8 @@ class FsdpStep(TorchStep):
 GATHERED = Formula(
     "memory.gathered",
     "2 (unit + prefetched unit) gathered, all units if none is freed before its backward, 2 unit of"
-    " gradients, 4 unit where they are reduced in fp32; with pipeline stages the gradients of the"
-    " whole rank, and its weights unless they are freed after each forward pass; DeepSpeed"
+    " gradients, with FSDP2 g unit of a copy that is reduced; with pipeline stages the gradients of"
+    " the whole rank, and its weights unless they are freed after each forward pass; DeepSpeed"
     " 4 largest layer",
     "Zhao et al., PyTorch FSDP, arXiv:2304.11277; torchtitan, arXiv:2410.06511;"
     " DeepSpeed docs, memory.rst",
@@ -651,8 +700,14 @@ def _count_gathered_unit_bytes(job: JobConfig, unit: int) -> int:
 
 
 def _count_unit_gradient_bytes(job: JobConfig, unit: int) -> int:
-    reduced = 4 if job.training.framework == "fsdp2" and job.training.gradient_bytes == 4 else 0
-    return (job.training.weight_bytes + reduced) * unit
+    """Gradients of an FSDP unit, and FSDP2's copy of them that is reduced."""
+    return (job.training.weight_bytes + _count_reduced_bytes(job)) * unit
+
+
+def _count_reduced_bytes(job: JobConfig) -> int:
+    """Bytes of a gradient in the input of FSDP2's reduce_scatter, which is a copy in the dtype of
+    the reduction (FSDP_STEP)."""
+    return job.training.gradient_bytes if job.training.framework == "fsdp2" else 0
 
 
 def _has_fp32_gradients(job: JobConfig) -> bool:
@@ -727,6 +782,19 @@ def compute_layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
     gathered = 2 * compute_input_bytes(job) * job.parallel.sequence_split - width_bytes
     activation = 2 * width_bytes if job.model.gated else width_bytes
     return hidden + (max(activation, gathered) if job.parallel.sequence_split > 1 else activation)
+
+
+NORM_COPIES, FUSED_NORM_COPIES = 5, 2
+"""Tensors of the hidden size beside the gradient of the residual in the backward of an RMS norm of
+single operations, which are in fp32, and of a fused norm."""
+
+
+def compute_norm_backward_bytes(job: JobConfig) -> int:
+    """Peak working memory of a norm's backward pass, on top of saved activations."""
+    is_fused = job.training.compile or job.model.norm != "rms"
+    if is_fused:
+        return (1 + FUSED_NORM_COPIES) * compute_input_bytes(job)
+    return compute_input_bytes(job) + NORM_COPIES * 4 * count_hidden(job)
 
 
 def compute_embedding_bytes(job: JobConfig) -> int:

@@ -43,10 +43,11 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer of Llama."""
+    """A layer of Llama, which checkpoint runs again if is_rerun."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_rerun: bool) -> None:
         super().__init__()
+        self.is_rerun = is_rerun
         hidden, ffn = SMALL.hidden, SMALL.ffn
         self.first, self.second = Norm(), Norm()
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
@@ -54,6 +55,12 @@ class Layer(nn.Module):
         self.w2 = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (
+            checkpoint(self.compute, x, use_reentrant=False) if self.is_rerun else self.compute(x)
+        )
+        return out
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.first(x)
         heads = (
             each(normed).view(1, TOKENS, SMALL.heads, -1).transpose(1, 2)
@@ -71,9 +78,9 @@ class Llama(nn.Module):
 
     def __init__(self, one: JobConfig) -> None:
         super().__init__()
-        self.is_rerun = one.training.recompute == "full"
+        is_rerun = one.training.recompute == "full"
         self.embedding = nn.Embedding(one.model.vocab, one.model.hidden)
-        self.layers = nn.ModuleList(Layer() for _ in range(one.model.layers))
+        self.layers = nn.ModuleList(Layer(is_rerun) for _ in range(one.model.layers))
         self.norm = Norm()
         self.head = nn.Linear(one.model.hidden, one.model.vocab, bias=False)
         policy = MixedPrecisionPolicy()
@@ -91,7 +98,7 @@ class Llama(nn.Module):
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_rerun else layer(x)
+            x = layer(x)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -151,6 +158,7 @@ def sharded(root_unit: bool = False, sum_once: bool = False, **recipe: Any) -> J
 
 
 JOBS = {
+    "one-microbatch": sharded(),
     "sum-once": sharded(sum_once=True, global_batch=3 * RANKS),
     "sum-once-bf16": sharded(sum_once=True, global_batch=2 * RANKS, gradient_dtype="bf16"),
     "sum-once-rerun": sharded(sum_once=True, global_batch=2 * RANKS, recompute="full"),

@@ -165,16 +165,21 @@ def test_an_unfused_loss_keeps_fp32_logits() -> None:
 def test_fsdp_gathers_the_units_in_use_and_sums_in_fp32() -> None:
     """784 parameters a layer, of whose gradients the rank has 784 bytes; the embedding has 4096,
     the head 8 more with the final norm. The head is gathered in bf16 from the loss on, then the
-    layer before the one in use; the gradients of a unit have 2 bytes, and 4 as they are summed."""
+    layer before the one in use; the gradients of a unit have 2 bytes, 256 of a layer's when it
+    needs the most. Their copies in fp32 stay until those of the next unit are made."""
     layout = ParallelConfig(dp_shard=4, zero=3)
     sharded = job(layout=layout, framework="fsdp2", global_batch=4, compile=True)
-    layer, head = 256 + 1024 + 2 * 784, 4096 + 8
+    layer, head = 256 + 1024 + 2 * 256, 4096 + 8
+    middle = layer + (4 + 4) * 784
     assert list_moments(sharded) == (
         Moment("loss", 4 * 4352 + 512 + 16384, 2 * head, 11336),
         Moment("head", 4 * 4352 + 512, 16384 + 2 * (4096 + head + 784) + 256, 11336),
-        Moment("backward", 4 * 4352, layer + 4 * 784, 11336 - head),
-        Moment("first layer", 4352, layer + 2 * (784 + 4096), 4096 + 784),
+        Moment("backward", 4 * 4352, layer + 4 * 784 + 4 * head, 11336 - head),
+        Moment("backward", 3 * 4352, middle, 4096 + 3 * 784),
+        Moment("backward", 2 * 4352, middle, 4096 + 2 * 784),
+        Moment("first layer", 4352, layer + 2 * (784 + 4096) + 4 * 784, 4096 + 784),
         Moment("first layer", 0, 6 * 784 + 2 * 4096, 4096 + 784),
+        Moment("embedding", 0, 4 * 784 + 2 * 256 + 4 * 4096, 4096),
         Moment("embedding", 0, 6 * 4096, 4096),
         Moment("optimizer", 0, 0),
     )
@@ -184,27 +189,50 @@ def test_fsdp_gathers_the_units_in_use_and_sums_in_fp32() -> None:
 def test_fsdp_keeps_the_root_gathered_and_sums_its_gradients_last(tied: bool) -> None:
     """A tied head is part of the embedding's unit whatever the job says."""
     layout = ParallelConfig(dp_shard=4, zero=3, root_unit=not tied)
-    recipe = {"framework": "fsdp2", "global_batch": 4, "compile": True}
-    found = list_moments(job(replace(TINY, tied=tied), layout, **recipe))
-    layer, root = 256 + 1024 + 2 * 784, 4096 + 8 + (0 if tied else 4096)
+    one = job(replace(TINY, tied=tied), layout, framework="fsdp2", global_batch=4, compile=True)
+    layer, root = 256 + 1024 + 2 * 256, 4096 + 8 + (0 if tied else 4096)
     total, gathered = 4 * 784 + root, 2 * (root + 4096)
-    assert found == (
+    middle = layer + gathered + (4 + 4) * 784
+    assert list_moments(one) == (
         Moment("loss", 4 * 4352 + 512 + 16384, 2 * root, total),
         Moment("head", 4 * 4352 + 512, 16384 + gathered + 2 * 784 + 256, total),
         Moment("backward", 4 * 4352, layer + gathered + 4 * 784, total),
-        Moment("first layer", 4352, layer + gathered + 2 * 784, root + 784),
+        Moment("backward", 3 * 4352, middle, root + 3 * 784),
+        Moment("backward", 2 * 4352, middle, root + 2 * 784),
+        Moment("first layer", 4352, layer + gathered + (2 + 4) * 784, root + 784),
         Moment("first layer", 0, 6 * 784 + gathered, root + 784),
+        Moment("embedding", 0, 4 * 784 + 2 * 256 + gathered + 2 * 4096, root),
         Moment("embedding", 0, 6 * root, root),
         Moment("optimizer", 0, 0),
     )
 
 
 def test_units_that_stay_gathered_are_freed_by_their_backward() -> None:
-    layout = ParallelConfig(dp_shard=4, zero=2)
-    kept = list_moments(job(layout=layout, framework="fsdp2", global_batch=4, compile=True))
-    loss, _, backward, first, *_ = kept
-    assert (loss.transient_bytes, first.transient_bytes) == (2 * 11336, 2848 + 2 * (784 + 4096))
-    assert backward.transient_bytes == 2848 + 2 * (11336 - 4104)
+    freed, kept = (
+        list_moments(job(layout=layout, framework="fsdp2", global_batch=4, compile=True))
+        for layout in (ParallelConfig(dp_shard=4, zero=3), ParallelConfig(dp_shard=4, zero=2))
+    )
+    more = [two.transient_bytes - one.transient_bytes for one, two in zip(freed, kept, strict=True)]
+    layers = [2 * (4096 + left * 784) for left in (2, 1, 0)]
+    assert more == [2 * (11336 - 4104), 2 * (11336 - 4104 - 784), *layers, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dtype", "kept"), [(1, "fp32", 0), (2, "fp32", 4), (1, "bf16", 2)]
+)
+def test_hsdp_keeps_the_copies_that_it_all_reduces(batch: int, dtype: str, kept: int) -> None:
+    """Of all layers and the head before the embedding's gradient, if they are not the gradients."""
+    alone, both = (
+        list_moments(
+            job(layout=layout, framework="fsdp2", global_batch=ranks * batch, gradient_dtype=dtype)
+        )
+        for layout, ranks in (
+            (ParallelConfig(dp_shard=4, zero=3), 4),
+            (ParallelConfig(dp_shard=4, zero=3, dp_replicate=2), 8),
+        )
+    )
+    more = both[-2].transient_bytes - alone[-2].transient_bytes
+    assert more == kept * (11336 - 4096) // 4
 
 
 def test_torchtitan_keeps_a_pipeline_stage_gathered_and_its_gradients_whole() -> None:

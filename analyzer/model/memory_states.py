@@ -458,7 +458,8 @@ def _find_variant(job: JobConfig) -> str:
         is_half = job.training.framework in AUTOCAST_FRAMEWORKS and not is_cast
         return "half_layer_norm" if is_half else "layer_norm"
     if job.training.framework not in AUTOCAST_FRAMEWORKS:
-        return "" if job.training.compile else "eager"
+        is_single = job.training.activation_bytes == 4
+        return "" if job.training.compile else "single" if is_single else "eager"
     if job.training.compile:
         return "compiled" if is_cast else "half_compiled"
     return "" if is_cast else "single" if job.training.activation_bytes == 4 else "half"

@@ -159,6 +159,7 @@ def sharded(root_unit: bool = False, sum_once: bool = False, **recipe: Any) -> J
 
 JOBS = {
     "one-microbatch": sharded(),
+    "fp32": sharded(dtype="fp32", activation_dtype="fp32"),
     "sum-once": sharded(sum_once=True, global_batch=3 * RANKS),
     "sum-once-bf16": sharded(sum_once=True, global_batch=2 * RANKS, gradient_dtype="bf16"),
     "sum-once-rerun": sharded(sum_once=True, global_batch=2 * RANKS, recompute="full"),

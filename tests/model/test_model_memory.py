@@ -207,6 +207,16 @@ def test_fsdp_keeps_the_root_gathered_and_sums_its_gradients_last(tied: bool) ->
     )
 
 
+def test_norms_in_fp32_save_their_inputs_once() -> None:
+    """Of each of 128 hidden numbers and both norms: in bf16 a copy in fp32, the normed number and
+    the output, 4 + 2 + 2 bytes; in fp32 the input is its own copy, 4 + 4 + 4."""
+    half, single = (
+        compute_layers_by_kind(job(framework="fsdp2", dtype=dtype, activation_dtype=dtype)).dense
+        for dtype in ("bf16", "fp32")
+    )
+    assert (half.norms, single.norms) == (128 * 2 * 8, 128 * 2 * 12)
+
+
 def test_units_that_stay_gathered_are_freed_by_their_backward() -> None:
     freed, kept = (
         list_moments(job(layout=layout, framework="fsdp2", global_batch=4, compile=True))

@@ -15,6 +15,9 @@ from collector_jobs.starting import COLLECTORS, Ended, end, run, start
 
 torch = pytest.importorskip("torch")
 
+IN_TURN = pytest.mark.in_turn("collectors")
+SLOW_IN_TURN = (pytest.mark.slow, IN_TURN)
+
 TRAINING = """
 import os, signal, sys, time, torch
 
@@ -50,7 +53,7 @@ def watch(out: Path) -> list[str]:
     ids=["ends", "raises", "exits"],
 )
 @pytest.mark.parametrize(
-    "steps", [1, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (0, 2))]
+    "steps", [1, *(pytest.param(steps, marks=SLOW_IN_TURN) for steps in (0, 2))]
 )
 def test_a_job_that_ends_after_its_first_steps_keeps_its_status(
     steps: int, ends: str, status: int, tmp_path: Path
@@ -60,7 +63,7 @@ def test_a_job_that_ends_after_its_first_steps_keeps_its_status(
     assert run([*record(tmp_path / "run"), *script]).status == status
 
 
-@pytest.mark.parametrize("watched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("watched", [False, pytest.param(True, marks=SLOW_IN_TURN)])
 def test_a_forked_child_that_ends_as_python_ends_does_not_hang(
     watched: bool, tmp_path: Path
 ) -> None:
@@ -79,6 +82,7 @@ train(2)
 
 
 @pytest.mark.slow
+@IN_TURN
 def test_a_forked_child_that_trains_does_not_replace_the_recording(tmp_path: Path) -> None:
     body = """
 train(3)
@@ -97,7 +101,7 @@ train(20)
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, *(pytest.param(number, marks=pytest.mark.slow)
+    "number", [signal.SIGUSR1, *(pytest.param(number, marks=SLOW_IN_TURN)
                                  for number in (signal.SIGUSR2, signal.SIGHUP))]
 )  # fmt: skip
 def test_a_signal_to_all_processes_is_handled_once_by_the_script(
@@ -157,6 +161,7 @@ def test_a_run_in_a_relative_folder_is_whole_though_the_script_changes_its_folde
 
 
 @pytest.mark.slow
+@IN_TURN
 def test_ranks_that_end_at_different_steps_are_named(tmp_path: Path) -> None:
     """Two processes without a process group: rank 0 has the steps of the plan."""
     job = write_script(tmp_path, "train(12 if os.environ['RANK'] == '0' else 9)\n")
@@ -170,6 +175,7 @@ def test_ranks_that_end_at_different_steps_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@IN_TURN
 def test_a_restart_that_ends_early_keeps_what_was_recorded_before(tmp_path: Path) -> None:
     job = write_script(tmp_path, "train(18 if os.environ['ATTEMPT'] == '0' else 9)\n")
     again = f"for a in '01': subprocess.run({job!r}, env=os.environ | dict(ATTEMPT=a))"
@@ -184,6 +190,7 @@ def test_a_restart_that_ends_early_keeps_what_was_recorded_before(tmp_path: Path
 
 
 @pytest.mark.slow
+@IN_TURN
 def test_a_compiled_optimizer_step_is_watched(tmp_path: Path) -> None:
     body = "optimizer.step = torch.compile(optimizer.step, fullgraph=False, backend='eager')\n"
     job = write_script(tmp_path, f"{body}train(12)\n")

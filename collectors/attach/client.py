@@ -30,6 +30,7 @@ from stepsplit.collectors.record import (
     RecordPlan,
     describe_recorded,
     make_folder,
+    parse_ranks,
 )
 from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
 from stepsplit.collectors.watch_notes import count_incarnations
@@ -85,7 +86,7 @@ def _record_next_steps(
     elsewhere = f"; {all_ranks - here} ranks on other hosts notified" if all_ranks > here else ""
     before = max(rank.steps_before for rank in agreed.ranks)
     _say(
-        f"ranks {_format_ranks(agreed)} record steps {before + agreed.first} to"
+        f"ranks {', '.join(map(str, agreed.recorded))} record steps {before + agreed.first} to"
         f" {before + last}{elsewhere}"
     )
     for refusal in agreed.refused:
@@ -96,7 +97,7 @@ def _record_next_steps(
         if not any(map(_is_running, agreed.ranks)):
             raise CollectError(f"the job ended before step {before + last}, and was not recorded")
         raise CollectError(f"{plan.out}: some files are missing; was a rank lost?")
-    return describe_recorded(len(agreed.ranks), Path(plan.out))
+    return describe_recorded(len(agreed.recorded), Path(plan.out))
 
 
 def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
@@ -137,10 +138,6 @@ def _check_mesh(text: str, world_size: int) -> Mesh | None:
         return mesh
     _say(f"--mesh has {mesh.world_size} ranks but the job has {world_size}: it is ignored")
     return None
-
-
-def _format_ranks(agreed: AttachedJob) -> str:
-    return ", ".join(str(rank.rank) for rank in agreed.ranks)
 
 
 def _say(text: str) -> None:
@@ -194,6 +191,15 @@ class AttachedJob:
     plan: RecordPlan
     ranks: tuple[protocol.Status, ...]
     refused: tuple[str, ...]
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The ranks that are recorded: those that the plan lists, or all."""
+        ranks = tuple(rank.rank for rank in self.ranks)
+        if self.plan.ranks in ("all", "auto"):
+            return ranks
+        listed = parse_ranks(self.plan.ranks)
+        return tuple(rank for rank in ranks if rank in listed)
 
     @property
     def first(self) -> int:

@@ -93,6 +93,16 @@ def test_attach_asks_all_ranks_for_the_same_future_steps() -> None:
     assert ranks[0].plans == ranks[1].plans == [replace(PLAN, first=41 + 1 + 5 + 6)]
 
 
+def test_an_attach_records_the_ranks_that_it_names() -> None:
+    """All are asked: each knows by the plan whether it is one of them."""
+    asked = [Rank(status(rank, steps=40)) for rank in (0, 1)]
+
+    agreed = attach(None, replace(PLAN, ranks="1-3"))
+
+    assert [len(rank.plans) for rank in asked] == [1, 1]
+    assert agreed.recorded == (1,)
+
+
 def test_attach_waits_until_the_step_time_is_known() -> None:
     rank = Rank(replace(status(0, 1), step_ns=0))
     threading.Timer(0.3, lambda: setattr(rank, "status", status(0, 2))).start()

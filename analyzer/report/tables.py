@@ -188,6 +188,10 @@ class Waits:
         time = np.empty(0, dtype=np.int64)
         return cls(whole, whole, np.empty(0, dtype=np.uint8), whole, text, text, time, time)
 
+    def select(self, rows: Bool) -> Waits:
+        """Some of the waits."""
+        return Waits(*(getattr(self, each.name)[rows] for each in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:

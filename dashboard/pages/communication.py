@@ -10,7 +10,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.gap.comm_gap import model_busbw
-from stepsplit.analyzer.report.report import Pipeline, Report
+from stepsplit.analyzer.report.report import Pipeline, Report, select_full_steps
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
@@ -137,11 +137,15 @@ def _format_call_kind(row: CollectiveRow, axis: str) -> str:
 
 
 def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
-    if view.tables is None or not (view.tables.waits.owner >= 0).any():
+    if view.tables is None:
+        return []
+    steps = sorted({row.step for row in select_full_steps(view.report.steps)})
+    waits = view.tables.waits.select(np.isin(view.tables.waits.step, steps))
+    if not (waits.owner >= 0).any():
         return []
     ranks = view.report.run.ranks
     direct = chosen.find_text("waits") == "direct"
-    sums = (sum_waits_by_owner if direct else sum_waits_by_root)(view.tables.waits, max(ranks) + 1)
+    sums = (sum_waits_by_owner if direct else sum_waits_by_root)(waits, max(ranks) + 1)
     located = list_rank_locations(view.report, view.tables)
     groupings = {one.by: one for one in list_rank_groupings(view.report, located)}
     default = _choose_grouping(groupings, ranks)
@@ -154,9 +158,8 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
         build_menu("waits", _WAITED_FOR, "direct" if direct else "root", "root"),
     ]
     choices = [html.Div(menus, className="choices")] if view.run_id else []
-    note = "mean over the ranks of a row; a colored column is what others wait for"
-    steps = len({row.step for row in view.report.steps})
-    figure = build_graph("waits", draw_waits_matrix(sums, groups, steps))
+    note = "mean over full steps and the ranks of a row; a colored column is what others wait for"
+    figure = build_graph("waits", draw_waits_matrix(sums, groups, len(steps)))
     return [build_section("Waits between ranks", note, *choices, figure)]
 
 

@@ -167,6 +167,25 @@ def rows_of_waits(mesh: tuple[AxisSize, ...] = (), **chosen: str) -> list[str]:
     return list(graph.figure.data[0].y)
 
 
+def test_the_matrix_has_the_waits_of_the_full_steps() -> None:
+    """All but one step left out: for a known rank it waits at most what the split of that step
+    says, and for most of it."""
+    made = examine([SAMPLES / "tp2_pp2"])
+    kept = min(row.step for row in made.report.steps if row.kind == "full")
+    steps = tuple(
+        row if row.step == kept else msgspec.structs.replace(row, kind="other")
+        for row in made.report.steps
+    )
+    report = msgspec.structs.replace(made.report, steps=steps)
+    page = build_collectives_page(
+        View("a", report, made.tables, RUN), AddressQuery({"waits": "direct"})
+    )
+    (graph,) = (one for one in found(page, dcc.Graph) if one.id == "waits")
+    drawn_ns = 1e6 * np.nansum(np.array(graph.figure.data[0].z, dtype=float), axis=1)
+    waited_ns = np.array([row.skew_ns + row.bubble_ns for row in steps if row.step == kept])
+    assert (drawn_ns <= waited_ns + 1).all() and (drawn_ns > 0.8 * waited_ns).all()
+
+
 def test_waits_are_grouped_by_what_the_address_says() -> None:
     ranks = [f"rank {rank}" for rank in range(4)]
 

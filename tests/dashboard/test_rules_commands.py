@@ -55,12 +55,17 @@ STEP_US, STEPS = 10, 4
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     """Each step 4 us of gemm, 4 us of the synchronization, 2 us of adam."""
+    return write_trace(tmp_path / "recording")
+
+
+def write_trace(folder: Path, scale: int = 1) -> str:
+    """The trace, with steps so many times as long."""
     rank = GpuTrace()
     for step in range(STEPS):
-        at = STEP_US * step
-        rank.step(step + 1, at, at + STEP_US).kernel("gemm", at, at + 4)
-        rank.kernel(SYNC, at + 4, at + 8).kernel("adam", at + 8, at + 10)
-    folder = tmp_path / "recording"
+        begin = scale * STEP_US * step
+        gemm, sync, adam, end = (begin + scale * at for at in (0, 4, 8, STEP_US))
+        rank.step(step + 1, begin, end).kernel("gemm", gemm, sync)
+        rank.kernel(SYNC, sync, adam).kernel("adam", adam, end)
     folder.mkdir()
     return str(rank.write(folder))
 
@@ -144,16 +149,16 @@ def test_both_sides_of_a_check_are_split_by_the_rules(
 
 
 def test_calibrate_fits_the_compute_of_the_rules(
-    trace: str, rules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = tmp_path / "job.toml"
+    job, scale = tmp_path / "job.toml", 500
     job.write_text(RUN)
-    words = ("calibrate", trace, "--job", str(job))
+    words = ("calibrate", write_trace(tmp_path / "slow", scale), "--job", str(job))
     [plain], [ruled] = (
         json_of(capsys, *words, *more)["stages"] for more in ((), ("--rules", rules))
     )
-    assert times(plain["measured"]) == BUILT_IN
-    assert times(ruled["measured"]) == OWN
+    assert times(plain["measured"]) == tuple(scale * ns for ns in BUILT_IN)
+    assert times(ruled["measured"]) == tuple(scale * ns for ns in OWN)
 
 
 def test_what_if_replays_the_communication_of_the_rules(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from msgspec import Struct
 
@@ -74,7 +73,7 @@ def _describe_compute(report: Report) -> str:
 
 
 def _describe_axis(report: Report, bucket: str) -> str:
-    """The axis and phase with most of an exposed bucket, and the main op of the axis."""
+    """The axis and phase with most of an exposed bucket; of transfers also the axis's main op."""
     full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
     spent: Counter[tuple[str | None, str]] = Counter()
     for row in report.exposed:
@@ -84,20 +83,18 @@ def _describe_axis(report: Report, bucket: str) -> str:
         return ""
     ((axis, phase), most), *_ = spent.most_common(1)
     where = "an unknown axis" if axis is None else axis
-    op = _find_main_op(report, axis, "wait" if bucket in ("skew", "bubble") else "transfer")
+    op = _find_main_op(report, axis) if bucket in ("collective", "p2p") else ""
     share = units.format_percent(most / spent.total())
     return f"{share} of it on {where} in {phase}{f', mostly {op}' if op else ''}"
 
 
-def _find_main_op(report: Report, axis: str | None, part: Literal["transfer", "wait"]) -> str:
-    """The op with more than half of the transfers, or of the waits, on an axis; "" if there is
-    none."""
+def _find_main_op(report: Report, axis: str | None) -> str:
+    """The op with more than half of the transfers on an axis; "" if there is none."""
     groups = {group.id for group in report.groups if group.axis == axis}
     took: Counter[str] = Counter()
     for row in report.collectives:
         if row.group in groups:
-            each_ns = row.wait_ns_median if part == "wait" else row.transfer_ns_median
-            took[row.op] += row.count * each_ns
+            took[row.op] += row.count * row.transfer_ns_median
     return next((op for op, ns in took.most_common(1) if 2 * ns > took.total()), "")
 
 

@@ -202,11 +202,14 @@ def _classify_replicated(evidence: RankEvidence, use: _Use) -> list[Strategy]:
 def _classify_zero_stage(
     evidence: RankEvidence, use: _Use, axis: str, size: int
 ) -> tuple[str, str, int, str]:
-    """Distinguishes ZeRO-1 from ZeRO-2.
+    """Distinguishes ZeRO-1 from ZeRO-2, and from ZeRO-3 of a small model.
 
     ZeRO-2 reduce-scatters gradients during the backward or after each microbatch; ZeRO-1 reduces
     them once. With one microbatch, reduced after the backward, both have the same traffic.
+    DeepSpeed's ZeRO-3 keeps small weights on all ranks.
     """
+    if _has_event(evidence, _DEEPSPEED_ZERO_3):
+        return "fsdp", axis, size, "weights too small to shard"
     if _is_megatron(evidence) or _has_event(evidence, _ZERO):
         return "zero-1", axis, size, ""
     if use.is_called(BACKWARD, "reduce_scatter", "reduce"):

@@ -119,6 +119,9 @@ STORIES = {
         "gZLgZLgZLgZL(ssss)[]",
         [("fsdp", "dp_shard", 2, "weights kept until the backward")],
     ),
+    "weights that DeepSpeed's ZeRO-3 does not shard": (
+        "LZLZ(ss)[]gg", [("fsdp", "dp_replicate", 2, "weights too small to shard")],
+    ),
     "two microbatches": (
         "L()L(r)[]",
         [

@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn("analyzer/model")]
 
 TOKENS = 1536
 """Not a size of any weight."""

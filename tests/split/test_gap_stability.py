@@ -36,6 +36,8 @@ MOST_MOVED = 0.002
 """The part of a step by which a bucket may move, outside of ambiguous gaps."""
 SAMPLES = Path(__file__).parent.parent.parent / "sample_traces"
 SHARED = SHARED_TRACES.parent
+IN_TURN = pytest.mark.in_turn("analyzer/readers/kineto", "analyzer/split")
+SLOW_IN_TURN = (pytest.mark.slow, IN_TURN)
 QUICK = {"built_zero_bubble", "pp2_m2", "sample_traces/built_zero_bubble"}
 PERTURBED = [
     pytest.param(move_ends, id="ends moved by up to 1 us"),
@@ -54,7 +56,7 @@ RECORDED = [
 
 
 def mark(names: Iterable[str]) -> list[object]:
-    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
+    return [pytest.param(n, marks=() if n in QUICK else SLOW_IN_TURN) for n in names]
 
 
 @cache
@@ -97,6 +99,7 @@ def test_small_errors_do_not_move_the_buckets_of_a_sample(
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.seeded
 @pytest.mark.parametrize("name", JOBS)
 def test_small_errors_do_not_move_the_buckets_of_a_simulated_job(name: str, tmp_path: Path) -> None:
@@ -110,6 +113,7 @@ def test_small_errors_do_not_move_the_buckets_of_a_simulated_job(name: str, tmp_
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("perturb", PERTURBED)
 @pytest.mark.parametrize("name", RECORDED)
 def test_small_errors_do_not_move_the_buckets_of_recordings_of_others(
@@ -162,6 +166,7 @@ def test_kernels_that_overlap_by_2_us_split_like_kernels_2_us_apart(
 
 
 @pytest.mark.slow
+@IN_TURN
 @pytest.mark.parametrize("layout", ["tp8_dp2", "fsdp8", "cp4_dp4_ring"])
 def test_recorded_waits_agree_with_the_split_without_them(layout: str, tmp_path: Path) -> None:
     job = plant(layout, "slow_rank_1.3", 1).job

@@ -30,6 +30,7 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     StepRow,
+    list_full_steps,
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
@@ -211,7 +212,7 @@ def _list_doubts(report: Report) -> Iterator[Doubt]:
     for row in report.warnings:
         if row.code in INCOMPLETE or row.code == JOB_MISMATCH:
             yield Doubt(row.code, row.message, row.rank)
-    full = len({row.step for row in select_full_steps(report.steps)})
+    full = len(list_full_steps(report.steps))
     if full < WARMUP + FEWEST:
         count = f"{full} full step{'s' if full > 1 else ''}"
         text = f"{count}: the first counts too, which is left out as warm-up of {WARMUP + FEWEST}"
@@ -285,7 +286,7 @@ def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
 
 
 def _list_worst_blame(report: Report) -> tuple[CausedWait, ...]:
-    steps = len({row.step for row in select_full_steps(report.steps)})
+    steps = len(list_full_steps(report.steps))
     worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MAX_BLAMED]
     return tuple(CausedWait(b.rank, b.cause, b.axis, b.caused_ns // steps) for b in worst)
 

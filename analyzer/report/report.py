@@ -775,6 +775,11 @@ def select_full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
     return tuple(row for row in rows if row.kind == "full") or rows
 
 
+def list_full_steps(steps: Iterable[StepRow]) -> tuple[int, ...]:
+    """The numbers of the full steps, in order; of all steps if none is full."""
+    return tuple(sorted({row.step for row in select_full_steps(steps)}))
+
+
 def compute_step_median_ns(steps: Iterable[StepRow]) -> int:
     """The median step in ns over ranks and full steps; 0 without steps."""
     return int(median([row.step_ns for row in select_full_steps(steps)] or [0]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from stepsplit.analyzer.analysis import analyze
 from stepsplit.analyzer.errors import StepsplitError, write
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json
-from stepsplit.analyzer.report.report import Report, StepRow, select_full_steps
+from stepsplit.analyzer.report.report import Report, StepRow, list_full_steps
 from stepsplit.analyzer.units import format_number_list
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
 from stepsplit.collectors.run_spec import Mesh
@@ -126,7 +126,7 @@ def split_ranks(report: Report) -> tuple[RankSample, ...]:
     caused_ns: dict[int | None, int] = defaultdict(int)
     for blame in report.blame:
         caused_ns[blame.rank] += blame.caused_ns
-    n_steps = len({row.step for row in select_full_steps(report.steps)})
+    n_steps = len(list_full_steps(report.steps))
     return tuple(
         RankSample(
             rank=row.rank,

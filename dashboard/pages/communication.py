@@ -10,7 +10,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.gap.comm_gap import model_busbw
-from stepsplit.analyzer.report.report import Pipeline, Report, select_full_steps
+from stepsplit.analyzer.report.report import Pipeline, Report, list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
@@ -139,7 +139,7 @@ def _format_call_kind(row: CollectiveRow, axis: str) -> str:
 def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     if view.tables is None:
         return []
-    steps = sorted({row.step for row in select_full_steps(view.report.steps)})
+    steps = list_full_steps(view.report.steps)
     waits = view.tables.waits.select(np.isin(view.tables.waits.step, steps))
     if not (waits.owner >= 0).any():
         return []

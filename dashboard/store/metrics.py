@@ -23,6 +23,7 @@ from stepsplit.analyzer.report.report import (
     StepRow,
     compute_bucket_medians,
     compute_step_median_ns,
+    list_full_steps,
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
@@ -222,7 +223,7 @@ def build_headline(report: Report) -> Headline:
         mesh=_format_mesh(report),
         backend=report.run.backend,
         median_step=_compute_median_step(report) if report.steps else None,
-        steps=len({row.step for row in select_full_steps(report.steps)}),
+        steps=len(list_full_steps(report.steps)),
         warnings=len(report.warnings),
         bubble_fraction=report.pipeline.bubble_fraction if report.pipeline else None,
         mfu=report.mfu,

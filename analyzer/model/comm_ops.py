@@ -13,6 +13,7 @@ from stepsplit.analyzer.model.parameters import (
     divide_ceil,
     is_selective_by_op,
     require_experts,
+    select_trained,
 )
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_rank_chunks, place_group
 
@@ -37,8 +38,9 @@ SEQUENCE = Formula(
 
 
 def is_gathered_again(job: JobConfig) -> bool:
-    """Whether the backward gathers the layers' inputs again; else they are kept as gathered."""
-    return job.training.framework in ("megatron", "nanotron")
+    """Whether the backward gathers the layers' inputs again; else they are kept as gathered, as by
+    adapters."""
+    return job.training.framework in ("megatron", "nanotron") and not job.training.lora_rank
 
 
 LOSS = Formula(
@@ -475,7 +477,7 @@ def list_dualpipe_ops(
     """Lists the gradient reduction between dualpipe's two copies of the model."""
     if job.parallel.schedule != "dualpipe" or job.parallel.pp == 1:
         return ()
-    size = params.total * job.training.gradient_bytes
+    size = select_trained(job, params).total * job.training.gradient_bytes
     if job.is_fsdp:
         size //= job.parallel.shard_size
     site = CommSite("dualpipe", "pp", stage.index, "grad_sync", (COPIES,))

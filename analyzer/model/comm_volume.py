@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_norm_parameters,
     count_stage_parameters,
+    select_trained,
 )
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 
@@ -93,7 +94,8 @@ HSDP = Formula(
 
 @dataclass(frozen=True, slots=True)
 class FsdpUnit:
-    """count FSDP units (modules gathered as one), each with so many parameters on this rank.
+    """count FSDP units (modules gathered as one), each with so many parameters on this rank, of
+    which trained have gradients.
 
     first: whether it is the embedding, with the positions. last: whether it is used last in the
     forward pass and first in the backward pass.
@@ -101,6 +103,7 @@ class FsdpUnit:
 
     count: int
     parameters: int
+    trained: int
     first: bool = False
     last: bool = False
 
@@ -120,7 +123,8 @@ def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]
     if not job.is_fsdp:
         return ()
     experts_in_layer = layout.ep == 1 and layout.expert_tp == layout.tp
-    dense, experts = list_fsdp_units(params, experts_in_layer, layout.root_unit)
+    trained = select_trained(job, params)
+    dense, experts = list_fsdp_units(params, trained, experts_in_layer, layout.root_unit)
     if job.training.framework == "deepspeed":
         dense = _split_end_units(job, dense)
     return (
@@ -130,27 +134,38 @@ def list_fsdp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]
 
 
 def list_fsdp_units(
-    params: StageParameters, experts_in_layer: bool, root: bool = False
+    params: StageParameters, trained: StageParameters, experts_in_layer: bool, root: bool = False
 ) -> tuple[tuple[FsdpUnit, ...], tuple[FsdpUnit, ...]]:
-    """Lists the FSDP units of dense parameters and those of experts.
+    """Lists the FSDP units of dense parameters and those of experts; trained are those of params
+    that have gradients, or adapters beside them.
 
     together: whether a layer's unit includes its experts. root: whether all parameters outside of
     the layers are one unit. A tied embedding is also the head, and so the last unit.
     """
-    routed = params.expert_layer or LayerParameters(0, 0, 0, 0, 0, 0)
-    mixture = routed.total if experts_in_layer else routed.dense
+    dense, expert = params.dense_layer, params.expert_layer or NO_LAYER
+    own, own_expert = trained.dense_layer, trained.expert_layer or NO_LAYER
+    frozen = trained is not params
+    mixture, own_mixture = expert.dense, own_expert.dense
+    if experts_in_layer:
+        mixture, own_mixture = expert.total, own_expert.total
+    last, own_last = params.head + params.final_norm, trained.head + trained.final_norm
     ends = [
-        FsdpUnit(1, params.embedding, first=True),
-        FsdpUnit(1, params.head + params.final_norm, last=True),
+        FsdpUnit(1, params.embedding, trained.embedding, first=True),
+        FsdpUnit(1, last, own_last, last=True),
     ]
     if has_root_unit(params, root):
-        ends = [FsdpUnit(1, params.embedding + params.head + params.final_norm, last=True)]
+        last, own_last = last + params.embedding, own_last + trained.embedding
+        ends = [FsdpUnit(1, last, own_last, last=True)]
     layers = [
-        FsdpUnit(params.dense_layers, params.dense_layer.dense),
-        FsdpUnit(params.expert_layers, mixture),
+        FsdpUnit(params.dense_layers, dense.dense + frozen * own.dense, own.dense),
+        FsdpUnit(params.expert_layers, mixture + frozen * own_mixture, own_mixture),
     ]
-    experts = () if experts_in_layer else (FsdpUnit(params.expert_layers, routed.experts),)
+    routed = FsdpUnit(params.expert_layers, expert.experts, own_expert.experts)
+    experts = () if experts_in_layer else (routed,)
     return tuple(_drop_empty_units([*layers, *ends])), tuple(_drop_empty_units([*experts]))
+
+
+NO_LAYER = LayerParameters(0, 0, 0, 0, 0, 0)
 
 
 def has_root_unit(params: StageParameters, root: bool) -> bool:
@@ -168,7 +183,9 @@ def _split_end_units(job: JobConfig, fsdp_units: tuple[FsdpUnit, ...]) -> tuple[
     split_units: list[FsdpUnit] = []
     for unit in fsdp_units:
         own = norm if unit.last else positions if unit.first else 0
-        split_units += [replace(unit, parameters=unit.parameters - own), FsdpUnit(1, own)]
+        own_trained = own if unit.trained else 0
+        rest = replace(unit, parameters=unit.parameters - own, trained=unit.trained - own_trained)
+        split_units += [rest, FsdpUnit(1, own, own_trained)]
     return tuple(_drop_empty_units(split_units))
 
 
@@ -200,7 +217,7 @@ def _list_bucketed_ops(
         return []
     site = CommSite("fsdp", axis, stage, "grad_sync", (FSDP_MESSAGES,))
     size = job.training.gradient_bytes
-    padded = sum(unit.count * -(-unit.parameters // ranks) * ranks for unit in fsdp_units)
+    padded = sum(unit.count * -(-unit.trained // ranks) * ranks for unit in fsdp_units)
     return [
         make_reduce_scatter(site, each.count * job.microbatches, each.parameters * size, ranks)
         for each in split_buckets(job, padded, ranks)
@@ -218,7 +235,8 @@ def _list_unit_ops(
         for phase, each in (("forward", calls.forward), ("backward", calls.backward)):
             site = CommSite(name, axis, stage, phase, (FSDP_MESSAGES,))
             ops.append(make_all_gather(site, unit.count * each, size, ranks))
-    count, size = unit.count * calls.gradients, own * job.training.gradient_bytes
+    count = unit.count * calls.gradients
+    size = -(-unit.trained // ranks) * job.training.gradient_bytes
     if ranks > 1:
         site = CommSite(name, axis, stage, "grad_sync", (FSDP_MESSAGES,))
         ops.append(make_reduce_scatter(site, count, size * ranks, ranks))
@@ -320,7 +338,7 @@ class Bucket:
 
 def list_dp_ops(job: JobConfig, params: StageParameters) -> tuple[CommOp, ...]:
     """Lists one rank's calls for gradients and weights; empty with FSDP (list_fsdp_ops)."""
-    layout = job.parallel
+    layout, params = job.parallel, select_trained(job, params)
     if job.is_fsdp:
         return ()
     is_broadcast = has_weight_broadcast(job)

@@ -35,7 +35,7 @@ AsDecimal = Annotated[int, NumberLimits(1, MAX_NUMBER, "")]
 
 Norm = Literal["rms", "layer"]
 
-Activation = Literal["gelu", "gelu_new", "relu"]
+Activation = Literal["gelu", "gelu_new", "relu", "swiglu-clamped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,12 @@ class ModelConfig:
         parallel_block: Whether attention and MLP read the same input and their outputs are summed
             (GPT-J, GPT-NeoX, PaLM, Falcon). Default False.
         activation: Activation function of an MLP that is not gated: "gelu" (default), "relu", or
-            "gelu_new", GPT-2's in transformers, which runs as single operations.
+            "gelu_new", GPT-2's in transformers, which runs as single operations; of a gated one
+            "swiglu-clamped", that of gpt-oss, or else SwiGLU.
+        window: Tokens to which a query attends in layers with sliding windows, its own included; 0
+            (default): all layers attend to the whole sequence.
+        full_every: Every so many layers one attends to the whole sequence; 0 (default): none with
+            a window.
 
     Examples:
         >>> model = ModelConfig(
@@ -128,11 +133,26 @@ class ModelConfig:
     qk_norm: bool = False
     parallel_block: bool = False
     activation: Activation = "gelu"
+    window: Natural = 0
+    full_every: Natural = 0
 
     @property
     def expert_layers(self) -> int:
         """Number of layers with a mixture of experts."""
         return 0 if self.experts is None else max(0, self.layers - self.experts.dense_layers)
+
+    def count_attended_keys(self, tokens: int) -> float:
+        """Twice the mean number of keys of a query in tokens of one document, over queries and
+        layers: tokens, less what windows hide.
+
+        Args:
+            tokens: Tokens of the document.
+        """
+        if not 0 < self.window < tokens:
+            return float(tokens)
+        full_layers = self.layers // self.full_every if self.full_every else 0
+        windowed_keys = 2 * self.window - self.window**2 / tokens
+        return windowed_keys + (tokens - windowed_keys) * full_layers / self.layers
 
     @property
     def kv_size(self) -> int:
@@ -170,6 +190,7 @@ class Efficiency:
         tile: Tile size of GEMMs for wave quantization; 0 (default) to ignore it.
         jitter: Relative variation of a node's step time. Default 0.02.
         gemm_fp8: Fraction of the fp8 peak that large GEMMs reach; None (default): as gemm.
+        gemm_nvfp4: The same of the nvfp4 peak; None (default): as gemm_fp8.
         gemm_result: Time to write the result of a GEMM over that of a memory-bound kernel for as
             many bytes. Default 1.
         jitter_per_layer: jitter if every layer waits for all ranks (ZeRO-3); None (default): as
@@ -204,6 +225,7 @@ class Efficiency:
     tile: AsDecimal = 0
     jitter: float = 0.02
     gemm_fp8: float | None = None
+    gemm_nvfp4: float | None = None
     gemm_result: float = 1.0
     jitter_per_layer: Annotated[float, NumberLimits(0)] | None = None
     host_ns: float = 0.0
@@ -241,7 +263,7 @@ class GemmRate:
     columns: int
     inner: int
     flops_per_s: float
-    dtype: Dtype = "bf16"
+    dtype: GemmDtype = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +337,13 @@ class HardwareConfig:
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+GemmDtype = Literal[Dtype, "nvfp4"]
+"""What GEMMs of linear layers compute in; weights, activations and gradients stay in a Dtype."""
+
+DTYPES: tuple[GemmDtype, ...] = get_args(GemmDtype)
+
+QUANTIZED: tuple[GemmDtype, ...] = ("fp8", "nvfp4")
+"""Those whose operands are cast from 16 bits before each GEMM; attention and head stay in bf16."""
 
 Optimizer = Literal["adam", "adam-8bit", "sgd", "sgd-momentum", "muon", "lion"]
 
@@ -365,6 +393,12 @@ UNFUSED_PARTS: tuple[UnfusedPart, ...] = get_args(UnfusedPart)
 CudaGraph = Literal["none", "layers", "step"]
 """What CUDA graphs replay: nothing, all of a layer but its experts, or the whole step."""
 
+LoraTarget = Literal["qkv", "output", "mlp"]
+"""Linear layers with adapters: of attention those before and the one after its core, and those of a
+dense MLP or of the shared expert."""
+
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -376,8 +410,8 @@ class TrainingConfig:
         seq_len: Tokens per sequence.
         micro_batch: Sequences per microbatch on one data-parallel rank.
         global_batch: Sequences per step.
-        dtype: dtype of the GEMMs: "fp32", "bf16" (default), "fp16" or "fp8" (weights and
-            activations stay in bf16).
+        dtype: dtype of the GEMMs: "fp32", "bf16" (default), "fp16", "fp8" or "nvfp4" (with the
+            last two weights and activations stay in bf16).
         optimizer: "adam" (default), "adam-8bit", "sgd", "sgd-momentum", "muon" or "lion".
         recompute: Activation recomputation: "none" (default), "selective", "full", "every" or
             "sqrt".
@@ -414,6 +448,9 @@ class TrainingConfig:
         unfused: Parts of a layer that run as separate operations: "norms", "rotary", "activation",
             "softmax". Default None: as the framework does, all with fsdp2, ddp and huggingface
             without compile, else none.
+        lora_rank: Rank of the adapters (LoRA) that alone are trained; 0 (default): all parameters
+            are.
+        lora_targets: Linear layers with adapters: "qkv", "output", "mlp". Default: all three.
         program: Name of the program that trains, if it is another than the framework: a fork, or
             code of one's own that works like it. Default "": the framework itself.
 
@@ -426,7 +463,7 @@ class TrainingConfig:
     seq_len: int
     micro_batch: int
     global_batch: int
-    dtype: Dtype = "bf16"
+    dtype: GemmDtype = "bf16"
     optimizer: Optimizer = "adam"
     recompute: Recompute = "none"
     recompute_every: int = field(default=1, metadata={KEY: ""})
@@ -452,12 +489,19 @@ class TrainingConfig:
     clip_gradients: bool = True
     fused_optimizer: bool = True
     unfused: frozenset[UnfusedPart] | None = None
+    lora_rank: Natural = 0
+    lora_targets: frozenset[LoraTarget] = frozenset(LORA_TARGETS)
     program: str = ""
 
     @property
     def attended_tokens(self) -> int:
         """Tokens of a document, or of the sequence if it is one."""
         return min(self.document_tokens or self.seq_len, self.seq_len)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether linear layers cast their operands to 8 or 4 bits."""
+        return self.dtype in QUANTIZED
 
     @property
     def weight_bytes(self) -> int:

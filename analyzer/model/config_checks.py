@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, TWO_STAGES, JobConfig
+from stepsplit.analyzer.model.config import LORA_TARGETS, TORCH_FRAMEWORKS, TWO_STAGES, JobConfig
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 
@@ -64,6 +64,14 @@ def _check_ffn(job: JobConfig) -> Violation | None:
     if job.model.expert_layers == job.model.layers:
         return None
     return check_divisible("ffn", job.model.ffn, "tp", job.parallel.tp)
+
+
+def _check_window(job: JobConfig) -> Violation | None:
+    """full_every names the layers without a window."""
+    model = job.model
+    if model.full_every and not model.window:
+        return Violation(f"full_every ({model.full_every}) needs a window", "give window")
+    return None
 
 
 def _check_experts(job: JobConfig) -> Violation | None:
@@ -141,7 +149,7 @@ def _check_recomputed_layers(job: JobConfig) -> Violation | None:
 
 def _check_recompute(job: JobConfig) -> Violation | None:
     """recompute_layers belongs to full recomputation, early_stop to torch's checkpoint, fp8 storage
-    to fp8 training, unfused parts to a model that is not compiled."""
+    to fp8 training, targets to adapters, unfused parts to a model that is not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
@@ -152,6 +160,8 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.fp8_activations and training.dtype != "fp8":
         problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
         return Violation(problem, "remove fp8_activations")
+    if training.lora_targets != frozenset(LORA_TARGETS) and not training.lora_rank:
+        return Violation("lora_targets needs lora_rank", "give the rank of the adapters")
     if training.compile and training.unfused:
         problem = f"compile fuses {', '.join(sorted(training.unfused))}"
         return Violation(problem, "remove compile or unfused")
@@ -163,6 +173,7 @@ AXIS_CHECKS = (
     _check_heads,
     _check_kv_heads,
     _check_ffn,
+    _check_window,
     _check_experts,
     _check_expert_tp,
     _check_expert_ranks,

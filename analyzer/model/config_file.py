@@ -19,6 +19,7 @@ from stepsplit.analyzer.model.config import (
     Dtype,
     Experts,
     Framework,
+    GemmDtype,
     HardwareConfig,
     JobConfig,
     LatentAttention,
@@ -657,7 +658,7 @@ only with bf16 (accumulate_allreduce_grads_in_fp32)."""
 
 def framework_defaults(
     framework: Framework,
-    dtype: Dtype,
+    dtype: GemmDtype,
     layout: ParallelConfig,
     model: ModelConfig,
     hardware: HardwareConfig,
@@ -685,7 +686,7 @@ def _is_gpt(model: ModelConfig) -> bool:
     return model.norm == "layer" and model.biases and not model.gated
 
 
-def _choose_gradient_dtype(framework: Framework, dtype: Dtype) -> Dtype:
+def _choose_gradient_dtype(framework: Framework, dtype: GemmDtype) -> Dtype:
     plain = framework == "megatron" and dtype == "fp16"
     return (
         "fp32"
@@ -694,13 +695,15 @@ def _choose_gradient_dtype(framework: Framework, dtype: Dtype) -> Dtype:
     )
 
 
-def choose_activation_dtype(framework: Framework, dtype: Dtype, layout: ParallelConfig) -> Dtype:
+def choose_activation_dtype(
+    framework: Framework, dtype: GemmDtype, layout: ParallelConfig
+) -> Dtype:
     """torchtitan's mixed precision comes from FSDP: without FSDP activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"
     return _choose_weight_dtype(dtype)
 
 
-def _choose_weight_dtype(dtype: Dtype) -> Dtype:
-    """Weights and activations of fp8 training stay in bf16."""
-    return "bf16" if dtype == "fp8" else dtype
+def _choose_weight_dtype(dtype: GemmDtype) -> Dtype:
+    """Weights and activations of training in 8 or 4 bits stay in bf16."""
+    return "bf16" if dtype == "fp8" or dtype == "nvfp4" else dtype

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import is_fused_ring
 from stepsplit.analyzer.model.config import (
+    QUANTIZED,
     TORCH_FRAMEWORKS,
     AttentionKernel,
     AttentionRate,
+    Efficiency,
+    GemmDtype,
     HardwareConfig,
     JobConfig,
 )
@@ -44,7 +48,7 @@ class DeviceSpeed:
     launch_ns: float
     tile: int = 0
     multiprocessors: int = 0
-    operand_bytes: int = 2
+    operand_bytes: float = 2
     weight_gradient_bytes: int = 2
     result_ratio: float = 1.0
     gemm_ratios: tuple[GemmRatio, ...] = ()
@@ -156,7 +160,7 @@ ROW_SCALED = 0.8
 def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     """Speed of the job's device at its dtype. Raises UsageError if its peak is unknown."""
     hardware, training = job.hardware, job.training
-    efficiency, eight_bits = hardware.efficiency, training.dtype == "fp8"
+    efficiency = hardware.efficiency
     peak = hardware.peak_flops_per_s(training.dtype)
     wide_peak = find_wide_peak(job)
     if peak is None or wide_peak is None:
@@ -164,10 +168,8 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         raise UsageError(
             f"{hardware.name} has no peak FLOP/s at {training.dtype}; known: {known_dtypes}"
         )
-    gemm = efficiency.gemm
-    if eight_bits and efficiency.gemm_fp8 is not None:
-        gemm = efficiency.gemm_fp8
-    if eight_bits and training.fp8_scaling == "row":
+    gemm = select_gemm_share(efficiency, training.dtype)
+    if training.dtype == "fp8" and training.fp8_scaling == "row":
         gemm *= ROW_SCALED
     counted = COUNTED_GEMM if is_counted(job) else 1.0
     gemm *= counted
@@ -186,7 +188,7 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         memory_ratio=compute_memory_ratio(job),
         tile=efficiency.tile,
         multiprocessors=hardware.multiprocessors,
-        operand_bytes=1 if eight_bits else 2,
+        operand_bytes=OPERAND_BYTES.get(training.dtype, 2),
         weight_gradient_bytes=_count_weight_gradient_bytes(job),
         result_ratio=efficiency.gemm_result,
     )
@@ -197,6 +199,20 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
         gemm_ratios=_compare_gemms(hardware, training.dtype, speed),
         head_ratios=_compare_gemms(hardware, _find_wide_dtype(job), speed.head_speed),
     )
+
+
+OPERAND_BYTES: Mapping[GemmDtype, float] = {"fp8": 1, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an operand that is cast: in nvfp4 sixteen elements share a scale of one byte."""
+
+
+def select_gemm_share(efficiency: Efficiency, dtype: GemmDtype) -> float:
+    """The fraction of the peak of a dtype that large GEMMs reach; of one without a constant that of
+    the next wider."""
+    if dtype == "nvfp4" and efficiency.gemm_nvfp4 is not None:
+        return efficiency.gemm_nvfp4
+    if dtype in QUANTIZED and efficiency.gemm_fp8 is not None:
+        return efficiency.gemm_fp8
+    return efficiency.gemm
 
 
 LOADED = Formula(
@@ -367,6 +383,11 @@ def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRat
         )
     scale = peak_flops_per_s / kernel.peak_flops_per_s * hardware.clock * SUSTAINED_ATTENTION
     rate = _slow_by_start(kernel.rate, tokens, scale)
+    if kernel.whole_backward:
+        # It takes as long as without windows, for less work.
+        whole = job.training.attended_tokens / (job.parallel.ring if is_fused_ring(job) else 1)
+        backward = _slow_by_start(kernel.rate, whole, scale).backward_flops_per_s
+        rate = replace(rate, backward_flops_per_s=backward * tokens / whole)
     if job.model.head_size > NARROW_HEAD or job.model.latent is not None:
         return rate
     return AttentionRate(
@@ -376,8 +397,13 @@ def find_attention_rate(job: JobConfig, peak_flops_per_s: float) -> AttentionRat
 
 
 def count_attended_tokens(job: JobConfig) -> float:
-    """Tokens of the keys that one call sees: a ring passes a part of the sequence at a time."""
-    return job.training.attended_tokens / (job.parallel.ring if is_fused_ring(job) else 1)
+    """Tokens of the keys that one call sees: a ring passes a part of the sequence at a time.
+
+    With sliding windows the mean of all layers, since a rate of R s / (s + s0) makes the time of a
+    call proportional to s + s0.
+    """
+    keys = job.model.count_attended_keys(job.training.attended_tokens)
+    return keys / (job.parallel.ring if is_fused_ring(job) else 1)
 
 
 def is_attention_stated(job: JobConfig) -> bool:
@@ -392,12 +418,12 @@ def compute_attention_share(job: JobConfig) -> float:
 
 
 def find_wide_peak(job: JobConfig) -> float | None:
-    """Peak FLOP/s of what is not cast to fp8: attention and the head; None if unknown."""
+    """Peak FLOP/s of what is not cast to 8 or 4 bits: attention and the head; None if unknown."""
     return job.hardware.peak_flops_per_s(_find_wide_dtype(job))
 
 
 def _find_wide_dtype(job: JobConfig) -> str:
-    return "bf16" if job.training.dtype == "fp8" else job.training.dtype
+    return "bf16" if job.training.is_quantized else job.training.dtype
 
 
 def _slow_by_start(rate: AttentionRate, tokens: float, scale: float) -> AttentionRate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import UNFUSED_PARTS, JobConfig, UnfusedPart
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, UNFUSED_PARTS, JobConfig, UnfusedPart
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import count_hidden, is_autocast
@@ -50,9 +50,9 @@ def time_elementwise(
     job: JobConfig, speed: DeviceSpeed, activations: float, routed_activations: float = 0.0
 ) -> ElementwiseTime:
     """Time of a layer with so many elements between the GEMMs of its MLP and of its experts."""
-    moved = find_moved_bytes(job)
-    if moved is not None:
-        return _time_eager(job, speed, moved, activations, routed_activations)
+    counted = find_moved_bytes(job)
+    if counted is not None:
+        return _time_eager(job, speed, counted, activations, routed_activations)
     activations += routed_activations
     unfused = find_unfused_parts(job)
     fused = _time_fused(job, speed, activations, unfused)
@@ -64,11 +64,14 @@ def time_elementwise(
         "activation": activations,
     }
     parts = [part for part in sizes if part in unfused]
+    moved, launches = dict(UNFUSED_MOVED), dict(UNFUSED_LAUNCHES)
+    if is_clamped(job):
+        moved["activation"], launches["activation"] = CLAMPED_MOVED, CLAMPED_LAUNCHES
     kernels = Moved(
-        sum(UNFUSED_LAUNCHES[part].forward for part in parts),
-        sum(UNFUSED_LAUNCHES[part].backward for part in parts),
+        sum(launches[part].forward for part in parts),
+        sum(launches[part].backward for part in parts),
     )
-    moved_parts = [(UNFUSED_MOVED[part], sizes[part]) for part in parts]
+    moved_parts = [(moved[part], sizes[part]) for part in parts]
     apart = _sum_moved(speed, moved_parts, kernels, EAGER_RATE)
     return ElementwiseTime(
         fused.forward_ns + apart.forward_ns, fused.backward_ns + apart.backward_ns
@@ -109,7 +112,8 @@ def time_activation(job: JobConfig, speed: DeviceSpeed, activations: float) -> f
     if moved is not None:
         return speed.compute_memory_ns(moved.ffn.forward * activations / moved.rate, 1)
     if "activation" in find_unfused_parts(job):
-        moved_bytes = UNFUSED_MOVED["activation"].forward * activations
+        unfused = CLAMPED_MOVED if is_clamped(job) else UNFUSED_MOVED["activation"]
+        moved_bytes = unfused.forward * activations
         return speed.compute_memory_ns(moved_bytes / EAGER_RATE, 1)
     gates = 2 if job.model.gated else 1
     moved_bytes = (gates + 1) * activations * job.training.activation_bytes
@@ -240,6 +244,24 @@ UNFUSED_MOVED: Mapping[UnfusedPart, Moved] = {
 }
 """Bytes that an element of each part moves (tests/model/test_eager_layers.py counts them)."""
 
+CLAMPED = Formula(
+    "step.clamped_activation",
+    "SwiGLU with clamps (gpt-oss) moves 44 bytes of an element forward and 104 backward as torch"
+    " operations, weighted by the router's probabilities, and biases of experts 28 and 40 of each"
+    " element that an expert returns; Megatron-LM fuses neither, except in its grouped MLP of 2026",
+    "OpenAI, openai/gpt-oss, torch/model.py; counted as torch runs them"
+    " (tests/model/test_eager_layers.py); that they are not fused is inferred from runs of"
+    " Megatron-Bridge on four devices",
+)
+
+CLAMPED_MOVED = Moved(44, 104)
+
+EXPERT_BIASES_MOVED = Moved(28, 40)
+
+CLAMPED_LAUNCHES = Moved(11, 18)
+
+EXPERT_BIAS_LAUNCHES = Moved(6, 9)
+
 UNFUSED_LAUNCHES: Mapping[UnfusedPart, Moved] = {
     "norms": Moved(16, 32),
     "rotary": Moved(10, 14),
@@ -250,16 +272,25 @@ UNFUSED_LAUNCHES: Mapping[UnfusedPart, Moved] = {
 
 
 def find_unfused_parts(job: JobConfig) -> frozenset[UnfusedPart]:
-    """The parts that the job states as unfused, if the model has them: torch runs a layer norm, and
-    an activation that is not gated, in one kernel anyhow."""
+    """The parts that the job states as unfused, or else what the framework does not fuse (CLAMPED),
+    if the model has them: torch runs a layer norm, and an activation that is not gated, in one
+    kernel anyhow."""
     model, absent = job.model, set[UnfusedPart]()
+    stated = job.training.unfused
+    if stated is None and is_clamped(job) and job.training.framework not in TORCH_FRAMEWORKS:
+        stated = frozenset({"activation"})
     if model.norm == "layer":
         absent.add("norms")
     if model.positions:
         absent.add("rotary")
     if not model.gated:
         absent.add("activation")
-    return (job.training.unfused or frozenset()) - absent
+    return (stated or frozenset()) - absent
+
+
+def is_clamped(job: JobConfig) -> bool:
+    """Whether the activation is SwiGLU with clamps."""
+    return job.model.activation == "swiglu-clamped"
 
 
 def _casts_by_fsdp(job: JobConfig) -> bool:
@@ -307,7 +338,11 @@ def time_routing(job: JobConfig, speed: DeviceSpeed, routed: float) -> Elementwi
         parts = [(moved.routed, elements), (moved.mixed, count_hidden(job)), (moved.router, logits)]
         return _sum_moved(speed, parts, ROUTING_KERNELS, moved.rate)
     routing_ns = speed.compute_memory_ns(4 * elements * job.training.activation_bytes, 4)
-    return ElementwiseTime(routing_ns, routing_ns)
+    if not job.model.biases or "activation" not in find_unfused_parts(job):
+        return ElementwiseTime(routing_ns, routing_ns)
+    biases = [(EXPERT_BIASES_MOVED, elements)]
+    added = _sum_moved(speed, biases, EXPERT_BIAS_LAUNCHES, EAGER_RATE)
+    return ElementwiseTime(routing_ns + added.forward_ns, routing_ns + added.backward_ns)
 
 
 def _sum_moved(

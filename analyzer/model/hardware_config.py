@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 # A [hardware] table -> HardwareConfig.
 
-PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PEAKS = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 
 LINKS = ("intra", "nodes_link", "host")
 
@@ -352,12 +352,16 @@ def list_families() -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class KernelRate:
     """Published rate of an attention kernel with heads of 128, the dense bf16 peak of the device
-    that ran it, and its rates with heads of 64 relative to those."""
+    that ran it, and its rates with heads of 64 relative to those.
+
+    whole_backward: whether its backward computes all causal scores in spite of a window.
+    """
 
     rate: AttentionRate
     peak_flops_per_s: float
     narrow: float
     narrow_backward: float
+    whole_backward: bool
 
 
 def load_attention_rate(kernel: AttentionKernel, family: str) -> KernelRate | None:
@@ -375,7 +379,7 @@ def _load_kernels() -> dict[tuple[str, str], KernelRate]:
     """Reads the tables of attention.toml, by kernel and family. Raises DataError."""
     presets, mistakes = read_table(PRESETS / "attention.toml"), Mistakes()
     own = dict.fromkeys(("peak", "narrow", "narrow_backward"), float)
-    kinds = {**collect_kinds(AttentionRate), **own, "source": str}
+    kinds = {**collect_kinds(AttentionRate), **own, "source": str, "whole_backward": bool}
     kernels = {}
     for kernel in presets.values:
         for family in presets.get_subtable(kernel).values:
@@ -383,7 +387,8 @@ def _load_kernels() -> dict[tuple[str, str], KernelRate]:
             rate = AttentionRate(**select_fields(AttentionRate, stated))
             narrow = stated.get("narrow", 1.0)
             backward = stated.get("narrow_backward", narrow)
-            kernels[kernel, family] = KernelRate(rate, stated["peak"], narrow, backward)
+            whole = stated.get("whole_backward", False)
+            kernels[kernel, family] = KernelRate(rate, stated["peak"], narrow, backward, whole)
     mistakes.raise_all()
     return kernels
 

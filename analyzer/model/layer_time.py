@@ -23,11 +23,13 @@ from stepsplit.analyzer.model.device_speed import (
     is_head_unaligned,
 )
 from stepsplit.analyzer.model.elementwise import (
+    CLAMPED,
     EAGER,
     UNFUSED,
     find_moved_bytes,
     find_traffic,
     find_unfused_parts,
+    is_clamped,
     time_activation,
     time_elementwise,
     time_routing,
@@ -36,9 +38,12 @@ from stepsplit.analyzer.model.elementwise import (
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_states import count_hidden, has_fp32_experts, is_autocast
 from stepsplit.analyzer.model.parameters import (
+    Adapter,
     compute_stopped_share,
     divide_ceil,
     is_selective_by_op,
+    list_attention_adapters,
+    list_mlp_adapters,
 )
 from stepsplit.analyzer.model.rank_layout import Chunk, count_rerun_layers
 
@@ -171,7 +176,7 @@ def _time_selective(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     else:
         again_ns += sum(each.compute_forward_ns(speed) for each in attention) / 2
     again_ns += sum(each.compute_forward_ns(speed) for each in gemms)
-    again_ns += _time_casts(speed, tuple(gemms)).forward_ns
+    again_ns += _time_casts(job, speed, tuple(gemms)).forward_ns
     again_ns += time_elementwise(job, speed, job.tokens * width).forward_ns
     if _is_sequence_copied(job):
         again_ns += count_dense_layer_pairs(job) * _time_gather_copy(job, speed)
@@ -186,7 +191,7 @@ def _time_embedding_and_head(job: JobConfig, speed: DeviceSpeed, chunk: Chunk) -
         copy_ns = speed.compute_memory_ns(
             3 * job.tokens * job.model.hidden * job.training.activation_bytes, 2
         )
-        total += LayerPass(copy_ns, 0.0, copy_ns)
+        total += LayerPass(copy_ns, 0.0, 0.0 if job.training.lora_rank else copy_ns)
     if not chunk.head:
         return total
     total += _time_head(job, speed)
@@ -208,7 +213,7 @@ def _time_mtp(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     norms = speed.compute_memory_ns(
         4 * own_tokens * job.model.hidden * job.training.activation_bytes, 2
     )
-    linear = _time_linear(speed, (projection,), select_framework_costs(job))
+    linear = _time_linear(job, speed, (projection,))
     return _time_head(job, speed) + linear + LayerPass(norms, norms, 0.0, formulas=(MTP,))
 
 
@@ -219,10 +224,11 @@ def _time_head(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
     gradients = gemm.parameters * costs.accumulate_bytes
     forward_bytes, backward_bytes = costs.loss_bytes
     formulas = (UNALIGNED,) if is_head_unaligned(job) else ()
+    weight_ns = gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients)
     return LayerPass(
         gemm.compute_forward_ns(head_speed) + speed.compute_memory_ns(logits * forward_bytes, 4),
         gemm.compute_input_ns(head_speed) + speed.compute_memory_ns(logits * backward_bytes, 2),
-        gemm.compute_weight_ns(head_speed) + speed.compute_memory_ns(gradients),
+        0.0 if job.training.lora_rank else weight_ns,
         formulas=formulas,
     )
 
@@ -265,7 +271,7 @@ def compute_expert_wait(job: JobConfig, expert_layers: int) -> LayerPass:
         # One grouped_mm of torch, which reads the counts of tokens on the device.
         return LayerPass(0.0, 0.0, 0.0)
     local = divide_ceil(job.model.experts.count, job.parallel.ep)
-    casts = 2 if job.training.dtype == "fp8" else 1
+    casts = 2 if job.training.is_quantized else 1
     launches = local * casts / DOUBLING_EXPERTS
     if job.training.cuda_graph != "layers":
         launches += 1
@@ -356,7 +362,11 @@ def time_dense_layer(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
         again_ns += mlp[0].compute_forward_ns(speed)
         again_ns += time_activation(job, speed, activations)
     gemms = (*list_attention_gemms(job), *mlp)
-    return _time_layer(job, speed, gemms, activations) + LayerPass(0.0, again_ns, 0.0)
+    layer = _time_layer(job, speed, gemms, activations) + LayerPass(0.0, again_ns, 0.0)
+    if not job.training.lora_rank:
+        return layer
+    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, job.model.ffn))
+    return layer + _time_adapters(job, speed, adapters)
 
 
 def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> LayerPass:
@@ -364,8 +374,8 @@ def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> L
     gemms, routed = list_expert_gemms(job, experts), count_routed_tokens(job, experts)
     wide = LayerPass(0.0, 0.0, 0.0)
     if has_fp32_experts(job):
-        costs, fp32_speed = select_framework_costs(job), compute_fp32_speed(job, speed)
-        wide = replace(_time_linear(fp32_speed, gemms[1:3], costs), formulas=(EXPERTS_FP32,))
+        fp32_speed = compute_fp32_speed(job, speed)
+        wide = replace(_time_linear(job, fp32_speed, gemms[1:3]), formulas=(EXPERTS_FP32,))
         gemms = (gemms[0], *gemms[3:])
     activations = routed * divide_ceil(experts.ffn, job.parallel.expert_tp)
     shared = job.tokens * divide_ceil(experts.shared_ffn, job.parallel.tp)
@@ -377,7 +387,11 @@ def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> L
         experts_again = list_expert_gemms(job, experts)
         again_ns += sum(each.compute_forward_ns(speed) for each in experts_again)
         again_ns += routing.forward_ns + time_activation(job, speed, activations + shared)
-    return layer + LayerPass(routing.forward_ns, routing.backward_ns + again_ns, 0.0)
+    layer += LayerPass(routing.forward_ns, routing.backward_ns + again_ns, 0.0)
+    if not job.training.lora_rank:
+        return layer
+    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, experts.shared_ffn))
+    return layer + _time_adapters(job, speed, adapters)
 
 
 def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:
@@ -411,10 +425,10 @@ def _time_layer(
     elementwise = time_elementwise(job, speed, activations, routed_activations)
     formulas = (EAGER,) if find_moved_bytes(job) is not None else ()
     if not formulas and find_unfused_parts(job):
-        formulas = (UNFUSED,)
+        formulas = (CLAMPED,) if is_clamped(job) else (UNFUSED,)
     return (
-        _time_linear(speed, gemms, select_framework_costs(job))
-        + _time_casts(speed, gemms)
+        _time_linear(job, speed, gemms)
+        + _time_casts(job, speed, gemms)
         + _time_attention_core(job, speed)
         + LayerPass(elementwise.forward_ns, elementwise.backward_ns, 0.0, formulas=formulas)
     )
@@ -428,47 +442,90 @@ EXPERTS_FP32 = Formula(
 )
 
 
-def _time_linear(speed: DeviceSpeed, gemms: tuple[Gemm, ...], traffic: FrameworkCosts) -> LayerPass:
+def _time_linear(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
+    """Time of linear layers and of the sums of their gradients, if they have any."""
+    passes = _time_gemms(speed, gemms)
+    if job.training.lora_rank:
+        return replace(passes, weight_ns=0.0)
     weights = sum(product.parameters for product in gemms)
+    sums_ns = speed.compute_memory_ns(weights * select_framework_costs(job).accumulate_bytes)
+    return passes + LayerPass(0.0, 0.0, sums_ns, formulas=(ACCUMULATE,))
+
+
+def _time_gemms(speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
     return LayerPass(
         sum(product.compute_forward_ns(speed) for product in gemms),
         sum(product.compute_input_ns(speed) for product in gemms),
-        sum(product.compute_weight_ns(speed) for product in gemms)
-        + speed.compute_memory_ns(weights * traffic.accumulate_bytes),
-        formulas=(ACCUMULATE,),
+        sum(product.compute_weight_ns(speed) for product in gemms),
     )
+
+
+LORA = Formula(
+    "step.lora",
+    "of a frozen weight no gradient; each adapter two GEMMs of its rank, and 10 bytes per element"
+    " of its output forward (scaled, added), 4 backward (scaled), and 6 per element of its input"
+    " (added to the input's gradient)",
+    "Hu et al., LoRA, arXiv:2106.09685, section 4; huggingface/peft, tuners/lora/layer.py",
+)
+
+LORA_OUTPUT_BYTES, LORA_GRADIENT_BYTES, LORA_INPUT_BYTES = 10, 4, 6
+
+
+def _time_adapters(job: JobConfig, speed: DeviceSpeed, adapters: tuple[Adapter, ...]) -> LayerPass:
+    """Time of the adapters of a layer, in 16 bits (LORA)."""
+    rank, narrow, total = job.training.lora_rank, speed.head_speed, LayerPass(0.0, 0.0, 0.0)
+    for one in adapters:
+        down = Gemm(job.tokens, one.count * rank, one.inputs)
+        total += _time_gemms(narrow, (down, Gemm(job.tokens, one.outputs, rank)))
+        outputs, inputs = job.tokens * one.outputs, job.tokens * one.count * one.inputs
+        forward_bytes = LORA_OUTPUT_BYTES * outputs
+        backward_bytes = LORA_GRADIENT_BYTES * outputs + LORA_INPUT_BYTES * inputs
+        total += LayerPass(
+            speed.compute_memory_ns(forward_bytes, 2), speed.compute_memory_ns(backward_bytes, 2),
+            0.0, formulas=(LORA,),
+        )  # fmt: skip
+    return total
 
 
 CASTS = Formula(
     "step.fp8_casts",
     "fp8: 4 bytes per element of each linear layer's input forward, and of its output's gradient"
-    " backward: read in 16 bits, written in 8 bits twice, once transposed",
-    "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 7",
+    " backward: read in 16 bits, written in 8 bits twice, once transposed; nvfp4: the time of 8 and"
+    " 11 bytes, for Hadamard transforms and stochastic rounding",
+    "NVIDIA, Megatron-Core MoE report, arXiv:2603.07685, section 7; pytorch/ao, nvfp4_training:"
+    " 28,672 columns are read at 1.56 and 1.10 TB/s on GB200",
 )
 
-CAST_BYTES = 4
+CAST_BYTES = {"fp8": (4.0, 4.0), "nvfp4": (8.0, 11.0)}
+"""Bytes of a memory-bound kernel that takes as long as the cast of an element, forward and
+backward."""
 
 
-def _time_casts(speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
-    """Time to cast the operands of the linear layers to fp8 (CASTS)."""
-    if speed.operand_bytes > 1:
+def _time_casts(job: JobConfig, speed: DeviceSpeed, gemms: tuple[Gemm, ...]) -> LayerPass:
+    """Time to cast the operands of the linear layers to 8 or 4 bits (CASTS)."""
+    forward_bytes, backward_bytes = CAST_BYTES.get(job.training.dtype, (0.0, 0.0))
+    if not forward_bytes:
         return LayerPass(0.0, 0.0, 0.0)
     inputs = sum(each.count * each.rows * each.inner for each in gemms)
     gradients = sum(each.count * each.rows * each.columns for each in gemms)
     return LayerPass(
-        speed.compute_memory_ns(CAST_BYTES * inputs, len(gemms)),
-        speed.compute_memory_ns(CAST_BYTES * gradients, len(gemms)),
+        speed.compute_memory_ns(forward_bytes * inputs, len(gemms)),
+        speed.compute_memory_ns(backward_bytes * gradients, len(gemms)),
         0.0,
         formulas=(CASTS,),
     )
 
 
 def _time_attention_core(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
-    """Scores, softmax and weighted values; a fused causal kernel skips half of the work."""
+    """Scores, softmax and weighted values; a fused causal kernel skips half of the work, and what
+    is outside of a window."""
     heads = divide_ceil(job.model.heads, job.parallel.tp)
-    scores = float(job.tokens) * job.training.attended_tokens * heads
+    tokens = job.training.attended_tokens
+    is_fused = job.training.flash_attention
+    keys = job.model.count_attended_keys(tokens) if is_fused else tokens
+    scores = float(job.tokens) * keys * heads
     work = 2 * scores * _sum_head_widths(job)
-    if job.training.flash_attention:
+    if is_fused:
         forward = work / 2 / speed.attention_flops_per_ns + speed.launch_ns
         backward = FUSED_BACKWARD * work / 2 / speed.attention_backward_flops_per_ns
         backward += FUSED_BACKWARD * speed.launch_ns

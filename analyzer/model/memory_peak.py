@@ -33,7 +33,11 @@ from stepsplit.analyzer.model.memory_states import (
     load_coefficients,
     uses_foreach,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, count_vocabulary_parameters
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_vocabulary_parameters,
+    select_trained,
+)
 from stepsplit.analyzer.model.rank_layout import StageConfig
 
 # The moment at which a rank needs the most memory on top of its states.
@@ -311,8 +315,16 @@ class TorchStep:
         """The embedding's gradient: the last one, unless a tied head has had it before."""
         needs = 2 * compute_input_bytes(self.job)
         if self._keeps_gradients or not self.parameters.head:
-            needs += count_updated_bytes(self.job.training) * self.parameters.embedding
+            trained = self._count_trained(self.parameters.embedding)
+            needs += count_updated_bytes(self.job.training) * trained
         return Moment("embedding", -self.chunk.saved_bytes, needs)
+
+    def _count_trained(self, parameters: int) -> int:
+        """Those of so many parameters that have gradients: with adapters the share of all."""
+        trained = select_trained(self.job, self.parameters)
+        if trained is self.parameters:
+            return parameters
+        return parameters * trained.total // max(1, self.parameters.total)
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -369,12 +381,12 @@ class TorchStep:
         """Memory to compute the gradients of a matrix."""
         copy = HALF_BYTES if is_autocast(self.job) else 0
         added = count_updated_bytes(self.job.training) if self._keeps_gradients else 0
-        return matrix * (copy + added)
+        return self._count_trained(matrix) * (copy + added)
 
     def _count_weights_bytes(self, copied: int) -> int:
         """16-bit copies of so many weights, and DDP's buckets."""
         copies = HALF_BYTES * copied if is_autocast(self.job) else 0
-        return copies + _count_bucket_bytes(self.job) * self.parameters.total
+        return copies + _count_bucket_bytes(self.job) * self._count_trained(self.parameters.total)
 
 
 # A step of FSDP: units are gathered for their passes, and their gradients summed after them.
@@ -434,7 +446,8 @@ class FsdpStep(TorchStep):
         """The head's backward, beside the 16-bit gradient of the logits; then the reduction of its
         gradients, unless they are part of the root's."""
         layer, last, total = self.parameters.largest_layer, self._last_unit, self.parameters.total
-        needs = self._logits_gradient_bytes + self._head * self.job.training.weight_bytes
+        needs = self._logits_gradient_bytes
+        needs += self._count_trained(self._head) * self.job.training.weight_bytes
         needs += self._count_gathered(last + layer, total)
         if not self._is_root:
             reduction = self._count_reduction_bytes(last)
@@ -475,7 +488,7 @@ class FsdpStep(TorchStep):
         layer, first = self.parameters.largest_layer, self._first_unit
         needs = self._count_input_bytes(layer) + 2 * compute_input_bytes(self.job)
         needs += self._count_gathered(first, first) + self._root_gradients_bytes
-        needs += self.parameters.embedding * self.job.training.weight_bytes
+        needs += self._count_trained(self.parameters.embedding) * self.job.training.weight_bytes
         yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, first)
         needs = self._count_reduction_bytes(first)
         yield self._build_moment("embedding", -self.chunk.saved_bytes, needs, first)
@@ -513,7 +526,8 @@ class FsdpStep(TorchStep):
     @property
     def _root_gradients_bytes(self) -> int:
         """The head's gradients, if they wait for the embedding's: they are the root's."""
-        return self._head * self.job.training.weight_bytes if self._is_root else 0
+        head = self._count_trained(self._head) if self._is_root else 0
+        return head * self.job.training.weight_bytes
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -548,7 +562,7 @@ class FsdpStep(TorchStep):
         training = self.job.training
         if self._sums_once and training.gradient_bytes == training.weight_bytes:
             parameters = self._matrix
-        return parameters * training.weight_bytes
+        return self._count_trained(parameters) * training.weight_bytes
 
     def _count_gathered(self, in_use: int, remaining: int) -> int:
         """Gathered weights: of the units in use, or of all remaining ones if they stay gathered
@@ -558,11 +572,12 @@ class FsdpStep(TorchStep):
 
     def _count_sums_bytes(self, remaining: int) -> int:
         """The whole gradients of earlier microbatches that are not reduced yet (UNREDUCED)."""
-        return remaining * self.job.training.gradient_bytes if self._sums_once else 0
+        trained = self._count_trained(remaining) if self._sums_once else 0
+        return trained * self.job.training.gradient_bytes
 
     def _count_input_bytes(self, unit: int) -> int:
         """The input of a unit's reduce_scatter."""
-        return unit * _count_reduced_bytes(self.job)
+        return self._count_trained(unit) * _count_reduced_bytes(self.job)
 
     def _count_replica_sums_bytes(self, reduced: int) -> int:
         """The buffers of HSDP's all_reduces, which units keep until the end of the backward, unless
@@ -577,7 +592,8 @@ class FsdpStep(TorchStep):
         """Memory with which the gradients of a unit are reduced, the rank's own ones included: they
         are copied to a buffer, freed, and the buffer is reduced to the result. The sum of earlier
         microbatches includes the new gradients by then."""
-        new, copied = unit * self.job.training.weight_bytes, self._count_input_bytes(unit)
+        new = self._count_trained(unit) * self.job.training.weight_bytes
+        copied = self._count_input_bytes(unit)
         if self._sums_once:
             return max(new, copied)
         return max(new + copied, copied + self._count_gradients_bytes(unit))
@@ -642,27 +658,26 @@ def count_persistent_bytes(job: JobConfig, parameters: StageParameters) -> Persi
     Under autocast (ddp, huggingface) the 16-bit copies of all weights live as long as the graph,
     and DistributedDataParallel keeps buckets in addition to the gradients.
     """
+    trained = select_trained(job, parameters)
     if _is_gathered_once(job):
         gathered = job.training.weight_bytes * parameters.total
-        return PersistentBytes(gathered + _count_sum_bytes(job, parameters.total), (GATHERED,))
+        return PersistentBytes(gathered + _count_sum_bytes(job, trained.total), (GATHERED,))
     if _sums_unreduced(job):
-        unit = _count_gathered_unit_bytes(job, parameters.largest_layer)
-        return PersistentBytes(unit + _count_sum_bytes(job, parameters.total), (GATHERED,))
+        unit = _count_gathered_unit_bytes(job, parameters.largest_layer, trained.largest_layer)
+        return PersistentBytes(unit + _count_sum_bytes(job, trained.total), (GATHERED,))
     if job.is_fsdp and find_reshard_policy(job) == "never":
-        unit = _count_unit_gradient_bytes(job, parameters.largest_layer)
+        unit = _count_unit_gradient_bytes(job, trained.largest_layer)
         gathered = job.training.weight_bytes * parameters.total
         return PersistentBytes(gathered + unit, (GATHERED,))
     if job.parallel.zero >= 3:
-        return PersistentBytes(
-            _count_gathered_unit_bytes(job, parameters.largest_layer), (GATHERED,)
-        )
+        unit = _count_gathered_unit_bytes(job, parameters.largest_layer, trained.largest_layer)
+        return PersistentBytes(unit, (GATHERED,))
     if job.training.framework in TORCH_FRAMEWORKS:
-        copies = HALF_BYTES if is_autocast(job) else 0
-        buckets = _count_bucket_bytes(job)
-        formulas = (BUCKETS,) if buckets else ()
-        return PersistentBytes(parameters.total * (copies + buckets), formulas)
+        copies = parameters.total * HALF_BYTES if is_autocast(job) else 0
+        buckets = trained.total * _count_bucket_bytes(job)
+        return PersistentBytes(copies + buckets, (BUCKETS,) if buckets else ())
     layer_copies = load_coefficients(job.training.framework).layer_gradient
-    if not layer_copies or not _has_fp32_gradients(job):
+    if not layer_copies or not _has_fp32_gradients(job) or job.training.lora_rank:
         return PersistentBytes(0)
     return PersistentBytes(round(layer_copies * _count_distinct_weights(job, parameters)), (DUMMY,))
 
@@ -692,11 +707,12 @@ def _count_sum_bytes(job: JobConfig, parameters: int) -> int:
     return parameters * sums
 
 
-def _count_gathered_unit_bytes(job: JobConfig, unit: int) -> int:
-    """A gathered FSDP unit, the prefetched next one, and the gradients of the first."""
+def _count_gathered_unit_bytes(job: JobConfig, unit: int, trained: int) -> int:
+    """A gathered FSDP unit, the prefetched next one, and the gradients of the first, of which so
+    many parameters are trained."""
     if job.training.framework == "deepspeed":
-        return 2 * 2 * unit
-    return 2 * job.training.weight_bytes * unit + _count_unit_gradient_bytes(job, unit)
+        return 2 * (unit + trained)
+    return 2 * job.training.weight_bytes * unit + _count_unit_gradient_bytes(job, trained)
 
 
 def _count_unit_gradient_bytes(job: JobConfig, unit: int) -> int:
@@ -760,9 +776,11 @@ def compute_head_input_bytes(job: JobConfig) -> int:
 def _compute_vocabulary_bytes(job: JobConfig) -> int:
     """Gradient of the head or embedding, with the gathered weight if that is sharded."""
     parameters = count_vocabulary_parameters(job)
-    if job.parallel.zero < 3 or _is_gathered_once(job):
-        return parameters * job.training.weight_bytes
-    return parameters * job.training.weight_bytes + _count_unit_gradient_bytes(job, parameters)
+    weight_bytes = parameters * job.training.weight_bytes
+    is_held = job.parallel.zero < 3 or _is_gathered_once(job)
+    if job.training.lora_rank:
+        return 0 if is_held else weight_bytes
+    return weight_bytes if is_held else weight_bytes + _count_unit_gradient_bytes(job, parameters)
 
 
 def compute_layer_backward_bytes(job: JobConfig, stage: StageConfig) -> int:
@@ -809,11 +827,11 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """Working memory of the optimizer step: lists of tensors need the root of a moment."""
-    working_bytes = 0
+    working_bytes, trained = 0, select_trained(job, parameters)
     if uses_foreach(job.training):
         each_bytes = count_moments_bytes(job.training) / 2
-        working_bytes = round(each_bytes * parameters.total / job.parallel.shard_size)
-    return working_bytes + _count_bucket_bytes(job) * parameters.total
+        working_bytes = round(each_bytes * trained.total / job.parallel.shard_size)
+    return working_bytes + _count_bucket_bytes(job) * trained.total
 
 
 OFFLOAD = Formula(

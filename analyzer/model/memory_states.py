@@ -20,12 +20,18 @@ from stepsplit.analyzer.model.config import (
     AUTOCAST_FRAMEWORKS,
     TORCH_FRAMEWORKS,
     Experts,
+    GemmDtype,
     JobConfig,
     LatentAttention,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    list_attention_adapters,
+    list_mlp_adapters,
+    select_trained,
+)
 from stepsplit.analyzer.model.rank_layout import StageConfig, count_rerun_layers
 from stepsplit.analyzer.model.schedule import count_in_flight
 
@@ -195,6 +201,8 @@ def compute_states(job: JobConfig, parameters: StageParameters) -> States:
     for embedding, head and norms.
     """
     per_parameter, zero = compute_parameter_bytes(job.training), find_sharding_stage(job)
+    if job.training.lora_rank:
+        return _compute_adapted_states(job, parameters, per_parameter)
     dense = shard_states(
         parameters.dense, job.parallel.shard_size, per_parameter, job.training, zero
     )
@@ -209,6 +217,27 @@ def compute_states(job: JobConfig, parameters: StageParameters) -> States:
             0, 0, _divide_ceil(outside_layers * per_parameter.extra_adam, job.parallel.shard_size)
         )
     )
+
+
+ADAPTED = Formula(
+    "memory.states_lora",
+    "w P for the frozen weights, sharded over N by ZeRO-3, and all states of the adapters",
+    "Hu et al., LoRA, arXiv:2106.09685, section 4.2",
+)
+
+
+def _compute_adapted_states(
+    job: JobConfig, parameters: StageParameters, per_parameter: ParameterBytes
+) -> States:
+    """The states of a model of which adapters alone are trained (ADAPTED)."""
+    layout, zero, adapters = job.parallel, find_sharding_stage(job), select_trained(job, parameters)
+    frozen = ParameterBytes(per_parameter.weights, 0, 0)
+    states = (
+        shard_states(parameters.dense, layout.shard_size, frozen, job.training, zero)
+        + shard_states(parameters.experts, layout.expert_shards, frozen, job.training, zero)
+        + shard_states(adapters.dense, layout.shard_size, per_parameter, job.training, zero)
+    )
+    return replace(states, formulas=(ADAPTED, *adapters.formulas))
 
 
 def find_sharding_stage(job: JobConfig) -> int:
@@ -329,7 +358,8 @@ class LayerActivations:
 
     heads: queries, keys and values (with MLA also their compressed forms); attention: the output of
     attention and its log-sum-exp or scores; routed: the tokens' activations in the experts, and the
-    router. rerun: what is not kept but made again for the layer's backward.
+    router; adapters: what lies between the two matrices of each. rerun: what is not kept but made
+    again for the layer's backward.
     """
 
     norms: int
@@ -338,12 +368,14 @@ class LayerActivations:
     masks: int
     mlp: int
     routed: int
+    adapters: int = 0
     rerun: int = 0
     formula: Formula = field(default=LAYER_ACTIVATIONS, compare=False, repr=False)
 
     @property
     def total_bytes(self) -> int:
-        return self.norms + self.heads + self.attention + self.masks + self.mlp + self.routed
+        kept = self.norms + self.heads + self.attention + self.masks + self.mlp + self.routed
+        return kept + self.adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +426,21 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         masks=2 * MASK_BYTES * count_hidden(job) if job.training.dropout else 0,
         mlp=mlp,
         routed=routed,
+        adapters=_compute_adapters(job, expert),
         formula=PARTS if parts else KORTHIKANTI if _is_gpt(job) else LAYER_ACTIVATIONS,
     )
+
+
+def _compute_adapters(job: JobConfig, expert: bool) -> int:
+    """The inputs of the second matrices of a layer's adapters."""
+    if not job.training.lora_rank:
+        return 0
+    experts, ffn = job.model.experts, job.model.ffn
+    if expert and experts is not None:
+        ffn = experts.shared_ffn
+    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, ffn))
+    count = sum(one.count for one in adapters)
+    return job.tokens * count * job.training.lora_rank * job.training.activation_bytes
 
 
 def _is_gpt(job: JobConfig) -> bool:
@@ -414,9 +459,20 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
         is_latent,
     )
     saved = saved if training.unfused is None else _replace_unfused(job, saved)
+    if training.lora_rank and _is_norm_unfused(job) and saved.norm_input:
+        # The normalized input, which only the gradient of the norm's weight needs.
+        normalized = 4.0 if is_autocast(job) else 2.0
+        saved = replace(saved, norm_input=saved.norm_input - normalized)
     if job.model.gated or training.framework not in AUTOCAST_FRAMEWORKS:
         return saved
     return replace(saved, mlp_first=_count_activation_bytes(job, saved.mlp_first))
+
+
+def _is_norm_unfused(job: JobConfig) -> bool:
+    training = job.training
+    is_stated = training.unfused is None or "norms" in training.unfused
+    is_eager = training.framework in TORCH_FRAMEWORKS and not training.compile
+    return job.model.norm == "rms" and is_eager and is_stated
 
 
 GELU_NEW = (14.0, 8.0)
@@ -514,8 +570,15 @@ def _compute_scale(job: JobConfig) -> float:
 
 
 def _compute_input_ratio(job: JobConfig, saved: SavedBytes) -> float:
-    """Size of a GEMM's saved input relative to 16 bits: 0.5 if it is saved in fp8."""
-    return 0.5 if job.training.dtype == "fp8" and saved.fp8_inputs else 1.0
+    """Size of a GEMM's saved input relative to 16 bits: less if it is saved as it is cast, which
+    adapters do not."""
+    if job.training.lora_rank:
+        return 1.0
+    return SAVED_INPUT_RATIOS.get(job.training.dtype, 1.0) if saved.fp8_inputs else 1.0
+
+
+SAVED_INPUT_RATIOS: Mapping[GemmDtype, float] = {"fp8": 1 / 2, "nvfp4": (0.5 + 1 / 16) / 2}
+"""Bytes of an input of a GEMM that is kept in 8 or 4 bits, with its scales, over those in 16."""
 
 
 def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
@@ -526,6 +589,8 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
     gathers of both are whole unless the backward gathers them again.
     """
     outputs = 2.0 * _compute_input_ratio(job, saved)
+    if job.training.lora_rank:
+        outputs = 1.0 * len({"qkv", "mlp"} & job.training.lora_targets)
     if job.parallel.sequence_split > 1 and not is_gathered_again(job):
         width = 0.5 if is_gathered_in_fp8(job) else 1.0
         outputs += gathers * (width * job.parallel.sequence_split - 1)
@@ -570,7 +635,8 @@ def _compute_attention(job: JobConfig, saved: SavedBytes) -> int:
     size = model.latent.value if model.latent is not None else model.head_size
     exchanged = layout.cp if layout.context_kind == "ulysses" else layout.ulysses
     copies = 2.0 if exchanged > 1 else 1.0
-    copies += 1.0 - _compute_input_ratio(job, saved)
+    if training.is_quantized and saved.fp8_inputs and not training.lora_rank:
+        copies += _compute_input_ratio(job, saved)
     output = copies * saved.attention_output * size * _compute_scale(job)
     extra = 4.0
     if not training.flash_attention:
@@ -589,6 +655,8 @@ def _compute_mlp_unit_bytes(job: JobConfig, saved: SavedBytes) -> float:
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
     if job.training.fp8_activations and job.training.dtype == "fp8":
         first /= 2
+    if job.training.lora_rank and "mlp" not in job.training.lora_targets:
+        return first * _compute_scale(job)
     return (first + saved.mlp_second * _compute_input_ratio(job, saved)) * _compute_scale(job)
 
 
@@ -630,7 +698,7 @@ class SavedBytes:
     norm_input and norm_output count for each of two norms, head_norm for queries and keys if their
     heads are normalized, mlp_first for each of the MLP's first GEMMs, scores for each score of
     unfused attention. Flags: expand_kv, keys and values copied to every query head; routed_output,
-    the output of the experts; fp8_inputs, fp8 GEMMs save their inputs in fp8.
+    the output of the experts; fp8_inputs, GEMMs in 8 or 4 bits save their inputs so.
     """
 
     norm_input: float

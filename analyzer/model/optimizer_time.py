@@ -18,7 +18,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_updated_bytes,
     uses_foreach,
 )
-from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 
 # The update of the states, and their way to the host and back.
 
@@ -43,9 +43,8 @@ FOREACH = Formula(
 
 def count_updated_parameters(job: JobConfig, parameters: StageParameters) -> float:
     """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
-    return (
-        parameters.dense / job.parallel.shard_size + parameters.experts / job.parallel.expert_shards
-    )
+    trained = select_trained(job, parameters)
+    return trained.dense / job.parallel.shard_size + trained.experts / job.parallel.expert_shards
 
 
 def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
@@ -63,7 +62,7 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
         beside = 2 * weight_bytes + training.gradient_bytes
         moved_bytes += count * (beside + 5 * count_moments_bytes(training))
     if training.framework in ("megatron", "nanotron"):
-        moved_bytes += parameters.total * training.gradient_bytes
+        moved_bytes += select_trained(job, parameters).total * training.gradient_bytes
     orthogonalize_ns = 0.0
     if training.optimizer == "muon":
         orthogonalize_ns = compute_orthogonalization_ns(job, speed, parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
 from stepsplit.analyzer.model.config import (
+    TORCH_FRAMEWORKS,
     Experts,
     JobConfig,
     LatentAttention,
@@ -203,6 +204,89 @@ def _sum_experts(model: ModelConfig) -> int:
     return model.expert_layers * experts.count * count_mlp_parameters(model, experts.ffn)
 
 
+# Parameters that are trained: all, or those of low-rank adapters.
+
+ADAPTERS = Formula(
+    "parameters.adapters",
+    "r (inputs + outputs) of each linear layer with an adapter, of which tp divides what it divides"
+    " of the layer; torch frameworks have one for each of queries, keys, values, gate and up"
+    " projection, Megatron-LM one for those that it computes together",
+    "Hu et al., LoRA, arXiv:2106.09685, section 4.1; huggingface/peft; NVIDIA-NeMo/Megatron-Bridge,"
+    " peft/lora.py",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter on a tp rank: to count linear layers of the same input."""
+
+    inputs: int
+    outputs: int
+    count: int = 1
+
+    def count_parameters(self, rank: int) -> int:
+        """Its parameters: a matrix from the inputs to the rank for each layer, and one back."""
+        return rank * (self.count * self.inputs + self.outputs)
+
+
+def list_attention_adapters(job: JobConfig) -> tuple[Adapter, ...]:
+    """Lists the adapters of a layer's attention on one rank."""
+    model, tp, targets = job.model, job.parallel.tp, job.training.lora_targets
+    heads, latent, adapters = divide_ceil(model.heads, tp), model.latent, list[Adapter]()
+    if "qkv" in targets and latent is None:
+        keys_values = 2 * divide_ceil(model.kv_heads, tp) * model.head_size
+        outputs = heads * model.head_size + keys_values
+        adapters.append(Adapter(model.hidden, outputs, 3 if _is_split(job) else 1))
+    if "qkv" in targets and latent is not None:
+        query_inputs = latent.query_rank or model.hidden
+        if latent.query_rank:
+            adapters.append(Adapter(model.hidden, latent.query_rank))
+        adapters.append(Adapter(query_inputs, heads * (latent.nope + latent.rope)))
+        adapters.append(Adapter(model.hidden, latent.kv_rank + latent.rope))
+        adapters.append(Adapter(latent.kv_rank, heads * (latent.nope + latent.value)))
+    if "output" in targets:
+        size = model.head_size if latent is None else latent.value
+        adapters.append(Adapter(heads * size, model.hidden))
+    return tuple(adapters)
+
+
+def list_mlp_adapters(job: JobConfig, ffn: int) -> tuple[Adapter, ...]:
+    """Lists the adapters of an MLP of width ffn on one rank."""
+    if "mlp" not in job.training.lora_targets or not ffn:
+        return ()
+    width, gates = divide_ceil(ffn, job.parallel.tp), 2 if job.model.gated else 1
+    first = Adapter(job.model.hidden, gates * width, gates if _is_split(job) else 1)
+    return first, Adapter(width, job.model.hidden)
+
+
+def _is_split(job: JobConfig) -> bool:
+    """Whether queries, keys and values are linear layers of their own, as gate and up are."""
+    return job.training.framework in TORCH_FRAMEWORKS
+
+
+def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
+    """Selects those of a rank's parameters that are trained: all, or those of its adapters."""
+    rank, experts = job.training.lora_rank, job.model.experts
+    if not rank:
+        return params
+    attention = _count_adapters(list_attention_adapters(job), rank)
+    dense = _count_adapters(list_mlp_adapters(job, job.model.ffn), rank)
+    shared = experts.shared_ffn if experts is not None else 0
+    mixture = _count_adapters(list_mlp_adapters(job, shared), rank)
+    total = params.dense_layers * (attention + dense)
+    total += params.expert_layers * (attention + mixture)
+    return replace(
+        params, dense=total, experts=0, embedding=0, head=0, final_norm=0,
+        dense_layer=LayerParameters(attention, dense, 0, 0, 0, 0),
+        expert_layer=params.expert_layer and LayerParameters(attention, mixture, 0, 0, 0, 0),
+        formulas=(ADAPTERS,),
+    )  # fmt: skip
+
+
+def _count_adapters(adapters: tuple[Adapter, ...], rank: int) -> int:
+    return sum(one.count_parameters(rank) for one in adapters)
+
+
 # Parameters of one layer, of the whole layer or of one tp and ep rank.
 
 LAYER_PARAMETERS = Formula(
@@ -392,6 +476,15 @@ RECOMPUTE = Formula(
 PASSES = 3
 """Forward plus backward, in forward passes: gradients of inputs and of weights cost two."""
 
+FROZEN_PASSES = 2
+"""The same of weights without gradients."""
+
+
+def count_passes(job: JobConfig) -> int:
+    """Counts the passes of the job's GEMMs of weights, in forward passes; adapters are left out."""
+    return FROZEN_PASSES if job.training.lora_rank else PASSES
+
+
 KORTHIKANTI_CORE = 3
 """Forward passes of the attention core that Korthikanti's eq. 8 adds for selective recomputation.
 
@@ -432,20 +525,21 @@ def count_model_flops(job: JobConfig, convention: Convention = "C1") -> int:
     C1, C5 and C6 exclude recomputation; C2 and C3 include theirs, whatever the job recomputes.
     C4 counts all parameters, which is too much for a mixture of experts: use C6 there.
     """
+    passes = count_passes(job)
     match convention:
         case "C2":
-            return _count_job_flops(job, PASSES, PASSES + KORTHIKANTI_CORE)
+            return _count_job_flops(job, passes, PASSES + KORTHIKANTI_CORE)
         case "C3":
-            return _count_job_flops(job, PASSES + 1, PASSES + 1)
+            return _count_job_flops(job, passes + 1, PASSES + 1)
         case "C4":
-            return _count_flops_by_parameters(job, count_parameters(job.model), PASSES, PASSES)
+            return _count_flops_by_parameters(job, count_parameters(job.model), passes, PASSES)
         case "C5":
-            return _count_job_flops(job, PASSES, PASSES, causal=True)
+            return _count_job_flops(job, passes, PASSES, causal=True)
         case "C6":
             return _count_flops_by_parameters(
-                job, count_active_parameters(job.model), PASSES, PASSES
+                job, count_active_parameters(job.model), passes, PASSES
             )
-    return _count_job_flops(job, PASSES, PASSES)
+    return _count_job_flops(job, passes, PASSES)
 
 
 def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
@@ -454,7 +548,7 @@ def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     selective: the attention core (C1: as in Korthikanti's eq. 8); full, every and sqrt: the forward
     pass of all layers without the head (C4 and C6, like llm-foundry: with the head).
     """
-    layers, core = _count_passes(job, convention)
+    layers, core = _count_hardware_passes(job, convention)
     if job.training.recompute_parts:
         core += "core-attention" in job.training.recompute_parts
         layers += _count_parts_share(job)
@@ -471,25 +565,26 @@ def count_hardware_flops(job: JobConfig, convention: Convention = "C1") -> int:
     return _count_job_flops(job, layers, core)
 
 
-def _count_passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
+def _count_hardware_passes(job: JobConfig, convention: Convention) -> tuple[float, float]:
     """Counts forward passes of the layers' GEMMs and of the attention core.
 
     Selective recomputation repeats an attention core that stores its scores, but not a fused one;
     torchtitan's repeats every second GEMM (count_selective_weights).
     """
+    passes = count_passes(job)
     match job.training.recompute:
         case "none":
-            return PASSES, PASSES
+            return passes, PASSES
         case "selective" if is_selective_by_op(job):
             again = count_selective_weights(job.model) / count_layer_weights(job.model)
-            return PASSES + again, PASSES
+            return passes + again, PASSES
         case "selective" if job.training.flash_attention:
-            return PASSES, PASSES
+            return passes, PASSES
         case "selective":
-            return PASSES, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
+            return passes, PASSES + (KORTHIKANTI_CORE if convention == "C1" else 1)
     again = count_rerun_layers(job, job.model.layers / job.parallel.model_stages)
     share = again * job.parallel.model_stages / job.model.layers
-    return PASSES + share, PASSES + share
+    return passes + share, PASSES + share
 
 
 def is_selective_by_op(job: JobConfig) -> bool:
@@ -558,7 +653,7 @@ def _count_job_flops(job: JobConfig, layers: float, core: float, causal: bool = 
     model, seq = job.model, job.training.seq_len
     attention = core * model.layers * count_core_flops(model, seq)
     linear = layers * 2 * count_layer_weights(model)
-    head = PASSES * 2 * model.hidden * job.padded_vocab
+    head = count_passes(job) * 2 * model.hidden * job.padded_vocab
     return round(_count_tokens(job) * (linear + (attention // 2 if causal else attention) + head))
 
 
@@ -579,11 +674,12 @@ def count_layer_weights(model: ModelConfig) -> int:
     return count + (moe * count_routed_weights(model).total if moe else 0)
 
 
-def count_core_flops(model: ModelConfig, keys: int, tp: int = 1) -> int:
-    """Counts forward FLOPs per token of an attention core: 2 s a (d_qk + d_v), not causal."""
+def count_core_flops(model: ModelConfig, tokens: int, tp: int = 1) -> int:
+    """Counts forward FLOPs per token of an attention core in a sequence of so many tokens:
+    2 s a (d_qk + d_v), not causal; with windows the mean of the layers."""
     latent = model.latent
     widths = 2 * model.head_size if latent is None else latent.nope + latent.rope + latent.value
-    return 2 * keys * divide_ceil(model.heads, tp) * widths
+    return round(2 * model.count_attended_keys(tokens) * divide_ceil(model.heads, tp) * widths)
 
 
 def count_chunk_flops(job: JobConfig, chunk: Chunk) -> ChunkFlops:

@@ -248,10 +248,11 @@ ALWAYS = (parameters.TOTAL, parameters.MFU, memory.RESERVED)
 
 ORDER = (
     parameters.TOTAL, parameters.STAGE, parameters.LAYER_PARAMETERS, parameters.LATENT,
-    parameters.EXPERT_PARAMETERS,
+    parameters.EXPERT_PARAMETERS, parameters.ADAPTERS,
     *parameters.CONVENTIONS.values(), parameters.RECOMPUTE, parameters.MFU,
     memory_states.STATES, memory_states.MEGATRON, memory_states.DEEPSPEED,
-    memory_states.FSDP_STATES, memory_states.FULL, memory_states.EVERY, memory_states.KORTHIKANTI,
+    memory_states.FSDP_STATES, memory_states.ADAPTED, memory_states.FULL, memory_states.EVERY,
+    memory_states.KORTHIKANTI,
     memory_states.LAYER_ACTIVATIONS, memory_states.PARTS, schedule.IN_FLIGHT,
     memory_peak.LOGITS, memory_peak.RING, memory_peak.GATHERED, memory_peak.BUCKETS,
     memory_peak.DUMMY,
@@ -270,6 +271,7 @@ ORDER = (
     device_speed.KERNEL, device_speed.LOADED, device_speed.GEMM_TABLE,
     device_speed.ATTENTION, device_speed.UNALIGNED,
     layer_time.CASTS, layer_time.EXPERTS_FP32, elementwise.EAGER, elementwise.UNFUSED,
+    elementwise.CLAMPED, layer_time.LORA,
     layer_time.ACCUMULATE, layer_time.MTP, layer_time.UNIT_COPIES, layer_time.AUTOCAST,
     layer_time.BUCKET_COPIES,
     layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,

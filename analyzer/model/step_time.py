@@ -32,7 +32,7 @@ from stepsplit.analyzer.model.optimizer_time import (
     compute_optimizer_ns,
     list_optimizer_formulas,
 )
-from stepsplit.analyzer.model.parameters import StageParameters
+from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
 from stepsplit.analyzer.model.schedule_time import (
@@ -368,18 +368,22 @@ def _time_unit_copies(
     job: JobConfig, speed: DeviceSpeed, parameters: StageParameters, chunk: Chunk
 ) -> LayerPass:
     """Copies of the weights: FSDP's around its collectives, a quarter of them in the forward, and
-    autocast's, half of them; of one microbatch, or of the step if a pipeline gathers once. And
-    those to and from the buckets of DistributedDataParallel, once per step."""
+    autocast's, half of them; half of both are of gradients. Of one microbatch, or of the step if a
+    pipeline gathers once. And those to and from the buckets of DistributedDataParallel, once per
+    step."""
     is_cast, is_copied = job.runs_transformers, has_buckets(job)
     if not (job.is_fsdp or is_cast or is_copied):
         return LayerPass(0.0, 0.0, 0.0)
     layers = parameters.dense_layers + parameters.expert_layers
-    copied = parameters.total * chunk.layers / layers if layers else 0.0
+    share = chunk.layers / layers if layers else 0.0
+    copied, reduced = parameters.total * share, select_trained(job, parameters).total * share
     each_bytes = select_framework_costs(job).unit_bytes
     bucket_bytes = BUCKET_PASSES * count_updated_bytes(job.training) if is_copied else 0
     units_ns = speed.compute_memory_ns(each_bytes * copied)
     forward_ns = units_ns / 2 if is_cast else units_ns / 4
-    buckets_ns = speed.compute_memory_ns(bucket_bytes * copied) / job.microbatches
+    if job.training.lora_rank:
+        units_ns /= 2
+    buckets_ns = speed.compute_memory_ns(bucket_bytes * reduced) / job.microbatches
     units = AUTOCAST if is_cast else UNIT_COPIES
     formulas = (*(units,) * bool(each_bytes), *(BUCKET_COPIES,) * is_copied)
     return LayerPass(forward_ns, 0.0, units_ns - forward_ns + buckets_ns, formulas=formulas)

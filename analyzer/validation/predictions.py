@@ -291,8 +291,9 @@ def build_baseline_rows(
 ) -> tuple[ValidationRow, ...]:
     """Step times of the cases from one hardware FLOPs utilization per kind of run.
 
-    A kind is a GPU and a dtype. Its utilization is the mean of the known cases of other publishers;
-    a kind without any uses the mean of all of them. Without known cases there are no rows.
+    A kind is a GPU, a dtype, and whether the model has experts. Its utilization is the mean of the
+    known cases of other publishers; a kind without any uses the mean of all of them. Without known
+    cases there are no rows.
     """
     utilization = [(case.source, get_kind(case), compute_utilization(case)) for case in known]
     rows = []
@@ -307,8 +308,9 @@ def build_baseline_rows(
     return tuple(rows)
 
 
-def get_kind(case: Case) -> tuple[str, str]:
-    return case.job.hardware.name, case.job.training.dtype
+def get_kind(case: Case) -> tuple[str, str, bool]:
+    job = case.job
+    return job.hardware.name, job.training.dtype, job.model.experts is not None
 
 
 def compute_utilization(case: Case) -> float:

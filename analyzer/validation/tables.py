@@ -11,22 +11,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model.config import (
+    QUANTIZED,
     AttentionKernel,
     CudaGraph,
     Dispatcher,
-    Dtype,
     Experts,
+    GemmDtype,
     HardwareConfig,
     JobConfig,
     ModelConfig,
     ParallelConfig,
+    RecomputePart,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.parameters import count_model_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,8 @@ class ValidationRow:
 Family = Literal[
     "A100 Megatron", "A100 ZeRO-3", "B200 dense", "B200 experts", "llm-foundry", "torchtitan",
     "H100 recipes, bf16", "H100 recipes, fp8", "Blackwell recipes, bf16", "Blackwell recipes, fp8",
-    "recipes with experts", "A100 reports", "H100 reports",
-    "Blackwell reports", "AMD reports", "reports with experts",
+    "Blackwell recipes, nvfp4", "LoRA recipes", "recipes with experts",
+    "A100 reports", "H100 reports", "Blackwell reports", "AMD reports", "reports with experts",
 ]  # fmt: skip
 
 
@@ -409,8 +412,12 @@ IDS: dict[str, str] = {
 
 
 def format_row_id(table: str, values: Mapping[str, str]) -> str:
-    """The id of one row. Raises KeyError for a missing column."""
-    return IDS[table].format_map(values)
+    """The id of one row; of a recipe with what is recomputed in which layout.
+    Raises KeyError for a missing column."""
+    name, recomputed = IDS[table].format_map(values), values.get("recompute", "")
+    if table != RECIPES_TABLE or recomputed in ("", "none"):
+        return name
+    return f"{name}_{recomputed}_{values['tp']}x{values['pp']}"
 
 
 # Values of printed formulas and numbers.
@@ -511,12 +518,16 @@ MODELS: tuple[tuple[str, Callable[[], ModelConfig]], ...] = (
     ("Llama 3 8B", lambda: load_model("llama-3-8b")),
     ("LLAMA3-8B", lambda: load_model("llama-3-8b")),
     ("Llama 2 70B", lambda: load_model("llama-2-70b")),
+    ("Llama 2 7B", lambda: load_model("llama-2-7b")),
     ("Llama 2 13B", lambda: load_model("llama-2-13b")),
     ("Nemotron-4 340B", lambda: load_model("nemotron-4-340b")),
     ("GPT-3 175B", lambda: load_model("gpt3-175b")),
     ("GPT-3 20B", lambda: _scale_gpt3(44, 6144)),
     ("GPT-3 5B", lambda: _scale_gpt3(24, 4096)),
     ("Grok-1 314B", lambda: GROK),
+    ("GPT OSS 120B", lambda: load_model("gpt-oss-120b")),
+    ("Kimi_K2", lambda: load_model("kimi-k2")),
+    ("Moonlight 16B", lambda: load_model("moonlight-16b")),
     ("Qwen3 235B", lambda: load_model("qwen3-235b-a22b")),
     ("Qwen3_30B", lambda: load_model("qwen3-30b-a3b")),
 )
@@ -556,8 +567,6 @@ def _refuse(row: PublishedRow, problem: str) -> DataError:
 
 def _find_model(row: PublishedRow) -> ModelConfig:
     name = row.read_text("model")
-    if "LoRA" in name or "LoRA" in row.read_text("kind"):
-        raise _refuse(row, "LoRA is not modelled")
     for words, load in MODELS:
         if name.startswith(words):
             model = load()
@@ -632,11 +641,9 @@ def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
     for column in ("seq", "global_batch", "tp"):
         if not row.has_value(column):
             raise _refuse(row, f"no {column}")
-    recompute = row.values.get("recompute", "")
-    if recompute not in ("", "none"):
-        raise _refuse(row, f"recomputation of {recompute} is not modelled")
     if "MaxText" in row.read_text("model"):
         raise _refuse(row, "MaxText's compiled kernels and remat policy are not modelled")
+    kind = row.read_text("kind")
     return TrainingConfig(
         seq_len=row.read_count("seq"),
         micro_batch=_read_size(row, "micro_batch", 1),
@@ -645,14 +652,41 @@ def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
         gradient_dtype="fp32" if _name_source(row) == "megatron-lm" else "bf16",
         attention_kernel=software.attention_kernel,
         cuda_graph=software.cuda_graph,
-        document_tokens=DOCUMENT_TOKENS if "SFT" in row.read_text("kind") else 0,
+        unfused=frozenset() if software.fuses_experts else None,
+        recompute_parts=_read_recomputed(row) | software.recomputes,
+        document_tokens=DOCUMENT_TOKENS if kind.startswith(("SFT", "LoRA")) else 0,
+        **LORA if kind.startswith("LoRA") else {},
     )
+
+
+RECOMPUTED: dict[str, RecomputePart] = {
+    "core_attn": "core-attention",
+    "layernorm": "norms",
+    "mla_up_proj": "mla-up",
+    "mlp": "mlp",
+    "moe": "experts",
+    "moe_act": "activation",
+}
+"""Megatron-LM's recompute_modules."""
+
+
+def _read_recomputed(row: PublishedRow) -> frozenset[RecomputePart]:
+    names = row.values.get("recompute", "")
+    if names in ("", "none"):
+        return frozenset()
+    parts = {name: RECOMPUTED.get(name) for name in names.split(", ")}
+    if None in parts.values():
+        raise _refuse(row, f"recomputation of {names} is not modelled")
+    return frozenset(filter(None, parts.values()))
 
 
 # What each release ran beside the columns of its table, from its scripts.
 
+LORA: Mapping[str, Any] = {"lora_rank": 16, "lora_targets": frozenset({"qkv"})}
+"""Adapters on queries, keys and values alone, as in NeMo's recipes in performance mode."""
+
 DOCUMENT_TOKENS = 200
-"""SFT recipes pack SQuAD: paragraphs of about 120 words with a question (Rajpurkar et al.,
+"""SFT and LoRA recipes pack SQuAD: paragraphs of about 120 words with a question (Rajpurkar et al.,
 arXiv:1606.05250)."""
 
 
@@ -665,9 +699,11 @@ class Software:
     cuda_graph: CudaGraph = "none"
     attention_kernel: AttentionKernel = ""
     shards_experts: bool = False
+    recomputes: frozenset[RecomputePart] = frozenset()
+    fuses_experts: bool = False
 
 
-FULL_GRAPH = Software("hybridep", True, "step", "cudnn-fp8")
+FULL_GRAPH = Software("hybridep", True, "step", "cudnn-fp8", fuses_experts=True)
 
 QWEN3: tuple[tuple[str, str, Software], ...] = (
     ("25.09", "GB200", Software(cuda_graph="layers")),
@@ -688,6 +724,22 @@ v0.6.0; the first match counts. 26.06 has one CUDA graph of the step, fused expe
 attention (pull request 4211); 26.02 had no DeepEP (known issues)."""
 
 
+_NORMS_AND_ACTIVATION: frozenset[RecomputePart] = frozenset({"norms", "activation"})
+
+GPT_OSS: tuple[tuple[str, str, str, Software], ...] = (
+    ("26.06.01", "GB", "fp8", Software("hybridep", True, "none", "cudnn-fp8", fuses_experts=True)),
+    ("26.", "GB", "fp8", FULL_GRAPH),
+    ("26.", "B300", "fp8", Software("hybridep", True, "layers", "cudnn-fp8", fuses_experts=True)),
+    ("26.", "GB300", "bf16", Software(cuda_graph="layers")),
+    ("26.", "GB200", "bf16", Software(overlaps_experts=True, recomputes=_NORMS_AND_ACTIVATION)),
+    ("26.02 ", "B300", "bf16", Software(cuda_graph="layers")),
+    ("26.", "B300", "bf16", Software("hybridep", cuda_graph="layers")),
+    ("26.", "", "bf16", Software(recomputes=_NORMS_AND_ACTIVATION)),
+)
+"""Release, GPU, precision -> settings of GPT-OSS 120B there, files gpt_oss_workload_base_configs;
+26.06.01 is 1.6 times as slow as 26.06 and 26.08, as without its CUDA graph."""
+
+
 def find_software(row: PublishedRow) -> Software:
     """Settings of the release in a row."""
     name, system = row.read_text("model"), _read_system(row)
@@ -697,6 +749,13 @@ def find_software(row: PublishedRow) -> Software:
         # launch.sh in v25.05 is 4 on GB200 and 1 on H100.
         shards = "v25.02" in release or "GB200" in system
         return Software(shards_experts=shards, cuda_graph="step" if "GB200" in system else "none")
+    if name.startswith("Kimi"):
+        return Software("hybridep", recomputes=frozenset({"mla-up"}))
+    if name.startswith("GPT OSS"):
+        precision = "fp8" if "FP8" in row.read_text("precision") else "bf16"
+        for version, word, dtype, software in GPT_OSS:
+            if version in release and word in system and dtype == precision:
+                return software
     if name.startswith("Qwen3"):
         for version, word, software in QWEN3:
             if version in release and word in system.replace("DGX-", ""):
@@ -706,10 +765,11 @@ def find_software(row: PublishedRow) -> Software:
     return Software()
 
 
-def _read_dtype(row: PublishedRow) -> Dtype:
+def _read_dtype(row: PublishedRow) -> GemmDtype:
     precision = row.read_text("precision").lower()
-    if "fp8" in precision:
-        return "fp8"
+    for dtype in QUANTIZED:
+        if dtype in precision:
+            return dtype
     if "bf16" in precision:
         return "bf16"
     raise _refuse(row, f"{precision} is not modelled")
@@ -718,6 +778,9 @@ def _read_dtype(row: PublishedRow) -> Dtype:
 def _read_step_ns(row: PublishedRow, job: JobConfig) -> float:
     if row.has_value("step_s"):
         return row.read_number("step_s") * 1e9
+    if not row.has_value("tokens_per_s_per_gpu") and _name_source(row) == "megatron-bridge":
+        flops_per_s = row.read_number("tflops_per_gpu") * 1e12 * row.read_count("gpus")
+        return count_model_flops(job, "C5") / flops_per_s * 1e9
     tokens = job.training.global_batch * job.training.seq_len
     rate = row.read_number("tokens_per_s_per_gpu") * row.read_count("gpus")
     return tokens / rate * 1e9
@@ -726,9 +789,16 @@ def _read_step_ns(row: PublishedRow, job: JobConfig) -> float:
 def _name_family(job: JobConfig) -> Family:
     if job.model.experts is not None:
         return "recipes with experts"
+    if job.training.lora_rank:
+        return "LoRA recipes"
     if job.hardware.family == "hopper":
         return "H100 recipes, fp8" if job.training.dtype == "fp8" else "H100 recipes, bf16"
-    return "Blackwell recipes, fp8" if job.training.dtype == "fp8" else "Blackwell recipes, bf16"
+    families: dict[GemmDtype, Family] = {
+        "bf16": "Blackwell recipes, bf16",
+        "fp8": "Blackwell recipes, fp8",
+        "nvfp4": "Blackwell recipes, nvfp4",
+    }
+    return families[job.training.dtype]
 
 
 def _name_source(row: PublishedRow) -> str:

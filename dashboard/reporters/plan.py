@@ -64,10 +64,11 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
 
 def _build_plan_heading(job: JobConfig, plan: Plan) -> Text:
     training, name = job.training, job.model.name or f"of {job.model.layers} layers"
+    adapters = f", LoRA of rank {training.lora_rank}" if training.lora_rank else ""
     text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
     text.append(
         f"\n{training.global_batch:,} sequences of {training.seq_len:,} tokens per step   "
-        f"{training.dtype} {training.optimizer}, {training.framework}",
+        f"{training.dtype} {training.optimizer}, {training.framework}{adapters}",
         style="not bold",
     )
     return text
@@ -558,7 +559,12 @@ def _build_baseline_table(checks: Sequence[Check]) -> list[RenderableType]:
             else Text("worse than the model", "bright_black")
         )
         table.add_row(_trim_name(check), _format_result(check, check.baseline or ()), label)
-    return [Text("for comparison, one constant utilization per GPU and dtype, same rows:"), table]
+    return [
+        Text(
+            "for comparison, one constant utilization per GPU, dtype, dense or experts, same rows:"
+        ),
+        table,
+    ]
 
 
 def _list_notes(checks: Sequence[Check]) -> list[Text]:

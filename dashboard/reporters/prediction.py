@@ -81,6 +81,7 @@ def _build_training_line(job: JobConfig) -> Text:
         f"{job.microbatches:,} microbatch{'es' if job.microbatches > 1 else ''} "
         f"of {training.micro_batch:,} per rank",
         f"{training.dtype} {training.optimizer}, {training.framework}",
+        f"LoRA of rank {training.lora_rank}" if training.lora_rank else "",
         "" if training.recompute == "none" else f"recompute {training.recompute}",
         f"offload {', '.join(sorted(training.offload))}" if training.offload else "",
     )

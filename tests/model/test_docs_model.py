@@ -208,7 +208,8 @@ def test_the_table_of_the_page_is_what_validation_finds(checks: tuple[Check, ...
 
 README_CHECKS = (
     "A100 Megatron", "llm-foundry", "torchtitan", "H100 recipes, bf16", "H100 recipes, fp8",
-    "Blackwell recipes, fp8", "B200 dense", "recipes with experts", "A100 reports", "H100 reports",
+    "Blackwell recipes, fp8", "Blackwell recipes, nvfp4", "LoRA recipes", "B200 dense",
+    "recipes with experts", "A100 reports", "H100 reports",
     "AMD reports", "reports with experts", "measured jobs",
 )  # fmt: skip
 

@@ -14,9 +14,12 @@ from work_builders import TINY, UNIT, job
 from stepsplit.analyzer import JobConfig
 from stepsplit.analyzer.model.config import Experts, UnfusedPart
 from stepsplit.analyzer.model.elementwise import (
+    CLAMPED_MOVED,
     EAGER_RATE,
+    EXPERT_BIASES_MOVED,
     UNFUSED_MOVED,
     ElementwiseTime,
+    Moved,
     time_elementwise,
     time_routing,
 )
@@ -245,6 +248,11 @@ def build_parts() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 @pytest.mark.parametrize("part", UNFUSED_MOVED)
 def test_an_unfused_part_moves_what_torch_does(part: UnfusedPart) -> None:
     run, inputs = build_parts()[part]
+    check_moved(run, inputs, UNFUSED_MOVED[part])
+
+
+def check_moved(run: Any, inputs: tuple[Any, ...], moved: Moved) -> None:
+    """What an element of the result moves, forward and backward."""
     forward, backward = Counter(frozenset()), Counter(frozenset())
     with forward:
         made = list_tensors(run(*inputs))
@@ -252,6 +260,28 @@ def test_an_unfused_part_moves_what_torch_does(part: UnfusedPart) -> None:
     with backward:
         torch.autograd.backward(made, gradients)
     elements = sum(each.numel() for each in made)
-    moved = UNFUSED_MOVED[part]
     assert forward.moved / elements == pytest.approx(moved.forward, rel=0.04)
     assert backward.moved / elements == pytest.approx(moved.backward, rel=0.04)
+
+
+def run_clamped_swiglu(both: Any, weight: Any) -> Any:
+    """gpt-oss's activation of an expert, weighted by the router."""
+    gate, up = both.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    activated = gate * torch.sigmoid(gate * 1.702) * (up + 1)
+    return (activated * weight).to(both.dtype)
+
+
+def add_expert_biases(results: Any, biases: Any, weight: Any) -> Any:
+    """Biases of each expert, weighted by the router."""
+    each = zip(results.chunk(4), biases, weight.chunk(4), strict=True)
+    return torch.cat([one + bias * share for one, bias, share in each]).to(results.dtype)
+
+
+def test_clamped_swiglu_and_biases_of_experts_move_what_torch_does() -> None:
+    both = torch.randn(TOKENS, 2 * 512, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.rand(TOKENS, 1, requires_grad=True)
+    check_moved(run_clamped_swiglu, (both, weight), CLAMPED_MOVED)
+    results = torch.randn(TOKENS, 512, dtype=torch.bfloat16, requires_grad=True)
+    biases = [torch.zeros(512, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    check_moved(add_expert_biases, (results, biases, weight), EXPERT_BIASES_MOVED)

@@ -1,9 +1,10 @@
-"""Peak memory of a step of torch's FSDP on one of four ranks, and the model's."""
+"""Peak memory and messages of a step of torch's FSDP on one of four ranks, and the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from work_builders import TINY, job
 
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
+from stepsplit.analyzer.model.comm_volume import list_comm_ops
+from stepsplit.analyzer.model.config import LORA_TARGETS, JobConfig, ParallelConfig
 from stepsplit.analyzer.model.memory import compute_memory
 
 RANKS, TOKENS = 4, 64
@@ -42,17 +46,34 @@ class Norm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """A linear layer, with an adapter if rank is not 0."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.rank = rank
+        if rank:
+            self.down = nn.Linear(inputs, rank, bias=False)
+            self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out + self.up(self.down(x)) * 2 if self.rank else out
+
+
 class Layer(nn.Module):
     """A layer of Llama, which checkpoint runs again if is_rerun."""
 
-    def __init__(self, is_rerun: bool) -> None:
+    def __init__(self, is_rerun: bool, rank: int, targets: Collection[str]) -> None:
         super().__init__()
         self.is_rerun = is_rerun
         hidden, ffn = SMALL.hidden, SMALL.ffn
         self.first, self.second = Norm(), Norm()
-        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.w1, self.w3 = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(ffn, hidden, bias=False)
+        qkv, output, mlp = (rank if each in targets else 0 for each in LORA_TARGETS)
+        self.q, self.k, self.v = (Linear(hidden, hidden, qkv) for _ in range(3))
+        self.o = Linear(hidden, hidden, output)
+        self.w1, self.w3 = (Linear(hidden, ffn, mlp) for _ in range(2))
+        self.w2 = Linear(ffn, hidden, mlp)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = (
@@ -78,11 +99,14 @@ class Llama(nn.Module):
 
     def __init__(self, one: JobConfig) -> None:
         super().__init__()
-        is_rerun = one.training.recompute == "full"
+        is_rerun, rank = one.training.recompute == "full", one.training.lora_rank
+        targets = one.training.lora_targets
         self.embedding = nn.Embedding(one.model.vocab, one.model.hidden)
-        self.layers = nn.ModuleList(Layer(is_rerun) for _ in range(one.model.layers))
+        self.layers = nn.ModuleList(Layer(is_rerun, rank, targets) for _ in range(one.model.layers))
         self.norm = Norm()
         self.head = nn.Linear(one.model.hidden, one.model.vocab, bias=False)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad = not rank or ".down." in name or ".up." in name
         policy = MixedPrecisionPolicy()
         if one.training.dtype == "bf16":
             reduced = torch.float32 if one.training.gradient_bytes == 4 else torch.bfloat16
@@ -127,8 +151,9 @@ class Step:
 
 
 @pytest.fixture
-def fake_group() -> Iterator[None]:
+def fake_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first of four ranks whose collectives return at once."""
+    allow_hooks(monkeypatch)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         yield
@@ -136,10 +161,22 @@ def fake_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def allow_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MemTracker's hooks on the gradients of parameters also for those that have none."""
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        register = getattr(torch.Tensor, name)
+
+        def allow(one: torch.Tensor, hook: Any, register: Any = register) -> Any:
+            return register(one, hook) if one.requires_grad else RemovableHandle(OrderedDict())
+
+        monkeypatch.setattr(torch.Tensor, name, allow)
+
+
 def measure_peak_bytes(one: JobConfig) -> int:
     """The second step's: the first one allocates the optimizer's states."""
     model = Llama(one)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)
     step = Step(one, model, optimizer, torch.zeros(1, TOKENS, dtype=torch.long))
     tracker = MemTracker()
     tracker.track_external(model, optimizer, step.words)
@@ -164,7 +201,47 @@ JOBS = {
     "sum-once-bf16": sharded(sum_once=True, global_batch=2 * RANKS, gradient_dtype="bf16"),
     "sum-once-rerun": sharded(sum_once=True, global_batch=2 * RANKS, recompute="full"),
     "root": sharded(root_unit=True, model=WORDY),
+    "adapters": sharded(lora_rank=4),
+    "adapters-of-attention": sharded(lora_rank=4, lora_targets=frozenset({"qkv"})),
+    "adapters-rerun": sharded(lora_rank=4, recompute="full", global_batch=2 * RANKS),
+    "adapters-root": sharded(lora_rank=4, root_unit=True, model=WORDY),
 }
+
+
+@dataclass
+class Messages(TorchDispatchMode):  # type: ignore[misc]
+    """Counts the collectives of torch by what they are given: op and bytes."""
+
+    counts: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::_").removesuffix("_base_")
+            given = args[1]
+            self.counts[name, given.numel() * given.element_size()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NAMES = {"all_gather": "allgather", "reduce_scatter": "reduce_scatter"}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", ["one-microbatch", "adapters", "adapters-rerun", "adapters-root"])
+def test_the_messages_of_a_step_are_those_of_torch(name: str) -> None:
+    one, predicted = JOBS[name], Counter[tuple[str, int]]()
+    for op in list_comm_ops(one):
+        if op.op in NAMES:
+            predicted[NAMES[op.op], op.input_bytes] += op.count
+    model = Llama(one)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    words = torch.zeros(1, TOKENS, dtype=torch.long)
+    step = Step(one, model, torch.optim.AdamW(trained), words)
+    with Messages() as messages:
+        step.run(MemTracker())
+    assert messages.counts == predicted
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -275,12 +275,20 @@ def test_what_differs_from_the_fitted_runs_leaves_a_medium_confidence() -> None:
 
 
 def test_a_kind_without_enough_runs_leaves_a_medium_confidence() -> None:
-    experts = replace(llama(ParallelConfig(tp=4)).model, experts=Experts(4, 2, 2048))
-    (note,) = distances(replace(llama(ParallelConfig(tp=4)), model=experts))
+    dense = llama(ParallelConfig(tp=4), cuda_graph="step")
+    experts = replace(dense.model, experts=Experts(4, 2, 2048))
+    (note,) = distances(replace(dense, model=experts))
     assert note == (
         "too few published runs of this kind (ampere experts 16-bit replicated) for a band of its"
         " own"
     )
+
+
+def test_a_step_that_waits_for_its_launches_is_a_caveat() -> None:
+    """The launches of experts take 42 % of the step of a small mixture."""
+    dense = llama(ParallelConfig(tp=4))
+    experts = replace(dense, model=replace(dense.model, experts=Experts(4, 2, 2048)))
+    assert "waiting for launches takes much of the step" in predict(experts).notes[0]
 
 
 def test_offloaded_states_are_updated_on_the_host() -> None:

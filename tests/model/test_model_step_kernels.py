@@ -217,9 +217,25 @@ def test_a_kernel_without_a_rate_on_the_hardware_is_refused() -> None:
 def test_fp8_casts_its_operands_and_moves_less_in_gemms() -> None:
     """4 bytes an element of inputs (16 x 8, 8, 8 and 32) and output gradients (24, 8, 32, 8)."""
     wide = time_dense_layer(job(), UNIT)
-    eight = time_dense_layer(job(), replace(UNIT, operand_bytes=1))
+    eight = time_dense_layer(job(dtype="fp8"), replace(UNIT, operand_bytes=1))
     operands = 16 * (8 + 8 + 8 + 32) + 24 * 8 + 8 * 8 + 32 * 8 + 8 * 32
     assert eight.forward_ns - wide.forward_ns == 4 * 16 * (8 + 8 + 8 + 32) - operands
+    four = time_dense_layer(job(dtype="nvfp4"), replace(UNIT, operand_bytes=0.5625))
+    saved = 1.4375 * operands
+    assert four.forward_ns - wide.forward_ns == 8 * 16 * (8 + 8 + 8 + 32) - saved
+
+
+def test_nvfp4_has_the_share_of_fp8_unless_it_has_its_own() -> None:
+    hardware = load_hardware("gb200")
+    one = replace(job(dtype="nvfp4"), hardware=hardware)
+    share = hardware.efficiency.gemm_fp8
+    assert share is not None
+    speed = compute_device_speed(one)
+    assert speed.linear_flops_per_ns == pytest.approx(10e15 * share / 1e9)
+    assert speed.operand_bytes == 0.5 + 1 / 16
+    assert speed.head_speed.operand_bytes == 2
+    own = replace(hardware, efficiency=replace(hardware.efficiency, gemm_nvfp4=0.5))
+    assert compute_device_speed(replace(one, hardware=own)).linear_flops_per_ns == 5e6
 
 
 def test_a_device_without_a_peak_at_the_dtype_is_refused() -> None:

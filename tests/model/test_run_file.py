@@ -388,7 +388,7 @@ def test_a_job_without_hardware_is_refused() -> None:
             "write none, selective, full, sqrt or every-4",
         ),
         ({"training": {"offload": ["all"]}}, "training.offload: 'all' is unknown; write optimizer"),
-        ({"training": {"dtype": "bf8"}}, "training.dtype: 'bf8' is unknown; write fp32, bf16, "),
+        ({"training": {"dtype": "bf8"}}, "training.dtype: 'bf8' is unknown; write fp8, bf16, "),
         ({"device": {"family": "hopper"}}, "hardware.peaks: missing; give peaks"),
         ({"device": H100 | {"peaks": {"bf16": "fast"}}}, "hardware.peaks.bf16: 'fast' is not a v"),
         ({"device": H100 | {"peaks": 1e15}}, "hardware.peaks: 1000000000000000.0 is not a table"),

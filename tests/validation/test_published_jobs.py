@@ -155,12 +155,11 @@ def test_grok_splits_its_experts_as_the_scripts_of_the_release_say() -> None:
 @for_each(
     ("values", "problem"),
     [
-        ({"kind": "LoRA"}, "LoRA is not modelled"),
         ({"model": "Mamba 3"}, "no preset of Mamba 3"),
         ({"gpu": "TPU v7"}, "no preset of TPU v7"),
         ({"gpus": "100"}, "does not divide 100 GPUs"),
-        ({"precision": "NVFP4"}, "nvfp4 is not modelled"),
-        ({"recompute": "mlp"}, "recomputation of mlp is not modelled"),
+        ({"precision": "MXFP6"}, "mxfp6 is not modelled"),
+        ({"recompute": "mlp, gate"}, "recomputation of mlp, gate is not modelled"),
         ({"global_batch": ""}, "no global_batch"),
     ],
 )

@@ -360,7 +360,7 @@ def test_the_screen_shows_each_check_and_the_largest_errors() -> None:
         "",
         "step time  rows                   result         limit           verdict",
         "GPUs          2  mean 10.2 %, p90 18.0 %  5.0 / 10.0 %  missed by 8.0 pt",
-        "for comparison, one constant utilization per GPU and dtype, same rows:",
+        "for comparison, one constant utilization per GPU, dtype, dense or experts, same rows:",
         "GPUs  mean 15.0 %, p90 20.0 %  worse than the model",
         "GPUs, step time: two runs",
         "",

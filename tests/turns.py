@@ -1,7 +1,7 @@
-"""Tests that take turns: a fifth of the slow ones runs each time, and all that a change concerns.
+"""Tests that take turns: an eighth of the slow ones runs each time, and all that a change concerns.
 
 A test marked `in_turn("collectors", ...)` runs where a file under one of these paths has changed,
-or the test's own file, or a module beside it that it imports. Of the others a fifth runs, chosen
+or the test's own file, or a module beside it that it imports. Of the others an eighth runs, chosen
 by what the last commit holds. STEPSPLIT_EVERY=1 runs all.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-_TURNS = 5
+_TURNS = 8
 _TOO_WIDE = ("simulator", "turns")
 """Modules whose change is no reason to run all tests that import them."""
 

@@ -17,7 +17,12 @@ from stepsplit.analyzer.regression.checks import parse_budgets
 from stepsplit.analyzer.regression.judge import check_candidate
 from stepsplit.analyzer.regression.metrics import RunMetrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.in_turn("analyzer/regression", "collectors", "analyzer/split"),
+    pytest.mark.timeout(900),
+]
 
 BUDGETS = parse_budgets(DEFAULT_BUDGETS)
 PAIRS, SIDE = 20, 3

@@ -452,6 +452,8 @@ def infer_training(
         "fused_optimizer": _infer_fused_optimizer(split),
         "recompute": recorded.recompute or _find_detail(split, "recompute"),
         "offload": _infer_offload(recorded, split),
+        "lora_rank": shape.lora_rank,
+        "lora_targets": shape.lora_targets,
         "framework": infer_framework(spec, split),
     }
     if values["global_batch"] is not None:

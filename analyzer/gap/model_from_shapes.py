@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from stepsplit.analyzer.arrays import union
-from stepsplit.analyzer.model.config import LatentAttention
+from stepsplit.analyzer.model.config import LatentAttention, LoraTarget
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
@@ -49,6 +49,8 @@ class ModelShape:
     shared_ffn: int | None = None
     dense_layers: int | None = None
     latent: LatentAttention | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[LoraTarget, ...] | None = None
     seq_len: int | None = None
     micro_batch: int | None = None
     microbatches: int | None = None
@@ -111,6 +113,8 @@ def infer_model_shape(split: RunSplit, mesh: Mesh | None, split_vocab: bool | No
         shared_ffn=experts.shared_ffn,
         dense_layers=experts.dense_layers,
         latent=block.latent if block else None,
+        lora_rank=block.lora_rank if block else None,
+        lora_targets=block.lora_targets if block else None,
         seq_len=batch.seq_len if batch else None,
         micro_batch=batch.micro_batch if batch else None,
         microbatches=_count_microbatches(split, passes),
@@ -317,6 +321,8 @@ class _Block:
     gated: bool | None
     shards: int
     latent: LatentAttention | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[LoraTarget, ...] | None = None
 
 
 def _infer_block(
@@ -334,15 +340,17 @@ def _infer_block(
     gemms = ops.count_gemms()
     if vocab is not None:
         gemms[hidden, vocab] -= passes if ops.losses else 0
-    layer = {gemm: count // layers for gemm, count in gemms.items() if count >= layers}
+    layer = Counter({one: count // layers for one, count in gemms.items() if count >= layers})
+    adapters = _find_adapters(layer)
     for shards in dict.fromkeys((1, tp)):
         scaled = attention.scale(tp // shards)
-        match = _match_layer(Counter(layer), hidden, scaled)
+        match = _match_layer(layer - adapters.gemms, hidden, scaled)
         if match is not None:
             kv_heads, ffn, gated = match
             return _Block(
                 attention.heads * tp, kv_heads * shards, attention.head_size,
-                ffn * shards, gated, shards,
+                ffn * shards, gated, shards, None, adapters.rank,
+                adapters.find_targets(hidden, ffn, scaled.heads * scaled.head_size),
             )  # fmt: skip
     whole = attention.scale(tp)
     if attention.value_size != attention.head_size:
@@ -355,6 +363,47 @@ def _infer_block(
 
 _Gemm = tuple[int, int]
 """(input width, output width)"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapters:
+    """The GEMMs of a layer's low-rank adapters; rank is None without any."""
+
+    gemms: Counter[_Gemm] = field(default_factory=Counter)
+    rank: int | None = None
+
+    def find_targets(self, hidden: int, ffn: int, queries: int) -> tuple[LoraTarget, ...] | None:
+        """The linear layers with adapters, None if all have one or none has; the adapter of a
+        square matrix counts for queries before it does for the output of attention."""
+        if self.rank is None:
+            return None
+        downs = {inputs: n for (inputs, outputs), n in self.gemms.items() if outputs == self.rank}
+        ups = {outputs: n for (inputs, outputs), n in self.gemms.items() if inputs == self.rank}
+        mlp = downs.get(ffn, 0) + ups.get(ffn, 0) + ups.get(2 * ffn, 0)
+        back = ups.get(hidden, 0) - downs.get(ffn, 0)
+        output = downs.get(queries, 0) if queries != hidden else max(0, back - 1)
+        qkv = sum(ups.values()) - mlp - output
+        counts: dict[LoraTarget, int] = {"qkv": qkv, "output": output, "mlp": mlp}
+        found = tuple(target for target, count in counts.items() if count)
+        return None if len(found) == len(counts) else found
+
+
+RANK_SHARE = 4
+"""An adapter's rank is at most one of so many parts of the widths of its linear layer."""
+
+
+def _find_adapters(layer: Counter[_Gemm]) -> _Adapters:
+    """The pairs of GEMMs through a narrow width that run beside a GEMM of the layer."""
+    for rank in sorted({outputs for _, outputs in layer}):
+        downs = Counter({one: n for one, n in layer.items() if one[1] == rank})
+        ups = Counter({one: n for one, n in layer.items() if one[0] == rank})
+        narrowest = min((*(x for x, _ in downs), *(y for _, y in ups)))
+        if downs.total() != ups.total() or RANK_SHARE * rank > narrowest:
+            continue
+        if all(any((x, y) in layer for x, _ in downs) for _, y in ups):
+            return _Adapters(downs + ups, rank)
+    return _Adapters()
+
 
 _Grouped = tuple[int, int, int, int]
 """(rows, experts, input width, output width)"""

@@ -279,6 +279,34 @@ def test_other_layers_than_of_a_transformer_are_not_guessed(tmp_path: Path) -> N
     assert infer(tmp_path) == unknown
 
 
+def adapt(base: Op, rank: int) -> tuple[Op, ...]:
+    """A linear layer with an adapter."""
+    outputs, inputs = base[1][1]
+    return base, linear(inputs, rank), linear(rank, outputs)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "targets"),
+    [
+        ({1, 2, 3, 5, 7, 8, 9}, None),
+        ({1, 3}, ("qkv",)),
+        ({1, 2, 3, 5}, ("qkv", "output")),
+        ({7, 8, 9}, ("mlp",)),
+    ],
+)
+def test_adapters_are_told_from_the_layers_that_they_belong_to(
+    tmp_path: Path, adapted: set[int], targets: tuple[str, ...] | None
+) -> None:
+    """Ranks of 2 beside widths of 8 to 44. The gradients are those of adapters alone."""
+    layer = [
+        op
+        for place, one in enumerate(LLAMA_LAYER)
+        for op in (adapt(one, 2) if place in adapted else (one,))
+    ]
+    write(tmp_path, (embed(VOCAB), *layer * 2, SCALED, linear(16, VOCAB), LOSS), [(2, 16)])
+    assert infer(tmp_path) == replace(OF_LLAMA, tied=None, lora_rank=2, lora_targets=targets)
+
+
 def test_a_router_counts_the_experts(tmp_path: Path) -> None:
     layer = (*GPT_LAYER[:4], linear(16, 8), ("aten::topk", [[ONE_PASS, 8]]))
     write(tmp_path, (*GPT_BEGIN, *layer * 3, *GPT_END))

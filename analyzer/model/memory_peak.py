@@ -22,6 +22,7 @@ from stepsplit.analyzer.model.memory_states import (
     StageActivations,
     compute_final_norm_bytes,
     compute_input_bytes,
+    compute_parameter_bytes,
     compute_stage_activations,
     count_chunks_in_flight,
     count_hidden,
@@ -826,11 +827,14 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 
 
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
-    """Working memory of the optimizer step: lists of tensors need the root of a moment."""
-    working_bytes, trained = 0, select_trained(job, parameters)
+    """Working memory of the optimizer step: the root of a moment of lists of tensors, an fp32 copy
+    of Megatron-LM's gradients in 16 bits."""
+    layout, trained = job.parallel, select_trained(job, parameters)
+    updated = trained.dense / layout.shard_size + trained.experts / layout.expert_shards
+    working_bytes = round(compute_parameter_bytes(job.training).gradient_copy * updated)
     if uses_foreach(job.training):
         each_bytes = count_moments_bytes(job.training) / 2
-        working_bytes = round(each_bytes * trained.total / job.parallel.shard_size)
+        working_bytes += round(each_bytes * trained.total / layout.shard_size)
     return working_bytes + _count_bucket_bytes(job) * trained.total
 
 

@@ -46,8 +46,10 @@ STATES = Formula(
 
 MEGATRON = Formula(
     "memory.states_megatron",
-    "bf16 with fp32 gradients 18P -> 6P + 12P/N, fp16 20P -> 4P + 16P/N, fp32 16P -> 8P + 8P/N",
-    "Megatron-Core docs, distrib_optimizer.md",
+    "bf16 with fp32 gradients 18P -> 6P + 12P/N, fp16 20P -> 4P + 16P/N, fp32 16P -> 8P + 8P/N;"
+    " of gradients in 16 bits the optimizer makes an fp32 copy, 4P/N, and frees it after its step",
+    "Megatron-Core docs, distrib_optimizer.md; core/optimizer/distrib_optimizer.py,"
+    " _copy_model_grads_to_main_grads and zero_grad",
 )
 
 DEEPSPEED = Formula(
@@ -86,8 +88,9 @@ FORMULA_OF_FRAMEWORK = {
 class ParameterBytes:
     """Bytes of one parameter before sharding.
 
-    The fp32 copy of 16-bit weights counts with the optimizer. adam_beside is the extra of Muon for
-    a parameter outside the layers' matrices, which Adam trains (Jordan et al., 2024).
+    The fp32 copy of 16-bit weights counts with the optimizer, that of gradients where it stays;
+    gradient_copy exists in the optimizer step alone. extra_adam is the extra of Muon for a
+    parameter outside the layers' matrices, which Adam trains (Jordan et al., 2024).
     """
 
     weights: int
@@ -95,6 +98,7 @@ class ParameterBytes:
     optimizer: int
     extra_adam: int = 0
     formula: Formula = field(default=STATES, compare=False, repr=False)
+    gradient_copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,11 @@ def compute_parameter_bytes(training: TrainingConfig) -> ParameterBytes:
         size = count_updated_bytes(training)
         return ParameterBytes(size, size, moments, extra_adam, formula)
     gradients, copy = _list_gradient_bytes(training)
-    optimizer = copy + moments + (MASTER_BYTES if training.master_weights else 0)
-    return ParameterBytes(training.weight_bytes, gradients, optimizer, extra_adam, formula)
+    optimizer = moments + (MASTER_BYTES if training.master_weights else 0)
+    weights = training.weight_bytes
+    if training.framework == "megatron":
+        return ParameterBytes(weights, gradients, optimizer, extra_adam, formula, copy)
+    return ParameterBytes(weights, gradients, optimizer + copy, extra_adam, formula)
 
 
 def has_buckets(job: JobConfig) -> bool:
@@ -163,14 +170,16 @@ def count_updated_bytes(training: TrainingConfig) -> int:
 
 
 def _list_gradient_bytes(training: TrainingConfig) -> tuple[int, int]:
-    """Bytes of a gradient and of its fp32 copy in the optimizer."""
+    """Bytes of a gradient and of its fp32 copy in the optimizer, which Megatron-LM's optimizer with
+    moments in bf16 (precision-aware) does not need."""
     match training.framework:
         case "deepspeed":
             return 2, 4
         case "nanotron":
             return 2 + 4, 0
         case "megatron":
-            return training.gradient_bytes, 0 if training.gradient_bytes == 4 else 4
+            is_copied = training.gradient_bytes < 4 and training.moments_dtype == "fp32"
+            return training.gradient_bytes, 4 if is_copied else 0
     return 2, 0
 
 

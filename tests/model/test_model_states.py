@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cases import for_each
 from work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.memory import apply_offload, estimate_deepspeed_host_bytes
+from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes
 from stepsplit.analyzer.model.memory_states import (
     ParameterBytes,
     States,
@@ -27,7 +30,7 @@ DEEPSPEED = TrainingConfig(16, 1, 1, dtype="fp16", framework="deepspeed")
         ("zero-paper", "bf16", "fp32", ParameterBytes(2, 2, 12)),
         ("zero-paper", "fp32", "fp32", ParameterBytes(4, 4, 8)),
         ("megatron", "bf16", "fp32", ParameterBytes(2, 4, 12)),
-        ("megatron", "bf16", "bf16", ParameterBytes(2, 2, 16)),
+        ("megatron", "bf16", "bf16", ParameterBytes(2, 2, 12, gradient_copy=4)),
         ("megatron", "fp8", "fp32", ParameterBytes(2, 4, 12)),
         ("deepspeed", "fp16", "fp16", ParameterBytes(2, 2, 16)),
         ("fsdp2", "bf16", "fp32", ParameterBytes(4, 4, 8)),
@@ -138,13 +141,27 @@ def test_zero_table_2_largest_models_fill_the_memory() -> None:
             assert found.total_bytes / 1e9 == pytest.approx(memory, rel=0.025)
 
 
+def test_megatrons_copy_of_16_bit_gradients_exists_in_the_optimizer_step_alone() -> None:
+    """4 bytes of a parameter of two ranks' shard; moments in bf16 need no copy, fp32 sums have
+    none."""
+    layout = ParallelConfig(dp_replicate=2, zero=1)
+    short = job(layout=layout, global_batch=2, gradient_dtype="bf16")
+    (params,) = count_stage_parameters(short)
+    assert compute_optimizer_bytes(short, params) == 2 * params.total
+    for kept in ({"moments_dtype": "bf16"}, {"gradient_dtype": "fp32"}):
+        one = job(layout=layout, global_batch=2, **{"gradient_dtype": "bf16", **kept})
+        assert compute_optimizer_bytes(one, params) == 0
+
+
 def test_megatron_distributed_optimizer_bytes() -> None:
     for row in published("megatron_dist_optimizer_bytes"):
         dtype, gradients = row["param_dtype"], row["grad_dtype"]
         recipe = job(dtype=dtype, gradient_dtype=gradients).training
         whole, _, spread = row["distributed"].removesuffix("/d").partition("+")
         expected = int(whole) * 800 + int(spread) * 800 // 8
-        each = compute_parameter_bytes(recipe)
+        found = compute_parameter_bytes(recipe)
+        # The table counts what exists in the optimizer step alone.
+        each = replace(found, optimizer=found.optimizer + found.gradient_copy)
         assert shard_states(800, 8, each, recipe, 1).total_bytes == expected
         assert (
             shard_states(800, 1, each, recipe, 0).total_bytes == int(row["non_distributed"]) * 800

@@ -162,6 +162,8 @@ def _check_recompute(job: JobConfig) -> Violation | None:
         return Violation(problem, "remove fp8_activations")
     if training.lora_targets != frozenset(LORA_TARGETS) and not training.lora_rank:
         return Violation("lora_targets needs lora_rank", "give the rank of the adapters")
+    if training.lora_rank and not training.lora_targets:
+        return Violation("lora_targets is empty, so that nothing is trained", "name some layers")
     if training.compile and training.unfused:
         problem = f"compile fuses {', '.join(sorted(training.unfused))}"
         return Violation(problem, "remove compile or unfused")

@@ -108,3 +108,7 @@ def test_a_file_states_rank_and_layers() -> None:
     assert (training.lora_rank, training.lora_targets) == (16, {"qkv", "output"})
     with pytest.raises(DataError, match=r"training.lora_targets: .*'q_proj'.*qkv, output or mlp"):
         parse_job(text.replace('"qkv"', '"q_proj"'))
+    with pytest.raises(DataError, match="lora_targets is empty, so that nothing is trained"):
+        parse_job(text.replace('"qkv", "output"', ""))
+    with pytest.raises(DataError, match="lora_targets needs lora_rank; give the rank"):
+        parse_job(text.replace("lora_rank = 16", ""))

@@ -6,6 +6,7 @@ import ast
 import csv
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from stepsplit.analyzer.model.config import (
     RecomputePart,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_file import load_hardware, load_model
+from stepsplit.analyzer.model.config_file import list_model_names, load_hardware, load_model
 from stepsplit.analyzer.model.parameters import count_model_flops
 
 
@@ -510,35 +511,21 @@ def _scale_gpt3(layers: int, hidden: int) -> ModelConfig:
     )  # fmt: skip
 
 
-MODELS: tuple[tuple[str, Callable[[], ModelConfig]], ...] = (
-    ("Llama 3.1 405B", lambda: load_model("llama-3.1-405b")),
-    ("Llama 3 70B", lambda: load_model("llama-3-70b")),
-    ("LLAMA3_70B", lambda: load_model("llama-3-70b")),
-    ("LLAMA3-70B", lambda: load_model("llama-3-70b")),
-    ("Llama 3 8B", lambda: load_model("llama-3-8b")),
-    ("LLAMA3-8B", lambda: load_model("llama-3-8b")),
-    ("Llama 2 70B", lambda: load_model("llama-2-70b")),
-    ("Llama 2 7B", lambda: load_model("llama-2-7b")),
-    ("Llama 2 13B", lambda: load_model("llama-2-13b")),
-    ("Nemotron-4 340B", lambda: load_model("nemotron-4-340b")),
-    ("GPT-3 175B", lambda: load_model("gpt3-175b")),
-    ("GPT-3 20B", lambda: _scale_gpt3(44, 6144)),
-    ("GPT-3 5B", lambda: _scale_gpt3(24, 4096)),
-    ("Grok-1 314B", lambda: GROK),
-    ("GPT OSS 120B", lambda: load_model("gpt-oss-120b")),
-    ("Kimi_K2", lambda: load_model("kimi-k2")),
-    ("Moonlight 16B", lambda: load_model("moonlight-16b")),
-    ("Qwen3 235B", lambda: load_model("qwen3-235b-a22b")),
-    ("Qwen3_30B", lambda: load_model("qwen3-30b-a3b")),
-)
-"""First words of a model's name -> its shape."""
+OTHER_MODELS: Mapping[str, Callable[[], ModelConfig]] = {
+    "gpt320b": lambda: _scale_gpt3(44, 6144),
+    "gpt35b": lambda: _scale_gpt3(24, 4096),
+    "grok1314b": lambda: GROK,
+}
+"""Models of recipes that have no preset, by their names in letters and digits."""
 
 GPUS: tuple[tuple[str, tuple[str, str]], ...] = (
     ("GB300", ("gb300", "ib-xdr-800")),
     ("GB200", ("gb200", "ib-ndr-400")),
     ("B300", ("b300-sxm", "ib-xdr-800")),
     ("B200", ("b200-sxm", "ib-ndr-400")),
+    ("H200", ("h200-sxm", "ib-ndr-400")),
     ("H100", ("h100-sxm", "ib-ndr-400")),
+    ("A100", ("a100-sxm-80gb", "ib-hdr-200")),
 )
 """Word in a system's name -> its GPU and the network of DGX systems."""
 
@@ -567,11 +554,18 @@ def _refuse(row: PublishedRow, problem: str) -> DataError:
 
 def _find_model(row: PublishedRow) -> ModelConfig:
     name = row.read_text("model")
-    for words, load in MODELS:
-        if name.startswith(words):
-            model = load()
-            return replace(model, layers=_read_size(row, "layers", model.layers))
-    raise _refuse(row, f"no preset of {name}")
+    plain = _spell_plainly(name)
+    known = {_spell_plainly(preset): preset for preset in list_model_names()}
+    found = max(filter(plain.startswith, (*known, *OTHER_MODELS)), key=len, default="")
+    if not found:
+        raise _refuse(row, f"no preset of {name}")
+    model = load_model(known[found]) if found in known else OTHER_MODELS[found]()
+    return replace(model, layers=_read_size(row, "layers", model.layers))
+
+
+def _spell_plainly(name: str) -> str:
+    """The name in letters and digits: "LLAMA3_70B" and "Llama 3 70B" are one."""
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def _find_hardware(row: PublishedRow) -> HardwareConfig:
@@ -643,6 +637,8 @@ def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
             raise _refuse(row, f"no {column}")
     if "MaxText" in row.read_text("model"):
         raise _refuse(row, "MaxText's compiled kernels and remat policy are not modelled")
+    if "AutoModel" in row.values.get("framework", ""):
+        raise _refuse(row, "which kernels NeMo AutoModel ran is not published")
     kind = row.read_text("kind")
     return TrainingConfig(
         seq_len=row.read_count("seq"),
@@ -703,65 +699,64 @@ class Software:
     fuses_experts: bool = False
 
 
-FULL_GRAPH = Software("hybridep", True, "step", "cudnn-fp8", fuses_experts=True)
-
-QWEN3: tuple[tuple[str, str, Software], ...] = (
-    ("25.09", "GB200", Software(cuda_graph="layers")),
-    ("25.09", "H100", Software("deepep", overlaps_experts=True)),
-    ("25.11", "GB", Software("hybridep", cuda_graph="layers")),
-    ("25.11", "H100", Software(overlaps_experts=True)),
-    ("26.02.01", "H100", Software("deepep", overlaps_experts=True)),
-    ("26.02.01", "", Software("hybridep", cuda_graph="layers")),
-    ("26.02", "B200", Software(cuda_graph="layers")),
-    ("26.02", "H100", Software(overlaps_experts=True)),
-    ("26.02", "", Software("hybridep", cuda_graph="layers")),
-    ("26.0", "H100", Software("hybridep")),
-    ("26.04", "", Software("hybridep", cuda_graph="layers")),
-    ("26.0", "", FULL_GRAPH),
-)  # fmt: skip
-"""Release, GPU -> settings of Qwen3 in Megatron-Bridge's scripts/performance, tags v0.1.0rc4 to
-v0.6.0; the first match counts. 26.06 has one CUDA graph of the step, fused experts and fp8
-attention (pull request 4211); 26.02 had no DeepEP (known issues)."""
-
-
+ONE_GRAPH = Software("hybridep", True, "step", "cudnn-fp8", fuses_experts=True)
+GRAPH_OF_LAYERS = Software("hybridep", cuda_graph="layers")
+_MLA_UP: frozenset[RecomputePart] = frozenset({"mla-up"})
 _NORMS_AND_ACTIVATION: frozenset[RecomputePart] = frozenset({"norms", "activation"})
 
-GPT_OSS: tuple[tuple[str, str, str, Software], ...] = (
-    ("26.06.01", "GB", "fp8", Software("hybridep", True, "none", "cudnn-fp8", fuses_experts=True)),
-    ("26.", "GB", "fp8", FULL_GRAPH),
-    ("26.", "B300", "fp8", Software("hybridep", True, "layers", "cudnn-fp8", fuses_experts=True)),
-    ("26.", "GB300", "bf16", Software(cuda_graph="layers")),
-    ("26.", "GB200", "bf16", Software(overlaps_experts=True, recomputes=_NORMS_AND_ACTIVATION)),
-    ("26.02 ", "B300", "bf16", Software(cuda_graph="layers")),
-    ("26.", "B300", "bf16", Software("hybridep", cuda_graph="layers")),
-    ("26.", "", "bf16", Software(recomputes=_NORMS_AND_ACTIVATION)),
-)
-"""Release, GPU, precision -> settings of GPT-OSS 120B there, files gpt_oss_workload_base_configs;
-26.06.01 is 1.6 times as slow as 26.06 and 26.08, as without its CUDA graph."""
+BRIDGE_SETTINGS: tuple[tuple[str, str, str, str, Software], ...] = (
+    ("qwen3", "25.09", "GB200", "", Software(cuda_graph="layers")),
+    ("qwen3", "25.09", "H100", "", Software("deepep", overlaps_experts=True)),
+    ("qwen3", "25.11", "GB", "", GRAPH_OF_LAYERS),
+    ("qwen3", "25.11", "H100", "", Software(overlaps_experts=True)),
+    ("qwen3", "26.02.01", "H100", "", Software("deepep", overlaps_experts=True)),
+    ("qwen3", "26.02.01", "", "", GRAPH_OF_LAYERS),
+    ("qwen3", "26.02", "B200", "", Software(cuda_graph="layers")),
+    ("qwen3", "26.02", "H100", "", Software(overlaps_experts=True)),
+    ("qwen3", "26.02", "", "", GRAPH_OF_LAYERS),
+    ("qwen3", "26.0", "H100", "", Software("hybridep")),
+    ("qwen3", "26.04", "", "", GRAPH_OF_LAYERS),
+    ("qwen3", "26.0", "", "", ONE_GRAPH),
+    ("gptoss", "26.06.01", "GB", "fp8", replace(ONE_GRAPH, cuda_graph="none")),
+    ("gptoss", "26.", "GB", "fp8", ONE_GRAPH),
+    ("gptoss", "26.", "B300", "fp8", replace(ONE_GRAPH, cuda_graph="layers")),
+    ("gptoss", "26.", "GB300", "bf16", Software(cuda_graph="layers")),
+    (
+        "gptoss", "26.", "GB200", "bf16",
+        Software(overlaps_experts=True, recomputes=_NORMS_AND_ACTIVATION),
+    ),
+    ("gptoss", "26.02 ", "B300", "bf16", Software(cuda_graph="layers")),
+    ("gptoss", "26.", "B300", "bf16", GRAPH_OF_LAYERS),
+    ("gptoss", "26.", "", "bf16", Software(recomputes=_NORMS_AND_ACTIVATION)),
+    ("deepseekv3", "26.06", "GB", "fp8", replace(ONE_GRAPH, recomputes=_MLA_UP)),
+    ("deepseekv3", "26.08", "GB", "fp8", replace(ONE_GRAPH, recomputes=_MLA_UP)),
+    ("deepseekv3", "26.06", "B300", "fp8", replace(ONE_GRAPH, recomputes=_MLA_UP)),
+    ("deepseekv3", "26.08", "B300", "fp8", replace(ONE_GRAPH, recomputes=_MLA_UP)),
+    ("deepseekv3", "", "GB", "", replace(GRAPH_OF_LAYERS, recomputes=_MLA_UP)),
+    ("deepseekv3", "", "B300", "", replace(GRAPH_OF_LAYERS, recomputes=_MLA_UP)),
+    ("deepseekv3", "", "", "", Software("hybridep", recomputes=_MLA_UP)),
+    ("kimik2", "", "", "", Software("hybridep", recomputes=_MLA_UP)),
+)  # fmt: skip
+"""Model, release, GPU, precision -> settings in Megatron-Bridge's scripts/performance, tags
+v0.1.0rc4 to v0.6.0 (files *_workload_base_configs); the first match counts. 26.06 has one CUDA
+graph of the step, fused experts and fp8 attention (pull request 4211); 26.02 had no DeepEP (known
+issues); GPT-OSS in 26.06.01 is 1.6 times as slow as in 26.06 and 26.08, as without its graph."""
 
 
 def find_software(row: PublishedRow) -> Software:
     """Settings of the release in a row."""
-    name, system = row.read_text("model"), _read_system(row)
+    name, system = _spell_plainly(row.read_text("model")), _read_system(row)
     release = row.read_text("release" if row.has_value("release") else "framework")
-    if name.startswith("Grok"):
+    if name.startswith("grok"):
         # DGX Cloud's grok1: the NeMo 1 recipe of v25.02 shards experts over tp by default; ET of
         # launch.sh in v25.05 is 4 on GB200 and 1 on H100.
         shards = "v25.02" in release or "GB200" in system
         return Software(shards_experts=shards, cuda_graph="step" if "GB200" in system else "none")
-    if name.startswith("Kimi"):
-        return Software("hybridep", recomputes=frozenset({"mla-up"}))
-    if name.startswith("GPT OSS"):
-        precision = "fp8" if "FP8" in row.read_text("precision") else "bf16"
-        for version, word, dtype, software in GPT_OSS:
-            if version in release and word in system and dtype == precision:
-                return software
-    if name.startswith("Qwen3"):
-        for version, word, software in QWEN3:
-            if version in release and word in system.replace("DGX-", ""):
-                is_b200 = word != "B200" or "GB200" not in system
-                if is_b200:
-                    return software
+    precision = row.read_text("precision").lower()
+    for model, version, gpu, dtype, software in BRIDGE_SETTINGS:
+        is_its_gpu = system.removeprefix("DGX-").startswith(gpu)
+        if name.startswith(model) and version in release and is_its_gpu and dtype in precision:
+            return software
     return Software()
 
 

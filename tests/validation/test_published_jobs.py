@@ -161,11 +161,27 @@ def test_grok_splits_its_experts_as_the_scripts_of_the_release_say() -> None:
         ({"precision": "MXFP6"}, "mxfp6 is not modelled"),
         ({"recompute": "mlp, gate"}, "recomputation of mlp, gate is not modelled"),
         ({"global_batch": ""}, "no global_batch"),
+        ({"framework": "NeMo AutoModel main"}, "which kernels NeMo AutoModel ran"),
     ],
 )
 def test_a_recipe_that_has_no_model_is_refused(values: dict[str, str], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         build_recipe(changed("training_runs", RECIPE, **values))
+
+
+@for_each(
+    ("printed", "preset"),
+    [
+        ("LLAMA3.1-405B", "llama-3.1-405b"),
+        ("Llama 3 8B long context", "llama-3-8b"),
+        ("Qwen3_235B_a22B", "qwen3-235b-a22b"),
+        ("DeepSeekV3", "deepseek-v3"),
+        ("Nemotron-4 15B", "nemotron-4-15b"),
+    ],
+)
+def test_publishers_spell_the_name_of_a_preset_in_many_ways(printed: str, preset: str) -> None:
+    recipe = changed("training_runs", RECIPE, model=printed)
+    assert build_recipe(recipe).job.model.name == preset
 
 
 def test_korthikanti_ran_each_model_twice() -> None:

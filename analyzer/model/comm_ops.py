@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
@@ -12,6 +12,8 @@ from stepsplit.analyzer.model.parameters import (
     count_vocabulary_parameters,
     divide_ceil,
     is_selective_by_op,
+    list_attention_adapters,
+    list_mlp_adapters,
     require_experts,
     select_trained,
 )
@@ -57,13 +59,12 @@ def list_tp_ops(job: JobConfig, stage: StageConfig, params: StageParameters) -> 
     """Lists the tp calls of one rank of a stage in a step; empty if tp is 1."""
     if job.parallel.tp == 1:
         return ()
+    ops = (*_list_loss_ops(job, stage), *_list_adapter_ops(job, stage))
     if not job.parallel.sequence_parallel:
-        return (*_list_all_reduces(job, stage), *_list_loss_ops(job, stage))
-    return (
-        *_list_sp_ops(job, stage),
-        *_list_loss_ops(job, stage),
-        _make_replicated_all_reduce(job, stage, params),
-    )
+        return (*_list_all_reduces(job, stage), *ops)
+    if not job.training.lora_rank:
+        ops = (*ops, _make_replicated_all_reduce(job, stage, params))
+    return (*_list_sp_ops(job, stage), *ops)
 
 
 def _list_all_reduces(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
@@ -179,6 +180,42 @@ def _list_loss_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
             site, 3 * count_rank_microbatches(job), LOSS_BYTES * job.tokens, job.parallel.tp
         ),
     )
+
+
+ADAPTED = Formula(
+    "comm.adapters",
+    "Megatron-LM: a column-parallel layer's adapter gathers T r forward and all_reduces T r"
+    " backward, and T h too without sequence parallelism; a row-parallel layer's all_reduces T r"
+    " and gathers T h forward, and all_reduces T r backward; with sequence parallelism it gathers"
+    " T h there again",
+    "NVIDIA-NeMo/Megatron-Bridge, peft/utils.py, ParallelLinearAdapter",
+)
+
+
+def _list_adapter_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
+    """The calls of Megatron-LM's adapters (ADAPTED)."""
+    training, tp, experts = job.training, job.parallel.tp, job.model.experts
+    if not training.lora_rank or training.framework in TORCH_FRAMEWORKS:
+        return ()
+    adapters = list_attention_adapters(job) * (stage.dense_layers + stage.expert_layers)
+    adapters += list_mlp_adapters(job, job.model.ffn) * stage.dense_layers
+    adapters += list_mlp_adapters(job, experts.shared_ffn if experts else 0) * stage.expert_layers
+    rows = sum(one.is_row for one in adapters)
+    columns, hidden = len(adapters) - rows, count_hidden_bytes(job)
+    narrow = job.tokens * training.lora_rank * training.activation_bytes
+    runs = count_rank_microbatches(job)
+    again = _scale_rerun(job, runs) if training.recompute in FULL_RECOMPUTE else 0
+    ops = list[CommOp]()
+    for phase, count in (("forward", runs), ("recompute", again)):
+        site = CommSite("tp", "tp", stage.index, phase, (ADAPTED,))
+        ops.append(make_all_gather(site, count * columns, narrow // tp, tp))
+        ops.append(make_all_reduce(site, count * rows, narrow, tp))
+        ops.append(make_all_gather(site, count * rows, hidden // tp, tp))
+    site = CommSite("tp", "tp", stage.index, "backward", (ADAPTED,))
+    ops.append(make_all_reduce(site, runs * (columns + rows), narrow, tp))
+    if job.parallel.sequence_parallel:
+        return (*ops, make_all_gather(site, runs * rows, hidden // tp, tp))
+    return (*ops, make_all_reduce(site, runs * columns, hidden, tp))
 
 
 def _make_replicated_all_reduce(
@@ -494,8 +531,9 @@ TIED = Formula(
 
 
 def list_tied_embedding_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
-    """Lists the all_reduce of the tied weight's gradients; empty if both uses are on one rank."""
-    if not job.model.tied or stage.embedding == stage.head:
+    """Lists the all_reduce of the tied weight's gradients; empty if both uses are on one rank, or
+    the weight is frozen."""
+    if not job.model.tied or stage.embedding == stage.head or job.training.lora_rank:
         return ()
     size = count_vocabulary_parameters(job) * job.training.gradient_bytes
     if job.is_fsdp:

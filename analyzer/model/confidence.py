@@ -16,11 +16,14 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.elementwise import is_clamped
 from stepsplit.analyzer.model.hardware_config import PRESETS
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
-from stepsplit.analyzer.model.memory_states import find_sharding_stage
+from stepsplit.analyzer.model.memory_states import (
+    find_known_unfused,
+    find_sharding_stage,
+    is_clamped,
+)
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
@@ -256,7 +259,7 @@ def _list_distances(job: JobConfig) -> Iterator[str]:
                 f"{hardware.family} efficiencies are calibrated on {' and '.join(fitted)},"
                 f" not {this}"
             )
-    if is_clamped(job):
+    if job.training.unfused is None and find_known_unfused(job):
         yield "that clamped SwiGLU is not fused is inferred from runs of one program"
     if job.training.lora_rank:
         yield "adapters alone are trained: the efficiencies are of runs that train all weights"

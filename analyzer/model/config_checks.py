@@ -67,10 +67,14 @@ def _check_ffn(job: JobConfig) -> Violation | None:
 
 
 def _check_window(job: JobConfig) -> Violation | None:
-    """full_every names the layers without a window."""
-    model = job.model
+    """full_every names the layers without a window; rings have none (TransformerEngine's and
+    torch's)."""
+    model, layout = job.model, job.parallel
     if model.full_every and not model.window:
         return Violation(f"full_every ({model.full_every}) needs a window", "give window")
+    if 0 < model.window < job.training.seq_len and layout.cp > 1 and layout.context_kind == "ring":
+        problem = f"a ring over cp ({layout.cp}) attends without windows"
+        return Violation(problem, 'set context = "all-gather" or "ulysses"')
     return None
 
 
@@ -149,7 +153,7 @@ def _check_recomputed_layers(job: JobConfig) -> Violation | None:
 
 def _check_recompute(job: JobConfig) -> Violation | None:
     """recompute_layers belongs to full recomputation, early_stop to torch's checkpoint, fp8 storage
-    to fp8 training, targets to adapters, unfused parts to a model that is not compiled."""
+    to fp8 training, unfused parts to a model that is not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
@@ -160,13 +164,25 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.fp8_activations and training.dtype != "fp8":
         problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
         return Violation(problem, "remove fp8_activations")
-    if training.lora_targets != frozenset(LORA_TARGETS) and not training.lora_rank:
-        return Violation("lora_targets needs lora_rank", "give the rank of the adapters")
-    if training.lora_rank and not training.lora_targets:
-        return Violation("lora_targets is empty, so that nothing is trained", "name some layers")
     if training.compile and training.unfused:
         problem = f"compile fuses {', '.join(sorted(training.unfused))}"
         return Violation(problem, "remove compile or unfused")
+    return None
+
+
+def _check_adapters(job: JobConfig) -> Violation | None:
+    """Some linear layer has an adapter: routed experts have none."""
+    training, experts = job.training, job.model.experts
+    if not training.lora_rank:
+        if training.lora_targets == frozenset(LORA_TARGETS):
+            return None
+        return Violation("lora_targets needs lora_rank", "give the rank of the adapters")
+    if not training.lora_targets:
+        return Violation("lora_targets is empty, so that nothing is trained", "name some layers")
+    is_routed = job.model.expert_layers == job.model.layers
+    if training.lora_targets == {"mlp"} and is_routed and experts and not experts.shared_ffn:
+        problem = "lora_targets names mlp, but all layers have routed experts, without adapters"
+        return Violation(problem, "name qkv or output too")
     return None
 
 
@@ -249,6 +265,7 @@ BATCH_CHECKS = (
     _check_shards,
     _check_ddp,
     _check_recompute,
+    _check_adapters,
     _check_recomputed_layers,
 )
 

@@ -165,9 +165,8 @@ def compute_device_speed(job: JobConfig) -> DeviceSpeed:
     wide_peak = find_wide_peak(job)
     if peak is None or wide_peak is None:
         known_dtypes = ", ".join(dtype for dtype, _ in hardware.peaks_flops_per_s)
-        raise UsageError(
-            f"{hardware.name} has no peak FLOP/s at {training.dtype}; known: {known_dtypes}"
-        )
+        missing = training.dtype if peak is None else "bf16, in which other GEMMs run"
+        raise UsageError(f"{hardware.name} has no peak FLOP/s at {missing}; known: {known_dtypes}")
     gemm = select_gemm_share(efficiency, training.dtype)
     if training.dtype == "fp8" and training.fp8_scaling == "row":
         gemm *= ROW_SCALED

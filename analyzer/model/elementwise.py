@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, UNFUSED_PARTS, JobConfig, UnfusedPart
+from stepsplit.analyzer.model.config import UNFUSED_PARTS, JobConfig, UnfusedPart
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_states import count_hidden, is_autocast
+from stepsplit.analyzer.model.memory_states import (
+    count_hidden,
+    find_known_unfused,
+    is_autocast,
+    is_clamped,
+)
 from stepsplit.analyzer.model.parameters import divide_ceil
 
 # Operations that are fused, or cost a multiple of fused ones.
@@ -248,10 +253,11 @@ CLAMPED = Formula(
     "step.clamped_activation",
     "SwiGLU with clamps (gpt-oss) moves 44 bytes of an element forward and 104 backward as torch"
     " operations, weighted by the router's probabilities, and biases of experts 28 and 40 of each"
-    " element that an expert returns; Megatron-LM fuses neither, except in its grouped MLP of 2026",
+    " element that an expert returns; in Megatron-LM neither is taken as fused, except in its"
+    " grouped MLP of 2026",
     "OpenAI, openai/gpt-oss, torch/model.py; counted as torch runs them"
-    " (tests/model/test_eager_layers.py); that they are not fused is inferred from runs of"
-    " Megatron-Bridge on four devices",
+    " (tests/model/test_eager_layers.py); runs of Megatron-Bridge on four devices take as long,"
+    " although its bias_activation_fusion leaves only the clamps outside of a kernel",
 )
 
 CLAMPED_MOVED = Moved(44, 104)
@@ -272,25 +278,16 @@ UNFUSED_LAUNCHES: Mapping[UnfusedPart, Moved] = {
 
 
 def find_unfused_parts(job: JobConfig) -> frozenset[UnfusedPart]:
-    """The parts that the job states as unfused, or else what the framework does not fuse (CLAMPED),
-    if the model has them: torch runs a layer norm, and an activation that is not gated, in one
-    kernel anyhow."""
+    """The parts that are not fused, if the model has them: torch runs a layer norm, and an
+    activation that is not gated, in one kernel anyhow."""
     model, absent = job.model, set[UnfusedPart]()
-    stated = job.training.unfused
-    if stated is None and is_clamped(job) and job.training.framework not in TORCH_FRAMEWORKS:
-        stated = frozenset({"activation"})
     if model.norm == "layer":
         absent.add("norms")
     if model.positions:
         absent.add("rotary")
     if not model.gated:
         absent.add("activation")
-    return (stated or frozenset()) - absent
-
-
-def is_clamped(job: JobConfig) -> bool:
-    """Whether the activation is SwiGLU with clamps."""
-    return job.model.activation == "swiglu-clamped"
+    return (find_known_unfused(job) or frozenset()) - absent
 
 
 def _casts_by_fsdp(job: JobConfig) -> bool:

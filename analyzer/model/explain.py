@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.formulas import (
 from stepsplit.analyzer.model.hardware_config import load_attention_rate
 from stepsplit.analyzer.model.layer_time import list_mlp_gemms
 from stepsplit.analyzer.model.memory_states import (
+    ADAPTED,
     LayersByKind,
     compute_layers_by_kind,
     compute_parameter_bytes,
@@ -47,6 +48,7 @@ from stepsplit.analyzer.model.parameters import (
     count_expert_layer,
     count_layer_weights,
     count_stage_parameters,
+    select_trained,
 )
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
 from stepsplit.analyzer.model.rank_layout import StageConfig, list_stages
@@ -104,20 +106,19 @@ def _explain_states(job: JobConfig, memory: StageMemory) -> Explanation:
             "o", "bytes of optimizer states per parameter", bytes_per_parameter.optimizer, "bytes"
         ),
     )
-    rules = [_build_sixteen_byte_rule(job, params)]
+    formula, rules = bytes_per_parameter.formula, [_build_sixteen_byte_rule(job, params)]
     if job.training.optimizer == "adam":
         rules.append(_build_doubling_rule(job, memory))
+    note = _describe_sharding(job, params)
+    if job.training.lora_rank:
+        formula, rules, note = ADAPTED, rules[:1], ""
+        adapters = select_trained(job, params).total
+        symbols += (Symbol("A", "parameters of the rank's adapters", adapters, "parameters"),)
     what = f"weights, gradients and optimizer of a rank of stage {memory.stage}"
     differing_rules = select_differing(value, rules)
     return Explanation(
-        bytes_per_parameter.formula,
-        what,
-        symbols,
-        value,
-        "memory_bytes",
-        differing_rules,
-        _describe_sharding(job, params),
-    )
+        formula, what, symbols, value, "memory_bytes", differing_rules, note,
+    )  # fmt: skip
 
 
 def _describe_sharding(job: JobConfig, params: StageParameters) -> str:
@@ -155,6 +156,8 @@ def _build_sixteen_byte_rule(job: JobConfig, params: StageParameters) -> RuleOfT
         f" {bytes_per_parameter.weights} + {bytes_per_parameter.gradients} + "
         f"{bytes_per_parameter.optimizer} bytes"
     )
+    if recipe.lora_rank:
+        why = "frozen weights have neither gradients nor optimizer states"
     rule = f"16 bytes per parameter (2 + 2 + 12){spread}"
     return RuleOfThumb(rule, value, why, ("sixteen-bytes",))
 
@@ -198,6 +201,7 @@ _ACTIVATION_MEANINGS = {
     "masks": "dropout masks",
     "mlp": "the MLP",
     "routed": "experts and router",
+    "adapters": "inputs of the adapters' second matrices",
 }
 """Fields of LayerActivations."""
 
@@ -389,29 +393,39 @@ def _explain_flops(job: JobConfig, prediction: Prediction) -> Explanation:
         Symbol("h", "hidden size", model.hidden),
         Symbol("V", "vocabulary, padded", job.padded_vocab),
     ]
-    note = _describe_products(model)
+    note = _describe_products(job)
     if note:
         meaning = "weights of all layers that one token is multiplied with"
         symbols.append(Symbol("W", meaning, count_layer_weights(model), "parameters"))
+    if 0 < model.window < recipe.seq_len:
+        keys = model.count_attended_keys(recipe.seq_len) / 2
+        symbols.append(Symbol("k", "mean number of keys of a query, over windows", keys))
     return Explanation(
         CONVENTIONS[cast(Convention, prediction.convention)], "model FLOPs of a step, all ranks",
         tuple(symbols), value, "flops", select_differing(value, [rule]), note,
     )  # fmt: skip
 
 
-def _describe_products(model: ModelConfig) -> str:
-    """The form of C1 for layers that are not GPT's; empty for GPT."""
+def _describe_products(job: JobConfig) -> str:
+    """The form of C1 for layers that are not GPT's or have adapters; empty for GPT."""
+    model, passes = job.model, 4 if job.training.lora_rank else 6
     gpt = replace(
         model, gated=False, experts=None, latent=None, ffn=4 * model.hidden,
         kv_heads=model.heads, head_size=model.hidden // model.heads,
     )  # fmt: skip
-    if model == gpt:
+    is_windowed = 0 < model.window < job.training.seq_len
+    if model == gpt and not job.training.lora_rank and not is_windowed:
         return ""
-    core, widths = "12 L s a d), a d", model.heads * model.head_size
+    keys = "24 L k" if is_windowed else "12 L s"
+    core, widths = f"{keys} a d), a d", model.heads * model.head_size
     if model.latent is not None:
+        keys = "12 L k" if is_windowed else "6 L s"
         widths = model.heads * (model.latent.nope + model.latent.rope + model.latent.value)
-        core = "6 L s a (d_k + d_v)), a (d_k + d_v)"
-    return f"that is for GPT layers; here B s (6 W + 6 h V + {core} = {widths:,}"
+        core = f"{keys} a (d_k + d_v)), a (d_k + d_v)"
+    products = f"B s ({passes} W + {passes} h V + {core} = {widths:,}"
+    if job.training.lora_rank:
+        products += "; frozen weights have no gradient, and adapters are not counted"
+    return f"that is for GPT layers; here {products}"
 
 
 def _explain_mfu(job: JobConfig, prediction: Prediction, value: float) -> Explanation:
@@ -442,10 +456,13 @@ def _explain_recompute(job: JobConfig, prediction: Prediction) -> Explanation:
         Symbol("F_h", "FLOPs with recomputation", prediction.hardware_flops, "flops"),
     )
     is_full = job.training.recompute in FULL_RECOMPUTE
+    backward = "two forwards: 4 instead of 3"
+    if job.training.lora_rank:
+        backward = "about one, as frozen weights have no gradients: 3 instead of 2"
     rule = RuleOfThumb(
         "recomputing doubles the compute",
         2.0,
-        "only the forward pass is repeated, and a backward pass costs two forwards: 4 instead of 3"
+        f"only the forward pass is repeated, and a backward pass costs {backward}"
         if is_full
         else "only the attention core is recomputed",
         ("recompute-all",),

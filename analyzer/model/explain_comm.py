@@ -23,7 +23,11 @@ from stepsplit.analyzer.model.formulas import (
     Unit,
     select_differing,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_stage_parameters,
+    select_trained,
+)
 from stepsplit.analyzer.model.prediction import Communication, Prediction
 from stepsplit.analyzer.model.rank_layout import (
     GroupPlacement,
@@ -355,9 +359,15 @@ def _list_gradient_symbols(job: JobConfig, params: StageParameters) -> tuple[Sym
             ),
             Symbol("N_e", "ranks with the same experts", layout.expert_dp),
         )
+    trained, meaning = select_trained(job, params).dense, "parameters of the rank, before sharding"
+    whole = Symbol("P", meaning, params.dense, "parameters")
+    if job.training.lora_rank and not job.is_fsdp:
+        whole = Symbol("P", f"trained {meaning}", trained, "parameters")
+    elif job.training.lora_rank:
+        experts += (Symbol("A", "those of adapters, with gradients: g A", trained, "parameters"),)
     return (
         Symbol("N", "ranks of the sharding or gradient reduction", ranks),
-        Symbol("P", "parameters of the rank, before sharding", params.dense, "parameters"),
+        whole,
         *experts,
         Symbol("g", "bytes of a gradient in the reduction", job.training.gradient_bytes, "bytes"),
     )

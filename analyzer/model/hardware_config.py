@@ -151,7 +151,7 @@ _SPREAD_KEYS = ("jitter", "jitter_per_layer", "error")
 MAX_SPREAD = 10.0
 """Largest relative variation of step times, and largest error, that a file may state."""
 
-_FRACTIONS = ("gemm", "gemm_fp8", "attention", "unfused_attention", "memory")
+_FRACTIONS = ("gemm", "gemm_fp8", "gemm_nvfp4", "attention", "unfused_attention", "memory")
 
 _MIN_FRACTION = 1e-6
 

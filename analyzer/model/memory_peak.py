@@ -283,7 +283,7 @@ class TorchStep:
         copied = self._head
         if self.chunk.recompute_bytes:
             logits = round(saved * LOGITS_FORWARD)
-            weights = self._count_weights_bytes(self._layer_matrices + self._head)
+            weights = self._count_weights_bytes(self._cached_layers + self._head)
             yield Moment("logits", held, weights + logits, missing)
         else:
             copied += self._layer_matrices
@@ -348,6 +348,11 @@ class TorchStep:
         outside = self.parameters.embedding + self.parameters.head + self.parameters.final_norm
         outside += self.parameters.experts if has_fp32_experts(self.job) else 0
         return self.parameters.total - outside
+
+    @property
+    def _cached_layers(self) -> int:
+        """Those whose copies autocast keeps for the whole forward: of weights that are trained."""
+        return 0 if self.job.training.lora_rank else self._layer_matrices
 
     @property
     def _copied_layers(self) -> int:

@@ -24,9 +24,11 @@ from stepsplit.analyzer.model.config import (
     JobConfig,
     LatentAttention,
     TrainingConfig,
+    UnfusedPart,
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
+    Adapter,
     StageParameters,
     list_attention_adapters,
     list_mlp_adapters,
@@ -230,7 +232,8 @@ def compute_states(job: JobConfig, parameters: StageParameters) -> States:
 
 ADAPTED = Formula(
     "memory.states_lora",
-    "w P for the frozen weights, sharded over N by ZeRO-3, and all states of the adapters",
+    "w P for the frozen weights, sharded over N by ZeRO-3, and (w + g + o) A for A parameters of"
+    " adapters, sharded as those of a model that is trained whole",
     "Hu et al., LoRA, arXiv:2106.09685, section 4.2",
 )
 
@@ -429,7 +432,7 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
         # Experts read what the norm returns in fp32; a dense MLP casts it twice.
         saved = replace(saved, norm_output=saved.norm_output - 1.0)
     return LayerActivations(
-        norms=_compute_norms(job, saved, pairs),
+        norms=_compute_norms(job, saved, pairs, expert),
         heads=_compute_heads(job, saved),
         attention=_compute_attention(job, saved),
         masks=2 * MASK_BYTES * count_hidden(job) if job.training.dropout else 0,
@@ -444,12 +447,14 @@ def _compute_adapters(job: JobConfig, expert: bool) -> int:
     """The inputs of the second matrices of a layer's adapters."""
     if not job.training.lora_rank:
         return 0
-    experts, ffn = job.model.experts, job.model.ffn
-    if expert and experts is not None:
-        ffn = experts.shared_ffn
-    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, ffn))
+    adapters = (*list_attention_adapters(job), *_find_mlp_adapters(job, expert))
     count = sum(one.count for one in adapters)
     return job.tokens * count * job.training.lora_rank * job.training.activation_bytes
+
+
+def _find_mlp_adapters(job: JobConfig, expert: bool) -> tuple[Adapter, ...]:
+    experts = job.model.experts if expert else None
+    return list_mlp_adapters(job, experts.shared_ffn if experts is not None else job.model.ffn)
 
 
 def _is_gpt(job: JobConfig) -> bool:
@@ -467,7 +472,8 @@ def select_saved_bytes(job: JobConfig) -> SavedBytes:
         training.recompute_parts,
         is_latent,
     )
-    saved = saved if training.unfused is None else _replace_unfused(job, saved)
+    unfused = find_known_unfused(job)
+    saved = saved if unfused is None else _replace_unfused(job, saved, unfused)
     if training.lora_rank and _is_norm_unfused(job) and saved.norm_input:
         # The normalized input, which only the gradient of the norm's weight needs.
         normalized = 4.0 if is_autocast(job) else 2.0
@@ -499,18 +505,42 @@ def _count_activation_bytes(job: JobConfig, input_bytes: float) -> float:
     return input_bytes
 
 
-def _replace_unfused(job: JobConfig, saved: SavedBytes) -> SavedBytes:
-    """What is saved by the parts that the job states as unfused, and by the others fused.
+def find_known_unfused(job: JobConfig) -> frozenset[UnfusedPart] | None:
+    """The parts that the job states as unfused; None if it states nothing, but of clamped SwiGLU,
+    which programs other than torch's are taken not to fuse (elementwise.CLAMPED)."""
+    training = job.training
+    if training.unfused is None and is_clamped(job) and training.framework not in TORCH_FRAMEWORKS:
+        return frozenset({"activation"})
+    return training.unfused
+
+
+def is_clamped(job: JobConfig) -> bool:
+    """Whether the activation is SwiGLU with clamps."""
+    return job.model.activation == "swiglu-clamped"
+
+
+CLAMPED_SAVED = 10.0
+"""What its single operations save per element, besides their input and the result: the clamped gate
+and its sigmoid, their product, the other half plus one, and the result before the router's weight
+(tests/model/test_eager_layers.py)."""
+
+
+def _replace_unfused(
+    job: JobConfig, saved: SavedBytes, unfused: frozenset[UnfusedPart]
+) -> SavedBytes:
+    """What is saved by parts that are not fused, and by the others fused.
 
     An RMS norm of torch operations saves an fp32 copy of its input, a gated activation silu(gate),
     a softmax its scores in fp32 beside the 16-bit ones.
     """
-    unfused, changed = job.training.unfused or frozenset(), dict[str, Any]()
+    changed = dict[str, Any]()
     if job.model.norm == "rms" and saved.norm_input:
         input_bytes = 4.0 if is_autocast(job) else 2.0
         changed["norm_input"] = input_bytes + (4.0 if "norms" in unfused else 0.0)
     if job.model.gated:
-        changed["mlp_gate"] = 2.0 if "activation" in unfused else 0.0
+        gate_bytes = CLAMPED_SAVED if is_clamped(job) else 2.0
+        is_kept = "activation" in unfused - job.training.recompute_parts
+        changed["mlp_gate"] = gate_bytes if is_kept else 0.0
     if saved.scores:
         changed["scores"] = 6.0 if "softmax" in unfused else 2.0
     return replace(saved, **changed)
@@ -590,7 +620,7 @@ SAVED_INPUT_RATIOS: Mapping[GemmDtype, float] = {"fp8": 1 / 2, "nvfp4": (0.5 + 1
 """Bytes of an input of a GEMM that is kept in 8 or 4 bits, with its scales, over those in 16."""
 
 
-def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
+def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int, expert: bool) -> int:
     """Inputs and outputs of both norms, and other tensors of the hidden size; in a parallel block
     both norms have the same input.
 
@@ -599,7 +629,8 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int) -> int:
     """
     outputs = 2.0 * _compute_input_ratio(job, saved)
     if job.training.lora_rank:
-        outputs = 1.0 * len({"qkv", "mlp"} & job.training.lora_targets)
+        adapted = ("qkv" in job.training.lora_targets) + bool(_find_mlp_adapters(job, expert))
+        outputs, gathers = 1.0 * adapted, min(gathers, adapted)
     if job.parallel.sequence_split > 1 and not is_gathered_again(job):
         width = 0.5 if is_gathered_in_fp8(job) else 1.0
         outputs += gathers * (width * job.parallel.sequence_split - 1)
@@ -661,12 +692,18 @@ def _compute_mlp(job: JobConfig, saved: SavedBytes, ffn: int) -> int:
 
 def _compute_mlp_unit_bytes(job: JobConfig, saved: SavedBytes) -> float:
     """Bytes saved per token and unit of width."""
+    first = _compute_first_bytes(job, saved)
+    if job.training.lora_rank and "mlp" not in job.training.lora_targets:
+        return first
+    return first + saved.mlp_second * _compute_input_ratio(job, saved) * _compute_scale(job)
+
+
+def _compute_first_bytes(job: JobConfig, saved: SavedBytes) -> float:
+    """Those of the outputs of the first GEMMs."""
     first = 2 * saved.mlp_first + saved.mlp_gate if job.model.gated else saved.mlp_first
     if job.training.fp8_activations and job.training.dtype == "fp8":
         first /= 2
-    if job.training.lora_rank and "mlp" not in job.training.lora_targets:
-        return first * _compute_scale(job)
-    return (first + saved.mlp_second * _compute_input_ratio(job, saved)) * _compute_scale(job)
+    return first * _compute_scale(job)
 
 
 def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
@@ -677,8 +714,14 @@ def _compute_routed(job: JobConfig, saved: SavedBytes, experts: Experts) -> int:
     copies = job.tokens * experts.top_k / job.parallel.sequence_split
     known = load_coefficients(job.training.framework).saved
     hidden = HALF_BYTES * _compute_input_ratio(job, known) * job.model.hidden
-    hidden *= 2 if saved.routed_output else 1
-    inside = experts.ffn / job.parallel.expert_tp * _compute_mlp_unit_bytes(job, saved)
+    unit_bytes = _compute_first_bytes(job, saved)
+    if job.training.lora_rank:
+        # Frozen experts need no inputs of their GEMMs.
+        hidden *= saved.routed_output
+    else:
+        hidden *= 2 if saved.routed_output else 1
+        unit_bytes = _compute_mlp_unit_bytes(job, saved)
+    inside = experts.ffn / job.parallel.expert_tp * unit_bytes
     router = 4.0 * experts.count * job.tokens / job.parallel.sequence_split
     width = FP32_EXPERTS if has_fp32_experts(job) else 1
     return round(copies * width * (hidden * _compute_scale(job) + inside) + router)

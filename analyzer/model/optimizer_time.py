@@ -18,7 +18,12 @@ from stepsplit.analyzer.model.memory_states import (
     count_updated_bytes,
     uses_foreach,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, select_trained
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    list_attention_adapters,
+    list_mlp_adapters,
+    select_trained,
+)
 
 # The update of the states, and their way to the host and back.
 
@@ -112,6 +117,8 @@ def compute_orthogonalization_ns(
     norms are updated by Adam.
     """
     dense, with_experts = parameters.dense_layers, parameters.expert_layers
+    if job.training.lora_rank:
+        return _divide_matrices(speed, _list_adapters(job, parameters), job.parallel.shard_size)
     own = [(one, dense + with_experts) for one in list_attention_gemms(job)]
     own += [(one, dense) for one in list_mlp_gemms(job, job.model.ffn)]
     routed: list[tuple[Gemm, int]] = []
@@ -122,6 +129,21 @@ def compute_orthogonalization_ns(
     return _divide_matrices(speed, own, job.parallel.shard_size) + _divide_matrices(
         speed, routed, job.parallel.expert_shards
     )
+
+
+def _list_adapters(job: JobConfig, parameters: StageParameters) -> list[tuple[Gemm, int]]:
+    """The matrices of adapters, and how many of each a rank has."""
+    experts = job.model.experts
+    shared_ffn = experts.shared_ffn if experts is not None else 0
+    layers = parameters.dense_layers + parameters.expert_layers
+    adapters = [(one, layers) for one in list_attention_adapters(job)]
+    adapters += [(one, parameters.dense_layers) for one in list_mlp_adapters(job, job.model.ffn)]
+    adapters += [(one, parameters.expert_layers) for one in list_mlp_adapters(job, shared_ffn)]
+    return [
+        (Gemm(job.tokens, *shape), count)
+        for one, count in adapters
+        for shape in one.list_matrices(job.training.lora_rank)
+    ]
 
 
 def _divide_matrices(

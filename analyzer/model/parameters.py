@@ -210,43 +210,53 @@ ADAPTERS = Formula(
     "parameters.adapters",
     "r (inputs + outputs) of each linear layer with an adapter, of which tp divides what it divides"
     " of the layer; torch frameworks have one for each of queries, keys, values, gate and up"
-    " projection, Megatron-LM one for those that it computes together",
+    " projection, Megatron-LM one for those that it computes together, and tp divides all of it",
     "Hu et al., LoRA, arXiv:2106.09685, section 4.1; huggingface/peft; NVIDIA-NeMo/Megatron-Bridge,"
-    " peft/lora.py",
+    " peft/lora.py, peft/utils.py (ParallelLinearAdapter)",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank adapter on a tp rank: to count linear layers of the same input."""
+    """A low-rank adapter on a tp rank: to count linear layers of the same input, which are column-
+    or row-parallel; split ranks divide its other matrix."""
 
     inputs: int
     outputs: int
+    split: int
     count: int = 1
+    is_row: bool = False
+
+    def list_matrices(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Outputs and inputs of its two matrices, to the rank and back."""
+        if self.is_row:
+            return (self.count * rank, self.inputs), (divide_ceil(self.outputs, self.split), rank)
+        return (divide_ceil(self.count * rank, self.split), self.inputs), (self.outputs, rank)
 
     def count_parameters(self, rank: int) -> int:
-        """Its parameters: a matrix from the inputs to the rank for each layer, and one back."""
-        return rank * (self.count * self.inputs + self.outputs)
+        """The parameters of both."""
+        return sum(outputs * inputs for outputs, inputs in self.list_matrices(rank))
 
 
 def list_attention_adapters(job: JobConfig) -> tuple[Adapter, ...]:
     """Lists the adapters of a layer's attention on one rank."""
     model, tp, targets = job.model, job.parallel.tp, job.training.lora_targets
     heads, latent, adapters = divide_ceil(model.heads, tp), model.latent, list[Adapter]()
+    split = _find_adapter_split(job)
     if "qkv" in targets and latent is None:
         keys_values = 2 * divide_ceil(model.kv_heads, tp) * model.head_size
         outputs = heads * model.head_size + keys_values
-        adapters.append(Adapter(model.hidden, outputs, 3 if _is_split(job) else 1))
+        adapters.append(Adapter(model.hidden, outputs, split, 3 if _is_split(job) else 1))
     if "qkv" in targets and latent is not None:
         query_inputs = latent.query_rank or model.hidden
         if latent.query_rank:
-            adapters.append(Adapter(model.hidden, latent.query_rank))
-        adapters.append(Adapter(query_inputs, heads * (latent.nope + latent.rope)))
-        adapters.append(Adapter(model.hidden, latent.kv_rank + latent.rope))
-        adapters.append(Adapter(latent.kv_rank, heads * (latent.nope + latent.value)))
+            adapters.append(Adapter(model.hidden, latent.query_rank, split))
+        adapters.append(Adapter(query_inputs, heads * (latent.nope + latent.rope), split))
+        adapters.append(Adapter(model.hidden, latent.kv_rank + latent.rope, split))
+        adapters.append(Adapter(latent.kv_rank, heads * (latent.nope + latent.value), split))
     if "output" in targets:
         size = model.head_size if latent is None else latent.value
-        adapters.append(Adapter(heads * size, model.hidden))
+        adapters.append(Adapter(heads * size, model.hidden, split, is_row=True))
     return tuple(adapters)
 
 
@@ -255,13 +265,19 @@ def list_mlp_adapters(job: JobConfig, ffn: int) -> tuple[Adapter, ...]:
     if "mlp" not in job.training.lora_targets or not ffn:
         return ()
     width, gates = divide_ceil(ffn, job.parallel.tp), 2 if job.model.gated else 1
-    first = Adapter(job.model.hidden, gates * width, gates if _is_split(job) else 1)
-    return first, Adapter(width, job.model.hidden)
+    split, count = _find_adapter_split(job), gates if _is_split(job) else 1
+    first = Adapter(job.model.hidden, gates * width, split, count)
+    return first, Adapter(width, job.model.hidden, split, is_row=True)
 
 
 def _is_split(job: JobConfig) -> bool:
     """Whether queries, keys and values are linear layers of their own, as gate and up are."""
     return job.training.framework in TORCH_FRAMEWORKS
+
+
+def _find_adapter_split(job: JobConfig) -> int:
+    """Ranks that divide also the matrix of an adapter whose outer side the layer keeps whole."""
+    return 1 if _is_split(job) else job.parallel.tp
 
 
 def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
@@ -467,8 +483,8 @@ def require_experts(model: ModelConfig) -> Experts:
 
 RECOMPUTE = Formula(
     "flops.recompute",
-    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, and the head once; with"
-    " early_stop without the last GEMM of each MLP",
+    "hardware FLOPs / model FLOPs; every layer recomputed: (3 + 1)/3, of frozen weights"
+    " (2 + 1)/2, and the head once; with early_stop without the last GEMM of each MLP",
     "Narayanan et al., SC'21, arXiv:2104.04473, section 3.5 and eq. 3; Korthikanti et al.,"
     " arXiv:2205.05198, eq. 8",
 )

@@ -260,6 +260,7 @@ ORDER = (
     memory_peak.FSDP_STEP, memory_peak.UNREDUCED,
     memory.RESERVED,
     comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.FP8_GATHER, comm_ops.LOSS,
+    comm_ops.ADAPTED,
     comm_ops.CONTEXT_RING, comm_ops.CONTEXT_TORCH,
     comm_ops.GATHER, comm_ops.ULYSSES, comm_ops.EXPERT_ROUTING, comm_ops.ONCE_PER_RANK,
     comm_ops.PIPELINE,

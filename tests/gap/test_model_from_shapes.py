@@ -294,7 +294,7 @@ def adapt(base: Op, rank: int) -> tuple[Op, ...]:
         ({7, 8, 9}, ("mlp",)),
     ],
 )
-def test_adapters_are_told_from_the_layers_that_they_belong_to(
+def test_adapters_are_distinguished_from_the_layers_that_they_belong_to(
     tmp_path: Path, adapted: set[int], targets: tuple[str, ...] | None
 ) -> None:
     """Ranks of 2 beside widths of 8 to 44. The gradients are those of adapters alone."""

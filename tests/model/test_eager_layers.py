@@ -24,7 +24,7 @@ from stepsplit.analyzer.model.elementwise import (
     time_routing,
 )
 from stepsplit.analyzer.model.layer_time import count_routed_tokens
-from stepsplit.analyzer.model.memory_states import compute_layers_by_kind
+from stepsplit.analyzer.model.memory_states import CLAMPED_SAVED, compute_layers_by_kind
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -264,6 +264,22 @@ def check_moved(run: Any, inputs: tuple[Any, ...], moved: Moved) -> None:
     assert backward.moved / elements == pytest.approx(moved.backward, rel=0.04)
 
 
+def count_saved(run: Any, inputs: tuple[Any, ...]) -> float:
+    """Bytes per element of the result that its backward keeps beside the inputs."""
+    kept = dict[int, int]()
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        (made,) = list_tensors(run(*inputs))
+    for each in inputs:
+        kept.pop(each.untyped_storage().data_ptr(), None)
+    return float(sum(kept.values()) / made.numel())
+
+
 def run_clamped_swiglu(both: Any, weight: Any) -> Any:
     """gpt-oss's activation of an expert, weighted by the router."""
     gate, up = both.chunk(2, dim=-1)
@@ -282,6 +298,7 @@ def test_clamped_swiglu_and_biases_of_experts_move_what_torch_does() -> None:
     both = torch.randn(TOKENS, 2 * 512, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.rand(TOKENS, 1, requires_grad=True)
     check_moved(run_clamped_swiglu, (both, weight), CLAMPED_MOVED)
+    assert count_saved(run_clamped_swiglu, (both, weight)) == pytest.approx(CLAMPED_SAVED, rel=0.01)
     results = torch.randn(TOKENS, 512, dtype=torch.bfloat16, requires_grad=True)
     biases = [torch.zeros(512, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
     check_moved(add_expert_biases, (results, biases, weight), EXPERT_BIASES_MOVED)

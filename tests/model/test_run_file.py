@@ -677,3 +677,5 @@ preset = "h100-sxm"
     assert predict(still).split.skew_ns == 0
     with pytest.raises(DataError, match="gemm_fp8: 0 is not a valid number"):
         parse_job(text + "efficiency.gemm_fp8 = 0\n")
+    with pytest.raises(DataError, match=r"gemm_nvfp4: 81 .*0\.81"):
+        parse_job(text + "efficiency.gemm_nvfp4 = 81\n")

@@ -81,3 +81,16 @@ def test_full_every_needs_a_window() -> None:
     with pytest.raises(DataError, match=r"full_every \(2\) needs a window; give window"):
         parse_job(text)
     parse_job(text.replace("full_every = 2", "full_every = 2, window = 4096"))
+
+
+def test_a_ring_over_cp_has_no_windows() -> None:
+    text = """
+    model = { preset = "gpt-oss-20b" }
+    parallel = { cp = 2 }
+    training = { seq_len = 4096, micro_batch = 1, global_batch = 8 }
+    hardware = { preset = "h100-sxm" }
+    """
+    with pytest.raises(DataError, match=r"ring over cp \(2\) attends without windows; set context"):
+        parse_job(text)
+    parse_job(text.replace("cp = 2", 'cp = 2, context = "all-gather"'))
+    parse_job(text.replace("seq_len = 4096", "seq_len = 128"))

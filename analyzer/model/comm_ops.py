@@ -12,8 +12,7 @@ from stepsplit.analyzer.model.parameters import (
     count_vocabulary_parameters,
     divide_ceil,
     is_selective_by_op,
-    list_attention_adapters,
-    list_mlp_adapters,
+    list_adapters,
     require_experts,
     select_trained,
 )
@@ -194,12 +193,11 @@ ADAPTED = Formula(
 
 def _list_adapter_ops(job: JobConfig, stage: StageConfig) -> tuple[CommOp, ...]:
     """The calls of Megatron-LM's adapters (ADAPTED)."""
-    training, tp, experts = job.training, job.parallel.tp, job.model.experts
+    training, tp = job.training, job.parallel.tp
     if not training.lora_rank or training.framework in TORCH_FRAMEWORKS:
         return ()
-    adapters = list_attention_adapters(job) * (stage.dense_layers + stage.expert_layers)
-    adapters += list_mlp_adapters(job, job.model.ffn) * stage.dense_layers
-    adapters += list_mlp_adapters(job, experts.shared_ffn if experts else 0) * stage.expert_layers
+    adapters = list_adapters(job) * stage.dense_layers
+    adapters += list_adapters(job, expert=True) * stage.expert_layers
     rows = sum(one.is_row for one in adapters)
     columns, hidden = len(adapters) - rows, count_hidden_bytes(job)
     narrow = job.tokens * training.lora_rank * training.activation_bytes

@@ -46,8 +46,7 @@ from stepsplit.analyzer.model.parameters import (
     compute_stopped_share,
     divide_ceil,
     is_selective_by_op,
-    list_attention_adapters,
-    list_mlp_adapters,
+    list_adapters,
 )
 from stepsplit.analyzer.model.rank_layout import Chunk, count_rerun_layers
 
@@ -294,7 +293,7 @@ def compute_launch_time(job: JobConfig, layers: int, expert_layers: int = 0) -> 
         return LayerPass(0.0, 0.0, 0.0)
     experts_launched = (EXPERT_LAUNCHES - 1) * expert_layers
     launched: float = experts_launched if graph == "layers" else layers + experts_launched
-    if graph == "none" and job.training.lora_rank:
+    if graph == "none":
         launched += ADAPTER_LAUNCHES * _count_adapters(job, layers - expert_layers, expert_layers)
     layer_ns = (job.hardware.efficiency.host_ns or select_framework_costs(job).host_ns) * launched
     recompute_ns = 0.0 if job.training.recompute in ("none", "selective") else layer_ns
@@ -308,12 +307,9 @@ Llama forward, and 31 to the 69 backward."""
 
 def _count_adapters(job: JobConfig, dense_layers: int, expert_layers: int) -> int:
     """Adapters of so many layers."""
-    experts = job.model.experts
-    attention = sum(one.count for one in list_attention_adapters(job))
-    dense = sum(one.count for one in list_mlp_adapters(job, job.model.ffn))
-    shared_ffn = experts.shared_ffn if experts is not None else 0
-    mixture = sum(one.count for one in list_mlp_adapters(job, shared_ffn))
-    return dense_layers * (attention + dense) + expert_layers * (attention + mixture)
+    dense = sum(one.count for one in list_adapters(job))
+    mixture = sum(one.count for one in list_adapters(job, expert=True))
+    return dense_layers * dense + expert_layers * mixture
 
 
 def compute_host_wait(device: LayerPass, host: LayerPass, is_cpu: bool = False) -> LayerPass:
@@ -384,10 +380,7 @@ def time_dense_layer(job: JobConfig, speed: DeviceSpeed) -> LayerPass:
         again_ns += time_activation(job, speed, activations)
     gemms = (*list_attention_gemms(job), *mlp)
     layer = _time_layer(job, speed, gemms, activations) + LayerPass(0.0, again_ns, 0.0)
-    if not job.training.lora_rank:
-        return layer
-    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, job.model.ffn))
-    return layer + _time_adapters(job, speed, adapters)
+    return layer + _time_adapters(job, speed, list_adapters(job))
 
 
 def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> LayerPass:
@@ -409,10 +402,7 @@ def time_expert_layer(job: JobConfig, speed: DeviceSpeed, experts: Experts) -> L
         again_ns += sum(each.compute_forward_ns(speed) for each in experts_again)
         again_ns += routing.forward_ns + time_activation(job, speed, activations + shared)
     layer += LayerPass(routing.forward_ns, routing.backward_ns + again_ns, 0.0)
-    if not job.training.lora_rank:
-        return layer
-    adapters = (*list_attention_adapters(job), *list_mlp_adapters(job, experts.shared_ffn))
-    return layer + _time_adapters(job, speed, adapters)
+    return layer + _time_adapters(job, speed, list_adapters(job, expert=True))
 
 
 def _time_parts(job: JobConfig, speed: DeviceSpeed, activations: float) -> float:

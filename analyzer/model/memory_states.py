@@ -28,9 +28,8 @@ from stepsplit.analyzer.model.config import (
 )
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.parameters import (
-    Adapter,
     StageParameters,
-    list_attention_adapters,
+    list_adapters,
     list_mlp_adapters,
     select_trained,
 )
@@ -445,16 +444,8 @@ def compute_layer_activations(job: JobConfig, expert: bool = False) -> LayerActi
 
 def _compute_adapters(job: JobConfig, expert: bool) -> int:
     """The inputs of the second matrices of a layer's adapters."""
-    if not job.training.lora_rank:
-        return 0
-    adapters = (*list_attention_adapters(job), *_find_mlp_adapters(job, expert))
-    count = sum(one.count for one in adapters)
+    count = sum(one.count for one in list_adapters(job, expert))
     return job.tokens * count * job.training.lora_rank * job.training.activation_bytes
-
-
-def _find_mlp_adapters(job: JobConfig, expert: bool) -> tuple[Adapter, ...]:
-    experts = job.model.experts if expert else None
-    return list_mlp_adapters(job, experts.shared_ffn if experts is not None else job.model.ffn)
 
 
 def _is_gpt(job: JobConfig) -> bool:
@@ -629,7 +620,7 @@ def _compute_norms(job: JobConfig, saved: SavedBytes, gathers: int, expert: bool
     """
     outputs = 2.0 * _compute_input_ratio(job, saved)
     if job.training.lora_rank:
-        adapted = ("qkv" in job.training.lora_targets) + bool(_find_mlp_adapters(job, expert))
+        adapted = ("qkv" in job.training.lora_targets) + bool(list_mlp_adapters(job, expert))
         outputs, gathers = 1.0 * adapted, min(gathers, adapted)
     if job.parallel.sequence_split > 1 and not is_gathered_again(job):
         width = 0.5 if is_gathered_in_fp8(job) else 1.0

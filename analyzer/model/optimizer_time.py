@@ -18,12 +18,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_updated_bytes,
     uses_foreach,
 )
-from stepsplit.analyzer.model.parameters import (
-    StageParameters,
-    list_attention_adapters,
-    list_mlp_adapters,
-    select_trained,
-)
+from stepsplit.analyzer.model.parameters import StageParameters, list_adapters, select_trained
 
 # The update of the states, and their way to the host and back.
 
@@ -118,7 +113,9 @@ def compute_orthogonalization_ns(
     """
     dense, with_experts = parameters.dense_layers, parameters.expert_layers
     if job.training.lora_rank:
-        return _divide_matrices(speed, _list_adapters(job, parameters), job.parallel.shard_size)
+        return _divide_matrices(
+            speed, _list_adapter_matrices(job, parameters), job.parallel.shard_size
+        )
     own = [(one, dense + with_experts) for one in list_attention_gemms(job)]
     own += [(one, dense) for one in list_mlp_gemms(job, job.model.ffn)]
     routed: list[tuple[Gemm, int]] = []
@@ -131,14 +128,10 @@ def compute_orthogonalization_ns(
     )
 
 
-def _list_adapters(job: JobConfig, parameters: StageParameters) -> list[tuple[Gemm, int]]:
+def _list_adapter_matrices(job: JobConfig, parameters: StageParameters) -> list[tuple[Gemm, int]]:
     """The matrices of adapters, and how many of each a rank has."""
-    experts = job.model.experts
-    shared_ffn = experts.shared_ffn if experts is not None else 0
-    layers = parameters.dense_layers + parameters.expert_layers
-    adapters = [(one, layers) for one in list_attention_adapters(job)]
-    adapters += [(one, parameters.dense_layers) for one in list_mlp_adapters(job, job.model.ffn)]
-    adapters += [(one, parameters.expert_layers) for one in list_mlp_adapters(job, shared_ffn)]
+    adapters = [(one, parameters.dense_layers) for one in list_adapters(job)]
+    adapters += [(one, parameters.expert_layers) for one in list_adapters(job, expert=True)]
     return [
         (Gemm(job.tokens, *shape), count)
         for one, count in adapters

@@ -238,8 +238,14 @@ class Adapter:
         return sum(outputs * inputs for outputs, inputs in self.list_matrices(rank))
 
 
-def list_attention_adapters(job: JobConfig) -> tuple[Adapter, ...]:
-    """Lists the adapters of a layer's attention on one rank."""
+def list_adapters(job: JobConfig, expert: bool = False) -> tuple[Adapter, ...]:
+    """Lists the adapters of a layer on one rank; none without LoRA."""
+    if not job.training.lora_rank:
+        return ()
+    return (*_list_attention_adapters(job), *list_mlp_adapters(job, expert))
+
+
+def _list_attention_adapters(job: JobConfig) -> tuple[Adapter, ...]:
     model, tp, targets = job.model, job.parallel.tp, job.training.lora_targets
     heads, latent, adapters = divide_ceil(model.heads, tp), model.latent, list[Adapter]()
     split = _find_adapter_split(job)
@@ -260,8 +266,10 @@ def list_attention_adapters(job: JobConfig) -> tuple[Adapter, ...]:
     return tuple(adapters)
 
 
-def list_mlp_adapters(job: JobConfig, ffn: int) -> tuple[Adapter, ...]:
-    """Lists the adapters of an MLP of width ffn on one rank."""
+def list_mlp_adapters(job: JobConfig, expert: bool) -> tuple[Adapter, ...]:
+    """Lists the adapters of a layer's MLP, or of the shared expert beside routed ones."""
+    experts = job.model.experts if expert else None
+    ffn = experts.shared_ffn if experts is not None else job.model.ffn
     if "mlp" not in job.training.lora_targets or not ffn:
         return ()
     width, gates = divide_ceil(ffn, job.parallel.tp), 2 if job.model.gated else 1
@@ -282,13 +290,12 @@ def _find_adapter_split(job: JobConfig) -> int:
 
 def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
     """Selects those of a rank's parameters that are trained: all, or those of its adapters."""
-    rank, experts = job.training.lora_rank, job.model.experts
+    rank = job.training.lora_rank
     if not rank:
         return params
-    attention = _count_adapters(list_attention_adapters(job), rank)
-    dense = _count_adapters(list_mlp_adapters(job, job.model.ffn), rank)
-    shared = experts.shared_ffn if experts is not None else 0
-    mixture = _count_adapters(list_mlp_adapters(job, shared), rank)
+    attention = _count_adapters(_list_attention_adapters(job), rank)
+    dense = _count_adapters(list_mlp_adapters(job, expert=False), rank)
+    mixture = _count_adapters(list_mlp_adapters(job, expert=True), rank)
     total = params.dense_layers * (attention + dense)
     total += params.expert_layers * (attention + mixture)
     return replace(

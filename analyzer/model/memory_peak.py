@@ -36,6 +36,7 @@ from stepsplit.analyzer.model.memory_states import (
 )
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
+    count_updated_parameters,
     count_vocabulary_parameters,
     select_trained,
 )
@@ -834,12 +835,11 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """Working memory of the optimizer step: the root of a moment of lists of tensors, an fp32 copy
     of Megatron-LM's gradients in 16 bits."""
-    layout, trained = job.parallel, select_trained(job, parameters)
-    updated = trained.dense / layout.shard_size + trained.experts / layout.expert_shards
+    trained, updated = select_trained(job, parameters), count_updated_parameters(job, parameters)
     working_bytes = round(compute_parameter_bytes(job.training).gradient_copy * updated)
     if uses_foreach(job.training):
         each_bytes = count_moments_bytes(job.training) / 2
-        working_bytes += round(each_bytes * trained.total / layout.shard_size)
+        working_bytes += round(each_bytes * trained.total / job.parallel.shard_size)
     return working_bytes + _count_bucket_bytes(job) * trained.total
 
 

@@ -18,7 +18,12 @@ from stepsplit.analyzer.model.memory_states import (
     count_updated_bytes,
     uses_foreach,
 )
-from stepsplit.analyzer.model.parameters import StageParameters, list_adapters, select_trained
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_updated_parameters,
+    list_adapters,
+    select_trained,
+)
 
 # The update of the states, and their way to the host and back.
 
@@ -39,12 +44,6 @@ FOREACH = Formula(
     " and moment)",
     "pytorch/pytorch, torch/optim/adam.py, _multi_tensor_adam",
 )
-
-
-def count_updated_parameters(job: JobConfig, parameters: StageParameters) -> float:
-    """Parameters that one rank updates: its shard if ZeRO shards the optimizer states."""
-    trained = select_trained(job, parameters)
-    return trained.dense / job.parallel.shard_size + trained.experts / job.parallel.expert_shards
 
 
 def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:

@@ -293,9 +293,9 @@ def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
     rank = job.training.lora_rank
     if not rank:
         return params
-    attention = _count_adapters(_list_attention_adapters(job), rank)
-    dense = _count_adapters(list_mlp_adapters(job, expert=False), rank)
-    mixture = _count_adapters(list_mlp_adapters(job, expert=True), rank)
+    attention = _count_adapter_parameters(_list_attention_adapters(job), rank)
+    dense = _count_adapter_parameters(list_mlp_adapters(job, expert=False), rank)
+    mixture = _count_adapter_parameters(list_mlp_adapters(job, expert=True), rank)
     total = params.dense_layers * (attention + dense)
     total += params.expert_layers * (attention + mixture)
     return replace(
@@ -306,7 +306,13 @@ def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
     )  # fmt: skip
 
 
-def _count_adapters(adapters: tuple[Adapter, ...], rank: int) -> int:
+def count_updated_parameters(job: JobConfig, params: StageParameters) -> float:
+    """Counts the parameters that one rank updates: its shard if ZeRO shards optimizer states."""
+    trained = select_trained(job, params)
+    return trained.dense / job.parallel.shard_size + trained.experts / job.parallel.expert_shards
+
+
+def _count_adapter_parameters(adapters: tuple[Adapter, ...], rank: int) -> int:
     return sum(one.count_parameters(rank) for one in adapters)
 
 

@@ -46,12 +46,12 @@ from stepsplit.analyzer.model.layer_time import (
     time_expert_layer,
     time_pieces,
 )
-from stepsplit.analyzer.model.optimizer_time import (
-    compute_offload_ns,
-    compute_optimizer_ns,
+from stepsplit.analyzer.model.optimizer_time import compute_offload_ns, compute_optimizer_ns
+from stepsplit.analyzer.model.parameters import (
+    count_chunk_flops,
+    count_stage_parameters,
     count_updated_parameters,
 )
-from stepsplit.analyzer.model.parameters import count_chunk_flops, count_stage_parameters
 from stepsplit.analyzer.model.rank_layout import Chunk, list_stages
 
 UNIT = DeviceSpeed(

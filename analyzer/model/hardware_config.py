@@ -136,6 +136,8 @@ _RATE = PlausibleRange(1e8, 1e17, "FLOP/s", "TFLOP/s", 1e12)
 
 _LINK = PlausibleRange(1e6, 1e14, "bytes per second", "GB/s", 1e9)
 
+_HOST_UPDATE = PlausibleRange(1e8, 1e13, "bytes per second", "GB/s", 1e9)
+
 _MULTIPROCESSORS = PlausibleRange(1, 1e4, "multiprocessors")
 
 _CLOCK = PlausibleRange(0.05, 20, "times the family's speed")
@@ -183,6 +185,7 @@ def _check_units(
         ("multiprocessors", _MULTIPROCESSORS),
         ("clock", _CLOCK),
         ("nvls", _NVLS),
+        ("host_update_bytes_per_s", _HOST_UPDATE),
     ):
         _check_range(table, key, stated.get(key), plausible, mistakes)
 

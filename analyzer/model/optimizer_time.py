@@ -1,10 +1,12 @@
-"""Time of the optimizer step: the update of the states, Muon's GEMMs, and offloading."""
+"""Time of the optimizer step: the update of the states, Muon's GEMMs; and of offloading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig
+from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
+from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig, TrainingConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -14,8 +16,10 @@ from stepsplit.analyzer.model.layer_time import (
     list_mlp_gemms,
 )
 from stepsplit.analyzer.model.memory_states import (
+    compute_parameter_bytes,
     count_moments_bytes,
     count_updated_bytes,
+    find_sharding_stage,
     uses_foreach,
 )
 from stepsplit.analyzer.model.parameters import (
@@ -51,13 +55,11 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     if "optimizer" in job.training.offload:
         return 0.0
     count, training = count_updated_parameters(job, parameters), job.training
-    weight_bytes = count_updated_bytes(training)
-    states = weight_bytes + count_moments_bytes(training)
-    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
-    written = training.weight_bytes if is_copied and training.master_weights else 0
-    reads = (4 if training.clip_gradients else 1) * training.gradient_bytes
-    moved_bytes = count * (2 * states + reads + written)
+    moved_bytes = count * _count_moved_bytes(training)
+    if training.clip_gradients:
+        moved_bytes += count * 3 * training.gradient_bytes
     if uses_foreach(training):
+        weight_bytes = count_updated_bytes(training)
         beside = 2 * weight_bytes + training.gradient_bytes
         moved_bytes += count * (beside + 5 * count_moments_bytes(training))
     if training.framework in ("megatron", "nanotron"):
@@ -68,24 +70,111 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     return speed.compute_memory_ns(moved_bytes, 10) + orthogonalize_ns
 
 
+def _count_moved_bytes(training: TrainingConfig) -> int:
+    """Bytes per parameter that an update in one pass reads and writes."""
+    states = count_updated_bytes(training) + count_moments_bytes(training)
+    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
+    written = training.weight_bytes if is_copied and training.master_weights else 0
+    return 2 * states + training.gradient_bytes + written
+
+
 def list_optimizer_formulas(job: JobConfig) -> tuple[Formula, ...]:
     """The formulas of the optimizer step."""
+    if "optimizer" in job.training.offload:
+        return (HOST_UPDATE,)
     if job.training.optimizer == "muon":
         return (UPDATE, MUON)
     return (UPDATE, FOREACH) if uses_foreach(job.training) else (UPDATE,)
 
 
-def compute_offload_ns(job: JobConfig, parameters: StageParameters) -> float:
-    """Time to copy gradients to the host and weights back, once per step.
+# Offloading: the update on the host, and copies over the link to its memory.
 
-    Ren et al., ZeRO-Offload, arXiv:2101.06840, section 4.1: both in 16 bit. The host's update is
-    assumed to overlap them.
-    """
+HOST_UPDATE = Formula(
+    "step.host_update",
+    "idle: bytes that the update moves (30 per parameter for Adam) of all ranks of a node, over the"
+    " bandwidth of its processors; 6 times as long operation by operation",
+    "Ren et al., ZeRO-Offload, arXiv:2101.06840, table 4 (CPU-Adam and PyTorch's); 9 times with"
+    " torch 2.13 on two processors",
+)
+
+FOREACH_ON_HOST = 6.0
+
+TRANSFERS = Formula(
+    "step.transfers",
+    "copies of gradients to the host and of weights back, once; of saved activations and offloaded"
+    " parameters max(0, each direction's bytes / link - compute) of every pass",
+    "ZeRO-Offload, section 4.1; Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857, section 5.1",
+)
+
+
+def compute_host_update_ns(job: JobConfig, parameters: StageParameters) -> float:
+    """Time of the update on the host, during which the device is idle; 0 on the device."""
     if "optimizer" not in job.training.offload:
         return 0.0
+    moved_bytes = count_updated_parameters(job, parameters) * _count_moved_bytes(job.training)
+    if uses_foreach(job.training):
+        moved_bytes *= FOREACH_ON_HOST
+    ranks = min(job.parallel.world_size, job.hardware.gpus_per_node)
+    return moved_bytes * ranks / job.hardware.host_update_bytes_per_s * 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PassCopies:
+    """Bytes that one pass of one microbatch moves to the host and back, and what overlaps them."""
+
+    sent_bytes: float
+    loaded_bytes: float
+    compute_ns: float
+
+
+def compute_offload_ns(
+    job: JobConfig, parameters: StageParameters, passes: Iterable[PassCopies] = ()
+) -> float:
+    """Time of a step in which nothing but copies to or from the host runs (TRANSFERS).
+
+    Gradients and weights of an offloaded optimizer are copied once per step, in 16 bits; passes are
+    those of one microbatch.
+    """
     link = job.hardware.host
-    moved_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
-    return moved_bytes / (link.bytes_per_s * link.ring) * 1e9
+    bytes_per_ns = link.bytes_per_s * link.ring * 1e-9
+    once_bytes = 0.0
+    if "optimizer" in job.training.offload:
+        once_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
+    exposed_ns = sum(
+        max(0.0, max(each.sent_bytes, each.loaded_bytes) / bytes_per_ns - each.compute_ns)
+        for each in passes
+    )
+    return once_bytes / bytes_per_ns + count_rank_microbatches(job) * exposed_ns
+
+
+def list_pass_copies(
+    job: JobConfig,
+    parameters: StageParameters,
+    saved_bytes: int,
+    forward_ns: float,
+    backward_ns: float,
+) -> tuple[PassCopies, ...]:
+    """Copies of the forward and of the backward of a microbatch: offloaded activations, of which
+    saved_bytes are kept for the backward, and a rank's shards of parameters and gradients."""
+    offload, training = job.training.offload, job.training
+    saved = saved_bytes if "activations" in offload else 0
+    weights_bytes = gradients_bytes = 0.0
+    if "parameters" in offload:
+        weights_bytes = _count_shards(job, parameters) * training.weight_bytes
+        gradients_bytes = _count_shards(job, select_trained(job, parameters))
+        gradients_bytes *= compute_parameter_bytes(training).gradients
+    return (
+        PassCopies(saved, weights_bytes, forward_ns),
+        PassCopies(gradients_bytes, saved + weights_bytes, backward_ns),
+    )
+
+
+def _count_shards(job: JobConfig, parameters: StageParameters) -> float:
+    """The parameters of a rank, of those that it has before they are sharded."""
+    if find_sharding_stage(job) < 3:
+        return parameters.total
+    layout = job.parallel
+    return parameters.dense / layout.shard_size + parameters.experts / layout.expert_shards
 
 
 # Muon: the momentum of every matrix of the layers is made orthogonal.

@@ -278,6 +278,7 @@ ORDER = (
     layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
+    optimizer_time.HOST_UPDATE, optimizer_time.TRANSFERS,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
 )  # fmt: skip
 

@@ -26,11 +26,18 @@ from stepsplit.analyzer.model.layer_time import (
     compute_launch_time,
     select_framework_costs,
 )
-from stepsplit.analyzer.model.memory_states import count_updated_bytes, has_buckets
+from stepsplit.analyzer.model.memory_states import (
+    compute_stage_activations,
+    count_updated_bytes,
+    has_buckets,
+)
 from stepsplit.analyzer.model.optimizer_time import (
+    TRANSFERS,
+    compute_host_update_ns,
     compute_offload_ns,
     compute_optimizer_ns,
     list_optimizer_formulas,
+    list_pass_copies,
 )
 from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
@@ -180,7 +187,7 @@ def _build_split(
         p2p_ns=pipeline_comm_ns + sent_ns,
         bubble_ns=round(bubble_ns) - pipeline_comm_ns,
         copy_ns=round(stage.offload_ns),
-        idle_ns=round(m * stage.idle_ns - stage.idle_overlapped_ns),
+        idle_ns=round(m * stage.idle_ns - stage.idle_overlapped_ns + stage.host_update_ns),
         overlapped_ns=sum(round(each.time.ns) - each.exposed_ns for each in communication),
     )
 
@@ -201,7 +208,8 @@ class StageTime:
     communication and waits for the host. communication lists every message except the pipeline's;
     equal stages share that of the first.
     idle_overlapped_ns is the idle time of a step that overlaps communication which runs once per
-    step; optimizer_ns includes the copies around it.
+    step; optimizer_ns includes the copies around it. offload_ns are copies to and from the host,
+    host_update_ns the update there.
     """
 
     stage: StageConfig
@@ -211,6 +219,7 @@ class StageTime:
     communication: tuple[Communication, ...]
     optimizer_ns: float
     offload_ns: float
+    host_update_ns: float = 0.0
     idle_overlapped_ns: float = 0.0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
@@ -261,16 +270,35 @@ def compute_stage_time(
         idle=idle,
         communication=communication,
         optimizer_ns=compute_optimizer_ns(job, speed, parameters) + once_ns,
-        offload_ns=compute_offload_ns(job, parameters),
+        offload_ns=_time_copies(job, stage, parameters, passes),
+        host_update_ns=compute_host_update_ns(job, parameters),
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
             *speed.formulas,
             *_collect_formulas((*passes, *copies, *idle)),
             *(EXPOSED,) * bool(communication),
             *list_optimizer_formulas(job),
+            *(TRANSFERS,) * bool(job.training.offload),
             HOST,
         ),
     )
+
+
+def _time_copies(
+    job: JobConfig,
+    stage: StageConfig,
+    parameters: StageParameters,
+    passes: tuple[LayerPass, ...],
+) -> float:
+    """Time of a step in which nothing but copies to or from the host runs."""
+    if not job.training.offload:
+        return 0.0
+    forward_ns = sum(each.forward_ns for each in passes)
+    saved_bytes = compute_stage_activations(job, stage).saved_bytes * len(stage.chunks)
+    copies = list_pass_copies(
+        job, parameters, saved_bytes, forward_ns, _sum_ns(passes) - forward_ns
+    )
+    return compute_offload_ns(job, parameters, copies)
 
 
 def _collect_formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:

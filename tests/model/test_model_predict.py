@@ -17,6 +17,7 @@ from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.comm_measured import Rates
 from stepsplit.analyzer.model.confidence import (
     RUN_CONFIDENCES,
+    UPDATE_SHARE_LIMIT,
     RunConfidence,
     RunKind,
     StepBand,
@@ -291,9 +292,31 @@ def test_a_step_that_waits_for_its_launches_is_a_caveat() -> None:
     assert "waiting for launches takes much of the step" in predict(experts).notes[0]
 
 
-def test_offloaded_states_are_updated_on_the_host() -> None:
+def test_offloaded_states_are_updated_on_a_host_whose_rate_the_user_can_state() -> None:
     one = llama(ParallelConfig(tp=4), offload=frozenset({"optimizer"}))
-    assert doubts(one) == ["the update of offloaded optimizer states on the host is not modelled"]
+    step = predict(one).split
+    share = step.idle_ns / step.step_ns
+    assert share > UPDATE_SHARE_LIMIT
+    assert doubts(one) == [
+        f"updating optimizer states on the host takes {share:.0%} of the step, and hosts differ"
+    ]
+    known = replace(one, hardware=replace(one.hardware, host_update_bytes_per_s=2e11))
+    faster = predict(known)
+    assert faster.split.idle_ns == pytest.approx(step.idle_ns * 117 / 200)
+    assert (faster.confidence, faster.notes) == ("high", ())
+
+
+def test_a_short_update_on_the_host_leaves_a_medium_confidence() -> None:
+    one = llama(ParallelConfig(tp=4), offload=frozenset({"optimizer"}), global_batch=512)
+    (note,) = distances(one)
+    assert note.startswith("updating optimizer states on the host takes ")
+
+
+def test_copies_to_the_host_are_assumed_to_overlap() -> None:
+    one = llama(ParallelConfig(tp=4), offload=frozenset({"activations"}))
+    assert distances(one) == ["copies to the host are assumed to overlap the compute of a pass"]
+    to_nvme = replace(one, training=replace(one.training, offload_to="nvme"))
+    assert "copies to NVMe are timed as those to host memory" in doubts(to_nvme)
 
 
 def test_experts_over_efa_are_a_caveat() -> None:

@@ -141,8 +141,12 @@ def find_error_band(
 
 
 def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
+    """The band of the narrowest of the kinds with enough runs, else that of all. Doubtful runs of
+    other programs borrow from those of any program: they are off for reasons of their own."""
     min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
     wider = kind.list_wider()
+    if confidence == "low" and kind.program:
+        wider = (*wider[:-1], *replace(kind, program="").list_wider())
     for each in wider:
         band = known.get((each, confidence))
         if band is not None and band.runs >= min_runs and band.sources >= MIN_SOURCES:

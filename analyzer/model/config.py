@@ -441,6 +441,7 @@ class TrainingConfig:
         fused_loss: Whether the cross-entropy loss is fused. Default True.
         offload: States that are offloaded: "optimizer", "parameters", "activations". Default: none.
         offload_to: "cpu" (default) or "nvme".
+        offload_layers: Layers of a rank whose activations are offloaded; 0 (default) for all.
         attention_kernel: Kernel of fused attention; "" (default): the one that the framework calls
             on the hardware.
         fp8_activations: Whether fp8 training also stores the inputs of the activation function in
@@ -488,6 +489,7 @@ class TrainingConfig:
     fused_loss: bool = True
     offload: frozenset[str] = frozenset()
     offload_to: Target = "cpu"
+    offload_layers: Natural = 0
     attention_kernel: AttentionKernel = ""
     fp8_activations: bool = False
     compile: bool = False

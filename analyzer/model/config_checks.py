@@ -140,11 +140,15 @@ def _check_ulysses(job: JobConfig) -> Violation | None:
 
 
 def _check_recomputed_layers(job: JobConfig) -> Violation | None:
-    """No more layers are recomputed, or lie between checkpoints, than the model has."""
+    """No more layers are recomputed or offloaded, or lie between checkpoints, than the model
+    has."""
     training, layers = job.training, job.model.layers
     if training.recompute_layers > layers:
         problem = f"recompute_layers ({training.recompute_layers}) exceeds layers ({layers})"
         return Violation(problem, "leave it out to recompute all")
+    if training.offload_layers > layers:
+        problem = f"offload_layers ({training.offload_layers}) exceeds layers ({layers})"
+        return Violation(problem, "leave it out to offload all")
     if training.recompute == "every" and training.recompute_every > layers:
         problem = f"recompute (every-{training.recompute_every}) exceeds layers ({layers})"
         return Violation(problem, f"write every-1 to every-{layers}, or full")
@@ -152,12 +156,16 @@ def _check_recomputed_layers(job: JobConfig) -> Violation | None:
 
 
 def _check_recompute(job: JobConfig) -> Violation | None:
-    """recompute_layers belongs to full recomputation, early_stop to torch's checkpoint, fp8 storage
-    to fp8 training, unfused parts to a model that is not compiled."""
+    """recompute_layers belongs to full recomputation, offload_layers to offloaded activations,
+    early_stop to torch's checkpoint, fp8 storage to fp8 training, unfused parts to a model that is
+    not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
         return Violation(problem, 'set recompute = "full"')
+    if training.offload_layers and "activations" not in training.offload:
+        problem = f"offload_layers ({training.offload_layers}) needs activations in offload"
+        return Violation(problem, 'add "activations" to offload')
     if training.early_stop and training.framework not in TORCH_FRAMEWORKS:
         problem = f"{training.framework} recomputes whole layers, without early_stop"
         return Violation(problem, "remove early_stop")

@@ -28,6 +28,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_hidden,
     count_moments_bytes,
     count_updated_bytes,
+    find_offloaded_share,
     has_buckets,
     has_fp32_experts,
     is_autocast,
@@ -75,13 +76,14 @@ class Moment:
 class MemoryNeeds:
     """Memory that a rank needs on top of its states; equal for all equal ranks.
 
-    chunk_bytes are the activations of one chunk and microbatch in flight, limit_bytes the limit for
-    all of them together if they are offloaded. The activations of moments come on top of those in
-    flight; idle is the moment without any in flight.
+    chunk_bytes are the activations of one chunk and microbatch in flight, offloaded_bytes the part
+    of them that goes to the host, but for buffer_bytes of all together. The activations of moments
+    come on top of those in flight; idle is the moment without any in flight.
     """
 
     chunk_bytes: int
-    limit_bytes: int | None
+    offloaded_bytes: int
+    buffer_bytes: int
     moments: tuple[Moment, ...]
     idle: Moment
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
@@ -97,8 +99,7 @@ class MemoryNeeds:
 
     def _add_activations(self, moment: Moment, in_flight: int) -> Moment:
         saved_bytes = in_flight * self.chunk_bytes
-        if self.limit_bytes is not None:
-            saved_bytes = min(saved_bytes, self.limit_bytes)
+        saved_bytes -= max(0, in_flight * self.offloaded_bytes - self.buffer_bytes)
         return Moment(
             moment.name,
             max(0, saved_bytes + moment.activations_bytes),
@@ -127,8 +128,8 @@ def compute_needs(
     formulas = [chunk.formula, *persistent.formulas]
     if stage.head:
         formulas.append(LOGITS)
-    limit_bytes = _compute_offload_limit(job, stage, chunk)
-    if limit_bytes is not None:
+    offloaded_bytes = round(chunk.saved_bytes * find_offloaded_share(job, stage))
+    if offloaded_bytes:
         formulas.append(OFFLOAD)
     if is_torch_ring(job):
         formulas.append(RING)
@@ -141,7 +142,8 @@ def compute_needs(
         moments = tuple(_list_moments(job, stage, chunk, persistent.bytes))
     return MemoryNeeds(
         _compute_chunk_bytes(job, stage, chunk),
-        limit_bytes,
+        offloaded_bytes,
+        OFFLOAD_BUFFERS * chunk.saved_bytes * len(stage.chunks) // max(1, stage.layers),
         moments,
         Moment("optimizer", 0, compute_optimizer_bytes(job, parameters)),
         tuple(formulas),
@@ -174,13 +176,8 @@ def list_stage_moments(
     )
 
 
-def _compute_offload_limit(
-    job: JobConfig, stage: StageConfig, chunk: StageActivations
-) -> int | None:
-    """Limit of activations on the GPU: offloaded ones stay for two layers."""
-    if "activations" not in job.training.offload:
-        return None
-    return 2 * chunk.saved_bytes * len(stage.chunks) // max(1, stage.layers)
+OFFLOAD_BUFFERS = 2
+"""Layers whose offloaded activations are on the GPU, on their way to or from the host."""
 
 
 def _compute_chunk_bytes(job: JobConfig, stage: StageConfig, chunk: StageActivations) -> int:

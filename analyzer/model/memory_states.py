@@ -313,6 +313,14 @@ def compute_stage_activations(
     )
 
 
+def find_offloaded_share(job: JobConfig, stage: StageConfig) -> float:
+    """The share of a rank's saved activations that goes to the host."""
+    if "activations" not in job.training.offload:
+        return 0.0
+    most = job.training.offload_layers
+    return min(1.0, most / stage.layers) if most and stage.layers else 1.0
+
+
 def count_saved_inputs(job: JobConfig, layers: float, layer_bytes: float) -> float:
     """Number of layer inputs saved in a chunk of layers: all, every k-th, or the optimum."""
     match job.training.recompute:

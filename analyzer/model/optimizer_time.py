@@ -150,22 +150,21 @@ def compute_offload_ns(
 def list_pass_copies(
     job: JobConfig,
     parameters: StageParameters,
-    saved_bytes: int,
+    saved_bytes: float,
     forward_ns: float,
     backward_ns: float,
 ) -> tuple[PassCopies, ...]:
-    """Copies of the forward and of the backward of a microbatch: offloaded activations, of which
-    saved_bytes are kept for the backward, and a rank's shards of parameters and gradients."""
-    offload, training = job.training.offload, job.training
-    saved = saved_bytes if "activations" in offload else 0
+    """Copies of the forward and of the backward of a microbatch: saved_bytes of offloaded
+    activations, and a rank's shards of offloaded parameters and of their gradients."""
+    training = job.training
     weights_bytes = gradients_bytes = 0.0
-    if "parameters" in offload:
+    if "parameters" in training.offload:
         weights_bytes = _count_shards(job, parameters) * training.weight_bytes
         gradients_bytes = _count_shards(job, select_trained(job, parameters))
         gradients_bytes *= compute_parameter_bytes(training).gradients
     return (
-        PassCopies(saved, weights_bytes, forward_ns),
-        PassCopies(gradients_bytes, saved + weights_bytes, backward_ns),
+        PassCopies(saved_bytes, weights_bytes, forward_ns),
+        PassCopies(gradients_bytes, saved_bytes + weights_bytes, backward_ns),
     )
 
 

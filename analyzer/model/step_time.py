@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.layer_time import (
 from stepsplit.analyzer.model.memory_states import (
     compute_stage_activations,
     count_updated_bytes,
+    find_offloaded_share,
     has_buckets,
 )
 from stepsplit.analyzer.model.optimizer_time import (
@@ -294,7 +295,8 @@ def _time_copies(
     if not job.training.offload:
         return 0.0
     forward_ns = sum(each.forward_ns for each in passes)
-    saved_bytes = compute_stage_activations(job, stage).saved_bytes * len(stage.chunks)
+    offloaded = find_offloaded_share(job, stage) * len(stage.chunks)
+    saved_bytes = compute_stage_activations(job, stage).saved_bytes * offloaded
     copies = list_pass_copies(
         job, parameters, saved_bytes, forward_ns, _sum_ns(passes) - forward_ns
     )

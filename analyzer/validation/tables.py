@@ -597,7 +597,7 @@ def _build_layout(row: PublishedRow, software: Software) -> ParallelConfig:
         expert_tp=tp if software.shards_experts else 1, dispatcher=software.dispatcher,
     )  # fmt: skip
     dp = gpus // (tp * pp * cp)
-    shard = max(_read_size(row, "fsdp", 1), _read_size(row, "fsdp_group", 1))
+    shard = _read_shard_size(row)
     if shard > 1:
         if dp % shard:
             raise _refuse(row, f"groups of {shard} do not divide {dp} data-parallel ranks")
@@ -612,6 +612,11 @@ def _build_layout(row: PublishedRow, software: Software) -> ParallelConfig:
         common, dp_replicate=dp, zero=1, overlap=frozenset(overlap), chunks=chunks,
         schedule="interleaved" if chunks > 1 else "1f1b",
     )  # fmt: skip
+
+
+def _read_shard_size(row: PublishedRow) -> int:
+    """Ranks that share the parameters; 1 without FSDP."""
+    return max(_read_size(row, "fsdp", 1), _read_size(row, "fsdp_group", 1))
 
 
 NEMOTRON_CHUNKS = 12
@@ -640,6 +645,7 @@ def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
     if "AutoModel" in row.values.get("framework", ""):
         raise _refuse(row, "which kernels NeMo AutoModel ran is not published")
     kind = row.read_text("kind")
+    offloaded = software.offload_layers if _read_shard_size(row) > 1 else 0
     return TrainingConfig(
         seq_len=row.read_count("seq"),
         micro_batch=_read_size(row, "micro_batch", 1),
@@ -651,6 +657,8 @@ def _build_training(row: PublishedRow, software: Software) -> TrainingConfig:
         unfused=frozenset() if software.fuses_experts else None,
         recompute_parts=_read_recomputed(row) | software.recomputes,
         document_tokens=DOCUMENT_TOKENS if kind.startswith(("SFT", "LoRA")) else 0,
+        offload_layers=offloaded,
+        offload=frozenset({"activations"}) if offloaded else frozenset(),
         **LORA if kind.startswith("LoRA") else {},
     )
 
@@ -688,7 +696,7 @@ arXiv:1606.05250)."""
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Settings of a run with experts that its table leaves out."""
+    """Settings of a run that its table leaves out; offload_layers with FSDP alone."""
 
     dispatcher: Dispatcher = "all-to-all"
     overlaps_experts: bool = False
@@ -697,6 +705,7 @@ class Software:
     shards_experts: bool = False
     recomputes: frozenset[RecomputePart] = frozenset()
     fuses_experts: bool = False
+    offload_layers: int = 0
 
 
 ONE_GRAPH = Software("hybridep", True, "step", "cudnn-fp8", fuses_experts=True)
@@ -736,6 +745,14 @@ BRIDGE_SETTINGS: tuple[tuple[str, str, str, str, Software], ...] = (
     ("deepseekv3", "", "B300", "", replace(GRAPH_OF_LAYERS, recomputes=_MLA_UP)),
     ("deepseekv3", "", "", "", Software("hybridep", recomputes=_MLA_UP)),
     ("kimik2", "", "", "", Software("hybridep", recomputes=_MLA_UP)),
+    ("llama370b", "", "GB300", "bf16", Software(offload_layers=30)),
+    ("llama370b", "", "GB300", "fp8", Software(offload_layers=20)),
+    ("llama370b", "", "GB200", "bf16", Software(offload_layers=20)),
+    ("llama370b", "", "GB200", "fp8", Software(offload_layers=40)),
+    ("llama370b", "", "B200", "fp8", Software(offload_layers=5)),
+    ("llama31405b", "", "GB300", "bf16", Software(offload_layers=40)),
+    ("llama31405b", "", "GB300", "fp8", Software(offload_layers=10)),
+    ("llama31405b", "", "GB200", "fp8", Software(offload_layers=92)),
 )  # fmt: skip
 """Model, release, GPU, precision -> settings in Megatron-Bridge's scripts/performance, tags
 v0.1.0rc4 to v0.6.0 (files *_workload_base_configs); the first match counts. 26.06 has one CUDA

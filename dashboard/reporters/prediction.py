@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.model.config import JobConfig, ParallelConfig
+from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.formulas import (
     CheckedRule,
     Explanation,
@@ -83,9 +83,15 @@ def _build_training_line(job: JobConfig) -> Text:
         f"{training.dtype} {training.optimizer}, {training.framework}",
         f"LoRA of rank {training.lora_rank}" if training.lora_rank else "",
         "" if training.recompute == "none" else f"recompute {training.recompute}",
-        f"offload {', '.join(sorted(training.offload))}" if training.offload else "",
+        f"offload {_list_offloaded(training)}" if training.offload else "",
     )
     return Text("   ".join(part for part in known if part))
+
+
+def _list_offloaded(training: TrainingConfig) -> str:
+    """Such as "activations of 40 layers, optimizer"."""
+    layers = f" of {training.offload_layers} layers" if training.offload_layers else ""
+    return ", ".join(sorted(training.offload)).replace("activations", f"activations{layers}")
 
 
 def _build_step_line(prediction: Prediction) -> Text:

@@ -73,7 +73,8 @@ ROBUST = 0.05
 def list_fitted_cases(family: str, experts: bool = False) -> list[Case]:
     """Dense runs, or those with experts, that fit in memory; without ZeRO-3 of 2021, whose loss
     over many ranks is not modelled, without the reports, on which nothing is fitted, and without
-    what the constants are not about: adapters, GEMMs in 4 bits, and what is held out above."""
+    what the constants are not about: adapters, GEMMs in 4 bits, offloading, and what is held out
+    above."""
     return [
         case
         for case in list_cases(Published()).cases
@@ -84,6 +85,7 @@ def list_fitted_cases(family: str, experts: bool = False) -> list[Case]:
         and case.job.model.name not in HELD_OUT_MODELS
         and not case.id.startswith(HELD_OUT_IDS)
         and not case.job.training.lora_rank
+        and not case.job.training.offload
         and case.job.training.dtype != "nvfp4"
         and (case.job.model.experts is not None) == experts
         and predict(case.job).fits

@@ -315,6 +315,7 @@ def test_plan_keeps_the_parts_as_a_list_and_gives_full_recomputation_none() -> N
     ("old", "new", "problem"),
     [
         ("recompute = [", "recompute_layers = 2\nrecompute = [", "recompute_layers (2) needs"),
+        ("recompute = [", "offload_layers = 2\nrecompute = [", "offload_layers (2) needs"),
         ('dtype = "fp8"', 'dtype = "bf16"', "fp8_activations needs dtype fp8, not bf16"),
         ('"norms",', '"norm",', "'norm' is unknown"),
         ("pp = 16", "pp = 16\nulysses = 3", "cp (1) must be divisible by ulysses (3)"),

@@ -331,6 +331,12 @@ def test_offloaded_activations_leave_two_layers() -> None:
     assert found.activations_bytes == 2 * 4352 + 16384 + 512
 
 
+def test_three_of_four_layers_can_be_offloaded() -> None:
+    """Two of the three are on the way, beside the one that stays."""
+    (found,) = compute_memory(job(offload=frozenset({"activations"}), offload_layers=3))
+    assert found.activations_bytes == 3 * 4352 + 16384 + 512
+
+
 def test_reserved_bytes_are_a_little_more_than_allocated() -> None:
     assert estimate_reserved_bytes(1000) == BytesBand(1050, 1030, 1090)
 

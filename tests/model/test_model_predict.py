@@ -410,11 +410,21 @@ def test_a_slow_host_makes_the_bubble_longer_too() -> None:
 
 
 @pytest.mark.parametrize("states", ["parameters", "activations"])
-def test_offloading_is_timed_or_a_caveat(states: str) -> None:
-    found = predict(
-        llama(ParallelConfig(dp_shard=8, zero=3), framework="fsdp2", offload=frozenset({states}))
-    )
-    assert found.split.copy_ns > 0 or found.notes
+def test_a_slow_link_to_the_host_exposes_copies(states: str) -> None:
+    sharded = ParallelConfig(dp_shard=8, zero=3)
+    copies = [
+        predict(
+            llama(
+                sharded,
+                replace(A100, host=Link("pcie", rate, 1.0, 0.0)),
+                framework="fsdp2",
+                offload=frozenset({states}),
+            )
+        ).split.copy_ns
+        for rate in (1e9, 1e12)
+    ]
+    assert copies[0] > 1e8
+    assert copies[1] == 0
 
 
 def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:

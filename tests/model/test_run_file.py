@@ -584,9 +584,15 @@ def test_a_correction_beyond_the_predicted_memory_leaves_none_of_it() -> None:
     [
         ({"recompute": "full", "recompute_layers": 99}, "recompute_layers (99) exceeds layers ("),
         ({"recompute": "every-999"}, "recompute (every-999) exceeds layers ("),
+        (
+            {"offload": ["activations"], "offload_layers": 99},
+            "offload_layers (99) exceeds layers (",
+        ),
     ],
 )
-def test_more_layers_are_not_recomputed_than_the_model_has(stated: Any, problem: str) -> None:
+def test_more_layers_are_not_recomputed_or_offloaded_than_the_model_has(
+    stated: Any, problem: str
+) -> None:
     assert refusal(training=stated).startswith(f"job.toml: {problem}")
 
 

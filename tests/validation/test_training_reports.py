@@ -100,6 +100,19 @@ def test_another_program_has_the_band_of_such_programs_and_says_so() -> None:
     assert "ours is timed as megatron, whose runs set the efficiencies" in found.notes
 
 
+def test_doubtful_runs_of_other_programs_borrow_from_those_of_any_program() -> None:
+    """Those with experts say more about each other than all runs of other programs do."""
+    kind = RunKind("hopper", "experts", "16-bit", "replicated", "other")
+    experts = StepBand(1.1, 40, 5, RunKind(model="experts"))
+    widest = StepBand(0.3, 30, 9, RunKind(program="other"))
+    bands: dict[tuple[RunKind, RunConfidence], StepBand] = {
+        (band.kind, "low"): band for band in (experts, widest)
+    }
+    assert find_error_band(kind, "low", bands) == experts
+    bands[kind, "low"] = StepBand(0.5, 6, 2, kind)
+    assert find_error_band(kind, "low", bands) == bands[kind, "low"]
+
+
 def test_other_programs_never_borrow_the_band_of_the_framework() -> None:
     kind = RunKind("hopper", "dense", "16-bit", "replicated", "other")
     itself = StepBand(0.05, 90, 9, replace(kind, program=""))

@@ -411,12 +411,13 @@ def compare_memory(
 
 
 def _compare_rank_memory(row: MemoryRow, stage: int, expected: StageMemory) -> list[ComparedMemory]:
-    """The peak, and the memory of a rank by category; all its gradients, though not all of them may
-    exist at the peak."""
+    """The peak, and the memory of a rank by category: the weights that are trained, for others are
+    measured in the peak alone, and all gradients, though not all of them may exist at the peak."""
     gradients_bytes = expected.gradients_bytes + expected.missing_gradients_bytes
+    trained_bytes = expected.weights_bytes - expected.frozen_bytes
     sides = (
         ("peak", row.peak_allocated_bytes, expected.total_bytes),
-        ("weights", row.weights_bytes, expected.weights_bytes),
+        ("weights", row.weights_bytes, trained_bytes),
         ("gradients", row.gradients_bytes, gradients_bytes),
         ("optimizer", row.optimizer_bytes, expected.optimizer_bytes),
         ("activations", row.activations_bytes, expected.activations_bytes),

@@ -72,6 +72,9 @@ def _check_window(job: JobConfig) -> Violation | None:
     model, layout = job.model, job.parallel
     if model.full_every and not model.window:
         return Violation(f"full_every ({model.full_every}) needs a window", "give window")
+    if model.full_every > model.layers:
+        problem = f"full_every ({model.full_every}) exceeds layers ({model.layers})"
+        return Violation(problem, "leave it out where all layers have the window")
     if 0 < model.window < job.training.seq_len and layout.cp > 1 and layout.context_kind == "ring":
         problem = f"a ring over cp ({layout.cp}) attends without windows"
         return Violation(problem, 'set context = "all-gather" or "ulysses"')
@@ -157,8 +160,8 @@ def _check_recomputed_layers(job: JobConfig) -> Violation | None:
 
 def _check_recompute(job: JobConfig) -> Violation | None:
     """recompute_layers belongs to full recomputation, offload_layers to offloaded activations,
-    early_stop to torch's checkpoint, fp8 storage to fp8 training, unfused parts to a model that is
-    not compiled."""
+    early_stop to torch's checkpoint, fp8 storage and scaling to fp8 training, unfused parts to a
+    model that is not compiled."""
     training = job.training
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
@@ -172,6 +175,9 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.fp8_activations and training.dtype != "fp8":
         problem = f"fp8_activations needs dtype fp8, not {training.dtype}"
         return Violation(problem, "remove fp8_activations")
+    if training.fp8_scaling != "tensor" and training.dtype != "fp8":
+        problem = f"fp8_scaling needs dtype fp8, not {training.dtype}"
+        return Violation(problem, "remove fp8_scaling")
     if training.compile and training.unfused:
         problem = f"compile fuses {', '.join(sorted(training.unfused))}"
         return Violation(problem, "remove compile or unfused")
@@ -179,12 +185,15 @@ def _check_recompute(job: JobConfig) -> Violation | None:
 
 
 def _check_adapters(job: JobConfig) -> Violation | None:
-    """Some linear layer has an adapter: routed experts have none."""
-    training, experts = job.training, job.model.experts
+    """Some linear layer has an adapter, of fewer parameters: routed experts have none."""
+    training, experts, hidden = job.training, job.model.experts, job.model.hidden
     if not training.lora_rank:
         if training.lora_targets == frozenset(LORA_TARGETS):
             return None
         return Violation("lora_targets needs lora_rank", "give the rank of the adapters")
+    if training.lora_rank > hidden:
+        problem = f"lora_rank ({training.lora_rank}) exceeds hidden ({hidden})"
+        return Violation(problem, "give the rank of the adapters, usually 8 to 256")
     if not training.lora_targets:
         return Violation("lora_targets is empty, so that nothing is trained", "name some layers")
     is_routed = job.model.expert_layers == job.model.layers

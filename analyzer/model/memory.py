@@ -137,6 +137,7 @@ def _build_stage_memory(
         transient_bytes=moment.transient_bytes,
         other_bytes=max(other_bytes, -modelled_bytes),
         missing_gradients_bytes=moment.missing_gradients_bytes,
+        frozen_bytes=states.frozen_bytes,
         formulas=(*states.formulas, *needs.formulas, *in_flight, PEAK),
     )
 
@@ -225,7 +226,7 @@ def apply_offload(states: States, training: TrainingConfig) -> Offloaded:
         gradients = 0 if training.framework == "deepspeed" else remaining.gradients_bytes
         remaining = replace(remaining, optimizer_bytes=0, gradients_bytes=gradients)
     if "parameters" in training.offload:
-        remaining = replace(remaining, weights_bytes=0)
+        remaining = replace(remaining, weights_bytes=0, frozen_bytes=0)
     if remaining != states:
         remaining = replace(remaining, formulas=(*states.formulas, OFFLOAD))
     return Offloaded(remaining, states.total_bytes - remaining.total_bytes)

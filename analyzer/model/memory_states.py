@@ -104,11 +104,13 @@ class ParameterBytes:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Weights, gradients and optimizer states of one rank, in bytes."""
+    """Weights, gradients and optimizer states of one rank, in bytes; frozen_bytes are those of the
+    weights that are not trained."""
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    frozen_bytes: int = 0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -120,6 +122,7 @@ class States:
             self.weights_bytes + other.weights_bytes,
             self.gradients_bytes + other.gradients_bytes,
             self.optimizer_bytes + other.optimizer_bytes,
+            self.frozen_bytes + other.frozen_bytes,
             self.formulas,
         )
 
@@ -198,7 +201,7 @@ def shard_states(
         if deepspeed and zero >= 3
         else _divide_ceil(parameters * per_parameter.gradients, gradients),
         _divide_ceil(parameters * per_parameter.optimizer, optimizer),
-        (per_parameter.formula,),
+        formulas=(per_parameter.formula,),
     )
 
 
@@ -243,12 +246,11 @@ def _compute_adapted_states(
     """The states of a model of which adapters alone are trained (ADAPTED)."""
     layout, zero, adapters = job.parallel, find_sharding_stage(job), select_trained(job, parameters)
     frozen = ParameterBytes(per_parameter.weights, 0, 0)
-    states = (
-        shard_states(parameters.dense, layout.shard_size, frozen, job.training, zero)
-        + shard_states(parameters.experts, layout.expert_shards, frozen, job.training, zero)
-        + shard_states(adapters.dense, layout.shard_size, per_parameter, job.training, zero)
-    )
-    return replace(states, formulas=(ADAPTED, *adapters.formulas))
+    held = shard_states(parameters.dense, layout.shard_size, frozen, job.training, zero)
+    held += shard_states(parameters.experts, layout.expert_shards, frozen, job.training, zero)
+    trained = shard_states(adapters.dense, layout.shard_size, per_parameter, job.training, zero)
+    states = held + trained
+    return replace(states, frozen_bytes=held.weights_bytes, formulas=(ADAPTED, *adapters.formulas))
 
 
 def find_sharding_stage(job: JobConfig) -> int:

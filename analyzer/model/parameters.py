@@ -306,6 +306,13 @@ def select_trained(job: JobConfig, params: StageParameters) -> StageParameters:
     )  # fmt: skip
 
 
+def count_trained_parameters(job: JobConfig) -> int:
+    """Parameters of the whole model that are trained: all, or those of its adapters."""
+    whole = replace(job, parallel=ParallelConfig())
+    (held,) = count_stage_parameters(whole)
+    return select_trained(whole, held).total
+
+
 def count_updated_parameters(job: JobConfig, params: StageParameters) -> float:
     """Counts the parameters that one rank updates: its shard if ZeRO shards optimizer states."""
     trained = select_trained(job, params)

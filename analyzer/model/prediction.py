@@ -43,6 +43,7 @@ class StageMemory:
             not estimated, as in a prediction that an earlier version wrote.
         total_bytes_high: upper end of the band, likewise.
         missing_gradients_bytes: gradients that the backward computes after the peak, default 0.
+        frozen_bytes: weights that are not trained (LoRA), part of weights_bytes, default 0.
         formulas: the formulas used, default (); empty when the prediction was read from a file,
             which keeps them in Prediction.formulas.
 
@@ -61,6 +62,7 @@ class StageMemory:
     total_bytes_low: int | None = None
     total_bytes_high: int | None = None
     missing_gradients_bytes: int = 0
+    frozen_bytes: int = 0
     formulas: tuple[Formula, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -194,13 +196,13 @@ _FORMULAS = "formulas"
 
 _MEMORY_BAND_KEYS = ("total_bytes_low", "total_bytes_high")
 
-_MISSING = "missing_gradients_bytes"
-"""A field that predictions of earlier versions lack."""
+_LATER_MEMORY_KEYS = ("missing_gradients_bytes", "frozen_bytes")
+"""Fields that predictions of earlier versions lack."""
 
 _MEMORY_KEYS = tuple(
     each.name
     for each in fields(StageMemory)
-    if each.name not in (_FORMULAS, _MISSING, *_MEMORY_BAND_KEYS)
+    if each.name not in (_FORMULAS, *_LATER_MEMORY_KEYS, *_MEMORY_BAND_KEYS)
 )
 
 _MESSAGE_KEYS = tuple(each.name for each in fields(CommOp) if each.name != _FORMULAS)
@@ -274,7 +276,7 @@ def _build_memory_row(row: StageMemory) -> dict[str, int | None]:
     parts = {name: getattr(row, name) for name in _MEMORY_KEYS}
     band = {name: getattr(row, name) for name in _MEMORY_BAND_KEYS}
     sums = {"total_bytes": row.total_bytes, **band}
-    return parts | sums | {_MISSING: row.missing_gradients_bytes}
+    return parts | sums | {name: getattr(row, name) for name in _LATER_MEMORY_KEYS}
 
 
 def _build_communication_row(row: Communication) -> dict[str, Any]:
@@ -318,7 +320,8 @@ def _parse_memory(row: Mapping[str, Any]) -> StageMemory:
     values: dict[str, Any] = {name: _read_int(row, name) for name in _MEMORY_KEYS}
     for name in _MEMORY_BAND_KEYS:
         values[name] = None if row.get(name) is None else _read_int(row, name)
-    values[_MISSING] = _read_int(row, _MISSING) if _MISSING in row else 0
+    for name in _LATER_MEMORY_KEYS:
+        values[name] = _read_int(row, name) if name in row else 0
     memory = StageMemory(**values)
     _check_sum(row, "total_bytes", memory.total_bytes)
     return memory

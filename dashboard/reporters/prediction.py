@@ -24,6 +24,7 @@ from stepsplit.analyzer.model.formulas import (
     Verdict,
 )
 from stepsplit.analyzer.model.memory import estimate_allocated_band
+from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
 
@@ -54,11 +55,17 @@ def _build_heading(job: JobConfig, prediction: Prediction) -> Text:
     nodes = -(-ranks // hardware.gpus_per_node)
     known = (
         f"model {job.model.name or _format_sizes(job)}",
-        f"{units.format_count(prediction.parameters)} parameters",
+        f"{units.format_count(prediction.parameters)} parameters{_format_trained(job)}",
         f"{ranks} x {hardware.name} ({nodes} node{'s' if nodes > 1 else ''})",
         _format_axes(job.parallel),
     )
     return Text("   ".join(part for part in known if part), style="bold")
+
+
+def _format_trained(job: JobConfig) -> str:
+    if not job.training.lora_rank:
+        return ""
+    return f", {units.format_count(count_trained_parameters(job))} of adapters trained"
 
 
 def _format_sizes(job: JobConfig) -> str:

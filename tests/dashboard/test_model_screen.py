@@ -163,6 +163,17 @@ def test_zero_stage_and_stages_per_rank_are_shown() -> None:
     assert "pipeline interleaved, 2 stages per rank, 8 microbatches:" in text
 
 
+def test_trained_adapters_and_offloaded_layers_are_shown() -> None:
+    """24 layers of rank 8: 8 (2,048 + 3 x 2,048) parameters each on queries, keys and values."""
+    recipe = TrainingConfig(
+        2048, 1, 8, lora_rank=8, lora_targets=frozenset({"qkv"}),
+        offload=frozenset({"activations", "optimizer"}), offload_layers=6,
+    )  # fmt: skip
+    text = shown(build_prediction_screen(job(recipe=recipe), prediction()), 160)
+    assert "parameters, 1.57M of adapters trained   " in text
+    assert "LoRA of rank 8   offload activations of 6 layers, optimizer\n" in text
+
+
 def test_a_formula_is_shown_with_its_numbers_and_the_rule_of_thumb() -> None:
     one = Explanation(
         Formula("comm.ddp", "2 (N-1)/N g P", "A. Author, 2020"),

@@ -526,6 +526,17 @@ def test_bandwidths_are_compared_with_the_link_peak(tmp_path: Path) -> None:
     assert row.link_bytes_per_s == 1e9
 
 
+def test_weights_of_adapters_are_compared_with_what_optimizers_know(tmp_path: Path) -> None:
+    """An optimizer knows the weights that it updates; the frozen ones are in the peak."""
+    held = (MemoryRow(0, 3 * GIB, None, GIB // 8, None, None, None, None, None),)
+    stage = StageMemory(0, 2 * GIB + GIB // 8, 0, 0, 0, 0, 0, frozen_bytes=2 * GIB)
+    expected = replace(model(USUAL, SUMS), memory=(stage,))
+    assert gap(tmp_path, ranks(tmp_path, TWICE), expected, memory=held).memory == (
+        ComparedMemory(0, 0, 3 * GIB, 2 * GIB + GIB // 8),
+        ComparedMemory(0, 0, GIB // 8, GIB // 8, "weights"),
+    )
+
+
 def test_memory_is_compared_by_category(tmp_path: Path) -> None:
     held = (MemoryRow(0, None, None, GIB, 2 * GIB, None, None, None, None),)
     expected = replace(model(USUAL, SUMS), memory=(StageMemory(0, GIB, GIB, 0, 0, 0, 0),))

@@ -83,6 +83,7 @@ def test_frozen_weights_have_two_bytes_and_adapters_all_states() -> None:
     adapters = select_trained(frozen, params).total
     states = compute_states(frozen, params)
     assert states.weights_bytes == 2 * (params.total + adapters)
+    assert states.frozen_bytes == 2 * params.total
     assert states.gradients_bytes == 4 * adapters
     assert states.optimizer_bytes == 12 * adapters
 
@@ -182,6 +183,8 @@ def test_a_file_states_rank_and_layers() -> None:
         parse_job(text.replace('"qkv", "output"', ""))
     with pytest.raises(DataError, match="lora_targets needs lora_rank; give the rank"):
         parse_job(text.replace("lora_rank = 16", ""))
+    with pytest.raises(DataError, match=r"lora_rank \(4097\) exceeds hidden \(4096\)"):
+        parse_job(text.replace("lora_rank = 16", "lora_rank = 4097"))
     with pytest.raises(DataError, match="routed experts, without adapters; name qkv or output too"):
         parse_job(text.replace("llama-3.1-8b", "mixtral-8x7b").replace('"qkv", "output"', '"mlp"'))
 

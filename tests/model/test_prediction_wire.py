@@ -35,7 +35,7 @@ def test_rows_are_flat_and_carry_their_sums() -> None:
         "stage": 1, "weights_bytes": GIB, "gradients_bytes": 2 * GIB, "optimizer_bytes": 4 * GIB,
         "activations_bytes": 3 * GIB, "transient_bytes": GIB // 2, "other_bytes": GIB,
         "total_bytes": 11 * GIB + GIB // 2, "total_bytes_low": None, "total_bytes_high": None,
-        "missing_gradients_bytes": 0,
+        "missing_gradients_bytes": 0, "frozen_bytes": 0,
     }  # fmt: skip
     assert body["splits"][0] == {
         "stage": 0, "compute_ns": 360 * MS, "collective_ns": 30 * MS, "p2p_ns": 2 * MS,

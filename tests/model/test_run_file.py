@@ -596,6 +596,12 @@ def test_more_layers_are_not_recomputed_or_offloaded_than_the_model_has(
     assert refusal(training=stated).startswith(f"job.toml: {problem}")
 
 
+def test_scales_of_fp8_belong_to_training_in_fp8() -> None:
+    assert refusal(training={"fp8_scaling": "row"}).startswith(
+        "job.toml: fp8_scaling needs dtype fp8, not bf16"
+    )
+
+
 def test_the_peaks_of_a_processor_are_guesses_that_programs_may_exceed() -> None:
     processor = {"preset": "cpu", "memory_bytes_per_s": 3e9, "efficiency": {"gemm": 1.2}}
     assert run(device=processor).hardware.efficiency.gemm == 1.2

@@ -81,6 +81,8 @@ def test_full_every_needs_a_window() -> None:
     with pytest.raises(DataError, match=r"full_every \(2\) needs a window; give window"):
         parse_job(text)
     parse_job(text.replace("full_every = 2", "full_every = 2, window = 4096"))
+    with pytest.raises(DataError, match=r"full_every \(33\) exceeds layers \(32\)"):
+        parse_job(text.replace("full_every = 2", "full_every = 33, window = 4096"))
 
 
 def test_a_ring_over_cp_has_no_windows() -> None:

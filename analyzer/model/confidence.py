@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, HOST_UPDATE_BYTES_PER_S, JobConfig
+from stepsplit.analyzer.model.config import AUTOCAST_FRAMEWORKS, JobConfig
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     collect_kinds,
@@ -24,6 +24,7 @@ from stepsplit.analyzer.model.memory_states import (
     find_sharding_stage,
     is_clamped,
 )
+from stepsplit.analyzer.model.offload import is_update_offloaded
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
@@ -142,7 +143,8 @@ def find_error_band(
 
 def _find_narrowest(kind: RunKind, confidence: RunConfidence, known: BandIndex) -> StepBand | None:
     """The band of the narrowest of the kinds with enough runs, else that of all. Doubtful runs of
-    other programs borrow from those of any program: they are off for reasons of their own."""
+    other programs borrow from doubtful ones of the frameworks: both are off for reasons of their
+    own."""
     min_runs = MIN_DOUBTED_RUNS if confidence == "low" else MIN_RUNS
     wider = kind.list_wider()
     if confidence == "low" and kind.program:
@@ -255,18 +257,23 @@ def _list_offloading(
 ) -> Iterator[Caveat]:
     """What is not known of the host, unless the user states the rate of its update."""
     offload = job.training.offload
-    if offload and job.training.offload_to == "nvme":
+    if not offload or job.hardware.family == "cpu":
+        return
+    if job.training.offload_to == "nvme":
         yield Caveat("copies to NVMe are timed as those to host memory", "low")
     if offload & {"activations", "parameters"}:
         yield Caveat("copies to the host are assumed to overlap the compute of a pass", "medium")
-    stated = job.hardware.host_update_bytes_per_s != HOST_UPDATE_BYTES_PER_S
-    if "optimizer" in offload and not stated:
-        share = max(stage.host_update_ns for stage in stages) / split.step_ns
-        yield Caveat(
-            f"updating optimizer states on the host takes {share:.0%} of the step, and hosts"
-            " differ: state hardware.host_update_bytes_per_s",
-            "low" if share > UPDATE_SHARE_LIMIT else "medium",
-        )
+    if not is_update_offloaded(job):
+        return
+    if job.training.optimizer == "muon":
+        yield Caveat("Muon's matrix products on the host are not timed", "low")
+    share = max(stage.host_update_ns for stage in stages) / split.step_ns
+    text = f"updating optimizer states on the host takes {share:.0%} of the step"
+    if job.hardware.host_update_bytes_per_s:
+        yield Caveat(f"{text} at the stated hardware.host_update_bytes_per_s", "medium")
+        return
+    doubt: Doubt = "low" if share > UPDATE_SHARE_LIMIT else "medium"
+    yield Caveat(f"{text}, and hosts differ: state hardware.host_update_bytes_per_s", doubt)
 
 
 FEW_RUNS = "too few published runs of this kind"

@@ -275,11 +275,6 @@ class MemoryCorrection:
     constant_bytes: Annotated[int, NumberLimits(-MAX_NUMBER)] = 0
 
 
-HOST_UPDATE_BYTES_PER_S = 1.17e11
-"""30 bytes of each of 2 to 10 billion parameters in 0.51 to 2.57 s: DeepSpeed's CPU-Adam on two
-processors of 2017 (Ren et al., ZeRO-Offload, arXiv:2101.06840, table 4)."""
-
-
 @dataclass(frozen=True, slots=True)
 class HardwareConfig:
     """One kind of accelerator in one kind of cluster.
@@ -305,8 +300,9 @@ class HardwareConfig:
             Default 1.
         gemms: Measured rates of GEMMs; a GEMM of another shape is scaled by those near it. Default
             none: the fractions of the family.
-        host_update_bytes_per_s: What the processors of a node read and write per second while they
-            update offloaded optimizer states.
+        host_update_bytes_per_s: What the processors of a host read and write per second while they
+            update offloaded optimizer states; 0 (default): as those of ZeRO-Offload.
+        gpus_per_host: GPUs that share these processors; 0 (default): those of the node, up to 8.
 
     Examples:
         >>> from stepsplit.analyzer import read_job
@@ -331,7 +327,8 @@ class HardwareConfig:
     attention: AttentionRate | None = None
     clock: float = 1.0
     gemms: tuple[GemmRate, ...] = ()
-    host_update_bytes_per_s: float = HOST_UPDATE_BYTES_PER_S
+    host_update_bytes_per_s: float = 0.0
+    gpus_per_host: int = 0
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Returns the dense peak of a dtype in FLOPs per second.

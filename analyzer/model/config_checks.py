@@ -166,6 +166,9 @@ def _check_recompute(job: JobConfig) -> Violation | None:
     if training.recompute_layers and training.recompute != "full":
         problem = f"recompute_layers ({training.recompute_layers}) needs recompute = full"
         return Violation(problem, 'set recompute = "full"')
+    if "parameters" in training.offload and not job.is_fsdp:
+        problem = f"offload of parameters needs ZeRO-3, not zero ({job.parallel.zero})"
+        return Violation(problem, "set zero = 3, or offload the optimizer alone")
     if training.offload_layers and "activations" not in training.offload:
         problem = f"offload_layers ({training.offload_layers}) needs activations in offload"
         return Violation(problem, 'add "activations" to offload')

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import JobConfig, TrainingConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.formulas import Formula
-from stepsplit.analyzer.model.memory_peak import OFFLOAD, PEAK, MemoryNeeds, compute_needs
+from stepsplit.analyzer.model.memory_peak import PEAK, MemoryNeeds, compute_needs
 from stepsplit.analyzer.model.memory_states import (
     LayersByKind,
     States,
@@ -17,7 +17,8 @@ from stepsplit.analyzer.model.memory_states import (
     count_chunks_in_flight,
     load_coefficients,
 )
-from stepsplit.analyzer.model.parameters import count_stage_parameters
+from stepsplit.analyzer.model.offload import apply_offload
+from stepsplit.analyzer.model.parameters import StageParameters, count_stage_parameters
 from stepsplit.analyzer.model.prediction import StageMemory
 from stepsplit.analyzer.model.rank_layout import StageConfig, find_equal_stages, list_stages
 from stepsplit.analyzer.model.schedule import IN_FLIGHT
@@ -79,8 +80,14 @@ def list_stage_states(job: JobConfig) -> tuple[States, ...]:
     params, cache = count_stage_parameters(job), dict[int, States]()
     firsts = find_equal_stages(job)
     for first in {*firsts}:
-        cache[first] = apply_offload(compute_states(job, params[first]), job.training).states
+        cache[first] = _compute_device_states(job, params[first])
     return tuple(cache[first] for first in firsts)
+
+
+def _compute_device_states(job: JobConfig, parameters: StageParameters) -> States:
+    """The states of a rank that are on the device; a CPU is its own host."""
+    states = compute_states(job, parameters)
+    return states if job.hardware.family == "cpu" else apply_offload(states, job.training).states
 
 
 def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:
@@ -203,60 +210,6 @@ def add_allocated_band(job: JobConfig, stage: StageMemory) -> StageMemory:
     """The memory of a stage with the error band of its peak."""
     band = estimate_allocated_band(job, stage)
     return replace(stage, total_bytes_low=band.low_bytes, total_bytes_high=band.high_bytes)
-
-
-# Memory that offloading moves from the GPU to the host.
-
-SLACK = 1.5
-"""DeepSpeed's own factor for additional host memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offloaded:
-    """States that stay on the GPU, and the bytes that one rank moves to the host (or its NVMe)."""
-
-    states: States
-    offloaded_bytes: int
-
-
-def apply_offload(states: States, training: TrainingConfig) -> Offloaded:
-    """Remove the offloaded states ("optimizer", "parameters") of one rank from the GPU."""
-    remaining = states
-    if "optimizer" in training.offload:
-        gradients = 0 if training.framework == "deepspeed" else remaining.gradients_bytes
-        remaining = replace(remaining, optimizer_bytes=0, gradients_bytes=gradients)
-    if "parameters" in training.offload:
-        remaining = replace(remaining, weights_bytes=0, frozen_bytes=0)
-    if remaining != states:
-        remaining = replace(remaining, formulas=(*states.formulas, OFFLOAD))
-    return Offloaded(remaining, states.total_bytes - remaining.total_bytes)
-
-
-def estimate_deepspeed_host_bytes(
-    parameters: int,
-    gpus_per_node: int,
-    nodes: int,
-    zero: int,
-    offloaded: frozenset[str],
-    largest_layer: int | None = None,
-) -> int:
-    """Host memory of one node in bytes, as DeepSpeed's estimator computes it.
-
-    largest_layer is given if zero.Init builds the model in shards (ZeRO-3); otherwise every process
-    starts with an fp32 copy of the whole model.
-    """
-    fp32_bytes = 4 * gpus_per_node
-    if zero < 3:
-        host_bytes = max(fp32_bytes, 16) if "optimizer" in offloaded else fp32_bytes
-        return round(parameters * host_bytes * SLACK)
-    sharded_bytes = (
-        (18 if "parameters" in offloaded else 16) / nodes if "optimizer" in offloaded else 0.0
-    )
-    if largest_layer is None:
-        return round(parameters * max(fp32_bytes, sharded_bytes) * SLACK)
-    if "optimizer" not in offloaded:
-        return round(largest_layer * fp32_bytes * SLACK)
-    return round(parameters * sharded_bytes * SLACK)
 
 
 # Calibration of the memory model on one measured run.

@@ -35,6 +35,7 @@ from stepsplit.analyzer.model.memory_states import (
     load_coefficients,
     uses_foreach,
 )
+from stepsplit.analyzer.model.offload import OFFLOAD, is_update_offloaded
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_updated_parameters,
@@ -832,17 +833,11 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """Working memory of the optimizer step: the root of a moment of lists of tensors, an fp32 copy
     of Megatron-LM's gradients in 16 bits."""
+    if is_update_offloaded(job):
+        return _count_bucket_bytes(job) * select_trained(job, parameters).total
     trained, updated = select_trained(job, parameters), count_updated_parameters(job, parameters)
     working_bytes = round(compute_parameter_bytes(job.training).gradient_copy * updated)
     if uses_foreach(job.training):
         each_bytes = count_moments_bytes(job.training) / 2
         working_bytes += round(each_bytes * trained.total / job.parallel.shard_size)
     return working_bytes + _count_bucket_bytes(job) * trained.total
-
-
-OFFLOAD = Formula(
-    "memory.offload",
-    "optimizer leaves the GPU (DeepSpeed: its gradients too), parameters and activations likewise;"
-    " host of one node P max(4g, 16) 1.5 (ZeRO-2), P 18 (g/N) 1.5 (ZeRO-3)",
-    "DeepSpeed docs, memory.rst; Ren et al., ZeRO-Offload, arXiv:2101.06840",
-)

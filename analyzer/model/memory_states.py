@@ -173,6 +173,14 @@ def count_updated_bytes(training: TrainingConfig) -> int:
     return MASTER_BYTES if training.master_weights else training.weight_bytes
 
 
+def count_update_traffic_bytes(training: TrainingConfig) -> int:
+    """Bytes per parameter that an update in one pass reads and writes."""
+    states = count_updated_bytes(training) + count_moments_bytes(training)
+    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
+    written = training.weight_bytes if is_copied and training.master_weights else 0
+    return 2 * states + training.gradient_bytes + written
+
+
 def _list_gradient_bytes(training: TrainingConfig) -> tuple[int, int]:
     """Bytes of a gradient and of its fp32 copy in the optimizer, which Megatron-LM's optimizer with
     moments in bf16 (precision-aware) does not need."""
@@ -317,7 +325,7 @@ def compute_stage_activations(
 
 def find_offloaded_share(job: JobConfig, stage: StageConfig) -> float:
     """The share of a rank's saved activations that goes to the host."""
-    if "activations" not in job.training.offload:
+    if "activations" not in job.training.offload or job.hardware.family == "cpu":
         return 0.0
     most = job.training.offload_layers
     return min(1.0, most / stage.layers) if most and stage.layers else 1.0

@@ -1,12 +1,10 @@
-"""Time of the optimizer step: the update of the states, Muon's GEMMs; and of offloading."""
+"""Time of the optimizer step on the device: the update of the states, and Muon's GEMMs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
-from stepsplit.analyzer.model.config import TORCH_FRAMEWORKS, JobConfig, TrainingConfig
+from stepsplit.analyzer.model.config import JobConfig
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.layer_time import (
@@ -16,12 +14,12 @@ from stepsplit.analyzer.model.layer_time import (
     list_mlp_gemms,
 )
 from stepsplit.analyzer.model.memory_states import (
-    compute_parameter_bytes,
     count_moments_bytes,
+    count_update_traffic_bytes,
     count_updated_bytes,
-    find_sharding_stage,
     uses_foreach,
 )
+from stepsplit.analyzer.model.offload import HOST_UPDATE, is_update_offloaded
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_updated_parameters,
@@ -29,7 +27,7 @@ from stepsplit.analyzer.model.parameters import (
     select_trained,
 )
 
-# The update of the states, and their way to the host and back.
+# The update of the states.
 
 UPDATE = Formula(
     "step.optimizer",
@@ -52,10 +50,10 @@ FOREACH = Formula(
 
 def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
     """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
-    if "optimizer" in job.training.offload:
+    if is_update_offloaded(job):
         return 0.0
     count, training = count_updated_parameters(job, parameters), job.training
-    moved_bytes = count * _count_moved_bytes(training)
+    moved_bytes = count * count_update_traffic_bytes(training)
     if training.clip_gradients:
         moved_bytes += count * 3 * training.gradient_bytes
     if uses_foreach(training):
@@ -70,110 +68,13 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
     return speed.compute_memory_ns(moved_bytes, 10) + orthogonalize_ns
 
 
-def _count_moved_bytes(training: TrainingConfig) -> int:
-    """Bytes per parameter that an update in one pass reads and writes."""
-    states = count_updated_bytes(training) + count_moments_bytes(training)
-    is_copied = training.dtype != "fp32" and training.framework not in TORCH_FRAMEWORKS
-    written = training.weight_bytes if is_copied and training.master_weights else 0
-    return 2 * states + training.gradient_bytes + written
-
-
 def list_optimizer_formulas(job: JobConfig) -> tuple[Formula, ...]:
     """The formulas of the optimizer step."""
-    if "optimizer" in job.training.offload:
+    if is_update_offloaded(job):
         return (HOST_UPDATE,)
     if job.training.optimizer == "muon":
         return (UPDATE, MUON)
     return (UPDATE, FOREACH) if uses_foreach(job.training) else (UPDATE,)
-
-
-# Offloading: the update on the host, and copies over the link to its memory.
-
-HOST_UPDATE = Formula(
-    "step.host_update",
-    "idle: bytes that the update moves (30 per parameter for Adam) of all ranks of a node, over the"
-    " bandwidth of its processors; 6 times as long operation by operation",
-    "Ren et al., ZeRO-Offload, arXiv:2101.06840, table 4 (CPU-Adam and PyTorch's); 9 times with"
-    " torch 2.13 on two processors",
-)
-
-FOREACH_ON_HOST = 6.0
-
-TRANSFERS = Formula(
-    "step.transfers",
-    "copies of gradients to the host and of weights back, once; of saved activations and offloaded"
-    " parameters max(0, each direction's bytes / link - compute) of every pass",
-    "ZeRO-Offload, section 4.1; Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857, section 5.1",
-)
-
-
-def compute_host_update_ns(job: JobConfig, parameters: StageParameters) -> float:
-    """Time of the update on the host, during which the device is idle; 0 on the device."""
-    if "optimizer" not in job.training.offload:
-        return 0.0
-    moved_bytes = count_updated_parameters(job, parameters) * _count_moved_bytes(job.training)
-    if uses_foreach(job.training):
-        moved_bytes *= FOREACH_ON_HOST
-    ranks = min(job.parallel.world_size, job.hardware.gpus_per_node)
-    return moved_bytes * ranks / job.hardware.host_update_bytes_per_s * 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class PassCopies:
-    """Bytes that one pass of one microbatch moves to the host and back, and what overlaps them."""
-
-    sent_bytes: float
-    loaded_bytes: float
-    compute_ns: float
-
-
-def compute_offload_ns(
-    job: JobConfig, parameters: StageParameters, passes: Iterable[PassCopies] = ()
-) -> float:
-    """Time of a step in which nothing but copies to or from the host runs (TRANSFERS).
-
-    Gradients and weights of an offloaded optimizer are copied once per step, in 16 bits; passes are
-    those of one microbatch.
-    """
-    link = job.hardware.host
-    bytes_per_ns = link.bytes_per_s * link.ring * 1e-9
-    once_bytes = 0.0
-    if "optimizer" in job.training.offload:
-        once_bytes = count_updated_parameters(job, parameters) * 2 * job.training.weight_bytes
-    exposed_ns = sum(
-        max(0.0, max(each.sent_bytes, each.loaded_bytes) / bytes_per_ns - each.compute_ns)
-        for each in passes
-    )
-    return once_bytes / bytes_per_ns + count_rank_microbatches(job) * exposed_ns
-
-
-def list_pass_copies(
-    job: JobConfig,
-    parameters: StageParameters,
-    saved_bytes: float,
-    forward_ns: float,
-    backward_ns: float,
-) -> tuple[PassCopies, ...]:
-    """Copies of the forward and of the backward of a microbatch: saved_bytes of offloaded
-    activations, and a rank's shards of offloaded parameters and of their gradients."""
-    training = job.training
-    weights_bytes = gradients_bytes = 0.0
-    if "parameters" in training.offload:
-        weights_bytes = _count_shards(job, parameters) * training.weight_bytes
-        gradients_bytes = _count_shards(job, select_trained(job, parameters))
-        gradients_bytes *= compute_parameter_bytes(training).gradients
-    return (
-        PassCopies(saved_bytes, weights_bytes, forward_ns),
-        PassCopies(gradients_bytes, saved_bytes + weights_bytes, backward_ns),
-    )
-
-
-def _count_shards(job: JobConfig, parameters: StageParameters) -> float:
-    """The parameters of a rank, of those that it has before they are sharded."""
-    if find_sharding_stage(job) < 3:
-        return parameters.total
-    layout = job.parallel
-    return parameters.dense / layout.shard_size + parameters.experts / layout.expert_shards
 
 
 # Muon: the momentum of every matrix of the layers is made orthogonal.

@@ -19,6 +19,7 @@ from stepsplit.analyzer.model import (
     memory,
     memory_peak,
     memory_states,
+    offload,
     optimizer_time,
     parameters,
     schedule,
@@ -47,6 +48,7 @@ from stepsplit.analyzer.model.device_speed import compute_device_speed
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.hardware_config import list_measured_files, read_hardware_file
 from stepsplit.analyzer.model.memory import add_allocated_band, compute_memory, is_within_memory
+from stepsplit.analyzer.model.offload import compute_host_updates_ns
 from stepsplit.analyzer.model.parameters import (
     Convention,
     StageParameters,
@@ -231,13 +233,15 @@ def compute_stage_times(
 ) -> tuple[StageTime, ...]:
     """Compute and exposed communication of each stage."""
     speed, times = compute_device_speed(job), list[StageTime]()
+    updates_ns = compute_host_updates_ns(job, stage_params)
     cache: dict[tuple[int, int], StageTime] = {}
     for stage, first in zip(list_stages(job), find_equal_stages(job), strict=True):
         messages = timed[stage.index]
         key = first, id(messages)
         if key not in cache:
             cache[key] = compute_stage_time(job, speed, stage, stage_params[stage.index], messages)
-        times.append(replace(cache[key], stage=stage))
+        update_ns = updates_ns[stage.index]
+        times.append(replace(cache[key], stage=stage, host_update_ns=update_ns))
     return tuple(times)
 
 
@@ -256,7 +260,7 @@ ORDER = (
     memory_states.LAYER_ACTIVATIONS, memory_states.PARTS, schedule.IN_FLIGHT,
     memory_peak.LOGITS, memory_peak.RING, memory_peak.GATHERED, memory_peak.BUCKETS,
     memory_peak.DUMMY,
-    memory_peak.OFFLOAD, memory_peak.PEAK, memory_peak.TORCH,
+    offload.OFFLOAD, memory_peak.PEAK, memory_peak.TORCH,
     memory_peak.FSDP_STEP, memory_peak.UNREDUCED,
     memory.RESERVED,
     comm_ops.WIRE, comm_ops.TENSOR, comm_ops.SEQUENCE, comm_ops.FP8_GATHER, comm_ops.LOSS,
@@ -278,7 +282,7 @@ ORDER = (
     layer_time.SEQUENCE_COPIES, layer_time.EARLY_STOP, layer_time.SELECTIVE_OPS,
     step_time.EXPOSED, layer_time.PIECES, schedule_time.FRACTION, schedule_time.OVERHEAD,
     optimizer_time.UPDATE, optimizer_time.FOREACH, optimizer_time.MUON,
-    optimizer_time.HOST_UPDATE, optimizer_time.TRANSFERS,
+    offload.HOST_UPDATE, offload.TRANSFERS,
     layer_time.HOST, layer_time.EXPERT_LAUNCH, step_time.STRAGGLERS,
 )  # fmt: skip
 

@@ -32,14 +32,8 @@ from stepsplit.analyzer.model.memory_states import (
     find_offloaded_share,
     has_buckets,
 )
-from stepsplit.analyzer.model.optimizer_time import (
-    TRANSFERS,
-    compute_host_update_ns,
-    compute_offload_ns,
-    compute_optimizer_ns,
-    list_optimizer_formulas,
-    list_pass_copies,
-)
+from stepsplit.analyzer.model.offload import TRANSFERS, compute_offload_ns, list_copies
+from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns, list_optimizer_formulas
 from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
@@ -271,8 +265,7 @@ def compute_stage_time(
         idle=idle,
         communication=communication,
         optimizer_ns=compute_optimizer_ns(job, speed, parameters) + once_ns,
-        offload_ns=_time_copies(job, stage, parameters, passes),
-        host_update_ns=compute_host_update_ns(job, parameters),
+        offload_ns=_time_copies(job, stage, parameters, (*passes, *comm, *idle)),
         idle_overlapped_ns=0.0 if is_cpu else _overlap_idle_ns(job, messages, communication, idle),
         formulas=(
             *speed.formulas,
@@ -291,16 +284,15 @@ def _time_copies(
     parameters: StageParameters,
     passes: tuple[LayerPass, ...],
 ) -> float:
-    """Time of a step in which nothing but copies to or from the host runs."""
+    """Time of a step in which nothing but copies to or from the host runs; passes are whatever else
+    takes time in those of a microbatch."""
     if not job.training.offload:
         return 0.0
     forward_ns = sum(each.forward_ns for each in passes)
     offloaded = find_offloaded_share(job, stage) * len(stage.chunks)
     saved_bytes = compute_stage_activations(job, stage).saved_bytes * offloaded
-    copies = list_pass_copies(
-        job, parameters, saved_bytes, forward_ns, _sum_ns(passes) - forward_ns
-    )
-    return compute_offload_ns(job, parameters, copies)
+    copies = list_copies(job, parameters, saved_bytes, forward_ns, _sum_ns(passes) - forward_ns)
+    return compute_offload_ns(job.hardware, copies)
 
 
 def _collect_formulas(passes: tuple[LayerPass, ...]) -> Iterator[Formula]:

@@ -17,11 +17,12 @@ from stepsplit.analyzer.validation.equalities import (
     check_states,
     check_volumes,
 )
-from stepsplit.analyzer.validation.measured_jobs import check_eager_activations, check_measured_jobs
 from stepsplit.analyzer.validation.predictions import (
     check_busbw,
     check_calibrated_memory,
     check_collectives,
+    check_eager_activations,
+    check_measured_jobs,
     check_memory,
     check_step_times,
     check_sweeps_over_nodes,

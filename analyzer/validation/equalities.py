@@ -14,7 +14,6 @@ from stepsplit.analyzer.model.config import (
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
-from stepsplit.analyzer.model.memory import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.memory_states import (
     States,
     compute_input_bytes,
@@ -23,6 +22,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_chunks_in_flight,
     shard_states,
 )
+from stepsplit.analyzer.model.offload import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.parameters import (
     compute_mfu,
     compute_sc21_flops,

@@ -199,7 +199,7 @@ MIN_SHARE = 0.0005
 MAX_REASONS = 3
 
 _BUCKET_NAMES = {
-    "skew": "stragglers", "copy": "offloading", "idle": "host-bound idle time",
+    "skew": "stragglers", "copy": "offloading", "idle": "waiting for the host",
     "bubble": "bubble", "collective": "collectives", "p2p": "p2p messages",
 }  # fmt: skip
 

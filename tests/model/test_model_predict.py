@@ -303,7 +303,8 @@ def test_offloaded_states_are_updated_on_a_host_whose_rate_the_user_can_state() 
     known = replace(one, hardware=replace(one.hardware, host_update_bytes_per_s=2e11))
     faster = predict(known)
     assert faster.split.idle_ns == pytest.approx(step.idle_ns * 117 / 200)
-    assert (faster.confidence, faster.notes) == ("high", ())
+    (note,) = distances(known)
+    assert note.endswith("at the stated hardware.host_update_bytes_per_s")
 
 
 def test_a_short_update_on_the_host_leaves_a_medium_confidence() -> None:
@@ -424,7 +425,7 @@ def test_a_slow_link_to_the_host_exposes_copies(states: str) -> None:
         for rate in (1e9, 1e12)
     ]
     assert copies[0] > 1e8
-    assert copies[1] == 0
+    assert copies[1] < copies[0] / 100
 
 
 def test_attention_is_recomputed_with_its_communication_or_not_at_all() -> None:

@@ -9,7 +9,6 @@ from cases import for_each
 from work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
-from stepsplit.analyzer.model.memory import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes
 from stepsplit.analyzer.model.memory_states import (
     ParameterBytes,
@@ -18,6 +17,7 @@ from stepsplit.analyzer.model.memory_states import (
     compute_states,
     shard_states,
 )
+from stepsplit.analyzer.model.offload import apply_offload, estimate_deepspeed_host_bytes
 from stepsplit.analyzer.model.parameters import count_stage_parameters
 
 PAPER = TrainingConfig(16, 1, 1, framework="zero-paper")
@@ -105,9 +105,8 @@ def test_fsdp_shards_its_states_at_zero_2_too() -> None:
 
 
 def test_offloading_the_optimizer_leaves_weights_and_gradients() -> None:
-    moved = apply_offload(
-        States(2, 4, 12), TrainingConfig(16, 1, 1, offload=frozenset({"optimizer"}))
-    )
+    recipe = TrainingConfig(16, 1, 1, framework="nanotron", offload=frozenset({"optimizer"}))
+    moved = apply_offload(States(2, 4, 12), recipe)
     assert (moved.states, moved.offloaded_bytes) == (States(2, 4, 0), 12)
 
 

@@ -22,7 +22,6 @@ from stepsplit.analyzer.model.config import (
     HardwareConfig,
     JobConfig,
     LatentAttention,
-    Link,
     ModelConfig,
     ParallelConfig,
 )
@@ -46,13 +45,7 @@ from stepsplit.analyzer.model.layer_time import (
     time_expert_layer,
     time_pieces,
 )
-from stepsplit.analyzer.model.optimizer_time import (
-    PassCopies,
-    compute_host_update_ns,
-    compute_offload_ns,
-    compute_optimizer_ns,
-    list_pass_copies,
-)
+from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns
 from stepsplit.analyzer.model.parameters import (
     count_chunk_flops,
     count_stage_parameters,
@@ -611,53 +604,6 @@ def test_replicas_of_sharded_experts_each_update_all_of_them() -> None:
     one = job(MIXED, ParallelConfig(dp_replicate=2, dp_shard=2, zero=3), global_batch=4)
     (held,) = count_stage_parameters(one)
     assert count_updated_parameters(one, held) == held.dense / 2 + held.experts / 2
-
-
-def test_an_offloaded_optimizer_copies_gradients_and_weights() -> None:
-    one = replace(
-        job(offload=frozenset({"optimizer"})),
-        hardware=replace(DEVICE, host=Link("pcie", 2e9, 0.5, 0.0)),
-    )
-    (held,) = count_stage_parameters(one)
-    assert compute_offload_ns(one, held) == 4 * TOTAL
-    assert compute_offload_ns(job(), held) == 0.0
-
-
-def test_the_host_updates_offloaded_states_of_all_ranks_of_a_node() -> None:
-    device = replace(DEVICE, host_update_bytes_per_s=1e9, gpus_per_node=4)
-    states = {"framework": "deepspeed", "offload": frozenset({"optimizer"})}
-    one = replace(
-        job(TINY, ParallelConfig(dp_shard=8, zero=3), global_batch=8, **states), hardware=device
-    )
-    (held,) = count_stage_parameters(one)
-    moved_bytes = 4 * (held.dense / 8) * (2 * (4 + 8) + one.training.gradient_bytes + 2)
-    assert compute_host_update_ns(one, held) == moved_bytes
-    assert compute_optimizer_ns(one, compute_device_speed(one), held) == 0.0
-    plain = replace(one, training=replace(one.training, fused_optimizer=False))
-    assert compute_host_update_ns(plain, held) == 6 * moved_bytes
-    assert compute_host_update_ns(job(), count_stage_parameters(job())[0]) == 0.0
-
-
-def test_copies_to_the_host_beyond_the_compute_of_their_pass_take_time() -> None:
-    one = replace(
-        job(offload=frozenset({"activations"}), global_batch=3),
-        hardware=replace(DEVICE, host=Link("pcie", 2e9, 0.5, 0.0)),
-    )
-    (held,) = count_stage_parameters(one)
-    forward, backward = list_pass_copies(one, held, 500, 300.0, 600.0)
-    assert (forward, backward) == (PassCopies(500, 0.0, 300.0), PassCopies(0.0, 500, 600.0))
-    assert compute_offload_ns(one, held, (forward, backward)) == 3 * 200
-
-
-def test_offloaded_parameters_are_loaded_for_every_pass_and_their_gradients_sent() -> None:
-    one = job(
-        TINY, ParallelConfig(dp_shard=4, zero=3), global_batch=4, framework="deepspeed",
-        offload=frozenset({"parameters"}),
-    )  # fmt: skip
-    (held,) = count_stage_parameters(one)
-    forward, backward = list_pass_copies(one, held, 0, 300.0, 600.0)
-    assert forward == PassCopies(0, held.dense / 4 * 2, 300.0)
-    assert backward == PassCopies(held.dense / 4 * 2, held.dense / 4 * 2, 600.0)
 
 
 def test_the_host_launches_forward_backward_and_what_is_recomputed() -> None:

@@ -255,7 +255,7 @@ def test_recomputation_settings_are_decoded(stated: str, recompute: str, every: 
         ({}, set(), "cpu"),
         ({"offload": "cpu"}, {"optimizer"}, "cpu"),
         ({"offload": "nvme"}, {"optimizer"}, "nvme"),
-        ({"offload": ["optimizer", "parameters"]}, {"optimizer", "parameters"}, "cpu"),
+        ({"offload": ["optimizer", "activations"]}, {"optimizer", "activations"}, "cpu"),
         ({"offload": ["activations"], "offload_to": "nvme"}, {"activations"}, "nvme"),
     ],
 )

@@ -1,0 +1,260 @@
+"""Offloading to host memory: what leaves the GPU, copies over the link, the update on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
+from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
+from stepsplit.analyzer.model.config import HardwareConfig, JobConfig, TrainingConfig
+from stepsplit.analyzer.model.formulas import Formula
+from stepsplit.analyzer.model.memory_states import (
+    MASTER_BYTES,
+    States,
+    compute_parameter_bytes,
+    count_update_traffic_bytes,
+    count_updated_bytes,
+    find_sharding_stage,
+    uses_foreach,
+)
+from stepsplit.analyzer.model.parameters import (
+    StageParameters,
+    count_updated_parameters,
+    select_trained,
+)
+
+# Memory that offloading moves from the GPU to the host.
+
+OFFLOAD = Formula(
+    "memory.offload",
+    "optimizer leaves the GPU (DeepSpeed: its gradients too; Megatron-LM: without the fp32"
+    " weights), parameters (FSDP2: and gradients) and activations likewise; host of one node"
+    " P max(4g, 16) 1.5 (ZeRO-2), P 18 (g/N) 1.5 (ZeRO-3)",
+    "DeepSpeed docs, memory.rst; Ren et al., ZeRO-Offload, arXiv:2101.06840; Megatron-Bridge,"
+    " guide to CPU offloading",
+)
+
+SLACK = 1.5
+"""DeepSpeed's own factor for additional host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """States that stay on the GPU, and the bytes that one rank moves to the host (or its NVMe)."""
+
+    states: States
+    offloaded_bytes: int
+
+
+def apply_offload(states: States, training: TrainingConfig) -> Offloaded:
+    """Remove the offloaded states ("optimizer", "parameters") of one rank from the GPU."""
+    remaining = states
+    if "optimizer" in training.offload:
+        kept_bytes = round(states.optimizer_bytes * _find_kept_share(training))
+        remaining = replace(remaining, optimizer_bytes=kept_bytes)
+        if training.framework == "deepspeed":
+            remaining = replace(remaining, gradients_bytes=0)
+    if "parameters" in training.offload:
+        remaining = replace(remaining, weights_bytes=0, frozen_bytes=0)
+        if training.framework == "fsdp2":
+            remaining = replace(remaining, gradients_bytes=0)
+    if remaining != states:
+        remaining = replace(remaining, formulas=(*states.formulas, OFFLOAD))
+    return Offloaded(remaining, states.total_bytes - remaining.total_bytes)
+
+
+def _find_kept_share(training: TrainingConfig) -> float:
+    """The share of the optimizer states that stays: Megatron-LM's fp32 weights."""
+    states = compute_parameter_bytes(training).optimizer
+    keeps = training.framework == "megatron" and training.master_weights
+    return MASTER_BYTES / states if keeps and states > MASTER_BYTES else 0.0
+
+
+def estimate_deepspeed_host_bytes(
+    parameters: int,
+    gpus_per_node: int,
+    nodes: int,
+    zero: int,
+    offloaded: frozenset[str],
+    largest_layer: int | None = None,
+) -> int:
+    """Host memory of one node in bytes, as DeepSpeed's estimator computes it.
+
+    largest_layer is given if zero.Init builds the model in shards (ZeRO-3); otherwise every process
+    starts with an fp32 copy of the whole model.
+    """
+    fp32_bytes = 4 * gpus_per_node
+    if zero < 3:
+        host_bytes = max(fp32_bytes, 16) if "optimizer" in offloaded else fp32_bytes
+        return round(parameters * host_bytes * SLACK)
+    sharded_bytes = (
+        (18 if "parameters" in offloaded else 16) / nodes if "optimizer" in offloaded else 0.0
+    )
+    if largest_layer is None:
+        return round(parameters * max(fp32_bytes, sharded_bytes) * SLACK)
+    if "optimizer" not in offloaded:
+        return round(largest_layer * fp32_bytes * SLACK)
+    return round(parameters * sharded_bytes * SLACK)
+
+
+# The update of offloaded states by the processors of a host, while its devices are idle.
+
+HOST_UPDATE = Formula(
+    "step.host_update",
+    "idle: bytes that the update moves (30 per parameter for Adam) for all ranks of a host, over"
+    " the rate of its processors; 6 times as long operation by operation",
+    "Ren et al., ZeRO-Offload, arXiv:2101.06840, table 4 (CPU-Adam and PyTorch's); 9 times with"
+    " torch 2.13 on two processors",
+)
+
+HOST_BYTES_PER_S = 1.17e11
+"""30 bytes of each of 2 to 10 billion parameters in 0.51 to 2.57 s: DeepSpeed's CPU-Adam on two
+processors of 2017 (ZeRO-Offload, table 4)."""
+
+FOREACH_ON_HOST = 6.0
+
+MOST_GPUS_PER_HOST = 8
+"""A node of more is a rack: its GPUs share links, not processors."""
+
+
+def is_update_offloaded(job: JobConfig) -> bool:
+    """Whether the host updates the states; a CPU is its own host."""
+    return "optimizer" in job.training.offload and job.hardware.family != "cpu"
+
+
+def compute_host_updates_ns(
+    job: JobConfig, stage_params: tuple[StageParameters, ...]
+) -> tuple[float, ...]:
+    """Time of the update on the host of each stage, 0 on the device. Stages that share a host, as
+    those of consecutive ranks do, wait for the states of all of them."""
+    if not is_update_offloaded(job):
+        return (0.0,) * len(stage_params)
+    each_bytes = float(count_update_traffic_bytes(job.training))
+    if uses_foreach(job.training):
+        each_bytes *= FOREACH_ON_HOST
+    rate = job.hardware.host_update_bytes_per_s or HOST_BYTES_PER_S
+    held = [count_updated_parameters(job, params) for params in stage_params]
+    ranks, of_stage = _count_host_ranks(job), job.parallel.world_size // len(held)
+    alike = max(1, ranks // of_stage)
+    firsts = [stage - stage % alike for stage in range(len(held))]
+    counts = [sum(held[first : first + alike]) * min(ranks, of_stage) for first in firsts]
+    return tuple(count * each_bytes / rate * 1e9 for count in counts)
+
+
+def _count_host_ranks(job: JobConfig) -> int:
+    return min(job.parallel.world_size, find_gpus_per_host(job.hardware))
+
+
+def find_gpus_per_host(hardware: HardwareConfig) -> int:
+    """The GPUs that share the processors of a host."""
+    return hardware.gpus_per_host or min(hardware.gpus_per_node, MOST_GPUS_PER_HOST)
+
+
+# Copies between a device and its host, and what of them overlaps nothing.
+
+TRANSFERS = Formula(
+    "step.transfers",
+    "max(0, bytes of a direction / link - the pass that overlaps them): saved activations and"
+    " offloaded parameters of every pass, gradients as often as they are reduced (with FSDP2 that"
+    " accumulates beside nothing), weights that the host has updated",
+    "Ren et al., ZeRO-Offload, section 4.1; Rajbhandari et al., ZeRO-Infinity, arXiv:2104.07857,"
+    " section 5.1; pytorch/pytorch, _fsdp_collectives.py, foreach_reduce",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCopies:
+    """Bytes that so many passes each send to the host and load from it, and the time of what
+    overlaps them."""
+
+    count: int
+    sent_bytes: float
+    loaded_bytes: float
+    overlapping_ns: float
+
+    def compute_exposed_ns(self, bytes_per_ns: float) -> float:
+        largest_bytes = max(self.sent_bytes, self.loaded_bytes)
+        return self.count * max(0.0, largest_bytes / bytes_per_ns - self.overlapping_ns)
+
+
+def compute_offload_ns(hardware: HardwareConfig, copies: Iterable[PassCopies]) -> float:
+    """Time of a step in which nothing but copies to or from the host runs (TRANSFERS)."""
+    bytes_per_ns = hardware.host.bytes_per_s * hardware.host.ring * 1e-9
+    return sum(each.compute_exposed_ns(bytes_per_ns) for each in copies)
+
+
+def list_copies(
+    job: JobConfig,
+    parameters: StageParameters,
+    saved_bytes: float,
+    forward_ns: float,
+    backward_ns: float,
+) -> tuple[PassCopies, ...]:
+    """The copies of a rank's step; saved_bytes are the offloaded activations of a microbatch,
+    forward_ns and backward_ns the passes of one."""
+    m, offload = count_rank_microbatches(job), job.training.offload
+    if not offload or job.hardware.family == "cpu":
+        return ()
+    found = [
+        PassCopies(m, saved_bytes, 0.0, forward_ns),
+        PassCopies(m, 0.0, saved_bytes, backward_ns),
+    ]
+    if "parameters" in offload:
+        found += _list_parameter_copies(job, parameters, forward_ns, backward_ns)
+    elif "optimizer" in offload:
+        found += _list_update_copies(job, parameters, backward_ns)
+    return tuple(_merge_alike(found))
+
+
+def _list_parameter_copies(
+    job: JobConfig, parameters: StageParameters, forward_ns: float, backward_ns: float
+) -> Iterator[PassCopies]:
+    """Weights as often as they are gathered, and gradients as often as they are reduced."""
+    m, each = count_rank_microbatches(job), compute_parameter_bytes(job.training)
+    weights_bytes = _count_shards(job, parameters) * each.weights
+    yield PassCopies(1 if is_kept_gathered(job) else m, 0.0, weights_bytes, forward_ns)
+    if find_reshard_policy(job) != "never" and not is_kept_gathered(job):
+        yield PassCopies(m, 0.0, weights_bytes, backward_ns)
+    is_once = job.is_fsdp and (job.parallel.sum_once or job.parallel.pp > 1)
+    gradients_bytes = _count_shards(job, select_trained(job, parameters)) * each.gradients
+    blocks = m > 1 and not is_once and job.training.framework == "fsdp2"
+    yield PassCopies(1 if is_once else m, gradients_bytes, 0.0, 0.0 if blocks else backward_ns)
+
+
+def _list_update_copies(
+    job: JobConfig, parameters: StageParameters, backward_ns: float
+) -> Iterator[PassCopies]:
+    """Gradients in fp32, DeepSpeed's beside every backward, with the sums of earlier microbatches;
+    then the weights: DeepSpeed's in 16 bits, others as they are updated."""
+    m, updated = count_rank_microbatches(job), count_updated_parameters(job, parameters)
+    gradients_bytes = updated * MASTER_BYTES
+    if job.training.framework == "deepspeed":
+        yield PassCopies(m, gradients_bytes, gradients_bytes if m > 1 else 0.0, backward_ns)
+        yield PassCopies(1, 0.0, updated * job.training.weight_bytes, 0.0)
+    else:
+        yield PassCopies(1, gradients_bytes, 0.0, 0.0)
+        yield PassCopies(1, 0.0, updated * count_updated_bytes(job.training), 0.0)
+
+
+def _merge_alike(copies: Iterable[PassCopies]) -> Iterator[PassCopies]:
+    """Copies that share a pass share the link in each direction; those beside nothing follow each
+    other."""
+    merged: dict[tuple[int, float], PassCopies] = {}
+    for each in copies:
+        if not each.overlapping_ns:
+            yield each
+            continue
+        key = each.count, each.overlapping_ns
+        known = merged.get(key, replace(each, sent_bytes=0.0, loaded_bytes=0.0))
+        sent, loaded = known.sent_bytes + each.sent_bytes, known.loaded_bytes + each.loaded_bytes
+        merged[key] = replace(each, sent_bytes=sent, loaded_bytes=loaded)
+    yield from merged.values()
+
+
+def _count_shards(job: JobConfig, parameters: StageParameters) -> float:
+    """The parameters of a rank, of those that it has before they are sharded."""
+    if find_sharding_stage(job) < 3:
+        return parameters.total
+    layout = job.parallel
+    return parameters.dense / layout.shard_size + parameters.experts / layout.expert_shards

@@ -340,10 +340,13 @@ class HardwareConfig:
 
 # How one step trains: batch, precision, optimizer, recomputation and offloading.
 
-Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
+StoredDtype = Literal["fp32", "bf16", "fp16"]
+"""What activations between layers and gradients are kept in."""
+
+Dtype = Literal[StoredDtype, "fp8"]
 
 GemmDtype = Literal[Dtype, "nvfp4"]
-"""What GEMMs of linear layers compute in; weights, activations and gradients stay in a Dtype."""
+"""What GEMMs of linear layers compute in."""
 
 DTYPES: tuple[GemmDtype, ...] = get_args(GemmDtype)
 
@@ -479,8 +482,8 @@ class TrainingConfig:
     moments_dtype: Literal["fp32", "bf16"] = "fp32"
     master_weights: bool = True
     framework: Framework = "megatron"
-    gradient_dtype: Dtype = "fp32"
-    activation_dtype: Dtype = "bf16"
+    gradient_dtype: StoredDtype = "fp32"
+    activation_dtype: StoredDtype = "bf16"
     flash_attention: bool = True
     dropout: bool = False
     fused_loss: bool = True

@@ -29,6 +29,7 @@ from stepsplit.analyzer.model.config import (
     Recompute,
     RecomputePart,
     State,
+    StoredDtype,
     Target,
     TrainingConfig,
 )
@@ -697,13 +698,13 @@ def _choose_gradient_dtype(framework: Framework, dtype: GemmDtype) -> Dtype:
 
 def choose_activation_dtype(
     framework: Framework, dtype: GemmDtype, layout: ParallelConfig
-) -> Dtype:
+) -> StoredDtype:
     """torchtitan's mixed precision comes from FSDP: without FSDP activations stay in fp32."""
     if framework == "fsdp2" and layout.zero != 3 and layout.dp == 1:
         return "fp32"
     return _choose_weight_dtype(dtype)
 
 
-def _choose_weight_dtype(dtype: GemmDtype) -> Dtype:
+def _choose_weight_dtype(dtype: GemmDtype) -> StoredDtype:
     """Weights and activations of training in 8 or 4 bits stay in bf16."""
     return "bf16" if dtype == "fp8" or dtype == "nvfp4" else dtype

@@ -136,6 +136,16 @@ _RATE = PlausibleRange(1e8, 1e17, "FLOP/s", "TFLOP/s", 1e12)
 
 _LINK = PlausibleRange(1e6, 1e14, "bytes per second", "GB/s", 1e9)
 
+_LAUNCH = PlausibleRange(50, 1e8, "ns", "us", 1e3)
+
+_LATENCY = PlausibleRange(50, 1e9, "ns", "us", 1e3)
+
+_HOST = PlausibleRange(1e3, 1e10, "ns", "us", 1e3)
+
+_GEMM_RESULT = PlausibleRange(0.1, 100, "times a memory-bound kernel")
+
+_GPUS = PlausibleRange(1, 1e4, "GPUs")
+
 _HOST_UPDATE = PlausibleRange(1e8, 1e13, "bytes per second", "GB/s", 1e9)
 
 _MULTIPROCESSORS = PlausibleRange(1, 1e4, "multiprocessors")
@@ -176,6 +186,7 @@ def _check_units(
     for link in LINKS:
         rates = table.get_subtable(link)
         _check_range(rates, "bytes_per_s", rates.values.get("bytes_per_s"), _LINK, mistakes)
+        _check_range(rates, "latency_ns", rates.values.get("latency_ns"), _LATENCY, mistakes)
     attention = table.get_subtable("attention")
     for key, plausible in (
         ("forward", _RATE), ("backward", _RATE), ("start", _START), ("backward_start", _START),
@@ -186,8 +197,15 @@ def _check_units(
         ("clock", _CLOCK),
         ("nvls", _NVLS),
         ("host_update_bytes_per_s", _HOST_UPDATE),
+        ("gpus_per_node", _GPUS),
     ):
         _check_range(table, key, stated.get(key), plausible, mistakes)
+    efficiency = table.get_subtable("efficiency")
+    for key, plausible in (
+        ("launch_ns", _LAUNCH), ("host_ns", _HOST), ("expert_ns", _HOST),
+        ("gemm_result", _GEMM_RESULT),
+    ):  # fmt: skip
+        _check_range(efficiency, key, efficiency.values.get(key), plausible, mistakes)
 
 
 def _check_ratios(table: TomlTable, family: str, mistakes: Mistakes) -> None:

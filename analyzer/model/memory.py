@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import JobConfig
+from stepsplit.analyzer.model.config import JobConfig, MemoryCorrection
 from stepsplit.analyzer.model.formulas import Formula
 from stepsplit.analyzer.model.memory_peak import PEAK, MemoryNeeds, compute_needs
 from stepsplit.analyzer.model.memory_states import (
@@ -199,9 +199,12 @@ def find_reserved_ratios(job: JobConfig) -> tuple[float, float, float]:
 def estimate_allocated_band(
     job: JobConfig, stage: StageMemory, calibration: MemoryCalibration | None = None
 ) -> BytesBand:
-    """A stage's predicted peak with its error band, from the framework or the calibration."""
+    """A stage's predicted peak with its error band, from the framework or the calibration; with the
+    correction of a calibrated device the narrower of both."""
     known = load_coefficients(job.training.framework)
     low, high = CALIBRATED_BAND if calibration else (known.low, known.high)
+    if job.hardware.learned != MemoryCorrection():
+        low, high = max(low, CALIBRATED_BAND[0]), min(high, CALIBRATED_BAND[1])
     total = stage.total_bytes
     return BytesBand(total, round(total * low), round(total * high))
 
@@ -241,8 +244,10 @@ def calibrate_memory(
     predicted is the memory of the same job without a calibration. One peak gives the factor; one
     per stage gives factor and constant by least squares. If the factor is outside LEAST..MOST,
     something other than activations is missing, and the difference becomes the constant. Raises
-    UsageError for any other number of peaks.
+    UsageError for any other number of peaks, and for a peak of no bytes.
     """
+    if not all(peak_bytes > 0 for peak_bytes in measured_bytes):
+        raise UsageError(f"a measured peak must be above 0 bytes, not {min(measured_bytes)}")
     if len(measured_bytes) == 1:
         fitted = _fit_fullest_stage(predicted, measured_bytes[0])
     elif len(measured_bytes) == len(predicted):

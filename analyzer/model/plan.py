@@ -109,9 +109,14 @@ def plan(
     )
 
 
+MOST_GPUS = 1_000_000
+"""The largest clusters have a tenth of that."""
+
+
 def _check_numbers(gpus: int, price_per_gpu_hour: float | None) -> None:
-    if gpus < 1:
-        raise UsageError(f"number of GPUs must be 1 or more, not {gpus}; set --gpus")
+    if not 1 <= gpus <= MOST_GPUS:
+        limits = f"1 to {MOST_GPUS:,}"
+        raise UsageError(f"number of GPUs must be {limits}, not {gpus}; set --gpus")
     if price_per_gpu_hour is not None and not 0 < price_per_gpu_hour < math.inf:
         raise UsageError(f"price per GPU hour must be above 0, not {price_per_gpu_hour:g}")
 

@@ -12,12 +12,12 @@ from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
     KEY,
     RECOMPUTE_PARTS,
-    Dtype,
     Framework,
     JobConfig,
     ParallelConfig,
     Recompute,
     Schedule,
+    StoredDtype,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_checks import find_violation
@@ -291,7 +291,8 @@ def _list_expert_splits(job: JobConfig, ranks: int) -> tuple[int, ...]:
 def _build_leanest_job(job: JobConfig, tp: int, pp: int, dp: int, ep: int = 1) -> JobConfig:
     zero = max(list_zero_stages(job, dp, pp))
     layout = replace(
-        job.parallel, tp=tp, pp=pp, cp=1, ep=ep, expert_tp=1, zero=zero, schedule="1f1b", chunks=1,
+        job.parallel, tp=tp, pp=pp, cp=1, ulysses=1, ep=ep, expert_tp=1, zero=zero,
+        schedule="1f1b", chunks=1,
         dp_replicate=1 if zero == 3 else dp, dp_shard=dp if zero == 3 else 1,
         layers_per_stage=split_layers_evenly(job.model.layers, pp),
         sequence_parallel=tp > 1 and job.training.seq_len % tp == 0,
@@ -390,7 +391,8 @@ def _list_axis_layouts(job: JobConfig, gpus: int, keep: frozenset[str]) -> Itera
                 dp = gpus // (tp * pp * cp)
                 if dp > job.training.global_batch:
                     continue
-                axes = replace(bare, tp=tp, pp=pp, cp=cp, dp_replicate=dp)
+                ulysses = math.gcd(job.parallel.ulysses, cp)
+                axes = replace(bare, tp=tp, pp=pp, cp=cp, ulysses=ulysses, dp_replicate=dp)
                 if "tp" not in keep and place_group(replace(job, parallel=axes), "tp").nodes > 1:
                     continue
                 yield from _list_expert_layouts(job, axes, node, keep)
@@ -553,7 +555,7 @@ def adjust_training(job: JobConfig, layout: ParallelConfig) -> TrainingConfig:
     return replace(training, activation_dtype=layout_dtype)
 
 
-def _select_activation_dtype(job: JobConfig, layout: ParallelConfig) -> Dtype:
+def _select_activation_dtype(job: JobConfig, layout: ParallelConfig) -> StoredDtype:
     training = job.training
     return choose_activation_dtype(training.framework, training.dtype, layout)
 
@@ -609,14 +611,17 @@ def format_job_lines(job: JobConfig, choice: Choice) -> tuple[str, ...]:
 
 
 def _format_kept_keys(job: JobConfig, parallel: TomlTable) -> list[str]:
-    """Lines of the keys that the search does not vary, where they are not the defaults."""
+    """Lines of the keys that the search does not vary, where they are not the defaults; ulysses as
+    far as it divides cp."""
     usual = build_layout(parallel, job.training.framework, job.model.experts is not None)
+    own = replace(job.parallel, ulysses=math.gcd(job.parallel.ulysses, usual.cp))
     kept = {
-        str(each.metadata.get(KEY, each.name)): getattr(job.parallel, each.name)
+        str(each.metadata.get(KEY, each.name)): getattr(own, each.name)
         for each in fields(ParallelConfig)
-        if each.name not in _VARIED
-        and getattr(job.parallel, each.name) != getattr(usual, each.name)
+        if each.name not in _VARIED and getattr(own, each.name) != getattr(usual, each.name)
     }
+    if own.rank_order != usual.rank_order:
+        kept["rank_order"] = "-".join(own.rank_order)
     return format_toml_lines(
         {
             key: sorted(value) if isinstance(value, frozenset) else value

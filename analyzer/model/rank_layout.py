@@ -33,7 +33,20 @@ def place_group(job: JobConfig, axis: str) -> GroupPlacement:
     if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
         return GroupPlacement(ranks, 1)
     on_node = max(1, min(ranks, _count_gpus_per_node(job) // stride))
+    if axis in ("dp", "dp_shard"):
+        on_node = min(ranks, _count_replicas_on_node(job))
     return GroupPlacement(ranks, math.gcd(ranks, on_node))
+
+
+def _count_replicas_on_node(job: JobConfig) -> int:
+    """Ranks of cp and dp on a node of consecutive ranks, others of which belong to faster axes."""
+    layout, left, count = job.parallel, _count_gpus_per_node(job), 1
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    for axis in layout.rank_order:
+        taken = min(sizes.get(axis, 1), left)
+        count *= taken if axis in ("cp", "dp") else 1
+        left //= taken
+    return count
 
 
 def _count_gpus_per_node(job: JobConfig) -> int:
@@ -58,11 +71,9 @@ def _compute_ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, i
     if axis == "expert_dp":
         return layout.expert_dp, layout.ep * layout.expert_tp
     if axis == "dp":
-        return layout.gradient_ranks, min(
-            _compute_stride(layout, "cp"), _compute_stride(layout, "dp")
-        )
+        return layout.gradient_ranks, 1
     if axis == "dp_shard":
-        return layout.shard_size, min(_compute_stride(layout, "cp"), _compute_stride(layout, "dp"))
+        return layout.shard_size, 1
     if axis == "dp_replicate":
         return layout.dp_replicate, _compute_stride(layout, "dp") * layout.dp_shard
     return getattr(layout, axis), _compute_stride(layout, axis)

@@ -269,11 +269,18 @@ def _parse_dims(shapes: str | None) -> list[list[int]]:
 
 
 _NAMED_DTYPES = (
-    ("fp8", re.compile(r"e4m3|e5m2|fp8|float8|f8f8|_F8")),
-    ("bf16", re.compile(r"bf16|bfloat16|_BB?S_")),
-    ("fp16", re.compile(r"fp16|float16|_h[a-z]*gemm|hgemm|f16f16|s16816gemm|_HH?S_|half")),
-    ("tf32", re.compile(r"tf32|s1688")),
+    ("fp8", re.compile(r"e4m3|e5m2|fp8|float8|f8f8|_F8|nvjet_(sm\d+_)?[qro]{2}")),
+    ("bf16", re.compile(r"bf16|bfloat16|_BB?S_|nvjet_(sm\d+_)?t")),
+    (
+        "fp16",
+        re.compile(
+            r"fp16|float16|_h[a-z]*gemm|hgemm|f16f16|s16816gemm|_HH?S_|half|nvjet_(sm\d+_)?h"
+        ),
+    ),
+    ("tf32", re.compile(r"tf32|s1688|nvjet_(sm\d+_)?s")),
 )
+"""cuBLAS names its nvjet kernels by a letter for each operand: t bf16, h fp16, s fp32, two of them
+for the inputs in fp8 (nvjet_qqtst)."""
 
 
 def find_dtype(work: KernelWork) -> str:

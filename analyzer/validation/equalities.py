@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
 from stepsplit.analyzer.model.config import (
-    Dtype,
     JobConfig,
     ParallelConfig,
     Recompute,
     Schedule,
+    StoredDtype,
     TrainingConfig,
 )
 from stepsplit.analyzer.model.config_file import load_hardware, load_model
@@ -494,7 +494,7 @@ PAPER = TrainingConfig(
 
 STAGES = {"baseline": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
-DTYPES: dict[str, Dtype] = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
+DTYPES: dict[str, StoredDtype] = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
 MANY = 10**12
 """Enough parameters to make the rounding to whole bytes negligible."""

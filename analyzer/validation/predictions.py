@@ -91,11 +91,15 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     """One check per family, the choice of layouts, and how far runs of one job differ.
 
     Each publisher's runs are predicted by constants, bands and baseline of the other publishers'
-    runs; the baseline, as the constants, without the reports.
+    runs; the baseline, as the constants, without the reports. The bands of a user's runs are those
+    of the published runs, as in a prediction.
     """
     cases = list_cases(published)
     unseen = predict_unseen(cases.cases)
-    bands = find_unseen_bands(unseen)
+    known = unseen
+    if published != Published():
+        known = predict_unseen(list_cases(Published()).cases)
+    bands = find_unseen_bands(unseen, known)
     fitted = [(table, build) for table, build in TABLES if table != REPORTS_TABLE]
     baseline = build_baseline_rows(cases.cases, list_cases(Published(), fitted).cases)
     checks = []
@@ -754,11 +758,13 @@ def compute_conformal_error(errors: Sequence[float]) -> float:
     return sorted(errors)[rank - 1]
 
 
-def find_unseen_bands(runs: Sequence[UnseenRun]) -> tuple[StepBand, ...]:
-    """The band of each run, from the runs of the other publishers."""
+def find_unseen_bands(
+    runs: Sequence[UnseenRun], known: Sequence[UnseenRun]
+) -> tuple[StepBand, ...]:
+    """The band of each run, from the known runs of the other publishers."""
     sources = {run.case.source for run in runs}
     by_source = {
-        source: compute_bands(run for run in runs if run.case.source != source)
+        source: compute_bands(run for run in known if run.case.source != source)
         for source in sources
     }
     return tuple(

@@ -42,7 +42,7 @@ from stepsplit.analyzer.model.parameters import (
 from stepsplit.analyzer.model.plan import plan
 from stepsplit.analyzer.model.plan_space import format_job_lines, list_families
 from stepsplit.analyzer.model.predict import predict
-from stepsplit.analyzer.model.rank_layout import list_stages, place_group
+from stepsplit.analyzer.model.rank_layout import GroupPlacement, list_stages, place_group
 
 V3 = load_model("deepseek-v3")
 MIXED = replace(TINY, experts=Experts(8, 2, ffn=16))
@@ -412,3 +412,23 @@ def test_ulysses_overlaps_beside_a_ring_as_alone() -> None:
     ]
     assert steps[0] == steps[1]
     assert steps[0].overlapped_ns > 0
+
+
+@for_each(
+    ("order", "cp", "expected"),
+    [
+        (("tp", "cp", "ep", "dp", "pp"), 1, (32, 4)),
+        (("cp", "tp", "ep", "dp", "pp"), 1, (32, 4)),
+        (("cp", "tp", "ep", "dp", "pp"), 2, (64, 4)),
+        (("tp", "cp", "ep", "pp", "dp"), 2, (64, 2)),
+        (("dp", "tp", "cp", "ep", "pp"), 2, (64, 8)),
+    ],
+)
+def test_the_ranks_of_tp_take_places_on_a_node_from_those_of_cp_and_dp(
+    order: tuple[Any, ...], cp: int, expected: tuple[int, int]
+) -> None:
+    """Two of tp, 32 of dp, nodes of eight; with pp = 2 before dp a node ends in one replica."""
+    pp = 2 if order.index("pp") < order.index("dp") else 1
+    layout = ParallelConfig(tp=2, cp=cp, pp=pp, dp_replicate=32, rank_order=order)
+    one = replace(job(), parallel=layout, hardware=replace(job().hardware, gpus_per_node=8))
+    assert place_group(one, "dp") == GroupPlacement(*expected)

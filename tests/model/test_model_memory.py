@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from stepsplit.analyzer.model.config import (
     Experts,
     JobConfig,
     LatentAttention,
+    MemoryCorrection,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
@@ -359,6 +361,22 @@ def test_a_band_is_narrow_for_megatron_wide_for_others_and_closes_with_a_calibra
     assert estimate_allocated_band(job(), stage) == BytesBand(1000, 965, 1035)
     assert estimate_allocated_band(job(framework="fsdp2"), stage) == BytesBand(1000, 800, 1450)
     assert estimate_allocated_band(job(framework="fsdp2"), stage, run) == BytesBand(1000, 900, 1100)
+
+
+def test_a_calibrated_device_has_the_narrower_band() -> None:
+    """10 % around a correction of the memory, 3.5 % where the framework's own band is narrower."""
+    stage = StageMemory(0, 1000, 0, 0, 0, 0, 0)
+    device = replace(DEVICE, learned=MemoryCorrection(activations=1.1))
+    sharded = replace(job(framework="fsdp2"), hardware=device)
+    assert estimate_allocated_band(sharded, stage) == BytesBand(1000, 900, 1100)
+    megatron = replace(job(), hardware=device)
+    assert estimate_allocated_band(megatron, stage) == BytesBand(1000, 965, 1035)
+
+
+@pytest.mark.parametrize("peak", [0, -1, math.nan])
+def test_a_measured_peak_has_bytes(peak: Any) -> None:
+    with pytest.raises(UsageError, match="a measured peak must be above 0 bytes"):
+        calibrate_memory(compute_memory(job()), (peak,), "run")
 
 
 def test_one_measured_peak_gives_a_factor_on_the_activations_of_the_fullest_stage() -> None:

@@ -376,9 +376,29 @@ def test_the_ends_of_a_pipeline_may_have_only_embedding_and_head() -> None:
     assert 8 in {each.parallel.chunks for family in found for each in family}
 
 
-def test_zero_gpus_are_rejected() -> None:
-    with pytest.raises(UsageError, match="number of GPUs must be 1 or more, not 0; set --gpus"):
-        plan(SMALL, 0)
+@pytest.mark.parametrize("gpus", [0, 10**12])
+def test_no_gpus_and_more_than_any_cluster_has_are_rejected(gpus: int) -> None:
+    with pytest.raises(UsageError, match=f"GPUs must be 1 to 1,000,000, not {gpus}; set --gpus"):
+        plan(SMALL, gpus)
+
+
+def test_ulysses_follows_from_each_cp() -> None:
+    """Four ranks that exchange heads, as far as they divide cp."""
+    own = replace(MIDDLE.parallel, cp=8, ulysses=4)
+    layouts = {
+        (each.parallel.cp, each.parallel.ulysses)
+        for family in list_families(replace(MIDDLE, parallel=own), 16)
+        for each in family
+    }
+    assert layouts == {(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)}
+    found = plan(replace(MIDDLE, parallel=own), 16)
+    assert found.tree
+
+
+def test_a_planned_layout_keeps_the_order_of_ranks() -> None:
+    ordered = replace(MIDDLE, parallel=ParallelConfig(rank_order=("cp", "tp", "ep", "dp", "pp")))
+    best = plan(ordered, 8).best.choice
+    assert 'rank_order = "cp-tp-ep-dp-pp"' in format_job_lines(ordered, best)
 
 
 def test_if_no_layout_fits_the_closest_is_named() -> None:

@@ -596,6 +596,31 @@ def test_more_layers_are_not_recomputed_or_offloaded_than_the_model_has(
     assert refusal(training=stated).startswith(f"job.toml: {problem}")
 
 
+@for_each(
+    ("key", "value", "hint"),
+    [
+        ("efficiency.launch_ns", 4.5, "4.5 us are 4500 ns"),
+        ("efficiency.host_ns", 1e15, "give ns, 1000 to 1e+10"),
+        ("efficiency.gemm_result", 1000, "is not plausible"),
+        ("nodes_link.latency_ns", 14, "14 us are 1.4e+04 ns"),
+        ("gpus_per_node", 100_000, "is not plausible"),
+        ("host_update_bytes_per_s", 117, "117 GB/s are 1.17e+11 bytes per second"),
+    ],
+)
+def test_times_and_counts_that_no_device_has_are_refused(key: str, value: float, hint: str) -> None:
+    table, _, name = key.rpartition(".")
+    link = {"bytes_per_s": 50e9, "ring": 0.9, "latency_ns": 14_000.0, "name": "ours"}
+    inside = {**(link if table == "nodes_link" else {}), name: value}
+    words = refusal(device=H100 | ({table: inside} if table else inside))
+    assert key.replace("efficiency.", "") in words
+    assert hint in words
+
+
+@pytest.mark.parametrize("key", ["gradient_dtype", "activation_dtype"])
+def test_gradients_and_activations_are_not_kept_in_8_bits(key: str) -> None:
+    assert "'fp8' is unknown; write fp32, bf16 or fp16" in refusal(training={key: "fp8"})
+
+
 def test_scales_of_fp8_belong_to_training_in_fp8() -> None:
     assert refusal(training={"fp8_scaling": "row"}).startswith(
         "job.toml: fp8_scaling needs dtype fp8, not bf16"

@@ -24,6 +24,7 @@ from stepsplit.analyzer import (
     analyze,
 )
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
+from stepsplit.analyzer.split.kernels import KernelWork, find_dtype
 from stepsplit.analyzer.split.lateness import SlowRank, find_slow_kernels, sum_slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import build_calls
@@ -314,3 +315,19 @@ def test_waiting_communication_slows_no_kernel(tmp_path: Path) -> None:
 
 def test_too_few_comparable_kernels_give_no_result(tmp_path: Path) -> None:
     assert slowed(tmp_path, [[100] * 9, [130] * 9, [100] * 9]) == []
+
+
+@for_each(
+    ("name", "dtype"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "bf16"),
+        ("nvjet_hsh_192x192_64x3_1x2_h_bz_coopB_NNT", "fp16"),
+        ("nvjet_qqtst_128x128_128x6_2x1_v_bz_TNN", "fp8"),
+        ("nvjet_sm100_tst_mma_128x256x64_2_64x64x64_cga1x2x1_2x1_bz_TNN", "bf16"),
+        ("nvjet_sss_64x64_32x8_v_bz_TNN", "tf32"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "bf16"),
+        ("ampere_sgemm_128x64_tn", "fp32"),
+    ],
+)
+def test_the_name_of_a_gemm_has_its_dtype(name: str, dtype: str) -> None:
+    assert find_dtype(KernelWork(name, None)) == dtype

@@ -18,7 +18,9 @@ from work_builders import job
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.confidence import LEVEL, RUN_CONFIDENCES, load_error_bands
 from stepsplit.analyzer.model.config import ParallelConfig
+from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.hardware_config import list_families, load_efficiency
+from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.predictions import (
     UnseenRun,
@@ -141,7 +143,7 @@ def test_the_bands_hold_what_they_say(checks: tuple[Check, ...]) -> None:
 def test_the_bands_hold_at_each_confidence(unseen: tuple[UnseenRun, ...]) -> None:
     """With low confidence by publisher: one has a third of the runs, experts over EFA."""
     inside: dict[str, dict[str, list[bool]]] = {each: {} for each in RUN_CONFIDENCES}
-    for run, band in zip(unseen, find_unseen_bands(unseen), strict=True):
+    for run, band in zip(unseen, find_unseen_bands(unseen, unseen), strict=True):
         of_source = inside[run.confidence].setdefault(run.case.source, [])
         of_source.append(run.is_inside(band))
     for confidence in ("high", "medium"):
@@ -437,3 +439,23 @@ def test_the_own_tables_can_be_validated_from_anywhere(
 ) -> None:
     shutil.copytree(PUBLISHED, tmp_path / "copy")
     assert [one.result for one in validate(tmp_path / "copy")] == [one.result for one in checks]
+
+
+def test_the_band_of_an_own_run_is_the_one_that_a_prediction_prints(tmp_path: Path) -> None:
+    (tmp_path / "training_reports.csv").write_text(
+        "case,publisher,step_s,model.preset,parallel.dp,parallel.tp,parallel.zero,"
+        "training.seq_len,training.micro_batch,training.global_batch,hardware.preset\n"
+        "mine,us,7.0,llama-3-8b,4,2,1,8192,1,64,h100-sxm\n"
+    )
+    (found,) = (one for one in validate(tmp_path) if one.name == "H100 reports, step time")
+    (row,) = found.rows
+    job = parse_job("""
+    model = { preset = "llama-3-8b" }
+    parallel = { dp = 4, tp = 2, zero = 1 }
+    training = { seq_len = 8192, micro_batch = 1, global_batch = 64 }
+    hardware = { preset = "h100-sxm" }
+    """)
+    printed = predict(job)
+    assert (row.predicted, row.low, row.high) == pytest.approx(
+        (printed.split.step_ns, printed.low_ns, printed.high_ns), rel=1e-4
+    )

@@ -130,7 +130,7 @@ def test_json_in_a_file_still_prints_the_screen(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--gpus", "0"], "number of GPUs must be 1 or more, not 0; set --gpus"),
+        (["--gpus", "0"], "number of GPUs must be 1 to 1,000,000, not 0; set --gpus"),
         (["--gpus", "1"], "no layout on 1 x h100-sxm fits; the closest is tp 1 pp 1 cp 1 dp 1"),
         (["--gpus", "8", "--keep", "colour"], "--keep 'colour' is not a setting of the search"),
         (["--gpus", "8", "--top", "0"], "--top"),
@@ -170,3 +170,13 @@ sys.exit(", ".join(name for name in {HEAVY!r} if name in sys.modules))
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.stderr == "\n"
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_a_search_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    job_text, screen = page.split("```toml\n")[1].split("```")[0], page.split("```\n")[2]
+    shown = parse_job(job_text)
+    lines = [line.rstrip() for line in printed(shown, plan(shown, 1024, top=4), 80)]
+    text = screen.split("```")[0].rstrip().splitlines()
+    assert lines[: len(text)] == text

@@ -163,13 +163,16 @@ def choose_hardware(
     invalid hardware file.
     """
     other = None if hardware is None else read_hardware(hardware)
-    preset = recorded_on or find_preset(device)
+    named = find_preset(device)
+    preset = recorded_on or named
     if preset is None:
         raise UsageError(
             f"the recorded device {device or 'is not named'!r} has no hardware preset; say what it "
             "is with --recorded-on PRESET"
         )
     source = read_hardware(preset)
+    if named == "cpu" and source.family != "cpu":
+        raise UsageError(f"the steps were recorded on a CPU, not on {source.name}")
     target = other or source
     if (source.family == "cpu") != (target.family == "cpu"):
         raise UsageError(

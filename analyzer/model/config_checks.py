@@ -1,4 +1,4 @@
-"""Checks of a job config: the first constraint that it violates, and how to fix it."""
+"""Checks of a job config: the constraints that it violates, and how to fix them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def find_violation(job: JobConfig) -> Violation | None:
         if (fault := check_one(job)) is not None:
             return fault
     return None
+
+
+def list_violations(job: JobConfig) -> tuple[Violation, ...]:
+    """All violated constraints; a size below 1 alone, for the others would divide by it."""
+    if (size := _check_sizes(job)) is not None:
+        return (size,)
+    found = (check_one(job) for check_one in ALL_CHECKS)
+    return tuple(dict.fromkeys(fault for fault in found if fault is not None))
 
 
 # Constraints of the axes: heads, widths, experts and the sequence must divide.

@@ -33,7 +33,7 @@ from stepsplit.analyzer.model.config import (
     Target,
     TrainingConfig,
 )
-from stepsplit.analyzer.model.config_checks import find_violation
+from stepsplit.analyzer.model.config_checks import list_violations
 from stepsplit.analyzer.model.config_decode import (
     Mistakes,
     TomlTable,
@@ -142,7 +142,7 @@ def parse_job(text: str, where: str = "job.toml") -> JobConfig:
 def decode_job(table: TomlTable) -> JobConfig:
     """Decodes and checks the tables of a job.
 
-    Raises as read_job: with all invalid keys, else with the first violated constraint.
+    Raises as read_job: with all invalid keys, else with all violated constraints.
     """
     stated = _decode_sections(table)
     model, hardware, training = stated.model, stated.hardware, stated.training
@@ -152,9 +152,8 @@ def decode_job(table: TomlTable) -> JobConfig:
     framework = training.values.get("framework", infer_framework(stated.parallel))
     completed_training = complete_training(training, layout, framework, model, hardware)
     job = JobConfig(model, layout, completed_training, hardware)
-    fault = find_violation(job)
-    if fault is not None:
-        raise DataError(table.where, fault.problem, fault.hint)
+    faults = list_violations(job)
+    Mistakes(DataError(table.where, one.problem, one.hint) for one in faults).raise_all()
     return job
 
 

@@ -80,6 +80,7 @@ def decode_hardware(
     _check_learned(table.get_subtable("learned"), family, memory_bytes, mistakes)
     default_efficiency = known.efficiency if family == known.family else load_efficiency(family)
     peaks_flops_per_s = _decode_peaks(table, known, mistakes)
+    _check_attention(table, dict(peaks_flops_per_s), mistakes)
     decoded = {
         "peaks_flops_per_s": peaks_flops_per_s,
         "intra": intra,
@@ -319,6 +320,19 @@ def _decode_gemms(
             mistakes.append(row.build_error("flops_per_s", problem, "give dense FLOP/s, or dtype"))
         rates.append(rate)
     return tuple(rates)
+
+
+def _check_attention(
+    table: TomlTable, peaks_flops_per_s: Mapping[str, float], mistakes: Mistakes
+) -> None:
+    """Refuses a rate of attention above all peaks of the device."""
+    attention = table.get_subtable("attention")
+    peak = max(peaks_flops_per_s.values(), default=math.inf)
+    for key in ("forward", "backward"):
+        rate = attention.values.get(key)
+        if _is_positive(rate) and peak < rate <= _RATE.most:
+            problem = f"{rate:g} FLOP/s are more than any peak of the device, {peak:g}"
+            mistakes.append(attention.build_error(key, problem, "count the causal half alone"))
 
 
 def _decode_link(table: TomlTable, key: str, base: Link, mistakes: Mistakes) -> Link:

@@ -13,6 +13,7 @@ from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
 
 from stepsplit.analyzer import CarriedRun, what_if
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -209,6 +210,11 @@ def test_what_cannot_be_carried_is_refused_in_a_line(
     shown = capsys.readouterr().err
     assert words in shown
     assert shown.count("\n") == 1
+
+
+def test_a_recording_on_a_cpu_is_of_no_gpu() -> None:
+    with pytest.raises(UsageError, match="recorded on a CPU, not on h100-sxm"):
+        what_if(SAMPLES / "tp2_pp2", hardware="b200-sxm", recorded_on="h100-sxm")
 
 
 def test_the_carried_step_is_on_the_screen_and_in_the_json(

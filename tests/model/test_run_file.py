@@ -604,6 +604,7 @@ def test_more_layers_are_not_recomputed_or_offloaded_than_the_model_has(
         ("efficiency.gemm_result", 1000, "is not plausible"),
         ("nodes_link.latency_ns", 14, "14 us are 1.4e+04 ns"),
         ("gpus_per_node", 100_000, "is not plausible"),
+        ("attention.forward", 6e16, "more than any peak of the device, 1.9789e+15"),
         ("host_update_bytes_per_s", 117, "117 GB/s are 1.17e+11 bytes per second"),
     ],
 )
@@ -619,6 +620,12 @@ def test_times_and_counts_that_no_device_has_are_refused(key: str, value: float,
 @pytest.mark.parametrize("key", ["gradient_dtype", "activation_dtype"])
 def test_gradients_and_activations_are_not_kept_in_8_bits(key: str) -> None:
     assert "'fp8' is unknown; write fp32, bf16 or fp16" in refusal(training={key: "fp8"})
+
+
+def test_all_violated_constraints_are_named_at_once() -> None:
+    words = refusal(model=LLAMA | {"kv_heads": 5}, parallel={"tp": 3})
+    assert "heads (32) must be divisible by tp (3)" in words
+    assert "more: heads (32) must be divisible by kv_heads (5); fix heads or kv_heads" in words
 
 
 def test_scales_of_fp8_belong_to_training_in_fp8() -> None:

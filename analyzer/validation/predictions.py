@@ -95,11 +95,9 @@ def check_step_times(published: Published) -> tuple[Check, ...]:
     of the published runs, as in a prediction.
     """
     cases = list_cases(published)
-    unseen = predict_unseen(cases.cases)
-    known = unseen
-    if published != Published():
-        known = predict_unseen(list_cases(Published()).cases)
-    bands = find_unseen_bands(unseen, known)
+    is_own = published == Published()
+    unseen = predict_published() if is_own else predict_unseen(cases.cases)
+    bands = find_unseen_bands(unseen, predict_published() if unseen else ())
     fitted = [(table, build) for table, build in TABLES if table != REPORTS_TABLE]
     baseline = build_baseline_rows(cases.cases, list_cases(Published(), fitted).cases)
     checks = []
@@ -681,6 +679,12 @@ class UnseenRun:
 def predict_unseen(cases: Iterable[Case]) -> tuple[UnseenRun, ...]:
     """Predict each run by the constants that were fitted without its publisher."""
     return tuple(map(_predict_one, cases))
+
+
+@lru_cache(maxsize=1)
+def predict_published() -> tuple[UnseenRun, ...]:
+    """Predict the runs of the package's tables."""
+    return predict_unseen(list_cases(Published()).cases)
 
 
 def _predict_one(case: Case) -> UnseenRun:

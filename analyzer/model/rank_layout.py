@@ -29,12 +29,14 @@ def place_group(job: JobConfig, axis: str) -> GroupPlacement:
     """Returns the placement of an axis's group: tp, cp, ulysses, ep, dp (all ranks of the dense
     gradient reduction, including cp), dp_shard, dp_replicate, expert_tp, expert_dp, or pp (the two
     neighbors that are farthest apart)."""
-    ranks, stride = _compute_ranks_and_stride(job.parallel, axis)
-    if axis == "pp" and stride * job.parallel.pp > job.hardware.gpus_per_node:
+    layout = job.parallel
+    if axis in ("dp", "dp_shard"):
+        ranks = layout.gradient_ranks if axis == "dp" else layout.shard_size
+        return GroupPlacement(ranks, math.gcd(ranks, min(ranks, _count_replicas_on_node(job))))
+    ranks, stride = _compute_ranks_and_stride(layout, axis)
+    if axis == "pp" and stride * layout.pp > job.hardware.gpus_per_node:
         return GroupPlacement(ranks, 1)
     on_node = max(1, min(ranks, _count_gpus_per_node(job) // stride))
-    if axis in ("dp", "dp_shard"):
-        on_node = min(ranks, _count_replicas_on_node(job))
     return GroupPlacement(ranks, math.gcd(ranks, on_node))
 
 
@@ -70,10 +72,6 @@ def _compute_ranks_and_stride(layout: ParallelConfig, axis: str) -> tuple[int, i
         return layout.ep, layout.expert_tp
     if axis == "expert_dp":
         return layout.expert_dp, layout.ep * layout.expert_tp
-    if axis == "dp":
-        return layout.gradient_ranks, 1
-    if axis == "dp_shard":
-        return layout.shard_size, 1
     if axis == "dp_replicate":
         return layout.dp_replicate, _compute_stride(layout, "dp") * layout.dp_shard
     return getattr(layout, axis), _compute_stride(layout, axis)

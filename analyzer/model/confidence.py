@@ -174,8 +174,8 @@ kernels: of 17 such runs with experts eight took 1.6 to 2.3 times as long as pre
 differ by up to 21 %."""
 
 UPDATE_SHARE_LIMIT = 0.1
-"""Share of the update on the host above which a step depends much on the host: of 6 published runs
-four are 13 % too slow to 2 % too fast, two of ALST took 1.5 and 1.8 times as long."""
+"""Share of the update on the host above which a step depends much on the host: of 7 published runs
+six are 16 % too slow to 3 % too fast, one of ALST took 1.8 times as long."""
 
 COMM_SHARE_LIMIT = 0.4
 """Share of communication above which a step depends more on link constants than on kernels."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from stepsplit.analyzer.model.comm_ops import count_rank_microbatches
 from stepsplit.analyzer.model.comm_volume import find_reshard_policy, is_kept_gathered
@@ -15,13 +16,12 @@ from stepsplit.analyzer.model.memory_states import (
     compute_parameter_bytes,
     count_update_traffic_bytes,
     count_updated_bytes,
-    find_sharding_stage,
     uses_foreach,
 )
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
+    count_shards,
     count_updated_parameters,
-    select_trained,
 )
 
 # Memory that offloading moves from the GPU to the host.
@@ -163,6 +163,9 @@ TRANSFERS = Formula(
 )
 
 
+Pass = Literal["forward", "backward"]
+
+
 @dataclass(frozen=True, slots=True)
 class PassCopies:
     """Bytes that so many passes each send to the host and load from it, and the time of what
@@ -176,6 +179,16 @@ class PassCopies:
     def compute_exposed_ns(self, bytes_per_ns: float) -> float:
         largest_bytes = max(self.sent_bytes, self.loaded_bytes)
         return self.count * max(0.0, largest_bytes / bytes_per_ns - self.overlapping_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Those of one kind, beside a pass or beside nothing."""
+
+    beside: Pass | None
+    count: int
+    sent_bytes: float = 0.0
+    loaded_bytes: float = 0.0
 
 
 def compute_offload_ns(hardware: HardwareConfig, copies: Iterable[PassCopies]) -> float:
@@ -197,64 +210,53 @@ def list_copies(
     if not offload or job.hardware.family == "cpu":
         return ()
     found = [
-        PassCopies(m, saved_bytes, 0.0, forward_ns),
-        PassCopies(m, 0.0, saved_bytes, backward_ns),
+        _Copies("forward", m, sent_bytes=saved_bytes),
+        _Copies("backward", m, loaded_bytes=saved_bytes),
     ]
     if "parameters" in offload:
-        found += _list_parameter_copies(job, parameters, forward_ns, backward_ns)
+        found += _list_parameter_copies(job, parameters)
     elif "optimizer" in offload:
-        found += _list_update_copies(job, parameters, backward_ns)
-    return tuple(_merge_alike(found))
+        found += _list_update_copies(job, parameters)
+    alone = [PassCopies(c.count, c.sent_bytes, c.loaded_bytes, 0.0) for c in found if not c.beside]
+    pass_ns: dict[Pass, float] = {"forward": forward_ns, "backward": backward_ns}
+    return (*alone, *_merge_by_pass(found, pass_ns))
 
 
-def _list_parameter_copies(
-    job: JobConfig, parameters: StageParameters, forward_ns: float, backward_ns: float
-) -> Iterator[PassCopies]:
+def _list_parameter_copies(job: JobConfig, parameters: StageParameters) -> Iterator[_Copies]:
     """Weights as often as they are gathered, and gradients as often as they are reduced."""
     m, each = count_rank_microbatches(job), compute_parameter_bytes(job.training)
-    weights_bytes = _count_shards(job, parameters) * each.weights
-    yield PassCopies(1 if is_kept_gathered(job) else m, 0.0, weights_bytes, forward_ns)
+    weights_bytes = count_shards(job, parameters) * each.weights
+    yield _Copies("forward", 1 if is_kept_gathered(job) else m, loaded_bytes=weights_bytes)
     if find_reshard_policy(job) != "never" and not is_kept_gathered(job):
-        yield PassCopies(m, 0.0, weights_bytes, backward_ns)
-    is_once = job.is_fsdp and (job.parallel.sum_once or job.parallel.pp > 1)
-    gradients_bytes = _count_shards(job, select_trained(job, parameters)) * each.gradients
+        yield _Copies("backward", m, loaded_bytes=weights_bytes)
+    is_once = job.parallel.sum_once or job.parallel.pp > 1
+    gradients_bytes = count_updated_parameters(job, parameters) * each.gradients
     blocks = m > 1 and not is_once and job.training.framework == "fsdp2"
-    yield PassCopies(1 if is_once else m, gradients_bytes, 0.0, 0.0 if blocks else backward_ns)
+    yield _Copies(None if blocks else "backward", 1 if is_once else m, sent_bytes=gradients_bytes)
 
 
-def _list_update_copies(
-    job: JobConfig, parameters: StageParameters, backward_ns: float
-) -> Iterator[PassCopies]:
+def _list_update_copies(job: JobConfig, parameters: StageParameters) -> Iterator[_Copies]:
     """Gradients in fp32, DeepSpeed's beside every backward, with the sums of earlier microbatches;
     then the weights: DeepSpeed's in 16 bits, others as they are updated."""
     m, updated = count_rank_microbatches(job), count_updated_parameters(job, parameters)
     gradients_bytes = updated * MASTER_BYTES
     if job.training.framework == "deepspeed":
-        yield PassCopies(m, gradients_bytes, gradients_bytes if m > 1 else 0.0, backward_ns)
-        yield PassCopies(1, 0.0, updated * job.training.weight_bytes, 0.0)
+        yield _Copies("backward", m, gradients_bytes, gradients_bytes if m > 1 else 0.0)
+        yield _Copies(None, 1, loaded_bytes=updated * job.training.weight_bytes)
     else:
-        yield PassCopies(1, gradients_bytes, 0.0, 0.0)
-        yield PassCopies(1, 0.0, updated * count_updated_bytes(job.training), 0.0)
+        yield _Copies(None, 1, sent_bytes=gradients_bytes)
+        yield _Copies(None, 1, loaded_bytes=updated * count_updated_bytes(job.training))
 
 
-def _merge_alike(copies: Iterable[PassCopies]) -> Iterator[PassCopies]:
-    """Copies that share a pass share the link in each direction; those beside nothing follow each
-    other."""
-    merged: dict[tuple[int, float], PassCopies] = {}
+def _merge_by_pass(
+    copies: Iterable[_Copies], pass_ns: Mapping[Pass, float]
+) -> Iterator[PassCopies]:
+    """Copies beside the same pass share the link in each direction."""
+    alike: dict[tuple[Pass, int], list[_Copies]] = {}
     for each in copies:
-        if not each.overlapping_ns:
-            yield each
-            continue
-        key = each.count, each.overlapping_ns
-        known = merged.get(key, replace(each, sent_bytes=0.0, loaded_bytes=0.0))
-        sent, loaded = known.sent_bytes + each.sent_bytes, known.loaded_bytes + each.loaded_bytes
-        merged[key] = replace(each, sent_bytes=sent, loaded_bytes=loaded)
-    yield from merged.values()
-
-
-def _count_shards(job: JobConfig, parameters: StageParameters) -> float:
-    """The parameters of a rank, of those that it has before they are sharded."""
-    if find_sharding_stage(job) < 3:
-        return parameters.total
-    layout = job.parallel
-    return parameters.dense / layout.shard_size + parameters.experts / layout.expert_shards
+        if each.beside:
+            alike.setdefault((each.beside, each.count), []).append(each)
+    for (beside, count), some in alike.items():
+        sent_bytes = sum(one.sent_bytes for one in some)
+        loaded_bytes = sum(one.loaded_bytes for one in some)
+        yield PassCopies(count, sent_bytes, loaded_bytes, pass_ns[beside])

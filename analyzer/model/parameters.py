@@ -315,8 +315,12 @@ def count_trained_parameters(job: JobConfig) -> int:
 
 def count_updated_parameters(job: JobConfig, params: StageParameters) -> float:
     """Counts the parameters that one rank updates: its shard if ZeRO shards optimizer states."""
-    trained = select_trained(job, params)
-    return trained.dense / job.parallel.shard_size + trained.experts / job.parallel.expert_shards
+    return count_shards(job, select_trained(job, params))
+
+
+def count_shards(job: JobConfig, params: StageParameters) -> float:
+    """Counts those of a rank's parameters that are in its shard."""
+    return params.dense / job.parallel.shard_size + params.experts / job.parallel.expert_shards
 
 
 def _count_adapter_parameters(adapters: tuple[Adapter, ...], rank: int) -> int:

@@ -95,6 +95,14 @@ def test_activations_are_sent_beside_the_forward_and_loaded_beside_the_backward(
     assert compute_offload_ns(hardware, found) == 3 * 200
 
 
+def test_passes_of_equal_times_are_two_passes() -> None:
+    """Of a host-bound job both take as long as their launches."""
+    one = offloading("activations", batch=3)
+    held = count_stage_parameters(one)[0]
+    found = list_copies(one, held, 500, FORWARD, FORWARD)
+    assert found == (PassCopies(3, 500, 0.0, FORWARD), PassCopies(3, 0.0, 500, FORWARD))
+
+
 @for_each(
     ("framework", "batch", "expected"),
     [

@@ -47,7 +47,6 @@ from stepsplit.analyzer.model.device_speed import (
 from stepsplit.analyzer.model.hardware_config import MAX_SPREAD, load_attention_rate
 from stepsplit.analyzer.model.layer_time import FUSED_BACKWARD
 from stepsplit.analyzer.model.memory import NO_CALIBRATION, calibrate_memory, compute_memory
-from stepsplit.analyzer.model.offload import is_update_offloaded
 from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.step_time import compute_skew
@@ -571,7 +570,7 @@ def _solve_host_ns(
     run: CalibrationSample, parts: StageParts, seen: StageSample, fitted: Efficiency
 ) -> float:
     split, alone = seen.split, run.job.hardware.family == "cpu"
-    if is_update_offloaded(run.job):
+    if "optimizer" in run.job.offloaded:
         return 0.0  # idle for the host's update too, whose rate is not known
     if parts.host <= 0 or split.idle_ns <= (0.0 if alone else HOST_BOUND * seen.step_ns):
         return 0.0

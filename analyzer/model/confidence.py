@@ -24,7 +24,6 @@ from stepsplit.analyzer.model.memory_states import (
     find_sharding_stage,
     is_clamped,
 )
-from stepsplit.analyzer.model.offload import is_update_offloaded
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
@@ -256,14 +255,11 @@ def _list_offloading(
     job: JobConfig, stages: tuple[StageTime, ...], split: Split
 ) -> Iterator[Caveat]:
     """What is not known of the host, unless the user states the rate of its update."""
-    offload = job.training.offload
-    if not offload or job.hardware.family == "cpu":
-        return
-    if job.training.offload_to == "nvme":
+    if job.offloaded and job.training.offload_to == "nvme":
         yield Caveat("copies to NVMe are timed as those to host memory", "low")
-    if offload & {"activations", "parameters"}:
+    if job.offloaded & {"activations", "parameters"}:
         yield Caveat("copies to the host are assumed to overlap the compute of a pass", "medium")
-    if not is_update_offloaded(job):
+    if "optimizer" not in job.offloaded:
         return
     if job.training.optimizer == "muon":
         yield Caveat("Muon's matrix products on the host are not timed", "low")

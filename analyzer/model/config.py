@@ -734,6 +734,11 @@ class JobConfig:
         return training.framework == "huggingface" or (training.framework == "ddp" and is_plain)
 
     @property
+    def offloaded(self) -> frozenset[str]:
+        """The states in host memory; none on a CPU, which is its own host."""
+        return frozenset() if self.hardware.family == "cpu" else self.training.offload
+
+    @property
     def is_fsdp(self) -> bool:
         """Whether weights are gathered unit by unit: ZeRO-3, and FSDP2 with stage 2, which keeps
         them until the backward."""

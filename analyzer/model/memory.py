@@ -85,9 +85,9 @@ def list_stage_states(job: JobConfig) -> tuple[States, ...]:
 
 
 def _compute_device_states(job: JobConfig, parameters: StageParameters) -> States:
-    """The states of a rank that are on the device; a CPU is its own host."""
+    """The states of a rank that are on the device."""
     states = compute_states(job, parameters)
-    return states if job.hardware.family == "cpu" else apply_offload(states, job.training).states
+    return apply_offload(states, job.training).states if job.offloaded else states
 
 
 def is_within_memory(job: JobConfig, memory: tuple[StageMemory, ...]) -> bool:

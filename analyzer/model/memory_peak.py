@@ -35,7 +35,7 @@ from stepsplit.analyzer.model.memory_states import (
     load_coefficients,
     uses_foreach,
 )
-from stepsplit.analyzer.model.offload import OFFLOAD, is_update_offloaded
+from stepsplit.analyzer.model.offload import OFFLOAD
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_updated_parameters,
@@ -833,7 +833,7 @@ def compute_input_gradient_bytes(job: JobConfig, rank: int) -> int:
 def compute_optimizer_bytes(job: JobConfig, parameters: StageParameters) -> int:
     """Working memory of the optimizer step: the root of a moment of lists of tensors, an fp32 copy
     of Megatron-LM's gradients in 16 bits."""
-    if is_update_offloaded(job):
+    if "optimizer" in job.offloaded:
         return _count_bucket_bytes(job) * select_trained(job, parameters).total
     trained, updated = select_trained(job, parameters), count_updated_parameters(job, parameters)
     working_bytes = round(compute_parameter_bytes(job.training).gradient_copy * updated)

@@ -325,7 +325,7 @@ def compute_stage_activations(
 
 def find_offloaded_share(job: JobConfig, stage: StageConfig) -> float:
     """The share of a rank's saved activations that goes to the host."""
-    if "activations" not in job.training.offload or job.hardware.family == "cpu":
+    if "activations" not in job.offloaded:
         return 0.0
     most = job.training.offload_layers
     return min(1.0, most / stage.layers) if most and stage.layers else 1.0

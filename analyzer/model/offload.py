@@ -118,17 +118,12 @@ MOST_GPUS_PER_HOST = 8
 """A node of more is a rack: its GPUs share links, not processors."""
 
 
-def is_update_offloaded(job: JobConfig) -> bool:
-    """Whether the host updates the states; a CPU is its own host."""
-    return "optimizer" in job.training.offload and job.hardware.family != "cpu"
-
-
 def compute_host_updates_ns(
     job: JobConfig, stage_params: tuple[StageParameters, ...]
 ) -> tuple[float, ...]:
     """Time of the update on the host of each stage, 0 on the device. Stages that share a host, as
     those of consecutive ranks do, wait for the states of all of them."""
-    if not is_update_offloaded(job):
+    if "optimizer" not in job.offloaded:
         return (0.0,) * len(stage_params)
     each_bytes = float(count_update_traffic_bytes(job.training))
     if uses_foreach(job.training):
@@ -206,16 +201,14 @@ def list_copies(
 ) -> tuple[PassCopies, ...]:
     """The copies of a rank's step; saved_bytes are the offloaded activations of a microbatch,
     forward_ns and backward_ns the passes of one."""
-    m, offload = count_rank_microbatches(job), job.training.offload
-    if not offload or job.hardware.family == "cpu":
-        return ()
+    m = count_rank_microbatches(job)
     found = [
         _Copies("forward", m, sent_bytes=saved_bytes),
         _Copies("backward", m, loaded_bytes=saved_bytes),
     ]
-    if "parameters" in offload:
+    if "parameters" in job.offloaded:
         found += _list_parameter_copies(job, parameters)
-    elif "optimizer" in offload:
+    elif "optimizer" in job.offloaded:
         found += _list_update_copies(job, parameters)
     alone = [PassCopies(c.count, c.sent_bytes, c.loaded_bytes, 0.0) for c in found if not c.beside]
     pass_ns: dict[Pass, float] = {"forward": forward_ns, "backward": backward_ns}

@@ -19,7 +19,7 @@ from stepsplit.analyzer.model.memory_states import (
     count_updated_bytes,
     uses_foreach,
 )
-from stepsplit.analyzer.model.offload import HOST_UPDATE, is_update_offloaded
+from stepsplit.analyzer.model.offload import HOST_UPDATE
 from stepsplit.analyzer.model.parameters import (
     StageParameters,
     count_updated_parameters,
@@ -50,7 +50,7 @@ FOREACH = Formula(
 
 def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StageParameters) -> float:
     """Time of the optimizer step on the device; 0 if it is offloaded to the host."""
-    if is_update_offloaded(job):
+    if "optimizer" in job.offloaded:
         return 0.0
     count, training = count_updated_parameters(job, parameters), job.training
     moved_bytes = count * count_update_traffic_bytes(training)
@@ -70,7 +70,7 @@ def compute_optimizer_ns(job: JobConfig, speed: DeviceSpeed, parameters: StagePa
 
 def list_optimizer_formulas(job: JobConfig) -> tuple[Formula, ...]:
     """The formulas of the optimizer step."""
-    if is_update_offloaded(job):
+    if "optimizer" in job.offloaded:
         return (HOST_UPDATE,)
     if job.training.optimizer == "muon":
         return (UPDATE, MUON)

@@ -272,7 +272,7 @@ def compute_stage_time(
             *_collect_formulas((*passes, *copies, *idle)),
             *(EXPOSED,) * bool(communication),
             *list_optimizer_formulas(job),
-            *(TRANSFERS,) * bool(job.training.offload),
+            *(TRANSFERS,) * bool(job.offloaded),
             HOST,
         ),
     )
@@ -286,7 +286,7 @@ def _time_copies(
 ) -> float:
     """Time of a step in which nothing but copies to or from the host runs; passes are whatever else
     takes time in those of a microbatch."""
-    if not job.training.offload:
+    if not job.offloaded:
         return 0.0
     forward_ns = sum(each.forward_ns for each in passes)
     offloaded = find_offloaded_share(job, stage) * len(stage.chunks)

@@ -28,6 +28,7 @@ from stepsplit.collectors.record import (
     remove_if_empty,
 )
 from stepsplit.collectors.run_spec import RUN_FILE
+from stepsplit.collectors.safe_text import escape_controls, guard_output
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10
@@ -47,13 +48,14 @@ def main(arguments: Sequence[str] | None = None, explain_stop: ExplainStop | Non
     _add_attach(verbs, explain_stop)
     _add_gather(verbs)
     try:
-        options = parser.parse_args(argv)
-        status: int = options.run(options)
+        with guard_output():
+            options = parser.parse_args(argv)
+            status: int = options.run(options)
         return status
     except SystemExit as done:
         return int(done.code or 0)
     except (CollectError, ValueError) as error:
-        sys.stderr.write(f"stepsplit: {error}\n")
+        warn(str(error))
         return BAD_INPUT
 
 
@@ -152,7 +154,7 @@ def _report_recording(plan: RecordPlan, start_s: float) -> None:
     if traces:
         n_ranks = len({path.name.removesuffix(".gz") for path in traces})
         steps = _explain_early_steps(plan, out)
-        sys.stderr.write(f"{describe_recorded(n_ranks, out, steps)}\n")
+        sys.stderr.write(f"{escape_controls(describe_recorded(n_ranks, out, steps))}\n")
         return
     if plan.first is not None:
         warn(
@@ -231,7 +233,7 @@ def _attach(options: argparse.Namespace, explain_stop: ExplainStop | None) -> in
         options.timeout,
         explain_stop,
     )
-    sys.stderr.write(f"{message}\n")
+    sys.stderr.write(f"{escape_controls(message)}\n")
     return 0
 
 
@@ -250,7 +252,7 @@ def _add_gather(verbs: _Verbs) -> None:
 
 def _gather(options: argparse.Namespace) -> int:
     gathered = gather(options.folders, options.out)
-    sys.stdout.write(f"{gathered.out}: {len(gathered.ranks)} ranks\n")
+    sys.stdout.write(f"{escape_controls(str(gathered.out))}: {len(gathered.ranks)} ranks\n")
     if gathered.missing:
         sys.stderr.write(f"missing ranks: {', '.join(map(str, gathered.missing))}\n")
     return 0

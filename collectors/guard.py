@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from stepsplit.collectors.safe_text import escape_controls
+
 # Errors of the command line.
 
 
@@ -62,7 +64,7 @@ def warn_lost(rank: int, what: str) -> None:
 def warn(text: str) -> None:
     """Prints one line on stderr; without a stderr the warning is lost, not the training."""
     with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"stepsplit: {text}\n")
+        sys.stderr.write(f"stepsplit: {escape_controls(text)}\n")
 
 
 def is_reported_full(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 python pack.py [--thin] [--memory cpu|device] RAW OUT [RAW OUT ...]
 
-Needs only the standard library and run_spec.py in the same folder, so that it starts quickly in
+Needs only the standard library and two files in the same folder, so that it starts quickly in
 any Python. It runs at the lowest priority, at most two at a time on a host, outlives the rank that
 started it, and writes its output atomically. A raw file is removed once its packed file is there.
 Asked to end (SIGTERM), it moves the raw files that are left to their own names instead, such as
@@ -35,8 +35,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
     from stepsplit.collectors.run_spec import whole_file
+    from stepsplit.collectors.safe_text import escape_controls
 else:
     whole_file = runpy.run_path(str(Path(__file__).with_name("run_spec.py")))["whole_file"]
+    _safe_text = runpy.run_path(str(Path(__file__).with_name("safe_text.py")))
+    escape_controls = _safe_text["escape_controls"]
 
 _LEVEL = 6
 _CHUNK = 1 << 20
@@ -179,12 +182,16 @@ def _report_failure(raw: Path, out: Path, error: Exception) -> int:
         with contextlib.suppress(OSError):
             keep(raw, out)
             raw = name_raw(out)
-        sys.stderr.write(f"stepsplit: {out.name} is not packed: {reason}; kept {raw}\n")
+        _warn(f"{out.name} is not packed: {reason}; kept {raw}")
         return 1
     with contextlib.suppress(OSError):
         drop(raw)
-    sys.stderr.write(f"stepsplit: lost {out}: {reason}\n")
+    _warn(f"lost {out}: {reason}")
     return 1
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"stepsplit: {escape_controls(text)}\n")
 
 
 class _Stopped(BaseException):
@@ -265,7 +272,7 @@ def _read_thinned(file: BinaryIO) -> Iterator[bytes]:
     try:
         begin, end = scan_events(file, thinning.add)
     except (ValueError, KeyError, TypeError) as error:
-        sys.stderr.write(f"stepsplit: a trace is packed in full instead of thin: {error!r}\n")
+        _warn(f"a trace is packed in full instead of thin: {error!r}")
         yield from _read_stripped(file)
         return
     yield from _read_range(file, 0, begin)

@@ -33,6 +33,7 @@ from stepsplit.collectors.record import (
     parse_ranks,
 )
 from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.safe_text import escape_controls
 from stepsplit.collectors.watch_notes import count_incarnations
 from stepsplit.collectors.watch_plan import WatchPlan
 
@@ -141,7 +142,7 @@ def _check_mesh(text: str, world_size: int) -> Mesh | None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{escape_controls(text)}\n")
 
 
 # One recording of a job at a time.

@@ -18,6 +18,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.report import Report, compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
+from stepsplit.collectors.safe_text import escape_controls
 from stepsplit.collectors.watch_notes import RankWindow
 
 PREFIX = "stepsplit"
@@ -223,7 +224,7 @@ def build_report_points(report: Report) -> tuple[ScalarPoint, ...]:
     unix_ns = t0_ns + max(row.start_ns + row.step_ns for row in full if row.step == step)
     when_ns = unix_ns if t0_ns else time.time_ns()
     splits = build_split_scalars(split_ranks(report))
-    return (ScalarPoint(report.run.name, step, when_ns, (*times, *splits)),)
+    return (ScalarPoint(escape_controls(report.run.name), step, when_ns, (*times, *splits)),)
 
 
 def build_batch_points(batch: WatchBatch) -> tuple[ScalarPoint, ...]:
@@ -242,7 +243,9 @@ def _build_window_point(batch: WatchBatch) -> ScalarPoint:
     )
     last = max(windows, key=lambda one: one.last_step)
     late = build_late_scalars(_compute_lateness_ns(windows))
-    return ScalarPoint(batch.run, last.last_step, last.end_unix_ns, (*times, *late))
+    return ScalarPoint(
+        escape_controls(batch.run), last.last_step, last.end_unix_ns, (*times, *late)
+    )
 
 
 def _compute_lateness_ns(windows: Sequence[RankWindow]) -> dict[int, float]:
@@ -281,7 +284,7 @@ def _build_sample_point(batch: WatchBatch, sample: WatchSample) -> ScalarPoint:
     scalars = build_split_scalars(sample.ranks)
     if batch.overhead is not None:
         scalars = (*scalars, Scalar(OVERHEAD, batch.overhead))
-    return ScalarPoint(batch.run, sample.step, sample.unix_ns, scalars)
+    return ScalarPoint(escape_controls(batch.run), sample.step, sample.unix_ns, scalars)
 
 
 def build_step_scalars(min_ns: float, median_ns: float, max_ns: float) -> tuple[Scalar, ...]:
@@ -313,7 +316,7 @@ def build_share_scalars(sums_ns: Mapping[str, int]) -> tuple[Scalar, ...]:
 def build_exposed_scalars(sums_ns: Mapping[str, int], ranks: int) -> tuple[Scalar, ...]:
     """Exposed communication by axis in the mean of so many ranks, of its sums."""
     return tuple(
-        Scalar(EXPOSED, ns / ranks / 1e9, axis or UNKNOWN_AXIS)
+        Scalar(EXPOSED, ns / ranks / 1e9, escape_controls(axis or UNKNOWN_AXIS))
         for axis, ns in sorted(sums_ns.items())
     )
 

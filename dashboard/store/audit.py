@@ -61,12 +61,12 @@ class AuditLog:
     ) -> None:
         """Adds an entry, here and to the log of the process."""
         entry = {
-            "user_name": _clean(user_name, 200),
+            "user_name": clean_text(user_name, 200),
             "role": role,
-            "address": _clean(address, 100),
+            "address": clean_text(address, 100),
             "action": action,
-            "target": _clean(target, 300),
-            "outcome": _clean(outcome, 200),
+            "target": clean_text(target, 300),
+            "outcome": clean_text(outcome, 200),
         }
         _LOG.info("audit", extra={"fields": entry})
         now_ns = self._now_ns()
@@ -82,11 +82,6 @@ class AuditLog:
         ordered = newest.order_by(AUDIT.c.id.desc()).limit(last)
         with self._database.begin_read() as connection:
             return tuple(AuditEntry(*row) for row in connection.execute(ordered))
-
-
-def _clean(text: str, max_length: int) -> str:
-    # Names from a proxy or a file are printed in terminals.
-    return clean_text("".join(c if c.isprintable() else " " for c in text), max_length)
 
 
 def _trim(connection: Connection, oldest_unix_ns: int) -> None:

@@ -17,14 +17,14 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.safe_text import escape_controls
 
 # Cleaning of untrusted text before it is stored.
 
 
 def clean_text(text: str, max_length: int) -> str:
-    """The text on one line of at most `most` characters, without NUL and invalid characters."""
-    whole = text.encode("utf-8", "replace").decode().replace("\0", "")
-    line = " ".join(whole.split())
+    """The text on one line of at most max_length characters, with controls as escapes."""
+    line = escape_controls(" ".join(text.split()))
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 

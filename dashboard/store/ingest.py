@@ -31,6 +31,7 @@ from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
+from stepsplit.collectors.safe_text import SafeStream, escape_controls, escape_json
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
     JOB_BYTES,
@@ -458,13 +459,20 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return escape_json(json.dumps(line, ensure_ascii=False))
+
+
+class _TextFormatter(logging.Formatter):
+    """The message on one line, and the traceback of an exception below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().formatMessage(record))
 
 
 def set_up_logs(form: LogFormat) -> None:
     """Sends logs to standard error: JSON lines, or text with warnings and errors only."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter("%(message)s"))
+    handler = logging.StreamHandler(SafeStream(sys.stderr))
+    handler.setFormatter(JsonFormatter() if form == "json" else _TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

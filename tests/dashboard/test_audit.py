@@ -126,7 +126,7 @@ def test_names_in_the_log_are_one_printable_line(store: Store) -> None:
     store.audit.record("login", "a\x1b[2Jb\nc\u202ed\ud800", user_name="x" * 500)
 
     (entry,) = store.audit.list_entries(1)
-    assert entry.target == "a [2Jb c d"
+    assert entry.target == r"a\x1b[2Jb c\u202ed\ud800"
     assert len(entry.user_name) == 200
 
 

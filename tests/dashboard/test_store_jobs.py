@@ -173,7 +173,7 @@ def test_bad_data_fails_the_run_with_the_uploaded_file_name(store: Store) -> Non
     assert process_job(store, claimed(store), analyze) == "failed"
     assert state(store, run_id) == (
         "failed",
-        "rank0.json (rank 0): the file is torn; copy it again",
+        r"rank0.json (rank 0): the file is torn\x00; copy it again",
     )
     assert store.jobs.claim("w") is None
 

@@ -11,10 +11,13 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 import click
 
 from stepsplit.analyzer.errors import StepsplitError
+from stepsplit.collectors.safe_text import SafeStream, guard_output
+from stepsplit.dashboard.commands.common import print_line
 
 COMMANDS = {
     "analyze": (
@@ -66,6 +69,11 @@ Python's 700 the searches take a tenth of a short analysis."""
 class _LazyGroup(click.Group):
     """A command group that imports a command's module only when it runs or prints its help."""
 
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Runs a command; what it prints is safe for a terminal and a CI log."""
+        with guard_output():
+            return super().main(*arguments, **options)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -90,7 +98,7 @@ class _LazyGroup(click.Group):
 def stepsplit(context: click.Context) -> None:
     """Split training steps into compute, communication, pipeline bubble and idle time."""
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        click.echo(context.get_help())  # noqa: TID251 - a text of our own
 
 
 def main() -> None:
@@ -130,7 +138,7 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except click.ClickException as error:
-        return _print_error(error.format_message())
+        return _print_error(" ".join(error.format_message().split()))
     except StepsplitError as error:
         return _print_error(str(error))
     except BrokenPipeError:
@@ -142,7 +150,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _print_error(message: str) -> int:
-    click.echo(f"stepsplit: {' '.join(message.split())}", err=True)
+    print_line(f"stepsplit: {message}", err=True)
     return BAD_INPUT
 
 
@@ -150,9 +158,9 @@ def _report_internal_error(error: Exception) -> int:
     with tempfile.NamedTemporaryFile(
         "w", prefix="stepsplit-error-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        traceback.print_exception(error, file=file)
+        traceback.print_exception(error, file=SafeStream(file))
     traceback_file = Path(file.name)
-    click.echo(
+    print_line(
         f"stepsplit: internal error ({type(error).__name__}); please report {traceback_file}",
         err=True,
     )

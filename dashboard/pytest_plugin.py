@@ -22,6 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -294,11 +295,12 @@ class CommBudget:
 
     def _try_evaluate(self, update: bool) -> Outcome:
         from stepsplit.analyzer.errors import StepsplitError
+        from stepsplit.collectors.safe_text import escape_controls
 
         try:
             return self._check_runs(update)
         except StepsplitError as error:
-            return Outcome("error", str(error))
+            return Outcome("error", escape_controls(str(error)))
 
     def _check_runs(self, update: bool) -> Outcome:
         from stepsplit.analyzer.regression.checks import parse_budgets
@@ -371,11 +373,9 @@ class RecordedBlock:
 
 
 def _format_verdict(verdict: Any) -> str:
-    from rich.console import Console
-
+    from stepsplit.dashboard.reporters.console import SafeConsole
     from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 
-    console = Console(width=120, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(build_verdict_screen(verdict))
-    return captured.get().rstrip()
+    screen = StringIO()
+    SafeConsole(screen, width=120, color_system=None).print(build_verdict_screen(verdict))
+    return screen.getvalue().rstrip()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("analyzer", "collectors", "dashboard")
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_FUNCTION = 240, 900, 60
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_FUNCTION = 260, 900, 60
 OF_FRAMEWORKS = {"StepsplitCallback"}
 """Users import these from the integration of their framework."""
 

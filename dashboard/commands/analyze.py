@@ -18,6 +18,7 @@ from stepsplit.dashboard.commands.common import (
     load_rules,
     make_console,
     parse_mesh,
+    print_line,
     put_json,
     require_package,
     rules_option,
@@ -128,7 +129,7 @@ def _write_job(file: Path, draft: JobDraft) -> None:
     needed = f"fill in {' and '.join(draft.missing)}, then " if draft.missing else ""
     without_shapes = draft.missing and not draft.has_shapes
     hint = "; a recording with --shapes gives most of them" if without_shapes else ""
-    click.echo(f"{file}: {needed}pass it with --job{hint}", err=True)
+    print_line(f"{file}: {needed}pass it with --job{hint}", err=True)
 
 
 def _write_page(file: Path, analysis: Analysis) -> None:
@@ -245,7 +246,7 @@ def export_command(
     saved_analysis = _load_saved(places) if rules_file is None else None
     analysis = saved_analysis or _examine_recording(places, workers, load_rules(rules_file))
     _write_chunks(file, perfetto_trace(analysis.report, analysis.tables))
-    click.echo(f"{file}: open it at https://ui.perfetto.dev")
+    print_line(f"{file}: open it at https://ui.perfetto.dev")
 
 
 def _load_saved(places: Sequence[str]) -> Analysis | None:
@@ -306,7 +307,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
     with show_reading_bar() as progress:
         done = reduce_recording(places, out, workers or count_cores(), progress)
     raw, table = units.format_size(done.raw_bytes), units.format_size(done.table_bytes)
-    click.echo(f"{out}: tables of {len(done.ranks)} ranks, {table} ({raw} of traces)")
+    print_line(f"{out}: tables of {len(done.ranks)} ranks, {table} ({raw} of traces)")
 
 
 # stepsplit redact: a copy of a recording that can be passed on.
@@ -341,8 +342,8 @@ def redact_command(
 
     rules = load_rules(rules_file)
     done = redact_recording(places, out, names=names, words=words, key=key, rules=rules)
-    click.echo(f"{out}: {len(done.files)} files")
+    print_line(f"{out}: {len(done.files)} files")
     for row in done.replaced:
-        click.echo(f"replaced {row.field}: {row.distinct:,} in {row.places:,} places")
+        print_line(f"replaced {row.field}: {row.distinct:,} in {row.places:,} places")
     for place, reason in done.left_out:
-        click.echo(f"left out {place}: {reason}")
+        print_line(f"left out {place}: {reason}")

@@ -20,6 +20,8 @@ from stepsplit.dashboard.commands.common import (
     load_rules,
     make_console,
     open_store,
+    print_annotations,
+    print_line,
     put_json,
     record_command,
     rules_option,
@@ -175,7 +177,7 @@ def check_command(
     record = partial(_record, store, candidate_runs, verdict)
     unrecorded = _try_output(record) if any(run.id for run in candidate_runs) else None
     for problem in (*failed, *filter(None, [unrecorded])):
-        click.echo(f"stepsplit: {problem}", err=True)
+        print_line(f"stepsplit: {problem}", err=True)
     return EXIT_CODES[verdict.answer] or (EXIT_NO_FILE if failed else 0)
 
 
@@ -246,8 +248,7 @@ def _show_check(verdict: CheckResult) -> None:
 
     make_console().print(build_verdict_screen(verdict))
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in format_annotations(verdict):
-            click.echo(line)
+        print_annotations(format_annotations(verdict))
 
 
 # stepsplit baseline: writes the metrics of runs to a small file for check.
@@ -286,7 +287,7 @@ def baseline_command(
     store, rules = cache(lambda: open_runs(url, artifacts, token)), load_rules(rules_file)
     runs = [run.facts for run in load_runs(places, store, None, rules)]
     for warning in (*check_setups(runs, (), across_setups=False), *list_incomplete((), runs)):
-        click.echo(f"warning: {warning}", err=True)
+        print_line(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
         raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
     write_output(out, to_json(runs))
@@ -295,7 +296,7 @@ def baseline_command(
         if len(runs) >= RECOMMENDED_RUNS
         else f"; {RECOMMENDED_RUNS} to 5 runs estimate the noise better"
     )
-    click.echo(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
+    print_line(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
     if len(runs) >= RECOMMENDED_RUNS:
         _propose_budgets(runs, budgets_out)
 
@@ -310,11 +311,11 @@ def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
     if out is not None:
         lines = [f'"{budget.metric}" = "{budget.text}"' for budget in budgets]
         write_output(out, "\n".join(["[budgets]", *lines, ""]).encode())
-        click.echo(f"{out}: budgets for check --budget {out}")
+        print_line(f"{out}: budgets for check --budget {out}")
     rules = [f"{budget.metric}:{budget.text}" for budget in budgets]
     raised = [rule for rule in rules if rule not in DEFAULT_BUDGETS]
     if raised:
-        click.echo(
+        print_line(
             f"at the noise of these runs, {len(runs)} runs per side cannot decide the default"
             f" budgets; proposed: {', '.join(raised)}"
         )

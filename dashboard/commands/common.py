@@ -6,7 +6,8 @@ import getpass
 import math
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,12 +16,12 @@ import click
 
 from stepsplit.analyzer.errors import UsageError, write
 from stepsplit.collectors.rank_record import is_recorded_name, is_trace_name
+from stepsplit.collectors.safe_text import escape_controls, escape_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.dashboard.reporters.console import SafeConsole
     from stepsplit.dashboard.store.audit import AuditLog
     from stepsplit.dashboard.store.store import Store
 
@@ -75,6 +76,21 @@ def write_output(path: Path, content: bytes) -> None:
     write(path, content)
 
 
+# What a command prints besides screens.
+
+
+def print_line(text: str = "", err: bool = False) -> None:
+    """Prints one line on standard output or error; a line break of a name is shown as an escape."""
+    click.echo(escape_controls(text), err=err)  # noqa: TID251 - the place of it
+
+
+def print_annotations(lines: Iterable[str]) -> None:
+    """Prints what `format_workflow_command` made, for GitHub Actions to execute."""
+    stream = getattr(sys.stdout, "unguarded", sys.stdout)
+    for line in lines:
+        click.echo(line, file=stream)  # noqa: TID251 - it consists of escaped text
+
+
 # JSON output of a command.
 
 ResultT = TypeVar("ResultT")
@@ -91,11 +107,13 @@ def put_json(
     """
     if json_file is None:
         return False
-    text = to_json(result)
+    found = to_json(result)
+    # In a file as well: it is printed sooner or later.
+    text = escape_json(found if isinstance(found, str) else found.decode())
     if json_file == "-":
-        click.echo(text, nl=False)
+        click.echo(text, nl=not text.endswith("\n"))  # noqa: TID251 - it is escaped
         return True
-    write_output(Path(json_file), text.encode() if isinstance(text, str) else text)
+    write_output(Path(json_file), text.encode())
     return False
 
 
@@ -172,12 +190,12 @@ log_option = click.option(
 MIN_COLUMNS = 80
 
 
-def make_console(soft_wrap: bool = False) -> Console:
+def make_console(soft_wrap: bool = False) -> SafeConsole:
     """A console on standard output with the columns that tables need: narrower terminals fold the
     lines, so that no number is cut."""
-    from rich.console import Console
+    from stepsplit.dashboard.reporters.console import SafeConsole
 
-    console = Console(highlight=False, soft_wrap=soft_wrap)
+    console = SafeConsole(sys.stdout, soft_wrap=soft_wrap)
     console.width = max(console.width, MIN_COLUMNS)
     return console
 

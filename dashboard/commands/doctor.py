@@ -22,7 +22,8 @@ from stepsplit.dashboard.environment import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
-    from rich.text import Text
+
+    from stepsplit.dashboard.reporters.console import Text
 
 COMMANDS = ("analyze", "attach", "dashboard", "record")
 """The commands that are judged; the others need what one of these needs."""
@@ -97,7 +98,8 @@ def build_doctor_screen(
 ) -> RenderableType:
     """Builds the screen for a rich console of any width."""
     from rich.console import Group
-    from rich.text import Text
+
+    from stepsplit.dashboard.reporters.console import Text
 
     parts: list[RenderableType] = [_describe_machine(environment), _describe_commands(checks)]
     if environment.requirements:
@@ -111,7 +113,7 @@ def build_doctor_screen(
 
 
 def _describe_machine(environment: Environment) -> Text:
-    from rich.text import Text
+    from stepsplit.dashboard.reporters.console import Text
 
     torch = environment.torch
     known = (
@@ -127,7 +129,7 @@ def _describe_machine(environment: Environment) -> Text:
 
 
 def _describe_commands(checks: Sequence[EnvironmentCheck]) -> Text:
-    from rich.text import Text
+    from stepsplit.dashboard.reporters.console import Text
 
     failing = find_failing(checks)
     working = [name for name in COMMANDS if name not in failing]
@@ -149,7 +151,8 @@ def _build_packages_table(requirements: Sequence[Requirement]) -> Table:
 
 def _build_checks_table(checks: Sequence[EnvironmentCheck]) -> Table:
     from rich.table import Table
-    from rich.text import Text
+
+    from stepsplit.dashboard.reporters.console import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_row("checked", "", style="bold")
@@ -160,7 +163,8 @@ def _build_checks_table(checks: Sequence[EnvironmentCheck]) -> Table:
 
 def _build_problems_table(problems: Sequence[EnvironmentCheck]) -> Table:
     from rich.table import Table
-    from rich.text import Text
+
+    from stepsplit.dashboard.reporters.console import Text
 
     table = Table.grid(padding=(0, 2))
     for check in problems:

@@ -13,6 +13,7 @@ from stepsplit.dashboard.commands.common import (
     count_cores,
     load_rules,
     make_console,
+    print_line,
     put_json,
     require_package,
     rules_option,
@@ -228,7 +229,7 @@ def _record_quick(folder: Path, ranks: int | None) -> Path:
         raise UsageError(f"--ranks {ranks}: too many for {device}; use up to {most}")
     count = ranks or gpus or cores
     mesh = choose_calibration_mesh(Mesh.of({"pp": count}))
-    click.echo(f"training a small GPT on {mesh.format()} for some seconds", err=True)
+    print_line(f"training a small GPT on {mesh.format()} for some seconds", err=True)
     try:
         return launch_workload(mesh, folder / "quick", CALIBRATION).out
     except LaunchError as error:
@@ -276,11 +277,7 @@ def validate_command(
     if folder is not None and not any(check.rows for check in checks):
         reasons = [reason for check in checks for reason in check.left_out]
         raise UsageError(f"{folder}: no row can be checked: {'; '.join(reasons[:1])}")
-    if json_file == "-":
-        click.echo(to_json(checks))
-    else:
-        if json_file is not None:
-            write_output(Path(json_file), to_json(checks).encode())
+    if not put_json(checks, to_json, json_file):
         _show_validate(checks, rows)
     if not all(check.met for check in checks):
         context.exit(EXIT_MISSED)

@@ -12,6 +12,7 @@ from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.dashboard.commands.common import (
     make_console,
     open_store,
+    print_line,
     require_package,
     write_output,
 )
@@ -108,7 +109,8 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
         job = _write_calibrated_job(Path(calibration), mesh, folder)
     analysis = examine_with_inferred_job([folder], job=job)
     save(folder, analysis.report, analysis.tables)
-    click.echo(f"recorded in {folder}\n")
+    print_line(f"recorded in {folder}")
+    print_line()
     make_console().print(build_report_screen(analysis.report))
     if not no_serve:
         _serve(analysis, port)
@@ -128,7 +130,7 @@ def _choose_mesh(parallel: str) -> Mesh:
     mesh = requested if available is None else fit_to_memory(requested, available)
     if mesh != requested:
         free = units.format_gibibytes(available or 0)
-        click.echo(
+        print_line(
             f"only {free} of memory available: using {mesh.format()} instead of "
             f"{requested.format()}"
         )
@@ -139,12 +141,13 @@ def _train(mesh: Mesh, folder: Path, calibration: Path) -> None:
     from stepsplit.collectors.record import LaunchError, launch_workload
 
     ranks = mesh.world_size
-    click.echo(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
+    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
     try:
         result = launch_workload(mesh, folder, calibration=calibration)
     except LaunchError as error:
         raise StepsplitError(f"the demo's training failed: {error}") from None
-    click.echo(result.output.strip())
+    for line in result.output.strip().splitlines():
+        print_line(line)
 
 
 def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path | None:
@@ -158,13 +161,13 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
     try:
         hardware = calibrate(*sorted(calibration.iterdir()))
     except StepsplitError as error:
-        click.echo(f"not calibrated: {error}")
+        print_line(f"not calibrated: {error}")
         return None
     write_output(folder / "hardware.toml", format_hardware(hardware).encode())
     job = folder / "job.toml"
     write_output(job, b'[hardware]\nfile = "hardware.toml"\n')
     layout = choose_calibration_mesh(mesh).format()
-    click.echo(f"calibrated on short trainings of {layout} before and after: {job}")
+    print_line(f"calibrated on short trainings of {layout} before and after: {job}")
     return job
 
 
@@ -173,11 +176,12 @@ def _serve(analysis: Analysis, port: int) -> None:
 
     store = open_store()
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)
+    print_line()
     at = f"/run/{run_id}   (Ctrl-C ends it)"
     serve(
         store,
         port=port or find_free_port(),
-        ready=lambda url: click.echo(f"\ndashboard: {url}{at}"),
+        ready=lambda url: print_line(f"dashboard: {url}{at}"),
     )
 
 

@@ -17,6 +17,7 @@ from stepsplit.dashboard.commands.common import (
     open_existing_store,
     open_store,
     parse_tag,
+    print_line,
     record_command,
     store_option,
 )
@@ -53,7 +54,7 @@ def runs_command(
     for run in found[:last]:
         added, key = format_date(run.created_unix_ns), run.job_key or "unknown"
         label = f"  ({run.job.label})" if run.job else ""
-        click.echo(f"{run.id}  {added}  {run.state:9}  {key:8}  {run.name}{label}")
+        print_line(f"{run.id}  {added}  {run.state:9}  {key:8}  {run.name}{label}")
 
 
 # stepsplit delete: frees the space of runs that are no longer needed.
@@ -85,7 +86,7 @@ def delete_command(
             store.delete(run.id)
             record_command(store.audit, "run deleted", run.label)
         verb = "would delete" if dry_run else "deleted"
-        click.echo(f"{verb} {run.id}  added {format_date(run.created_unix_ns)}  {run.name}")
+        print_line(f"{verb} {run.id}  added {format_date(run.created_unix_ns)}  {run.name}")
 
 
 def _select_ids(runs: Sequence[RunRow], run_ids: Sequence[str]) -> list[RunRow]:
@@ -144,7 +145,7 @@ def edit_command(
     record_command(store.audit, "run edited", describe_edit(run, edit))
     (run,) = _select_ids(store.list_runs(), [run_id])
     words = [f"{tag.key}={tag.value}" for tag in run.tags] + ([run.note] if run.note else [])
-    click.echo("  ".join([run.id, run.name, *words]))
+    print_line("  ".join([run.id, run.name, *words]))
 
 
 # stepsplit retry: another analysis of what the store has of a run.
@@ -172,4 +173,4 @@ def retry_command(
             raise UsageError(f"run {run.id} cannot be analyzed again: {explain_no_retry(run)}")
         action = "run queued" if job is None else "job attached"
         record_command(store.audit, action, run.label)
-        click.echo(f"queued {run.id}  {run.name}")
+        print_line(f"queued {run.id}  {run.name}")

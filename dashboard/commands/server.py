@@ -25,6 +25,7 @@ from stepsplit.dashboard.commands.common import (
     open_store,
     parse_mesh,
     parse_tag,
+    print_line,
     put_json,
     record_command,
     require_package,
@@ -188,7 +189,7 @@ def dashboard_command(
         public_url=None if public_url is None else check_public_url(public_url),
     )  # fmt: skip
     serve(store, host, port or find_free_port(host), options=serving,
-          ready=lambda address: click.echo(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
+          ready=lambda address: print_line(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
 
 
 def _read_password(file: Path | None, variable: str) -> str | None:
@@ -283,7 +284,7 @@ def create(name: str, role: str, days: float | None, url: str) -> None:
     lifetime_s = None if days is None else days * DAY_S
     new = Tokens(database).create(name, Role.parse(role) or Role.VIEWER, lifetime_s)
     record_command(AuditLog(database), "token created", new.token.label)
-    click.echo(new.secret)
+    print_line(new.secret)
 
 
 @token_command.command("list")
@@ -294,7 +295,7 @@ def list_tokens(url: str) -> None:
     from stepsplit.dashboard.store.logins import Tokens
 
     for token in Tokens(database).list_tokens():
-        click.echo(_format_token(token))
+        print_line(_format_token(token))
 
 
 def _format_token(token: Token) -> str:
@@ -318,7 +319,7 @@ def revoke(token_id: str, url: str) -> None:
     if not Tokens(database).revoke(token_id):
         raise UsageError(f"no token has the id {token_id}; list them with stepsplit token list")
     record_command(AuditLog(database), "token revoked", token_id)
-    click.echo(f"token {token_id} is revoked")
+    print_line(f"token {token_id} is revoked")
 
 
 def _open_database(url: str) -> Database:
@@ -352,7 +353,7 @@ def audit_command(since: str | None, last: int, json_file: str | None, url: str)
     entries = AuditLog(database).list_entries(last, since_ns)
     if not put_json(entries, audit_to_json, json_file):
         for entry in reversed(entries):
-            click.echo(_format_audit_entry(entry))
+            print_line(_format_audit_entry(entry))
 
 
 def _format_audit_entry(entry: AuditEntry) -> str:
@@ -453,7 +454,7 @@ def _send_run(
             paths = [*map(str, places), *(["--mesh", mesh] if mesh else [])]
             paths += ["--redact"] if redact else []
             raise _build_resume_error(error, paths, connection.url, run_id) from None
-    click.echo(f"{connection.url}/run/{run_id}")
+    print_line(f"{connection.url}/run/{run_id}")
     if wait:
         _wait_until_analyzed(sender, run_id)
 

@@ -15,6 +15,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.commands.common import (
     FiniteRange,
     parse_mesh,
+    print_line,
     require_package,
     token_option,
 )
@@ -194,7 +195,7 @@ def _watch_job(request: WatchRequest, plan: WatchPlan, beside: ReducerProcess) -
     target = None if request.target == ONLY_JOB else request.target
     ranks = start_watch(target, plan)
     here = ", ".join(str(rank.rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    click.echo(f"watching ranks {here} in {plan.out}; Ctrl-C ends it", err=True)
+    print_line(f"watching ranks {here} in {plan.out}; Ctrl-C ends it", err=True)
     with beside:
         wait_until_over(ranks)
     return 0
@@ -209,7 +210,7 @@ def _send_rest(folder: Path, request: WatchRequest, command: tuple[str, ...]) ->
     if request.url is None:
         raise UsageError("--send needs the address of a dashboard: --to URL")
     sent = send_rest(folder, request.url, request.token)
-    click.echo(f"{sent} batch{'' if sent == 1 else 'es'} sent to {request.url}", err=True)
+    print_line(f"{sent} batch{'' if sent == 1 else 'es'} sent to {request.url}", err=True)
 
 
 def _parse_every(text: str) -> tuple[int | None, float | None]:
@@ -236,7 +237,7 @@ def _report_watch(plan: WatchPlan, options: ReducerOptions, attached: bool) -> N
         text += f", which cost {format_percent(state.overhead)} of the time"
     if state.newest and (folder.path / state.newest).exists():
         text += f"; the newest: stepsplit analyze {folder.path / state.newest}"
-    click.echo(text, err=True)
+    print_line(text, err=True)
     if options.url and state.unsent:
         command = f"stepsplit watch --send {folder.path} --to {options.url}"
-        click.echo(f"{state.unsent} batches were not sent; later: {command}", err=True)
+        print_line(f"{state.unsent} batches were not sent; later: {command}", err=True)

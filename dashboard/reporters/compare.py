@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
@@ -21,6 +20,7 @@ from stepsplit.analyzer.regression.compare import (
     Side,
 )
 from stepsplit.analyzer.regression.scaling import Scaling, ScalingRun
+from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
 
 # The screen of compare.
@@ -342,11 +342,11 @@ def build_scaling_screen(scaling: Scaling) -> RenderableType:
     return Group(*parts, *([Text(), *costs] if costs else ()))
 
 
-def _format_scaling_headline(scaling: Scaling) -> Text:
+def _format_scaling_headline(scaling: Scaling) -> RenderableType:
     first, last = scaling.runs[0], scaling.runs[-1]
     text = Text(f"{len(scaling.runs)} runs, {first.gpus:,} to {last.gpus:,} GPUs", style="bold")
     if scaling.work is None or last.efficiency is None:
-        return text.append(f"\n{_NO_WORK}", "not bold yellow")
+        return Group(text, Text(_NO_WORK, "yellow"))
     efficiency = units.format_percent(last.efficiency)
     return text.append(
         f": {last.name} has {efficiency} of the efficiency of {scaling.reference} "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
@@ -27,6 +26,7 @@ from stepsplit.analyzer.model.plan_space import (
     format_job_lines,
 )
 from stepsplit.analyzer.validation.tables import Check, ValidationRow
+from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
 
 if TYPE_CHECKING:
@@ -62,16 +62,16 @@ def build_plan_screen(job: JobConfig, plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _build_plan_heading(job: JobConfig, plan: Plan) -> Text:
+def _build_plan_heading(job: JobConfig, plan: Plan) -> RenderableType:
     training, name = job.training, job.model.name or f"of {job.model.layers} layers"
     adapters = f", LoRA of rank {training.lora_rank}" if training.lora_rank else ""
-    text = Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold")
-    text.append(
-        f"\n{training.global_batch:,} sequences of {training.seq_len:,} tokens per step   "
-        f"{training.dtype} {training.optimizer}, {training.framework}{adapters}",
-        style="not bold",
+    return Group(
+        Text(f"model {name}   {plan.gpus:,} x {job.hardware.name}", style="bold"),
+        Text(
+            f"{training.global_batch:,} sequences of {training.seq_len:,} tokens per step   "
+            f"{training.dtype} {training.optimizer}, {training.framework}{adapters}"
+        ),
     )
-    return text
 
 
 def _format_search(searched: SearchCounts) -> Text:
@@ -324,15 +324,15 @@ def build_calibration_screen(calibration: Calibration, out: Path | None) -> Rend
     return Group(*parts)
 
 
-def _build_calibration_heading(calibration: Calibration) -> Text:
+def _build_calibration_heading(calibration: Calibration) -> RenderableType:
     runs = list(dict.fromkeys(one.run for one in calibration.stages))
     words = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    text = Text(
-        f"{calibration.hardware.name} calibrated from {words}: {', '.join(runs)}", style="bold"
-    )
+    name = calibration.hardware.name
     off = units.format_percent(calibration.hardware.efficiency.error)
-    text.append(f"\nexpected error for other layouts: {off}", style="not bold")
-    return text
+    return Group(
+        Text(f"{name} calibrated from {words}: {', '.join(runs)}", style="bold"),
+        Text(f"expected error for other layouts: {off}"),
+    )
 
 
 def _build_constants_table(calibration: Calibration) -> Table:

@@ -10,7 +10,6 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
@@ -26,6 +25,7 @@ from stepsplit.analyzer.model.formulas import (
 from stepsplit.analyzer.model.memory import estimate_allocated_band
 from stepsplit.analyzer.model.parameters import count_trained_parameters
 from stepsplit.analyzer.model.prediction import Communication, Prediction, StageMemory
+from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import AXIS_SHORT, BUCKET_STYLE, build_table
 
 # The screen of model: step time, split, memory, pipeline and communication.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
+from stepsplit.dashboard.reporters.console import Text
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import MemoryRow, Report, Run

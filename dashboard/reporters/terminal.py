@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
@@ -38,6 +38,8 @@ from stepsplit.analyzer.report.report import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.collectors.safe_text import DRAWING
+from stepsplit.dashboard.reporters.console import SafeConsole, Text
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     BUCKET_STYLE,
@@ -509,7 +511,7 @@ def show_sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
 def _show_progress() -> Iterator[Progress | None]:
     """A bar on stderr; None if that is no terminal, where rich up to 14 writes an empty line even
     with a disabled bar."""
-    console = Console(stderr=True)
+    console = SafeConsole(sys.stderr, allowed=DRAWING)
     if not console.is_terminal:
         yield None
         return

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree as xml
 
 import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.regression.checks import (
@@ -22,6 +20,8 @@ from stepsplit.analyzer.regression.checks import (
 )
 from stepsplit.analyzer.regression.metrics import Unit, require_metric
 from stepsplit.analyzer.regression.statistics import MOST_RUNS
+from stepsplit.collectors.safe_text import escape_controls, escape_json, format_workflow_command
+from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
 
 # The screen of check.
@@ -184,14 +184,12 @@ def _format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _escape_code(text: str) -> str:
-    letters = (letter for letter in text if letter.isprintable() and letter not in "`|")
-    return f"`{''.join(letters)}`"
+    return f"`{escape_controls(text).translate({ord('`'): None, ord('|'): None})}`"
 
 
 def _escape_text(text: str) -> str:
     """Escapes text of a recording, so that it cannot become markup, links or mentions."""
-    text = "".join(letter if letter.isprintable() else " " for letter in text)
-    return " ".join(text.translate(_ESCAPED).split())
+    return " ".join(escape_controls(text).translate(_ESCAPED).split())
 
 
 _ESCAPED = str.maketrans(
@@ -355,13 +353,15 @@ def format_annotations(verdict: CheckResult) -> list[str]:
 
     One error per regressed metric, one per cause, one warning per inconclusive metric.
     """
-    errors = [_format_command("error", title, text) for title, text in _list_errors(verdict)]
+    errors = [
+        format_workflow_command("error", title, text) for title, text in _list_errors(verdict)
+    ]
     inconclusive = [one for one in verdict.gated if one.answer == "inconclusive"]
     warnings = [
-        _format_command("warning", "stepsplit: inconclusive", format_line(one))
+        format_workflow_command("warning", "stepsplit: inconclusive", format_line(one))
         for one in inconclusive
     ]
-    warnings += [_format_command("warning", "stepsplit", text) for text in verdict.warnings]
+    warnings += [format_workflow_command("warning", "stepsplit", text) for text in verdict.warnings]
     return [*errors[:MAX_ANNOTATIONS], *warnings[:MAX_ANNOTATIONS]]
 
 
@@ -376,18 +376,6 @@ def _list_errors(verdict: CheckResult) -> Iterator[tuple[str, str]]:
             yield "stepsplit: regressed", format_line(result)
     for cause in verdict.causes:
         yield "stepsplit: cause", cause.message
-
-
-def _format_command(kind: str, title: str, text: str) -> str:
-    return f"::{kind} title={_escape_property(title)}::{_escape_data(text)}"
-
-
-def _escape_data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _escape_property(text: str) -> str:
-    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 # GitLab: the code quality widget, and metrics as OpenMetrics text.
@@ -427,7 +415,7 @@ def format_code_quality(verdict: CheckResult, path: str) -> bytes:
     stable between runs, so that GitLab recognizes an issue.
     """
     issues = [_build_issue(one, path) for one in verdict.gated if one.answer != "pass"]
-    return msgspec.json.format(msgspec.json.encode(issues), indent=1) + b"\n"
+    return _encode_json(issues)
 
 
 def _build_issue(result: CheckedMetric, path: str) -> _Issue:
@@ -466,8 +454,6 @@ def _format_metric(result: CheckedMetric) -> Iterator[str]:
 
 _SUITE = "stepsplit"
 
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
 
 def format_junit(verdict: CheckResult) -> bytes:
     """The XML document; a regressed metric is a failure, an inconclusive one is skipped."""
@@ -490,21 +476,16 @@ def format_junit(verdict: CheckResult) -> bytes:
 
 def _add_case(suite: xml.Element, result: CheckedMetric, verdict: CheckResult) -> None:
     case = xml.SubElement(suite, "testcase", name=result.metric, classname=_SUITE, time="0")
-    text = _strip_invalid_xml(format_line(result))
+    text = escape_controls(format_line(result))
     if result.answer == "regressed":
         failure = xml.SubElement(case, "failure", message=text, type="regressed")
         failure.text = "\n".join(
-            [text, *(_strip_invalid_xml(cause.message) for cause in verdict.causes)]
+            [text, *(escape_controls(cause.message) for cause in verdict.causes)]
         )
     elif result.answer == "inconclusive":
         xml.SubElement(case, "skipped", message=text)
     out = xml.SubElement(case, "system-out")
     out.text = text
-
-
-def _strip_invalid_xml(text: str) -> str:
-    """Replaces the characters that XML does not allow."""
-    return _NOT_XML.sub("?", text)
 
 
 # Benchmark trackers: Bencher and github-action-benchmark.
@@ -558,4 +539,5 @@ def _name_setup(verdict: CheckResult) -> str:
 
 
 def _encode_json(body: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(body), indent=1) + b"\n"
+    document = msgspec.json.format(msgspec.json.encode(body).decode(), indent=1)
+    return f"{escape_json(document)}\n".encode()

@@ -25,6 +25,7 @@ from stepsplit.analyzer.readers.sources import (
     RemoteFile,
     Source,
     ZipMember,
+    accessing,
     open_url,
 )
 
@@ -111,23 +112,14 @@ def _walk_folder(folder: Path) -> Iterator[Path]:
 
 def _list_url(url: str) -> Iterator[Source]:
     filesystem, path = open_url(url)
-    try:
+    with accessing(url):
         paths = [path] if filesystem.isfile(path) else filesystem.find(path)
         if not paths:
             filesystem.info(path)
-    except (OSError, ValueError) as error:
-        raise DataError(url, _describe_failure(error), "check the URL and your access") from None
     if not paths:
         raise DataError(url, "no such file or folder", "check the URL")
     for remote_path in sorted(paths, key=natural_sort_key):
         yield RemoteFile(filesystem.unstrip_protocol(remote_path))
-
-
-def _describe_failure(error: Exception) -> str:
-    """Over HTTP a server that does not answer has no file, and why is the cause of that."""
-    if isinstance(error, FileNotFoundError):
-        return str(error.__cause__ or "no such file or folder")
-    return str(error) or "unreadable"
 
 
 def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:

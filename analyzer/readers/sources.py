@@ -156,11 +156,8 @@ class RemoteFile(Struct, frozen=True):
         with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
             target = Path(folder, "fetched")
             filesystem, path = open_url(self.url)
-            try:
+            with accessing(self.url):
                 filesystem.get_file(path, str(target))
-            except OSError as error:
-                problem = error.strerror or str(error) or "unreadable"
-                raise DataError(self.url, problem, "check the URL and your access") from None
             yield target
 
 
@@ -178,7 +175,23 @@ def open_url(url: str) -> tuple[Any, str]:
         filesystem, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url}: {error}") from None
-    except OSError as error:
-        problem = error.strerror or str(error) or "unreachable"
-        raise DataError(url, problem, "check the URL and your access") from None
+    except Exception as error:  # noqa: BLE001  each backend has errors of its own
+        raise _build_access_error(url, error) from None
     return filesystem, path
+
+
+@contextmanager
+def accessing(url: str) -> Iterator[None]:
+    """Raises DataError for whatever a backend raises in the block: few raise OSError alone."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        raise _build_access_error(url, error) from None
+
+
+def _build_access_error(url: str, error: Exception) -> DataError:
+    problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        # Over HTTP a server that does not answer has no file, and why is the cause of that.
+        problem = str(error.__cause__ or "no such file or folder")
+    return DataError(url, " ".join(problem.split()), "check the URL and your access")

@@ -11,7 +11,9 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import fsspec
 import numpy as np
@@ -264,6 +266,27 @@ def test_a_server_that_does_not_answer_is_not_a_missing_file() -> None:
     pytest.importorskip("aiohttp")
     with pytest.raises(DataError, match=r"x\.json: Cannot connect to host 127\.0\.0\.1:9"):
         analyze("http://127.0.0.1:9/x.json")
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(403)
+
+    do_GET = do_HEAD
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_server_that_refuses_is_an_error_in_one_line() -> None:
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(DataError, match=r"trace\.json: .*403.*check the URL"):
+                analyze(f"http://127.0.0.1:{server.server_port}/trace.json")
+        finally:
+            server.shutdown()
 
 
 def test_a_url_without_its_backend_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

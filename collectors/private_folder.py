@@ -114,6 +114,8 @@ def open_private(path: str, flags: int) -> int:
 
 # Where processes of this user find each other: agents of jobs, attach, hang, packing processes.
 
+RUNTIME, TEMPORARY = Path("/run/user"), Path("/tmp")
+
 SOCKETS_VARIABLE = "STEPSPLIT_SOCKETS"
 """Names the only place, instead of the list."""
 
@@ -149,9 +151,9 @@ def _list_places(local: bool = False) -> Iterator[Path]:
         yield Path(os.environ[SOCKETS_VARIABLE]).absolute()
         return
     # The usual value of XDG_RUNTIME_DIR. It ends with the last login of the user, unlike a job.
-    yield from _list_in_runtime_folder(f"/run/user/{os.geteuid()}")
-    yield Path(f"/tmp/stepsplit-{os.geteuid()}")
-    yield from _list_in_runtime_folder(os.environ.get("XDG_RUNTIME_DIR", ""))
+    yield from _list_in_runtime_folder(RUNTIME / str(os.geteuid()))
+    yield TEMPORARY / f"stepsplit-{os.geteuid()}"
+    yield from _list_in_runtime_folder(Path(os.environ.get("XDG_RUNTIME_DIR", "")))
     # The only place that others cannot take. In a container the user may have no home.
     with suppress(RuntimeError):
         if not local and Path.home().is_absolute():
@@ -160,7 +162,7 @@ def _list_places(local: bool = False) -> Iterator[Path]:
             yield Path.home() / ".cache" / "stepsplit" / f"sockets-{host}"
 
 
-def _list_in_runtime_folder(folder: str) -> Iterator[Path]:
+def _list_in_runtime_folder(folder: Path) -> Iterator[Path]:
     # It is never made here: as root, /run/user/0 would look like a login.
-    if Path(folder).is_absolute() and is_private(Path(folder)):
-        yield Path(folder, "stepsplit")
+    if folder.is_absolute() and is_private(folder):
+        yield folder / "stepsplit"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +42,9 @@ def make_scratch_folder(parent: Path, prefix: str, *, named: bool = False) -> Pa
     parent.mkdir(parents=True, exist_ok=True)
     if flaw := _find_intruder(parent, named):
         raise PermissionError(errno.EPERM, flaw, str(parent))
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=os.path.realpath(parent)))
+    folder = Path(os.path.realpath(parent), f"{prefix}{os.urandom(8).hex()}")
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def find_flaw(folder: Path, *, named: bool = False, shared_reading: bool = False) -> str:

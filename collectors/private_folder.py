@@ -23,11 +23,15 @@ def make_private_folder(folder: Path, *, named: bool = False, shared_reading: bo
     """
     folder = _resolve_parent(folder)
     missing = [each for each in folder.parents if not os.path.lexists(each)]
-    for each in (*reversed(missing), folder):
-        # Neither existing folders nor links are followed or changed.
-        with suppress(FileExistsError):
-            each.mkdir(mode=0o700)
-    if flaw := find_flaw(folder, named=named, shared_reading=shared_reading):
+    existing = folder.parents[len(missing)]
+    flaw = _find_intruder(existing, named)
+    if not flaw:
+        for each in (*reversed(missing), folder):
+            # Neither existing folders nor links are followed or changed.
+            with suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+        flaw = find_flaw(folder, named=named, shared_reading=shared_reading)
+    if flaw:
         raise PermissionError(errno.EPERM, flaw, str(folder))
     return folder
 
@@ -42,6 +46,7 @@ def make_scratch_folder(parent: Path, prefix: str, *, named: bool = False) -> Pa
     parent.mkdir(parents=True, exist_ok=True)
     if flaw := _find_intruder(parent, named):
         raise PermissionError(errno.EPERM, flaw, str(parent))
+    # Not by tempfile, whose import takes longer than the rest of this file.
     folder = Path(os.path.realpath(parent), f"{prefix}{os.urandom(8).hex()}")
     folder.mkdir(mode=0o700)
     return folder
@@ -156,8 +161,9 @@ def _list_places(local: bool = False) -> Iterator[Path]:
     yield TEMPORARY / f"stepsplit-{os.geteuid()}"
     yield from _list_in_runtime_folder(Path(os.environ.get("XDG_RUNTIME_DIR", "")))
     # The only place that others cannot take. In a container the user may have no home.
-    with suppress(RuntimeError):
-        if not local and Path.home().is_absolute():
+    with suppress(RuntimeError, OSError):
+        # It is not made: /nonexistent, as the home of a service, is to stay so.
+        if not local and Path.home().is_absolute() and Path.home().is_dir():
             # Hosts may share it.
             host = os.uname().nodename.replace("/", "_")
             yield Path.home() / ".cache" / "stepsplit" / f"sockets-{host}"

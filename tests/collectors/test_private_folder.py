@@ -120,8 +120,12 @@ def test_without_any_place_the_error_says_why_and_how(
 
     with pytest.raises(CollectError) as error:
         protocol.make_socket_folder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(host / "nonexistent"))
+        with pytest.raises(CollectError):
+            protocol.make_socket_folder()
 
-    assert list_meeting_folders() == []
+    assert list_meeting_folders() == [] and not (host / "nonexistent").exists()
     assert str(error.value) == (
         f"{taken}: it is not a folder; {home_place(host)}: Not a directory; set STEPSPLIT_SOCKETS"
         " to a private folder, in the job too"
@@ -155,6 +159,7 @@ def test_a_folder_in_one_of_another_user_is_not_private(tmp_path: Path) -> None:
     for parent in (theirs, tmp_path / "link", theirs / "below"):
         with pytest.raises(PermissionError, match="another user owns"):
             make_private_folder(parent / "own", named=True)
+    assert list_tree(theirs) == []
 
 
 def test_a_missing_folder_is_made_private_with_those_above_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ trace per process, without the names of process groups.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 import time
@@ -117,11 +118,17 @@ def _describe_holder(name: str) -> str:
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             if link.readlink().name.removeprefix("socket:[").rstrip("]") in inodes:
-                return f"another daemon uses it, process {link.parts[2]}: use that one instead"
-    return (
-        "another daemon uses it, of another user or container: if that is not your site's, start"
-        " the job with KINETO_IPC_SOCKET_DIR set to a private folder"
-    )
+                pid = int(link.parts[2])
+                if (uid := _read_owner(pid)) == os.geteuid():
+                    return f"another daemon uses it, process {pid}: use that one instead"
+                return f"process {pid} of user {uid} uses it; {_AVOID}"
+    return f"a process of another user or container uses it; {_AVOID}"
+
+
+_AVOID = (
+    "if that is not your site's daemon, start the job with KINETO_IPC_SOCKET_DIR set to a private"
+    " folder"
+)
 
 
 def _configure(server: socket.socket, ranks: Collection[int], text: str) -> None:

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.attach import kineto_daemon, protocol
+from stepsplit.collectors.attach import agent, kineto_daemon, protocol
 from stepsplit.collectors.attach.agent import StackWatchdog
 from stepsplit.collectors.attach.client import StopWatch, attach
 from stepsplit.collectors.attach.imports import when_imported
@@ -255,6 +256,24 @@ def test_a_socket_folder_accessible_to_others_is_refused() -> None:
 
     with pytest.raises(CollectError, match="accessible to other users"):
         build_socket_path(1)
+
+
+def test_an_agent_whose_folder_was_removed_listens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /run/user/UID is at the last logout, which a job outlives."""
+    monkeypatch.setattr(agent, "_EXISTS_S", 0.05)
+    own, path = agent.Agent(PLAN), build_socket_path(os.getpid())
+    own._pid = os.getpid()
+    serving = threading.Thread(target=own._serve, args=(protocol.listen(path), path), daemon=True)
+    serving.start()
+    assert ask_status(os.getpid()) is not None
+
+    shutil.rmtree(path.parent)
+
+    deadline = time.monotonic() + 20
+    while ask_status(os.getpid()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    own._is_over = True
 
 
 @for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])

@@ -1,7 +1,7 @@
 """Folders and files of this user alone, in places where other users of the host may write too.
 
 Whoever comes first may make /tmp/NAME, as a folder, a link or a pipe. So a folder is used only if
-it is this user's own and nobody else's, and a file in it is opened only if it is a regular one.
+only this user has access to it, and a file in it is opened only if it is a regular one.
 Standard library only, and nothing of this package: pack.py runs this file by its path.
 """
 
@@ -80,7 +80,7 @@ def is_private(folder: Path, *, named: bool = False) -> bool:
 def _find_intruder(folder: Path, named: bool) -> str:
     """Why other users may replace what lies in this folder, by their rights to it or to one above;
     "" if they may not."""
-    # In a user namespace without a root, the root of the host has the number of "nobody".
+    # In a user namespace without a root, files of the host's root seem to be another user's.
     trusted = {0, os.geteuid(), Path("/").stat().st_uid}
     real = Path(os.path.realpath(folder))
     for each in (real, *real.parents):
@@ -107,8 +107,10 @@ def open_private(path: str, flags: int) -> int:
     descriptor = os.open(path, safe, 0o600)
     try:
         found = os.fstat(descriptor)
-        # A second name may be that of a hard link to any file of this user.
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+        # A second name may be that of a hard link to any file of this user. A new file is his, also
+        # where NFS gives root's another owner.
+        is_own = flags & os.O_EXCL or found.st_uid == os.geteuid()
+        if not stat.S_ISREG(found.st_mode) or not is_own or found.st_nlink > 1:
             raise PermissionError(errno.EPERM, "it is not a file of this user alone", path)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)

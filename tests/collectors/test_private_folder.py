@@ -31,7 +31,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes files of another u
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with a /tmp of all users, and a home folder; nobody has logged in."""
+    """A host with a /tmp of all users, and a home folder; no user has logged in."""
     monkeypatch.delenv("STEPSPLIT_SOCKETS", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

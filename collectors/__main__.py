@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from stepsplit.collectors.attach.client import ExplainStop, attach_and_wait
-from stepsplit.collectors.attach.protocol import find_ranks_of_plan
+from stepsplit.collectors.attach.processes import find_ranks_of_plan
 from stepsplit.collectors.guard import CollectError, warn
 from stepsplit.collectors.launcher import is_rank, read_identity
 from stepsplit.collectors.rank_files import gather

@@ -1,4 +1,4 @@
-"""Information on the job of a rank: ranks, hosts, groups and clock."""
+"""Information on the job of a rank: ranks, hosts and groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.launcher import read_identity
-from stepsplit.collectors.rank_record import ClockProbe
 from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, decode_group
 
 # Hosts and groups of all ranks, exchanged through the job's store instead of collectives.
@@ -332,99 +330,3 @@ def _read_cpu_name() -> str:
         return platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-# The offset of this host's clock from rank 0's, measured with a few datagrams.
-
-_MAX_ROUNDS = 20
-
-_MAX_LOST = 3
-
-_TIMEOUT_S = 0.5
-
-_ADDRESS_TIMEOUT_S = 30.0
-
-_CLOCK_POLL_S = 0.5
-
-
-class HostClock:
-    """Clock probes: one rank per host probes rank 0; a job on one host needs no probes."""
-
-    def __init__(self, key: str, rank: int, host: str) -> None:
-        self._key, self._probes, self._rank = f"{key}/clock", list[ClockProbe](), rank
-        place = read_identity()
-        if place.local_world_size >= place.world_size:
-            return
-        if rank == 0:
-            set_store_value(self._key, f"{host}:{serve_clock()}")
-        elif place.local_rank == 0:
-            threading.Thread(target=self._probe_rank0, name="stepsplit-clock", daemon=True).start()
-
-    def list_probes(self) -> tuple[ClockProbe, ...]:
-        """The probes measured so far."""
-        return tuple(self._probes)
-
-    def _probe_rank0(self) -> None:
-        with warn_on_failure(self._rank, "its clock's offset from rank 0"):
-            address = wait_for_value(self._key, _ADDRESS_TIMEOUT_S, _CLOCK_POLL_S)
-            if address is None:
-                return
-            name, _, port = address.rpartition(":")
-            # In other pods the name often does not resolve; rank 0's store is at MASTER_ADDR.
-            hosts = dict.fromkeys([name, os.environ.get("MASTER_ADDR", name)])
-            probes = (probe_clock(host, int(port)) for host in hosts)
-            measured = next(filter(None, probes), None)
-            if measured is None:
-                tried = " nor ".join(f"{host}:{port}" for host in hosts)
-                raise OSError(f"no answer to datagrams from {tried}; is UDP blocked?")
-            self._probes.append(measured)
-
-
-def serve_clock() -> int:
-    """Answers datagrams with this host's time in a background thread; returns the port."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    server.bind(("", 0))
-    threading.Thread(
-        target=_serve_requests, args=(server,), name="stepsplit-clock", daemon=True
-    ).start()
-    port: int = server.getsockname()[1]
-    return port
-
-
-def _serve_requests(server: socket.socket) -> None:
-    while True:
-        request, sender = server.recvfrom(64)
-        server.sendto(request[:16] + b" " + str(time.time_ns()).encode(), sender)
-
-
-def probe_clock(host: str, port: int) -> ClockProbe | None:
-    """The clock offset from the given host by the fastest round trip; None without an answer."""
-    best: ClockProbe | None = None
-    lost = 0
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-        client.settimeout(_TIMEOUT_S)
-        for number in range(_MAX_ROUNDS):
-            measured = _measure_round_trip(client, (host, port), number)
-            lost += measured is None
-            if lost >= _MAX_LOST:
-                break
-            if measured and (best is None or measured.round_trip_ns < best.round_trip_ns):
-                best = measured
-    return best
-
-
-def _measure_round_trip(
-    client: socket.socket, address: tuple[str, int], number: int
-) -> ClockProbe | None:
-    sent_ns = time.time_ns()
-    try:
-        client.sendto(str(number).encode(), address)
-        echo, _, remote_ns = client.recvfrom(64)[0].partition(b" ")
-    except OSError:
-        return None
-    received_ns = time.time_ns()
-    if echo != str(number).encode() or not remote_ns.isdigit():
-        return None
-    return ClockProbe(
-        (sent_ns + received_ns) // 2 - int(remote_ns), received_ns - sent_ns, received_ns
-    )

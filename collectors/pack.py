@@ -2,7 +2,7 @@
 
 python pack.py [--thin] [--memory cpu|device] RAW OUT [RAW OUT ...]
 
-Needs only the standard library and two files in the same folder, so that it starts quickly in
+Needs only the standard library and three files in the same folder, so that it starts quickly in
 any Python. It runs at the lowest priority, at most two at a time on a host, outlives the rank that
 started it, and writes its output atomically. A raw file is removed once its packed file is there.
 Asked to end (SIGTERM), it moves the raw files that are left to their own names instead, such as
@@ -34,12 +34,18 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
+    from stepsplit.collectors.private_folder import make_meeting_folder, open_private
     from stepsplit.collectors.run_spec import whole_file
     from stepsplit.collectors.safe_text import escape_controls
 else:
-    whole_file = runpy.run_path(str(Path(__file__).with_name("run_spec.py")))["whole_file"]
-    _safe_text = runpy.run_path(str(Path(__file__).with_name("safe_text.py")))
-    escape_controls = _safe_text["escape_controls"]
+
+    def _load(name: str) -> dict[str, Any]:
+        return runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
+
+    whole_file = _load("run_spec")["whole_file"]
+    escape_controls = _load("safe_text")["escape_controls"]
+    _private = _load("private_folder")
+    make_meeting_folder, open_private = _private["make_meeting_folder"], _private["open_private"]
 
 _LEVEL = 6
 _CHUNK = 1 << 20
@@ -81,7 +87,7 @@ def pack_all(
                 write_activations(raw, out, memory)
             pack(raw, out, thin)
             drop(raw)
-            _remove_scratch(raw, out)
+            remove_scratch(raw, out)
         except (OSError, ValueError) as error:
             status = _report_failure(raw, out, error)
         del waiting[0]
@@ -164,10 +170,10 @@ def keep(raw: Path, out: Path) -> None:
         with raw.open("rb") as source, whole_file(target) as file:
             shutil.copyfileobj(source, file, _CHUNK)
         drop(raw)
-    _remove_scratch(raw, out)
+    remove_scratch(raw, out)
 
 
-def _remove_scratch(raw: Path, out: Path) -> None:
+def remove_scratch(raw: Path, out: Path) -> None:
     """Removes the raw file's own folder once it is empty."""
     if raw.parent != out.parent:
         with contextlib.suppress(OSError):
@@ -209,19 +215,19 @@ _RETRY_S = 0.2
 
 
 @contextlib.contextmanager
-def take_turn(folder: Path | None = None) -> Iterator[None]:
+def take_turn() -> Iterator[None]:
     """Waits until fewer than two other processes of this user on this host hold a turn.
 
-    A turn ends with its process. Without a folder for the locks there is no limit.
+    A turn ends with its process. Without a private folder for the locks there is no limit: another
+    user could hold them for ever.
     """
-    place = folder or Path(os.environ.get("STEPSPLIT_SOCKETS") or f"/tmp/stepsplit-{os.getuid()}")
     with contextlib.ExitStack() as stack:
         locks: list[BinaryIO] = []
         with contextlib.suppress(OSError):
-            place.mkdir(mode=0o700, exist_ok=True)
+            place = make_meeting_folder(local=True)
             for number in range(MOST_AT_ONCE):
-                lock = (place / f"pack{number}.lock").open("ab")
-                locks.append(stack.enter_context(lock))
+                path = place / f"pack{number}.lock"
+                locks.append(stack.enter_context(open(path, "ab", opener=open_private)))
         while locks and not any(map(_is_free, locks)):
             time.sleep(_RETRY_S)
         yield

@@ -28,9 +28,9 @@ from stepsplit.collectors.guard import (
     warn_lost,
     warn_on_failure,
 )
+from stepsplit.collectors.host_clock import HostClock
 from stepsplit.collectors.host_sampler import LOST_PLACES, HostSampler
 from stepsplit.collectors.job_info import (
-    HostClock,
     RankDescription,
     collect_descriptions,
     describe_rank,

@@ -24,7 +24,14 @@ from stepsplit.collectors import pack
 from stepsplit.collectors.guard import CollectError, forget_full_folder, warn_lost, warn_on_failure
 from stepsplit.collectors.launcher import read_identity
 from stepsplit.collectors.nccl import dump_flight_json
-from stepsplit.collectors.pack import check_complete, drop, name_activations, name_raw
+from stepsplit.collectors.pack import (
+    check_complete,
+    drop,
+    name_activations,
+    name_raw,
+    remove_scratch,
+)
+from stepsplit.collectors.private_folder import make_scratch_folder
 from stepsplit.collectors.rank_record import (
     RankRecord,
     build_flight_path,
@@ -236,6 +243,7 @@ def _open_raw(out: Path) -> Iterator[Path]:
         # Ask before the partial file is deleted.
         full = isinstance(error, Exception) and _is_full(raw.parent)
         drop(raw)
+        remove_scratch(raw, out)
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(raw)) from error
         raise
@@ -278,7 +286,7 @@ DISKS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
 
 
 def choose_raw_folder(out: Path) -> Path:
-    """The folder for the raw files of a recording in `out`; created if it is another one.
+    """The folder for the raw files of a recording in `out`; a new private one if it is another.
 
     A raw trace is about ten times as large as the packed one, and all ranks write theirs at once,
     within a step: too much for a shared file system. It is `out` all the same if no scratch folder
@@ -292,10 +300,10 @@ def choose_raw_folder(out: Path) -> Path:
     if read_file_system(Path("/tmp")) in DISKS:
         candidates.append(Path("/tmp"))
     for folder in filter(_has_space, candidates):
-        place = folder / f"stepsplit-{os.getuid()}" / f"{out.name}-{os.getpid()}"
+        # The profiler opens its file by the path: only the folder keeps links of others out of it.
+        is_ours = str(folder) == os.environ.get("STEPSPLIT_SCRATCH", "").rstrip("/")
         with contextlib.suppress(OSError):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return place
+            return make_scratch_folder(folder, f"stepsplit-{out.name}-", named=is_ours)
     return out
 
 

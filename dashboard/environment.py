@@ -381,15 +381,13 @@ def _examine_cache() -> FolderState | None:
 
 
 def _find_sockets_error() -> str:
-    from stepsplit.collectors.attach.protocol import make_socket_folder
-    from stepsplit.collectors.guard import CollectError
+    from stepsplit.collectors.private_folder import make_meeting_folder
 
     try:
-        make_socket_folder()
-    except CollectError:
-        return "other users have access to the folder of the agents' sockets"
-    except OSError as error:
-        return f"the folder of the agents' sockets: {error.strerror}"
+        make_meeting_folder()
+    except OSError:
+        # Not the reasons, which name folders: an attach says them.
+        return "no folder for the agents' sockets is this user's alone"
     return ""
 
 

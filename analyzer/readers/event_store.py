@@ -35,6 +35,7 @@ from stepsplit.analyzer.trace import (
     Shapes,
     UInt8,
 )
+from stepsplit.collectors.private_folder import is_private, open_private
 
 LEAST_BYTES = 256 << 20
 """Recordings whose traces are smaller than this, unpacked, stay in memory."""
@@ -250,7 +251,7 @@ class _StoreFile:
     def map_record(self, begin: int, end: int) -> mmap.mmap:
         """The content as far as it was written, with the record's bytes in it."""
         if self._content is None or len(self._content) < end:
-            with Path(self._path).open("rb") as file:
+            with open(self._path, "rb", opener=open_private) as file:
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if begin != self._last_begin:
             self._last_begin = begin
@@ -281,7 +282,7 @@ def _write(folder: str, columns: Sequence[_Column]) -> _Columns | None:
     """Appends the columns to this process's file in the folder; None if the disk is full."""
     path = Path(folder, f"{os.getpid()}.columns")
     try:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=open_private) as file:
             begin, offsets = file.seek(0, os.SEEK_END), []
             for column in columns:
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
@@ -306,7 +307,7 @@ class _Folder:
         self.path = path
         _FOLDERS[path] = self
         new = Path(path, "new")
-        lock = new.open("wb")
+        lock = open(new, "xb", opener=open_private)  # noqa: SIM115 - open as long as the folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         new.rename(Path(path, _LOCK))
         weakref.finalize(self, _remove_store, path, lock)
@@ -319,8 +320,11 @@ def _remove_store(path: str, lock: IO[bytes]) -> None:
 
 def _remove_abandoned(temporary: Path) -> None:
     """Removes the stores of this user's processes that were killed, whose file no process locks."""
-    for folder in temporary.glob(f"{_PREFIX}*"):
-        with suppress(OSError), Path(folder, _LOCK).open("rb") as lock:
+    # Not those of others, nor a folder of this name that others have made or filled. A temporary
+    # folder that others may write without the sticky bit is the user's choice.
+    stores = (each for each in temporary.glob(f"{_PREFIX}*") if is_private(each, named=True))
+    for folder in stores:
+        with suppress(OSError), open(Path(folder, _LOCK), "rb", opener=open_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -32,6 +32,7 @@ from stepsplit.collectors.optimizers import (
     call_listener,
     count_optimizer_steps,
 )
+from stepsplit.collectors.private_folder import open_private
 from stepsplit.collectors.rank_record import (
     ENDED,
     RAISED,
@@ -74,6 +75,7 @@ class Agent:
         self._sampler: Sampler | None = None
         self._ends_watch = False
         self._pid = 0
+        self._is_over = False
         self._steps_before = 0
         self._log: Path | None = None
         self._observer = SelfObserver()
@@ -225,10 +227,12 @@ class Agent:
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             sampler.close()
+        self._is_over = True
         with warn_on_failure(read_identity().rank, "its socket"):
             self._watchdog.stop()
             protocol.leave_state(self._observer.describe_end(self._counter.steps))
-            protocol.build_socket_path(self._pid).unlink(missing_ok=True)
+            for path in protocol.find_files(self._pid):
+                path.unlink(missing_ok=True)
         if self._log is not None:
             truncate_log(self._log)
 
@@ -243,26 +247,39 @@ class Agent:
             protocol.remove_old_states()
             protocol.leave_state(self._observer.describe_loss())
             path = protocol.build_socket_path(self._pid)
-            path.unlink(missing_ok=True)
-            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            server.bind(str(path))
-            server.listen(4)
+            server = protocol.listen(path)
             threading.Thread(
-                target=self._serve, args=(server,), name="stepsplit-agent", daemon=True
+                target=self._serve, args=(server, path), name="stepsplit-agent", daemon=True
             ).start()
             forward_plans()
             self._watchdog.start()
             if self._log is not None:
                 limit_log_size(self._log)
 
-    def _serve(self, server: socket.socket) -> None:
-        while True:
-            connection, _ = server.accept()
-            with connection, warn_on_failure(read_identity().rank, "a request of an attach"):
-                connection.settimeout(2.0)
-                connection.sendall(
-                    protocol.format_answer(self._answer(protocol.read_line(connection)))
-                )
+    def _serve(self, server: socket.socket, path: Path) -> None:
+        with warn_on_failure(read_identity().rank, "its socket, so attach cannot reach it"):
+            while True:
+                server.settimeout(_EXISTS_S)
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    # The folder ends with the user's last login, and /tmp is cleaned up by age.
+                    if not self._is_over and not path.exists():
+                        path = protocol.build_socket_path(self._pid)
+                        server.close()
+                        server = protocol.listen(path)
+                        protocol.leave_state(self._observer.describe_loss())
+                    continue
+                with connection, warn_on_failure(read_identity().rank, "a request of an attach"):
+                    self._serve_request(connection)
+
+    def _serve_request(self, connection: socket.socket) -> None:
+        if not protocol.is_of_this_user(connection):
+            return
+        # Others who only try whether this socket is in use send nothing.
+        if line := protocol.read_line(connection):
+            connection.settimeout(protocol.TIMEOUT_S)
+            connection.sendall(protocol.format_answer(self._answer(line)))
 
     def _answer(self, line: bytes) -> protocol.Status | protocol.AgentAnswer | protocol.LookAnswer:
         question = protocol.parse_request(line)
@@ -323,6 +340,9 @@ class Agent:
             steps_before=self._steps_before,
         )
 
+
+_EXISTS_S = 15.0
+"""How often an agent without requests looks whether its socket is still there."""
 
 EARLY_STEPS = 3
 """Steps recorded at the begin of a job, which may be shorter than its plan expects."""
@@ -684,7 +704,8 @@ class StackWatchdog:
     def _watch(self) -> None:
         what = "its stacks while Python's lock is held"
         path = protocol.build_stack_path(os.getpid())
-        with warn_on_failure(read_identity().rank, what), path.open("w+") as self._file:
+        rank = read_identity().rank
+        with warn_on_failure(rank, what), open(path, "w+", opener=open_private) as self._file:
             while not self._ended.is_set():
                 self._file.seek(0)
                 self._file.truncate()

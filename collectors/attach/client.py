@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stepsplit.collectors import rank_record
-from stepsplit.collectors.attach import protocol
+from stepsplit.collectors.attach import kineto_daemon, processes, protocol
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import read_identity, read_job_name
 from stepsplit.collectors.nccl import ask_ras
 from stepsplit.collectors.pack import name_raw, try_lock
+from stepsplit.collectors.private_folder import open_private
 from stepsplit.collectors.rank_files import Packer, PackTask
 from stepsplit.collectors.record import (
     PLAN_VARIABLE,
@@ -56,7 +57,7 @@ def attach_and_wait(
     folder = out or choose_out(target)
     plan = build_plan(folder)
     if target is not None and not _has_agent(target):
-        if protocol.find_daemon_ranks(target):
+        if kineto_daemon.find_daemon_ranks(target):
             return _record_by_kineto(target, plan, timeout_s)
         inject_into_ranks(target, plan)
     return _record_by_agents(target, plan, timeout_s, watch)
@@ -65,7 +66,7 @@ def attach_and_wait(
 def _has_agent(target: int) -> bool:
     return any(
         pid in protocol.list_agents() and protocol.ask_status(pid) is not None
-        for pid in protocol.list_process_tree(target)
+        for pid in processes.list_process_tree(target)
     )
 
 
@@ -73,7 +74,7 @@ def _record_by_agents(
     target: int | None, plan: RecordPlan, timeout_s: float, watch: StopWatch
 ) -> str:
     deadline = time.monotonic() + timeout_s
-    with _take_turn(_wait_for_two_steps(target, watch)[0].job, deadline):
+    with _take_turn(_wait_for_two_steps(target, watch)[0], deadline):
         _wait_until_free(target, deadline, watch)
         return _record_next_steps(target, plan, timeout_s, watch)
 
@@ -103,7 +104,7 @@ def _record_next_steps(
 
 def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     _say("no agent found; requesting a trace through Kineto's daemon protocol")
-    captured = protocol.capture(target, plan, timeout_s)
+    captured = kineto_daemon.capture(target, plan, timeout_s)
     packer, folder = Packer(), Path(plan.out)
     packer.pack(
         [PackTask(each.trace, rank_record.build_trace_path(folder, each.rank)) for each in captured]
@@ -114,10 +115,10 @@ def _record_by_kineto(target: int, plan: RecordPlan, timeout_s: float) -> str:
     return describe_recorded(len(captured), folder)
 
 
-def _build_spec(plan: RecordPlan, captured: tuple[protocol.CapturedTrace, ...]) -> RunSpec:
+def _build_spec(plan: RecordPlan, captured: tuple[kineto_daemon.CapturedTrace, ...]) -> RunSpec:
     """The RunSpec from the environments of the processes: their traces have no rank."""
-    environments = {each.pid: protocol.read_environment(each.pid) for each in captured}
-    sizes = [int(env.get("WORLD_SIZE", "0")) for env in environments.values()]
+    places = {one.pid: read_identity(processes.read_environment(one.pid)) for one in captured}
+    sizes = [place.world_size for place in places.values()]
     host = Path("/proc/sys/kernel/hostname").read_text().strip()
     world_size = max(*sizes, len(captured), max(each.rank for each in captured) + 1)
     return RunSpec(
@@ -125,10 +126,7 @@ def _build_spec(plan: RecordPlan, captured: tuple[protocol.CapturedTrace, ...]) 
         world_size=world_size,
         backend="",
         mesh=_check_mesh(plan.mesh, world_size),
-        ranks=tuple(
-            RankInfo(e.rank, int(environments[e.pid].get("LOCAL_RANK", "0")), host, e.pid, "")
-            for e in captured
-        ),
+        ranks=tuple(RankInfo(e.rank, places[e.pid].local_rank, host, e.pid, "") for e in captured),
     )
 
 
@@ -149,10 +147,13 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _take_turn(job: str, deadline: float) -> Iterator[None]:
-    """Waits for other attaches of this host to the job: each must win all ranks, or none."""
-    name = hashlib.sha256(job.encode()).hexdigest()[:16]
-    with (protocol.make_socket_folder() / f"attach-{name}.lock").open("ab") as lock:
+def _take_turn(rank: protocol.Status, deadline: float) -> Iterator[None]:
+    """Waits for other attaches of this host to the rank's job: each must win all ranks, or none."""
+    name = f"attach-{hashlib.sha256(rank.job.encode()).hexdigest()[:16]}.lock"
+    # Other attaches find the folder of the agent too, and may have another one of their own.
+    folder = next((path.parent for path in protocol.find_files(rank.pid)), None)
+    path = (folder or protocol.make_socket_folder()) / name
+    with open(path, "ab", opener=open_private) as lock:
         said = False
         while not try_lock(lock):
             if not said:
@@ -315,7 +316,7 @@ def wait_until_written(attached: AttachedJob, timeout_s: float) -> bool:
 
 
 def _is_running(rank: protocol.Status) -> bool:
-    return protocol.is_process_alive(rank.pid)
+    return processes.is_process_alive(rank.pid)
 
 
 def _is_packed(folder: Path, rank: int, or_raw: bool = False) -> bool:
@@ -363,12 +364,12 @@ def _find_job_ranks(target: int | None, or_else: str = _OR_DAEMON) -> tuple[prot
 
 
 def _is_of_process(rank: protocol.Status, target: int) -> bool:
-    return target in (rank.pid, *protocol.list_ancestors(rank.pid))
+    return target in (rank.pid, *processes.list_ancestors(rank.pid))
 
 
 def _list_choices(pids: Sequence[int], what: str) -> str:
     """That there are several jobs, with a process of each."""
-    named = ", ".join(f"{pid} ({protocol.read_command_line(pid)})" for pid in pids)
+    named = ", ".join(f"{pid} ({processes.read_command_line(pid)})" for pid in pids)
     return f"{len(pids)} jobs {what} on this host; choose a process of one: {named}"
 
 
@@ -426,7 +427,7 @@ def start_watch(target: int | None, plan: WatchPlan) -> tuple[protocol.Status, .
 def wait_until_over(ranks: Sequence[protocol.Status]) -> None:
     """Waits until the processes of the ranks have ended; Ctrl-C ends their watch instead."""
     try:
-        while any(protocol.is_process_alive(rank.pid) for rank in ranks):
+        while any(processes.is_process_alive(rank.pid) for rank in ranks):
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         for rank in ranks:
@@ -447,8 +448,8 @@ runpy.run_path({site!r})
 
 def inject_into_ranks(target: int, plan: RecordPlan) -> None:
     """Starts the agent in the process and in the ranks that it started. Raises CollectError."""
-    for pid in protocol.list_process_tree(target):
-        if protocol.read_environment(pid).get("RANK") is not None or pid == target:
+    for pid in processes.list_process_tree(target):
+        if processes.read_environment(pid).get("RANK") is not None or pid == target:
             inject(pid, plan)
 
 
@@ -467,7 +468,9 @@ def inject(pid: int, plan: RecordPlan) -> None:
     script = _SCRIPT.format(
         name=PLAN_VARIABLE, plan=plan.format_json(), site=str(SITE / "sitecustomize.py")
     )
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
+    # The process runs whatever is at this path by then.
+    folder = protocol.make_socket_folder()
+    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False, dir=folder) as file:
         file.write(script)
     try:
         remote_exec(pid, file.name)
@@ -538,7 +541,7 @@ def _look_at_all(
     pids: Sequence[int], flight: bool = False
 ) -> dict[int, protocol.LookAnswer | None]:
     def look(pid: int) -> protocol.LookAnswer | None:
-        return None if protocol.is_process_stopped(pid) else protocol.ask_look(pid, flight)
+        return None if processes.is_process_stopped(pid) else protocol.ask_look(pid, flight)
 
     with ThreadPoolExecutor(len(pids)) as pool:
         return dict(zip(pids, pool.map(look, pids), strict=True))
@@ -581,14 +584,14 @@ def _join_looks(
 
 def _describe_silent(pid: int) -> rank_record.RankState:
     """The state of a rank that does not answer, by what it has left or else its environment."""
-    condition = rank_record.SILENT if protocol.is_process_alive(pid) else rank_record.ENDED
-    condition = rank_record.STOPPED if protocol.is_process_stopped(pid) else condition
+    condition = rank_record.SILENT if processes.is_process_alive(pid) else rank_record.ENDED
+    condition = rank_record.STOPPED if processes.is_process_stopped(pid) else condition
     look = protocol.read_stack(pid) if condition == rank_record.SILENT else None
     looks = () if look is None else (look,)
     left = next((one for one in protocol.read_left_states() if one.pid == pid), None)
     if left is not None:
         return replace(left, condition=condition, looks=looks or left.looks)
-    environment = protocol.read_environment(pid)
+    environment = processes.read_environment(pid)
     place, job = read_identity(environment), read_job_name(environment)
     return rank_record.RankState(
         place.rank, place.world_size, pid=pid, job=job, condition=condition, looks=looks
@@ -615,7 +618,7 @@ def _write_dumps(out: Path, answers: _Answers) -> None:
 
 def _write_ras(out: Path, pids: Sequence[int]) -> None:
     """Writes what NCCL's RAS says of this job, if it answers; it may be that of another job."""
-    said = ask_ras(protocol.read_environment(pids[0]))
+    said = ask_ras(processes.read_environment(pids[0]))
     named = {int(number) for number in _RAS_PROCESS.findall(said)}
     if named & set(pids):
         (out / rank_record.RAS_NAME).write_text(said)
@@ -626,16 +629,16 @@ _RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')
 
 def _find_ranks(target: int | None) -> list[int]:
     """The processes of the job's ranks on this host. Raises CollectError if it is not one job."""
-    if target is not None and not protocol.is_process_alive(target):
+    if target is not None and not processes.is_process_alive(target):
         raise CollectError(f"no process {target} on this host; name a rank or the launcher")
     jobs: dict[str, list[int]] = {}
-    for pid in filter(protocol.is_process_alive, protocol.list_agents()):
+    for pid in filter(processes.is_process_alive, protocol.list_agents()):
         jobs.setdefault(_name_job(pid), []).append(pid)
     if target is not None:
         jobs = {
             name: pids
             for name, pids in jobs.items()
-            if any(target in (pid, *protocol.list_ancestors(pid)) for pid in pids)
+            if any(target in (pid, *processes.list_ancestors(pid)) for pid in pids)
         }
     if len(jobs) != 1:
         raise CollectError(_explain_choice(list(jobs.values()), target))
@@ -665,7 +668,7 @@ def find_running_rank(spec: RunSpec) -> int | None:
     """The process of a recorded rank that still runs on this host; None if none does."""
     host, agents = socket.gethostname(), set(protocol.list_agents())
     for rank in spec.ranks:
-        if rank.host == host and rank.pid in agents and protocol.is_process_alive(rank.pid):
+        if rank.host == host and rank.pid in agents and processes.is_process_alive(rank.pid):
             answer = protocol.ask_look(rank.pid)
             if answer is not None and answer.state.rank == rank.rank:
                 return rank.pid

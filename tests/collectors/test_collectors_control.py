@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,16 @@ from typing import Any
 import pytest
 from cases import for_each
 
-from stepsplit.collectors.attach import protocol
+from stepsplit.collectors.attach import agent, kineto_daemon, protocol
 from stepsplit.collectors.attach.agent import StackWatchdog
 from stepsplit.collectors.attach.client import StopWatch, attach
 from stepsplit.collectors.attach.imports import when_imported
+from stepsplit.collectors.attach.kineto_daemon import capture
+from stepsplit.collectors.attach.processes import (
+    list_ancestors,
+    list_process_tree,
+    read_environment,
+)
 from stepsplit.collectors.attach.protocol import (
     AgentAnswer,
     LookAnswer,
@@ -29,14 +38,10 @@ from stepsplit.collectors.attach.protocol import (
     ask_record,
     ask_status,
     build_socket_path,
-    capture,
     format_answer,
     leave_state,
-    list_ancestors,
-    list_process_tree,
     make_socket_folder,
     parse_request,
-    read_environment,
     read_left_states,
     read_line,
     remove_old_states,
@@ -253,6 +258,24 @@ def test_a_socket_folder_accessible_to_others_is_refused() -> None:
         build_socket_path(1)
 
 
+def test_an_agent_whose_folder_was_removed_listens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /run/user/UID is at the last logout, which a job outlives."""
+    monkeypatch.setattr(agent, "_EXISTS_S", 0.05)
+    own, path = agent.Agent(PLAN), build_socket_path(os.getpid())
+    own._pid = os.getpid()
+    serving = threading.Thread(target=own._serve, args=(protocol.listen(path), path), daemon=True)
+    serving.start()
+    assert ask_status(os.getpid()) is not None
+
+    shutil.rmtree(path.parent)
+
+    deadline = time.monotonic() + 20
+    while ask_status(os.getpid()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    own._is_over = True
+
+
 @for_each("line", [b"", b"[]", b'{"do": "exit"}', b'{"do": "record"}', b"\xff"])
 def test_an_invalid_request_raises_value_error(line: bytes) -> None:
     with pytest.raises(ValueError):
@@ -325,65 +348,100 @@ def test_processes_are_found_by_their_ancestors() -> None:
         child.wait()
 
 
-HEAD = struct.Struct("=Q32s")
+ASK = """
+import os, socket, struct, sys, time
+from pathlib import Path
+
+folder, head = Path(os.environ["KINETO_IPC_SOCKET_DIR"]), struct.Struct("=Q32s")
+
+def message(kind, body):
+    return head.pack(len(body), kind) + body
+
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
+    client.bind(str(folder / "client"))
+    client.settimeout(10)
+    while not (folder / "dynolog").exists():
+        time.sleep(0.01)
+    client.connect(str(folder / "dynolog"))
+    client.send(b"too short")
+    client.send(message(b"req\\xff", b""))
+    client.send(message(b"ctxt", struct.pack("=iiq", 0, os.getpid(), 0)))
+    assert client.recv(4096)[head.size :] == struct.pack("=i", 1)
+    client.send(message(b"req", struct.pack("=iiqii", 3, 2, 0, os.getpid(), 1)))
+    configuration = client.recv(4096)[head.size :]
+(folder / "configuration").write_bytes(configuration)
+(folder / "out" / f"kineto_{os.getpid()}.json").write_text('{"traceEvents": []}')
+time.sleep(30)
+"""
+"""A rank as Kineto makes it one: asks the daemon, and writes its trace once configured."""
 
 
-@pytest.fixture
-def asker(tmp_path: Path) -> Iterator["Asker"]:
+@contextmanager
+def start_asking(folder: Path, script: str = ASK) -> Iterator[subprocess.Popen[bytes]]:
     """A process whose environment marks it as a rank that uses a profiler daemon."""
-    variables = {"RANK": "1", "KINETO_USE_DAEMON": "1", "KINETO_IPC_SOCKET_DIR": str(tmp_path)}
-    process = subprocess.Popen(["sleep", "30"], env=variables)
-    yield Asker(process.pid, tmp_path)
-    process.kill()
-    process.wait()
+    variables = {"RANK": "1", "KINETO_USE_DAEMON": "1", "KINETO_IPC_SOCKET_DIR": str(folder)}
+    with subprocess.Popen([sys.executable, "-I", "-c", script], env=variables) as process:
+        try:
+            while not read_environment(process.pid):
+                time.sleep(0.01)
+            yield process
+        finally:
+            process.kill()
 
 
-class Asker:
-    """Imitates Kineto: asks the daemon and writes its trace once configured."""
-
-    def __init__(self, pid: int, folder: Path) -> None:
-        self.pid, self._folder = pid, folder
-        self.configured: list[str] = []
-
-    def ask(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
-            client.bind(str(self._folder / "client"))
-            client.settimeout(10)
-            while not (self._folder / "dynolog").exists():
-                threading.Event().wait(0.01)
-            client.connect(str(self._folder / "dynolog"))
-            client.send(self._message(b"ctxt", struct.pack("=iiq", 0, self.pid, 0)))
-            assert client.recv(4096)[HEAD.size :] == struct.pack("=i", 1)
-            request = struct.pack("=iiq", 3, 2, 0) + struct.pack("=ii", self.pid, 1)
-            client.send(self._message(b"req", request))
-            self.configured.append(client.recv(4096)[HEAD.size :].decode())
-        (self._folder / "out" / f"kineto_{self.pid}.json").write_text('{"traceEvents": []}')
-
-    def _message(self, kind: bytes, body: bytes) -> bytes:
-        return HEAD.pack(len(body), kind) + body
-
-
-def test_a_profiler_that_asks_a_daemon_gets_the_steps(asker: Asker, tmp_path: Path) -> None:
-    asking = threading.Thread(target=asker.ask)
-    asking.start()
-
-    (found,) = capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=10)
-    asking.join()
+def test_a_profiler_that_asks_a_daemon_gets_the_steps(tmp_path: Path) -> None:
+    with start_asking(tmp_path) as asker:
+        (found,) = capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=10)
 
     assert (found.pid, found.rank) == (asker.pid, 1)
     assert found.trace == tmp_path / "out" / f"kineto_{asker.pid}.json"
-    (text,) = asker.configured
+    text = (tmp_path / "configuration").read_text()
     assert f"ACTIVITIES_LOG_FILE={tmp_path}/out/kineto.json\n" in text
     assert "ACTIVITIES_ITERATIONS=3\n" in text
     assert "PROFILE_START_ITERATION_ROUNDUP=10\n" in text
     assert not (tmp_path / "dynolog").exists()
 
 
-def test_a_socket_in_use_by_another_daemon_is_an_error(asker: Asker, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+def test_a_process_that_asks_in_the_name_of_a_rank_gets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kineto_daemon, "_REQUEST_TIMEOUT_S", 2.0)
+    with (
+        start_asking(tmp_path, "import time; time.sleep(30)") as rank,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other.bind(str(tmp_path / "other"))
+        plan = replace(PLAN, out=str(tmp_path / "out"))
+        capturing = pool.submit(capture, rank.pid, plan, 1.0)
+        while not (tmp_path / "dynolog").exists():
+            time.sleep(0.01)
+        for body in (b"", struct.pack("=iiqii", 3, 2, 0, rank.pid, 1)):
+            message = struct.pack("=Q32s", len(body), b"req") + body
+            other.sendto(message, str(tmp_path / "dynolog"))
+        with pytest.raises(CollectError) as error:
+            capturing.result()
+        other.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            other.recv(4096)
+
+    assert f"{rank.pid} did not ask" in str(error.value)
+    assert f"; ignored process {os.getpid()} of user {os.geteuid()}" in str(error.value)
+
+
+def test_a_socket_in_use_by_another_daemon_is_an_error(tmp_path: Path) -> None:
+    with (
+        start_asking(tmp_path, "import time; time.sleep(30)") as rank,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other,
+    ):
         other.bind(str(tmp_path / "dynolog"))
-        with pytest.raises(CollectError, match="another daemon uses it"):
-            capture(asker.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=1)
+        with pytest.raises(CollectError) as error:
+            capture(rank.pid, replace(PLAN, out=str(tmp_path / "out")), timeout_s=1)
+
+    assert str(error.value) == (
+        f"dynolog's socket {tmp_path}/dynolog: Address already in use; another daemon uses it,"
+        f" process {os.getpid()}: use that one instead"
+    )
 
 
 DUMP = """Timeout (0:00:08)!

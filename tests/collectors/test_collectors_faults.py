@@ -39,7 +39,8 @@ from collector_jobs.starting import (
 )
 
 from stepsplit.analyzer import analyze
-from stepsplit.collectors.attach.protocol import Status, ask_status, list_agents, list_process_tree
+from stepsplit.collectors.attach.processes import list_process_tree
+from stepsplit.collectors.attach.protocol import Status, ask_status, list_agents
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]

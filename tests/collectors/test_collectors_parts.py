@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors.guard import CollectError  # noqa: E402
-from stepsplit.collectors.job_info import probe_clock, read_host_info, serve_clock  # noqa: E402
+from stepsplit.collectors.host_clock import ClockServer, probe_clock  # noqa: E402
+from stepsplit.collectors.job_info import read_host_info  # noqa: E402
 from stepsplit.collectors.memory import sum_storage_bytes  # noqa: E402
 from stepsplit.collectors.rank_files import Packer, PackTask  # noqa: E402
 from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, StepClock  # noqa: E402
@@ -19,7 +20,10 @@ from stepsplit.collectors.record import check_out  # noqa: E402
 
 
 def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
-    found = probe_clock("127.0.0.1", serve_clock())
+    with ClockServer("localhost") as server:
+        threading.Thread(target=server.serve, args=(1.0,), daemon=True).start()
+        address = server.address
+        found = probe_clock(address.numeric[0], address.port, address.key)
 
     assert found is not None
     assert abs(found.offset_ns) <= found.round_trip_ns < 100_000_000
@@ -28,7 +32,7 @@ def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
 def test_a_probe_without_an_answer_is_none() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
-        assert probe_clock("127.0.0.1", silent.getsockname()[1]) is None
+        assert probe_clock("127.0.0.1", silent.getsockname()[1], "00" * 16) is None
 
 
 def test_the_host_has_a_name_cores_and_memory() -> None:

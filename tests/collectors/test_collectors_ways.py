@@ -170,7 +170,7 @@ def test_a_job_with_kineto_use_daemon_is_attached_to_unchanged(tmp_path: Path) -
 
 
 def descendants(pid: int) -> list[int]:
-    from stepsplit.collectors.attach.protocol import list_process_tree, read_environment
+    from stepsplit.collectors.attach.processes import list_process_tree, read_environment
 
     return [each for each in list_process_tree(pid) if "RANK" in read_environment(each)]
 

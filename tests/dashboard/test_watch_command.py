@@ -24,7 +24,8 @@ pytest.importorskip("torch")
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
-from stepsplit.collectors.attach.protocol import list_agents, list_process_tree
+from stepsplit.collectors.attach.processes import list_process_tree
+from stepsplit.collectors.attach.protocol import list_agents
 from stepsplit.collectors.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.watch import WatchRange

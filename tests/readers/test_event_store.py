@@ -186,3 +186,47 @@ def test_the_store_of_a_killed_process_is_removed_by_the_next(
         assert living.poll() is None
     event_store.EventStore()
     assert not kept.exists()
+
+
+def test_stores_that_others_may_have_planted_are_neither_opened_nor_removed(
+    temporary: Path, tmp_path: Path
+) -> None:
+    temporary.chmod(0o1777)
+    (mine := tmp_path / "mine").mkdir(mode=0o700)
+    (mine / "in_use").touch()
+    for name in ("pipe", "link", "lock-by-link", "open-to-all", *["theirs"] * (not os.geteuid())):
+        place = temporary / f"stepsplit-events-{name}"
+        if name == "link":
+            place.symlink_to(mine)
+            continue
+        place.mkdir(mode=0o700)
+        if name == "pipe":
+            os.mkfifo(place / "in_use")
+        elif name == "lock-by-link":
+            (place / "in_use").symlink_to(mine / "in_use")
+        else:
+            (place / "in_use").touch()
+        if name == "open-to-all":
+            place.chmod(0o777)
+        if name == "theirs":
+            os.chown(place, 65534, 65534)
+    planted = sorted(temporary.rglob("*"))
+
+    store = event_store.EventStore()
+
+    assert [path for path in planted if not os.path.lexists(path)] == []
+    assert (mine / "in_use").exists()
+    assert Path(store.path).stat().st_mode & 0o777 == 0o700
+
+
+def test_columns_are_not_appended_through_a_link(
+    tmp_path: Path, fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "target").write_bytes(b"mine")
+    store = event_store.EventStore()
+    Path(store.path, f"{os.getpid()}.columns").symlink_to(tmp_path / "target")
+    [trace, *_] = read_recording([fleet]).traces
+
+    assert event_store.store_events(store.path, trace.events) is trace.events
+    assert (tmp_path / "target").read_bytes() == b"mine"

@@ -146,3 +146,25 @@ def _newest() -> Path:
     folder = cache.cache_folder()
     assert folder is not None
     return max(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
+
+
+def test_a_cache_that_others_may_write_is_not_read_and_its_links_are_not_written(
+    file: Path, tmp_path: Path
+) -> None:
+    assert read_cached(on_disk(file)) is not None
+    folder, name = _newest().parent, _newest().name
+    (target := tmp_path / "target").write_text("mine")
+    folder.chmod(0o777)
+    _newest().unlink()
+    (folder / name).symlink_to(target)
+
+    assert recalled(file) is None
+    assert read_cached(on_disk(file)) is not None
+
+    assert target.read_text() == "mine"
+    own = folder / f"stepsplit-{os.geteuid()}"
+    assert (own / name).is_file() and own.stat().st_mode & 0o777 == 0o700
+    assert recalled(file) is not None
+    # One that is in the way of that, too, only disables the cache.
+    own.chmod(0o777)
+    assert recalled(file) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -25,12 +26,14 @@ from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Lane, Note
+from stepsplit.collectors.private_folder import make_private_folder
 
 # Cached traces are Parquet files in the user's cache folder.
 #
 # A cached trace is used only if the source's path, size, modification time, and first and last MiB
 # are unchanged, and if the reader version and the kernel rules are the same. An unreadable cache
-# file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off".
+# file is ignored. STEPSPLIT_CACHE sets another folder, or disables the cache with "off". If others
+# may write the folder, it is a folder of this user in it.
 
 READER = "stepsplit.events/8"
 """Version of the reader's output; a change invalidates all cache files."""
@@ -135,10 +138,24 @@ def _build_metadata(stamp: str, read: KinetoFile) -> _CacheMetadata:
 
 
 def _find_cache_path(source: Source) -> Path | None:
-    folder = cache_folder()
+    folder = _make_own_folder()
     if folder is None:
         return None
     return folder / f"{hashlib.sha256(source.identity.encode()).hexdigest()[:32]}.parquet"
+
+
+def _make_own_folder() -> Path | None:
+    """A cache folder that no other user writes; None if there is none.
+
+    Else what the analysis says would be another's, and files would be written through his links.
+    """
+    folder, named = cache_folder(), bool(os.environ.get("STEPSPLIT_CACHE"))
+    if folder is None:
+        return None
+    for own in (folder, folder / f"stepsplit-{os.geteuid()}"):
+        with suppress(OSError):
+            return make_private_folder(own, named=named, shared_reading=True)
+    return None
 
 
 def _build_stamp(source: Source, path: Path, rules: Rules) -> str:

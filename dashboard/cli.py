@@ -47,7 +47,7 @@ COMMANDS = {
         "Find the fastest layout that fits, and why others are slower.",
     ),
     "record": ("record", "Record some steps of an unmodified training command."),
-    "redact": ("analyze", "Copy a recording without hosts, users, paths and stacks."),
+    "redact": ("analyze", "Copy a recording without hosts, users, paths and names."),
     "reduce": ("analyze", "Write the small tables of each rank that analyze takes for its trace."),
     "retry": ("runs", "Queue runs for another analysis of their files."),
     "runs": ("runs", "List the runs of a store, newest first."),

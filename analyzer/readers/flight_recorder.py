@@ -156,18 +156,23 @@ def _parse_group(name: str, config: Any) -> Group:
     return Group(name, members, description if isinstance(description, str) else "")
 
 
+def find_rank_in_path(path: PurePosixPath) -> int:
+    """The rank in the name of a dump, or else of its folder; -1 for none."""
+    match = (
+        _RANK_IN_NAME.search(path.name)
+        or _ENDS_IN_NUMBER.search(path.name)
+        or _RANK_IN_NAME.search(path.parent.name)
+    )
+    return int(match[1]) if match else -1
+
+
 def _infer_rank(path: PurePosixPath, listed: Sequence[Group]) -> int:
     """The rank: a process lists only its own groups, so it may be their only common member."""
     members = [set(group.ranks) for group in listed if group.ranks]
     shared = set.intersection(*members) if members else set()
     if len(shared) == 1:
         return shared.pop()
-    match = (
-        _RANK_IN_NAME.search(path.name)
-        or _ENDS_IN_NUMBER.search(path.name)
-        or _RANK_IN_NAME.search(path.parent.name)
-    )
-    rank_in_name = int(match[1]) if match else -1
+    rank_in_name = find_rank_in_path(path)
     return rank_in_name if not shared or rank_in_name in shared else -1
 
 

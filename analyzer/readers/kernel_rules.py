@@ -291,8 +291,8 @@ class Rules:
 # The class that a redacted name states: it is used before any rule.
 
 _STATED = re.compile(
-    r"\A[a-z]+\d+(?:::)? \{kind=(communication|compute|copy|fused) op=(\w+) family=([^{}]+)\}"
-    r"(?: Backward)?"
+    r"\A(?:\w+::?)*[a-z]+\d+(?:::)? \{kind=(communication|compute|copy|fused) op=(\w+)"
+    r" family=([^{}]+)\}(?: \w+)*"
 )
 
 
@@ -310,9 +310,9 @@ def parse_stated_class(name: str) -> StatedClass | None:
     return match and StatedClass(_KINDS[match[1]], match[2], match[3])
 
 
-def format_stated_class(rules: Rules, name: str) -> str:
+def format_stated_class(rules: Rules, name: str, redact_family: Callable[[str], str]) -> str:
     """The class of a name by the rules, as it follows the pseudonym of the name in a trace."""
-    family = re.sub(r"[{}]", "", rules.find_family(name)) or OTHER
+    family = redact_family(rules.find_family(name))
     return f"{{kind={rules.classify_kernel(name)} op={rules.find_op(name)} family={family}}}"
 
 

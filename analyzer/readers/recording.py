@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from msgspec import Struct
 
@@ -588,7 +588,7 @@ _SUFFIXES = re.compile(r"(\.(pt|trace|json|gz|zst|xz|bz2|sqlite)){1,8}$", re.I)
 
 _NUMBER = re.compile(r"\d+")
 
-_CAPTURE_PART = re.compile(
+CAPTURE_PART = re.compile(
     r"\.\d{10,20}(?=\.pt\.trace\.json)|(?<![a-z])(?:step|iter(?:ation)?|epoch|cycle)[-_.]?\d+",
     re.I,
 )
@@ -596,7 +596,7 @@ _CAPTURE_PART = re.compile(
 handler appends to host and process, or the step.
 """
 
-_MAX_RANK_SPREAD = 64
+MAX_RANK_SPREAD = 64
 """The largest accepted number per trace, as not all ranks are recorded; beyond, it is a date."""
 
 
@@ -661,13 +661,13 @@ def set_rank(rank: int, trace: RankTrace) -> RankTrace:
 
 def _guess_ranks(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace]:
     """Assigns ranks by the last numbers in the names if they are small, else by position."""
-    numbers = [_parse_last_number(trace.source) for trace in traces]
+    numbers = [parse_last_number(trace.source) for trace in traces]
     is_unique = len({*numbers, *taken}) == len(numbers) + len(taken)
     if (
         len(traces) > 1
         and is_unique
         and min(numbers) >= 0
-        and max(numbers) < _MAX_RANK_SPREAD * len(traces)
+        and max(numbers) < MAX_RANK_SPREAD * len(traces)
     ):
         return [set_rank(number, trace) for number, trace in zip(numbers, traces, strict=True)]
     free = (rank for rank in range(len(traces) + len(taken)) if rank not in taken)
@@ -675,7 +675,8 @@ def _guess_ranks(traces: Sequence[RankTrace], taken: set[int]) -> list[RankTrace
     return [set_rank(rank, trace) for rank, trace in zip(free, in_order, strict=False)]
 
 
-def _parse_last_number(path: Path) -> int:
+def parse_last_number(path: PurePath) -> int:
+    """The last number in the name of a trace, by which its rank may be guessed; -1 for none."""
     match = _LAST_NUMBER.search(_SUFFIXES.sub("", path.name))
     return int(match[1]) if match else -1
 
@@ -728,7 +729,7 @@ def _keep_latest_capture(
 
 
 def _identify_process(candidate: TraceCandidate) -> str:
-    return _CAPTURE_PART.sub("", str(candidate.trace.source))
+    return CAPTURE_PART.sub("", str(candidate.trace.source))
 
 
 def _mask_numbers(candidate: TraceCandidate) -> str:

@@ -197,7 +197,7 @@ def _take_whole_trace(trace: RankTrace) -> MarkedSteps:
 
 # Ranges such as "Step 3", "iteration_7" or "train_step".
 
-_STEP_RANGE = re.compile(
+STEP_RANGE = re.compile(
     r"\A(?:(?:.*[^a-z])?(?:train(?:ing)?|global)?"
     r"(?:step|iter|iteration|(?<!micro[ _-])(?<!mini[ _-])batch)s?"
     r"[\s_#:=.-]*\d{1,9}(?:\s*(?:/|of)\s*\d{1,9})?[\])}]?$"
@@ -228,7 +228,7 @@ def find_step_ranges(events: Events) -> StepRanges | None:
     families: dict[tuple[int, str], list[int]] = defaultdict(list)
     rows = np.flatnonzero(events.is_category(Category.ANNOTATION))
     names = list_distinct(events.name_id[rows]).tolist()
-    named = [number for number in names if _STEP_RANGE.match(events.names[number])]
+    named = [number for number in names if STEP_RANGE.match(events.names[number])]
     for row in rows[np.isin(events.name_id[rows], named)].tolist():
         family = _DIGITS.sub("#", _TOTAL.sub("", events.name_of(row))).lower()
         families[int(events.lane[row]), family].append(row)

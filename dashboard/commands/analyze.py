@@ -317,31 +317,29 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
 @click.argument("places", nargs=-1, required=True, metavar="PATH...")
 @click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path),
               help="Folder of the copy; empty or missing.")  # fmt: skip
-@click.option("--names", is_flag=True,
-              help="Also replace your own names of kernels, modules, ops and ranges.")  # fmt: skip
+@click.option("--names", is_flag=True, hidden=True, expose_value=False)  # always so
 @click.option("--word", "words", metavar="WORD", multiple=True,
-              help="Replace this text wherever it occurs; may be repeated.")  # fmt: skip
+              help="Also replace names that contain this word; may be repeated.")  # fmt: skip
 @click.option("--key", metavar="FILE", type=click.Path(path_type=Path),
               help="Write what was replaced here; only you can read it.")  # fmt: skip
 @rules_option
 def redact_command(
     places: tuple[str, ...],
     out: Path,
-    names: bool,
     words: tuple[str, ...],
     key: Path | None,
     rules_file: Path | None,
 ) -> None:
-    """Copy a recording without hosts, users, paths and stacks.
+    """Copy a recording without hosts, users, paths and names.
 
     PATH is as for analyze. Times, structure, counts, sizes and groups are kept, so that the copy
-    gives the same split. Each text gets one pseudonym in all files (host1). Prints what was
-    replaced, and which files were left out.
+    gives the same split. Of texts only those on a list stay, such as the names of torch's ops; any
+    other gets one pseudonym in all files (host1). Prints what was replaced, and what was left out.
     """
     from stepsplit.analyzer.redact import redact_recording
 
     rules = load_rules(rules_file)
-    done = redact_recording(places, out, names=names, words=words, key=key, rules=rules)
+    done = redact_recording(places, out, words=words, key=key, rules=rules)
     print_line(f"{out}: {len(done.files)} files")
     for row in done.replaced:
         print_line(f"replaced {row.field}: {row.distinct:,} in {row.places:,} places")

@@ -383,7 +383,7 @@ ASK_EVERY_S = 1.0
 @token_option
 @click.option("--resume", metavar="ID", help="Resume the upload of this run.")
 @click.option("--redact", is_flag=True,
-              help="Upload a copy without hosts, users, paths and stacks.")  # fmt: skip
+              help="Upload a copy without hosts, users, paths and names.")  # fmt: skip
 @click.option("--each", is_flag=True,
               help="Upload each of several recordings in PATH as a run of its own.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Wait until the run is analyzed.")

@@ -214,7 +214,7 @@ CATEGORIES = {
     "cuda_sync": Category.SYNC,
 }
 
-_SUFFIX_CATEGORIES = {
+SUFFIX_CATEGORIES = {
     "runtime": Category.RUNTIME,
     "driver": Category.RUNTIME,
     "memcpy": Category.MEMCPY,
@@ -377,12 +377,12 @@ class _ShapeTexts(dict[tuple[int, ...] | bytes, int]):
         return number
 
 
-class _Categories(dict[str, int]):
+class CategoryCodes(dict[str, int]):
     """Category codes by name, including the names of old torch versions."""
 
     def __missing__(self, name: str) -> int:
         lowered = name.lower()
-        by_end = _SUFFIX_CATEGORIES.get(lowered.rpartition("_")[2], Category.OTHER)
+        by_end = SUFFIX_CATEGORIES.get(lowered.rpartition("_")[2], Category.OTHER)
         self[name] = code = int(CATEGORIES.get(lowered, by_end))
         return code
 
@@ -399,7 +399,7 @@ class _Builder:
     """Builds Rows from blocks of entries; columns grow in place, so no row is in memory twice."""
 
     def __init__(self, rules: Rules) -> None:
-        self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), _Categories()
+        self._names, self._lanes, self._categories = _Numbers(rules), _Lanes(), CategoryCodes()
         self._columns = tuple(bytearray() for _ in _COLUMNS)
         self._shapes = _ShapeTexts()
         self._shaped_rows, self._shape_ids = bytearray(), bytearray()

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -53,6 +54,7 @@ from stepsplit.analyzer.trace import (
     Lane,
     Note,
 )
+from stepsplit.collectors.run_spec import replace_surrogates
 
 # The trace_view.json of torch_npu and msprof: tracks of an Ascend device, without categories.
 
@@ -409,6 +411,15 @@ def _fix_header(text: bytes) -> bytes | None:
     """The object as valid JSON; None if it cannot be fixed."""
     found = parse_loose_object(text)
     try:
-        return None if found is None else _NUMBERS.encode(found)
-    except ValueError:
+        return None if found is None else _NUMBERS.encode(_replace_surrogates(found))
+    except (ValueError, RecursionError):
         return None
+
+
+def _replace_surrogates(value: Any) -> Any:
+    """The value without texts that UTF-8 cannot encode, for which a header would be lost."""
+    if isinstance(value, str):
+        return replace_surrogates(value)
+    if isinstance(value, dict):
+        return {replace_surrogates(key): _replace_surrogates(each) for key, each in value.items()}
+    return [_replace_surrogates(each) for each in value] if isinstance(value, list) else value

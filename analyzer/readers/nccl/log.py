@@ -226,7 +226,7 @@ class LoggedCalls:
         self, speaker: records.Speaker, stamp_ns: int, text: bytes, handles: CommHandles
     ) -> bool:
         """Adds a "...: opCount ..." message; False if it is truncated."""
-        match = _COLL.match(text)
+        match = CALL.match(text)
         if match is None:
             return False
         name, seq, count, dtype, root, pointer, nranks, global_rank = match.groups()
@@ -388,7 +388,7 @@ def list_notes(
 
 # The calls that a log has with NCCL_DEBUG_SUBSYS=COLL, as columns per process.
 
-_COLL = re.compile(
+CALL = re.compile(
     rb"\A(\w+): opCount ([0-9a-f]{1,15}) sendbuff \S+ recvbuff \S+ (?:acc \S+ )?count (\d{1,12})"
     rb" datatype (\d{1,3}) op \d+ root (-?\d{1,7}) comm (\S+) \[nranks=(\d{1,6})\]"
     rb"(?: stream \S+(?: task -?\d+ globalrank (\d{1,7}))?)?"

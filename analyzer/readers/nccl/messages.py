@@ -266,6 +266,16 @@ def _look_up_name(names: tuple[str, ...], number: int) -> str:
     return names[number] if number < len(names) else str(number)
 
 
+def number_algorithm(name: str) -> str:
+    """NCCL's number of an algorithm, as NCCL up to 2.23 prints it."""
+    return str(_ALGORITHMS.index(name)) if name in _ALGORITHMS else name
+
+
+def number_protocol(name: str) -> str:
+    """NCCL's number of a protocol."""
+    return str(_PROTOCOLS.index(name)) if name in _PROTOCOLS else name
+
+
 class CostColumns(Struct, frozen=True):
     """The columns of a cost table, from the heading lines read so far."""
 

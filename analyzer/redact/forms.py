@@ -97,7 +97,9 @@ def _copy_device(texts: Texts, text: str) -> str:
 
 
 _VERSION = re.compile(
-    r"\d{1,6}(?:\.\d{1,9}){0,4}(?:\+(?:cpu|cu\d{1,4}|cuda\d+(?:\.\d+)?|rocm[\d.]+))?"
+    # Three numbers at most: four are an address.
+    r"\d{1,6}(?:\.\d{1,9}){0,2}+(?!\.?\d)(?:\+(?:cpu|cu\d{1,4}|cuda\d+(?:\.\d+)?|rocm[\d.]{1,6}))?",
+    re.ASCII,
 )
 
 
@@ -157,7 +159,7 @@ def _copy_setting(texts: Texts, text: str) -> str:
 
 
 def _copy_library_version(_: Texts, text: str) -> str:
-    return text if re.fullmatch(r"\d{1,4}(?:\.\d{1,4}){0,3}", text, re.ASCII) else ""
+    return text if re.fullmatch(r"\d{1,4}(?:\.\d{1,4}){0,2}", text, re.ASCII) else ""
 
 
 _BACKEND = r"(?:(?:cpu|cuda|xpu|npu):)?(?:nccl|gloo|mpi|ucc|xccl|hccl|rccl|none|undefined|fake)"

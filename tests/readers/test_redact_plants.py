@@ -369,7 +369,7 @@ def test_the_page_lists_what_is_copied() -> None:
 )  # fmt: skip
 def test_an_address_or_a_secret_is_of_no_form(text: str, tmp_path: Path) -> None:
     body = build_trace()
-    texts = ["ts", "dur", "id", "version", "nccl_version"]  # forms of digits, tested above
+    texts = ["ts", "dur", "id"]  # forms of digits, tested above
     planted = plant_values(
         body, lambda _: text, lambda path: path[-1:] == ("ph",) or path[-1] in texts
     )

@@ -53,7 +53,7 @@ from stepsplit.analyzer.readers.recording import check_outside, parse_rank
 from stepsplit.analyzer.readers.registry import KINDS
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION, Category
-from stepsplit.collectors.run_spec import RUN_FILE, whole_file
+from stepsplit.collectors.run_spec import RUN_FILE, SHARED, whole_file
 
 KEY_SCHEMA = "stepsplit.key/1"
 
@@ -604,7 +604,7 @@ def _copy_trace(copy: _Copy, out: Path, texts: _Redactor) -> None:
         if opening is None:
             raise DataError(copy.source.where, "not a trace", RECORD_AGAIN)
         blocks = ArrayBlocks(content, opening.begin)
-        with whole_file(out) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+        with whole_file(out, SHARED) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
             for part in _redact_trace(opening, blocks, texts, out.name.removesuffix(".gz")):
                 packed.write(part)
 
@@ -750,7 +750,7 @@ def _copy_dump(copy: _Copy, out: Path, texts: _Redactor) -> None:
 def _copy_log(copy: _Copy, out: Path, texts: _Redactor) -> None:
     """Copies NCCL's messages; what else the job printed is left out."""
     try:
-        with whole_file(out) as file:
+        with whole_file(out, SHARED) as file:
             _write_messages(file, _read_messages(copy.source), texts)
     except OSError as error:
         raise make_write_error(out, error) from None

@@ -34,9 +34,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
-    from stepsplit.collectors.run_spec import whole_file
+    from stepsplit.collectors.run_spec import make_private_folder, whole_file
 else:
-    whole_file = runpy.run_path(str(Path(__file__).with_name("run_spec.py")))["whole_file"]
+    _run_spec = runpy.run_path(str(Path(__file__).with_name("run_spec.py")))
+    make_private_folder, whole_file = _run_spec["make_private_folder"], _run_spec["whole_file"]
 
 _LEVEL = 6
 _CHUNK = 1 << 20
@@ -152,7 +153,7 @@ def keep(raw: Path, out: Path) -> None:
     target = name_raw(out)
     if raw == target:
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(target.parent)
     try:
         raw.replace(target)
     except OSError as error:

@@ -19,7 +19,7 @@ from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import is_rank, read_identity
 from stepsplit.collectors.rank_record import CodeFrame, Look, RankState, format_state, read_state
 from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan, decode_plan
-from stepsplit.collectors.run_spec import select_known_fields
+from stepsplit.collectors.run_spec import PRIVATE, make_private_folder, select_known_fields
 from stepsplit.collectors.watch_plan import WatchPlan
 
 MARGIN_STEPS = 3
@@ -342,13 +342,17 @@ def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[CapturedTr
     """
     ranks = find_daemon_ranks(target)
     folder = Path(plan.out).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     with _open_daemon_socket(next(iter(ranks))) as server:
         _configure(server, set(ranks), _format_configuration(folder, plan))
     expected = [
         CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
     ]
     _wait_for_traces([each.trace for each in expected], time.monotonic() + timeout_s)
+    for each in expected:
+        # Kineto writes them under the umask of the job, which may be of another user.
+        with suppress(PermissionError):
+            each.trace.chmod(PRIVATE)
     return tuple(sorted(expected, key=lambda each: each.rank))
 
 

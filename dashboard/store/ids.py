@@ -59,7 +59,7 @@ _LOOK_ALIKES = {
     "p": "\u0440\u03c1", "q": "\u051b", "s": "\u0455", "t": "\u0442\u03c4", "w": "\u051d",
     "x": "\u0445\u03c7", "y": "\u0443\u03c5", "z": "\u03b6",
 }  # fmt: skip
-"""Cyrillic and Greek letters, and digits, that look like a Latin letter in one case or the other."""
+"""Cyrillic and Greek letters, and digits, that look like a Latin letter in one of its cases."""
 
 _FOLDED = str.maketrans({one: latin for latin, all_ in _LOOK_ALIKES.items() for one in all_})
 

@@ -71,7 +71,7 @@ END_S = 120.0
 """How long the end of the job waits for its last samples."""
 
 MOST_STARTS = 1_000
-"""Starts of the job of which a dashboard is told that does not know them."""
+"""Starts of the job that are sent to a dashboard that does not know them."""
 
 _ROUTE, _REASON_LENGTH = "/api/v1/watch", 300
 

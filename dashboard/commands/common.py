@@ -131,7 +131,7 @@ ARTIFACTS = HOME / "artifacts"
 
 def _keep_named(context: click.Context, option: click.Parameter, value: str) -> str:
     """The value; one that is named and is the default too gets an absolute path, so that it can be
-    told from what nobody has named, which must be the user's own."""
+    distinguished from what is not named at all, which must be the user's own."""
     is_default = context.get_parameter_source(option.name or "") is ParameterSource.DEFAULT
     if is_default or value not in (STORE_URL, str(ARTIFACTS)):
         return value
@@ -217,7 +217,7 @@ def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store
 
 
 def claim_store(url: str) -> None:
-    """Raises UsageError if the store is the one in the current folder, nobody has named it, and
+    """Raises UsageError if the store is the one in the current folder, it was not named, and
     this user has not made it; makes it if it is missing."""
     from stepsplit.dashboard.store.default_store import claim_default_store
 

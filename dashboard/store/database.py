@@ -412,9 +412,9 @@ WATCHES = sa.Table(
     sa.Column("batches", sa.Integer, nullable=False),
     sa.Column("sender", sa.String(300)),
 )
-"""Watched runs. sender is who began it, and NULL if that may be anyone. newest is the latest time in
-the data, rolled and trimmed how far of it is rolled up and rid of old rows; received is by the clock
-of the server."""
+"""Watched runs. sender is who began it, and NULL if that may be anyone. newest is the latest time
+in the data, rolled and trimmed how far of it is rolled up and rid of old rows; received is by the
+clock of the server."""
 
 
 def _build_watch_column(**kind: bool) -> sa.Column[int]:

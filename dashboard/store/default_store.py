@@ -27,7 +27,7 @@ _STATE = "stepsplit/stores"
 
 def check_own_place(place: Path, option: str) -> None:
     """Raises UsageError unless the place is missing, or is this user's own, no symbolic link, and
-    written by nobody else; option is the one that names another place."""
+    written by no one else; option is the one that names another place."""
     try:
         found = place.lstat()
     except FileNotFoundError:

@@ -492,12 +492,12 @@ def check_batch(batch: WatchBatch, now_ns: int) -> None:
             f"the name of the run must have 1 to {NAME_LENGTH} printable characters without / \\ %"
             " ? #; choose another --name"
         )
-    if batch.incarnation >= MAX_STARTS:
-        raise UsageError(f"the incarnation of a batch must be below {MAX_STARTS}")
     if not 0 < batch.world_size <= MAX_RANKS or not batch.id or not batch.host:
         raise UsageError(f"a batch needs an id, a host and a world_size of 1 to {MAX_RANKS}")
     if not all(0 <= number < _MAX_NUMBER for number in _list_numbers(batch)):
         raise UsageError(f"the numbers of a batch must be between 0 and {_MAX_NUMBER}")
+    if batch.incarnation >= MAX_STARTS:
+        raise UsageError(f"the incarnation of a batch must be below {MAX_STARTS}")
     if not 0 <= batch.budget <= 1 or not 0 <= (batch.overhead or 0) < 1e6:
         raise UsageError("budget and overhead must be parts of the training time, such as 0.005")
     if any(rank >= batch.world_size for rank in _list_ranks(batch)):
@@ -627,7 +627,7 @@ def _forget_start(connection: Connection, watch_id: int, incarnation: int) -> bo
         .where(WATCH_STARTS.c.watch_id == watch_id)
         .order_by(WATCH_STARTS.c.incarnation)
     )
-    newest_ns = dict(connection.execute(starts).tuples().all())
+    newest_ns = {number: at_ns for number, at_ns in connection.execute(starts)}
     if incarnation not in newest_ns or len(newest_ns) == 1:
         return False
     del newest_ns[incarnation]

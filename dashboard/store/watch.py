@@ -58,6 +58,13 @@ from stepsplit.dashboard.store.database import (
     clean_text,
 )
 from stepsplit.dashboard.store.ids import NAME_LENGTH, fold_name, is_watch_name
+from stepsplit.dashboard.store.watch_senders import (
+    EVERYONE,
+    OtherSenderError,
+    WatchSender,
+    check_start,
+    forget_start,
+)
 
 _SECOND_NS = 10**9
 
@@ -220,38 +227,6 @@ class BatchReceipt:
     is_new_run: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WatchSender:
-    """Who sends a batch: what a token, a password or a proxy shows of him.
-
-    name: None on a server without logins, where everyone is the same. An admin may add to the runs
-    of others.
-    """
-
-    name: str | None
-    is_admin: bool
-
-    def may_write(self, owner: str | None) -> bool:
-        """Whether he may add to a run that this one has begun, and silence its alerts."""
-        return self.is_admin or owner is None or owner == self.name
-
-
-EVERYONE = WatchSender(None, True)
-"""The sender on a server without logins."""
-
-
-class OtherSenderError(UsageError):
-    """The run is another sender's."""
-
-
-class UnknownStartError(UsageError):
-    """The batch is of a start of the job that does not follow the newest one, which is `newest`."""
-
-    def __init__(self, message: str, newest: int) -> None:
-        super().__init__(message)
-        self.newest = newest
-
-
 class WatchStore:
     """The watched runs of a store. Thread-safe; all processes of the store share it."""
 
@@ -265,7 +240,7 @@ class WatchStore:
         check_batch(batch, now_ns)
         with self._database.begin_write() as connection:
             watch, is_new_run = _find_or_add(connection, batch, sender, now_ns)
-            _check_start(connection, watch.id, batch)
+            check_start(connection, watch.id, batch)
             if batch.unix_ns < watch.newest_unix_ns - LATE_S * _SECOND_NS:
                 days = LATE_S // watch_slots.DAY_S
                 raise UsageError(
@@ -323,7 +298,7 @@ class WatchStore:
         """Deletes what is known of a start of the job. False if there is none of this number, or no
         other one."""
         with self._database.begin_write() as connection:
-            return _forget_start(connection, watch_id, incarnation)
+            return forget_start(connection, watch_id, incarnation)
 
     def read_steps(self, watch_id: int, within: WatchRange) -> tuple[StepSlot, ...]:
         """The step times in the range, by time and start of the job."""
@@ -592,58 +567,6 @@ def _add_watch(connection: Connection, batch: WatchBatch, sender: WatchSender, n
             connection.execute(insert(WATCHES), new)
     except IntegrityError:
         return False
-    return True
-
-
-def _check_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
-    """Raises UnknownStartError if the batch is of a start that does not follow the newest one, and
-    UsageError if it ends one that has not begun: either would make the running one an old one."""
-    known = select(WATCH_STARTS.c.incarnation).where(WATCH_STARTS.c.watch_id == watch_id)
-    starts = set(connection.execute(known).scalars())
-    if batch.incarnation in starts or not starts:
-        return
-    newest = max(starts)
-    if batch.incarnation > newest + 1:
-        raise UnknownStartError(
-            f"start {batch.incarnation} of the run {batch.run!r} does not follow its newest one,"
-            f" {newest}: send the starts between them first",
-            newest,
-        )
-    kinds = {event.kind for event in batch.events}
-    if batch.incarnation > newest and "ended" in kinds and not kinds & {"started", "restarted"}:
-        raise UsageError(
-            f"start {batch.incarnation} of the run {batch.run!r} cannot end: it has not begun"
-        )
-
-
-_OF_STARTS = (
-    WATCH_STARTS, WATCH_STEPS, WATCH_SPLITS, WATCH_SAMPLES, WATCH_EVENTS, WATCH_ALERTS,
-)  # fmt: skip
-
-
-def _forget_start(connection: Connection, watch_id: int, incarnation: int) -> bool:
-    starts = (
-        select(WATCH_STARTS.c.incarnation, WATCH_STARTS.c.newest_unix_ns)
-        .where(WATCH_STARTS.c.watch_id == watch_id)
-        .order_by(WATCH_STARTS.c.incarnation)
-    )
-    newest_ns = {number: at_ns for number, at_ns in connection.execute(starts)}
-    if incarnation not in newest_ns or len(newest_ns) == 1:
-        return False
-    del newest_ns[incarnation]
-    for table in _OF_STARTS:
-        own = (table.c.watch_id == watch_id, table.c.incarnation == incarnation)
-        connection.execute(delete(table).where(*own))
-    # Hosts stay with the start before: each is as it was with its next batch.
-    hosts = update(WATCH_HOSTS).where(
-        WATCH_HOSTS.c.watch_id == watch_id, WATCH_HOSTS.c.incarnation == incarnation
-    )
-    connection.execute(hosts.values(incarnation=max(newest_ns), newest_unix_ns=0))
-    values = {
-        "newest_unix_ns": max(newest_ns.values()), "last_step": 0,
-        "rolled_unix_ns": 0, "trimmed_unix_ns": max(newest_ns.values()),
-    }  # fmt: skip
-    connection.execute(update(WATCHES).where(WATCHES.c.id == watch_id).values(values))
     return True
 
 

@@ -40,12 +40,11 @@ from stepsplit.dashboard.store.runs import (
     explain_no_retry,
 )
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
-from stepsplit.dashboard.store.watch import (
+from stepsplit.dashboard.store.watch import MAX_STARTS, WatchedRun
+from stepsplit.dashboard.store.watch_senders import (
     EVERYONE,
-    MAX_STARTS,
     OtherSenderError,
     UnknownStartError,
-    WatchedRun,
     WatchSender,
 )
 from stepsplit.dashboard.upload import choose_run_name

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.collectors.run_spec import SHARED, write_whole
 
 RECORD_AGAIN = "record it again or leave it out"
 """The hint for a file that cannot be used."""
@@ -101,10 +101,13 @@ def parse_toml(where: object, text: bytes, hint: str = "fix that line") -> dict[
 # Output files: written atomically.
 
 
-def write(path: Path, content: bytes) -> None:
-    """Writes the file atomically. Raises UsageError if it cannot be written."""
+def write(path: Path, content: bytes, mode: int = SHARED) -> None:
+    """Writes the file atomically. Raises UsageError if it cannot be written.
+
+    mode: of a new file; the umask is taken from it.
+    """
     try:
-        write_whole(path, content)
+        write_whole(path, content, mode)
     except (OSError, ValueError) as error:
         raise make_write_error(path, error) from None
 

@@ -35,17 +35,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
     from stepsplit.collectors.private_folder import make_meeting_folder, open_private
-    from stepsplit.collectors.run_spec import whole_file
+    from stepsplit.collectors.run_spec import make_owner_folder, whole_file
     from stepsplit.collectors.safe_text import escape_controls
 else:
 
     def _load(name: str) -> dict[str, Any]:
         return runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
 
-    whole_file = _load("run_spec")["whole_file"]
-    escape_controls = _load("safe_text")["escape_controls"]
-    _private = _load("private_folder")
+    _run_spec, _private = _load("run_spec"), _load("private_folder")
+    make_owner_folder, whole_file = _run_spec["make_owner_folder"], _run_spec["whole_file"]
     make_meeting_folder, open_private = _private["make_meeting_folder"], _private["open_private"]
+    escape_controls = _load("safe_text")["escape_controls"]
 
 _LEVEL = 6
 _CHUNK = 1 << 20
@@ -161,7 +161,7 @@ def keep(raw: Path, out: Path) -> None:
     target = name_raw(out)
     if raw == target:
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_owner_folder(target.parent)
     try:
         raw.replace(target)
     except OSError as error:

@@ -42,9 +42,11 @@ from stepsplit.collectors.rank_record import (
     read_record,
 )
 from stepsplit.collectors.run_spec import (
+    PRIVATE,
     RUN_FILE,
     RunSpec,
     from_json,
+    make_owner_folder,
     replace_whole,
     write_run_json,
 )
@@ -141,7 +143,7 @@ class RankFiles:
     def make_folder(self) -> None:
         """Creates the folder and removes what an interrupted recording has left half written."""
         forget_full_folder(self._folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_owner_folder(self._folder)
         for draft in self._folder.glob(f".rank{self._rank}_*"):
             draft.unlink(missing_ok=True)
 
@@ -239,6 +241,7 @@ def _open_raw(out: Path) -> Iterator[Path]:
     try:
         yield raw
         check_complete(raw)
+        raw.chmod(PRIVATE)
     except BaseException as error:
         # Ask before the partial file is deleted.
         full = isinstance(error, Exception) and _is_full(raw.parent)

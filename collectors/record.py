@@ -30,7 +30,13 @@ from stepsplit.collectors.nccl import (
     find_installed_version,
 )
 from stepsplit.collectors.rank_record import find_free_folder, list_recorded
-from stepsplit.collectors.run_spec import MESH_AXES, GroupInfo, Mesh, select_known_fields
+from stepsplit.collectors.run_spec import (
+    MESH_AXES,
+    GroupInfo,
+    Mesh,
+    make_owner_folder,
+    select_known_fields,
+)
 from stepsplit.collectors.watch_notes import count_incarnations
 from stepsplit.collectors.watch_plan import WATCH_VARIABLE, WatchPlan
 
@@ -83,7 +89,8 @@ _KINETO_LOG = "KINETO_LOG_LEVEL"
 def make_folder(out: Path) -> None:
     """Creates the folder of a recording. Raises CollectError."""
     try:
-        (out / "nccl").mkdir(parents=True, exist_ok=True)
+        # The folder keeps what NCCL writes in it under the job's umask.
+        make_owner_folder(out / "nccl")
     except OSError as error:
         raise CollectError(f"{out}: {error.strerror}; choose another --out") from None
 

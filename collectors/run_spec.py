@@ -536,39 +536,65 @@ def write_run_json(folder: Path, spec: RunSpec) -> Path:
     return write_whole(folder / RUN_FILE, to_json(spec).encode())
 
 
-def write_whole(path: Path, content: bytes) -> Path:
+# Files and folders of a recording: for their owner only, whatever the umask, since a recording has
+# the names, paths and stacks of a job and others have accounts on its hosts.
+
+PRIVATE, SHARED = 0o600, 0o666
+"""Modes of a new file: of a recording, and of an output that the user names for others, from which
+the umask is taken."""
+
+
+def make_owner_folder(folder: Path) -> None:
+    """Creates the folder, and those above it that are missing, for this user only. Raises OSError.
+
+    A folder that exists keeps its mode: its owner may have shared it.
+    """
+    try:
+        folder.mkdir(0o700, exist_ok=True)
+    except FileNotFoundError:
+        make_owner_folder(folder.parent)
+        folder.mkdir(0o700, exist_ok=True)
+
+
+def create_private(path: str, flags: int) -> int:
+    """An opener of open(): a file that it creates is for this user only."""
+    return os.open(path, flags, PRIVATE)
+
+
+def write_whole(path: Path, content: bytes, mode: int = PRIVATE) -> Path:
     """Writes the file atomically, as whole_file does."""
-    with whole_file(path) as file:
+    with whole_file(path, mode) as file:
         file.write(content)
     return path
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """Opens a file that is written atomically; every output of stepsplit is written this way.
 
     A regular file is written as a draft in the same folder, synced and renamed: see replace_whole.
     Any other file is written in place: see open_special.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder_above(path, mode)
     special = open_special(path)
     if special is not None:
         with special:
             yield special
         return
-    with replace_whole(path) as draft, draft.open("wb") as file:
+    with replace_whole(path, mode) as draft, draft.open("wb") as file:
         yield file
 
 
 @contextmanager
-def replace_whole(path: Path) -> Iterator[Path]:
+def replace_whole(path: Path, mode: int = PRIVATE) -> Iterator[Path]:
     """Yields a draft path; when the block has ended, the draft is synced and replaces the file.
 
-    If the path is a symbolic link, its target is replaced, not the link. An existing file keeps its
-    mode, and its owner as far as the system permits. If the path is a device, a pipe or a socket,
-    the draft is the path itself and is not renamed.
+    mode: of a new file, PRIVATE or SHARED; missing folders are made alike. If the path is a
+    symbolic link, its target is replaced, not the link. An existing file keeps its mode, and its
+    owner as far as the system permits. If the path is a device, a pipe or a socket, the draft is
+    the path itself and is not renamed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder_above(path, mode)
     if _is_special(path):
         yield path
         return
@@ -578,7 +604,8 @@ def replace_whole(path: Path) -> Iterator[Path]:
     previous = target.stat() if target.exists() else None
     try:
         # The draft must not be readable by users who cannot read the file.
-        mode = 0o666 if previous is None else stat.S_IMODE(previous.st_mode) & 0o777 | stat.S_IWUSR
+        if previous is not None:
+            mode = stat.S_IMODE(previous.st_mode) & 0o777 | stat.S_IWUSR
         os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         yield draft
         _sync(draft)
@@ -592,6 +619,13 @@ def replace_whole(path: Path) -> Iterator[Path]:
         raise
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _make_folder_above(path: Path, mode: int) -> None:
+    if mode == PRIVATE:
+        make_owner_folder(path.parent)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def open_special(path: Path) -> BinaryIO | None:

@@ -36,7 +36,7 @@ from stepsplit.collectors.rank_record import (
     write_record,
 )
 from stepsplit.collectors.record import RecordPlan
-from stepsplit.collectors.run_spec import GroupInfo, Mesh
+from stepsplit.collectors.run_spec import PRIVATE, GroupInfo, Mesh, make_owner_folder
 from stepsplit.collectors.trace_window import (
     BUFFERS_FULL,
     PreparedProfilers,
@@ -269,12 +269,13 @@ class Sampler:
             self._link.records.put(sample)
 
     def _export(self, profiler: Any, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_owner_folder(folder)
         out = build_trace_path(folder, self.rank)
         raw = build_raw_path(out)
         try:
             profiler.export_chrome_trace(str(raw))
             check_complete(raw)
+            raw.chmod(PRIVATE)
             shorten_trace_name(raw, name_raw(out).name)
             raw.replace(name_raw(out))
         finally:

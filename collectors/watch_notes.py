@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.run_spec import select_known_fields
+from stepsplit.collectors.run_spec import (
+    PRIVATE,
+    create_private,
+    make_owner_folder,
+    select_known_fields,
+)
 
 RANKS, SAMPLES = "ranks", "samples"
 """Folders of the notes and of the samples."""
@@ -143,13 +148,13 @@ class NoteFile:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = build_notes_path(folder, rank)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_owner_folder(self._path.parent)
 
     def write(self, notes: Sequence[Note]) -> None:
         """Appends the notes. Raises OSError."""
         lines = [json.dumps({"kind": _NAMES[type(one)]} | asdict(one)) + "\n" for one in notes]
         try:
-            with self._path.open("ab") as file:
+            with open(self._path, "ab", opener=create_private) as file:
                 file.write("".join(lines).encode())
                 size = file.tell()
         except OSError as error:
@@ -169,7 +174,7 @@ def _name_old(path: Path) -> Path:
 
 def request_capture(folder: Path) -> None:
     """Has all ranks sampled as soon as possible, whatever the interval."""
-    (folder / CAPTURE).touch()
+    (folder / CAPTURE).touch(PRIVATE)
 
 
 def take_capture_request(folder: Path) -> bool:

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
-from stepsplit.analyzer.watch.records import SAMPLE_TAG, WatchBatch
+from stepsplit.analyzer.watch.records import SAMPLE_TAG, WatchBatch, decode_batch, encode_batch
 from stepsplit.analyzer.watch.reducer import (
     HOSTS,
     STATE_SUFFIX,
@@ -47,6 +47,7 @@ from stepsplit.dashboard.upload import (
     ServerAnswer,
     TransientError,
     collect_files,
+    extract_error,
 )
 
 POLL_S = 5.0
@@ -69,7 +70,10 @@ MOST_TRIES = 3
 END_S = 120.0
 """How long the end of the job waits for its last samples."""
 
-_ROUTE = "/api/v1/watch"
+MOST_STARTS = 1_000
+"""Starts of the job that are sent to a dashboard that does not know them."""
+
+_ROUTE, _REASON_LENGTH = "/api/v1/watch", 300
 
 
 class ReducerOptions(Struct, frozen=True, kw_only=True):
@@ -199,12 +203,13 @@ class BatchSender:
     def _try_to_send(self, batch: bytes) -> Literal["sent", "refused", "unsent"]:
         """Sends the batch once; an unsent one is to be sent again."""
         try:
-            answer = self._post(batch)
+            answer = self._post_after_starts(batch)
         except TransientError as error:
             self._pause(str(error))
             return "unsent"
-        if answer.status in (401, 403, 404):
-            self._pause(f"{self._url}: answers {answer.status}")
+        if answer.status in (401, 403, 404, 409):
+            reason = extract_error(answer)[:_REASON_LENGTH]
+            self._pause(f"{self._url}: answers {answer.status}: {reason}")
             return "unsent"
         self._failures = 0
         if answer.status >= 400:
@@ -214,6 +219,22 @@ class BatchSender:
             return "refused"
         self._outage.end()
         return "sent"
+
+    def _post_after_starts(self, batch: bytes) -> ServerAnswer:
+        """The answer. A dashboard that does not know the starts of the job before, as one that was
+        restored from a backup, gets an empty batch of each first."""
+        answer = self._post(batch)
+        newest = answer.body.get("newest_incarnation")
+        if answer.status != 409 or not isinstance(newest, int):
+            return answer
+        whole = decode_batch(batch, "the batch")
+        for number in range(newest + 1, whole.incarnation)[-MOST_STARTS:]:
+            empty = msgspec.structs.replace(
+                whole, id=f"{whole.id} start {number}", incarnation=number, windows=(), samples=(),
+                events=(), dropped={},
+            )  # fmt: skip
+            self._post(encode_batch(empty))
+        return self._post(batch)
 
     def _post(self, batch: bytes) -> ServerAnswer:
         """The answer; the server may have closed the connection since the last batch."""

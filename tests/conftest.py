@@ -68,4 +68,5 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test reads or writes what the user has cached; all tests of a session share a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STEPSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield

@@ -47,7 +47,7 @@ from stepsplit.analyzer.readers.sources import Source, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
-from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json, replace_surrogates
+from stepsplit.collectors.run_spec import PRIVATE, RUN_FILE, RunSpec, from_json, replace_surrogates
 
 _MAX_RUN_BYTES = 64 << 20
 
@@ -376,7 +376,8 @@ def reduce_recording(
         raw_bytes = sum(map(_measure_bytes, (*files.traces, *files.nsys)))
     table_bytes = 0
     for name, content in copies.items():
-        write(out / name, content)
+        # As private as the traces, of which the tables have the names.
+        write(out / name, content, PRIVATE)
     for trace in recording.traces:
         path = out / name_table(trace.rank)
         try:

@@ -17,7 +17,7 @@ from stepsplit.analyzer.readers.nccl.log import CALL
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.redact.forms import VERSION, Texts
 from stepsplit.analyzer.redact.pseudonyms import HEX
-from stepsplit.collectors.run_spec import whole_file
+from stepsplit.collectors.run_spec import SHARED, whole_file
 
 
 def copy_nccl_log(source: Source, out: Path, texts: Texts) -> int:
@@ -25,7 +25,7 @@ def copy_nccl_log(source: Source, out: Path, texts: Texts) -> int:
     cannot be written."""
     dropped, splitter, writer = 0, records.MessageSplitter(), _MessageWriter(texts)
     try:
-        with open_unpacked(source) as content, whole_file(out) as file:
+        with open_unpacked(source) as content, whole_file(out, SHARED) as file:
             for line in content.read_lines():
                 parts = splitter.split_line(line) if b"CCL" in line else []
                 found = [*writer.write_versions(line), *map(writer.write_message, parts)]

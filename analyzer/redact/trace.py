@@ -27,7 +27,7 @@ from stepsplit.analyzer.redact.fields import (
 )
 from stepsplit.analyzer.redact.forms import METADATA, OP, Form, Texts, copy_object, copy_value
 from stepsplit.analyzer.trace import Category
-from stepsplit.collectors.run_spec import whole_file
+from stepsplit.collectors.run_spec import SHARED, whole_file
 
 
 def copy_trace(source: Source, out: Path, texts: Texts) -> None:
@@ -37,7 +37,7 @@ def copy_trace(source: Source, out: Path, texts: Texts) -> None:
         if opening is None:
             raise DataError(source.where, "not a trace", RECORD_AGAIN)
         blocks = ArrayBlocks(content, opening.begin)
-        with whole_file(out) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
+        with whole_file(out, SHARED) as file, gzip.GzipFile("", "wb", 6, file, mtime=0) as packed:
             for part in _redact_trace(opening, blocks, texts):
                 packed.write(part)
 

@@ -16,7 +16,7 @@ from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
-from stepsplit.collectors.run_spec import whole_file
+from stepsplit.collectors.run_spec import SHARED, whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -222,7 +222,7 @@ def write_tables(folder: Path, tables: Tables) -> None:
     for table in (tables.segments, tables.boxes, tables.waits):
         path = _find_path(folder, type(table))
         columns = {column.name: getattr(table, column.name) for column in fields(table)}
-        with whole_file(path) as file:
+        with whole_file(path, SHARED) as file:
             pq.write_table(pa.table(columns), file, compression="zstd")
     write_slices(folder, tables.slices)
 
@@ -414,7 +414,7 @@ def write_slices(folder: Path, slices: Mapping[int, Slices]) -> None:
     import pyarrow.parquet as pq
 
     with (
-        whole_file(folder / FILE_NAME) as file,
+        whole_file(folder / FILE_NAME, SHARED) as file,
         pq.ParquetWriter(file, _build_slice_schema(), compression="zstd") as writer,
     ):
         for rank in slices:

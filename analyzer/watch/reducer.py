@@ -41,7 +41,7 @@ from stepsplit.analyzer.watch.records import (
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.run_spec import PRIVATE, Mesh, create_private, make_owner_folder
 from stepsplit.collectors.watch_notes import (
     SAMPLES,
     Note,
@@ -232,7 +232,7 @@ class Outbox:
         self._save(msgspec.structs.replace(state, sent=state.sent + 1, unsent_lost=lost))
 
     def _save(self, state: ReducerState) -> None:
-        write(self._folder.state, msgspec.json.encode(state))
+        write(self._folder.state, msgspec.json.encode(state), PRIVATE)
         self._state = state
 
 
@@ -324,8 +324,8 @@ class Reducer(Outbox):
         batch = draft.build(self._folder.run, f"{state.token}-{self._folder.host}-{state.batches}")
         line = encode_batch(batch) + b"\n"
         try:
-            self._folder.batches.parent.mkdir(parents=True, exist_ok=True)
-            with self._folder.batches.open("ab") as file:
+            make_owner_folder(self._folder.batches.parent)
+            with open(self._folder.batches, "ab", opener=create_private) as file:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
@@ -362,7 +362,7 @@ class Reducer(Outbox):
     def _drop_older_half(self) -> None:
         data = self._folder.batches.read_bytes()
         kept = data[data.index(b"\n", len(data) // 2) + 1 :]
-        write(self._folder.batches, kept)
+        write(self._folder.batches, kept, PRIVATE)
         state = self._state
         lost = max(0, state.batches - state.sent - kept.count(b"\n"))
         self._save(
@@ -655,7 +655,11 @@ def _compress_traces(folder: Path) -> None:
     for raw in folder.glob("rank*_trace.json"):
         packed = raw.with_name(f"{raw.name}.gz")
         draft = packed.with_name(f".{packed.name}")
-        with raw.open("rb") as source, gzip.open(draft, "wb", compresslevel=4) as target:
+        with (
+            raw.open("rb") as source,
+            open(draft, "wb", opener=create_private) as plain,
+            gzip.GzipFile("", "wb", 4, plain) as target,
+        ):
             shutil.copyfileobj(source, target, 1 << 20)
         draft.replace(packed)
         raw.unlink()

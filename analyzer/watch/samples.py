@@ -12,7 +12,7 @@ from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 from stepsplit.analyzer.report.report import Report, StepRow, list_full_steps
 from stepsplit.analyzer.units import format_number_list
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.run_spec import PRIVATE, Mesh
 from stepsplit.collectors.watch_notes import SampleReport
 
 SPOILS = frozenset(
@@ -48,7 +48,7 @@ def reduce_sample(
     if not no_data:
         try:
             report = analyze(folder, mesh=mesh)
-            write(folder / REPORT_NAME, to_json(report))
+            write(folder / REPORT_NAME, to_json(report), PRIVATE)
         except StepsplitError as error:
             no_data = str(error)
         except MemoryError:

@@ -33,7 +33,14 @@ from stepsplit.collectors.record import (
     make_folder,
     parse_ranks,
 )
-from stepsplit.collectors.run_spec import Mesh, RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.run_spec import (
+    Mesh,
+    RankInfo,
+    RunSpec,
+    make_owner_folder,
+    write_run_json,
+    write_whole,
+)
 from stepsplit.collectors.safe_text import escape_controls
 from stepsplit.collectors.watch_notes import count_incarnations
 from stepsplit.collectors.watch_plan import WatchPlan
@@ -523,7 +530,7 @@ def observe_job(target: int | None, out: Path) -> tuple[rank_record.RankState, .
     states = [_join_looks(pid, answer, looks[-2]) for pid, answer in answers.items()]
     states = _add_ended(states)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_owner_folder(out)
         for state in states:
             rank_record.write_state(out, state)
         _write_dumps(out, answers)
@@ -613,7 +620,7 @@ def _add_ended(states: Sequence[rank_record.RankState]) -> list[rank_record.Rank
 def _write_dumps(out: Path, answers: _Answers) -> None:
     for answer in answers.values():
         if answer is not None and answer.flight:
-            (out / f"rank{answer.state.rank}_flight.json").write_text(answer.flight)
+            write_whole(out / f"rank{answer.state.rank}_flight.json", answer.flight.encode())
 
 
 def _write_ras(out: Path, pids: Sequence[int]) -> None:
@@ -621,7 +628,7 @@ def _write_ras(out: Path, pids: Sequence[int]) -> None:
     said = ask_ras(processes.read_environment(pids[0]))
     named = {int(number) for number in _RAS_PROCESS.findall(said)}
     if named & set(pids):
-        (out / rank_record.RAS_NAME).write_text(said)
+        write_whole(out / rank_record.RAS_NAME, said.encode())
 
 
 _RAS_PROCESS = re.compile(r'(?:"pid": *|\b[Pp]rocess )(\d+)')

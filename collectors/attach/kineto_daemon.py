@@ -21,6 +21,7 @@ from stepsplit.collectors.attach.processes import list_process_tree, read_enviro
 from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.launcher import is_rank, read_identity
 from stepsplit.collectors.record import RecordPlan
+from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder
 
 ABSTRACT = "\0dynolog\0"
 """Abstract socket of the daemon, unless KINETO_IPC_SOCKET_DIR is set."""
@@ -62,13 +63,17 @@ def capture(target: int, plan: RecordPlan, timeout_s: float) -> tuple[CapturedTr
     """
     ranks = find_daemon_ranks(target)
     folder = Path(plan.out).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_owner_folder(folder)
     with _open_daemon_socket(next(iter(ranks))) as server:
         _configure(server, ranks, _format_configuration(folder, plan))
     expected = [
         CapturedTrace(pid, rank, folder / f"kineto_{pid}.json") for pid, rank in ranks.items()
     ]
     _wait_for_traces([each.trace for each in expected], time.monotonic() + timeout_s)
+    for each in expected:
+        # Kineto writes them under the umask of the job, which may be of another user.
+        with suppress(PermissionError):
+            each.trace.chmod(PRIVATE)
     return tuple(sorted(expected, key=lambda each: each.rank))
 
 

@@ -271,11 +271,11 @@ def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules)
 
 def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
-    from stepsplit.collectors.run_spec import whole_file
+    from stepsplit.collectors.run_spec import SHARED, whole_file
 
     check_output(file)
     try:
-        with whole_file(file) as draft:
+        with whole_file(file, SHARED) as draft:
             if file.suffix != ".gz":
                 draft.writelines(chunks)
                 return

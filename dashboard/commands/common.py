@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from stepsplit.analyzer.errors import UsageError, write
 from stepsplit.collectors.rank_record import is_recorded_name, is_trace_name
@@ -139,9 +140,20 @@ def load_rules(file: Path | None) -> Rules:
 
 HOME = Path(".stepsplit")
 
-STORE_URL = f"sqlite:///{HOME / 'store.db'}"
+STORE = HOME / "store.db"
+
+STORE_URL = f"sqlite:///{STORE}"
 
 ARTIFACTS = HOME / "artifacts"
+
+
+def _keep_named(context: click.Context, option: click.Parameter, value: str) -> str:
+    """The value; one that is named and is the default too gets an absolute path, so that it can be
+    distinguished from what is not named at all, which must be the user's own."""
+    is_default = context.get_parameter_source(option.name or "") is ParameterSource.DEFAULT
+    if is_default or value not in (STORE_URL, str(ARTIFACTS)):
+        return value
+    return str(ARTIFACTS.absolute()) if value == str(ARTIFACTS) else f"sqlite:///{STORE.absolute()}"
 
 
 def _build_store_option(text: str) -> Callable[[_Command], _Command]:
@@ -151,6 +163,7 @@ def _build_store_option(text: str) -> Callable[[_Command], _Command]:
         default=STORE_URL,
         show_default=True,
         envvar="STEPSPLIT_STORE",
+        callback=_keep_named,
         metavar="URL",
         help=text,
     )
@@ -172,6 +185,7 @@ artifacts_option = click.option(
     default=str(ARTIFACTS),
     show_default=True,
     envvar="STEPSPLIT_ARTIFACTS",
+    callback=_keep_named,
     metavar="URL",
     help="Folder of traces and reports, or a URL such as s3://bucket/stepsplit.",
 )
@@ -204,11 +218,29 @@ def make_console(soft_wrap: bool = False) -> SafeConsole:
 
 
 def open_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:
-    """Opens the store of runs; creates it if it is missing."""
-    require_package("sqlalchemy", "dashboard")
-    from stepsplit.dashboard.store.store import Store
+    """Opens the store of runs; creates it if it is missing.
 
+    Raises UsageError for what is in the current folder and is not the user's own, unless it was
+    named.
+    """
+    require_package("sqlalchemy", "dashboard")
+    from stepsplit.dashboard.store.default_store import check_own_place
+    from stepsplit.dashboard.store.store import LOCAL, Store
+
+    claim_store(url)
+    is_remote, is_default = "://" in str(artifacts), str(artifacts) == str(ARTIFACTS)
+    for place in (HOME, LOCAL if is_remote else ARTIFACTS) if is_remote or is_default else ():
+        check_own_place(place, "--artifacts")
     return Store.open(url, artifacts)
+
+
+def claim_store(url: str) -> None:
+    """Raises UsageError if the store is the one in the current folder, it was not named, and
+    this user has not made it; makes it if it is missing."""
+    from stepsplit.dashboard.store.default_store import claim_default_store
+
+    if url == STORE_URL:
+        claim_default_store(HOME, STORE)
 
 
 def open_existing_store(url: str = STORE_URL, artifacts: str | Path = ARTIFACTS) -> Store:

@@ -21,6 +21,7 @@ from stepsplit.analyzer.units import format_date
 from stepsplit.dashboard.commands.common import (
     FiniteRange,
     artifacts_option,
+    claim_store,
     log_option,
     open_store,
     parse_mesh,
@@ -327,6 +328,7 @@ def _open_database(url: str) -> Database:
     require_package("sqlalchemy", "dashboard")
     from stepsplit.dashboard.store.database import open_database
 
+    claim_store(url)
     return open_database(url)
 
 

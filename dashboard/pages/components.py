@@ -25,9 +25,9 @@ from stepsplit.analyzer.units import (
     format_size,
 )
 from stepsplit.dashboard.figures import theme
+from stepsplit.dashboard.store.ids import is_watch_name
 from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
 from stepsplit.dashboard.store.runs import RunRow
-from stepsplit.dashboard.store.watch import is_watch_name
 
 # A finished run, as input of the pages.
 

@@ -34,7 +34,8 @@ from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.collectors.run_spec import replace_whole
+from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder, replace_whole
+from stepsplit.dashboard.store.ids import find_below, is_run_id
 
 INPUT_NAME = "input"
 
@@ -50,7 +51,8 @@ class Artifacts(Protocol):
         """The URL with which another process opens the same artifacts."""
 
     def find_folder(self, run_id: str) -> Path:
-        """The run's local folder; uploads are written to its input/."""
+        """The run's local folder; uploads are written to its input/. Raises UsageError for what is
+        not the id of a run, as every method does, and for a symbolic link."""
 
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
         """Stores a completely received file, and moves it to its path below input/."""
@@ -89,10 +91,10 @@ class FolderArtifacts:
         return str(self.root)
 
     def find_folder(self, run_id: str) -> Path:
-        return self.root / run_id
+        return find_run_folder(self.root, run_id)
 
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
-        target = self.find_folder(run_id) / INPUT_NAME / path
+        target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
         move_file(received, target)
         for folder in (target.parent, *target.parent.parents):
             sync(folder)
@@ -100,7 +102,7 @@ class FolderArtifacts:
                 break
 
     def fetch_uploads(self, run_id: str) -> Path:
-        return self.find_folder(run_id) / INPUT_NAME
+        return find_plain_tree(self.find_folder(run_id), INPUT_NAME)
 
     def drop_uploads(self, run_id: str) -> None:
         pass
@@ -109,16 +111,16 @@ class FolderArtifacts:
         save_synced(self.find_folder(run_id), report, tables)
 
     def fetch_results(self, run_id: str) -> Path:
-        return self.find_folder(run_id)
+        return find_results(self.find_folder(run_id))
 
     def save_job(self, run_id: str, text: bytes) -> None:
-        write(self.find_folder(run_id) / JOB_FILE, text)
+        write(find_below(self.find_folder(run_id), JOB_FILE), text, PRIVATE)
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
-        return _read_if_exists(self.find_folder(run_id) / path)
+        return _read_if_exists(find_below(self.find_folder(run_id), path))
 
     def remove(self, run_id: str) -> None:
-        shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
+        remove_folder(self.root, run_id)
 
 
 def open_artifacts(where: str | Path, local: Path) -> Artifacts:
@@ -135,19 +137,52 @@ def open_artifacts(where: str | Path, local: Path) -> Artifacts:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates the folder if missing. Raises UsageError."""
+    """Creates the folder if missing, for this user only. Raises UsageError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_owner_folder(folder)
     except OSError as error:
         where = f"{folder}: {error.strerror}"
         raise UsageError(f"{where}; choose another --artifacts") from None
 
 
+def find_run_folder(root: Path, run_id: str) -> Path:
+    """The folder of a run, a direct child of the root. Raises UsageError for an invalid id and a
+    symbolic link."""
+    if not is_run_id(run_id):
+        raise UsageError(f"invalid run id {run_id!r:.100}; use an id from the list of runs")
+    return find_below(root, run_id)
+
+
+def remove_folder(root: Path, run_id: str) -> None:
+    """Removes the folder of a run, if there is one. Raises UsageError as find_run_folder."""
+    shutil.rmtree(find_run_folder(root, run_id), ignore_errors=True)
+
+
+def find_plain_tree(folder: Path, name: str) -> Path:
+    """The subfolder, in which nothing is a symbolic link. Raises UsageError if there is one."""
+    place = find_below(folder, name)
+    for path in place.rglob("*"):
+        if path.is_symlink():
+            raise UsageError(f"{path}: a symbolic link among the files of runs; remove it")
+    return place
+
+
+def find_results(folder: Path) -> Path:
+    """The folder of a run, whose report and tables are no symbolic links. Raises UsageError."""
+    find_below(folder, REPORT_NAME)
+    find_plain_tree(folder, TABLES_NAME)
+    return folder
+
+
 def save_synced(folder: Path, report: Report, tables: Tables) -> None:
-    """Writes report.json and tables/ into the folder and syncs them to disk."""
+    """Writes report.json and tables/ into the folder, for this user only, and syncs them to disk.
+    Raises UsageError."""
+    make_folder(find_results(folder) / TABLES_NAME)
     save(folder, report, tables)
     for path in (folder / TABLES_NAME).rglob("*"):
+        path.chmod(PRIVATE)
         sync(path)
+    (folder / REPORT_NAME).chmod(PRIVATE)
     sync(folder / TABLES_NAME)
     sync(folder)
 
@@ -160,7 +195,7 @@ def _read_if_exists(path: Path) -> bytes | None:
 
 def move_file(file: Path, target: Path) -> None:
     """Moves the file to the target, creating its folder; replaces an existing file at once."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_owner_folder(target.parent)
     file.replace(target)
 
 
@@ -187,19 +222,21 @@ class RemoteArtifacts:
     _root: str
 
     def find_folder(self, run_id: str) -> Path:
-        return self.local / run_id
+        return find_run_folder(self.local, run_id)
 
     def keep_upload(self, run_id: str, path: str, received: Path) -> None:
+        target = find_below(self.find_folder(run_id), f"{INPUT_NAME}/{path}")
         self._put(received, f"{run_id}/{INPUT_NAME}/{path}")
-        move_file(received, self.find_folder(run_id) / INPUT_NAME / path)
+        move_file(received, target)
 
     def fetch_uploads(self, run_id: str) -> Path:
-        for name in self._list_files(f"{run_id}/{INPUT_NAME}"):
+        folder = find_plain_tree(self.find_folder(run_id), INPUT_NAME)
+        for name in self._list_files(run_id, INPUT_NAME):
             self._fetch(name)
-        return self.find_folder(run_id) / INPUT_NAME
+        return folder
 
     def drop_uploads(self, run_id: str) -> None:
-        shutil.rmtree(self.find_folder(run_id) / INPUT_NAME, ignore_errors=True)
+        shutil.rmtree(find_below(self.find_folder(run_id), INPUT_NAME), ignore_errors=True)
 
     def save(self, run_id: str, report: Report, tables: Tables) -> None:
         folder = self.find_folder(run_id)
@@ -211,21 +248,22 @@ class RemoteArtifacts:
         self._put(folder / REPORT_NAME, f"{run_id}/{REPORT_NAME}")
 
     def fetch_results(self, run_id: str) -> Path:
-        folder = self.find_folder(run_id)
+        folder = find_results(self.find_folder(run_id))
         self._drop_outdated_results(run_id)
         if not (folder / REPORT_NAME).exists():
-            for name in self._list_files(f"{run_id}/{TABLES_NAME}"):
+            for name in self._list_files(run_id, TABLES_NAME):
                 self._fetch(name)
             with suppress(FileNotFoundError):
                 self._fetch(f"{run_id}/{REPORT_NAME}")
         return folder
 
     def save_job(self, run_id: str, text: bytes) -> None:
-        path = self.find_folder(run_id) / JOB_FILE
-        write(path, text)
+        path = find_below(self.find_folder(run_id), JOB_FILE)
+        write(path, text, PRIVATE)
         self._put(path, f"{run_id}/{JOB_FILE}")
 
     def read_file(self, run_id: str, path: str) -> bytes | None:
+        copy = find_below(self.find_folder(run_id), path)
         try:
             content: bytes = self._files.cat_file(f"{self._root}/{run_id}/{path}")
             return content
@@ -233,7 +271,7 @@ class RemoteArtifacts:
             return None
         except OSError:
             # Without a connection the copy is all there is.
-            return _read_if_exists(self.find_folder(run_id) / path)
+            return _read_if_exists(copy)
 
     def _drop_outdated_results(self, run_id: str) -> None:
         report = self.find_folder(run_id) / REPORT_NAME
@@ -247,15 +285,17 @@ class RemoteArtifacts:
                 report.unlink()
 
     def remove(self, run_id: str) -> None:
+        self.find_folder(run_id)
         with suppress(FileNotFoundError):
             self._files.rm(f"{self._root}/{run_id}", recursive=True)
-        shutil.rmtree(self.find_folder(run_id), ignore_errors=True)
+        remove_folder(self.local, run_id)
 
-    def _list_files(self, below: str) -> list[str]:
-        """Paths under the URL of all files below the given path."""
+    def _list_files(self, run_id: str, folder: str) -> list[str]:
+        """Paths under the URL of all files in the folder of the run."""
+        self.find_folder(run_id)
         prefix = f"{self._root}/"
         with suppress(FileNotFoundError):
-            paths = self._files.find(f"{prefix}{below}")
+            paths = self._files.find(f"{prefix}{run_id}/{folder}")
             return [name.removeprefix(prefix) for name in paths]
         return []
 
@@ -265,7 +305,7 @@ class RemoteArtifacts:
         self._files.put_file(str(file), target)
 
     def _fetch(self, name: str) -> None:
-        target = self.local / name
+        target = find_below(self.local, name)
         if target.exists():
             return
         with replace_whole(target) as draft:

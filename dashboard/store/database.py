@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -17,7 +19,9 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.run_spec import create_private, make_owner_folder
 from stepsplit.collectors.safe_text import escape_controls
+from stepsplit.dashboard.store.ids import RelativePath, RunId, WatchName
 
 # Cleaning of untrusted text before it is stored.
 
@@ -96,7 +100,8 @@ def _migrate_database(database: Database) -> Database:
 def _create_engine(url: URL) -> Engine:
     if url.get_backend_name() == "postgresql":
         return sa.create_engine(_select_psycopg(url), pool_pre_ping=True)
-    _make_parent(url)
+    if (path := find_database_file(url)) is not None:
+        _make_database_file(path)
     engine = sa.create_engine(url)
     if url.get_backend_name() == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)
@@ -127,9 +132,15 @@ def find_database_file(url: str | URL) -> Path | None:
     return Path(str(place.database))
 
 
-def _make_parent(url: URL) -> None:
-    if (path := find_database_file(url)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+def _make_database_file(path: Path) -> None:
+    """Creates the file for this user only, whatever the umask; SQLite gives its -wal and -shm files
+    the same mode. Raises OSError, and UsageError for what is not a file."""
+    make_owner_folder(path.parent)
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: not a file; choose another --store")
+    # Not opened if it exists: closing it would end the locks that SQLite has on it in this process.
+    with suppress(FileExistsError):
+        os.close(create_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
@@ -137,9 +148,36 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_WAIT_MS}")
+    # The file may come from a stranger: nothing in its schema may call a function with effects.
+    cursor.execute("PRAGMA trusted_schema=OFF")
+    cursor.execute("PRAGMA cell_size_check=ON")
+    _refuse_foreign_schema(cursor)
     cursor.execute("PRAGMA foreign_keys=ON")
     _use_write_ahead_log(cursor)
     cursor.close()
+
+
+_PLAIN_SQL = {
+    "table": re.compile(r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\()).*", re.S | re.I),
+    "index": re.compile(r"CREATE INDEX \w+ ON \w+ \([\w, ]+\)"),
+}
+"""What the migrations make, by kind."""
+
+
+def _refuse_foreign_schema(cursor: DBAPICursor) -> None:
+    """Refuses what no migration makes and SQLite would run: triggers, views, virtual tables, and
+    expressions in tables and indices. Raises UsageError."""
+    cursor.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+    for kind, name, sql in cursor.fetchall():
+        if kind not in _PLAIN_SQL or not _PLAIN_SQL[kind].fullmatch(str(sql)):
+            raise _build_foreign_error(str(kind), str(name))
+
+
+def _build_foreign_error(kind: str, name: str) -> UsageError:
+    return UsageError(
+        f"stepsplit does not make the {kind} {name!r:.100} of this store, which was made or changed"
+        " by others; choose another --store"
+    )
 
 
 def _use_write_ahead_log(cursor: DBAPICursor) -> None:
@@ -182,6 +220,11 @@ def migrate(connection: Connection) -> None:
     version = _read_version(connection)
     if version != VERSION:
         _upgrade(connection, version)
+    if connection.dialect.name == "sqlite":
+        known = {*METADATA.tables, "alembic_version"}
+        for name in sa.inspect(connection).get_table_names():
+            if name not in known:
+                raise _build_foreign_error("table", name)
 
 
 def _read_version(connection: Connection) -> str | None:
@@ -213,7 +256,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0011"
+VERSION = "0012"
 """The newest migration."""
 
 METADATA = sa.MetaData()
@@ -222,13 +265,13 @@ METADATA = sa.MetaData()
 def _build_run_column(**kind: bool) -> sa.Column[str]:
     """The run of a row; deleting the run deletes the row."""
     run = sa.ForeignKey("runs.id", ondelete="CASCADE")
-    return sa.Column("run_id", sa.String(32), run, nullable=False, **kind)  # type: ignore[arg-type]
+    return sa.Column("run_id", RunId, run, nullable=False, **kind)  # type: ignore[arg-type]
 
 
 RUNS = sa.Table(
     "runs",
     METADATA,
-    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("id", RunId, primary_key=True),
     sa.Column("name", sa.String(200), nullable=False),
     sa.Column("created_unix_ns", sa.BigInteger, nullable=False, index=True),
     sa.Column("state", sa.String(16), nullable=False),
@@ -279,7 +322,7 @@ FILES = sa.Table(
     "files",
     METADATA,
     _build_run_column(primary_key=True),
-    sa.Column("path", sa.Text, primary_key=True),
+    sa.Column("path", RelativePath, primary_key=True),
     sa.Column("received_bytes", sa.BigInteger, nullable=False),
     sa.Column("complete", sa.Boolean, nullable=False),
 )
@@ -302,7 +345,7 @@ JOBS = sa.Table(
 TOKENS = sa.Table(
     "tokens",
     METADATA,
-    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("id", RunId, primary_key=True),
     sa.Column("name", sa.String(200), nullable=False),
     sa.Column("sha256", sa.String(64), nullable=False, unique=True),
     sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
@@ -316,7 +359,7 @@ SESSIONS = sa.Table(
     "sessions",
     METADATA,
     sa.Column("sha256", sa.String(64), primary_key=True),
-    sa.Column("token_id", sa.String(32), sa.ForeignKey("tokens.id", ondelete="CASCADE")),
+    sa.Column("token_id", RunId, sa.ForeignKey("tokens.id", ondelete="CASCADE")),
     sa.Column("proof", sa.String(64)),
     sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
     sa.Column("last_used_unix_ns", sa.BigInteger, nullable=False, index=True),
@@ -359,7 +402,7 @@ WATCHES = sa.Table(
     "watches",
     METADATA,
     sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("name", sa.String(200), nullable=False, unique=True),
+    sa.Column("name", WatchName, nullable=False, unique=True),
     sa.Column("created_unix_ns", sa.BigInteger, nullable=False),
     sa.Column("received_unix_ns", sa.BigInteger, nullable=False),
     sa.Column("newest_unix_ns", sa.BigInteger, nullable=False),
@@ -367,9 +410,11 @@ WATCHES = sa.Table(
     sa.Column("trimmed_unix_ns", sa.BigInteger, nullable=False),
     sa.Column("last_step", sa.BigInteger, nullable=False),
     sa.Column("batches", sa.Integer, nullable=False),
+    sa.Column("sender", sa.String(300)),
 )
-"""Watched runs. newest is the latest time in the data, rolled and trimmed how far of it is rolled
-up and rid of old rows; received is by the clock of the server."""
+"""Watched runs. sender is who began it, and NULL if that may be anyone. newest is the latest time
+in the data, rolled and trimmed how far of it is rolled up and rid of old rows; received is by the
+clock of the server."""
 
 
 def _build_watch_column(**kind: bool) -> sa.Column[int]:
@@ -529,5 +574,5 @@ WATCH_ALERTS = sa.Table(
 NULL while a condition has not lasted long enough; due is when the webhook is to be tried next, and
 NULL when it need not be any more."""
 
-DELETED = sa.Table("deleted", METADATA, sa.Column("run_id", sa.String(32), primary_key=True))
+DELETED = sa.Table("deleted", METADATA, sa.Column("run_id", RunId, primary_key=True))
 """Deleted runs whose files may still exist."""

@@ -60,8 +60,8 @@ ROLES = tuple(role.label for role in Role)
 class User:
     """Who sends a request: a name for the audit log, and a role.
 
-    token_id: of the token that was sent. in_session: logged in by the form, so able to log out.
-    authenticated: by a secret or a proxy, not just let in because everybody is.
+    token_id: of the token that was sent, or entered to log in. in_session: logged in by the form,
+    so able to log out. authenticated: by a secret or a proxy, not just let in because everybody is.
     """
 
     name: str
@@ -269,7 +269,9 @@ def _is_current(now_ns: int) -> ColumnElement[bool]:
 def _read_user(row: Row[Any], session_id: str, passwords: Mapping[Role, str]) -> User | None:
     name = f"session {row.sha256[:8]}"
     if row.token_id is not None:
-        of_token = User(f"{name} of token {row.name}", _read_role(row.role), in_session=True)
+        of_token = User(
+            f"{name} of token {row.name}", _read_role(row.role), row.token_id, in_session=True
+        )
         return of_token if row.valid else None
     for role, password in passwords.items():
         if hmac.compare_digest(row.proof, _prove(session_id, password)):

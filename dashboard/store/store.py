@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -16,11 +15,12 @@ from sqlalchemy import ColumnElement, Row, Select, Table, delete, func, insert, 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
+from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
+from stepsplit.collectors.run_spec import write_whole
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.alerts import AlertStore
 from stepsplit.dashboard.store.artifacts import (
@@ -36,6 +36,7 @@ from stepsplit.dashboard.store.artifacts import (
 )
 from stepsplit.dashboard.store.audit import AuditLog
 from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
+from stepsplit.dashboard.store.ids import is_run_id
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
 from stepsplit.dashboard.store.runs import (
@@ -51,8 +52,6 @@ from stepsplit.dashboard.store.watch import WatchStore
 # Runs in SQL and their files.
 
 LOCAL = Path(".stepsplit") / "local"
-
-_ID = re.compile(r"[0-9a-f]{8,32}")
 
 
 class Store:
@@ -95,8 +94,6 @@ class Store:
 
     def find_folder(self, run_id: str) -> Path:
         """The local folder of the run's files. Raises UsageError for an invalid id."""
-        if not _ID.fullmatch(run_id):
-            raise UsageError(f"invalid run id {run_id!r}; use an id from the list of runs")
         return self.artifacts.find_folder(run_id)
 
     def add(self, name: str, tags: Iterable[Tag] = ()) -> str:
@@ -136,8 +133,7 @@ class Store:
         with self._database.begin_write() as connection:
             is_queued = _queue_again(connection, run_id)
             if is_queued:
-                draft.parent.mkdir(parents=True, exist_ok=True)
-                draft.write_bytes(text)
+                write_whole(draft, text)
                 # Before the commit: the worker that takes the job finds the file.
                 self.artifacts.keep_upload(run_id, JOB_FILE, draft)
                 self.artifacts.save_job(run_id, text)
@@ -198,7 +194,7 @@ class Store:
     def find_run(self, run_id: str) -> RunRow | None:
         """The run of this id; None if there is none."""
         # Not all databases accept any text.
-        if not _ID.fullmatch(run_id):
+        if not is_run_id(run_id):
             return None
         with self._database.begin_read() as connection:
             return runs.find_run(connection, run_id)

@@ -57,6 +57,14 @@ from stepsplit.dashboard.store.database import (
     Database,
     clean_text,
 )
+from stepsplit.dashboard.store.ids import NAME_LENGTH, fold_name, is_watch_name
+from stepsplit.dashboard.store.watch_senders import (
+    EVERYONE,
+    OtherSenderError,
+    WatchSender,
+    check_start,
+    forget_start,
+)
 
 _SECOND_NS = 10**9
 
@@ -69,7 +77,11 @@ SPAN_S, AHEAD_S = watch_slots.DAY_S, watch_slots.HOUR_S
 
 KEPT_SAMPLES_S, KEPT_EVENTS_S = 8 * watch_slots.DAY_S, 100 * watch_slots.DAY_S
 
-MAX_RANKS, NAME_LENGTH = 1 << 17, 200
+MAX_RANKS, MAX_STARTS = 1 << 17, 1 << 20
+
+REOPENED_S = 300
+"""Steps so long after the reported end of a job show that it has not ended: the clocks of its hosts
+may differ by less."""
 
 MAX_NAMES = 24
 """Axes, and reasons for no data, that are counted apart in a slot."""
@@ -102,7 +114,10 @@ class WatchStart:
 
 @dataclass(frozen=True, slots=True)
 class WatchedRun:
-    """A watched run; batches is their number, which a new one changes."""
+    """A watched run; batches is their number, which a new one changes.
+
+    sender: who began it, and adds to it; None for whoever is next, as on a server without logins.
+    """
 
     id: int
     name: str
@@ -111,6 +126,7 @@ class WatchedRun:
     newest_unix_ns: int
     last_step: int
     batches: int
+    sender: str | None
     starts: tuple[WatchStart, ...]
     hosts: tuple[WatchHost, ...]
     dropped: Mapping[str, int]
@@ -122,8 +138,9 @@ class WatchedRun:
 
     @property
     def current_hosts(self) -> tuple[WatchHost, ...]:
-        """The hosts of the newest start."""
-        return tuple(h for h in self.hosts if h.incarnation == self.start.incarnation)
+        """The hosts of the newest start; all of them if its batches are older than theirs."""
+        own = tuple(h for h in self.hosts if h.incarnation == self.start.incarnation)
+        return own or self.hosts
 
     @property
     def overhead(self) -> float | None:
@@ -216,12 +233,14 @@ class WatchStore:
     def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._database, self._now_ns = database, now_ns
 
-    def add_batch(self, batch: WatchBatch) -> BatchReceipt:
-        """Adds a batch once. Raises UsageError if it is invalid or too old."""
+    def add_batch(self, batch: WatchBatch, sender: WatchSender = EVERYONE) -> BatchReceipt:
+        """Adds a batch once. Raises UsageError if it is invalid or too old, OtherSenderError if the
+        run is another sender's, and UnknownStartError."""
         now_ns = self._now_ns()
         check_batch(batch, now_ns)
         with self._database.begin_write() as connection:
-            watch, is_new_run = _find_or_add(connection, batch, now_ns)
+            watch, is_new_run = _find_or_add(connection, batch, sender, now_ns)
+            check_start(connection, watch.id, batch)
             if batch.unix_ns < watch.newest_unix_ns - LATE_S * _SECOND_NS:
                 days = LATE_S // watch_slots.DAY_S
                 raise UsageError(
@@ -260,6 +279,26 @@ class WatchStore:
         with self._database.begin_write() as connection:
             deleted = connection.execute(delete(WATCHES).where(WATCHES.c.name == name))
             return bool(deleted.rowcount)
+
+    def hand_over(self, name: str, sender: str | None) -> bool:
+        """Lets another sender add to the run; None for whoever is next. False if there is none of
+        this name."""
+        named = update(WATCHES).where(WATCHES.c.name == name)
+        with self._database.begin_write() as connection:
+            return bool(connection.execute(named.values(sender=sender)).rowcount)
+
+    def reopen_start(self, watch_id: int, incarnation: int) -> bool:
+        """Takes back that a start of the job has ended. False if there is none of this number."""
+        own = (WATCH_STARTS.c.watch_id == watch_id, WATCH_STARTS.c.incarnation == incarnation)
+        with self._database.begin_write() as connection:
+            reopened = update(WATCH_STARTS).where(*own).values(ended_unix_ns=None)
+            return bool(connection.execute(reopened).rowcount)
+
+    def forget_start(self, watch_id: int, incarnation: int) -> bool:
+        """Deletes what is known of a start of the job. False if there is none of this number, or no
+        other one."""
+        with self._database.begin_write() as connection:
+            return forget_start(connection, watch_id, incarnation)
 
     def read_steps(self, watch_id: int, within: WatchRange) -> tuple[StepSlot, ...]:
         """The step times in the range, by time and start of the job."""
@@ -401,7 +440,7 @@ def _read_watch(connection: Connection, row: Row[Any]) -> WatchedRun:
     )
     return WatchedRun(
         row.id, row.name, row.created_unix_ns, row.received_unix_ns, row.newest_unix_ns,
-        row.last_step, row.batches,
+        row.last_step, row.batches, row.sender,
         tuple(WatchStart(*one) for one in starts), tuple(WatchHost(*one) for one in hosts),
         {row[0]: row[1] for row in dropped},
     )  # fmt: skip
@@ -418,13 +457,7 @@ def _read_sample(row: Row[Any], run_id: str | None) -> StoredSample:
 
 # Checks of a batch: numbers must fit into the database, and times must be sane.
 
-_MAX_NUMBER = 1 << 53
-
-
-def is_watch_name(name: str) -> bool:
-    """Whether a watched run may have this name, which is part of its page's address."""
-    is_plain = name.isprintable() and not set(name) & set("/\\%?#") and name.strip(" .") == name
-    return is_plain and 0 < len(name) <= NAME_LENGTH
+_MAX_NUMBER, _MAX_SUM = 1 << 53, (1 << 63) - 1
 
 
 def check_batch(batch: WatchBatch, now_ns: int) -> None:
@@ -438,6 +471,8 @@ def check_batch(batch: WatchBatch, now_ns: int) -> None:
         raise UsageError(f"a batch needs an id, a host and a world_size of 1 to {MAX_RANKS}")
     if not all(0 <= number < _MAX_NUMBER for number in _list_numbers(batch)):
         raise UsageError(f"the numbers of a batch must be between 0 and {_MAX_NUMBER}")
+    if batch.incarnation >= MAX_STARTS:
+        raise UsageError(f"the incarnation of a batch must be below {MAX_STARTS}")
     if not 0 <= batch.budget <= 1 or not 0 <= (batch.overhead or 0) < 1e6:
         raise UsageError("budget and overhead must be parts of the training time, such as 0.005")
     if any(rank >= batch.world_size for rank in _list_ranks(batch)):
@@ -489,24 +524,50 @@ def _list_ranks(batch: WatchBatch) -> Iterator[int]:
 # Adding a batch, within a write transaction.
 
 
-def _find_or_add(connection: Connection, batch: WatchBatch, now_ns: int) -> tuple[Row[Any], bool]:
-    """The row of the run, locked until the transaction ends, and whether it is new."""
+def _find_or_add(
+    connection: Connection, batch: WatchBatch, sender: WatchSender, now_ns: int
+) -> tuple[Row[Any], bool]:
+    """The row of the run, locked until the transaction ends, and whether it is new. Raises
+    OtherSenderError."""
     query = select(WATCHES).where(WATCHES.c.name == batch.run).with_for_update()
-    row = connection.execute(query).one_or_none()
-    if row is not None:
-        return row, False
+    row, is_new = connection.execute(query).one_or_none(), False
+    if row is None:
+        is_new = _add_watch(connection, batch, sender, now_ns)
+        # Else another host was first, in a database that takes several writers.
+        row = connection.execute(query).one()
+    if not sender.may_write(row.sender):
+        raise OtherSenderError(
+            f"the watched run {batch.run!r} is of another sender; choose another --name, or have an"
+            " admin hand it over"
+        )
+    if row.sender is None and sender.name is not None:
+        own = update(WATCHES).where(WATCHES.c.id == row.id)
+        connection.execute(own.values(sender=sender.name))
+    return row, is_new
+
+
+def _add_watch(connection: Connection, batch: WatchBatch, sender: WatchSender, now_ns: int) -> bool:
+    """Adds the run. False if there is one now. Raises OtherSenderError if its name looks like that
+    of another sender's run."""
+    if not sender.is_admin:
+        folded = fold_name(batch.run)
+        for name, owner in connection.execute(select(WATCHES.c.name, WATCHES.c.sender)):
+            if not sender.may_write(owner) and fold_name(name) == folded:
+                raise OtherSenderError(
+                    f"the name {batch.run!r} looks like {name!r}, a watched run of another sender;"
+                    " choose another --name"
+                )
     new = {
         "name": batch.run, "created_unix_ns": now_ns, "received_unix_ns": now_ns,
         "newest_unix_ns": batch.unix_ns, "rolled_unix_ns": 0, "trimmed_unix_ns": batch.unix_ns,
-        "last_step": 0, "batches": 0,
+        "last_step": 0, "batches": 0, "sender": sender.name,
     }  # fmt: skip
     try:
         with connection.begin_nested():
             connection.execute(insert(WATCHES), new)
     except IntegrityError:
-        # Another host was first, in a database that takes several writers.
-        return connection.execute(query).one(), False
-    return connection.execute(query).one(), True
+        return False
+    return True
 
 
 def _add_batch_id(connection: Connection, watch_id: int, batch: WatchBatch) -> bool:
@@ -625,8 +686,10 @@ def _add_split(connection: Connection, key: _SlotKey, sample: WatchSample) -> No
     if known:
         waits = np.concatenate([watch_slots.unpack_sums(known.waits), waits], axis=1)
     sums = {
-        name: sum(getattr(one.split, name) for one in ranks)
-        + (getattr(known, name) if known else 0)
+        name: min(
+            sum(getattr(one.split, name) for one in ranks) + (getattr(known, name) if known else 0),
+            _MAX_SUM,
+        )
         for name in _BUCKET_NAMES
     }
     values = {
@@ -655,7 +718,7 @@ def _build_event_row(watch_id: int, batch: WatchBatch, event: WatchEvent) -> dic
 def _count_dropped(connection: Connection, watch_id: int, reason: str, number: int) -> None:
     key = {"watch_id": watch_id, "reason": reason}
     known = _find_row(connection, WATCH_DROPPED, key)
-    total = number + (known.number if known else 0)
+    total = min(number + (known.number if known else 0), _MAX_NUMBER)
     _write_row(connection, WATCH_DROPPED, key, {"number": total})
 
 
@@ -706,7 +769,7 @@ def _update_status(connection: Connection, watch: Row[Any], batch: WatchBatch, n
         _trim(connection, watch.id, newest_ns)
         values["trimmed_unix_ns"] = newest_ns
     _update_host(connection, watch.id, batch)
-    _update_start(connection, watch.id, batch)
+    _update_start(connection, watch.id, batch, now_ns)
     connection.execute(update(WATCHES).where(WATCHES.c.id == watch.id).values(values))
 
 
@@ -722,18 +785,23 @@ def _update_host(connection: Connection, watch_id: int, batch: WatchBatch) -> No
         _write_row(connection, WATCH_HOSTS, key, values)
 
 
-def _update_start(connection: Connection, watch_id: int, batch: WatchBatch) -> None:
+def _update_start(connection: Connection, watch_id: int, batch: WatchBatch, now_ns: int) -> None:
     key = {"watch_id": watch_id, "incarnation": batch.incarnation}
     known = _find_row(connection, WATCH_STARTS, key)
     times = [one.start_unix_ns for one in batch.windows]
     times += [one.unix_ns for one in batch.samples] + [one.unix_ns for one in batch.events]
     first = min([batch.unix_ns, *times])
-    ended = [one.unix_ns for one in batch.events if one.kind == "ended"]
+    ended = [min(one.unix_ns, now_ns) for one in batch.events if one.kind == "ended"]
+    if known is not None and known.ended_unix_ns is not None:
+        # A job that goes on has not ended, whatever a batch has said.
+        last_ns = max((one.end_unix_ns for one in batch.windows), default=0)
+        if last_ns <= known.ended_unix_ns + REOPENED_S * _SECOND_NS:
+            ended.append(known.ended_unix_ns)
     values = {
         "world_size": batch.world_size,
         "first_unix_ns": min(first, known.first_unix_ns) if known else first,
         "newest_unix_ns": max(batch.unix_ns, known.newest_unix_ns if known else 0),
-        "ended_unix_ns": max(ended) if ended else known.ended_unix_ns if known else None,
+        "ended_unix_ns": max(ended, default=None),
     }
     _write_row(connection, WATCH_STARTS, key, values)
 

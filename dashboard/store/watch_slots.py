@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.buckets import Split
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.watch.records import RankSample
 from stepsplit.collectors.watch_notes import RankWindow
@@ -43,9 +44,17 @@ def pack_columns(columns: Columns) -> bytes:
     return zlib.compress(plain.reshape(len(columns), -1, 8).transpose(0, 2, 1).tobytes(), 1)
 
 
+_MOST_BYTES = 1 << 28
+"""More than any array has: those of a stranger's store might take all memory."""
+
+
 def unpack_columns(packed: bytes, number: int) -> Columns:
     """So many columns, of what pack_columns returned."""
-    plain = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(number, 8, -1)
+    whole = zlib.decompressobj()
+    content = whole.decompress(packed, _MOST_BYTES)
+    if not whole.eof:
+        raise UsageError("the store has an array that stepsplit does not write; choose another one")
+    plain = np.frombuffer(content, np.uint8).reshape(number, 8, -1)
     rows: Columns = np.ascontiguousarray(plain.transpose(0, 2, 1)).view("<i8")[:, :, 0]
     return rows.astype(np.int64, copy=False)
 

@@ -40,7 +40,13 @@ from stepsplit.dashboard.store.runs import (
     explain_no_retry,
 )
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
-from stepsplit.dashboard.store.watch import WatchedRun
+from stepsplit.dashboard.store.watch import MAX_STARTS, WatchedRun
+from stepsplit.dashboard.store.watch_senders import (
+    EVERYONE,
+    OtherSenderError,
+    UnknownStartError,
+    WatchSender,
+)
 from stepsplit.dashboard.upload import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action
 from stepsplit.dashboard.web.uploads import (
@@ -295,12 +301,56 @@ class Api:
         request.max_content_length = WATCH_BYTES
         try:
             batch = decode_batch(request.get_data(), "the body")
-            receipt = self.store.watches.add_batch(batch)
+        except DataError as error:
+            raise self._refuse_batch("", 400, error) from None
+        try:
+            receipt = self.store.watches.add_batch(batch, find_sender())
+        except OtherSenderError as error:
+            raise self._refuse_batch(batch.run, 403, error) from None
+        except UnknownStartError as error:
+            refused = self._refuse_batch(batch.run, 409, error)
+            answer = jsonify(error=str(refused), newest_incarnation=error.newest)
+            answer.status_code = refused.status
+            return answer
         except StepsplitError as error:
-            raise HttpError(400, str(error)[:_ERROR_LENGTH]) from None
+            raise self._refuse_batch(batch.run, 400, error) from None
         if receipt.is_new_run:
             record_action(self.store.audit, "watch began", batch.run)
         return jsonify(accepted=receipt.accepted)
+
+    def _refuse_batch(self, run: str, status: int, error: Exception) -> HttpError:
+        """The refusal of a batch, which is in the audit log too."""
+        reason = str(error)[:_ERROR_LENGTH]
+        record_action(self.store.audit, "watch refused", run, reason)
+        return HttpError(status, reason)
+
+    def hand_over_watch(self, name: str) -> Response:
+        """PATCH {sender}: lets another sender add to a watched run; null for whoever is next."""
+        request.max_content_length = JSON_BYTES
+        sender = parse_sender(read_json())
+        self.store.watches.hand_over(self._find_watch(name).name, sender)
+        record_action(self.store.audit, "watch handed over", f"{name} to {sender or 'anyone'}")
+        return Response(status=204)
+
+    def reopen_start(self, name: str, incarnation: int) -> Response:
+        """PATCH {"ended": null}: takes back that a start of the job has ended."""
+        request.max_content_length = JSON_BYTES
+        if read_json() != {"ended": None}:
+            raise HttpError(400, 'send JSON {"ended": null}, which takes its end back')
+        if not self.store.watches.reopen_start(self._find_watch(name).id, incarnation):
+            raise HttpError(404, "start not found")
+        record_action(self.store.audit, "start reopened", f"{name}, start {incarnation}")
+        return Response(status=204)
+
+    def forget_start(self, name: str, incarnation: int) -> Response:
+        """DELETE: deletes what is known of a start of the job."""
+        watch = self._find_watch(name)
+        if incarnation not in {one.incarnation for one in watch.starts}:
+            raise HttpError(404, "start not found")
+        if not self.store.watches.forget_start(watch.id, incarnation):
+            raise HttpError(409, "the run has no other start; delete the watched run")
+        record_action(self.store.audit, "start forgotten", f"{name}, start {incarnation}")
+        return Response(status=204)
 
     def list_watches(self) -> Response:
         """GET: the watched runs, those with the newest batches first."""
@@ -328,7 +378,12 @@ class Api:
         """POST {action, hours}: acknowledges an alert, or silences its run for so many hours, by
         default until the alert ends."""
         request.max_content_length = JSON_BYTES
-        alert = self.store.alerts.find_alert(self._find_watch(name).name, alert_id)
+        watch = self._find_watch(name)
+        if not find_sender().may_write(watch.sender):
+            reason = "only the sender of this run and admins may act on its alerts"
+            record_action(self.store.audit, "watch refused", f"{name}, alert {alert_id}", reason)
+            raise HttpError(403, reason)
+        alert = self.store.alerts.find_alert(watch.name, alert_id)
         if alert is None:
             raise HttpError(404, "alert not found")
         action = parse_alert_action(read_json())
@@ -427,6 +482,7 @@ def _build_watch_row(watch: WatchedRun) -> dict[str, Any]:
     ended_ns = watch.start.ended_unix_ns
     return {
         "run": watch.name,
+        "sender": watch.sender,
         "world_size": watch.start.world_size,
         "incarnation": watch.start.incarnation,
         "started": format_time(watch.starts[0].first_unix_ns),
@@ -514,8 +570,13 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(SESSIONS, "end_sessions", api.end_sessions, methods=["DELETE"])
     routes.add_url_rule(WATCH, "add_watch_batch", api.add_watch_batch, methods=["POST"])
     routes.add_url_rule(WATCH, "list_watches", api.list_watches)
-    routes.add_url_rule(f"{WATCH}/<name>", "delete_watch", api.delete_watch, methods=["DELETE"])
-    alerts = f"{WATCH}/<name>/alerts"
+    watch = f"{WATCH}/<name>"
+    routes.add_url_rule(watch, "delete_watch", api.delete_watch, methods=["DELETE"])
+    routes.add_url_rule(watch, "hand_over_watch", api.hand_over_watch, methods=["PATCH"])
+    start = f"{watch}/starts/<int(max={MAX_STARTS}):incarnation>"
+    routes.add_url_rule(start, "reopen_start", api.reopen_start, methods=["PATCH"])
+    routes.add_url_rule(start, "forget_start", api.forget_start, methods=["DELETE"])
+    alerts = f"{watch}/alerts"
     routes.add_url_rule(alerts, "list_alerts", api.list_alerts)
     alert = f"{alerts}/<int(max={(1 << 63) - 1}):alert_id>"
     routes.add_url_rule(alert, "act_on_alert", api.act_on_alert, methods=["POST"])
@@ -606,6 +667,35 @@ def _tag(key: object, value: object) -> Tag:
 
 def _is_text(value: object, least: int, most: int) -> bool:
     return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
+
+
+# Who sends the batches of a watched run.
+
+
+def find_sender() -> WatchSender:
+    """Who sends this request, by what is the same in each request of a job: its token, or the
+    password that all of a role share. Without logins everyone is the same."""
+    user = current_user()
+    if not user.authenticated:
+        return EVERYONE
+    name = user.name
+    if user.token_id is not None:
+        name = f"token {user.token_id}"
+    elif user.in_session or name == "password":
+        name = f"password of {user.role.label}s"
+    return WatchSender(name, user.role is Role.ADMIN)
+
+
+def parse_sender(body: object) -> str | None:
+    """The sender from the JSON body. Raises HttpError if it is invalid."""
+    if isinstance(body, Mapping) and set(body) == {"sender"}:
+        sender = body["sender"]
+        if sender is None or _is_text(sender, 1, _SENDER_LENGTH):
+            return cast(str | None, sender)
+    raise HttpError(400, 'send JSON such as {"sender": "token 3f2a9c1e"}, or null for anyone')
+
+
+_SENDER_LENGTH = 300
 
 
 # What to do with an alert.

@@ -21,7 +21,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.datastructures import Headers
 from werkzeug.exceptions import ClientDisconnected
 
+from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
+from stepsplit.dashboard.store.ids import find_below
 from stepsplit.dashboard.store.store import FileRow, Store
 
 # Upload limits.
@@ -116,7 +118,7 @@ class _FileUpload:
     @property
     def target(self) -> Path:
         """Where the analysis reads the file."""
-        return self.folder / INPUT_NAME / self.path
+        return find_below(self.folder, f"{INPUT_NAME}/{self.path}")
 
     def find_row(self) -> FileRow | None:
         """What is stored of the file; None if it is unknown."""
@@ -163,7 +165,7 @@ _DRAFTS_NAME = "drafts"
 def _lock_file(upload: _FileUpload) -> Iterator[_Draft]:
     """Locks the file for this request by an empty draft, which is removed at the end."""
     name = hashlib.sha256(upload.path.encode()).hexdigest()
-    place = upload.folder / _DRAFTS_NAME / name
+    place = find_below(upload.folder, f"{_DRAFTS_NAME}/{name}")
     with _open_locked(place) as file:
         os.ftruncate(file.fileno(), 0)
         draft = _Draft(place, file)
@@ -207,8 +209,8 @@ def _open_locked(place: Path) -> Iterator[BinaryIO]:
 def _open_file(place: Path) -> BinaryIO:
     """Opens the file for reading and writing, creating it if missing."""
     with _refuse_disk_errors():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        opened = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        make_owner_folder(place.parent)
+        opened = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE)
     return os.fdopen(opened, "r+b")
 
 

@@ -22,7 +22,7 @@ from gate_builders import run as run_of
 from stepsplit.analyzer.regression.metrics import to_json
 from stepsplit.analyzer.report.tables import read_tables
 from stepsplit.analyzer.validation.tables import PUBLISHED
-from stepsplit.collectors.run_spec import replace_whole, write_whole
+from stepsplit.collectors.run_spec import SHARED, replace_whole, write_whole
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -311,7 +311,7 @@ def test_a_file_whose_owner_cannot_be_kept_is_replaced_all_the_same(
 def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "file", b"new")
+        write_whole(tmp_path / "file", b"new", SHARED)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640

@@ -1,0 +1,130 @@
+"""Ids and paths as a store writes them, checked wherever a row is read.
+
+A database may come from a stranger, and what it names is opened and deleted later: a value of
+another form is refused here, so that no later code can meet one.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import Path, PurePosixPath
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+
+from stepsplit.analyzer.errors import UsageError
+
+_RUN_ID = re.compile(r"[0-9a-f]{8,32}")
+
+NAME_LENGTH = 200
+"""Longest name of a watched run."""
+
+_PART_BYTES, _DEEPEST = 240, 16
+"""Longest part of a path, which a file system takes with a suffix, and the most parts of one."""
+
+
+def is_run_id(text: object) -> bool:
+    """Whether the text may be the id of a run or a token, which names a folder."""
+    return isinstance(text, str) and _RUN_ID.fullmatch(text) is not None
+
+
+def is_relative_path(text: object) -> bool:
+    """Whether the text may be the path of a file of a run: plain names, none of them `..`."""
+    return isinstance(text, str) and _has_plain_names(text) and text.count("/") < _DEEPEST
+
+
+def _has_plain_names(path: str) -> bool:
+    return (
+        path.isprintable()
+        and not set(path) & {"\\", "\ufffd"}
+        and all(
+            part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) <= _PART_BYTES
+            for part in path.split("/")
+        )
+    )
+
+
+def is_watch_name(text: object) -> bool:
+    """Whether a watched run may have this name, which is part of its page's address."""
+    if not isinstance(text, str) or not 0 < len(text) <= NAME_LENGTH:
+        return False
+    return text.isprintable() and not set(text) & set("/\\%?#") and text.strip(" .") == text
+
+
+_LOOK_ALIKES = {
+    "a": "\u0430\u03b1", "b": "\u0432\u044c\u03b2", "c": "\u0441\u03c2\u03f2", "d": "\u0501",
+    "e": "\u0435\u03b5", "h": "\u04bb\u043d\u03b7", "j": "\u0458\u03f3", "k": "\u043a\u03ba",
+    "l": "1i|\u0456\u03b9\u01c0\u04cf", "m": "\u043c\u03bc", "n": "\u03bd", "o": "0\u043e\u03bf",
+    "p": "\u0440\u03c1", "q": "\u051b", "s": "\u0455", "t": "\u0442\u03c4", "w": "\u051d",
+    "x": "\u0445\u03c7", "y": "\u0443\u03c5", "z": "\u03b6",
+}  # fmt: skip
+"""Cyrillic and Greek letters, and digits, that look like a Latin letter in one of its cases."""
+
+_FOLDED = str.maketrans({one: latin for latin, all_ in _LOOK_ALIKES.items() for one in all_})
+
+
+def fold_name(name: str) -> str:
+    """A form that names of watched runs share if one could be taken for the other."""
+    plain = unicodedata.normalize("NFKD", name).casefold()
+    letters = (one for one in plain if not unicodedata.combining(one) and not one.isspace())
+    return "".join(letters).translate(_FOLDED)
+
+
+def find_below(root: Path, path: str) -> Path:
+    """The place of a relative path below the root, which no symbolic link leads out of it.
+
+    Raises UsageError for `..`, an absolute path, or a symbolic link on the way; the root itself may
+    be one.
+    """
+    if _has_plain_names(path):
+        place = root
+        for part in PurePosixPath(path).parts:
+            place = place / part
+            if place.is_symlink():
+                raise UsageError(f"{place}: a symbolic link among the files of runs; remove it")
+        if place.resolve().is_relative_to(root.resolve()):
+            return place
+    raise UsageError(f"{path!r:.200} is not a path among the files of runs")
+
+
+# Columns that refuse other values when they are read, in every query.
+
+
+class RunId(sa.TypeDecorator[str]):
+    """The id of a run or a token."""
+
+    impl, cache_ok = sa.String(32), True
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """The id. Raises UsageError if the store has another value."""
+        return _refuse_unless(value is None or is_run_id(value), value, "an id")
+
+
+class RelativePath(sa.TypeDecorator[str]):
+    """The path of a file of a run."""
+
+    impl, cache_ok = sa.Text, True
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """The path. Raises UsageError if the store has another value."""
+        return _refuse_unless(value is None or is_relative_path(value), value, "a path")
+
+
+class WatchName(sa.TypeDecorator[str]):
+    """The name of a watched run."""
+
+    impl, cache_ok = sa.String(NAME_LENGTH), True
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
+        """The name. Raises UsageError if the store has another value."""
+        return _refuse_unless(value is None or is_watch_name(value), value, "a name")
+
+
+def _refuse_unless(is_valid: bool, value: str | None, what: str) -> str | None:
+    if is_valid:
+        return value
+    raise UsageError(
+        f"the store has {what} that stepsplit does not write ({value!r:.100}): it is damaged, or"
+        " made by a stranger; choose another --store"
+    )

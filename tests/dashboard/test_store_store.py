@@ -215,7 +215,7 @@ def test_writers_of_one_process_wait_their_turn(
 
     def write(number: int) -> None:
         with opened.begin_write() as connection:
-            connection.execute(insert(database.DELETED).values(run_id=str(number)))
+            connection.execute(insert(database.DELETED).values(run_id=f"{number:012x}"))
             time.sleep(0.05)
 
     with ThreadPoolExecutor(8) as pool:

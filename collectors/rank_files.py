@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 from stepsplit.collectors import pack
 from stepsplit.collectors.guard import CollectError, forget_full_folder, warn_lost, warn_on_failure
+from stepsplit.collectors.helper_process import PYTHON
 from stepsplit.collectors.launcher import read_identity
 from stepsplit.collectors.nccl import dump_flight_json
 from stepsplit.collectors.pack import check_complete, drop, name_activations, name_raw
@@ -80,7 +80,7 @@ class Packer:
         arguments = ["--thin"] * thin + (["--memory", memory] if memory else [])
         arguments += [str(path) for each in files for path in (each.raw, each.out)]
         # -I -S: a folder on PYTHONPATH must not start another agent in the new process.
-        command = [sys.executable, "-I", "-S", str(Path(pack.__file__)), *arguments]
+        command = [*PYTHON, "-I", "-S", str(Path(pack.__file__)), *arguments]
         try:
             process = subprocess.Popen(
                 command,

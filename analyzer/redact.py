@@ -51,8 +51,9 @@ from stepsplit.analyzer.readers.nccl.records import LogMessage, MessageSplitter
 from stepsplit.analyzer.readers.pickle import read_whole
 from stepsplit.analyzer.readers.recording import check_outside, parse_rank
 from stepsplit.analyzer.readers.registry import KINDS
-from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.sources import DiskFile, Source, is_special
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION, Category
+from stepsplit.collectors.regular_file import leads_outside
 from stepsplit.collectors.run_spec import RUN_FILE, whole_file
 
 KEY_SCHEMA = "stepsplit.key/1"
@@ -120,7 +121,7 @@ def redact_recording(
     texts = _Redactor(names, words, rules)
     written: list[str] = []
     with list_files([str(place) for place in places]) as sources, whole_folder(out) as draft:
-        copies, left_out = _plan_copies(sources)
+        copies, left_out = _plan_copies(sources, [Path(place) for place in places])
         for copy in copies:
             texts.collect_hosts(copy)
         for copy in copies:
@@ -202,13 +203,19 @@ class _Copy:
     name: str
 
 
-def _plan_copies(sources: Sequence[Source]) -> tuple[list[_Copy], list[tuple[str, str]]]:
+def _plan_copies(
+    sources: Sequence[Source], places: Sequence[Path]
+) -> tuple[list[_Copy], list[tuple[str, str]]]:
     """The files to copy in natural order, and the others with the reason."""
     copies: list[_Copy] = []
     left_out: list[tuple[str, str]] = []
     present = {source.where for source in sources}
     folders: dict[PurePosixPath, str] = {}
     for source in sorted(sources, key=lambda each: natural_sort_key(each.where)):
+        if isinstance(source, DiskFile) and all(leads_outside(source.path, one) for one in places):
+            # It may be any file of this user.
+            left_out.append((source.where, "a link out of the folder"))
+            continue
         try:
             kind = _find_kind(source)
         except DataError as error:
@@ -226,10 +233,11 @@ def _plan_copies(sources: Sequence[Source]) -> tuple[list[_Copy], list[tuple[str
 
 def _find_kind(source: Source) -> str:
     """The kind as which the file is copied, "" if unknown. Raises DataError if it is damaged."""
-    if source.inner.name == RUN_FILE:
-        return RUN_FILE
-    if source.inner.suffix == ".toml":
-        return _JOB
+    if not is_special(source):
+        if source.inner.name == RUN_FILE:
+            return RUN_FILE
+        if source.inner.suffix == ".toml":
+            return _JOB
     kinds = [kind.name for kind in find_kinds(source, KINDS)]
     return next((kind for kind in kinds if kind in _COPIERS), "".join(kinds[:1]))
 

@@ -363,7 +363,10 @@ class CaptureUploader:
 
     def _send(self, reducer: Reducer, capture: Capture) -> None:
         sender = Sender(self._connection)
-        files = collect_files([self._folder / SAMPLES / capture.folder])
+        files = collect_files(
+            [self._folder / SAMPLES / capture.folder],
+            lambda one: warn(f"{one.path} is not uploaded: it is {one.reason}"),
+        )
         if not capture.run_id:
             tags = {SAMPLE_TAG: capture.sample_id, "watch": self._run}
             run_id = sender.create(f"{self._run} {capture.folder}", tags)

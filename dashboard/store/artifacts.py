@@ -34,6 +34,7 @@ from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
+from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import replace_whole
 
 INPUT_NAME = "input"
@@ -154,7 +155,7 @@ def save_synced(folder: Path, report: Report, tables: Tables) -> None:
 
 def _read_if_exists(path: Path) -> bytes | None:
     with suppress(FileNotFoundError):
-        return path.read_bytes()
+        return read_regular(path)
     return None
 
 

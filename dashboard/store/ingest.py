@@ -31,6 +31,7 @@ from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
 from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
+from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
@@ -434,7 +435,7 @@ def read_mesh_file(folder: Path) -> Mesh | None:
     DataError."""
     path = folder / MESH_FILE
     try:
-        return Mesh.parse(path.read_text().strip())
+        return Mesh.parse(read_regular(path).decode().strip())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Lane, Note
+from stepsplit.collectors.regular_file import open_regular
 
 # Cached traces are Parquet files in the user's cache folder.
 #
@@ -144,7 +145,7 @@ def _find_cache_path(source: Source) -> Path | None:
 def _build_stamp(source: Source, path: Path, rules: Rules) -> str:
     """A key of the file content, the reader version and the kernel rules."""
     edges = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         edges.update(file.read(_EDGE_BYTES))
         file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
         edges.update(file.read(_EDGE_BYTES))

@@ -198,7 +198,7 @@ REASONS: dict[str, dict[str, str]] = {
         "discard_drafts shutil.rmtree": "drafts in the run's folder",
     },
 }
-"""File, function and what it uses: why it harms nobody."""
+"""File, function and what it uses: why it does no harm."""
 
 
 def test_each_place_has_a_reason() -> None:
@@ -207,7 +207,7 @@ def test_each_place_has_a_reason() -> None:
     known = {(file, one) for file, reasons in REASONS.items() for one in reasons}
 
     new = "".join(f'\n    "{file}": {{"{one}": "..."}},' for file, one in sorted(found - known))
-    assert not new, f"say in REASONS of {Path(__file__).name} why it harms nobody:{new}"
+    assert not new, f"say in REASONS of {Path(__file__).name} why it does no harm:{new}"
     gone = "".join(f"\n    {file}: {one}" for file, one in sorted(known - found))
     assert not gone, f"remove from REASONS what is no more:{gone}"
 

@@ -27,6 +27,7 @@ from stepsplit.collectors.record import (
     record,
     remove_if_empty,
 )
+from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import RUN_FILE
 from stepsplit.collectors.safe_text import escape_controls, guard_output
 
@@ -178,7 +179,7 @@ def _explain_early_steps(plan: RecordPlan, out: Path) -> str:
     own = [build_record_path(out, read_identity().rank)] if is_rank(os.environ) else None
     for path in own or out.glob("rank*_record.json"):
         with suppress(OSError, ValueError):
-            record = read_record(path.read_bytes())
+            record = read_record(read_regular(path))
             is_early = record.first_step - record.steps_before < plan.first - plan.warmup
             early += [record.rank.rank] if is_early else []
             others += not is_early

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsplit.collectors.guard import warn, warn_on_failure
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
 
 if TYPE_CHECKING:
     import subprocess
@@ -174,13 +175,12 @@ def log_to_run(run: Any, values: dict[str, Any]) -> None:
 def _start_analysis(folder: Path, world_size: int, sinks: Sequence[str]) -> subprocess.Popen[bytes]:
     import subprocess
 
-    command = [sys.executable, "-m", "stepsplit.collectors.log_to", str(folder), str(world_size)]
-    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = build_helper_environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
     run = getattr(sys.modules.get("mlflow"), "active_run", lambda: None)()
     if run is not None:
         environment.setdefault("MLFLOW_RUN_ID", str(run.info.run_id))
     process = subprocess.Popen(
-        [*command, *sinks],
+        build_helper_command("stepsplit.collectors.log_to", str(folder), str(world_size), *sinks),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env=environment,
@@ -206,9 +206,9 @@ def main(arguments: Sequence[str]) -> None:
     deadline = time.monotonic() + LATE_RANKS_TIMEOUT_S
     while not has_all_files(folder, world_size) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    command = [sys.executable, "-m", "stepsplit.dashboard", "analyze", str(folder)]
     options = [word for sink in sinks for word in ("--log-to", sink)]
-    os.execv(sys.executable, [*command, "--workers", "1", *options])
+    command = build_helper_command("stepsplit.dashboard", "analyze", str(folder), "--workers", "1")
+    os.execv(command[0], [*command, *options])
 
 
 def has_all_files(folder: Path, world_size: int) -> bool:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepsplit.collectors import pack
-from stepsplit.collectors.guard import CollectError, forget_full_folder, warn_lost, warn_on_failure
+from stepsplit.collectors.guard import (
+    CollectError,
+    forget_full_folder,
+    warn,
+    warn_lost,
+    warn_on_failure,
+)
+from stepsplit.collectors.helper_process import PYTHON
 from stepsplit.collectors.launcher import read_identity
 from stepsplit.collectors.nccl import dump_flight_json
 from stepsplit.collectors.pack import (
@@ -41,6 +47,7 @@ from stepsplit.collectors.rank_record import (
     build_trace_path,
     read_record,
 )
+from stepsplit.collectors.regular_file import leads_outside, read_regular
 from stepsplit.collectors.run_spec import (
     PRIVATE,
     RUN_FILE,
@@ -89,7 +96,7 @@ class Packer:
         arguments = ["--thin"] * thin + (["--memory", memory] if memory else [])
         arguments += [str(path) for each in files for path in (each.raw, each.out)]
         # -I -S: a folder on PYTHONPATH must not start another agent in the new process.
-        command = [sys.executable, "-I", "-S", str(Path(pack.__file__)), *arguments]
+        command = [*PYTHON, "-I", "-S", str(Path(pack.__file__)), *arguments]
         try:
             process = subprocess.Popen(
                 command,
@@ -401,7 +408,7 @@ def _read_records(paths: Iterable[Path]) -> tuple[RankRecord, ...]:
     records = []
     for path in paths:
         try:
-            records.append(read_record(path.read_bytes()))
+            records.append(read_record(read_regular(path)))
         except ValueError as error:
             raise CollectError(f"{path}: {error}; remove it") from None
     return tuple(sorted(records, key=lambda record: record.rank.rank))
@@ -425,12 +432,15 @@ def _plan_copies(folders: Iterable[Path], out: Path) -> dict[Path, Path]:
 
 
 def _list_files(folder: Path) -> Iterable[Path]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return (path for path in files if not path.name.startswith("."))
+    for path in sorted(folder.rglob("*")):
+        if leads_outside(path, folder):
+            warn(f"{path} is not copied: it is a link out of the folder")
+        elif path.is_file() and not path.name.startswith("."):
+            yield path
 
 
 def _read_spec(folder: Path) -> RunSpec | None:
     try:
-        return from_json((folder / RUN_FILE).read_bytes())
+        return from_json(read_regular(folder / RUN_FILE))
     except (OSError, ValueError):
         return None

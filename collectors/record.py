@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
 from stepsplit.collectors.launcher import is_rank
 from stepsplit.collectors.nccl import (
     build_inspector_environment,
@@ -371,7 +371,7 @@ def launch_workload(
     of `calibration`, if given.
     """
     mesh = parse_parallel(parallel) if isinstance(parallel, str) else parallel
-    command = [sys.executable, "-m", "stepsplit.collectors.demo_job"]
+    command = build_helper_command("stepsplit.collectors.demo_job")
     command += ["--out", str(out), "--parallel", mesh.format()]
     command += (args or DemoArgs()).format_arguments()
     command += [] if calibration is None else ["--calibration", str(calibration)]
@@ -421,7 +421,7 @@ def _start(command: Sequence[str], world_size: int, logs: Path, stack: ExitStack
 
 
 def _build_rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return os.environ | {
+    added = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -436,6 +436,7 @@ def _build_rank_environment(rank: int, world_size: int, port: int) -> dict[str, 
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         FOLLOW_STDIN: "1",
     }
+    return build_helper_environment(added)
 
 
 def _wait_for_ranks(ranks: Sequence[_Rank], deadline: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stepsplit.collectors.regular_file import open_regular
 from stepsplit.collectors.run_spec import (
     PRIVATE,
     create_private,
@@ -235,7 +236,7 @@ def read_notes(path: Path, cursor: NoteCursor = NoteCursor()) -> NewNotes:
 
 
 def _read_lines(path: Path, cursor: NoteCursor) -> tuple[bytes, NoteCursor]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         inode = os.fstat(file.fileno()).st_ino
         begin = cursor.bytes if inode == cursor.inode else 0
         file.seek(begin)

@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stepsplit.collectors.helper_process import PYTHON, build_helper_environment
+
 _PROBE_TIMEOUT_S = 60.0
 
 
@@ -235,10 +237,14 @@ def _shorten(text: str) -> str:
 def _run_probe(program: str, *arguments: str) -> Iterator[Any]:
     """Runs a program in this Python, from which a file torch.py in this folder is not imported, and
     yields the JSON lists and objects that it prints."""
-    command = [sys.executable, "-P", "-c", program, *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+            [*PYTHON, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=False,
+            env=build_helper_environment(),
         )
         printed: str = done.stdout
     except subprocess.TimeoutExpired as late:

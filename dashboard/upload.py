@@ -6,16 +6,19 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import posixpath
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.regular_file import describe_special, leads_outside, open_regular
 from stepsplit.collectors.run_spec import MESH_FILE, RUN_FILE
 
 PART_BYTES = 8 << 20
@@ -63,7 +66,8 @@ class Sender:
         """
         place = f"{_RUNS}/{run_id}/files/{quote(item.path)}"
         failures = 0
-        with item.file.open("rb") as file:
+        # Not a link either, which the file may have become since it was listed.
+        with open_regular(item.file, os.O_NOFOLLOW) as file:
             stored = self._retry(lambda: self._fetch_server_file(place))
             self._sent(stored.bytes)
             while not stored.complete:
@@ -98,7 +102,7 @@ class Sender:
             else _parse_server_file(_check_answer(answer))
         )
 
-    def _append(self, place: str, file: BinaryIO, offset: int, size: int) -> ServerFile:
+    def _append(self, place: str, file: FileIO, offset: int, size: int) -> ServerFile:
         file.seek(offset)
         part = file.read(PART_BYTES)
         ends = offset + len(part) >= size
@@ -217,12 +221,24 @@ class FileToSend:
     size_bytes: int
 
 
-def collect_files(places: Sequence[Path]) -> tuple[FileToSend, ...]:
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file of the folder that is not sent, by its POSIX path in the run, and why."""
+
+    path: str
+    reason: str
+
+
+def collect_files(
+    places: Sequence[Path], leave_out: Callable[[LeftOut], object] = lambda _: None
+) -> tuple[FileToSend, ...]:
     """Lists the files at the places; files of a folder keep their relative paths.
 
-    Hidden files are skipped. Raises UsageError.
+    Hidden files are skipped, and links of files to others of the folder, which are sent themselves.
+    Other links, pipes, sockets and devices are passed to leave_out: with a link, a recording from
+    somebody else would send any file of this user. Raises UsageError.
     """
-    files = [one for place in places for one in _list_files_at(place)]
+    files = [one for place in places for one in _list_files_at(place, leave_out)]
     if not files:
         raise UsageError(f"{places[0]}: no files to upload; give a recording's files or folder")
     paths = [one.path for one in files]
@@ -232,19 +248,34 @@ def collect_files(places: Sequence[Path]) -> tuple[FileToSend, ...]:
     return tuple(files)
 
 
-def _list_files_at(place: Path) -> list[FileToSend]:
+def _list_files_at(place: Path, leave_out: Callable[[LeftOut], object]) -> Iterator[FileToSend]:
     if place.is_file():
-        return [FileToSend(place, place.name, place.stat().st_size)]
+        # A link that the user names is followed.
+        file = place.resolve() if place.is_symlink() else place
+        yield FileToSend(file, place.name, place.stat().st_size)
+        return
     if not place.is_dir():
-        raise UsageError(f"{place}: no such file or folder; check the path")
+        problem = describe_special(place) or "no such file or folder"
+        raise UsageError(f"{place}: {problem}; check the path")
     root = place.resolve()
-    files = sorted(
-        path for path in root.rglob("*") if path.is_file() and not _is_hidden(path, root)
-    )
-    return [
-        FileToSend(path, path.relative_to(root.parent).as_posix(), path.stat().st_size)
-        for path in files
-    ]
+    for path in sorted(path for path in root.rglob("*") if not _is_hidden(path, root)):
+        name = path.relative_to(root.parent).as_posix()
+        if reason := describe_special(path) or _describe_link(path, root):
+            leave_out(LeftOut(name, reason))
+        elif path.is_file() and not path.is_symlink():
+            yield FileToSend(path, name, path.stat().st_size)
+
+
+def _describe_link(path: Path, root: Path) -> str:
+    """Where a link leads that is not sent by another name; "" for others, and for files."""
+    if not path.is_symlink():
+        return ""
+    if leads_outside(path, root):
+        return "a link out of the folder"
+    target = Path(os.path.realpath(path))
+    if _is_hidden(target, root):
+        return "a link to a hidden file"
+    return "" if target.is_file() else "a link to a folder, or to nothing"
 
 
 def _is_hidden(path: Path, root: Path) -> bool:

@@ -35,6 +35,7 @@ from stepsplit.analyzer.watch.reducer import (
     WatchFolder,
 )
 from stepsplit.collectors.guard import warn
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
 from stepsplit.collectors.log_to import SinkName, give_way
 from stepsplit.collectors.run_spec import Mesh
 from stepsplit.collectors.watch_notes import SAMPLES
@@ -383,7 +384,10 @@ class CaptureUploader:
 
     def _send(self, reducer: Reducer, capture: Capture) -> None:
         sender = Sender(self._connection)
-        files = collect_files([self._folder / SAMPLES / capture.folder])
+        files = collect_files(
+            [self._folder / SAMPLES / capture.folder],
+            lambda one: warn(f"{one.path} is not uploaded: it is {one.reason}"),
+        )
         if not capture.run_id:
             tags = {SAMPLE_TAG: capture.sample_id, "watch": self._run}
             run_id = sender.create(f"{self._run} {capture.folder}", tags)
@@ -432,11 +436,12 @@ class ReducerProcess:
                 tries += 1
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "stepsplit.dashboard.watch_process"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # In a session of its own, since Ctrl-C is for the job.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+            build_helper_command("stepsplit.dashboard.watch_process"),
+            stdin=subprocess.PIPE,
+            env=build_helper_environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
+            start_new_session=True,
         )
         if process.stdin is not None:
             with suppress(OSError):

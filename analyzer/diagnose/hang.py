@@ -47,7 +47,7 @@ from stepsplit.analyzer.readers.nccl.inspector import (
     RasRank,
     read_ras,
 )
-from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.trace import Group
 from stepsplit.collectors.rank_record import (
     ENDED,
@@ -162,7 +162,9 @@ def _describe_ras(places: Sequence[str | Path]) -> tuple[str, ...]:
     """What NCCL's RAS said of the job, in words: ranks that are behind or do not answer."""
     sentences: list[str] = []
     with list_files([str(place) for place in places]) as sources:
-        for source in (one for one in sources if one.inner.name == RAS_NAME):
+        for source in sources:
+            if source.inner.name != RAS_NAME or is_special(source):
+                continue
             with open_unpacked(source) as content:
                 status = read_ras(content.read(_MAX_STATE_BYTES).decode(errors="replace"))
             sentences += status.findings
@@ -215,21 +217,15 @@ def read_dumps(
     dumps: list[FlightDump] = []
     warnings: list[HangWarning] = []
     with list_files([str(place) for place in places]) as sources:
-        for source in filter(_is_dump, sources):
+        for source in sources:
             try:
-                dumps.append(read_dump(source))
+                if find_kinds(source, (FLIGHT,)):
+                    dumps.append(read_dump(source))
             except DataError as error:
                 problem = f"{source.inner.name}: {error.problem}"
                 warnings.append(HangWarning("file_skipped", problem))
     warnings += [HangWarning(n.code, n.message, n.rank) for dump in dumps for n in dump.notes]
     return tuple(dump for dump in dumps if dump.rank >= 0), tuple(warnings)
-
-
-def _is_dump(source: Source) -> bool:
-    try:
-        return bool(find_kinds(source, (FLIGHT,)))
-    except DataError:
-        return False
 
 
 def examine_dumps(
@@ -687,7 +683,9 @@ def read_states(places: Sequence[str | Path]) -> tuple[RankState, ...]:
     """
     states: dict[int, RankState] = {}
     with list_files([str(place) for place in places]) as sources:
-        for source in (one for one in sources if one.inner.name.endswith(STATE_SUFFIX)):
+        for source in sources:
+            if not source.inner.name.endswith(STATE_SUFFIX) or is_special(source):
+                continue
             with open_unpacked(source) as content:
                 text = content.read(_MAX_STATE_BYTES)
             try:

@@ -33,6 +33,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
+from stepsplit.collectors.regular_file import describe_special
 
 _T = TypeVar("_T")
 
@@ -463,6 +464,8 @@ def read_hardware_file(table: TomlTable) -> TomlTable | None:
     path = Path(table.where).parent / name
     if not path.exists():
         raise table.build_error("file", f"{path} does not exist", "check the path")
+    if problem := describe_special(path):
+        raise table.build_error("file", f"{path} is {problem}", "copy its content to a file")
     return read_table(path)
 
 

@@ -26,8 +26,10 @@ from stepsplit.analyzer.readers.sources import (
     Source,
     ZipMember,
     accessing,
+    is_special,
     open_url,
 )
+from stepsplit.collectors.regular_file import open_regular
 
 # zstd by pyarrow, which is imported only if needed because its import is slow.
 
@@ -119,12 +121,15 @@ def _list_url(url: str) -> Iterator[Source]:
     if not paths:
         raise DataError(url, "no such file or folder", "check the URL")
     for remote_path in sorted(paths, key=natural_sort_key):
-        yield RemoteFile(filesystem.unstrip_protocol(remote_path))
+        remote = RemoteFile(filesystem.unstrip_protocol(remote_path))
+        # file:// needs no copy, and may name a pipe.
+        is_local = getattr(filesystem, "local_file", False)
+        yield DiskFile(Path(remote_path), remote.url) if is_local else remote
 
 
 def _expand_archive(source: Source, folder: Path) -> Iterator[Source]:
     """The members if the file is an archive, else the file itself."""
-    if not _ARCHIVE.search(source.where):
+    if not _ARCHIVE.search(source.where) or is_special(source):
         yield source
         return
     folder.mkdir()
@@ -290,13 +295,13 @@ def open_unpacked(source: Source) -> Iterator[UnpackedStream]:
     """Opens the file's unpacked bytes. Raises DataError if it cannot be opened."""
     with source.open_local() as path:
         try:
-            raw = path.open("rb", buffering=0)
+            raw = open_regular(path)
         except OSError as error:
             raise DataError(
                 source.where, error.strerror or "unreadable", "check the path"
             ) from None
         with raw:
-            yield UnpackedStream(source.where, path.stat().st_size, raw)
+            yield UnpackedStream(source.where, os.fstat(raw.fileno()).st_size, raw)
 
 
 def read_head(source: Source) -> bytes:
@@ -307,7 +312,7 @@ def read_head(source: Source) -> bytes:
 
 def is_packed(path: Path) -> bool:
     """Whether the file is compressed."""
-    with path.open("rb") as raw:
+    with open_regular(path) as raw:
         return find_opener(raw.read(6)) is not None
 
 

@@ -43,7 +43,7 @@ from stepsplit.analyzer.readers.kineto.reader import (
     read_traces,
 )
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
-from stepsplit.analyzer.readers.sources import Source, make_absolute
+from stepsplit.analyzer.readers.sources import Source, is_special, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
 from stepsplit.collectors.rank_record import RankRecord, build_spec
@@ -348,11 +348,14 @@ def _drop_stale_ranks(
 
 
 class Reduction(Struct, frozen=True):
-    """The ranks whose tables were written, and the sizes of their traces and of the tables."""
+    """The ranks whose tables were written, and the sizes of their traces and of the tables.
+
+    skipped are notes on the files that were not read."""
 
     ranks: tuple[int, ...]
     raw_bytes: int
     table_bytes: int
+    skipped: tuple[Note, ...] = ()
 
 
 def reduce_recording(
@@ -385,7 +388,9 @@ def reduce_recording(
         except OSError as error:
             raise make_write_error(path, error) from None
         table_bytes += path.stat().st_size
-    return Reduction(tuple(trace.rank for trace in recording.traces), raw_bytes, table_bytes)
+    ranks = tuple(trace.rank for trace in recording.traces)
+    skipped = tuple(note for note in recording.notes if note.code == SKIPPED)
+    return Reduction(ranks, raw_bytes, table_bytes, skipped)
 
 
 def check_outside(out: Path, places: Sequence[str | Path]) -> None:
@@ -500,14 +505,17 @@ def sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> Recordin
     )
 
 
+SKIPPED = "file_skipped"
+
+
 def make_skipped_note(source: Source, error: DataError) -> Note:
     """The note on a file that is skipped, with the reason."""
-    return Note("file_skipped", f"{source.inner.name}: {error.problem}", parse_rank(source.inner))
+    return Note(SKIPPED, f"{source.inner.name}: {error.problem}", parse_rank(source.inner))
 
 
 def _find_kinds(source: Source, required: bool) -> tuple[str, ...]:
     """The names of the file's kinds. Raises DataError if it should have one but has none."""
-    if source.inner.name == RUN_FILE:
+    if source.inner.name == RUN_FILE and not is_special(source):
         return (RUN_FILE,)
     if kinds := find_kinds(source, (TRACE, NSYS, RANK_TABLE, FLIGHT, RECORD)):
         return tuple(kind.name for kind in kinds)

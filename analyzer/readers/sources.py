@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError
+from stepsplit.collectors.regular_file import describe_special
 
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
 """The errors of zipfile for a damaged archive, in addition to OSError and ValueError."""
@@ -74,6 +75,8 @@ class DiskFile(Struct, frozen=True):
 
     @contextmanager
     def open_local(self) -> Iterator[Path]:
+        if problem := describe_special(self.path):
+            raise DataError(self.where, problem, "leave it out, or copy its content to a file")
         yield self.path
 
 
@@ -111,6 +114,11 @@ class ZipMember(Struct, frozen=True):
             except (OSError, EOFError, ValueError, RuntimeError, *ZIP_ERRORS) as error:
                 raise DataError(self.where, f"damaged archive ({error})", "pack it again") from None
             yield Path(unpacked.name)
+
+
+def is_special(source: Source) -> bool:
+    """Whether the file is a pipe, a socket or a device, which `open_local` refuses."""
+    return isinstance(source, DiskFile) and describe_special(source.path) != ""
 
 
 def make_absolute(source: Source) -> Source:

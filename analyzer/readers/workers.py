@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ProcessPoolExecutor
+    from concurrent.futures import Future
 
 LEAST_BYTES = 48 << 20
 """Below this size, reading in one process is faster than starting another."""
@@ -111,65 +111,88 @@ def run_tasks(
     # Imported here, as in the functions below, because small recordings need no other process.
     from concurrent.futures import FIRST_COMPLETED, wait
 
-    with _start_pool(n_helpers) as pool:
+    with _start_workers(n_helpers) as send:
         running: dict[Future[T | DataError], int] = {}
         while todo or running:
             # While many tasks are left, each other worker has one more in its queue.
             while todo and len(running) < (2 * n_helpers if len(todo) > workers else n_helpers):
                 index, task = todo.popleft()
-                running[_send_task(pool, task)] = index
+                running[send(task)] = index
             own_task = todo.popleft() if todo else None
             if own_task is not None:
                 yield own_task[0], own_task[1].run()
             for future in wait(running, 0 if own_task else None, FIRST_COMPLETED).done:
                 index = running.pop(future)
-                yield index, _await_result(future, tasks[index].where)
-
-
-def _send_task(pool: ProcessPoolExecutor, task: Task[T]) -> Future[T | DataError]:
-    from concurrent.futures import BrokenExecutor
-
-    try:
-        return pool.submit(task.run)
-    except BrokenExecutor:
-        raise _make_worker_error(task.where) from None
-
-
-def _await_result(future: Future[T | DataError], where: str) -> T | DataError:
-    from concurrent.futures import BrokenExecutor
-
-    try:
-        return future.result()
-    except BrokenExecutor:
-        raise _make_worker_error(where) from None
-
-
-def _make_worker_error(where: str) -> DataError:
-    hint = "name fewer files at once, or read with one worker"
-    return DataError(where, "a worker process died, possibly out of memory", hint)
+                yield index, future.result()
 
 
 @contextmanager
-def _start_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes: a fork would copy the locks of other threads of a server."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+def _start_workers(number: int) -> Iterator[Callable[[Task[T]], Future[T | DataError]]]:
+    """Starts the processes; yields what sends a task to the next idle one.
 
-    other_children = set(multiprocessing.active_children())
-    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, context, _init_worker, (folder,))
+    They are no pool of multiprocessing: its processes search the current folder, which may be a
+    recording, for modules, and run the user's script again.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+    from queue import SimpleQueue
+
+    idle: SimpleQueue[_Worker] = SimpleQueue()
+
+    def run(task: Task[T]) -> T | DataError:
+        worker = idle.get()
         try:
-            yield pool
-        except BaseException:
-            for worker in set(multiprocessing.active_children()) - other_children:
-                worker.terminate()
-            raise
+            return worker.run(task)
         finally:
-            pool.shutdown(cancel_futures=True)
+            idle.put(worker)
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stepsplit-"))
+        threads = stack.enter_context(ThreadPoolExecutor(number))
+        for _ in range(number):
+            worker = _Worker(folder)
+            stack.callback(worker.stop)
+            idle.put(worker)
+        # First of all at the end, so that no thread sends another task.
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        yield lambda task: threads.submit(run, task)
 
 
-def _init_worker(folder: str) -> None:
-    """Leaves Ctrl-C to the parent process; workers unpack into its temporary folder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tempfile.tempdir = folder
+_MODULE = "stepsplit.analyzer.readers.worker_process"
+
+
+class _Worker:
+    """Another process that runs tasks, which unpacks into the folder."""
+
+    def __init__(self, folder: str) -> None:
+        import subprocess
+        from multiprocessing import Pipe
+
+        self._connection, theirs = Pipe()
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                build_helper_command(_MODULE, str(number), folder),
+                stdin=subprocess.DEVNULL,
+                env=build_helper_environment(),
+                pass_fds=[number],
+            )
+
+    def run(self, task: Task[T]) -> T | DataError:
+        """The result of the task, or the error of its file. Raises what it raised there, and
+        DataError if the process has died."""
+        result: T | DataError
+        try:
+            self._connection.send(task)
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            hint = "name fewer files at once, or read with one worker"
+            problem = "a worker process died, possibly out of memory"
+            raise DataError(task.where, problem, hint) from None
+        if error is not None:
+            raise error
+        return result
+
+    def stop(self) -> None:
+        """Ends the process, also in a task: it leaves nothing but files in the folder."""
+        self._process.kill()
+        self._process.wait()

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.readers.compression import natural_sort_key
@@ -23,8 +23,9 @@ from stepsplit.analyzer.readers.recording import (
     parse_rank,
 )
 from stepsplit.analyzer.readers.registry import KINDS
-from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.readers.sources import DiskFile, Source, is_special
 from stepsplit.analyzer.redact.copies import COPIES, JOB
+from stepsplit.collectors.regular_file import leads_outside
 from stepsplit.collectors.run_spec import RUN_FILE
 
 
@@ -37,12 +38,18 @@ class PlannedCopy:
     name: str
 
 
-def plan_copies(sources: Sequence[Source]) -> tuple[list[PlannedCopy], list[tuple[str, str]]]:
-    """The files to copy in natural order, and the others with the reason."""
+def plan_copies(
+    sources: Sequence[Source], places: Sequence[Path]
+) -> tuple[list[PlannedCopy], list[tuple[str, str]]]:
+    """The files of the places to copy, in natural order, and the others with the reason."""
     chosen: list[tuple[Source, str]] = []
     left_out: list[tuple[str, str]] = []
     present = {source.where for source in sources}
     for source in sorted(sources, key=lambda each: natural_sort_key(each.where)):
+        if isinstance(source, DiskFile) and all(leads_outside(source.path, one) for one in places):
+            # It may be any file of this user.
+            left_out.append((source.where, "a link out of the folder"))
+            continue
         try:
             kinds = _find_kinds(source)
         except DataError as error:
@@ -68,10 +75,11 @@ def plan_copies(sources: Sequence[Source]) -> tuple[list[PlannedCopy], list[tupl
 
 def _find_kinds(source: Source) -> list[str]:
     """The kinds of the file, none if unknown. Raises DataError if it is damaged."""
-    if source.inner.name == RUN_FILE:
-        return [RUN_FILE]
-    if source.inner.suffix == ".toml":
-        return [JOB]
+    if not is_special(source):
+        if source.inner.name == RUN_FILE:
+            return [RUN_FILE]
+        if source.inner.suffix == ".toml":
+            return [JOB]
     return [kind.name for kind in find_kinds(source, KINDS)]
 
 

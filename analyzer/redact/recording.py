@@ -71,7 +71,7 @@ def redact_recording(
     pseudonyms = Pseudonyms()
     texts = Texts(pseudonyms, Names(pseudonyms, rules, tuple(words)))
     with list_files([str(place) for place in places]) as sources, whole_folder(out) as draft:
-        planned, left_out = plan_copies(sources)
+        planned, left_out = plan_copies(sources, [Path(place) for place in places])
         for one in planned:
             dropped = COPIES[one.kind].write(one.source, draft / one.name, texts)
             if dropped:

@@ -34,6 +34,7 @@ from stepsplit.analyzer.report.report import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.collectors.regular_file import open_regular
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -534,7 +535,7 @@ def _encode_lines(value: object) -> bytes:
 def is_baseline(path: Path) -> bool:
     """Whether the file is a baseline, of any schema version."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _HEAD.match(file.read(256)) is not None
     except (OSError, ValueError):
         return False

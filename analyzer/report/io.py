@@ -14,6 +14,7 @@ from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, read_tables, write_tables
 from stepsplit.collectors.rank_record import is_trace_name
+from stepsplit.collectors.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.config import JobConfig
@@ -136,7 +137,7 @@ class Document(Generic[_T]):
 def is_report(path: Path) -> bool:
     """Whether the file is a report, of any schema version."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _HEAD.match(file.read(_HEAD_BYTES)) is not None
     except (OSError, ValueError):
         return False
@@ -146,7 +147,7 @@ def read_report(path: Path) -> Report:
     """Read a report from a file, or from report.json in a folder. Raises DataError."""
     file = path / REPORT_NAME if path.is_dir() else path
     try:
-        return from_json(file.read_bytes(), file)
+        return from_json(read_regular(file), file)
     except OSError as error:
         raise DataError(file, error.strerror or "unreadable", "pass a report.json") from None
 

@@ -16,6 +16,7 @@ from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
+from stepsplit.collectors.regular_file import describe_special
 from stepsplit.collectors.run_spec import SHARED, whole_file
 
 if TYPE_CHECKING:
@@ -247,7 +248,10 @@ def _read(folder: Path, kind: type[_T]) -> _T:
     names = [column.name for column in fields(kind)]
     texts = [name for name in names if name in _TEXTS]
     # read_table would import pyarrow.dataset, which takes half a second.
-    with pq.ParquetFile(_find_path(folder, kind), read_dictionary=texts) as file:
+    path = _find_path(folder, kind)
+    if problem := describe_special(path):
+        raise OSError(f"{path}: {problem}")
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
         table = file.read()
     return kind(**{name: _read_column(table, name) for name in names})
 
@@ -430,6 +434,8 @@ class StoredSlices(Mapping[int, Slices]):
         """Raises FileNotFoundError, or ValueError if the file does not contain slices."""
         import pyarrow.parquet as pq
 
+        if problem := describe_special(path):
+            raise OSError(f"{path}: {problem}")
         self._path = path
         self._metadata = pq.read_metadata(path)
         groups = [self._metadata.row_group(i) for i in range(self._metadata.num_row_groups)]

@@ -41,6 +41,7 @@ from stepsplit.analyzer.watch.records import (
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
+from stepsplit.collectors.regular_file import describe_special, open_regular, read_regular
 from stepsplit.collectors.run_spec import PRIVATE, Mesh, create_private, make_owner_folder
 from stepsplit.collectors.watch_notes import (
     SAMPLES,
@@ -189,7 +190,7 @@ class WatchFolder:
 def read_state(folder: WatchFolder) -> ReducerState:
     """The state of the reducer of this host. Raises UsageError if its file cannot be read."""
     try:
-        return msgspec.json.decode(folder.state.read_bytes(), type=ReducerState)
+        return msgspec.json.decode(read_regular(folder.state), type=ReducerState)
     except FileNotFoundError:
         return ReducerState()
     except (OSError, msgspec.MsgspecError) as error:
@@ -218,8 +219,7 @@ class Outbox:
         """The batches that were not sent yet, oldest first, as JSON."""
         if self.unsent <= 0:
             return
-        with self._folder.batches.open("rb") as file:
-            lines = file.readlines()
+        lines = read_regular(self._folder.batches).splitlines(keepends=True)
         yield from lines[max(0, len(lines) - self.unsent) :]
 
     def note_sent(self, is_refused: bool = False) -> None:
@@ -360,7 +360,7 @@ class Reducer(Outbox):
         return batch
 
     def _drop_older_half(self) -> None:
-        data = self._folder.batches.read_bytes()
+        data = read_regular(self._folder.batches)
         kept = data[data.index(b"\n", len(data) // 2) + 1 :]
         write(self._folder.batches, kept, PRIVATE)
         state = self._state
@@ -376,6 +376,8 @@ class Reducer(Outbox):
 
     def _cut_batches(self, size: int) -> None:
         """Removes a batch that was written, perhaps in part, before a kill within _close."""
+        if problem := describe_special(self._folder.batches):
+            raise UsageError(f"{self._folder.batches}: {problem}; remove it")
         try:
             with self._folder.batches.open("r+b") as file:
                 file.truncate(min(size, file.seek(0, 2)))
@@ -656,7 +658,7 @@ def _compress_traces(folder: Path) -> None:
         packed = raw.with_name(f"{raw.name}.gz")
         draft = packed.with_name(f".{packed.name}")
         with (
-            raw.open("rb") as source,
+            open_regular(raw) as source,
             open(draft, "wb", opener=create_private) as plain,
             gzip.GzipFile("", "wb", 4, plain) as target,
         ):

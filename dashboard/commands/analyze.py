@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.gap.config_from_trace import JobDraft
     from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.analyzer.readers.workers import Workers
+    from stepsplit.analyzer.report.report import WarningRow
+    from stepsplit.analyzer.trace import Note
 
 
 # stepsplit analyze: reads a recording; prints the report, writes report.json and tables/.
@@ -246,7 +248,16 @@ def export_command(
     saved_analysis = _load_saved(places) if rules_file is None else None
     analysis = saved_analysis or _examine_recording(places, workers, load_rules(rules_file))
     _write_chunks(file, perfetto_trace(analysis.report, analysis.tables))
+    _warn_of_skipped(analysis.report.warnings)
     print_line(f"{file}: open it at https://ui.perfetto.dev")
+
+
+def _warn_of_skipped(notes: Iterable[Note | WarningRow]) -> None:
+    from stepsplit.analyzer.readers.recording import SKIPPED
+
+    for note in notes:
+        if note.code == SKIPPED:
+            print_line(f"stepsplit: not read: {note.message}", err=True)
 
 
 def _load_saved(places: Sequence[str]) -> Analysis | None:
@@ -306,6 +317,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
 
     with show_reading_bar() as progress:
         done = reduce_recording(places, out, workers or count_cores(), progress)
+    _warn_of_skipped(done.skipped)
     raw, table = units.format_size(done.raw_bytes), units.format_size(done.table_bytes)
     print_line(f"{out}: tables of {len(done.ranks)} ranks, {table} ({raw} of traces)")
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stepsplit.dashboard.store.database import Database
     from stepsplit.dashboard.store.ingest import LogFormat
     from stepsplit.dashboard.store.logins import Token
-    from stepsplit.dashboard.upload import Connection, Sender
+    from stepsplit.dashboard.upload import Connection, LeftOut, Sender
 
 # The roles of stepsplit.dashboard.store.logins, without its imports.
 
@@ -409,7 +409,7 @@ def upload_command(
 
     parse_mesh(mesh)
     pairs, connection = dict(parse_tag(tag) for tag in tags), Connection(url, token)
-    several = split_recordings(collect_files(places))
+    several = split_recordings(collect_files(places, _warn_of_left_out))
     if several and not each:
         named = ", ".join(one.folder for one in several)
         raise UsageError(
@@ -424,6 +424,10 @@ def upload_command(
         for one in several:
             own = None if name is None else f"{name} {one.folder.rpartition('/')[2]}"
             _send_run(connection, one.places, own, pairs, mesh, None, redact=redact, wait=wait)
+
+
+def _warn_of_left_out(one: LeftOut) -> None:
+    print_line(f"stepsplit: {one.path} is not uploaded: it is {one.reason}", err=True)
 
 
 def _send_run(

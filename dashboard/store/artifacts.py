@@ -34,6 +34,7 @@ from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
+from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder, replace_whole
 from stepsplit.dashboard.store.ids import find_below, is_run_id
 
@@ -189,7 +190,7 @@ def save_synced(folder: Path, report: Report, tables: Tables) -> None:
 
 def _read_if_exists(path: Path) -> bytes | None:
     with suppress(FileNotFoundError):
-        return path.read_bytes()
+        return read_regular(path)
     return None
 
 

@@ -30,6 +30,8 @@ from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
+from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
 from stepsplit.collectors.safe_text import SafeStream, escape_controls, escape_json
 from stepsplit.dashboard.store.artifacts import (
@@ -295,10 +297,10 @@ class Workers:
 
     def _start(self, slot: _WorkerSlot) -> None:
         slot.name, slot.begun = f"{os.uname().nodename}-{uuid.uuid4().hex[:8]}", time.monotonic()
-        command = [sys.executable, "-m", "stepsplit.dashboard", "worker", "--name", slot.name]
+        command = build_helper_command("stepsplit.dashboard", "worker", "--name", slot.name)
         command += ["--parent", str(os.getpid()), *self._options]
         # By environment: the URL may contain a password, and command lines are public.
-        env = {**os.environ, **build_worker_environment(self._store)}
+        env = build_helper_environment(build_worker_environment(self._store))
         slot.process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -434,7 +436,7 @@ def read_mesh_file(folder: Path) -> Mesh | None:
     DataError."""
     path = folder / MESH_FILE
     try:
-        return Mesh.parse(path.read_text().strip())
+        return Mesh.parse(read_regular(path).decode().strip())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

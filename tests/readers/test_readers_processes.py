@@ -22,6 +22,12 @@ from stepsplit.analyzer.readers.kineto import json_stream, reader
 from stepsplit.analyzer.readers.workers import Task, ignore_progress, run_all
 
 
+@pytest.fixture(autouse=True)
+def import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of this file are called in the other processes too."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(os.path.isabs, sys.path)))
+
+
 def halved(number: int) -> int:
     if number % 2:
         raise DataError(f"{number}.json", "odd", "name an even one")
@@ -83,21 +89,24 @@ def test_a_large_file_read_in_ranges_is_the_file(
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """Two workers hold a file each under the temporary folder when the interrupt comes."""
-    program = tmp_path / "read.py"
-    program.write_text(
-        "import sys, time, tempfile, pathlib\n"
-        "from stepsplit.analyzer.readers.workers import Task, run_all\n"
+    (tmp_path / "holding.py").write_text(
+        "import time, tempfile, pathlib\n"
         "def hold():\n"
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        pathlib.Path(folder, 'held').write_text('x')\n"
         "        time.sleep(60)\n"
-        "if __name__ == '__main__':\n"
-        "    run_all([Task(str(i), 1 << 30, hold, ()) for i in range(2)], 2)\n"
+    )
+    program = tmp_path / "read.py"
+    program.write_text(
+        "from holding import hold\n"
+        "from stepsplit.analyzer.readers.workers import Task, run_all\n"
+        "run_all([Task(str(i), 1 << 30, hold, ()) for i in range(2)], 2)\n"
     )
     temporary = tmp_path / "tmp"
     temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(tmp_path)}
     job = subprocess.Popen(
-        [sys.executable, program], env=os.environ | {"TMPDIR": str(temporary)},
+        [sys.executable, program], env=environment,
         start_new_session=True, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts,
     )  # fmt: skip
     _until(lambda: len(list(temporary.rglob("held"))) == 2)

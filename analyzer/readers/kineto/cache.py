@@ -27,6 +27,7 @@ from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Lane, Note
 from stepsplit.collectors.private_folder import make_private_folder
+from stepsplit.collectors.regular_file import open_regular
 
 # Cached traces are Parquet files in the user's cache folder.
 #
@@ -161,7 +162,7 @@ def _make_own_folder() -> Path | None:
 def _build_stamp(source: Source, path: Path, rules: Rules) -> str:
     """A key of the file content, the reader version and the kernel rules."""
     edges = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         edges.update(file.read(_EDGE_BYTES))
         file.seek(max(path.stat().st_size - _EDGE_BYTES, 0))
         edges.update(file.read(_EDGE_BYTES))

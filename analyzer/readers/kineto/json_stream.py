@@ -25,6 +25,7 @@ from stepsplit.analyzer.readers.kineto.schema import (
     Entry,
     EntryTimes,
 )
+from stepsplit.collectors.regular_file import open_regular
 
 # A stream of JSON text -> the entries of its array, block by block, and the text after it.
 
@@ -214,13 +215,13 @@ def split_ranges(path: Path, array_at: int, max_count: int) -> tuple[ByteRange, 
     size = path.stat().st_size
     count = max(min(max_count, (size - array_at) // LEAST_RANGE_BYTES), 1)
     step = (size - array_at) // count
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         entry_starts = [_find_entry_start(file, array_at + i * step) for i in range(1, count)]
     places = sorted({array_at, *(place for place in entry_starts if place is not None), size})
     return tuple(ByteRange(begin, end) for begin, end in pairwise(places))
 
 
-def _find_entry_start(file: io.BufferedReader, offset: int) -> int | None:
+def _find_entry_start(file: io.FileIO, offset: int) -> int | None:
     """The offset of the first entry at or after `offset`; None if none is near."""
     file.seek(offset)
     window = file.read(_WINDOW_BYTES)

@@ -54,6 +54,7 @@ from stepsplit.analyzer.trace import (
     Lane,
     Note,
 )
+from stepsplit.collectors.regular_file import open_regular
 from stepsplit.collectors.run_spec import replace_surrogates
 
 # The trace_view.json of torch_npu and msprof: tracks of an Ascend device, without categories.
@@ -218,7 +219,7 @@ def _describe_call(name: str) -> bytes:
 
 def read_range(path: Path, byte_range: ByteRange, rules: Rules = BUILT_IN) -> TracePart:
     """Reads the entries that begin in the byte range of the file."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         return read_part(_Range(file, byte_range), b"", rules)
 
 

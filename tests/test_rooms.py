@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("analyzer", "collectors", "dashboard")
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_FUNCTION = 240, 900, 60
+MOST_LINES, MOST_LINES_OF_FUNCTION = 900, 60
 OF_FRAMEWORKS = {"StepsplitCallback"}
 """Users import these from the integration of their framework."""
 
@@ -21,7 +21,6 @@ def read_modules() -> dict[Path, ast.Module]:
 
 
 def test_modules_are_whole_things_and_not_too_large() -> None:
-    assert len(read_modules()) <= MOST_MODULES
     lines = {path: path.read_text().count("\n") for path in read_modules()}
     assert {path: n for path, n in lines.items() if n > MOST_LINES} == {}
 

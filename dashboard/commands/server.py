@@ -167,7 +167,8 @@ def dashboard_command(
     require_package("dash", "dashboard")
     from stepsplit.dashboard.store.logins import Role
     from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
-    from stepsplit.dashboard.web.auth import ServeOptions, choose_access, parse_trusted_proxy
+    from stepsplit.dashboard.web.auth import choose_access, parse_trusted_proxy
+    from stepsplit.dashboard.web.options import ServeOptions
     from stepsplit.dashboard.web.serve import find_free_port, serve
 
     role = Role.parse(trusted_proxy_role or "")

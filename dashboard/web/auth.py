@@ -7,7 +7,7 @@ import hmac
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,34 +21,9 @@ from werkzeug.urls import iri_to_uri
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.audit import OK, AuditLog
-from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.logins import LIFETIME_S, ROLES, Guessed, Role, User
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.alerting import AlertTarget
-from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError, Limits
-
-# Options of the production server.
-
-Ready = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Access control, upload limits, analysis workers, webhook and log format of the server.
-
-    limit_s, memory_bytes: what one analysis may take; memory None for the default. public_url: the
-    address of the pages in messages; by default the one that the server listens on.
-    """
-
-    access: Access
-    limits: Limits = field(default_factory=Limits)
-    workers: int = 1
-    limit_s: float = 3_600.0
-    memory_bytes: int | None = None
-    log_format: LogFormat = "text"
-    alert_target: AlertTarget | None = None
-    public_url: str | None = None
-
+from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError
 
 # Access modes: local requests only, with a secret, through a trusted proxy, or open.
 

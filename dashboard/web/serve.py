@@ -22,7 +22,8 @@ from stepsplit.dashboard.store.ingest import (
 )
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.alerting import AlertWorker
-from stepsplit.dashboard.web.auth import Ready, ServeOptions, choose_access
+from stepsplit.dashboard.web.auth import choose_access
+from stepsplit.dashboard.web.options import Ready, ServeOptions
 
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 15.0

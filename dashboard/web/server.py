@@ -34,14 +34,8 @@ from stepsplit.dashboard.web.api import (
     count_request,
 )
 from stepsplit.dashboard.web.app import add_pages
-from stepsplit.dashboard.web.auth import (
-    Access,
-    Authenticator,
-    Ready,
-    ServeOptions,
-    build_login_routes,
-    protect,
-)
+from stepsplit.dashboard.web.auth import Access, Authenticator, build_login_routes, protect
+from stepsplit.dashboard.web.options import Ready, ServeOptions
 from stepsplit.dashboard.web.uploads import (
     HttpError,
     Limits,

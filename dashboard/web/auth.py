@@ -23,6 +23,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.audit import OK, AuditLog
 from stepsplit.dashboard.store.logins import LIFETIME_S, ROLES, Guessed, Role, User
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.web import shared_host
 from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError
 
 # Access modes: local requests only, with a secret, through a trusted proxy, or open.
@@ -104,23 +105,27 @@ def choose_access(
     proxy: TrustedProxy | None = None,
     has_tokens: bool = False,
     open_to_anyone: bool = False,
-    one_time_login: bool = False,
+    one_time_login: bool | None = False,
 ) -> Access:
-    """The access mode of a server that listens on host. password: of the role admin. Raises
-    UsageError if it is reachable from other machines and no access control is set, or if two roles
-    have the same password."""
+    """The access mode of a server that listens on host. password: of the role admin.
+    one_time_login: None for one if nothing else restricts access and others may log in to this
+    host. Raises UsageError if the server is reachable from other machines and no access control is
+    set, or if two roles have the same password."""
     if open_to_anyone:
         return Access(local=False)
+    local = host in LOOPBACK
     given = {
         Role.ADMIN: password, Role.UPLOADER: uploader_password, Role.VIEWER: viewer_password,
     }  # fmt: skip
     passwords = {role: one for role, one in given.items() if one is not None}
     if len(set(passwords.values())) < len(passwords):
         raise UsageError("two roles have the same password; choose another one for each role")
+    if one_time_login is None:
+        is_open = local and not passwords and proxy is None
+        one_time_login = is_open and shared_host.has_other_users()
     if one_time_login:
         # That nobody knows: sessions are bound to it, and so end with the server.
         passwords.setdefault(Role.ADMIN, secrets.token_urlsafe(32))
-    local = host in LOOPBACK
     if passwords or proxy is not None or (has_tokens and not local):
         return Access(False, True, passwords, proxy, one_time_login)
     if local:

@@ -74,7 +74,7 @@ def test_the_log_is_read_by_admins_alone(client: FlaskClient, store: Store) -> N
     assert read.json is not None and read.json["schema"] == "stepsplit.audit/1"
     assert [one["action"] for one in read.json["entries"]] == ["refused", "logout"]
     assert list(read.json["entries"][0]) == [
-        "at", "user_name", "role", "address", "action", "target", "outcome",
+        "at", "user_name", "role", "address", "action", "target", "outcome", "count",
     ]  # fmt: skip
     later = client.get("/api/v1/audit?since=2999-01-01", headers=admin)
     assert later.json == {"schema": "stepsplit.audit/1", "entries": []}
@@ -155,18 +155,22 @@ def log(database_url: str, clock: list[int], monkeypatch: pytest.MonkeyPatch) ->
     database.close()
 
 
-def test_refusals_do_not_push_out_what_was_done(
+def test_what_is_repeated_pushes_out_nothing_else(
     log: AuditLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "MAX_DONE", 3)
-    monkeypatch.setattr(audit, "MAX_REFUSED", 2)
-    for number in range(5):
-        log.record("upload", str(number), user_name="ci")
+    monkeypatch.setattr(audit, "MAX_OF_ACTION", 2)
+    for number in range(4):
+        log.record("run deleted", str(number), user_name="boss")
     for number in range(9):
         log.record("login", str(number), user_name="unknown", outcome="wrong password or token")
+        log.record("login", str(number), user_name=f"session {number}")
 
     entries = log.list_entries(100)
-    assert [one.target for one in entries] == ["8", "7", "4", "3", "2"]
+    shown = [(one.action, one.target, one.outcome == "ok") for one in entries]
+    assert shown == [
+        ("login", "8", True), ("login", "8", False), ("login", "7", True), ("login", "7", False),
+        ("run deleted", "3", True), ("run deleted", "2", True),
+    ]  # fmt: skip
 
 
 def test_old_entries_are_deleted(log: AuditLog, clock: list[int]) -> None:

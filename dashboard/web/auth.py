@@ -390,6 +390,14 @@ class Authenticator:
             g.known_client = signer.sign(client).decode()
         return User("password", matched[0])
 
+    def end_session(self) -> None:
+        """Ends the session that the browser has, if any."""
+        session_id = request.cookies.get(_name_cookie(SESSION))
+        user = self.find_user() if session_id else None
+        if session_id and user is not None and self.store.sessions.end(session_id):
+            g.user = user
+            record_action(self.store.audit, "logout")
+
     def find_client_address(self) -> str:
         """The client address for throttling; behind the proxy, from X-Forwarded-For."""
         remote, proxy = request.remote_addr or "", self.access.proxy
@@ -498,26 +506,18 @@ def build_login_routes(authenticator: Authenticator) -> Blueprint:
     @routes.post(LOGOUT_PATH)
     def leave() -> Response:
         """Ends the session."""
-        end_session()
+        authenticator.end_session()
         response = _go_to(LOGIN_PATH)
         _set_cookie(response, SESSION, "", 0)
         return response
 
     def begin_session(session_id: str, place: str) -> Response:
-        end_session()
+        authenticator.end_session()
         g.user = store.sessions.find(session_id, access.passwords) or UNKNOWN
         record_action(store.audit, "login")
         response = _go_to(place)
         _set_cookie(response, SESSION, session_id, LIFETIME_S)
         return response
-
-    def end_session() -> None:
-        """Ends the session that the browser has, if any."""
-        session_id = request.cookies.get(_name_cookie(SESSION))
-        user = authenticator.find_user() if session_id else None
-        if session_id and user is not None and store.sessions.end(session_id):
-            g.user = user
-            record_action(store.audit, "logout")
 
     def build_form(place: str, problem: str, status: int) -> Response:
         values = {"next": place, "problem": problem, "one_time": access.one_time}

@@ -17,7 +17,14 @@ from store_builders import uploaded
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store import audit
-from stepsplit.dashboard.store.audit import KEPT_S, AuditEntry, AuditLog, parse_since
+from stepsplit.dashboard.store.audit import (
+    KEPT_S,
+    PERIOD_S,
+    AuditEntry,
+    AuditLog,
+    audit_to_json,
+    parse_since,
+)
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
@@ -171,6 +178,24 @@ def test_what_is_repeated_pushes_out_nothing_else(
         ("login", "8", True), ("login", "8", False), ("login", "7", True), ("login", "7", False),
         ("run deleted", "3", True), ("run deleted", "2", True),
     ]  # fmt: skip
+
+
+def test_what_is_refused_again_is_counted_for_an_hour(log: AuditLog, clock: list[int]) -> None:
+    for _ in range(40):
+        log.record("login", user_name="unknown", address="6.6.6.6", outcome="wrong password")
+    log.record("login", user_name="unknown", address="6.6.6.7", outcome="wrong password")
+    log.record("login", user_name="session 1", address="6.6.6.6")
+    clock[0] += PERIOD_S * 10**9
+    log.record("login", user_name="unknown", address="6.6.6.6", outcome="wrong password")
+
+    entries = log.list_entries(100)
+
+    shown = [(one.address, one.outcome, one.count) for one in entries]
+    assert shown == [
+        ("6.6.6.6", "wrong password", 1), ("6.6.6.6", "ok", 1),
+        ("6.6.6.7", "wrong password", 1), ("6.6.6.6", "wrong password", 40),
+    ]  # fmt: skip
+    assert json.loads(audit_to_json(entries))["entries"][-1]["count"] == 40
 
 
 def test_old_entries_are_deleted(log: AuditLog, clock: list[int]) -> None:

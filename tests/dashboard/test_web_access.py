@@ -166,8 +166,9 @@ def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> 
     known, token = _client(store, access), store.tokens.create("ci").secret
     first = known.get("/", headers=HOST | _basic(PASSWORD))
     guesser = _client(store, access)
-    for _ in range(FREE_FAILURES):
-        guesser.get("/", headers=HOST | _basic("guess"))
+    # As many more as make the next one wait for minutes.
+    for _ in range(FREE_FAILURES + 8):
+        store.login_failures.record(list_guessed("127.0.0.1"))
 
     assert guesser.get("/", headers=HOST | _basic(PASSWORD)).status_code == 429
     assert known.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
@@ -180,11 +181,46 @@ def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> 
     name, _, signed = cookie.partition(";")[0].partition("=")
     client, at, signature = signed.split(".")
     for forged in (
-        "", "x.y", f"viewer{client}.{at}.{signature}", f"{client}.{at}.{'0' * 27}", "\xff.\xff.\xff",
+        "", "x.y", f"viewer{client}.{at}.{signature}", f"{client}.{at}.{'0' * 27}", "\xff.\xff",
     ):  # fmt: skip
         headers = HOST | _basic(PASSWORD) | {"Cookie": f"{name}={forged}"}
         stranger = create_server(store, access).test_client(use_cookies=False)
         assert stranger.get("/", headers=headers).status_code == 429
+
+
+def test_a_known_client_may_enter_its_own_password_only(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD, viewer_password="look")
+    viewer, admin = _client(store, access), _client(store, access)
+    assert viewer.get("/", headers=HOST | _basic("look")).status_code == 200
+    assert admin.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
+    for _ in range(FREE_FAILURES + 8):
+        store.login_failures.record(list_guessed("127.0.0.1"))
+
+    guesses = [
+        viewer.get("/", headers=HOST | _basic(f"guess {number}")).status_code
+        for number in range(FREE_FAILURES + 20)
+    ]
+
+    # Its own limit ends the guesses, of which each counts for the address too.
+    assert guesses[:FREE_FAILURES] == [401] * FREE_FAILURES
+    assert guesses[-1] == 429
+    # The admin's password is not tried, right or wrong; and the admin comes in nevertheless.
+    assert viewer.get("/", headers=HOST | _basic(PASSWORD)).status_code in (401, 429)
+    assert admin.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
+    entries = store.audit.list_entries(10)
+    assert [(one.action, one.outcome) for one in entries] == [("login", "wrong password or token")]
+    assert entries[0].count >= FREE_FAILURES
+
+
+def test_the_guesses_of_a_known_client_count_for_its_address_from_the_first(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD, viewer_password="look")
+    viewer = _client(store, access)
+    viewer.get("/", headers=HOST | _basic("look"))
+
+    for number in range(FREE_FAILURES + 8):
+        viewer.get("/", headers=HOST | _basic(f"guess {number}"))
+
+    assert _client(store, access).get("/", headers=HOST | _basic(PASSWORD)).status_code == 429
 
 
 def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:

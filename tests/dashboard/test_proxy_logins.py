@@ -19,7 +19,6 @@ from stepsplit.dashboard.web.server import create_server
 SECRET = "0123456789abcdef0123456789abcdef"
 HOST = {"Host": "traces.example"}
 TOKENS = "/api/v1/tokens"
-ROOT_USER = {"X-Forwarded-User": "root"}
 _FORGE = """
 import json, sys, urllib.error, urllib.request
 url, guess = sys.argv[1:]
@@ -40,23 +39,16 @@ def client(store: Store) -> FlaskClient:
     return create_server(store, choose_access("127.0.0.1", proxy=proxy)).test_client()
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        {}, {PROXY_SECRET: ""}, {PROXY_SECRET: " "}, {PROXY_SECRET: SECRET[:-1]},
-        {PROXY_SECRET: f"{SECRET},{SECRET}"}, {PROXY_SECRET: f"x,{SECRET}"},
-        {PROXY_SECRET: SECRET.upper()}, {PROXY_SECRET: "\xff"}, {"Authorization": f"Bearer {SECRET}"},
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_a_local_account_that_names_a_user_is_nobody(
-    client: FlaskClient, store: Store, sent: dict[str, str]
-) -> None:
-    body = {"name": "m", "role": "admin"}
+def test_a_local_account_that_names_a_user_is_nobody(client: FlaskClient, store: Store) -> None:
+    body, forged = {"name": "m", "role": "admin"}, HOST | {"X-Forwarded-User": "root"}
+    twice, last, cut = f"{SECRET},{SECRET}", f"x,{SECRET}", SECRET[:-1]
+    sent = [{PROXY_SECRET: one} for one in ("", " ", twice, last, cut, SECRET.upper(), "\xff")]
 
-    refused = client.post(TOKENS, json=body, headers=HOST | ROOT_USER | sent)
+    for guess in ({}, {"Authorization": f"Bearer {SECRET}"}, *sent):
+        refused = client.post(TOKENS, json=body, headers=forged | guess)
+        assert refused.status_code in (401, 429), guess
 
-    assert (refused.status_code, store.tokens.list_tokens()) == (401, ())
+    assert store.tokens.list_tokens() == ()
 
 
 def test_the_proxy_names_its_users_and_their_addresses(client: FlaskClient, store: Store) -> None:

@@ -466,8 +466,7 @@ _PAGE = """<!DOCTYPE html>
 
 def build_login_routes(authenticator: Authenticator) -> Blueprint:
     """The routes of the login page, and of logging out."""
-    routes, access = Blueprint("login", __name__), authenticator.access
-    store = authenticator.store
+    access, store, routes = authenticator.access, authenticator.store, Blueprint("login", __name__)
 
     @routes.get(LOGIN_PATH)
     def show() -> Response:

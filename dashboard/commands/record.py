@@ -169,16 +169,12 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.web.serve import find_free_port, serve
+    from stepsplit.dashboard.web.serve import serve
 
     store = open_store()
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)
     at = f"/run/{run_id}   (Ctrl-C ends it)"
-    serve(
-        store,
-        port=port or find_free_port(),
-        ready=lambda url: click.echo(f"\ndashboard: {url}{at}"),
-    )
+    serve(store, port=port, ready=lambda url: click.echo(f"\ndashboard: {url}{at}"))
 
 
 def _read_available_bytes() -> int | None:

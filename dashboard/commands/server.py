@@ -68,7 +68,9 @@ memory_option = click.option(
 @click.command()
 @store_option
 @artifacts_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on, or unix:PATH."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -169,7 +171,7 @@ def dashboard_command(
     from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
     from stepsplit.dashboard.web.auth import choose_access, parse_trusted_proxy
     from stepsplit.dashboard.web.options import ServeOptions
-    from stepsplit.dashboard.web.serve import find_free_port, serve
+    from stepsplit.dashboard.web.serve import serve
 
     role = Role.parse(trusted_proxy_role or "")
     proxy = parse_trusted_proxy(trusted_proxy_header, proxies, role, trusted_proxy_role_header)
@@ -188,7 +190,7 @@ def dashboard_command(
         log_format=log_format, alert_target=target,
         public_url=None if public_url is None else check_public_url(public_url),
     )  # fmt: skip
-    serve(store, host, port or find_free_port(host), options=serving,
+    serve(store, host, port, options=serving,
           ready=lambda address: click.echo(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
 
 

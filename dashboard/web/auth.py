@@ -404,7 +404,7 @@ def choose_access(
     """The access mode of a server that listens on host. password: of the role admin. Raises
     UsageError if it is reachable from other machines and no access control is set, or if two roles
     have the same password."""
-    local = host in LOOPBACK
+    local = host in LOOPBACK or host.startswith("unix:")
     if open_to_anyone:
         return Access(local=False)
     guarded = Access(

@@ -49,6 +49,7 @@ def create_server(
     authenticator = Authenticator(access or Access(), store)
     server.register_blueprint(build_login_routes(authenticator))
     _compress_pages(server)
+    _keep_private(server)
     # The pages come last, because they catch all remaining routes.
     script_hashes = add_pages(server, store)
     _render_once(server)
@@ -69,6 +70,21 @@ def _compress_pages(server: Flask) -> None:
         of_page = not request.path.startswith("/api/") or request.blueprint == "timeline"
         whole = of_page and response.status_code == 200
         return compress.after_request(response) if whole else response
+
+
+_PUBLIC = ("/assets/", "/_dash-component-suites/")
+"""Scripts and styles, which are the same for everyone."""
+
+
+def _keep_private(server: Flask) -> None:
+    """No cache keeps pages and data: not that of a proxy, nor that of a browser on a shared
+    machine."""
+
+    @server.after_request
+    def forbid_caches(response: Response) -> Response:
+        if not (request.path.startswith(_PUBLIC) and response.status_code < 400):
+            response.headers["Cache-Control"] = "private, no-store"
+        return response
 
 
 def _render_once(server: Flask) -> None:

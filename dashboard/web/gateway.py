@@ -90,9 +90,9 @@ class Gateway:
         is_checked, received, block = False, 0, bytearray()
         while client.has_more:
             if max(announced, received) > limit_bytes:
-                # Flask itself refuses a body above the limit: it sees its length, or one byte more.
                 if is_checked:
-                    break
+                    reason = f"the body exceeds the limit of this server ({limit_bytes} bytes)"
+                    return _build_refusal(413, reason)
                 refusal, limit_bytes = await _run(self._pages, self._check_head, environ)
                 if refusal is not None:
                     return refusal

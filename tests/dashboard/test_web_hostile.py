@@ -245,8 +245,9 @@ def test_no_error_names_a_folder_of_the_server(
     (folder / "job.toml").write_bytes(b"[job")
     files = f"{RUNS}/{_create(client)}/files"
     client.put(f"{files}/a", data=b"x")
-    rules = [rule.rule for rule in client.application.url_map.iter_rules() if "GET" in rule.methods]
-    paths = [rule.replace("<run_id>", run_id) for rule in rules if "<run_id>" in rule]
+    rules = client.application.url_map.iter_rules()
+    reads = [rule.rule for rule in rules if "GET" in (rule.methods or ())]
+    paths = [rule.replace("<run_id>", run_id) for rule in reads if "<run_id>" in rule]
     pages = ("", "/timeline", "/memory", "/collectives", "/compute", "/pipeline", "/model")
 
     answers = [
@@ -280,4 +281,4 @@ def test_only_scripts_and_styles_may_be_kept_by_caches(client: FlaskClient, stor
 
 def _get_text(client: FlaskClient, path: str) -> str:
     with client.get(path) as answer:
-        return answer.text
+        return str(answer.get_data(as_text=True))

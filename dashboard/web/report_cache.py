@@ -104,10 +104,13 @@ class ReportCache:
             yield
         except DataError as error:
             folder = self._store.artifacts.find_folder("")
-            texts = [error.where, error.problem, error.hint]
-            for root in (folder.absolute(), folder):
-                texts = [text.replace(f"{root}/", "") for text in texts]
-            raise DataError(*texts, rank=error.rank) from None
+
+            def hide(text: str) -> str:
+                return text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+
+            raise DataError(
+                hide(error.where), hide(error.problem), hide(error.hint), error.rank
+            ) from None
 
 
 def require_tables(view: View) -> Tables:

@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+from flask import Flask
+
 from stepsplit.dashboard.store.ingest import (
     Workers,
     choose_memory_bytes,
@@ -83,8 +85,7 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ServerProcesses:
-    """The processes that answer requests, as children of one without other threads: a lock that a
-    thread holds at a fork stays locked in the child."""
+    """The processes that answer requests."""
 
     store: Store
     listener: socket.socket
@@ -93,13 +94,21 @@ class _ServerProcesses:
 
     def run(self) -> None:
         """Serves until terminated. A killed process is replaced; one that fails ends all."""
+        # Imported in this process, after the metrics folder is set.
+        from stepsplit.dashboard.web.server import create_server
+
+        # Built once, and before all forks: another process is there at once. This one has no other
+        # threads, as a lock that a thread holds at a fork stays locked in the child.
+        flask = create_server(self.store, self.options.access, self.options.limits)
+        answer = partial(self._answer, flask)
         signal.signal(signal.SIGTERM, _stop)
         running: list[BaseProcess] = []
         try:
-            running.append(self._start(self.announce))
+            running = [_fork("answers", answer) for _ in range(PROCESSES)]
+            self.announce()
             while all((process.exitcode or 0) <= 0 for process in running):
                 running = [process for process in running if process.is_alive()]
-                running += [self._start() for _ in range(PROCESSES - len(running))]
+                running += [_fork("answers", answer) for _ in range(PROCESSES - len(running))]
                 wait([process.sentinel for process in running])
             raise SystemExit(1)
         except _StopRequested:
@@ -107,18 +116,10 @@ class _ServerProcesses:
         finally:
             _terminate(*running)
 
-    def _start(self, announce: Callable[[], object] = str) -> BaseProcess:
-        return _fork("answers", partial(self._answer, announce))
-
-    def _answer(self, announce: Callable[[], object]) -> None:
-        # Imported in this process, after the metrics folder is set.
-        from stepsplit.dashboard.web.server import create_server
-
+    def _answer(self, flask: Flask) -> None:
         self.store.reconnect()
-        flask = create_server(self.store, self.options.access, self.options.limits)
         # The folder of all runs.
         folder = self.store.artifacts.find_folder("")
-        announce()
         answer_requests(Gateway(flask, self.options.limits, folder), self.listener)
 
 

@@ -129,7 +129,7 @@ class Gateway:
                 return self._flask.finalize_request(refusal), 0
             if request.endpoint in ("api.put", "api.patch"):
                 return None, self._limits.file_bytes
-            # Nobody has to log in for the login page.
+            # The login page is for those who have not logged in.
             return None, self._flask.config["MAX_CONTENT_LENGTH"] if "user" in g else JSON_BYTES
 
 

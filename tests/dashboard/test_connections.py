@@ -55,7 +55,7 @@ def length():
 
 @flask.route("/user")
 def user():
-    return request.headers.get("X-User", "nobody") + " " + request.remote_addr
+    return request.headers.get("X-User", "none") + " " + request.remote_addr
 
 @flask.route("/large")
 def large():
@@ -202,7 +202,7 @@ def test_the_name_of_a_header_has_no_underscore(patient: Server) -> None:
     """To WSGI X_User is X-User, which a proxy removes from what clients send."""
     answer = patient.ask(write_head("GET /user", "X_User: admin", CLOSE))
 
-    assert _split(answer)[1] == b"nobody 127.0.0.1"
+    assert _split(answer)[1] == b"none 127.0.0.1"
 
 
 def test_a_request_in_pieces_is_answered_as_a_whole_one(patient: Server) -> None:
@@ -348,7 +348,7 @@ def test_a_unix_socket_is_for_its_user_only(tmp_path: Path) -> None:
         link.sendall(_get("/user"))
 
         # Without an address, which no client of a network is.
-        assert _split(read_all(link)) == (b"200 OK", b"nobody ")
+        assert _split(read_all(link)) == (b"200 OK", b"none ")
         assert place.stat().st_mode & 0o777 == 0o600
 
 

@@ -68,7 +68,9 @@ memory_option = click.option(
 @click.command()
 @store_option
 @artifacts_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on, or unix:PATH."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -183,7 +185,7 @@ def dashboard_command(
     from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
     from stepsplit.dashboard.web.auth import choose_access, find_first_place, parse_trusted_proxy
     from stepsplit.dashboard.web.options import ServeOptions
-    from stepsplit.dashboard.web.serve import find_free_port, serve
+    from stepsplit.dashboard.web.serve import serve
 
     role = Role.parse(trusted_proxy_role or "")
     proxy_secret = _read_password(trusted_proxy_secret_file, "STEPSPLIT_PROXY_SECRET")
@@ -208,7 +210,7 @@ def dashboard_command(
         public_url=None if public_url is None else check_public_url(public_url),
     )  # fmt: skip
     serve(
-        store, host, port or find_free_port(host), options=serving,
+        store, host, port, options=serving,
         ready=lambda address: click.echo(f"dashboard: {address}{place}   (Ctrl-C ends it)"),
     )  # fmt: skip
 

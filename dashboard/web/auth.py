@@ -113,7 +113,9 @@ def choose_access(
     set, or if two roles have the same password."""
     if open_to_anyone:
         return Access(local=False)
-    local = host in LOOPBACK
+    # Only the same user opens the socket.
+    is_socket = host.startswith("unix:")
+    local = host in LOOPBACK or is_socket
     given = {
         Role.ADMIN: password, Role.UPLOADER: uploader_password, Role.VIEWER: viewer_password,
     }  # fmt: skip
@@ -121,7 +123,7 @@ def choose_access(
     if len(set(passwords.values())) < len(passwords):
         raise UsageError("two roles have the same password; choose another one for each role")
     if one_time_login is None:
-        is_open = local and not passwords and proxy is None
+        is_open = local and not is_socket and not passwords and proxy is None
         one_time_login = is_open and shared_host.has_other_users()
     if one_time_login:
         # That nobody knows: sessions are bound to it, and so end with the server.
@@ -246,8 +248,7 @@ def _build_way_to_login(incoming: Request) -> Response:
     link = f'<a href="{page}">Log in</a>'
     body = f'<!DOCTYPE html><html lang="en"><title>stepsplit</title>{refresh}<p>{link}</p></html>'
     # Not the Basic scheme, for which a browser would ask in a window of its own.
-    headers = {"WWW-Authenticate": 'Bearer realm="stepsplit"', "Cache-Control": "no-store"}
-    return Response(body, 401, headers)
+    return Response(body, 401, {"WWW-Authenticate": 'Bearer realm="stepsplit"'})
 
 
 _ADMIN_READS = ("api.list_audit", "api.list_tokens")
@@ -521,7 +522,7 @@ def build_login_routes(authenticator: Authenticator) -> Blueprint:
     def build_form(place: str, problem: str, status: int) -> Response:
         values = {"next": place, "problem": problem, "one_time": access.one_time}
         page = render_template_string(_PAGE, action=LOGIN_PATH, **values)
-        return Response(page, status, {"Cache-Control": "no-store"})
+        return Response(page, status)
 
     return routes
 
@@ -533,7 +534,7 @@ def parse_next(text: str) -> str:
 
 
 def _go_to(place: str) -> Response:
-    return Response("", 303, {"Location": iri_to_uri(place), "Cache-Control": "no-store"})
+    return Response("", 303, {"Location": iri_to_uri(place)})
 
 
 def find_first_place(store: Store, access: Access, place: str = "") -> str:

@@ -52,7 +52,7 @@ def test_the_address_logs_in_once(
         again = other.get(place, headers=HOST)
 
     assert (opened.status_code, opened.headers["Location"]) == (303, "/run/0123456789ab")
-    assert opened.headers["Cache-Control"] == "no-store"
+    assert opened.headers["Cache-Control"] == "private, no-store"
     flags = opened.headers["Set-Cookie"]
     assert flags.startswith("stepsplit-session-8050=") and token not in flags
     assert "HttpOnly" in flags and "SameSite=Strict" in flags

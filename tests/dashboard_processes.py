@@ -50,6 +50,8 @@ def running_dashboard(folder: Path, *options: str) -> Iterator[Dashboard]:
         pass
     printed, log = folder / "printed.txt", folder / "log.txt"
     command = [sys.executable, "-m", "stepsplit.dashboard", "dashboard", "--port", "0"]
+    # Else it depends on the accounts of this machine whether there is a login.
+    command += ["--open-to-this-host"]
     command += ["--store", store_url(folder), "--artifacts", str(folder / "artifacts"), *options]
     # What a killed dashboard cannot remove goes with the test's folder.
     env = {**os.environ, "TMPDIR": str(folder)}

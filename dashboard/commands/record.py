@@ -172,16 +172,19 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.web.serve import find_free_port, serve
+    from stepsplit.dashboard.web.auth import choose_access, find_first_place
+    from stepsplit.dashboard.web.options import ServeOptions
+    from stepsplit.dashboard.web.serve import serve
 
-    store = open_store()
+    store, access = open_store(), choose_access("127.0.0.1", one_time_login=None)
     run_id = store.import_report(analysis.report.run.name, analysis.report, analysis.tables)
+    place = find_first_place(store, access, f"/run/{run_id}")
     print_line()
-    at = f"/run/{run_id}   (Ctrl-C ends it)"
     serve(
         store,
-        port=port or find_free_port(),
-        ready=lambda url: print_line(f"dashboard: {url}{at}"),
+        port=port,
+        ready=lambda url: print_line(f"dashboard: {url}{place}   (Ctrl-C ends it)"),
+        options=ServeOptions(access),
     )
 
 

@@ -70,7 +70,9 @@ memory_option = click.option(
 @click.command()
 @store_option
 @artifacts_option
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on, or unix:PATH."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -129,6 +131,18 @@ memory_option = click.option(
     metavar="NAME",
     help="Header in which the proxy sets each user's role instead.",
 )
+@click.option(
+    "--trusted-proxy-secret-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The secret that the proxy sends, or STEPSPLIT_PROXY_SECRET.",
+)
+@click.option(
+    "--one-time-login/--open-to-this-host",
+    default=None,
+    help="Print an address that logs in once, or let every account of this host in.  [default: the "
+    "first if other people have accounts here and no other option restricts access]",
+)
 @click.option("--open-to-anyone", is_flag=True, help="Allow access without authentication.")
 @click.option("--alert-url", metavar="URL",
               help="Send each alert of a watched run to this webhook, signed.")  # fmt: skip
@@ -159,6 +173,8 @@ def dashboard_command(
     proxies: tuple[str, ...],
     trusted_proxy_role: str | None,
     trusted_proxy_role_header: str | None,
+    trusted_proxy_secret_file: Path | None,
+    one_time_login: bool | None,
     open_to_anyone: bool,
     alert_url: str | None,
     alert_secret_file: Path | None,
@@ -169,11 +185,15 @@ def dashboard_command(
     require_package("dash", "dashboard")
     from stepsplit.dashboard.store.logins import Role
     from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
-    from stepsplit.dashboard.web.auth import ServeOptions, choose_access, parse_trusted_proxy
-    from stepsplit.dashboard.web.serve import find_free_port, serve
+    from stepsplit.dashboard.web.auth import choose_access, find_first_place, parse_trusted_proxy
+    from stepsplit.dashboard.web.options import ServeOptions
+    from stepsplit.dashboard.web.serve import serve
 
     role = Role.parse(trusted_proxy_role or "")
-    proxy = parse_trusted_proxy(trusted_proxy_header, proxies, role, trusted_proxy_role_header)
+    proxy_secret = _read_password(trusted_proxy_secret_file, "STEPSPLIT_PROXY_SECRET")
+    proxy = parse_trusted_proxy(
+        trusted_proxy_header, proxies, role, trusted_proxy_role_header, proxy_secret
+    )
     password = _read_password(password_file, "STEPSPLIT_PASSWORD")
     uploader = _read_password(uploader_password_file, "STEPSPLIT_UPLOADER_PASSWORD")
     viewer = _read_password(viewer_password_file, "STEPSPLIT_VIEWER_PASSWORD")
@@ -183,14 +203,18 @@ def dashboard_command(
     access = choose_access(
         host, password=password, uploader_password=uploader, viewer_password=viewer,
         proxy=proxy, has_tokens=store.tokens.has_active(), open_to_anyone=open_to_anyone,
+        one_time_login=one_time_login,
     )  # fmt: skip
+    place = find_first_place(store, access)
     serving = ServeOptions(
         access, workers=workers, limit_s=60 * limit, memory_bytes=_to_bytes(memory),
         log_format=log_format, alert_target=target,
         public_url=None if public_url is None else check_public_url(public_url),
     )  # fmt: skip
-    serve(store, host, port or find_free_port(host), options=serving,
-          ready=lambda address: print_line(f"dashboard: {address}   (Ctrl-C ends it)"))  # fmt: skip
+    serve(
+        store, host, port, options=serving,
+        ready=lambda address: print_line(f"dashboard: {address}{place}   (Ctrl-C ends it)"),
+    )  # fmt: skip
 
 
 def _read_password(file: Path | None, variable: str) -> str | None:
@@ -364,6 +388,7 @@ def _format_audit_entry(entry: AuditEntry) -> str:
     user = f"{entry.user_name} ({entry.role})" if entry.role else entry.user_name
     parts = [format_time(entry.at_unix_ns), f"{entry.action:14}", user, entry.address, entry.target]
     parts += [] if entry.outcome == OK else [f"refused: {entry.outcome}"]
+    parts += [] if entry.count == 1 else [f"{entry.count} times"]
     return "  ".join(part for part in parts if part)
 
 

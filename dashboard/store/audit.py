@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 import orjson
-from sqlalchemy import ColumnElement, delete, insert, select
-from sqlalchemy.engine import Connection
+from sqlalchemy import delete, func, insert, select, update
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.database import AUDIT, Database, clean_text
@@ -18,11 +17,14 @@ from stepsplit.dashboard.store.database import AUDIT, Database, clean_text
 OK = "ok"
 """The outcome of what was done; any other outcome says why it was refused."""
 
-KEPT_S, MAX_DONE, MAX_REFUSED = 365 * 86_400, 100_000, 10_000
-"""Entries are kept for this long, and at most so many. What was refused is counted apart, so that
-an attacker cannot push out what was done."""
+KEPT_S, MAX_OF_ACTION = 365 * 86_400, 20_000
+"""Entries are kept for this long, and at most so many of each action; refusals of it count apart.
+So who repeats one thing, such as a viewer who logs in, pushes out nothing else."""
 
-TRIM_EVERY = 100
+PERIOD_S = 3_600
+"""What is refused again in this time is counted in the entry of the first time."""
+
+TRIM_EVERY = 500
 """Old entries are deleted after so many new ones."""
 
 _SECOND_NS, _MAX_NS = 10**9, (1 << 63) - 1
@@ -32,7 +34,8 @@ _LOG = logging.getLogger("stepsplit.audit")
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """An entry. user_name: a token, session, user of the proxy or of the command line."""
+    """An entry. user_name: a token, session, user of the proxy or of the command line. count: how
+    often it was refused in the period that begins here."""
 
     at_unix_ns: int
     user_name: str
@@ -41,6 +44,7 @@ class AuditEntry:
     action: str
     target: str
     outcome: str
+    count: int = 1
 
 
 class AuditLog:
@@ -70,10 +74,21 @@ class AuditLog:
         }
         _LOG.info("audit", extra={"fields": entry})
         now_ns = self._now_ns()
+        again = update(AUDIT).where(AUDIT.c.at_unix_ns > now_ns - PERIOD_S * _SECOND_NS)
+        same = again.where(*(AUDIT.c[name] == value for name, value in entry.items()))
         new = insert(AUDIT).values(at_unix_ns=now_ns, **entry).returning(AUDIT.c.id)
         with self._database.begin_write() as connection:
-            if connection.execute(new).scalar_one() % TRIM_EVERY == 0:
-                _trim(connection, now_ns - KEPT_S * _SECOND_NS)
+            counted = same.values(count=AUDIT.c.count + 1)
+            if outcome != OK and connection.execute(counted).rowcount:
+                return
+            if connection.execute(new).scalar_one() % TRIM_EVERY:
+                return
+            kind = (AUDIT.c.action, AUDIT.c.outcome == OK)
+            place = func.row_number().over(partition_by=kind, order_by=AUDIT.c.id.desc())
+            placed = select(AUDIT.c.id, place.label("place")).subquery()
+            excess = select(placed.c.id).where(placed.c.place > MAX_OF_ACTION)
+            too_old = AUDIT.c.at_unix_ns < now_ns - KEPT_S * _SECOND_NS
+            connection.execute(delete(AUDIT).where(too_old | AUDIT.c.id.in_(excess)))
 
     def list_entries(self, last: int, since_unix_ns: int = 0) -> tuple[AuditEntry, ...]:
         """The newest entries, newest first."""
@@ -82,22 +97,6 @@ class AuditLog:
         ordered = newest.order_by(AUDIT.c.id.desc()).limit(last)
         with self._database.begin_read() as connection:
             return tuple(AuditEntry(*row) for row in connection.execute(ordered))
-
-
-def _trim(connection: Connection, oldest_unix_ns: int) -> None:
-    connection.execute(delete(AUDIT).where(AUDIT.c.at_unix_ns < oldest_unix_ns))
-    _keep_newest(connection, AUDIT.c.outcome == OK, MAX_DONE)
-    _keep_newest(connection, AUDIT.c.outcome != OK, MAX_REFUSED)
-
-
-def _keep_newest(connection: Connection, which: ColumnElement[bool], number: int) -> None:
-    newest = select(AUDIT.c.id).where(which).order_by(AUDIT.c.id.desc())
-    first_excess = connection.execute(newest.offset(number).limit(1)).scalar()
-    if first_excess is not None:
-        connection.execute(delete(AUDIT).where(which, AUDIT.c.id <= first_excess))
-
-
-# The log as JSON and on the command line.
 
 
 def parse_since(text: str) -> int:

@@ -256,7 +256,7 @@ def _upgrade(connection: Connection, version: str | None) -> None:
 
 # The SQL tables of the newest migration.
 
-VERSION = "0012"
+VERSION = "0013"
 """The newest migration."""
 
 METADATA = sa.MetaData()
@@ -378,6 +378,7 @@ AUDIT = sa.Table(
     sa.Column("action", sa.String(32), nullable=False),
     sa.Column("target", sa.String(300), nullable=False),
     sa.Column("outcome", sa.String(200), nullable=False),
+    sa.Column("count", sa.Integer, nullable=False, server_default="1"),
 )
 
 VERDICTS = sa.Table(
@@ -395,7 +396,6 @@ LOGIN_FAILURES = sa.Table(
     sa.Column("key", sa.String(100), primary_key=True),
     sa.Column("failures", sa.Integer, nullable=False),
     sa.Column("last_unix_ns", sa.BigInteger, nullable=False),
-    sa.Column("blocked_until_unix_ns", sa.BigInteger, nullable=False),
 )
 
 WATCHES = sa.Table(

@@ -8,13 +8,12 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import Connection
 
 from stepsplit.dashboard.store.database import (
     LOGIN_FAILURES,
@@ -25,11 +24,6 @@ from stepsplit.dashboard.store.database import (
 )
 
 _SECOND_NS = 10**9
-
-_USED_EVERY_NS = 60 * _SECOND_NS
-"""The last use of a token or session is recorded at most this often."""
-
-# Roles and users.
 
 
 class Role(IntEnum):
@@ -48,7 +42,7 @@ class Role(IntEnum):
         return self.name.lower()
 
     @classmethod
-    def parse(cls, label: str) -> Self | None:
+    def parse(cls, label: str) -> Role | None:
         """The role of this label; None if there is none."""
         return next((role for role in cls if role.label == label), None)
 
@@ -71,7 +65,33 @@ class User:
     authenticated: bool = True
 
 
-# API tokens for scripts: shown once, stored as a hash.
+class _Secrets:
+    """A table of secrets, each stored as its hash. Thread-safe; all processes of the store share
+    it."""
+
+    table: Table
+
+    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._database, self._now_ns = database, now_ns
+
+    def _change(self, statement: Any) -> int:
+        """Executes the statement, and returns the number of rows that it changed."""
+        with self._database.begin_write() as connection:
+            return connection.execute(statement).rowcount
+
+    def _record_use(self, secret: str, last_used_ns: int | None) -> None:
+        # At most once a minute: a page has dozens of requests, and each write is one of the disk.
+        if (now_ns := self._now_ns()) > (last_used_ns or 0) + 60 * _SECOND_NS:
+            used = update(self.table).where(self.table.c.sha256 == _hash(secret))
+            self._change(used.values(last_used_unix_ns=now_ns))
+
+
+def _hash(secret: str) -> str:
+    # A plain hash is enough: the secret is random and as long as its hash.
+    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
+
+
+# API tokens for scripts: shown once.
 
 PREFIX = "sst_"
 
@@ -113,69 +133,49 @@ class NewToken:
     secret: str = field(repr=False)
 
 
-class Tokens:
+class Tokens(_Secrets):
     """The tokens of a store."""
 
-    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._database, self._now_ns = database, now_ns
+    table = TOKENS
 
     def create(
         self, name: str, role: Role = Role.UPLOADER, lifetime_s: float | None = None
     ) -> NewToken:
-        """Creates a token, whose secret is to be shown once: only its hash is stored. Without a
-        lifetime it is valid until it is revoked."""
+        """Creates a token, whose secret is to be shown once. Without a lifetime it does not
+        expire."""
         secret, now_ns = PREFIX + secrets.token_urlsafe(32), self._now_ns()
-        shown_name = clean_text(name, TOKEN_NAME_LENGTH)
         expires_ns = None if lifetime_s is None else now_ns + int(lifetime_s * _SECOND_NS)
+        shown_name = clean_text(name, TOKEN_NAME_LENGTH)
         token = Token(uuid.uuid4().hex[:8], shown_name, now_ns, None, False, role, expires_ns)
         row = asdict(token) | {"role": role.label, "sha256": _hash(secret)}
-        with self._database.begin_write() as connection:
-            connection.execute(insert(TOKENS).values(row))
+        self._change(insert(TOKENS).values(row))
         return NewToken(token, secret)
 
-    def list_tokens(self) -> tuple[Token, ...]:
-        """All tokens including revoked and expired ones, oldest first."""
+    def list_tokens(self, *which: ColumnElement[bool]) -> tuple[Token, ...]:
+        """The tokens, by default also revoked and expired ones, oldest first."""
+        columns = [TOKENS.c[one.name] for one in fields(Token)]
+        found = select(*columns).where(*which).order_by(TOKENS.c.created_unix_ns)
         with self._database.begin_read() as connection:
-            rows = connection.execute(_SELECT_TOKENS.order_by(TOKENS.c.created_unix_ns))
-            return tuple(_read_token(row) for row in rows)
+            rows = [row._asdict() for row in connection.execute(found)]
+        return tuple(Token(**row | {"role": _read_role(row["role"])}) for row in rows)
 
     def has_active(self) -> bool:
         """Whether there is a valid token."""
-        counted = select(func.count()).select_from(TOKENS).where(_is_valid(self._now_ns()))
-        with self._database.begin_read() as connection:
-            return bool(connection.execute(counted).scalar())
+        return bool(self.list_tokens(_is_valid(self._now_ns())))
 
     def revoke(self, token_id: str) -> bool:
         """Revokes the token, which ends its sessions. False if there is none of this id."""
-        with self._database.begin_write() as connection:
-            return _update_token(connection, TOKENS.c.id == token_id, revoked=True)
+        return self._change(update(TOKENS).where(TOKENS.c.id == token_id).values(revoked=True)) > 0
 
     def verify(self, secret: str) -> Token | None:
         """The valid token that the secret is, and records its use; None if it is none."""
         if not secret.startswith(PREFIX):
             return None
-        of_secret = TOKENS.c.sha256 == _hash(secret)
-        with self._database.begin_read() as connection:
-            valid = _SELECT_TOKENS.where(of_secret, _is_valid(self._now_ns()))
-            row = connection.execute(valid).one_or_none()
-        if row is None:
+        found = self.list_tokens(TOKENS.c.sha256 == _hash(secret), _is_valid(self._now_ns()))
+        if not found:
             return None
-        self._record_use(of_secret, row.last_used_unix_ns)
-        return _read_token(row)
-
-    def _record_use(self, of_secret: ColumnElement[bool], last_used_ns: int | None) -> None:
-        now = self._now_ns()
-        if last_used_ns is None or last_used_ns < now - _USED_EVERY_NS:
-            with self._database.begin_write() as connection:
-                _update_token(connection, of_secret, last_used_unix_ns=now)
-
-
-_SELECT_TOKENS = select(*(TOKENS.c[name] for name in Token.__dataclass_fields__))
-
-
-def _read_token(row: Row[Any]) -> Token:
-    times = (row.created_unix_ns, row.last_used_unix_ns)
-    return Token(row.id, row.name, *times, row.revoked, _read_role(row.role), row.expires_unix_ns)
+        self._record_use(secret, found[0].last_used_unix_ns)
+        return found[0]
 
 
 def _is_valid(now_ns: int) -> ColumnElement[bool]:
@@ -187,15 +187,6 @@ def _read_role(label: str) -> Role:
     return Role.parse(label) or Role.VIEWER
 
 
-def _update_token(connection: Connection, which: ColumnElement[bool], **values: Any) -> bool:
-    return bool(connection.execute(update(TOKENS).where(which).values(values)).rowcount)
-
-
-def _hash(secret: str) -> str:
-    # A plain hash is enough: the secret is random and as long as its hash.
-    return hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
-
-
 # Sessions: a random id in the browser, its hash in the database.
 
 IDLE_S, LIFETIME_S = 12 * 3_600, 7 * 86_400
@@ -205,55 +196,77 @@ MAX_SESSIONS = 10_000
 """Beyond these, the sessions that were not used for longest end."""
 
 
-class Sessions:
-    """The sessions of a store. Thread-safe; all processes of the store share them."""
+class Sessions(_Secrets):
+    """The sessions of a store, and the one-time tokens that begin one."""
 
-    def __init__(self, database: Database, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._database, self._now_ns = database, now_ns
+    table = SESSIONS
 
     def create(self, secret: str, token_id: str | None) -> str:
         """Begins a session of who has entered the secret, which is the password, or the token of
         this id. Returns the session's id, which only the browser keeps."""
-        session_id, now_ns = secrets.token_urlsafe(32), self._now_ns()
-        proof = _prove(session_id, secret) if token_id is None else None
-        times = {"created_unix_ns": now_ns, "last_used_unix_ns": now_ns}
-        row = {"sha256": _hash(session_id), "token_id": token_id, "proof": proof} | times
-        with self._database.begin_write() as connection:
-            connection.execute(insert(SESSIONS).values(row))
-            _drop_old_sessions(connection, now_ns)
+        session_id = secrets.token_urlsafe(32)
+        self._add(session_id, None if token_id else _prove(session_id, secret), token_id)
         return session_id
+
+    def create_one_time(self, password: str) -> str:
+        """A token that begins one session of this password; unused, it ends as a session does."""
+        token = secrets.token_urlsafe(32)
+        self._add(token, _prove(f"once {token}", password), None)
+        return token
+
+    def redeem(self, token: str, password: str) -> str | None:
+        """Begins the session of the one-time token; None if it was used before or is none."""
+        session_id, now_ns = secrets.token_urlsafe(32), self._now_ns()
+        # One statement: of two processes with the same token, the second finds no row.
+        of_token = update(SESSIONS).where(
+            SESSIONS.c.sha256 == _hash(token),
+            SESSIONS.c.proof == _prove(f"once {token}", password),
+            _is_current(now_ns),
+        )
+        new = {"sha256": _hash(session_id), "proof": _prove(session_id, password)}
+        times = {"created_unix_ns": now_ns, "last_used_unix_ns": now_ns}
+        return session_id if self._change(of_token.values(new | times)) else None
 
     def find(self, session_id: str, passwords: Mapping[Role, str]) -> User | None:
         """The user of the session, and records its use. None if it has ended, or if its token is no
         longer valid or its password is none of these."""
         now_ns = self._now_ns()
-        valid = _is_valid(now_ns).label("valid")
-        fields = (*SESSIONS.c, TOKENS.c.name, TOKENS.c.role, valid)
-        tables = SESSIONS.outerjoin(TOKENS, SESSIONS.c.token_id == TOKENS.c.id)
-        found = select(*fields).select_from(tables).where(SESSIONS.c.sha256 == _hash(session_id))
+        columns = (*SESSIONS.c, TOKENS.c.name, TOKENS.c.role, _is_valid(now_ns).label("valid"))
+        joined = SESSIONS.outerjoin(TOKENS, SESSIONS.c.token_id == TOKENS.c.id)
+        found = select(*columns).select_from(joined)
+        current = found.where(SESSIONS.c.sha256 == _hash(session_id), _is_current(now_ns))
         with self._database.begin_read() as connection:
-            row = connection.execute(found.where(_is_current(now_ns))).one_or_none()
-        user = None if row is None else _read_user(row, session_id, passwords)
-        if row is not None and user is not None:
-            self._record_use(row.sha256, row.last_used_unix_ns, now_ns)
-        return user
+            row = connection.execute(current).one_or_none()
+        if row is None:
+            return None
+        name, role = f"session {row.sha256[:8]}", None
+        if row.token_id is None:
+            roles = {_prove(session_id, password): role for role, password in passwords.items()}
+            role = roles.get(row.proof)
+        elif row.valid:
+            name, role = f"{name} of token {row.name}", _read_role(row.role)
+        if role is None:
+            return None
+        self._record_use(session_id, row.last_used_unix_ns)
+        return User(name, role, row.token_id, in_session=True)
 
     def end(self, session_id: str) -> bool:
         """Ends the session. False if there is none of this id."""
-        ended = delete(SESSIONS).where(SESSIONS.c.sha256 == _hash(session_id))
-        with self._database.begin_write() as connection:
-            return bool(connection.execute(ended).rowcount)
+        return self._change(delete(SESSIONS).where(SESSIONS.c.sha256 == _hash(session_id))) > 0
 
     def end_all(self) -> int:
         """Ends all sessions, and returns their number."""
-        with self._database.begin_write() as connection:
-            return connection.execute(delete(SESSIONS)).rowcount
+        return self._change(delete(SESSIONS))
 
-    def _record_use(self, sha256: str, last_used_ns: int, now_ns: int) -> None:
-        if last_used_ns < now_ns - _USED_EVERY_NS:
-            used = update(SESSIONS).where(SESSIONS.c.sha256 == sha256)
-            with self._database.begin_write() as connection:
-                connection.execute(used.values(last_used_unix_ns=now_ns))
+    def _add(self, secret: str, proof: str | None, token_id: str | None) -> None:
+        row = {"sha256": _hash(secret), "token_id": token_id, "proof": proof}
+        times = dict.fromkeys(("created_unix_ns", "last_used_unix_ns"), self._now_ns())
+        newest = select(SESSIONS.c.sha256).order_by(SESSIONS.c.last_used_unix_ns.desc())
+        kept = newest.limit(MAX_SESSIONS - 1)
+        over = ~_is_current(self._now_ns()) | SESSIONS.c.sha256.not_in(kept)
+        with self._database.begin_write() as connection:
+            connection.execute(delete(SESSIONS).where(over))
+            connection.execute(insert(SESSIONS).values(row | times))
 
 
 def _prove(session_id: str, password: str) -> str:
@@ -264,27 +277,6 @@ def _prove(session_id: str, password: str) -> str:
 def _is_current(now_ns: int) -> ColumnElement[bool]:
     is_used = SESSIONS.c.last_used_unix_ns > now_ns - IDLE_S * _SECOND_NS
     return is_used & (SESSIONS.c.created_unix_ns > now_ns - LIFETIME_S * _SECOND_NS)
-
-
-def _read_user(row: Row[Any], session_id: str, passwords: Mapping[Role, str]) -> User | None:
-    name = f"session {row.sha256[:8]}"
-    if row.token_id is not None:
-        of_token = User(
-            f"{name} of token {row.name}", _read_role(row.role), row.token_id, in_session=True
-        )
-        return of_token if row.valid else None
-    for role, password in passwords.items():
-        if hmac.compare_digest(row.proof, _prove(session_id, password)):
-            return User(name, role, in_session=True)
-    return None
-
-
-def _drop_old_sessions(connection: Connection, now_ns: int) -> None:
-    connection.execute(delete(SESSIONS).where(~_is_current(now_ns)))
-    latest = select(SESSIONS.c.last_used_unix_ns).order_by(SESSIONS.c.last_used_unix_ns.desc())
-    oldest = connection.execute(latest.offset(MAX_SESSIONS).limit(1)).scalar()
-    if oldest is not None:
-        connection.execute(delete(SESSIONS).where(SESSIONS.c.last_used_unix_ns <= oldest))
 
 
 # Failed logins, counted across processes, and how long the next guess has to wait.
@@ -305,12 +297,6 @@ class Guessed:
     free: int
     max_wait_s: int
 
-    def compute_wait_s(self, failures: int) -> int:
-        """Seconds until the next guess."""
-        if failures < self.free:
-            return 0
-        return min(1 << min(failures - self.free, 30), self.max_wait_s)
-
 
 class LoginFailures:
     """The failed logins of a store. Thread-safe; all processes of the store share them."""
@@ -320,11 +306,17 @@ class LoginFailures:
 
     def compute_wait_s(self, guessed: Sequence[Guessed]) -> float:
         """Seconds until all of these accept a guess; 0 if they do."""
-        keys = [one.key for one in guessed]
-        until = select(func.max(LOGIN_FAILURES.c.blocked_until_unix_ns))
+        limits = {one.key: one for one in guessed}
+        found = select(LOGIN_FAILURES).where(LOGIN_FAILURES.c.key.in_(limits))
         with self._database.begin_read() as connection:
-            last = connection.execute(until.where(LOGIN_FAILURES.c.key.in_(keys))).scalar()
-        return max(0, (last or 0) - self._now_ns()) / _SECOND_NS
+            rows = connection.execute(found).all()
+        until_ns = [0]
+        for row in rows:
+            limit, over = limits[row.key], row.failures - limits[row.key].free
+            if over >= 0:
+                wait_s = min(1 << min(over, 30), limit.max_wait_s)
+                until_ns.append(row.last_unix_ns + wait_s * _SECOND_NS)
+        return max(0, max(until_ns) - self._now_ns()) / _SECOND_NS
 
     def record(self, guessed: Sequence[Guessed]) -> None:
         """Records a failed login."""
@@ -332,18 +324,11 @@ class LoginFailures:
         too_old = LOGIN_FAILURES.c.last_unix_ns < now_ns - FORGET_S * _SECOND_NS
         with self._database.begin_write() as connection:
             connection.execute(delete(LOGIN_FAILURES).where(too_old))
+            dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
             # In one order, so that two processes do not wait for each other.
-            for one in sorted(guessed, key=lambda one: one.key):
-                _count_failure(connection, one, now_ns)
-
-
-def _count_failure(connection: Connection, guessed: Guessed, now_ns: int) -> None:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    empty = {"failures": 0, "last_unix_ns": now_ns, "blocked_until_unix_ns": 0}
-    new = dialect.insert(LOGIN_FAILURES).values(key=guessed.key, **empty)
-    connection.execute(new.on_conflict_do_nothing())
-    of_key = update(LOGIN_FAILURES).where(LOGIN_FAILURES.c.key == guessed.key)
-    counted = of_key.values(failures=LOGIN_FAILURES.c.failures + 1, last_unix_ns=now_ns)
-    failures = connection.execute(counted.returning(LOGIN_FAILURES.c.failures)).scalar_one()
-    until_ns = now_ns + guessed.compute_wait_s(failures) * _SECOND_NS
-    connection.execute(of_key.values(blocked_until_unix_ns=until_ns))
+            for key in sorted(one.key for one in guessed):
+                first = dialect.insert(LOGIN_FAILURES).values(
+                    key=key, failures=1, last_unix_ns=now_ns
+                )
+                again = {"failures": LOGIN_FAILURES.c.failures + 1, "last_unix_ns": now_ns}
+                connection.execute(first.on_conflict_do_update(index_elements=["key"], set_=again))

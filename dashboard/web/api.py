@@ -143,9 +143,7 @@ class Api:
         row = self.store.files.find_file(run_id, str(parse_relative_path(path)))
         if row is None:
             raise HttpError(404, "file not found")
-        return Response(
-            status=204, headers=build_offset_headers(row) | {"Cache-Control": "no-store"}
-        )
+        return Response(status=204, headers=build_offset_headers(row))
 
     def remove(self, run_id: str, path: str) -> Response:
         """DELETE: removes a file from the upload."""
@@ -210,8 +208,7 @@ class Api:
         text = self.store.read_job(self._find_run(run_id).id)
         if text is None:
             raise HttpError(404, "no job.toml is known; describe the job, or analyze the run again")
-        headers = {"Cache-Control": "no-store"}
-        return Response(text, mimetype="text/plain", headers=headers)
+        return Response(text, mimetype="text/plain")
 
     def read_job_form(self, run_id: str) -> Response:
         """GET: the form of the run's job.toml. POST, with a body as for PUT: that of the result."""
@@ -225,7 +222,6 @@ class Api:
                 raise _refuse_job(error) from None
             # Corrected as text.
             form = jsonify(toml=(text or b"").decode(errors="replace"), groups=[], error=str(error))
-        form.headers["Cache-Control"] = "no-store"
         return form
 
     def _read_job_body(self, run: RunRow) -> bytes:
@@ -261,14 +257,12 @@ class Api:
         except UsageError as error:
             raise HttpError(400, str(error)) from None
         body = audit_to_json(self.store.audit.list_entries(last, since_ns))
-        return Response(body, mimetype="application/json", headers={"Cache-Control": "no-store"})
+        return Response(body, mimetype="application/json")
 
     def list_tokens(self) -> Response:
         """GET: all tokens, also revoked and expired ones, without their secrets."""
         rows = [_build_token_row(token) for token in self.store.tokens.list_tokens()]
-        answer = jsonify(tokens=rows)
-        answer.headers["Cache-Control"] = "no-store"
-        return answer
+        return jsonify(tokens=rows)
 
     def create_token(self) -> tuple[Response, int]:
         """POST {name, role, days}: creates a token; its secret is in this answer only."""
@@ -279,9 +273,7 @@ class Api:
             raise HttpError(403, "this server has no login; use: stepsplit token create")
         new = self.store.tokens.create(asked.name, asked.role, asked.lifetime_s)
         record_action(self.store.audit, "token created", new.token.label)
-        answer = jsonify(secret=new.secret, **_build_token_row(new.token))
-        answer.headers["Cache-Control"] = "no-store"
-        return answer, 201
+        return jsonify(secret=new.secret, **_build_token_row(new.token)), 201
 
     def revoke_token(self, token_id: str) -> Response:
         """DELETE: revokes a token, which ends its sessions."""
@@ -355,9 +347,7 @@ class Api:
     def list_watches(self) -> Response:
         """GET: the watched runs, those with the newest batches first."""
         rows = [_build_watch_row(watch) for watch in self.store.watches.list_watches()]
-        answer = jsonify(watches=rows)
-        answer.headers["Cache-Control"] = "no-store"
-        return answer
+        return jsonify(watches=rows)
 
     def delete_watch(self, name: str) -> Response:
         """DELETE: deletes a watched run."""
@@ -370,9 +360,7 @@ class Api:
         """GET: the newest alerts of a watched run, newest first."""
         self._find_watch(name)
         rows = [_build_alert_row(one) for one in self.store.alerts.list_alerts(name, _MOST_ALERTS)]
-        answer = jsonify(alerts=rows)
-        answer.headers["Cache-Control"] = "no-store"
-        return answer
+        return jsonify(alerts=rows)
 
     def act_on_alert(self, name: str, alert_id: int) -> Response:
         """POST {action, hours}: acknowledges an alert, or silences its run for so many hours, by

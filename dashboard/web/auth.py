@@ -2,139 +2,230 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import re
 import secrets
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode
 
 from flask import Blueprint, Flask, Request, Response, g, render_template_string, request
+from itsdangerous import BadSignature, TimestampSigner
 from werkzeug.datastructures import Headers
 from werkzeug.urls import iri_to_uri
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.audit import OK, AuditLog
-from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.logins import LIFETIME_S, ROLES, Guessed, Role, User
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.alerting import AlertTarget
-from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError, Limits
+from stepsplit.dashboard.web import shared_host
+from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError
 
-# Options of the production server.
+# Access modes: local requests only, with a secret, through a trusted proxy, or open.
 
-Ready = Callable[[str], None]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+PROXY_SECRET = "X-Stepsplit-Proxy-Secret"
+"""Header by which the proxy shows that a request is from it: on its host, every account can connect
+from its address."""
+
+_SECRET_LENGTH = 16
+"""Least characters of that secret: a local account can try it as fast as the server answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """Access control, upload limits, analysis workers, webhook and log format of the server.
+class TrustedProxy:
+    """A proxy that authenticates users and names them in a header; trusted only if it connects
+    from one of these networks and sends the secret. All users have the role, or that which
+    role_header names."""
 
-    limit_s, memory_bytes: what one analysis may take; memory None for the default. public_url: the
-    address of the pages in messages; by default the one that the server listens on.
+    header: str
+    networks: tuple[IPv4Network | IPv6Network, ...]
+    secret: str = field(repr=False)
+    role: Role = Role.ADMIN
+    role_header: str | None = None
+
+    def find_role(self, headers: Headers) -> Role:
+        """The role of who sends these headers. Raises HttpError if they name none."""
+        if self.role_header is None:
+            return self.role
+        role = Role.parse(headers.get(self.role_header, "").strip())
+        if role is None:
+            roles = ", ".join(ROLES[:-1]) + f" or {ROLES[-1]}"
+            raise HttpError(403, f"the proxy names no role in {self.role_header}; use {roles}")
+        return role
+
+    def is_sender(self, incoming: Request) -> bool:
+        """Whether the proxy sent the request."""
+        try:
+            address = ip_address(incoming.remote_addr or "")
+        except ValueError:
+            return False
+        plain = getattr(address, "ipv4_mapped", None) or address
+        is_there = any(plain in network for network in self.networks)
+        return is_there and _is_same(incoming.headers.get(PROXY_SECRET, ""), self.secret)
+
+
+def _is_same(sent: str, secret: str) -> bool:
+    # Of the hashes, whose comparison shows no length.
+    hashes = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (sent, secret))
+    return hmac.compare_digest(*hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The access mode.
+
+    local: only requests to this machine's own names. guarded: only with a password, a token of
+    the store, a one-time address, or through the trusted proxy.
     """
 
-    access: Access
-    limits: Limits = field(default_factory=Limits)
-    workers: int = 1
-    limit_s: float = 3_600.0
-    memory_bytes: int | None = None
-    log_format: LogFormat = "text"
-    alert_target: AlertTarget | None = None
-    public_url: str | None = None
-
-
-# Waiting after failed logins: by the client's address, and by the account, which is the password
-# that all share. Clients that have logged in before, and valid tokens, do not wait.
-
-FREE_FAILURES, MAX_WAIT_S = 5, 900
-"""Of one address: wrong passwords without a wait, and the longest wait."""
-
-FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S = 50, 60
-"""Of all addresses together: more and shorter, because everyone who is new has to wait."""
-
-KNOWN_CLIENT = "stepsplit-known-client"
-"""Cookie of a client that has logged in. It replaces no password."""
-
-_KNOWN_S = 30 * 86_400
-
-
-def list_guessed(address: str) -> tuple[Guessed, ...]:
-    """What a wrong password from the address counts for."""
-    return (
-        Guessed(f"address {_find_network(address)}", FREE_FAILURES, MAX_WAIT_S),
-        Guessed("account password", FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S),
+    local: bool = True
+    guarded: bool = False
+    passwords: Mapping[Role, str] = field(default_factory=dict, repr=False)
+    proxy: TrustedProxy | None = None
+    one_time: bool = False
+    # Made before the server forks: all of its processes know each other's clients.
+    cookie_key: bytes = field(
+        default_factory=partial(secrets.token_bytes, 32), repr=False, compare=False
     )
 
 
-def _find_network(address: str) -> str:
-    """The IPv4 address, or the /64 of an IPv6 address: one host may use all of its addresses."""
+def choose_access(
+    host: str,
+    *,
+    password: str | None = None,
+    uploader_password: str | None = None,
+    viewer_password: str | None = None,
+    proxy: TrustedProxy | None = None,
+    has_tokens: bool = False,
+    open_to_anyone: bool = False,
+    one_time_login: bool | None = False,
+) -> Access:
+    """The access mode of a server that listens on host. password: of the role admin.
+    one_time_login: None for one if nothing else restricts access and others may log in to this
+    host. Raises UsageError if the server is reachable from other machines and no access control is
+    set, or if two roles have the same password."""
+    if open_to_anyone:
+        return Access(local=False)
+    # Only the same user opens the socket.
+    is_socket = host.startswith("unix:")
+    local = host in LOOPBACK or is_socket
+    given = {
+        Role.ADMIN: password, Role.UPLOADER: uploader_password, Role.VIEWER: viewer_password,
+    }  # fmt: skip
+    passwords = {role: one for role, one in given.items() if one is not None}
+    if len(set(passwords.values())) < len(passwords):
+        raise UsageError("two roles have the same password; choose another one for each role")
+    if one_time_login is None:
+        is_open = local and not is_socket and not passwords and proxy is None
+        one_time_login = is_open and shared_host.has_other_users()
+    if one_time_login:
+        # That nobody knows: sessions are bound to it, and so end with the server.
+        passwords.setdefault(Role.ADMIN, secrets.token_urlsafe(32))
+    if passwords or proxy is not None or (has_tokens and not local):
+        return Access(False, True, passwords, proxy, one_time_login)
+    if local:
+        return Access()
+    ways = "--password-file, a token (stepsplit token create) or --trusted-proxy-header"
+    raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
+
+
+def parse_trusted_proxy(
+    header: str | None,
+    addresses: Sequence[str],
+    role: Role | None = None,
+    role_header: str | None = None,
+    secret: str | None = None,
+) -> TrustedProxy | None:
+    """The trusted proxy from the options; None without them. Raises UsageError."""
+    if role is not None and role_header is not None:
+        raise UsageError("choose --trusted-proxy-role or --trusted-proxy-role-header")
+    if header is None and not addresses and {role, role_header, secret} == {None}:
+        return None
+    if header is None or not addresses:
+        raise UsageError("--trusted-proxy-header and --trusted-proxy must be used together")
     try:
-        parsed = ip_address(address)
-    except ValueError:
-        return "unknown"
-    if isinstance(parsed, IPv6Address) and not parsed.ipv4_mapped:
-        return str(ip_network((parsed.packed[:8] + bytes(8), 64)))
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+        networks = tuple(ip_network(address, strict=False) for address in addresses)
+    except ValueError as error:
+        raise UsageError(f"--trusted-proxy: {error}; write 10.0.0.5 or 10.0.0.0/24") from None
+    if not re.fullmatch(rf"[!-~]{{{_SECRET_LENGTH},}}", secret or ""):
+        raise UsageError(
+            "--trusted-proxy: any account of its host could name a user; put a secret of at least "
+            f"{_SECRET_LENGTH} characters (openssl rand -hex 32) into --trusted-proxy-secret-file, "
+            f"and have the proxy send it as {PROXY_SECRET}"
+        )
+    return TrustedProxy(header, networks, secret or "", role or Role.ADMIN, role_header)
 
 
-# Protection against other sites: allowed host names, same-origin writes, a strict CSP.
+# Every request: where it comes from, who sends it, and which role it needs.
 
 HEALTH = ("health.healthz", "health.readyz")
 
-LOGIN_PATH = "/login"
+LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 
-_BEFORE_LOGIN = ("login.show", "login.enter", "login.leave")
+_OPEN_ENDPOINTS = (*HEALTH, "login.show", "login.enter", "login.leave")
 
-_ASSETS_BEFORE_LOGIN = ("/assets/style.css", "/assets/theme.js", "/assets/favicon.svg")
+_OPEN_PATHS = ("/assets/style.css", "/assets/theme.js", "/assets/favicon.svg")
 
 _SAFE_METHODS = ("GET", "HEAD")
+
+_LOCAL_HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d+)?", re.IGNORECASE)
 
 
 def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence[str]) -> None:
     """Checks every request, and adds security headers to every response."""
-    policy = build_content_policy(script_hashes)
+    access, audit = authenticator.access, authenticator.store.audit
+    headers = {
+        "Content-Security-Policy": build_content_policy(script_hashes),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
 
     @server.before_request
     def check_request() -> Response | None:
-        g.address = authenticator.find_client_address(request)
+        g.address = authenticator.find_client_address()
         if "\0" in request.path:
             # Names nothing, and PostgreSQL takes no such text.
             raise HttpError(404, "not found")
-        if authenticator.access.local:
-            _refuse_other_names(request)
-        _refuse_other_sites(request)
-        if request.endpoint in HEALTH + _BEFORE_LOGIN or request.path in _ASSETS_BEFORE_LOGIN:
+        # DNS rebinding: a site whose name resolves to 127.0.0.1 still sends its own name as Host.
+        if access.local and not _LOCAL_HOST.fullmatch(request.host):
+            raise HttpError(403, "this server only accepts requests to localhost")
+        if request.method not in _SAFE_METHODS and _is_of_other_site(request):
+            raise HttpError(403, "writes from another site are refused")
+        if request.endpoint in _OPEN_ENDPOINTS or request.path in _OPEN_PATHS:
             return None
         try:
-            g.user = authenticator.identify(request)
+            user = g.user = authenticator.identify()
         except HttpError as error:
-            if error.status == 401 and _is_navigation(request):
+            is_page = request.method == "GET" and "text/html" in request.headers.get("Accept", "")
+            if error.status == 401 and is_page:
                 return _build_way_to_login(request)
             raise
-        _refuse_lower_roles(authenticator.store.audit, request)
+        needed = find_needed_role(request.endpoint, request.method)
+        if user.role < needed:
+            reason = f"this needs the role {needed.label}; yours is {user.role.label}"
+            record_action(audit, "refused", f"{request.method} {request.path}", reason)
+            raise HttpError(403, reason)
         return None
 
     @server.after_request
     def add_headers(response: Response) -> Response:
-        response.headers["Content-Security-Policy"] = policy
-        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers.update(headers)
         if "known_client" in g:
-            response.set_cookie(
-                KNOWN_CLIENT, g.known_client, _KNOWN_S,
-                secure=is_encrypted(request), httponly=True, samesite="Strict",
-            )  # fmt: skip
-        response.headers["Referrer-Policy"] = "same-origin"
-        response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
+            _set_cookie(response, KNOWN_CLIENT, g.known_client, _KNOWN_S)
         return response
 
 
 def build_content_policy(script_hashes: Sequence[str]) -> str:
     """The Content-Security-Policy: this server only, plus Dash's inline script by its hash."""
-    scripts = " ".join(["'self'", *(f"{digest}" for digest in script_hashes)])
+    scripts = " ".join(["'self'", *script_hashes])
     return (
         f"default-src 'self'; script-src {scripts}; style-src 'self' 'unsafe-inline'; "
         "img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -142,38 +233,11 @@ def build_content_policy(script_hashes: Sequence[str]) -> str:
     )
 
 
-def _refuse_other_names(incoming: Request) -> None:
-    # DNS rebinding: a site whose name resolves to 127.0.0.1 still sends its own name as Host.
-    if _parse_host(f"//{incoming.host}") not in LOOPBACK:
-        raise HttpError(403, "this server only accepts requests to localhost")
-
-
-def _refuse_other_sites(incoming: Request) -> None:
-    if incoming.method in _SAFE_METHODS:
-        return
+def _is_of_other_site(incoming: Request) -> bool:
     # Behind a proxy the page may have been served by https, which the request does not show.
-    own = (f"{incoming.scheme}://{incoming.host}", f"https://{incoming.host}")
-    origin = incoming.headers.get("Origin")
-    if origin is not None and origin not in own:
-        raise HttpError(403, "writes from another site are refused")
-    if incoming.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-        raise HttpError(403, "writes from another site are refused")
-
-
-def is_encrypted(incoming: Request) -> bool:
-    """Whether the browser uses https. Behind a proxy that ends TLS, only its own word shows it."""
-    return incoming.is_secure or incoming.headers.get("Origin", "").startswith("https://")
-
-
-def _parse_host(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _is_navigation(incoming: Request) -> bool:
-    return incoming.method == "GET" and "text/html" in incoming.headers.get("Accept", "")
+    own = (None, f"{incoming.scheme}://{incoming.host}", f"https://{incoming.host}")
+    fetched = incoming.headers.get("Sec-Fetch-Site", "same-origin")
+    return incoming.headers.get("Origin") not in own or fetched not in ("same-origin", "none")
 
 
 def _build_way_to_login(incoming: Request) -> Response:
@@ -184,11 +248,8 @@ def _build_way_to_login(incoming: Request) -> Response:
     link = f'<a href="{page}">Log in</a>'
     body = f'<!DOCTYPE html><html lang="en"><title>stepsplit</title>{refresh}<p>{link}</p></html>'
     # Not the Basic scheme, for which a browser would ask in a window of its own.
-    headers = {"WWW-Authenticate": 'Bearer realm="stepsplit"', "Cache-Control": "no-store"}
-    return Response(body, 401, headers)
+    return Response(body, 401, {"WWW-Authenticate": 'Bearer realm="stepsplit"'})
 
-
-# Authorization: which role a request needs. Writes that are not listed need an admin.
 
 _ADMIN_READS = ("api.list_audit", "api.list_tokens")
 
@@ -202,21 +263,13 @@ CALLBACKS = "/_dash-update-component"
 
 
 def find_needed_role(endpoint: str | None, method: str) -> Role:
-    """The role that a request to the endpoint needs."""
+    """The role that a request to the endpoint needs. Writes that are not listed need an admin."""
     if endpoint in _ADMIN_READS:
         return Role.ADMIN
     # What no route answers is refused later, with a better reason.
     if method in (*_SAFE_METHODS, "OPTIONS") or endpoint in (None, CALLBACKS, "api.unknown"):
         return Role.VIEWER
     return Role.UPLOADER if endpoint in _UPLOADS else Role.ADMIN
-
-
-def _refuse_lower_roles(audit: AuditLog, incoming: Request) -> None:
-    needed, role = find_needed_role(incoming.endpoint, incoming.method), current_user().role
-    if role < needed:
-        reason = f"this needs the role {needed.label}; yours is {role.label}"
-        record_action(audit, "refused", f"{incoming.method} {incoming.path}", reason)
-        raise HttpError(403, reason)
 
 
 UNKNOWN = User("unknown", Role.VIEWER, authenticated=False)
@@ -240,7 +293,33 @@ def record_action(audit: AuditLog, action: str, target: str = "", outcome: str =
 SESSION = "stepsplit-session"
 """Cookie with the id of a session."""
 
-_CHALLENGE = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
+KNOWN_CLIENT = "stepsplit-known-client"
+"""Cookie of a client that has logged in with the password of a role. It replaces no password: while
+guesses wait, because others guess, it may still enter that password."""
+
+_KNOWN_S = 30 * 86_400
+
+FREE_FAILURES, MAX_WAIT_S = 5, 900
+"""Of one address, or one known client: wrong passwords without a wait, and the longest wait."""
+
+FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S = 50, 60
+"""Of all addresses together: more and shorter, because everyone who is new has to wait."""
+
+
+def list_guessed(address: str) -> tuple[Guessed, ...]:
+    """What a wrong password from the address counts for: the address, or the /64 of an IPv6
+    address, all of which one host may use, and the account, which is every password's."""
+    try:
+        parsed = ip_address(address)
+        place = str(getattr(parsed, "ipv4_mapped", None) or parsed)
+        if isinstance(parsed, IPv6Address) and not parsed.ipv4_mapped:
+            place = str(ip_network((parsed.packed[:8] + bytes(8), 64)))
+    except ValueError:
+        place = "unknown"
+    return (
+        Guessed(f"address {place}", FREE_FAILURES, MAX_WAIT_S),
+        Guessed("account password", FREE_FAILURES_OF_ACCOUNT, MAX_WAIT_OF_ACCOUNT_S),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,230 +328,108 @@ class Authenticator:
 
     access: Access
     store: Store
-    # One unproven password at a time, so that no others pass while a wrong one is recorded.
+    # One password at a time, so that no others pass while a wrong one is recorded.
     _guessing: threading.Lock = field(default_factory=threading.Lock)
 
-    def identify(self, request: Request) -> User:
+    def identify(self) -> User:
         """Who sends the request. Raises HttpError if it is not authorized."""
-        known = self.find_user(request)
-        if known is not None:
-            return known
-        secret = _read_secret(request)
+        user = self.find_user()
+        if user is not None:
+            return user
+        sent = request.authorization
+        # A token, or the password of Basic authentication with any user name.
+        secret = None if sent is None else sent.token if sent.type == "bearer" else sent.password
         if secret is None:
-            reason = "this server requires a password or a token"
-            raise HttpError(401, reason, _choose_challenge(request))
-        return self.check_secret(request, secret)
+            raise _refuse("this server requires a password or a token")
+        return self.check_secret(secret)
 
-    def find_user(self, request: Request) -> User | None:
+    def find_user(self) -> User | None:
         """The user by the access mode, the proxy or the session; None if they name none."""
         if not self.access.guarded:
             name = "local" if self.access.local else "anyone"
             return User(name, Role.ADMIN, authenticated=False)
-        named = self._find_proxy_user(request)
-        session_id = request.cookies.get(SESSION)
-        if named is not None or not session_id:
-            return named
+        proxy = self.access.proxy
+        name = "" if proxy is None else request.headers.get(proxy.header, "").strip()
+        if proxy is not None and name and proxy.is_sender(request):
+            return User(f"proxy user {name}", proxy.find_role(request.headers))
+        session_id = request.cookies.get(_name_cookie(SESSION))
+        if not session_id:
+            return None
         return self.store.sessions.find(session_id, self.access.passwords)
 
-    def check_secret(self, request: Request, secret: str) -> User:
+    def check_secret(self, secret: str) -> User:
         """The user of a token or password. Raises HttpError if it is wrong, or too early."""
         # A token is too long to be guessed, so that a valid one need not wait.
         token = self.store.tokens.verify(secret)
         if token is not None:
             return User(f"token {token.name}", token.role, token.id)
-        guessed = list_guessed(self.find_client_address(request))
-        if self._is_known_client(request):
-            return self._check_password(secret, guessed)
+        passwords, failures = self.access.passwords, self.store.login_failures
+        guessed, signer = list_guessed(g.address), TimestampSigner(self.access.cookie_key)
+        known: Role | None = None
+        own: tuple[Guessed, ...] = ()
+        with suppress(BadSignature):
+            signed = request.cookies.get(_name_cookie(KNOWN_CLIENT), "")
+            client = signer.unsign(signed, max_age=_KNOWN_S).decode()
+            known = Role.parse(client.partition("-")[0])
+            own = (Guessed(f"client {client}", FREE_FAILURES, MAX_WAIT_S),)
         with self._guessing:
-            self._refuse_early_guess(guessed)
-            user = self._check_password(secret, guessed)
-        g.known_client = self._build_known_client()
-        return user
-
-    def _refuse_early_guess(self, guessed: Sequence[Guessed]) -> None:
-        wait_s = self.store.login_failures.compute_wait_s(guessed)
-        if wait_s > 0:
-            seconds = int(wait_s) + 1
-            reason = f"too many wrong passwords; wait {seconds} s"
-            raise HttpError(429, reason, {"Retry-After": str(seconds)})
-
-    def _check_password(self, secret: str, guessed: Sequence[Guessed]) -> User:
-        entered = secret.encode()
-        matched = [
-            role for role, password in self.access.passwords.items()
-            if hmac.compare_digest(entered, password.encode())
-        ]  # fmt: skip
-        if not matched:
-            self.store.login_failures.record(guessed)
-            record_action(self.store.audit, "login", outcome="wrong password or token")
-            raise HttpError(401, "wrong password or token", _choose_challenge(request))
+            wait_s = failures.compute_wait_s(guessed)
+            if wait_s > 0 and known is not None:
+                passwords = {role: one for role, one in passwords.items() if role is known}
+                wait_s = failures.compute_wait_s(own)
+            if wait_s > 0:
+                seconds = int(wait_s) + 1
+                reason = f"too many wrong passwords; wait {seconds} s"
+                raise HttpError(429, reason, {"Retry-After": str(seconds)})
+            matched = [role for role, one in passwords.items() if _is_same(secret, one)]
+            if not matched:
+                failures.record((*guessed, *own))
+                record_action(self.store.audit, "login", outcome="wrong password or token")
+                raise _refuse("wrong password or token")
+        if known is not matched[0]:
+            client = f"{matched[0].label}-{secrets.token_hex(8)}"
+            g.known_client = signer.sign(client).decode()
         return User("password", matched[0])
 
-    def _build_known_client(self) -> str:
-        until_s = str(int(time.time()) + _KNOWN_S)
-        return f"{until_s}.{self._sign(until_s)}"
+    def end_session(self) -> None:
+        """Ends the session that the browser has, if any."""
+        session_id = request.cookies.get(_name_cookie(SESSION))
+        user = self.find_user() if session_id else None
+        if session_id and user is not None and self.store.sessions.end(session_id):
+            g.user = user
+            record_action(self.store.audit, "logout")
 
-    def _is_known_client(self, request: Request) -> bool:
-        until_s, _, signature = request.cookies.get(KNOWN_CLIENT, "").partition(".")
-        is_signed = hmac.compare_digest(signature.encode(), self._sign(until_s).encode())
-        return is_signed and int(until_s) > time.time()
-
-    def _sign(self, text: str) -> str:
-        return hmac.new(self.access.cookie_key, text.encode(), "sha256").hexdigest()
-
-    def _find_proxy_user(self, request: Request) -> User | None:
-        proxy = self.access.proxy
-        name = "" if proxy is None else request.headers.get(proxy.header, "").strip()
-        if proxy is None or not name or not proxy.is_at(request.remote_addr or ""):
-            return None
-        return User(f"proxy user {name}", proxy.find_role(request.headers))
-
-    def find_client_address(self, request: Request) -> str:
+    def find_client_address(self) -> str:
         """The client address for throttling; behind the proxy, from X-Forwarded-For."""
         remote, proxy = request.remote_addr or "", self.access.proxy
-        if proxy is None or not proxy.is_at(remote):
+        if proxy is None or not proxy.is_sender(request):
             return remote
         return request.headers.get("X-Forwarded-For", remote).rpartition(",")[2].strip()
 
 
-def _read_secret(request: Request) -> str | None:
-    """The Bearer token, or the password of Basic authentication (any user name)."""
-    credentials = request.authorization
-    if credentials is None:
-        return None
-    return credentials.token if credentials.type == "bearer" else credentials.password
+def _refuse(reason: str) -> HttpError:
+    # The challenge is for programs; a browser would ask for it in a window, over an open page.
+    challenge = {"WWW-Authenticate": 'Basic realm="stepsplit", charset="UTF-8"'}
+    return HttpError(401, reason, {} if "Referer" in request.headers else challenge)
 
 
-def _choose_challenge(request: Request) -> Mapping[str, str]:
-    """The challenge for programs; a browser would ask for it in a window, over an open page."""
-    return {} if "Referer" in request.headers else _CHALLENGE
+def _name_cookie(name: str) -> str:
+    # Browsers keep one cookie of a name for all ports of a host: two dashboards would end each
+    # other's sessions.
+    port = request.host.rpartition(":")[2]
+    return f"{name}-{port}" if port.isdecimal() else name
 
 
-# Access modes: local requests only, with a secret, through a trusted proxy, or open.
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-_ROLES = ", ".join(ROLES[:-1]) + f" or {ROLES[-1]}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrustedProxy:
-    """A proxy that authenticates users and names them in a header; trusted only if it connects
-    from one of these networks. All users have the role, or that which role_header names."""
-
-    header: str
-    networks: tuple[IPv4Network | IPv6Network, ...]
-    role: Role = Role.ADMIN
-    role_header: str | None = None
-
-    def find_role(self, headers: Headers) -> Role:
-        """The role of who sends these headers. Raises HttpError if they name none."""
-        if self.role_header is None:
-            return self.role
-        role = Role.parse(headers.get(self.role_header, "").strip())
-        if role is None:
-            raise HttpError(403, f"the proxy names no role in {self.role_header}; use {_ROLES}")
-        return role
-
-    def is_at(self, address: str) -> bool:
-        """Whether the address is in the proxy's networks."""
-        try:
-            parsed = ip_address(address)
-        except ValueError:
-            return False
-        if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped:
-            parsed = parsed.ipv4_mapped
-        return any(parsed in network for network in self.networks)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """The access mode.
-
-    local: only requests to this machine's own names. guarded: only with a password, a token of
-    the store, or through the trusted proxy. password: of the role admin.
-    """
-
-    local: bool = True
-    guarded: bool = False
-    password: str | None = field(default=None, repr=False)
-    uploader_password: str | None = field(default=None, repr=False)
-    viewer_password: str | None = field(default=None, repr=False)
-    # Made before the server forks: all of its processes know each other's clients.
-    cookie_key: bytes = field(
-        default_factory=partial(secrets.token_bytes, 32), repr=False, compare=False
+def _set_cookie(response: Response, name: str, value: str, max_age_s: int) -> None:
+    """Sets the cookie, or deletes it after 0 s."""
+    # Behind a proxy that ends TLS, only the browser's own word shows https.
+    encrypted = request.is_secure or request.headers.get("Origin", "").startswith("https://")
+    response.set_cookie(
+        _name_cookie(name), value, max_age_s, secure=encrypted, httponly=True, samesite="Strict"
     )
-    proxy: TrustedProxy | None = None
-
-    @property
-    def passwords(self) -> dict[Role, str]:
-        """The passwords that there are, by role."""
-        given = {
-            Role.ADMIN: self.password,
-            Role.UPLOADER: self.uploader_password,
-            Role.VIEWER: self.viewer_password,
-        }
-        return {role: password for role, password in given.items() if password is not None}
-
-
-def choose_access(
-    host: str,
-    *,
-    password: str | None = None,
-    uploader_password: str | None = None,
-    viewer_password: str | None = None,
-    proxy: TrustedProxy | None = None,
-    has_tokens: bool = False,
-    open_to_anyone: bool = False,
-) -> Access:
-    """The access mode of a server that listens on host. password: of the role admin. Raises
-    UsageError if it is reachable from other machines and no access control is set, or if two roles
-    have the same password."""
-    local = host in LOOPBACK
-    if open_to_anyone:
-        return Access(local=False)
-    guarded = Access(
-        local=False, guarded=True, password=password, uploader_password=uploader_password,
-        viewer_password=viewer_password, proxy=proxy,
-    )  # fmt: skip
-    if len(set(guarded.passwords.values())) < len(guarded.passwords):
-        raise UsageError("two roles have the same password; choose another one for each role")
-    if guarded.passwords or proxy is not None:
-        return guarded
-    if local:
-        return Access()
-    if has_tokens:
-        return Access(local=False, guarded=True)
-    ways = "--password-file, a token (stepsplit token create) or --trusted-proxy-header"
-    raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
-
-
-def parse_trusted_proxy(
-    header: str | None,
-    addresses: Sequence[str],
-    role: Role | None = None,
-    role_header: str | None = None,
-) -> TrustedProxy | None:
-    """The trusted proxy from the options; None without them. Raises UsageError."""
-    if role is not None and role_header is not None:
-        raise UsageError("choose --trusted-proxy-role or --trusted-proxy-role-header")
-    if header is None and not addresses and role is None and role_header is None:
-        return None
-    if header is None or not addresses:
-        raise UsageError("--trusted-proxy-header and --trusted-proxy must be used together")
-    try:
-        networks = tuple(ip_network(address, strict=False) for address in addresses)
-    except ValueError as error:
-        raise UsageError(f"--trusted-proxy: {error}; write 10.0.0.5 or 10.0.0.0/24") from None
-    return TrustedProxy(header, networks, role or Role.ADMIN, role_header)
 
 
 # Logging in and out: the login page, and the cookie of a session.
-
-LOGOUT_PATH = "/logout"
-
-_MAX_NEXT = 2_000
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -499,6 +456,8 @@ _PAGE = """<!DOCTYPE html>
 <input type="hidden" name="next" value="{{ next }}">
 {% if problem %}<p id="problem" class="problem" role="alert">{{ problem }}</p>{% endif %}
 <button type="submit">Log in</button>
+{% if one_time %}<p>The address that the dashboard printed works once. To make a token:
+<code>stepsplit token create NAME --role admin</code></p>{% endif %}
 </form>
 </main>
 </body>
@@ -508,84 +467,80 @@ _PAGE = """<!DOCTYPE html>
 
 def build_login_routes(authenticator: Authenticator) -> Blueprint:
     """The routes of the login page, and of logging out."""
-    routes, pages = Blueprint("login", __name__), LoginPages(authenticator)
-    routes.add_url_rule(LOGIN_PATH, "show", pages.show)
-    routes.add_url_rule(LOGIN_PATH, "enter", pages.enter, methods=["POST"])
-    routes.add_url_rule(LOGOUT_PATH, "leave", pages.leave, methods=["POST"])
-    return routes
+    access, store, routes = authenticator.access, authenticator.store, Blueprint("login", __name__)
 
-
-@dataclass(frozen=True, slots=True)
-class LoginPages:
-    """The request handlers."""
-
-    authenticator: Authenticator
-
-    def show(self) -> Response:
-        """GET ?next=PATH: the form; who is logged in goes on to the path."""
-        place = parse_next(request.args.get("next", ""))
-        if self.authenticator.find_user(request) is not None:
+    @routes.get(LOGIN_PATH)
+    def show() -> Response:
+        """?next=PATH: the form; who is logged in goes on to the path. ?token=TOKEN: the one-time
+        address."""
+        place, problem = parse_next(request.args.get("next", "")), ""
+        # Not by HEAD, which what shows previews of links may send.
+        if access.one_time and "token" in request.args and request.method == "GET":
+            password = access.passwords[Role.ADMIN]
+            session_id = store.sessions.redeem(request.args["token"], password)
+            if session_id is not None:
+                return begin_session(session_id, place)
+            problem = "this address was used before, or the dashboard was started again"
+        if authenticator.find_user() is not None:
             return _go_to(place)
-        return _build_form(place)
+        return build_form(place, problem, 401 if problem else 200)
 
-    def enter(self) -> Response:
-        """POST password, next: begins a session."""
+    @routes.post(LOGIN_PATH)
+    def enter() -> Response:
+        """password, next: begins a session."""
         request.max_content_length = JSON_BYTES
         place = parse_next(request.form.get("next", ""))
-        secret, store = request.form.get("password", ""), self.authenticator.store
-        if not self.authenticator.access.guarded:
+        secret = request.form.get("password", "")
+        if not access.guarded:
             return _go_to(place)
         if not secret:
-            return _build_form(place, "enter the password or a token", 400)
+            return build_form(place, "enter the password or a token", 400)
         try:
-            user = self.authenticator.check_secret(request, secret)
+            user = authenticator.check_secret(secret)
         except HttpError as error:
-            return _build_form(place, str(error), error.status, error.headers.get("Retry-After"))
-        self._end_session()
-        session_id = store.sessions.create(secret, user.token_id)
-        g.user = store.sessions.find(session_id, self.authenticator.access.passwords) or user
+            form = build_form(place, str(error), error.status)
+            form.headers.extend({k: v for k, v in error.headers.items() if k == "Retry-After"})
+            return form
+        return begin_session(store.sessions.create(secret, user.token_id), place)
+
+    @routes.post(LOGOUT_PATH)
+    def leave() -> Response:
+        """Ends the session."""
+        authenticator.end_session()
+        response = _go_to(LOGIN_PATH)
+        _set_cookie(response, SESSION, "", 0)
+        return response
+
+    def begin_session(session_id: str, place: str) -> Response:
+        authenticator.end_session()
+        g.user = store.sessions.find(session_id, access.passwords) or UNKNOWN
         record_action(store.audit, "login")
         response = _go_to(place)
-        response.set_cookie(
-            SESSION, session_id, LIFETIME_S,
-            secure=is_encrypted(request), httponly=True, samesite="Strict",
-        )  # fmt: skip
+        _set_cookie(response, SESSION, session_id, LIFETIME_S)
         return response
 
-    def leave(self) -> Response:
-        """POST: ends the session."""
-        self._end_session()
-        response = _go_to(LOGIN_PATH)
-        response.delete_cookie(
-            SESSION, secure=is_encrypted(request), httponly=True, samesite="Strict"
-        )
-        return response
+    def build_form(place: str, problem: str, status: int) -> Response:
+        values = {"next": place, "problem": problem, "one_time": access.one_time}
+        page = render_template_string(_PAGE, action=LOGIN_PATH, **values)
+        return Response(page, status)
 
-    def _end_session(self) -> None:
-        """Ends the session that the browser has, if any."""
-        session_id, store = request.cookies.get(SESSION), self.authenticator.store
-        user = self.authenticator.find_user(request) if session_id else None
-        if session_id and user is not None and store.sessions.end(session_id):
-            g.user = user
-            record_action(store.audit, "logout")
+    return routes
 
 
 def parse_next(text: str) -> str:
     """The path and query on this server to show after the login; / if it is none."""
     is_own = text.startswith("/") and not text.startswith("//") and "\\" not in text
-    return text if is_own and text.isprintable() and len(text) <= _MAX_NEXT else "/"
+    return text if is_own and text.isprintable() and len(text) <= 2_000 else "/"
 
 
 def _go_to(place: str) -> Response:
-    headers = {"Location": iri_to_uri(place), "Cache-Control": "no-store"}
-    return Response("", 303, headers)
+    return Response("", 303, {"Location": iri_to_uri(place)})
 
 
-def _build_form(
-    place: str, problem: str = "", status: int = 200, wait_s: str | None = None
-) -> Response:
-    page = render_template_string(_PAGE, action=LOGIN_PATH, next=place, problem=problem)
-    response = Response(page, status, {"Cache-Control": "no-store"})
-    if wait_s is not None:
-        response.headers["Retry-After"] = wait_s
-    return response
+def find_first_place(store: Store, access: Access, place: str = "") -> str:
+    """What follows the server's address in the address that is printed: the place, or the login
+    that leads there with a token that works once."""
+    if not access.one_time:
+        return place
+    token = store.sessions.create_one_time(access.passwords[Role.ADMIN])
+    return f"{LOGIN_PATH}?" + urlencode({"token": token} | ({"next": place} if place else {}))

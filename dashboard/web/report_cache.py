@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from typing import Generic, TypeVar
@@ -70,7 +71,8 @@ class ReportCache:
     def load_report_view(self, run: RunRow) -> View:
         """The report of a finished run without its tables. Raises DataError."""
         key = (run.id, run.queued_unix_ns)
-        report = self._reports.get(key, lambda: self._store.load_report(run.id))
+        with self._hide_folder():
+            report = self._reports.get(key, lambda: self._store.load_report(run.id))
         return View(run.name, report, None, run.id)
 
     def load_finished_run(self, run_id: str) -> View:
@@ -92,7 +94,23 @@ class ReportCache:
         return run
 
     def _read(self, run: RunRow) -> View:
-        return replace(self.load_report_view(run), tables=self._store.load_tables(run.id))
+        with self._hide_folder():
+            return replace(self.load_report_view(run), tables=self._store.load_tables(run.id))
+
+    @contextmanager
+    def _hide_folder(self) -> Iterator[None]:
+        """Errors name files below the folder of all runs: where it is concerns no client."""
+        try:
+            yield
+        except DataError as error:
+            folder = self._store.artifacts.find_folder("")
+
+            def hide(text: str) -> str:
+                return text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+
+            raise DataError(
+                hide(error.where), hide(error.problem), hide(error.hint), error.rank
+            ) from None
 
 
 def require_tables(view: View) -> Tables:

@@ -1,4 +1,4 @@
-"""The serving process: checks the port, starts workers and the server, stops them together."""
+"""The serving processes: those that answer requests and those that analyze, stopped together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
 from types import FrameType
 
-from stepsplit.analyzer.errors import UsageError
+from flask import Flask
+
 from stepsplit.dashboard.store.ingest import (
     Workers,
     choose_memory_bytes,
@@ -22,7 +26,13 @@ from stepsplit.dashboard.store.ingest import (
 )
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.alerting import AlertWorker
-from stepsplit.dashboard.web.auth import Ready, ServeOptions, choose_access
+from stepsplit.dashboard.web.auth import choose_access
+from stepsplit.dashboard.web.gateway import Gateway
+from stepsplit.dashboard.web.http_server import answer_requests, format_url, open_listener
+from stepsplit.dashboard.web.options import Ready, ServeOptions
+
+PROCESSES = 2
+"""That answer requests."""
 
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 15.0
@@ -39,21 +49,23 @@ def serve(
     """Runs the dashboard until SIGINT or SIGTERM, then raises SystemExit. Main thread only.
 
     ready: called with the URL (no trailing slash) once pages can be opened.
-    Raises UsageError if the port is in use, or if the server is reachable from other machines and
-    no access control is set.
+    host: an address of this machine, or unix:PATH for a Unix domain socket; port: 0 for a free one.
+    Raises UsageError if the address cannot be used, or if the server is reachable from other
+    machines and no access control is set.
     """
     options = options or ServeOptions(choose_access(host))
-    _check_port(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    set_up_logs(options.log_format)
-    store.sweep()
-    workers = Workers(store, options.workers, build_worker_arguments(options))
-    with tempfile.TemporaryDirectory(prefix="stepsplit-") as folder:
+    with ExitStack() as stack:
+        listener = stack.enter_context(open_listener(host, port))
+        url = format_url(host, listener)
+        set_up_logs(options.log_format)
+        store.sweep()
+        workers = Workers(store, options.workers, build_worker_arguments(options))
         # Server processes share their request counters in this folder.
+        folder = stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        server = _ServerProcess(store, f"{shown}:{port}", ready, options)
-        address = options.public_url or f"http://{shown}:{port}"
-        alerts = AlertWorker(store, options.alert_target, address)
+        announce = partial(ready or str, url)
+        server = _ServerProcesses(store, listener, announce, options)
+        alerts = AlertWorker(store, options.alert_target, options.public_url or url)
         status = run_until_stopped(server.run, workers, alerts)
     raise SystemExit(status)
 
@@ -67,41 +79,48 @@ def build_worker_arguments(options: ServeOptions) -> tuple[str, ...]:
 
 def find_free_port(host: str = "127.0.0.1") -> int:
     """A port that is free at this moment."""
-    with socket.socket(_choose_family(host)) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _check_port(host: str, port: int) -> None:
-    # Checked first, because gunicorn would retry for seconds and then print a traceback.
-    with socket.socket(_choose_family(host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            hint = "choose another --host or --port"
-            raise UsageError(f"cannot listen on {host}:{port} ({error.strerror}); {hint}") from None
-
-
-def _choose_family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    with open_listener(host, 0) as listener:
+        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
-class _ServerProcess:
-    """The function that runs in the server process."""
+class _ServerProcesses:
+    """The processes that answer requests."""
 
     store: Store
-    bind: str
-    ready: Ready | None
+    listener: socket.socket
+    announce: Callable[[], object]
     options: ServeOptions
 
     def run(self) -> None:
-        """Serves until terminated."""
+        """Serves until terminated. A killed process is replaced; one that fails ends all."""
         # Imported in this process, after the metrics folder is set.
-        from stepsplit.dashboard.web.server import GunicornServer
+        from stepsplit.dashboard.web.server import create_server
 
-        GunicornServer(self.store, self.bind, self.ready, self.options).run()
+        # Built once, and before all forks: another process is there at once. This one has no other
+        # threads, as a lock that a thread holds at a fork stays locked in the child.
+        flask = create_server(self.store, self.options.access, self.options.limits)
+        answer = partial(self._answer, flask)
+        signal.signal(signal.SIGTERM, _stop)
+        running: list[BaseProcess] = []
+        try:
+            running = [_fork("answers", answer) for _ in range(PROCESSES)]
+            self.announce()
+            while all((process.exitcode or 0) <= 0 for process in running):
+                running = [process for process in running if process.is_alive()]
+                running += [_fork("answers", answer) for _ in range(PROCESSES - len(running))]
+                wait([process.sentinel for process in running])
+            raise SystemExit(1)
+        except _StopRequested:
+            pass
+        finally:
+            _terminate(*running)
+
+    def _answer(self, flask: Flask) -> None:
+        self.store.reconnect()
+        # The folder of all runs.
+        folder = self.store.artifacts.find_folder("")
+        answer_requests(Gateway(flask, self.options.limits, folder), self.listener)
 
 
 class _StopRequested(Exception):
@@ -116,10 +135,7 @@ def run_until_stopped(
 
     Returns the exit status: 0 after a signal, else the server's.
     """
-    # fork, because the server callable need not be picklable.
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_run_as_child, args=(server, os.getpid()), name="server")
-    process.start()
+    process = _fork("server", server)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     try:
@@ -144,16 +160,27 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise _StopRequested
 
 
-def _terminate(process: BaseProcess) -> None:
-    if process.is_alive():
+def _terminate(*processes: BaseProcess) -> None:
+    for process in processes:
         process.terminate()
-    process.join(_STOP_TIMEOUT_S)
-    if process.is_alive():
+    for process in processes:
+        process.join(_STOP_TIMEOUT_S)
         process.kill()
         process.join()
 
 
-def _run_as_child(server: Callable[[], None], parent: int) -> None:
-    """Runs the server and ends it with its parent; otherwise it would keep the port."""
+def _fork(name: str, run: Callable[[], None]) -> BaseProcess:
+    """Starts a child of this process that ends with it; otherwise it would keep the port."""
+    # fork, because what runs need not be picklable.
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_run_as_child, args=(run, os.getpid()), name=name)
+    process.start()
+    return process
+
+
+def _run_as_child(run: Callable[[], None], parent: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Ctrl-C in a terminal reaches all processes; the first one stops the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent, signal.SIGTERM)
-    server()
+    run()

@@ -17,7 +17,14 @@ from store_builders import uploaded
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store import audit
-from stepsplit.dashboard.store.audit import KEPT_S, AuditEntry, AuditLog, parse_since
+from stepsplit.dashboard.store.audit import (
+    KEPT_S,
+    PERIOD_S,
+    AuditEntry,
+    AuditLog,
+    audit_to_json,
+    parse_since,
+)
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
@@ -74,7 +81,7 @@ def test_the_log_is_read_by_admins_alone(client: FlaskClient, store: Store) -> N
     assert read.json is not None and read.json["schema"] == "stepsplit.audit/1"
     assert [one["action"] for one in read.json["entries"]] == ["refused", "logout"]
     assert list(read.json["entries"][0]) == [
-        "at", "user_name", "role", "address", "action", "target", "outcome",
+        "at", "user_name", "role", "address", "action", "target", "outcome", "count",
     ]  # fmt: skip
     later = client.get("/api/v1/audit?since=2999-01-01", headers=admin)
     assert later.json == {"schema": "stepsplit.audit/1", "entries": []}
@@ -155,18 +162,40 @@ def log(database_url: str, clock: list[int], monkeypatch: pytest.MonkeyPatch) ->
     database.close()
 
 
-def test_refusals_do_not_push_out_what_was_done(
+def test_what_is_repeated_pushes_out_nothing_else(
     log: AuditLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "MAX_DONE", 3)
-    monkeypatch.setattr(audit, "MAX_REFUSED", 2)
-    for number in range(5):
-        log.record("upload", str(number), user_name="ci")
+    monkeypatch.setattr(audit, "MAX_OF_ACTION", 2)
+    for number in range(4):
+        log.record("run deleted", str(number), user_name="boss")
     for number in range(9):
         log.record("login", str(number), user_name="unknown", outcome="wrong password or token")
+        log.record("login", str(number), user_name=f"session {number}")
 
     entries = log.list_entries(100)
-    assert [one.target for one in entries] == ["8", "7", "4", "3", "2"]
+    shown = [(one.action, one.target, one.outcome == "ok") for one in entries]
+    assert shown == [
+        ("login", "8", True), ("login", "8", False), ("login", "7", True), ("login", "7", False),
+        ("run deleted", "3", True), ("run deleted", "2", True),
+    ]  # fmt: skip
+
+
+def test_what_is_refused_again_is_counted_for_an_hour(log: AuditLog, clock: list[int]) -> None:
+    for _ in range(40):
+        log.record("login", user_name="unknown", address="6.6.6.6", outcome="wrong password")
+    log.record("login", user_name="unknown", address="6.6.6.7", outcome="wrong password")
+    log.record("login", user_name="session 1", address="6.6.6.6")
+    clock[0] += PERIOD_S * 10**9
+    log.record("login", user_name="unknown", address="6.6.6.6", outcome="wrong password")
+
+    entries = log.list_entries(100)
+
+    shown = [(one.address, one.outcome, one.count) for one in entries]
+    assert shown == [
+        ("6.6.6.6", "wrong password", 1), ("6.6.6.6", "ok", 1),
+        ("6.6.6.7", "wrong password", 1), ("6.6.6.6", "wrong password", 40),
+    ]  # fmt: skip
+    assert json.loads(audit_to_json(entries))["entries"][-1]["count"] == 40
 
 
 def test_old_entries_are_deleted(log: AuditLog, clock: list[int]) -> None:

@@ -183,6 +183,7 @@ HELP = {
         "--password-file FILE", "--uploader-password-file FILE", "--viewer-password-file FILE",
         "--trusted-proxy-header NAME", "--trusted-proxy ADDRESS",
         "--trusted-proxy-role [viewer|uploader|admin]", "--trusted-proxy-role-header NAME",
+        "--trusted-proxy-secret-file FILE", "--one-time-login / --open-to-this-host",
         "--open-to-anyone", "--alert-url URL", "--alert-secret-file FILE", "--public-url URL",
         "--log-format [text|json]", "--help",
     ],

@@ -16,7 +16,7 @@ from stepsplit.dashboard.pages.components import View, parse_address
 from stepsplit.dashboard.pages.runs import build_run_page, build_waiting_page
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.auth import choose_access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 
@@ -53,7 +53,7 @@ def test_a_run_is_deleted_while_it_is_analyzed(client: FlaskClient, store: Store
 
 def test_only_who_may_upload_may_delete(store: Store) -> None:
     run_id = uploaded(store)
-    guarded = create_server(store, Access(local=False, guarded=True, password="right"))
+    guarded = create_server(store, choose_access("0.0.0.0", password="right"))
     client = guarded.test_client()
 
     assert client.delete(f"{RUNS}/{run_id}").status_code == 401

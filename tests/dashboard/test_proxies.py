@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/web")]
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "sample_traces" / "pp2_m2"
 OPTIONS = ["--trusted-proxy-header", "X-Forwarded-User", "--trusted-proxy", "127.0.0.1"]
+SECRET = "0123456789abcdef0123456789abcdef"
 WAIT_S = 30.0
 
 
@@ -60,7 +61,9 @@ class Proxy:
 
 
 @pytest.fixture(params=["nginx", "caddy"])
-def proxy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxy]:
+def proxy(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Proxy]:
     """The proxy with the configuration of the docs, and a dashboard with the options there."""
     program = shutil.which(request.param, path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None or shutil.which("openssl") is None:
@@ -68,6 +71,8 @@ def proxy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxy]:
     password = tmp_path / "password"
     password.write_text("secret")
     certificate, key = _make_certificate(tmp_path)
+    # For the dashboard and Caddy; nginx has a file.
+    monkeypatch.setenv("STEPSPLIT_PROXY_SECRET", SECRET)
     options = ("--workers", "0", "--password-file", str(password), *OPTIONS)
     with running_dashboard(tmp_path, *options) as dashboard:
         port = _find_free_port()
@@ -88,7 +93,8 @@ def test_uploads_pages_and_logins_pass_the_proxy(proxy: Proxy, tmp_path: Path) -
     login = b64encode(b"me:secret").decode()
     assert proxy.get("/", Authorization=f"Basic {login}") == 200
     assert proxy.get("/", Authorization="Basic bWU6d3Jvbmc=") == 401
-    assert proxy.get("/", **{"X-Forwarded-User": "admin"}) == 401
+    for name in ("X-Forwarded-User", "X_Forwarded_User"):
+        assert proxy.get("/", **{name: "admin"}) == 401
     assert sent.startswith(f"{proxy.url}/run/")
     run_id = sent.strip().rpartition("/")[2]
     with open_store(tmp_path) as store:
@@ -130,6 +136,9 @@ def _write_nginx(folder: Path, site: str, port: int, certificate: Path, key: Pat
     site = site.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl")
     site = site.replace("server_name traces.example", "server_name localhost")
     site = site.replace("/etc/ssl/traces.example.pem", str(certificate))
+    secret = folder / "stepsplit-secret.conf"
+    secret.write_text(f'proxy_set_header X-Stepsplit-Proxy-Secret "{SECRET}";')
+    site = site.replace("/etc/nginx/stepsplit-secret.conf", str(secret))
     (folder / "site.conf").write_text(site.replace("/etc/ssl/traces.example.key", str(key)))
     temporary = folder / "proxy"
     temporary.mkdir()

@@ -30,6 +30,8 @@ from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}
 PASSWORD = "correct horse"
+SECRET = "0123456789abcdef"
+FROM_PROXY = {"X-Stepsplit-Proxy-Secret": SECRET}
 
 
 def _client(store: Store, access: Access) -> FlaskClient:
@@ -99,9 +101,9 @@ def test_a_token_is_accepted_until_revoked(store: Store) -> None:
 
 
 def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
-    proxy = parse_trusted_proxy("X-Forwarded-User", ["10.0.0.0/24", "::1"])
+    proxy = parse_trusted_proxy("X-Forwarded-User", ["10.0.0.0/24", "::1"], secret=SECRET)
     client = _client(store, choose_access("127.0.0.1", proxy=proxy))
-    named = HOST | {"X-Forwarded-User": "ada"}
+    named = HOST | FROM_PROXY | {"X-Forwarded-User": "ada"}
 
     codes = {
         address: client.get("/", headers=named, environ_base={"REMOTE_ADDR": address}).status_code
@@ -112,7 +114,7 @@ def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
         "10.0.0.7": 200, "::ffff:10.0.0.7": 200, "::1": 200, "10.0.1.7": 401, "127.0.0.1": 401,
         "": 401,
     }  # fmt: skip
-    anonymous = client.get("/", headers=HOST, environ_base={"REMOTE_ADDR": "10.0.0.7"})
+    anonymous = client.get("/", headers=HOST | FROM_PROXY, environ_base={"REMOTE_ADDR": "10.0.0.7"})
     assert anonymous.status_code == 401
 
 
@@ -121,7 +123,7 @@ def test_the_proxy_header_counts_only_from_the_proxy(store: Store) -> None:
 )
 def test_a_proxy_is_a_header_and_addresses(header: str | None, addresses: list[str]) -> None:
     with pytest.raises(UsageError, match="--trusted-proxy"):
-        parse_trusted_proxy(header, addresses)
+        parse_trusted_proxy(header, addresses, secret=SECRET)
 
 
 def test_guessing_waits_in_every_process_of_the_server(store: Store) -> None:
@@ -164,8 +166,9 @@ def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> 
     known, token = _client(store, access), store.tokens.create("ci").secret
     first = known.get("/", headers=HOST | _basic(PASSWORD))
     guesser = _client(store, access)
-    for _ in range(FREE_FAILURES):
-        guesser.get("/", headers=HOST | _basic("guess"))
+    # As many more as make the next one wait for minutes.
+    for _ in range(FREE_FAILURES + 8):
+        store.login_failures.record(list_guessed("127.0.0.1"))
 
     assert guesser.get("/", headers=HOST | _basic(PASSWORD)).status_code == 429
     assert known.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
@@ -176,22 +179,59 @@ def test_who_has_logged_in_before_or_has_a_token_does_not_wait(store: Store) -> 
     assert known.get("/", headers=HOST).status_code == 401
     assert known.get("/", headers=HOST | _basic("wrong")).status_code == 401
     name, _, signed = cookie.partition(";")[0].partition("=")
-    until, _, signature = signed.partition(".")
-    for forged in ("", "x.y", f"{int(until) + 1}.{signature}", f"{until}.{'0' * 64}", "\xff.\xff"):
+    client, at, signature = signed.split(".")
+    for forged in (
+        "", "x.y", f"viewer{client}.{at}.{signature}", f"{client}.{at}.{'0' * 27}", "\xff.\xff",
+    ):  # fmt: skip
         headers = HOST | _basic(PASSWORD) | {"Cookie": f"{name}={forged}"}
         stranger = create_server(store, access).test_client(use_cookies=False)
         assert stranger.get("/", headers=headers).status_code == 429
 
 
+def test_a_known_client_may_enter_its_own_password_only(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD, viewer_password="look")
+    viewer, admin = _client(store, access), _client(store, access)
+    assert viewer.get("/", headers=HOST | _basic("look")).status_code == 200
+    assert admin.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
+    for _ in range(FREE_FAILURES + 8):
+        store.login_failures.record(list_guessed("127.0.0.1"))
+
+    guesses = [
+        viewer.get("/", headers=HOST | _basic(f"guess {number}")).status_code
+        for number in range(FREE_FAILURES + 20)
+    ]
+
+    # Its own limit ends the guesses, of which each counts for the address too.
+    assert guesses[:FREE_FAILURES] == [401] * FREE_FAILURES
+    assert guesses[-1] == 429
+    # The admin's password is not tried, right or wrong; and the admin comes in nevertheless.
+    assert viewer.get("/", headers=HOST | _basic(PASSWORD)).status_code in (401, 429)
+    assert admin.get("/", headers=HOST | _basic(PASSWORD)).status_code == 200
+    entries = store.audit.list_entries(10)
+    assert [(one.action, one.outcome) for one in entries] == [("login", "wrong password or token")]
+    assert entries[0].count >= FREE_FAILURES
+
+
+def test_the_guesses_of_a_known_client_count_for_its_address_from_the_first(store: Store) -> None:
+    access = choose_access("0.0.0.0", password=PASSWORD, viewer_password="look")
+    viewer = _client(store, access)
+    viewer.get("/", headers=HOST | _basic("look"))
+
+    for number in range(FREE_FAILURES + 8):
+        viewer.get("/", headers=HOST | _basic(f"guess {number}"))
+
+    assert _client(store, access).get("/", headers=HOST | _basic(PASSWORD)).status_code == 429
+
+
 def test_guesses_behind_a_proxy_count_for_the_client(store: Store) -> None:
-    proxy = parse_trusted_proxy("X-User", ["127.0.0.1"])
+    proxy = parse_trusted_proxy("X-User", ["127.0.0.1"], secret=SECRET)
     client = _client(store, choose_access("127.0.0.1", password=PASSWORD, proxy=proxy))
-    guesser = HOST | {"X-Forwarded-For": "1.2.3.4, 6.6.6.6"}
+    guesser = HOST | FROM_PROXY | {"X-Forwarded-For": "1.2.3.4, 6.6.6.6"}
     for _ in range(FREE_FAILURES):
         client.get("/", headers=guesser | _basic("guess"))
 
     assert client.get("/", headers=guesser | _basic(PASSWORD)).status_code == 429
-    other = HOST | {"X-Forwarded-For": "6.6.6.6, 1.2.3.4"}
+    other = HOST | FROM_PROXY | {"X-Forwarded-For": "6.6.6.6, 1.2.3.4"}
     assert client.get("/", headers=other | _basic(PASSWORD)).status_code == 200
 
 

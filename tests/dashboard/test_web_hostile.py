@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
-from store_builders import claimed, state
+from report_builders import analysis
+from store_builders import ask_page, claimed, state
 
 from stepsplit.analyzer.readers import compression
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
@@ -230,3 +231,54 @@ def _tar(trace: bytes) -> bytes:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
     return packed.getvalue()
+
+
+@pytest.mark.parametrize("damaged", ["report.json", "tables"])
+def test_no_error_names_a_folder_of_the_server(
+    damaged: str, client: FlaskClient, store: Store
+) -> None:
+    known = analysis()
+    run_id = store.import_report("run", known.report, known.tables)
+    folder = store.find_folder(run_id)
+    for file in folder.glob("tables/*.parquet") if damaged == "tables" else [folder / damaged]:
+        file.write_bytes(b"damaged")
+    (folder / "job.toml").write_bytes(b"[job")
+    files = f"{RUNS}/{_create(client)}/files"
+    client.put(f"{files}/a", data=b"x")
+    rules = client.application.url_map.iter_rules()
+    reads = [rule.rule for rule in rules if "GET" in (rule.methods or ())]
+    paths = [rule.replace("<run_id>", run_id) for rule in reads if "<run_id>" in rule]
+    pages = ("", "/timeline", "/memory", "/collectives", "/compute", "/pipeline", "/model")
+
+    answers = [
+        *(_get_text(client, path) for path in paths),
+        *(ask_page(client, f"/run/{run_id}{page}") for page in pages),
+        ask_page(client, "/compare", f"?baseline={run_id}&candidate={run_id}"),
+        client.put(f"{files}/a/b", data=b"x").text,
+        client.put(f"{files}/../a", data=b"x").text,
+        client.put(f"{RUNS}/{run_id}/job", data=b"[hardware]\nfile = '/etc/passwd'").text,
+    ]
+
+    assert any("report" in answer for answer in answers)
+    assert [answer for answer in answers if str(folder.parent) in answer] == []
+
+
+def test_only_scripts_and_styles_may_be_kept_by_caches(client: FlaskClient, store: Store) -> None:
+    known = analysis()
+    run_id = store.import_report("run", known.report, known.tables)
+    private = ("/", f"/run/{run_id}", "/login", RUNS, f"{RUNS}/{run_id}", "/_dash-layout",
+               f"{RUNS}/{run_id}/report.json", f"{RUNS}/{run_id}/report.html", f"{RUNS}/x",
+               "/metrics", "/assets/none.css")  # fmt: skip
+
+    kept = {}
+    for path in (*private, "/assets/style.css?m=1"):
+        with client.get(path) as answer:
+            kept[path] = answer.headers["Cache-Control"]
+
+    assert "immutable" in kept.pop("/assets/style.css?m=1")
+    assert kept == dict.fromkeys(private, "private, no-store")
+
+
+def _get_text(client: FlaskClient, path: str) -> str:
+    with client.get(path) as answer:
+        return str(answer.get_data(as_text=True))

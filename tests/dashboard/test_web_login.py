@@ -202,7 +202,7 @@ def test_a_page_without_a_session_leads_to_the_login(store: Store, guarded: Acce
     place = "/login?next=%2Frun%2F0123456789ab%2Ftimeline%3Frank%3D3"
     assert f"url={place}" in asked.text
     form = client.get(place, headers=PAGE)
-    assert (form.status_code, form.headers["Cache-Control"]) == (200, "no-store")
+    assert (form.status_code, form.headers["Cache-Control"]) == (200, "private, no-store")
     assert 'value="/run/0123456789ab/timeline?rank=3"' in form.text
     for asset in ("style.css", "theme.js", "favicon.svg"):
         found = client.get(f"/assets/{asset}", headers=HOST)

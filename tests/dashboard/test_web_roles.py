@@ -37,6 +37,8 @@ RUNS = "/api/v1/runs"
 JOB = b'[hardware]\npreset = "h100-sxm"\n'
 GUARDED = Access(local=False, guarded=True)
 PASSWORDS = {"password": "adm", "uploader_password": "upl", "viewer_password": "vie"}
+SECRET = "0123456789abcdef"
+FROM_PROXY = {"X-Stepsplit-Proxy-Secret": SECRET}
 PROPERTIES = [("page", "children"), ("zone", "hidden"), ("tick", "disabled"), ("mark", "data")]
 
 
@@ -220,9 +222,9 @@ def test_two_roles_cannot_share_a_password() -> None:
 
 
 def test_users_of_the_proxy_have_its_role(store: Store) -> None:
-    proxy = parse_trusted_proxy("X-User", ["10.0.0.7"], Role.VIEWER)
+    proxy = parse_trusted_proxy("X-User", ["10.0.0.7"], Role.VIEWER, secret=SECRET)
     client = _client(store, choose_access("0.0.0.0", proxy=proxy))
-    ada, there = HOST | {"X-User": "ada"}, {"REMOTE_ADDR": "10.0.0.7"}
+    ada, there = HOST | FROM_PROXY | {"X-User": "ada"}, {"REMOTE_ADDR": "10.0.0.7"}
 
     assert client.get("/", headers=ada, environ_base=there).status_code == 200
     denied = client.post(RUNS, json={"name": "x"}, headers=ada, environ_base=there)
@@ -230,11 +232,11 @@ def test_users_of_the_proxy_have_its_role(store: Store) -> None:
 
 
 def test_the_proxy_may_set_the_role_of_each_user(store: Store) -> None:
-    proxy = parse_trusted_proxy("X-User", ["10.0.0.7"], role_header="X-Role")
+    proxy = parse_trusted_proxy("X-User", ["10.0.0.7"], role_header="X-Role", secret=SECRET)
     client = _client(store, choose_access("0.0.0.0", proxy=proxy))
 
     def post(role: str | None, address: str = "10.0.0.7") -> int:
-        headers = HOST | {"X-User": "ada"} | ({} if role is None else {"X-Role": role})
+        headers = HOST | FROM_PROXY | {"X-User": "ada"} | ({} if role is None else {"X-Role": role})
         there = {"REMOTE_ADDR": address}
         return client.post(
             RUNS, json={"name": "x"}, headers=headers, environ_base=there
@@ -293,6 +295,7 @@ def test_tokens_of_older_stores_keep_what_they_may(database_url: str) -> None:
             *DROP_WATCHES, "DROP TABLE audit", "DROP TABLE sessions",
             "ALTER TABLE tokens DROP COLUMN role", "ALTER TABLE tokens DROP COLUMN expires_unix_ns",
             "ALTER TABLE runs DROP COLUMN note",
+            "ALTER TABLE login_failures ADD COLUMN blocked_until_unix_ns BIGINT",
             "ALTER TABLE runs DROP COLUMN job_key", "ALTER TABLE runs DROP COLUMN job_label",
             "UPDATE alembic_version SET version_num = '0004'",
         ):  # fmt: skip

@@ -34,7 +34,7 @@ def test_a_token_is_made_used_and_revoked(
     client: FlaskClient, store: Store, admin: dict[str, str]
 ) -> None:
     made = client.post(TOKENS, json={"name": "ci"}, headers=admin)
-    assert (made.status_code, made.headers["Cache-Control"]) == (201, "no-store")
+    assert (made.status_code, made.headers["Cache-Control"]) == (201, "private, no-store")
     new: dict[str, Any] = made.json or {}
     mine, run_id = _bearer(new["secret"]), uploaded(store)
     status = f"/api/v1/runs/{run_id}"
@@ -44,7 +44,9 @@ def test_a_token_is_made_used_and_revoked(
     ci = (listed.json or {})["tokens"][1]
     assert (ci["id"], ci["name"], ci["role"], ci["revoked"]) == (new["id"], "ci", "uploader", False)
     assert ci["last_used"] >= ci["created"] == new["created"]
-    assert new["secret"] not in listed.text and listed.headers["Cache-Control"] == "no-store"
+    assert (
+        new["secret"] not in listed.text and listed.headers["Cache-Control"] == "private, no-store"
+    )
 
     assert client.delete(f"{TOKENS}/{ci['id']}", headers=admin).status_code == 204
     assert client.get(status, headers=mine).status_code == 401

@@ -1,0 +1,51 @@
+"""Whether others can log in to this host: every account of it reaches a port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_INITS = ("systemd", "init")
+
+_DIRECTORIES = {"sss", "ldap", "winbind", "nis"}
+"""Sources of accounts in nsswitch.conf that list none of them."""
+
+_NO_SHELLS = ("nologin", "false", "sync", "")
+
+
+def has_other_users(root: Path = Path("/")) -> bool:
+    """Whether an account that people use, other than this one, runs a process or may log in.
+
+    In a container nobody logs in, although its image may name accounts: there only processes
+    count. root: the folder of /proc and /etc.
+    """
+    for process in (root / "proc").glob("[0-9]*"):
+        try:
+            if _is_of_another(process.stat().st_uid):
+                return True
+        except OSError:
+            continue
+    if _read(root / "proc/1/comm").strip() not in _INITS:
+        return False
+    switch = _read(root / "etc/nsswitch.conf").splitlines()
+    sources = next((line.split()[1:] for line in switch if line.startswith("passwd:")), [])
+    if _DIRECTORIES.intersection(sources):
+        return True
+    accounts = (line.split(":") for line in _read(root / "etc/passwd").splitlines())
+    return any(
+        len(one) == 7 and one[2].isdecimal() and _is_of_another(int(one[2]))
+        and Path(one[6]).name not in _NO_SHELLS
+        for one in accounts
+    )  # fmt: skip
+
+
+def _is_of_another(uid: int) -> bool:
+    # 65534 is nobody; below 1000 are root and the system's own.
+    return uid >= 1000 and uid not in (os.getuid(), 65534)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

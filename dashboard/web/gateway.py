@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MIN_BYTES_PER_S, GRACE_S, STALL_S = 1_024, 10.0, 20.0
 """Clients that send or take less, after the first seconds, or nothing for so long, are dropped."""
 
+HEAD_BYTES = 32 << 10
+"""Largest head of a request."""
+
 LINGER_S = 2.0
 """For so long the rest of a refused body is read: bytes that are unread when a connection is closed
 destroy the answer on its way."""
@@ -66,7 +69,12 @@ class Gateway:
         with self._open_spool() as body, self._open_spool() as answer:
             client, environ = _Client(receive, send), build_environ(scope, body)
             try:
-                app = await self._receive_body(client, environ, body)
+                app: WSGIApplication
+                if count_head_bytes(scope) > HEAD_BYTES:
+                    # uvicorn has a limit too, but not for a head that arrives at once.
+                    app = _build_refusal(431, f"the head exceeds {HEAD_BYTES} bytes")
+                else:
+                    app = await self._receive_body(client, environ, body)
                 pool = self._uploads if environ["REQUEST_METHOD"] in _UPLOADS else self._pages
                 head = await _run(pool, write_answer, app, environ, answer)
                 await client.send_answer(head, answer)
@@ -138,6 +146,12 @@ _UPLOADS = ("PUT", "PATCH")
 
 def _build_refusal(status: int, reason: str) -> Response:
     return Response(json.dumps({"error": reason}), status, mimetype="application/json")
+
+
+def count_head_bytes(scope: Message) -> int:
+    """About the size of a request's head."""
+    fields = sum(len(name) + len(text) + len(": \r\n") for name, text in scope["headers"])
+    return fields + len(scope["raw_path"]) + len(scope["query_string"])
 
 
 def build_environ(scope: Message, body: Spool) -> Environ:

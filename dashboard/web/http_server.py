@@ -15,10 +15,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.web.gateway import STALL_S, Gateway
+from stepsplit.dashboard.web.gateway import HEAD_BYTES, STALL_S, Gateway
 
-HEAD_S, HEAD_BYTES = 10.0, 32 << 10
-"""The head of a request must arrive within this time, or twice as long at most, and size."""
+HEAD_S = 10.0
+"""The head of a request must arrive within this time, or twice as long at most."""
 
 GRACEFUL_S = 5
 """For so long requests in progress may go on when the server is stopped."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dashboard_processes import open_store, running_dashboard
+from dashboard_processes import open_store, running_dashboard, until
 from store_builders import state
 
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
@@ -191,6 +191,7 @@ def test_pages_and_uploads_are_answered_while_clients_send_slowly(
         b"POST /length HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nA: " + b"x" * 40_000,
+        write_head("GET /", CLOSE, f"A: {'x' * 40_000}"),
         b"GET / HTTP/1.1\r\n" + b"A: x\r\n" * 8_000,
     ],
 )
@@ -395,12 +396,10 @@ def test_a_part_that_is_cut_off_keeps_what_arrived(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
             link.sendall(write_head(place, "Upload-Offset: 0", "Content-Length: 5000000"))
             link.sendall(bytes(3_000_000))
-            link.shutdown(socket.SHUT_WR)
-            answer = read_all(link)
+        until(lambda: any(row.received_bytes for row in store.files.list_files(run_id)))
         (row,) = store.files.list_files(run_id)
 
-    assert answer == b"" or b"upload-offset: 3000000" in answer.lower()
-    assert (row.received_bytes, row.complete) == (3_000_000, False)
+    assert not row.complete and 2_000_000 < row.received_bytes <= 3_000_000
 
 
 def read_all(link: socket.socket) -> bytes:

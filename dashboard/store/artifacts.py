@@ -51,6 +51,10 @@ class Artifacts(Protocol):
     def url(self) -> str:
         """The URL with which another process opens the same artifacts."""
 
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine with the folders of all runs."""
+
     def find_folder(self, run_id: str) -> Path:
         """The run's local folder; uploads are written to its input/. Raises UsageError for what is
         not the id of a run, as every method does, and for a symbolic link."""
@@ -90,6 +94,10 @@ class FolderArtifacts:
     @property
     def url(self) -> str:
         return str(self.root)
+
+    @property
+    def folder(self) -> Path:
+        return self.root
 
     def find_folder(self, run_id: str) -> Path:
         return find_run_folder(self.root, run_id)
@@ -221,6 +229,10 @@ class RemoteArtifacts:
     local: Path
     _files: Any
     _root: str
+
+    @property
+    def folder(self) -> Path:
+        return self.local
 
     def find_folder(self, run_id: str) -> Path:
         return find_run_folder(self.local, run_id)

@@ -103,7 +103,7 @@ class ReportCache:
         try:
             yield
         except DataError as error:
-            folder = self._store.artifacts.find_folder("")
+            folder = self._store.artifacts.folder
 
             def hide(text: str) -> str:
                 return text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")

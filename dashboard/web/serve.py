@@ -119,7 +119,7 @@ class _ServerProcesses:
     def _answer(self, flask: Flask) -> None:
         self.store.reconnect()
         # The folder of all runs.
-        folder = self.store.artifacts.find_folder("")
+        folder = self.store.artifacts.folder
         answer_requests(Gateway(flask, self.options.limits, folder), self.listener)
 
 

@@ -19,12 +19,12 @@ from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun
 from stepsplit.dashboard.watch_process import send_rest
-from stepsplit.dashboard.web.auth import Access, TrustedProxy
+from stepsplit.dashboard.web.auth import PROXY_SECRET, Access, TrustedProxy, choose_access
 from stepsplit.dashboard.web.server import create_server
 
 WATCH = "/api/v1/watch"
 HOST = {"Host": "traces.example"}
-PASSWORDS = Access(local=False, guarded=True, password="adm", uploader_password="upl")
+PASSWORDS = choose_access("traces.example", password="adm", uploader_password="upl")
 
 Headers = dict[str, str]
 
@@ -223,9 +223,12 @@ def test_alerts_are_silenced_by_who_began_the_run_also_after_a_login(
 def test_a_proxys_user_is_a_sender(store: Store) -> None:
     from ipaddress import ip_network
 
-    proxy = TrustedProxy("X-User", (ip_network("127.0.0.0/8"),), Role.UPLOADER)
+    networks = (ip_network("127.0.0.0/8"),)
+    proxy = TrustedProxy("X-User", networks, "secret of the proxy", Role.UPLOADER)
     client = create_server(store, Access(local=False, guarded=True, proxy=proxy)).test_client()
-    ann, bob = (HOST | {"X-User": name} for name in ("ann", "bob"))
+    ann, bob = (
+        HOST | {"X-User": name, PROXY_SECRET: "secret of the proxy"} for name in ("ann", "bob")
+    )
 
     assert [_send(client, one)[0] for one in (ann, bob, ann)] == [200, 403, 200]
 

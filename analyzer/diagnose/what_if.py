@@ -43,13 +43,8 @@ from stepsplit.analyzer.model.schedule import (
     build_orders,
     list_chunk_positions,
 )
-from stepsplit.analyzer.model.schedule_time import (
-    Costs,
-    ScheduleTimeline,
-    build_graph,
-    compute_pipeline_time,
-    simulate,
-)
+from stepsplit.analyzer.model.schedule_graph import Costs, ScheduleTimeline, build_graph, simulate
+from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes

@@ -9,6 +9,19 @@ from typing import Annotated, Literal, get_args
 
 MAX_NUMBER = 10**18
 
+MAX_STAGE_PAIRS = 1 << 14
+"""Most pipeline ranks times model stages (128 ranks of one stage, 64 of four). Warm-up and
+cool-down of a schedule have 6 to 16 times as many passes, which take one to two seconds and a
+quarter of a GB to simulate. Published jobs have up to 64 ranks."""
+
+MAX_SIMULATED_FORWARDS = 1 << 17
+"""Most forward passes of a schedule that is simulated whole, without a steady state: more than
+warm-up and cool-down of MAX_STAGE_PAIRS have."""
+
+MAX_EXPERTS = 10**6
+"""Most experts of a layer. A search for layouts tries all their divisors; published models have up
+to 2,048."""
+
 KEY = "key"
 """Metadata of a field: its key in a file if that differs from its name, "" if it has no key."""
 

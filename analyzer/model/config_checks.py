@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import LORA_TARGETS, TORCH_FRAMEWORKS, TWO_STAGES, JobConfig
+from stepsplit.analyzer.model.config import (
+    LORA_TARGETS,
+    MAX_EXPERTS,
+    MAX_STAGE_PAIRS,
+    TORCH_FRAMEWORKS,
+    TWO_STAGES,
+    JobConfig,
+)
 
 # The check of a whole job: the first violation, with the numbers and a hint.
 
@@ -93,6 +100,8 @@ def _check_experts(job: JobConfig) -> Violation | None:
     experts, ep = job.model.experts, job.parallel.ep
     if experts is None:
         return Violation(f"ep ({ep}) needs a model with experts", "remove ep") if ep > 1 else None
+    if experts.count > MAX_EXPERTS:
+        return Violation(f"experts ({experts.count}) must be <= {MAX_EXPERTS}", "fix experts")
     if experts.top_k > experts.count:
         problem = f"top_k ({experts.top_k}) exceeds experts ({experts.count})"
         return Violation(problem, "fix one of them")
@@ -384,12 +393,22 @@ def _check_dualpipe(job: JobConfig) -> Violation | None:
     return Violation(f"{odd} ({count}) must be even with schedule dualpipe", f"make {odd} even")
 
 
+def _check_simulated_stages(job: JobConfig) -> Violation | None:
+    """The time of a prediction grows with the square of pp, and with chunks."""
+    layout = job.parallel
+    if layout.pp * layout.model_stages <= MAX_STAGE_PAIRS:
+        return None
+    problem = f"pp ({layout.pp}) x model stages ({layout.model_stages}) exceeds {MAX_STAGE_PAIRS}"
+    return Violation(problem, "a longer pipeline is not simulated; lower pp or chunks")
+
+
 STAGE_CHECKS = (
     _check_chunks,
     _check_layers,
     _check_layers_per_stage,
     _check_interleaved,
     _check_dualpipe,
+    _check_simulated_stages,
 )
 
 

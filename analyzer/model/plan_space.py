@@ -11,6 +11,7 @@ from typing import TypeVar
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.model.config import (
     KEY,
+    MAX_STAGE_PAIRS,
     RECOMPUTE_PARTS,
     Framework,
     JobConfig,
@@ -313,6 +314,10 @@ MAX_MISSING_LAYERS = 2
 """Layers that an interleaved pipeline may lack at its ends, where embedding and head take their
 place (Llama 3, arXiv:2407.21783, section 3.3.2)."""
 
+MAX_CHUNKS = 128
+"""Most chunks of an interleaved pipeline that are searched: messages grow with them. Published runs
+have up to 12."""
+
 KEYS = (
     "tp", "pp", "cp", "ep", "expert_tp", "zero", "sequence_parallel", "schedule", "chunks",
     "micro_batch", "recompute",
@@ -454,19 +459,20 @@ def _list_chunk_counts(job: JobConfig, pp: int, schedule: Schedule) -> tuple[int
     if schedule != "interleaved":
         return (1,)
     layers = job.model.layers
-    max_chunks = (layers + MAX_MISSING_LAYERS) // pp
+    max_chunks = min((layers + MAX_MISSING_LAYERS) // pp, MAX_CHUNKS, MAX_STAGE_PAIRS // pp**2)
     return tuple(v for v in range(2, max_chunks + 1) if -layers % (pp * v) <= MAX_MISSING_LAYERS)
 
 
 def split_layers_evenly(layers: int, stages: int) -> tuple[int, ...] | None:
     """Layers per stage if they don't divide evenly: the middle stages take the remainder, because
     embedding and head load the ends, which may have no layer. None if they divide evenly or are too
-    few for the stages between the ends."""
+    few for the stages between the ends, or if the stages are too many to simulate."""
     per_stage, remainder = divmod(layers, stages)
-    if remainder == 0 or layers < stages - MAX_MISSING_LAYERS:
+    if remainder == 0 or layers < stages - MAX_MISSING_LAYERS or stages > MAX_STAGE_PAIRS:
         return None
     inner_first = sorted(range(stages), key=lambda i: (-min(i, stages - 1 - i), i))
-    return tuple(per_stage + (i in inner_first[:remainder]) for i in range(stages))
+    longer = set(inner_first[:remainder])
+    return tuple(per_stage + (i in longer) for i in range(stages))
 
 
 def _list_micro_batches(
@@ -489,7 +495,8 @@ def _select_values(
 
 @lru_cache(maxsize=64)
 def _list_divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 # What each framework supports.

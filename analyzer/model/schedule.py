@@ -10,7 +10,13 @@ from itertools import accumulate
 from typing import Literal, cast
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule
+from stepsplit.analyzer.model.config import (
+    MAX_SIMULATED_FORWARDS,
+    MAX_STAGE_PAIRS,
+    SCHEDULES,
+    TWO_STAGES,
+    Schedule,
+)
 from stepsplit.analyzer.model.formulas import Formula
 
 # The order of passes of each pipeline rank, and the model stages of its chunks.
@@ -30,6 +36,12 @@ def build_orders(
     microbatch by microbatch. Raises UsageError if the schedule is not defined for these sizes.
     """
     _check(schedule, stages, microbatches, chunks)
+    stages_per_rank = 2 if schedule in TWO_STAGES and stages > 1 else chunks
+    if microbatches * stages * stages_per_rank > MAX_SIMULATED_FORWARDS:
+        raise UsageError(
+            f"{microbatches} microbatches in {stages} x {stages_per_rank} stages are too many "
+            f"passes to simulate; at most {MAX_SIMULATED_FORWARDS} forwards are"
+        )
     ranks = range(stages)
     return tuple(_build_order(schedule, rank, stages, microbatches, chunks) for rank in ranks)
 
@@ -37,9 +49,15 @@ def build_orders(
 def list_chunk_positions(schedule: Schedule, stages: int, chunks: int = 1) -> ChunkPositions:
     """Positions of each rank's chunks in the model, in the order of Pass.chunk.
 
-    The two chunks of dualpipe belong to two copies of the model.
+    The two chunks of dualpipe belong to two copies of the model. Raises UsageError for more stages
+    than are simulated.
     """
     p = stages
+    if p * p * chunks > MAX_STAGE_PAIRS:
+        raise UsageError(
+            f"{p} ranks x {p * chunks} model stages exceeds {MAX_STAGE_PAIRS}; "
+            "a longer pipeline is not simulated"
+        )
     if p > 1 and schedule in ("zb-v", "dualpipe-v"):
         return tuple((rank, 2 * p - 1 - rank) for rank in range(p))
     if p > 1 and schedule == "dualpipe":

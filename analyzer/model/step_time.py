@@ -37,10 +37,10 @@ from stepsplit.analyzer.model.optimizer_time import compute_optimizer_ns, list_o
 from stepsplit.analyzer.model.parameters import StageParameters, select_trained
 from stepsplit.analyzer.model.prediction import Band, Communication
 from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_rank_chunks
+from stepsplit.analyzer.model.schedule_graph import Costs
 from stepsplit.analyzer.model.schedule_time import (
     FRACTION,
     OVERHEAD,
-    Costs,
     PipelineTime,
     compute_pipeline_time,
 )

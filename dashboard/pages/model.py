@@ -9,15 +9,13 @@ from dash.development.base_component import Component
 from msgspec import structs
 
 from stepsplit.analyzer.buckets import Split
-from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.analyzer.model.comm_measured import Rates
+from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, JobConfig
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job, list_hardware_names
-from stepsplit.analyzer.model.plan import plan
-from stepsplit.analyzer.model.plan_space import Candidate
-from stepsplit.analyzer.model.predict import predict, read_hardware_rates
+from stepsplit.analyzer.model.plan_space import Candidate, Plan
 from stepsplit.analyzer.model.prediction import Prediction
+from stepsplit.analyzer.model.prediction_process import predict_in_process
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import Gap, JobTables
 from stepsplit.analyzer.units import (
@@ -56,7 +54,10 @@ _DOUBLINGS = 4
 
 
 def build_model_page(view: View, chosen: AddressQuery) -> list[Component]:
-    """The model page; without a job.toml, a hint on what the model needs."""
+    """The model page; without a job.toml, a hint on what the model needs.
+
+    Raises NoPrediction if the prediction exceeds a limit.
+    """
     report = view.report
     try:
         job = extract_job(report)
@@ -176,6 +177,8 @@ def _build_cards(prediction: Prediction, job: JobConfig, recorded: Split) -> htm
 
 # A recorded job with the changes from the URL.
 
+_WHERE = "this page"
+
 SIZES = ("tp", "pp", "cp", "dp_replicate", "dp_shard", "micro_batch", "global_batch")
 
 UNCHANGED = "as recorded"
@@ -192,17 +195,21 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class ChangedJob:
-    """The changed job, the measured rates of its hardware and its prediction, or the error that
-    makes the job invalid."""
+    """The changed job and its prediction, or the error that makes the job invalid; and on request
+    the plan of its layout, or the error that leaves none."""
 
-    job: JobConfig | None
-    rates: Rates
-    prediction: Prediction | None
-    error: str
+    job: JobConfig | None = None
+    prediction: Prediction | None = None
+    error: str = ""
+    plan: Plan | None = None
+    plan_error: str = ""
 
 
 def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
-    """The recorded job.toml with the changes from the URL applied, and its prediction."""
+    """The recorded job.toml with the changes from the URL applied, and its prediction.
+
+    Raises NoPrediction if that exceeds a limit: anyone who may see the page chooses the job.
+    """
     tables: dict[str, dict[str, object]] = {
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
@@ -213,13 +220,13 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
             own.pop(alias, None)
     if (preset := chosen.find_text("hardware")) not in (None, UNCHANGED):
         tables["hardware"] = {"preset": preset}
-    table = TomlTable("this page", "", tables)
     try:
-        job = decode_job(table)
-        rates = read_hardware_rates(table, job.hardware)
-        return ChangedJob(job, rates, predict(job, rates), "")
-    except StepsplitError as error:
-        return ChangedJob(None, Rates(), None, str(error))
+        job = decode_job(TomlTable(_WHERE, "", tables))
+        wants_plan = chosen.find_text("plan") == "1" and job.parallel.world_size <= MAX_PLAN_GPUS
+        answer = predict_in_process(tables, _WHERE, wants_plan)
+        return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error)
+    except (DataError, UsageError) as error:
+        return ChangedJob(error=str(error))
 
 
 def _read_changes(chosen: AddressQuery) -> dict[str, object]:
@@ -249,14 +256,12 @@ def build_plan(view: View, changed: ChangedJob, chosen: AddressQuery) -> list[Co
         return [
             build_section("Plan", "fastest layouts that fit in memory, as predicted", html.P(link))
         ]
-    try:
-        ranking = plan(job, job.parallel.world_size, rates=changed.rates)
-    except StepsplitError as error:
-        return [build_empty_card("No plan", str(error))]
-    best = ranking.best
+    if changed.plan is None:
+        return [build_empty_card("No plan", changed.plan_error)]
+    best = changed.plan.best
     rows = [
         _build_candidate_row(best, best),
-        *(_build_candidate_row(one.candidate, best) for one in ranking.runners_up),
+        *(_build_candidate_row(one.candidate, best) for one in changed.plan.runners_up),
     ]
     heads = ("tp", "pp", "cp", "dp", "zero", "schedule", "microbatch", "recompute",
              "step", "slower by", "peak", "MFU")  # fmt: skip

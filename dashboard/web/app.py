@@ -22,6 +22,7 @@ from plotly import graph_objects as go
 from plotly.io.json import to_json_plotly
 
 from stepsplit.analyzer.errors import DataError
+from stepsplit.analyzer.model.prediction_process import NoPrediction
 from stepsplit.analyzer.report.report import Report, Run, StepRow
 from stepsplit.dashboard.figures.communication import BandwidthPoint, draw_bandwidth
 from stepsplit.dashboard.figures.run import draw_split_by_rank
@@ -450,13 +451,20 @@ class PageBuilder:
                 run.state != "failed",
                 _compute_fingerprint(run),
             )
+        key = (*_build_cache_key(address, run), rights)
         try:
+            rendered = self._kept.find(key)
+            if rendered is None and address.page == "model":
+                # Rendered outside of the cache, where requests for the same page would wait for
+                # each other with a thread each: too many predictions at once are refused.
+                rendered = self._render_run(run, address, rights)
             return PageContent(
-                self._kept.get(
-                    (*_build_cache_key(address, run), rights),
-                    lambda: self._render_run(run, address, rights),
-                )
+                self._kept.get(key, lambda: rendered or self._render_run(run, address, rights))
             )
+        except NoPrediction as error:
+            # Not cached; a busy server is asked again by the page's next tick.
+            problem = _build_problem(run.name, "No prediction", str(error))
+            return PageContent(problem, error.is_busy, _compute_fingerprint(str(error)))
         except DataError as error:
             return PageContent(_build_problem(run.name, "This run cannot be read", str(error)))
         except Exception:  # noqa: BLE001 - a bug met by odd data; other pages may still work

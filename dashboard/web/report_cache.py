@@ -46,6 +46,12 @@ class LruCache(Generic[_Value]):
                 slot.made.append(make())
             return slot.made[0]
 
+    def find(self, key: object) -> _Value | None:
+        """The cached value of the key; None if it is missing or still being computed."""
+        with self._lock:
+            slot = self._slots.get(key)
+            return slot.made[0] if slot is not None and slot.made else None
+
     def _find_slot(self, key: object) -> _Slot[_Value]:
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())

@@ -8,13 +8,8 @@ import pytest
 from cases import for_each
 
 from stepsplit.analyzer.model.config import Schedule
-from stepsplit.analyzer.model.schedule_time import (
-    ScheduleTimeline,
-    build_graph,
-    compute_bubble_ns,
-    compute_bubble_rate,
-    simulate,
-)
+from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate
+from stepsplit.analyzer.model.schedule_time import compute_bubble_ns, compute_bubble_rate
 from stepsplit.analyzer.validation.tables import PUBLISHED
 
 TABLE_5 = PUBLISHED / "zero_bubble_table5_9_bubble_rates.csv"

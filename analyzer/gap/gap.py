@@ -62,6 +62,10 @@ AUTO = "auto"
 """Used instead of a job.toml: the config is inferred from the recording alone."""
 
 
+_MAX_STEP_NS = 1 << 53
+"""Parts of longer steps, which are floats, are not exact to the ns: they would not add up."""
+
+
 def read_job_table(job: str | Path) -> TomlTable:
     """Read a complete or partial job.toml; empty for AUTO. Raises DataError."""
     return TomlTable("run.json", "", {}) if str(job) == AUTO else read_table(job)
@@ -81,6 +85,11 @@ def compare_to_model(
     notes = (*notes, *note_inferred_keys(table, job, job_table))
     rates = read_hardware_rates(table, job.hardware)
     prediction = predict(job, rates)
+    if prediction.split.step_ns > _MAX_STEP_NS:
+        raise UsageError(
+            f"{table.where}: its predicted step takes more than 100 days; check global_batch,"
+            " seq_len and the sizes of the model"
+        )
     gap = compute_gap(
         split, prediction, build_comm_cost(job, rates), report, notes, build_link_lookup(job)
     )

@@ -12,7 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Thread, Timer
@@ -40,9 +40,13 @@ MAX_MEMORY_BYTES = 512 << 20
 MAX_AT_ONCE = 2
 """Predictions of one server process at the same time."""
 
+MAX_PLAN_SECONDS, MAX_PLAN_WALL_SECONDS = 60, 120
+"""Of the process that also plans: llama-3.1-8b takes 7 s on 8 GPUs, 40 s on 64 and 512. One of each
+server process at the same time, apart from the predictions, so that pages keep threads."""
+
 _COMMAND = (sys.executable, "-P", "-m", "stepsplit.analyzer.model.prediction_process")
 
-_SLOTS = BoundedSemaphore(MAX_AT_ONCE)
+_SLOTS, _PLAN_SLOTS = BoundedSemaphore(MAX_AT_ONCE), BoundedSemaphore(1)
 
 
 class NoPrediction(StepsplitError):
@@ -55,7 +59,8 @@ class NoPrediction(StepsplitError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The prediction of a job and the plan for its GPUs; plan_error if no layout is possible."""
+    """The prediction of a job and the plan for its GPUs; plan_error if no layout is possible, or if
+    the search exceeds a limit."""
 
     prediction: Prediction
     plan: Plan | None
@@ -68,31 +73,41 @@ def predict_in_process(
     """Predict the job of these tables, and plan its layout for as many GPUs if with_plan is set.
 
     where is the name of the job in errors. Raises NoPrediction for what takes too much time or
-    memory, or if MAX_AT_ONCE predictions run, and StepsplitError for an invalid job.
+    memory, or if as many run as may, and StepsplitError for an invalid job.
     """
-    if not _SLOTS.acquire(blocking=False):
-        raise NoPrediction("the server is computing other predictions; try again", is_busy=True)
+    slots, kind = (_PLAN_SLOTS, "plans") if with_plan else (_SLOTS, "predictions")
+    if not slots.acquire(blocking=False):
+        raise NoPrediction(f"the server is computing other {kind}; try again", is_busy=True)
     try:
         status, output = _run({"where": where, "tables": tables, "with_plan": with_plan})
     finally:
-        _SLOTS.release()
-    if status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL):
-        command = "stepsplit plan" if with_plan else "stepsplit model"
+        slots.release()
+    is_stopped = status in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL)
+    # What is whole ends with a newline: the process may have been stopped while it wrote.
+    first, *others = output.split(b"\n")[:-1] or [b""]
+    if not first and is_stopped:
         limit = f"{MAX_SECONDS} s of processor time or {MAX_WALL_SECONDS} s by the clock"
-        raise NoPrediction(f"it takes more than {limit}; run {command} in a terminal")
-    if status != 0:
+        raise NoPrediction(f"it takes more than {limit}; run stepsplit model in a terminal")
+    if status != 0 and not is_stopped:
         raise RuntimeError(f"the process of a prediction ended with status {status}")
-    answer = json.loads(output)
+    answer = json.loads(first)
     if "limit" in answer:
         raise NoPrediction(answer["limit"])
     if "error" in answer:
         raise UsageError(answer["error"])
-    plan = None
-    if answer["plan"] is not None:
-        from stepsplit.analyzer.model.plan import from_json
+    prediction = prediction_from_json(answer["prediction"])
+    if not with_plan:
+        return Answer(prediction, None, "")
+    if not others:
+        limit = f"{MAX_PLAN_SECONDS} s of processor time or {MAX_PLAN_WALL_SECONDS} s by the clock"
+        error = f"the search takes more than {limit}; run stepsplit plan in a terminal"
+        return Answer(prediction, None, error)
+    planned = json.loads(others[0])
+    if "plan" not in planned:
+        return Answer(prediction, None, planned.get("limit") or planned["error"])
+    from stepsplit.analyzer.model.plan import from_json
 
-        plan = from_json(answer["plan"])
-    return Answer(prediction_from_json(answer["prediction"]), plan, answer["plan_error"])
+    return Answer(prediction, from_json(planned["plan"]), "")
 
 
 def _run(request: Mapping[str, object]) -> tuple[int, bytes]:
@@ -100,7 +115,8 @@ def _run(request: Mapping[str, object]) -> tuple[int, bytes]:
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         # It ends itself in time, unless it hangs before it can set its limits.
-        timer = Timer(MAX_WALL_SECONDS + 1, process.kill)
+        wall_s = MAX_PLAN_WALL_SECONDS if request["with_plan"] else MAX_WALL_SECONDS
+        timer = Timer(wall_s + 1, process.kill)
         timer.start()
         try:
             with suppress(BrokenPipeError):
@@ -117,42 +133,56 @@ def _run(request: Mapping[str, object]) -> tuple[int, bytes]:
 
 
 def main() -> None:
-    """Answer the request of the first line of standard input."""
-    signal.alarm(MAX_WALL_SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
+    """Answer the request of the first line of standard input: a line for the prediction, and one
+    for the plan."""
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    _limit_time(MAX_SECONDS, MAX_WALL_SECONDS)
     request = json.loads(sys.stdin.buffer.readline())
     # The server holds the other end until it has the answer: no process outlives it.
     Thread(target=lambda: os._exit(os.read(0, 1) == b""), daemon=True).start()
-    try:
-        answer = _answer(request)
-    except MemoryError:
-        answer = {"limit": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
-    except StepsplitError as error:
-        answer = {"error": str(error)}
-    sys.stdout.write(json.dumps(answer))
-    sys.stdout.flush()
+    if _write_answer(_predict, request) and request["with_plan"]:
+        _limit_time(MAX_PLAN_SECONDS, MAX_PLAN_WALL_SECONDS)
+        _write_answer(_plan, request)
     os._exit(0)
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, object]:
+def _limit_time(cpu_s: int, wall_s: int) -> None:
+    signal.alarm(wall_s)
+    # The soft limit, which ends the process too: a hard one could not be raised for the plan.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _write_answer(
+    compute: Callable[[Mapping[str, Any]], dict[str, object]], request: Mapping[str, Any]
+) -> bool:
+    """Writes what is computed, or why not. Returns whether it was."""
+    try:
+        answer, is_done = compute(request), True
+    except MemoryError:
+        memory = f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+        answer, is_done = {"limit": memory}, False
+    except StepsplitError as error:
+        answer, is_done = {"error": str(error)}, False
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    return is_done
+
+
+def _predict(request: Mapping[str, Any]) -> dict[str, object]:
     table = TomlTable(request["where"], "", request["tables"])
     job = decode_job(table)
     rates = read_hardware_rates(table, job.hardware)
-    prediction, planned, plan_error = predict(job, rates), None, ""
-    if request["with_plan"]:
-        # Imported here: most requests are for the prediction alone.
-        from stepsplit.analyzer.model.plan import plan, to_json
+    return {"prediction": prediction_to_json(predict(job, rates))}
 
-        try:
-            planned = to_json(plan(job, job.parallel.world_size, rates=rates))
-        except StepsplitError as error:
-            plan_error = str(error)
-    return {
-        "prediction": prediction_to_json(prediction),
-        "plan": planned,
-        "plan_error": plan_error,
-    }
+
+def _plan(request: Mapping[str, Any]) -> dict[str, object]:
+    # Imported here: most requests are for the prediction alone.
+    from stepsplit.analyzer.model.plan import plan, to_json
+
+    table = TomlTable(request["where"], "", request["tables"])
+    job = decode_job(table)
+    rates = read_hardware_rates(table, job.hardware)
+    return {"plan": to_json(plan(job, job.parallel.world_size, rates=rates))}
 
 
 if __name__ == "__main__":

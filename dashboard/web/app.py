@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 import orjson
 from dash import Dash, Input, Output, State, callback_context, dcc, html
-from dash.exceptions import PreventUpdate
+from dash.exceptions import DependencyException, PreventUpdate
 from flask import Blueprint, Flask, Response, current_app, make_response, request
 from plotly import graph_objects as go
 from plotly.io.json import to_json_plotly
+from werkzeug.exceptions import NotFound
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.prediction_process import NoPrediction
@@ -132,6 +133,8 @@ def add_pages(server: Flask, store: Store) -> tuple[str, ...]:
     _add_timeline_link(app)
     _add_sample_link(app, contents)
     _refuse_odd_callbacks(server, app)
+    # Of Dash, for the address of a script that it does not have.
+    server.register_error_handler(DependencyException, lambda _: NotFound())
     _mark_missing_pages(server, store)
     _keep_assets(server)
     _warm()

@@ -336,7 +336,10 @@ class Authenticator:
         user = self.find_user()
         if user is not None:
             return user
-        sent = request.authorization
+        sent = None
+        with suppress(ValueError):
+            # Of werkzeug, for the Basic scheme with characters that are not ASCII.
+            sent = request.authorization
         # A token, or the password of Basic authentication with any user name.
         secret = None if sent is None else sent.token if sent.type == "bearer" else sent.password
         if secret is None:

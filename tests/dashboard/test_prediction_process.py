@@ -154,6 +154,32 @@ def test_a_prediction_and_a_plan_come_back_whole() -> None:
     assert answer.plan.gpus == 2
 
 
+def test_a_plan_has_a_larger_limit_and_beyond_it_the_prediction_is_shown_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan of eight GPUs takes some 5 s of processor time: longer than a prediction may."""
+    program = (
+        "from stepsplit.analyzer.model import plan, prediction_process as process\n"
+        "process.MAX_PLAN_SECONDS = 2\n"
+        "plan.plan = lambda *_, **__: exec('while True: pass')\n"
+        "process.main()\n"
+    )
+    monkeypatch.setattr(prediction_process, "_COMMAND", (sys.executable, "-P", "-c", program))
+    answer = predict_in_process(TABLES, "a test", with_plan=True)
+    assert answer.plan is None
+    assert answer.plan_error.startswith("the search takes more than 60 s of processor time")
+    here = predict(decode_job(TomlTable("a test", "", TABLES)))
+    assert prediction_to_json(answer.prediction) == prediction_to_json(here)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_usual_job_is_not_refused() -> None:
+    eight = {**TABLES, "parallel": {"tp": 2, "dp": 4}}
+    answer = predict_in_process(eight, "a test", with_plan=True)
+    assert answer.plan is not None, answer.plan_error
+    assert answer.plan.gpus == 8
+
+
 def test_a_bug_of_the_model_is_not_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_model(monkeypatch, "1 / 0")
     with pytest.raises(RuntimeError, match="the process of a prediction ended with status 1"):

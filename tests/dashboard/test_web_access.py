@@ -78,7 +78,17 @@ def test_only_the_password_is_accepted(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "authorization",
-    ["Basic", "Basic !!!", "Basic eA==", "Bearer", "Bearer  ", "Digest x", "sst_x", "Bearer \xff"],
+    [
+        "Basic",
+        "Basic !!!",
+        "Basic eA==",
+        "Bearer",
+        "Bearer  ",
+        "Digest x",
+        "sst_x",
+        "Bearer \xff",
+        "Basic \xff=",
+    ],
 )
 def test_invalid_credentials_are_challenged_again(authorization: str, store: Store) -> None:
     client = _client(store, choose_access("0.0.0.0", password=PASSWORD))

@@ -282,3 +282,11 @@ def test_only_scripts_and_styles_may_be_kept_by_caches(client: FlaskClient, stor
 def _get_text(client: FlaskClient, path: str) -> str:
     with client.get(path) as answer:
         return str(answer.get_data(as_text=True))
+
+
+def test_scripts_that_are_none_are_not_found(client: FlaskClient) -> None:
+    """Dash raises an error for each; it stays out of the log."""
+    client.application.testing = False
+    names = ("os/path.py", "dash/..%2f..%2fdash.py", "dash/none.js")
+    statuses = [client.get(f"/_dash-component-suites/{name}").status_code for name in names]
+    assert statuses == [404, 404, 404]

@@ -10,7 +10,7 @@ from builders import GpuTrace
 from cases import for_each
 from splitting import Recording, RunSplit, recording_of, split_of
 
-from stepsplit.analyzer import JobConfig, UsageError, predict
+from stepsplit.analyzer import JobConfig, UsageError, analyze, predict
 from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages
 from stepsplit.analyzer.gap.config_from_trace import find_preset, infer_job
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
@@ -225,3 +225,11 @@ def test_recorded_runs_send_what_their_job_predicts(sample: str, further: str) -
     assert recording.spec is not None and recording.spec.model is not None
     assert made.parameters == recording.spec.model.parameters
     assert compare_messages(collect_messages(found), made).equal
+
+
+def test_a_step_of_centuries_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Its parts would not add up to the ns."""
+    stated_job = tmp_path / "job.toml"
+    stated_job.write_text("[training]\nglobal_batch = 960000000000000000\n")
+    with pytest.raises(UsageError, match="more than 100 days; check global_batch"):
+        analyze(SAMPLES / "tp2_pp2", job=stated_job)

@@ -31,7 +31,7 @@ MAX_SECONDS = 5
 """Of processor time. A prediction takes some milliseconds after 0.2 s of imports, the longest
 pipeline two seconds."""
 
-MAX_WALL_SECONDS = 2 * MAX_SECONDS
+MAX_WALL_SECONDS = 4 * MAX_SECONDS
 """The process shares its processors, so that the clock alone would refuse jobs on a loaded host."""
 
 MAX_MEMORY_BYTES = 512 << 20

@@ -23,6 +23,8 @@ HEAD_S = 10.0
 GRACEFUL_S = 5
 """For so long requests in progress may go on when the server is stopped."""
 
+_PIECE_BYTES = 16 << 10
+
 UNIX = "unix:"
 
 _BACKLOG = 2_048
@@ -51,6 +53,14 @@ class HttpConnection(H11Protocol):
         """Starts the clock."""
         super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._close_if_idle, None)
+
+    def data_received(self, data: bytes) -> None:
+        """Hands on little at a time: of all that comes at once h11 would parse each line of a
+        trailer, long after HEAD_BYTES, and answer nobody else meanwhile."""
+        for start in range(0, len(data), _PIECE_BYTES):
+            if self.transport.is_closing():
+                return
+            super().data_received(data[start : start + _PIECE_BYTES])
 
     def _close_if_idle(self, before: object) -> None:
         answering = self.cycle is not None and not self.cycle.response_complete

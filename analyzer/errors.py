@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from stepsplit.collectors.regular_file import open_regular
 from stepsplit.collectors.run_spec import SHARED, write_whole
 
 RECORD_AGAIN = "record it again or leave it out"
@@ -71,8 +72,11 @@ _DEEP_KEY = re.compile(rb"""(?<![\w.'"-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*
 
 def read_toml(path: str | Path, hint: str = "fix that line") -> dict[str, Any]:
     """The tables of a TOML file; hint is the fix of a damaged one. Raises DataError."""
+    path = Path(path)
+    # What a shell hands over, as <(...) or -, is a pipe that the user has made.
+    is_handed_over = path.is_relative_to("/dev") or path.is_relative_to("/proc")
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") if is_handed_over else open_regular(path) as file:
             text = file.read(_MAX_TOML_BYTES + 1)
     except OSError as error:
         raise DataError(path, error.strerror or "unreadable", "check the path") from None

@@ -12,6 +12,7 @@ import pytest
 
 from stepsplit.analyzer import DataError, UsageError, examine, read_files
 from stepsplit.analyzer.diagnose.hang import read_dumps, read_states
+from stepsplit.analyzer.errors import read_toml
 from stepsplit.analyzer.model.config_file import read_job
 from stepsplit.analyzer.readers.recording import reduce_recording
 from stepsplit.analyzer.redact import redact_recording
@@ -133,6 +134,18 @@ def test_files_that_are_found_by_name_are_refused(tmp_path: Path) -> None:
     os.mkfifo(watch.batches)
     with pytest.raises(UsageError, match="a named pipe"):
         Reducer(watch)
+
+
+def test_a_toml_file_is_no_pipe_but_one_that_a_shell_hands_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.toml")
+    with pytest.raises(DataError, match=r"job\.toml: a named pipe"):
+        read_toml(tmp_path / "job.toml")
+
+    reading, writing = os.pipe()
+    os.write(writing, b"a = 1")
+    os.close(writing)
+    assert read_toml(f"/dev/fd/{reading}") == {"a": 1}
+    os.close(reading)
 
 
 def test_a_file_that_becomes_a_pipe_is_not_waited_for(

@@ -126,7 +126,7 @@ def choose_access(
         is_open = local and not is_socket and not passwords and proxy is None
         one_time_login = is_open and shared_host.has_other_users()
     if one_time_login:
-        # That nobody knows: sessions are bound to it, and so end with the server.
+        # That no client knows: sessions are bound to it, and so end with the server.
         passwords.setdefault(Role.ADMIN, secrets.token_urlsafe(32))
     if passwords or proxy is not None or (has_tokens and not local):
         return Access(False, True, passwords, proxy, one_time_login)

@@ -16,7 +16,7 @@ _NO_SHELLS = ("nologin", "false", "sync", "")
 def has_other_users(root: Path = Path("/")) -> bool:
     """Whether an account that people use, other than this one, runs a process or may log in.
 
-    In a container nobody logs in, although its image may name accounts: there only processes
+    In a container there are no logins, although its image may name accounts: there only processes
     count. root: the folder of /proc and /etc.
     """
     for process in (root / "proc").glob("[0-9]*"):
@@ -40,7 +40,7 @@ def has_other_users(root: Path = Path("/")) -> bool:
 
 
 def _is_of_another(uid: int) -> bool:
-    # 65534 is nobody; below 1000 are root and the system's own.
+    # 65534 owns what belongs to no account; below 1000 are root and the system's own.
     return uid >= 1000 and uid not in (os.getuid(), 65534)
 
 

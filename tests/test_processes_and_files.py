@@ -37,6 +37,9 @@ REASONS: dict[str, dict[str, str]] = {
     "analyzer/analysis.py": {
         "_return_freed_memory ctypes.CDLL": "this process itself",
     },
+    "analyzer/model/prediction_process.py": {
+        "_run subprocess.Popen": "by helper_process",
+    },
     "analyzer/readers/compression.py": {
         "list_files tempfile.TemporaryDirectory": "random and 0700; removed with the recording",
     },
@@ -64,9 +67,9 @@ REASONS: dict[str, dict[str, str]] = {
         "_Worker.__init__ subprocess.Popen": "by helper_process",
         "_start_workers tempfile.TemporaryDirectory": "random and 0700",
     },
-    "analyzer/redact.py": {
-        "_write_key os.open": "new (O_EXCL) and 0600",
-        "whole_folder shutil.rmtree": "the draft that it made",
+    "analyzer/redact/recording.py": {
+        "_write_key os.open": "a new file (O_EXCL), 0600",
+        "whole_folder shutil.rmtree": "the draft that it has made",
     },
     "analyzer/watch/reducer.py": {
         "Reducer._keep_within_budget shutil.rmtree": "samples below the watch's own folder",
@@ -77,17 +80,19 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "collectors/attach/agent.py": {
         "Agent._close_at_exit .unlink": "its own socket",
-        "Agent._listen .unlink": "the socket of an earlier process with its pid",
         "StackWatchdog.stop .unlink": "its own file",
     },
     "collectors/attach/client.py": {
         "inject .unlink": "the script that it wrote",
         "inject tempfile.NamedTemporaryFile": "random and 0600, for a process of this user",
     },
-    "collectors/attach/protocol.py": {
+    "collectors/attach/kineto_daemon.py": {
         "_open_daemon_socket .unlink": "its own socket",
+    },
+    "collectors/attach/protocol.py": {
+        "_shorten os.open": "the folder of sockets, for its path alone",
         "leave_state .unlink": "the state of an earlier rank, in a private folder",
-        "make_socket_folder '/tmp/stepsplit-'": "its owner and mode are checked",
+        "listen .unlink": "a socket of this user that nothing listens to, in a private folder",
         "remove_old_states .unlink": "states of dead processes, in a private folder",
     },
     "collectors/gpu.py": {
@@ -103,9 +108,13 @@ REASONS: dict[str, dict[str, str]] = {
         "main os.execv": "by helper_process",
     },
     "collectors/pack.py": {
-        "_remove_scratch .rmdir": "empty, and made for the raw trace",
         "drop .unlink": "the raw trace that was packed",
-        "take_turn '/tmp/stepsplit-'": "locks",
+        "remove_scratch .rmdir": "empty, and a scratch folder of ours",
+    },
+    "collectors/private_folder.py": {
+        "module '/run/user'": "checked before it is used",
+        "module '/tmp'": "checked before it is used",
+        "open_private os.open": "no link, a regular file of this user",
     },
     "collectors/rank_files.py": {
         "Packer.pack subprocess.Popen": "by helper_process, and -I -S",
@@ -129,6 +138,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "collectors/run_spec.py": {
         "_sync os.open": "the draft that it made",
+        "create_private os.open": "a new file is 0600",
         "open_special os.open": "a pipe or a device that the user names for an output",
         "replace_whole .unlink": "the draft that it made",
         "replace_whole os.open": "new (O_EXCL), by a random name",
@@ -169,12 +179,14 @@ REASONS: dict[str, dict[str, str]] = {
         "read_environment tempfile.gettempdir": "its free space is read",
     },
     "dashboard/store/artifacts.py": {
-        "FolderArtifacts.remove shutil.rmtree": "the folder of a run",
         "RemoteArtifacts._drop_outdated_results .unlink": "a copy of what is elsewhere",
         "RemoteArtifacts._drop_outdated_results shutil.rmtree": "a copy of what is elsewhere",
         "RemoteArtifacts.drop_uploads shutil.rmtree": "a copy of what is elsewhere",
-        "RemoteArtifacts.remove shutil.rmtree": "a copy of what is elsewhere",
+        "remove_folder shutil.rmtree": "a child of the root named by a valid id, no link",
         "sync os.open": "a file that it has written",
+    },
+    "dashboard/store/default_store.py": {
+        "_make_database .unlink": "its own draft",
     },
     "dashboard/store/ingest.py": {
         "Workers._start subprocess.Popen": "by helper_process",
@@ -186,8 +198,16 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/watch_process.py": {
         "ReducerProcess._start subprocess.Popen": "by helper_process",
     },
+    "dashboard/web/gateway.py": {
+        "Gateway._open_spool tempfile.SpooledTemporaryFile": "without a name, among artifacts",
+        "module tempfile.SpooledTemporaryFile": "a type",
+    },
+    "dashboard/web/http_server.py": {
+        "_listen_on_path .unlink": "a socket that nothing listens to, in a folder of this user",
+        "open_listener .unlink": "its own socket",
+    },
     "dashboard/web/serve.py": {
-        "run_until_stopped multiprocessing.get_context": "fork: nothing is imported anew",
+        "_fork multiprocessing.get_context": "fork: nothing is imported anew",
         "serve tempfile.TemporaryDirectory": "random and 0700",
     },
     "dashboard/web/uploads.py": {

@@ -23,6 +23,7 @@ from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.predict import predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
+from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.plan_space import Plan
@@ -44,7 +45,7 @@ MAX_PLAN_SECONDS, MAX_PLAN_WALL_SECONDS = 60, 120
 """Of the process that also plans: llama-3.1-8b takes 7 s on 8 GPUs, 40 s on 64 and 512. One of each
 server process at the same time, apart from the predictions, so that pages keep threads."""
 
-_COMMAND = (sys.executable, "-P", "-m", "stepsplit.analyzer.model.prediction_process")
+_COMMAND = build_helper_command("stepsplit.analyzer.model.prediction_process")
 
 _SLOTS, _PLAN_SLOTS = BoundedSemaphore(MAX_AT_ONCE), BoundedSemaphore(1)
 
@@ -112,7 +113,12 @@ def predict_in_process(
 
 def _run(request: Mapping[str, object]) -> tuple[int, bytes]:
     """The exit status and the output of the process."""
-    with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        _COMMAND,
+        env=build_helper_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         # It ends itself in time, unless it hangs before it can set its limits.
         wall_s = MAX_PLAN_WALL_SECONDS if request["with_plan"] else MAX_WALL_SECONDS

@@ -118,14 +118,17 @@ def align_axes(baseline: Report, candidate: Report) -> tuple[Report, Report]:
     """Both reports with the axes of one mesh, in which groups of the same ranks are on one axis.
 
     A mesh that is stated or named is that of the job, else the baseline's is. A report with another
-    stated mesh stays as it is.
+    stated mesh stays as it is. Raises UsageError for a mesh that no job has.
     """
     known = [report for report in (baseline, candidate) if report.run.mesh is not None]
     stated = [report for report in known if not _is_inferred(report)]
     if not known:
         return baseline, candidate
     reference = next(iter(stated or known)).run
-    mesh = Mesh.of({row.axis: row.size for row in reference.mesh or ()})
+    try:
+        mesh = Mesh.of({row.axis: row.size for row in reference.mesh or ()})
+    except ValueError as error:
+        raise UsageError(f"{reference.name}: {error}; analyze the run again") from None
     aligned = [
         _take_axes(report, mesh)
         if _is_inferred(report) and report.run.mesh != reference.mesh

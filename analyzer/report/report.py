@@ -23,7 +23,6 @@ from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.steps import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy_evidence import Strategy
-from stepsplit.collectors.run_spec import Mesh
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,10 +189,6 @@ class AxisSize(Struct, frozen=True):
 
     axis: str
     size: int
-
-    def __post_init__(self) -> None:
-        # A report of a stranger: its mesh is that of every page and comparison.
-        Mesh.of({self.axis: self.size})
 
 
 class Run(Struct, frozen=True):

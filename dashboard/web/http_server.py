@@ -56,7 +56,7 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Hands on little at a time: of all that comes at once h11 would parse each line of a
-        trailer, long after HEAD_BYTES, and answer nobody else meanwhile."""
+        trailer, long after HEAD_BYTES, and answer no other client meanwhile."""
         for start in range(0, len(data), _PIECE_BYTES):
             if self.transport.is_closing():
                 return

@@ -161,10 +161,10 @@ def test_others_on_the_host_make_a_login(monkeypatch: pytest.MonkeyPatch) -> Non
         ("systemd", f"eve:x:{ANOTHER}:100::/home/eve:/bin/bash", "files", True),
         ("systemd", f"eve:x:{ANOTHER}:100::/home/eve:/usr/sbin/nologin", "files", False),
         ("systemd", "www-data:x:33:33::/var/www:/bin/sh", "files systemd", False),
-        ("systemd", "nobody:x:65534:65534::/:/bin/sh", "files", False),
+        ("systemd", "spare:x:65534:65534::/:/bin/sh", "files", False),
         ("systemd", f"me:x:{os.getuid()}:100::/home/me:/bin/bash", "files", False),
         ("systemd", "torn:x", "files sss", True),
-        # A container: its image names an account with which nobody logs in.
+        # A container: its image names an account without logins.
         ("bash", f"ubuntu:x:{ANOTHER}:100::/home/ubuntu:/bin/bash", "files", False),
     ],
 )

@@ -39,7 +39,7 @@ def client(store: Store) -> FlaskClient:
     return create_server(store, choose_access("127.0.0.1", proxy=proxy)).test_client()
 
 
-def test_a_local_account_that_names_a_user_is_nobody(client: FlaskClient, store: Store) -> None:
+def test_a_local_account_that_names_a_user_is_unknown(client: FlaskClient, store: Store) -> None:
     body, forged = {"name": "m", "role": "admin"}, HOST | {"X-Forwarded-User": "root"}
     twice, last, cut = f"{SECRET},{SECRET}", f"x,{SECRET}", SECRET[:-1]
     sent = [{PROXY_SECRET: one} for one in ("", " ", twice, last, cut, SECRET.upper(), "\xff")]

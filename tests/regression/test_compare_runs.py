@@ -296,12 +296,20 @@ TIMES = st.lists(
 )  # fmt: skip
 
 
-def run_of(times: list[list[int]]) -> Report:
+def run_of(times: list[list[int]], run: Run = RUN) -> Report:
     rows = (
         step(i % 2, i // 2, **dict(zip(BUCKETS, parts, strict=True)))
         for i, parts in enumerate(times)
     )
-    return Report(run=RUN, steps=tuple(rows))
+    return Report(run=run, steps=tuple(rows))
+
+
+@pytest.mark.parametrize(("axis", "size"), [("sideways", 2), ("tp", 0)])
+def test_a_mesh_that_no_job_has_is_refused(axis: str, size: int) -> None:
+    odd = msgspec.structs.replace(RUN, mesh=(AxisSize(axis, size),))
+
+    with pytest.raises(UsageError, match=r"^base: .*mesh axis"):
+        compare_reports(run_of([[1] * 7], odd), run_of([[1] * 7], odd))
 
 
 @given(TIMES, TIMES)

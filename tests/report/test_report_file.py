@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,6 @@ from stepsplit.analyzer.report.io import from_json, load_tables, save, to_json
 def test_another_text_is_no_report(text: bytes) -> None:
     with pytest.raises(DataError, match=r"report\.json: not a stepsplit report"):
         from_json(text)
-
-
-@pytest.mark.parametrize("mesh", ['[{"axis":"sideways","size":2}]', '[{"axis":"tp","size":0}]'])
-def test_a_mesh_that_no_job_has_is_refused(mesh: str) -> None:
-    text = to_json(replace(analysis().report, job=None)).replace(b"\n", b"")
-    odd = re.sub(rb'"mesh": *\[[^]]*\]', b'"mesh":' + mesh.encode(), text)
-
-    with pytest.raises(DataError, match=r"report\.json: .*mesh"):
-        from_json(odd)
 
 
 def test_a_missing_table_is_named_below_its_run(tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ class ClockServer:
         deadline, tokens, last_s = time.monotonic() + timeout_s, float(_BURST), time.monotonic()
         with selectors.DefaultSelector() as selector:
             for server in self._sockets:
-                selector.register(server, selectors.EVENT_READ, server)
+                # It may be closed before a thread begins to serve.
+                with suppress(ValueError):
+                    selector.register(server, selectors.EVENT_READ, server)
             while (now_s := time.monotonic()) < deadline:
                 tokens, last_s = min(_BURST, tokens + (now_s - last_s) * _PER_S), now_s
                 if tokens < 1:

@@ -142,6 +142,7 @@ def test_the_command_of_the_user_imports_what_lies_beside_it(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn("collectors", "dashboard/commands", "analyzer/readers")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -30,7 +30,7 @@ from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.redact.names import Names
 from stepsplit.analyzer.redact.pseudonyms import Pseudonyms
 
-QUICK, MANY = range(100_000, 100_003), range(100_003, 100_300)
+QUICK, MANY = range(100_000, 100_003), range(100_003, 100_050)
 
 
 def select_split(report: Report) -> Mapping[str, Any]:

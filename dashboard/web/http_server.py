@@ -38,11 +38,20 @@ def answer_requests(gateway: Gateway, listener: socket.socket) -> None:
         gateway, http=HttpConnection, ws="none", loop="asyncio", lifespan="off",
         # X-Forwarded-For is the business of the access control.
         proxy_headers=False, server_header=False, access_log=False,
-        log_config=None, log_level="error", backlog=_BACKLOG,
+        # So many are accepted at a time: else one process takes all that wait, and a core idles.
+        log_config=None, log_level="error", backlog=1,
         h11_max_incomplete_event_size=HEAD_BYTES, timeout_keep_alive=int(HEAD_S),
         timeout_graceful_shutdown=GRACEFUL_S,
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # asyncio's number is also that of connections which may wait.
+            listener.listen(_BACKLOG)
 
 
 class HttpConnection(H11Protocol):

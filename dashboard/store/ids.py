@@ -37,6 +37,7 @@ def is_relative_path(text: object) -> bool:
 def _has_plain_names(path: str) -> bool:
     return (
         path.isprintable()
+        # Names that are no UTF-8 arrive with U+FFFD: two of them would be one file.
         and not set(path) & {"\\", "\ufffd"}
         and all(
             part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) <= _PART_BYTES

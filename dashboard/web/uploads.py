@@ -23,7 +23,7 @@ from werkzeug.exceptions import ClientDisconnected
 
 from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
-from stepsplit.dashboard.store.ids import find_below
+from stepsplit.dashboard.store.ids import find_below, is_relative_path
 from stepsplit.dashboard.store.store import FileRow, Store
 
 # Upload limits.
@@ -43,8 +43,6 @@ class Limits:
 
 # Writing one part of an upload: only bytes that are on disk are recorded.
 
-_NAME_BYTES = 240
-
 _SAME_NAME = "a file and a folder of the upload have the same name"
 
 _CUT_OFF = "the upload was cut off; get the stored size (HEAD) and send the rest"
@@ -52,10 +50,7 @@ _CUT_OFF = "the upload was cut off; get the stored size (HEAD) and send the rest
 
 def parse_relative_path(path: str) -> PurePosixPath:
     """The validated relative path. Raises HttpError for paths that could leave the folder."""
-    parts = path.split("/")
-    wrong = any(part in ("", ".", "..") or len(part.encode()) > _NAME_BYTES for part in parts)
-    # Names that are no UTF-8 arrive with U+FFFD: two of them would be one file.
-    if wrong or not path.isprintable() or set(path) & {"\\", "\ufffd"} or len(parts) > 16:
+    if not is_relative_path(path):
         raise HttpError(400, "the path must be relative, with plain names and no ..")
     return PurePosixPath(path)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from databases import database_url, postgres  # noqa: F401
-from ground_truth import SEED
 from hypothesis import is_hypothesis_test, seed, settings
-from turns import describe_turn, select_in_turn
+from support.databases import database_url, postgres  # noqa: F401
+from support.ground_truth import SEED
+from support.turns import describe_turn, select_in_turn
 
 MOST_WORKERS = 4
 # No limit of time for an example: the quick tier measures none. Without STEPSPLIT_SEED the examples

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 
 @for_each("number, square", [(2, 4), (3, 9)])

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from build_docs_api import BRIDGE, PACKAGES, PAGE, build_page
+from generate.docs_api import BRIDGE, PACKAGES, PAGE, build_page
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -17,7 +17,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @pytest.mark.slow
 def test_the_api_page_is_generated_from_the_docstrings_of_today() -> None:
-    assert PAGE.read_text() == build_page(), "python tests/build_docs_api.py rewrites it"
+    assert PAGE.read_text() == build_page(), "python -m generate.docs_api rewrites it"
 
 
 def anchors_of(page: Path) -> set[str]:

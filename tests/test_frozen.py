@@ -24,7 +24,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading import rounded
+from support.reading import rounded
 
 from stepsplit.collectors.run_spec import write_whole
 from stepsplit.dashboard import cli

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from injected_faults.jobs import list_missing, record
 from injected_faults.trials import Repeat, Trial, read_trials
-from required import absent
+from support.required import absent
 
 from stepsplit.analyzer import Finding
 

@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from build_constraints import LOCKED, LOWEST, format_lowest, read_bounds
+from generate.constraints import LOCKED, LOWEST, format_lowest, read_bounds
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,7 +36,7 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 
 def test_the_lowest_versions_are_the_bounds_that_are_promised() -> None:
-    assert LOWEST.read_text() == format_lowest(), "python tests/build_constraints.py rewrites it"
+    assert LOWEST.read_text() == format_lowest(), "python -m generate.constraints rewrites it"
 
 
 def test_every_package_is_locked_at_or_above_its_bound() -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import turns
-from turns import Change, read_change
+from support import turns
+from support.turns import Change, read_change
 
 
 @pytest.fixture

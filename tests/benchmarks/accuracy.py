@@ -16,9 +16,9 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from ground_truth import Trial, first_blamed, trial
 from simulator.scenarios import SCENARIOS
 from simulator.truth import TrueSplit, truth_of
+from support.ground_truth import Trial, first_blamed, trial
 
 from benchmarks.peers import PeerSplit, hta_split, tracelens_split
 from benchmarks.table import in_markdown

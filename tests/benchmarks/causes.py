@@ -14,8 +14,8 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from planted_causes import NOTHING, PlantedResult, examine_planted
 from simulator.planted import PLANTED
+from support.planted_causes import NOTHING, PlantedResult, examine_planted
 
 from benchmarks.table import in_markdown
 

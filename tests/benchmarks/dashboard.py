@@ -26,8 +26,6 @@ import numpy as np
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from browser_builders import CHROMIUM, running_chromium, running_unobserved_chromium
-from dashboard_processes import open_store, running_dashboard
 from simulator.engine import simulate
 from simulator.kineto import write_recording
 from simulator.layers import Work
@@ -36,6 +34,8 @@ from simulator.noise import Noise
 from simulator.pipelines import pipeline
 from simulator.plans import Pipeline
 from simulator.scenarios import Scenario
+from support.browser_builders import CHROMIUM, running_chromium, running_unobserved_chromium
+from support.dashboard_processes import open_store, running_dashboard
 
 from benchmarks.table import in_markdown
 from stepsplit.analyzer import Analysis, examine

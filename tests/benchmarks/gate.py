@@ -14,7 +14,7 @@ from pathlib import Path
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from gate_trials import SHAPES, Cell, answers
+from support.gate_trials import SHAPES, Cell, answers
 
 from benchmarks.table import in_markdown
 

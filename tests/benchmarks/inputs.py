@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from required import SHARED_TRACES
+from support.required import SHARED_TRACES
 
 LARGE_BYTES = 450_000_000
 SMALL_BYTES = 5_000_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from ground_truth import SEED
-from required import absent
+from support.ground_truth import SEED
+from support.required import absent
 
 from benchmarks.accuracy import rows_of
 

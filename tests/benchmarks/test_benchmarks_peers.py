@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from builders import BASE_NS, GpuTrace
-from required import absent
+from support.builders import BASE_NS, GpuTrace
+from support.required import absent
 
 from benchmarks.peers import PeerSplit, hta_split, tracelens_split
 from stepsplit.analyzer.readers.recording import read_recording

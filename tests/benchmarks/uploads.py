@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 if not __package__:  # run as a file: its folder is no place to import from, the one above is
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dashboard_processes import Dashboard, open_store, running_dashboard
+from support.dashboard_processes import Dashboard, open_store, running_dashboard
 
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 

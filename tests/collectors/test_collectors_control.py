@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors.attach import agent, kineto_daemon, protocol
 from stepsplit.collectors.attach.agent import StackWatchdog

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stderr_lines import warns
+from support.stderr_lines import warns
 
 from stepsplit.collectors.guard import delay_sigterm, forget_full_folder, warn_on_failure
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stderr_lines import warns
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu  # noqa: E402
+from support.fake_gpu import FakeGpu  # noqa: E402
 from torch.profiler import ProfilerActivity  # noqa: E402
 
 from stepsplit.collectors import profile_run, trace_window  # noqa: E402

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stderr_lines import warns
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu  # noqa: E402
+from support.fake_gpu import FakeGpu  # noqa: E402
 
 from stepsplit.analyzer import FlightDump, read_files  # noqa: E402
 from stepsplit.collectors.nccl import dump_flight_json  # noqa: E402

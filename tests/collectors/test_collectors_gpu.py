@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import for_each
-from stderr_lines import warns
+from support.cases import for_each
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import UUID, FakeGpu  # noqa: E402
+from support.fake_gpu import UUID, FakeGpu  # noqa: E402
 
 from stepsplit.collectors import gpu as gpu_module, profile_run  # noqa: E402
 from stepsplit.collectors.gpu import (  # noqa: E402

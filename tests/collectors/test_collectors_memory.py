@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
-from stderr_lines import warns
+from support.cases import for_each
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from fake_gpu import FakeGpu  # noqa: E402
+from support.fake_gpu import FakeGpu  # noqa: E402
 
 from stepsplit.collectors import profile_run  # noqa: E402
 from stepsplit.collectors.pack import measure_activations  # noqa: E402

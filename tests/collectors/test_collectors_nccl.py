@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors import record
 from stepsplit.collectors.guard import CollectError

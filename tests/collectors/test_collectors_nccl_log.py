@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors.nccl import build_log_path, truncate_log
 

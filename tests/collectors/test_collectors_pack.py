@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors import pack as packing

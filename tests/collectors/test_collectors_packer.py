@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import analyze
 from stepsplit.collectors import pack, rank_files

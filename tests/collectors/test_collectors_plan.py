@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors.record import RecordPlan, choose_detail, parse_plan, parse_ranks
 from stepsplit.collectors.run_spec import GroupInfo

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stderr_lines import warns
+from support.stderr_lines import warns
 
 from stepsplit.collectors import Mesh, ModelSpec, profile_run
 from stepsplit.collectors.rank_record import HostSamples, read_record

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors.run_spec import (
     GroupInfo,

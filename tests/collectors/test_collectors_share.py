@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stderr_lines import warns
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
-from stderr_lines import warns
+from support.cases import for_each
+from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 

@@ -6,9 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from example_runs import SEEN, Outcome, outcome, record_example  # noqa: E402
-from jobs import EXAMPLES, Example  # type: ignore[import-not-found]  # noqa: E402
-from required import absent  # noqa: E402
+from support.example_runs import JOBS, SEEN, Example, Outcome, outcome, record_example  # noqa: E402
+from support.required import absent  # noqa: E402
 
 from stepsplit.analyzer import Report, analyze  # noqa: E402
 
@@ -19,7 +18,7 @@ RECORDINGS = 4
 
 
 @pytest.mark.in_turn("examples")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+@pytest.mark.parametrize("example", JOBS, ids=lambda example: example.name)
 def test_each_strategy_is_recorded_recognized_and_counted(example: Example, tmp_path: Path) -> None:
     if "deepspeed" in example.script:
         _need_deepspeed()

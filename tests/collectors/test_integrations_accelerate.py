@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
-from turns import INTEGRATION
+from support.turns import INTEGRATION
 
 from stepsplit.collectors.run_spec import Mesh, Training, from_json
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, train
-from turns import INTEGRATION
+from support.turns import INTEGRATION
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*INTEGRATION)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors import private_folder, rank_files
 from stepsplit.collectors.attach import protocol

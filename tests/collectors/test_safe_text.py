@@ -6,7 +6,7 @@ import io
 import json
 from typing import cast
 
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.collectors.safe_text import (
     COLORS,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import running_chromium
+from support.browser_builders import running_chromium
 
 from stepsplit.dashboard.store.store import Store
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from alert_receiver import SECRET, is_genuine, read_example, running_receiver
-from dashboard_processes import until
-from watch_builders import MS, batch, event, minutes_ago, window
+from support.alert_receiver import SECRET, is_genuine, read_example, running_receiver
+from support.dashboard_processes import until
+from support.watch_builders import MS, batch, event, minutes_ago, window
 
 from stepsplit.dashboard.store.alerts import WatchAlert
 from stepsplit.dashboard.store.database import open_database

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 from plotly.io.json import to_json_plotly
-from watch_builders import MS, RUN, SECOND_NS, batch, event, minutes_ago, window
+from support.watch_builders import MS, RUN, SECOND_NS, batch, event, minutes_ago, window
 
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, encode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder

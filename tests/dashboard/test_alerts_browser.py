@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alert_receiver import SECRET, Receiver, running_receiver
-from dashboard_processes import Dashboard, open_store, running_dashboard, until
-from turns import PAGES
-from watch_builders import MS, STORY, batch, event, list_story, minutes_ago, window
+from support.alert_receiver import SECRET, Receiver, running_receiver
+from support.dashboard_processes import Dashboard, open_store, running_dashboard, until
+from support.turns import PAGES
+from support.watch_builders import MS, STORY, batch, event, list_story, minutes_ago, window
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from report_builders import analysis
-from store_builders import uploaded
+from support.report_builders import analysis
+from support.store_builders import uploaded
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.dashboard.pages.history import MAX_RUNS, LevelChange, find_level_changes
 

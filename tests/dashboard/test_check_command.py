@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gate_builders import CALLS, run
 from msgspec.structs import replace
-from report_builders import analysis
 from rich.console import Console
-from store_builders import Serving
+from support.gate_builders import CALLS, run
+from support.report_builders import analysis
+from support.store_builders import Serving
 
 from stepsplit.analyzer.analysis import check_runs
 from stepsplit.analyzer.regression.checks import from_json

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from builders import CpuTrace, GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.tables import read_tables

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from report_builders import analysis
 from rich.console import Console
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.report_builders import analysis
 
 from stepsplit.analyzer import compare_runs, units
 from stepsplit.analyzer.errors import DataError

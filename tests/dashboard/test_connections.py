@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dashboard_processes import open_store, running_dashboard, until
-from store_builders import state
+from support.dashboard_processes import open_store, running_dashboard, until
+from support.store_builders import state
 
 from stepsplit.dashboard.upload import Connection, FileToSend, Sender
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from dashboard_processes import is_gone, open_store, running_dashboard, store_url, until
-from store_builders import queued, settled, state
+from support.dashboard_processes import is_gone, open_store, running_dashboard, store_url, until
+from support.store_builders import queued, settled, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.units import format_size
@@ -28,7 +28,7 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 TRACE = "rank0_trace.json.gz"
 _WORKER = """
 import json, os, signal, sys, tempfile, time
-from store_builders import known_analysis
+from support.store_builders import known_analysis
 from stepsplit.dashboard.store.ingest import set_up_logs
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker

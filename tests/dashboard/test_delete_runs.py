@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from dash import html
 from flask.testing import FlaskClient
-from report_builders import analysis
 from sqlalchemy import create_engine, text
-from store_builders import claimed, known_analysis, queued, uploaded
+from support.report_builders import analysis
+from support.store_builders import claimed, known_analysis, queued, uploaded
 
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.pages.components import View, parse_address

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import for_each
-from doctor_builders import DISK, HEALTHY, TORCH
+from support.cases import for_each
+from support.doctor_builders import DISK, HEALTHY, TORCH
 
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.commands.doctor import check_environment, find_failing

@@ -10,13 +10,13 @@ from typing import Any
 
 import fsspec
 import pytest
-from browser_builders import running_server
 from dash import html
-from dashboard_processes import open_store
 from flask.testing import FlaskClient
 from msgspec import structs
-from report_builders import analysis
-from store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
+from support.browser_builders import running_server
+from support.dashboard_processes import open_store
+from support.report_builders import analysis
+from support.store_builders import ask_page, claimed, found, known_analysis, queued, state, uploaded
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gate_builders import run
-from required import absent
+from support.gate_builders import run
+from support.required import absent
 
 from stepsplit.analyzer.regression.checks import read_budgets
 from stepsplit.analyzer.regression.metrics import to_json

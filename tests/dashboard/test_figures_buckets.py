@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from report_builders import MS, analysis
+from support.report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from report_builders import MS, analysis
+from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.split.critical_path import PathPart

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from fuzz_recordings import Fuzzer
+from fuzz.recordings import Fuzzer
 
 MUTANTS = int(os.environ.get("STEPSPLIT_MUTANTS") or 120)
 PARTS = 4

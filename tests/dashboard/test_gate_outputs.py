@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from gate_builders import CALLS, MS, TIMES, run, runs
 from msgspec.structs import replace
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from required import absent
+from support.gate_builders import CALLS, MS, TIMES, run, runs
+from support.required import absent
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.regression.checks import (

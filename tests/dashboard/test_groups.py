@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from dash import dcc, html
 from dash.development.base_component import Component
 from hypothesis import given, strategies as st
-from job_builders import JOBS, key_of, store_runs
 from msgspec import structs
-from report_builders import MS, paced
+from support.cases import for_each
+from support.job_builders import JOBS, key_of, store_runs
+from support.report_builders import MS, paced
 
 from stepsplit.analyzer.regression.compare import build_side, compare_reports
 from stepsplit.analyzer.report.report import Report

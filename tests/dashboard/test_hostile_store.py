@@ -11,8 +11,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from report_builders import analysis
-from store_builders import queued, uploaded
+from support.report_builders import analysis
+from support.store_builders import queued, uploaded
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli

@@ -14,8 +14,8 @@ import pytest
 from flask.testing import FlaskClient
 from hypothesis import given, strategies as st
 from msgspec import structs
-from report_builders import analysis
-from store_builders import ask_page, claimed, known_analysis, queued, state
+from support.report_builders import analysis
+from support.store_builders import ask_page, claimed, known_analysis, queued, state
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.model.config_decode import format_toml

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_released import RELEASED
-from gate_runs import RECIPE, record
+from generate.released import RELEASED
 from hypothesis import given, settings, strategies as st
 from msgspec import structs
-from report_builders import analysis
 from sqlalchemy import create_engine, text
+from support.gate_runs import RECIPE, record
+from support.report_builders import analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.io import read_report

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from prediction_builders import prediction
+from support.prediction_builders import prediction
 
 from stepsplit.analyzer.model.prediction import prediction_from_json, prediction_to_json
 from stepsplit.dashboard.commands.model import model_command

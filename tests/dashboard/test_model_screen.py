@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from prediction_builders import GIB, GPT, MS, job, prediction
 from rich.console import Console, RenderableType
+from support.cases import for_each
+from support.prediction_builders import GIB, GPT, MS, job, prediction
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Split

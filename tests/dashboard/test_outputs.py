@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from doctor_builders import HEALTHY
-from gate_builders import run as run_of
+from support.doctor_builders import HEALTHY
+from support.gate_builders import run as run_of
 
 from stepsplit.analyzer.regression.metrics import to_json
 from stepsplit.analyzer.report.tables import read_tables

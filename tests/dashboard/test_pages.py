@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from cases import for_each
 from dash import dcc, html
-from report_builders import MS, analysis
+from support.cases import for_each
+from support.report_builders import MS, analysis
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.report.report import (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import GpuTrace
 from hypothesis import given, strategies as st
-from perfetto_file import PerfettoFile, Slice, read
-from report_builders import analysis
+from support.builders import GpuTrace
+from support.perfetto_file import PerfettoFile, Slice, read
+from support.report_builders import analysis
 
 from stepsplit.analyzer import Analysis, examine
 from stepsplit.analyzer.buckets import BUCKETS

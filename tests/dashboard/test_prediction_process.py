@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer.analysis import analyze
 from stepsplit.analyzer.model import prediction_process

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from report_builders import analysis
-from store_builders import claimed, known_analysis, uploaded
+from support.report_builders import analysis
+from support.store_builders import claimed, known_analysis, uploaded
 
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
 from stepsplit.collectors import rank_files, record

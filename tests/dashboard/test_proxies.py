@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dashboard_processes import Dashboard, open_store, running_dashboard, until
-from required import absent
-from store_builders import state
+from support.dashboard_processes import Dashboard, open_store, running_dashboard, until
+from support.required import absent
+from support.store_builders import state
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("dashboard/web")]
 ROOT = Path(__file__).parents[2]

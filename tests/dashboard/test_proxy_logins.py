@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dashboard_processes import open_store, running_dashboard
 from flask.testing import FlaskClient
+from support.dashboard_processes import open_store, running_dashboard
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from build_released import NAME, RELEASED
+from generate.released import NAME, RELEASED
 
 from stepsplit.analyzer.report.io import load_tables, read_report
 from stepsplit.dashboard import cli

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from perfetto_file import read
-from report_builders import analysis
-from required import absent
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.perfetto_file import read
+from support.report_builders import analysis
+from support.required import absent
 
 from stepsplit.analyzer import analyze, check_runs, read_rules
 from stepsplit.analyzer.readers.kineto import reader

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from unicodedata import category
 
-import doctor_builders
 import pytest
-from mutants import read_sample
+from fuzz.mutants import read_sample
 from rich.table import Table
-from stderr_lines import warns
+from support import doctor_builders
+from support.stderr_lines import warns
 
 from stepsplit.analyzer.regression.metrics import read_baseline
 from stepsplit.analyzer.report.io import from_json

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import running_server
-from dashboard_processes import open_store
 from msgspec import structs
-from report_builders import analysis
-from store_builders import Serving, claimed, queued
+from support.browser_builders import running_server
+from support.dashboard_processes import open_store
+from support.report_builders import analysis
+from support.store_builders import Serving, claimed, queued
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress

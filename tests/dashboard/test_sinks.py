@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watch_builders import MS, batch, minutes_ago, rank_sample, sample, window
+from support.watch_builders import MS, batch, minutes_ago, rank_sample, sample, window
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_processes import until
+from support.dashboard_processes import until
 from test_sinks import read_wandb_history
 
 from stepsplit.analyzer import analyze

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer.report.report import Host, Report
 from stepsplit.analyzer.units import format_milliseconds

@@ -12,8 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from report_builders import analysis
-from store_builders import claimed, known_analysis, queued, state, uploaded
+from support.report_builders import analysis
+from support.store_builders import claimed, known_analysis, queued, state, uploaded
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError, UsageError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report_builders import analysis
-from store_builders import claimed, found, known_analysis, queued, state
+from support.report_builders import analysis
+from support.store_builders import claimed, found, known_analysis, queued, state
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.errors import DataError

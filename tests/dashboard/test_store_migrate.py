@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import Engine, make_url
-from store_builders import claimed, known_analysis, state
+from support.store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store import database

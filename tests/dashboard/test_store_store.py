@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from report_builders import analysis
 from sqlalchemy import insert, select
-from store_builders import found, queued, state, uploaded
+from support.report_builders import analysis
+from support.store_builders import found, queued, state, uploaded
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError, UsageError

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from dash import dcc, html
 from plotly.io.json import to_json_plotly
-from report_builders import MS, analysis
+from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report_builders import analysis
 from rich.console import Console
+from support.report_builders import analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import MemoryRow, Report

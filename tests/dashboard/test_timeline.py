@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 from hypothesis import given, strategies as st
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from flask import Flask
-from store_builders import App, Serving, claimed, known_analysis, settled, state
+from support.store_builders import App, Serving, claimed, known_analysis, settled, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from collector_jobs.starting import heed_interrupts
-from dashboard_processes import open_store, running_dashboard, until
+from support.dashboard_processes import open_store, running_dashboard, until
 
 pytest.importorskip("torch")
 

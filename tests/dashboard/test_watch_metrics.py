@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 from prometheus_client.parser import text_string_to_metric_families
-from watch_builders import MS, RUN, batch, minutes_ago, rank_sample, sample, window
+from support.watch_builders import MS, RUN, batch, minutes_ago, rank_sample, sample, window
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.watch.records import WatchBatch

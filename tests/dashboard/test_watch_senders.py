@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from store_builders import Serving
-from watch_builders import MS, RUN, SECOND_NS, batch, event, minutes_ago, window
+from support.store_builders import Serving
+from support.watch_builders import MS, RUN, SECOND_NS, batch, event, minutes_ago, window
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
 from stepsplit.analyzer.watch.reducer import ReducerState, WatchFolder

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from watch_builders import MS, RUN, SECOND_NS, batch, event, rank_sample, sample, window
+from support.watch_builders import MS, RUN, SECOND_NS, batch, event, rank_sample, sample, window
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError

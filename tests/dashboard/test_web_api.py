@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
-from report_builders import analysis
-from store_builders import claimed, known_analysis, state
+from support.report_builders import analysis
+from support.store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.report.io import from_json, read_report
 from stepsplit.dashboard.pages.components import parse_address

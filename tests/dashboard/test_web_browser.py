@@ -10,10 +10,10 @@ from statistics import median
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from browser_builders import running_server
-from dashboard_processes import running_dashboard
-from report_builders import analysis
-from turns import PAGES
+from support.browser_builders import running_server
+from support.dashboard_processes import running_dashboard
+from support.report_builders import analysis
+from support.turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.analyzer.report.io import from_json

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from browser_builders import running_server
-from job_builders import key_of, store_runs
-from turns import PAGES
+from support.browser_builders import running_server
+from support.job_builders import key_of, store_runs
+from support.turns import PAGES
 
 from stepsplit.dashboard.store.store import Store
 

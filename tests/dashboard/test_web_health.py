@@ -10,9 +10,9 @@ import re
 import pytest
 from flask.testing import FlaskClient
 from prometheus_client.parser import text_string_to_metric_families
-from report_builders import analysis
 from sqlalchemy.exc import OperationalError
-from store_builders import queued
+from support.report_builders import analysis
+from support.store_builders import queued
 from werkzeug.test import TestResponse
 
 from stepsplit.dashboard.store.ingest import JsonFormatter

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
-from report_builders import analysis
-from store_builders import ask_page, claimed, state
+from support.report_builders import analysis
+from support.store_builders import ask_page, claimed, state
 
 from stepsplit.analyzer.readers import compression
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job

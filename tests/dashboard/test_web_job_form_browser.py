@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import running_server
-from dashboard_processes import open_store
-from store_builders import queued, settled
-from turns import PAGES
+from support.browser_builders import running_server
+from support.dashboard_processes import open_store
+from support.store_builders import queued, settled
+from support.turns import PAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"

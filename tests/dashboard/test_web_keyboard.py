@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser_builders import running_server
-from turns import PAGES
+from support.browser_builders import running_server
+from support.turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.dashboard.store.store import Store

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dashboard_processes import open_store, running_dashboard
-from report_builders import analysis
+from support.dashboard_processes import open_store, running_dashboard
+from support.report_builders import analysis
 
 from stepsplit.dashboard.store.store import Store
 

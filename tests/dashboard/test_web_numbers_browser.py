@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from browser_builders import running_server
-from turns import PAGES
+from support.browser_builders import running_server
+from support.turns import PAGES
 
 from stepsplit.analyzer import examine
 from stepsplit.dashboard.store.store import Store

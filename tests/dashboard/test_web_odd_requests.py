@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from report_builders import analysis
+from support.report_builders import analysis
 from werkzeug.test import TestResponse
 
 from stepsplit.dashboard.store.store import Store

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from flask import Flask
 from flask.testing import FlaskClient
-from report_builders import analysis
 from sqlalchemy import create_engine, text
-from store_builders import claimed, known_analysis, queued, uploaded
-from watch_builders import batch, event, minutes_ago
+from support.report_builders import analysis
+from support.store_builders import claimed, known_analysis, queued, uploaded
+from support.watch_builders import batch, event, minutes_ago
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import encode_batch

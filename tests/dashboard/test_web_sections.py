@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from cases import for_each
 from dash import dcc, html
 from dash.development.base_component import Component
-from report_builders import MS, analysis
+from support.cases import for_each
+from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import (
     BlameRow,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from browser_builders import running_server
-from report_builders import MS, analysis
-from turns import PAGES
+from support.browser_builders import running_server
+from support.report_builders import MS, analysis
+from support.turns import PAGES
 
 from stepsplit.analyzer.report.report import BlameRow, Report, select_full_steps
 from stepsplit.analyzer.split.critical_path import PathKernel

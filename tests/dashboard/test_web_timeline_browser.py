@@ -12,9 +12,9 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import numpy as np
 import pytest
-from browser_builders import running_server
-from report_builders import analysis
-from turns import PAGES
+from support.browser_builders import running_server
+from support.report_builders import analysis
+from support.turns import PAGES
 
 from stepsplit.analyzer import BUCKETS, Analysis, examine
 from stepsplit.analyzer.report.tables import Slices

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from store_builders import uploaded
+from support.store_builders import uploaded
 
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.logins import Role

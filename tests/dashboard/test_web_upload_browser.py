@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import running_server
-from dashboard_processes import open_store
+from support.browser_builders import running_server
+from support.dashboard_processes import open_store
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from report_builders import analysis
-from watch_builders import (
+from support.report_builders import analysis
+from support.watch_builders import (
     MS,
     RUN,
     STORY,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser_builders import running_server
-from turns import PAGES
-from watch_builders import MS, STORY, batch, list_story, minutes_ago, window
+from support.browser_builders import running_server
+from support.turns import PAGES
+from support.watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store

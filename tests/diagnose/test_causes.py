@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import COMM_STREAM, CpuTrace, GpuTrace
-from cases import for_each
-from ground_truth import SEED
-from planted_causes import examine_planted
-from replay_builders import scene
-from required import shared_repro
 from simulator.planted import PLANTED
+from support.builders import COMM_STREAM, CpuTrace, GpuTrace
+from support.cases import for_each
+from support.ground_truth import SEED
+from support.planted_causes import examine_planted
+from support.replay_builders import scene
+from support.required import shared_repro
 
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.analyzer.diagnose.causes import unmask

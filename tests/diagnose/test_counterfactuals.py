@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from required import SHARED_TRACES, absent
+from support.required import SHARED_TRACES, absent
 
 from stepsplit.analyzer import analyze
 

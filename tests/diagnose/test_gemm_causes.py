@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer import Finding, analyze
 

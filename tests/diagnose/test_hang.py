@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from required import shared_repro, shared_trace
 from rich.console import Console
+from support.required import shared_repro, shared_trace
 
 from stepsplit.analyzer import (
     Analysis,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from builders import BASE_NS, CpuTrace, GpuTrace
+from support.builders import BASE_NS, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.collectors.rank_record import (

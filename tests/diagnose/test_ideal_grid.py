@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer import Boxes
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid

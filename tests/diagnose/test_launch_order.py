@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import COMM_STREAM, COMPUTE_STREAM, GpuTrace
-from cases import for_each
 from cuda_simulator.kineto import TraceStyle
 from cuda_simulator.planted import LAYOUTS
 from cuda_simulator.simulate import simulate
+from support.builders import COMM_STREAM, COMPUTE_STREAM, GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.collectors.rank_record import RankRecord, write_record

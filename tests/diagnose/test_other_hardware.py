@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
 from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import CarriedRun, what_if
 from stepsplit.analyzer.errors import UsageError

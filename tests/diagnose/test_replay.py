@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import COMM_STREAM, CpuTrace, GpuTrace
-from ground_truth import SEED
 from hypothesis import given, strategies as st
-from replay_builders import scene, steps_us
 from simulator.engine import simulate
 from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
-from splitting import recording_of, split_of
+from support.builders import COMM_STREAM, CpuTrace, GpuTrace
+from support.ground_truth import SEED
+from support.replay_builders import scene, steps_us
+from support.splitting import recording_of, split_of
 
 from stepsplit.analyzer.diagnose.replay import (
     HoistedCalls,

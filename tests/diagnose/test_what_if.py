@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
 from cuda_simulator.jobs import Job
 from cuda_simulator.simulate import simulate
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import UsageError, analyze, what_if
 from stepsplit.dashboard import cli

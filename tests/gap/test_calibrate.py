@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
 from rich.console import Console
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import (
     Calibration,

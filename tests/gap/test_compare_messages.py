@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
-from prediction_builders import MS, prediction
-from splitting import recording_of, split_of
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
+from support.prediction_builders import MS, prediction
+from support.splitting import recording_of, split_of
 
 from stepsplit.analyzer import Band, CommOp, Communication, Prediction, predict
 from stepsplit.analyzer.gap.comm_gap import (

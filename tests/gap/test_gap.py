@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from gap_builders import (
+from hypothesis import given, strategies as st
+from rich.console import Console
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.gap_builders import (
     US,
     Expected,
     adds_up,
@@ -25,10 +27,8 @@ from gap_builders import (
     rows,
     split,
 )
-from hypothesis import given, strategies as st
-from prediction_builders import GIB, job
-from rich.console import Console
-from splitting import RunSplit
+from support.prediction_builders import GIB, job
+from support.splitting import RunSplit
 
 from stepsplit.analyzer import (
     Communication,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from integrations.ranks import needs
-from splitting import RunSplit, recording_of, split_of
+from support.splitting import RunSplit, recording_of, split_of
 
 pytest.importorskip("torch")
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace
-from splitting import recording_of, split_of
+from support.builders import CpuTrace
+from support.splitting import recording_of, split_of
 
 from stepsplit.analyzer import analyze, predict, read_job
 from stepsplit.analyzer.gap.model_from_shapes import NO_SHAPE, ModelShape, infer_model_shape

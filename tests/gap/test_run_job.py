@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from splitting import Recording, RunSplit, recording_of, split_of
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.splitting import Recording, RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import JobConfig, UsageError, analyze, predict
 from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages

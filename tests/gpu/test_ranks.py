@@ -18,8 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from example_runs import EXAMPLES, SEEN, outcome  # noqa: E402
-from jobs import EXAMPLES as RUNS, Example  # type: ignore[import-not-found]  # noqa: E402
+from support.example_runs import EXAMPLES, JOBS, SEEN, Example, outcome  # noqa: E402
 
 from stepsplit.analyzer import Report, analyze, examine  # noqa: E402
 from stepsplit.analyzer.report.report import Finding  # noqa: E402
@@ -33,7 +32,7 @@ HERE = Path(__file__).parent
 STEPSPLIT = [sys.executable, "-m", "stepsplit.dashboard"]
 PLAIN = HERE.parents[1] / "examples" / "plain_ddp.py"
 # DeepSpeed's are of a package that few have; a GPU shows the offload of FSDP that a CPU hides.
-SHOWN = [run for run in RUNS if "deepspeed" not in run.script and run.name != "fsdp-offload"]
+SHOWN = [run for run in JOBS if "deepspeed" not in run.script and run.name != "fsdp-offload"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from required import absent
+from support.required import absent
 
 from stepsplit.analyzer import Analysis, examine
 from stepsplit.analyzer.buckets import BUCKETS

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from published_sweeps import A100, ALPS, measured
-from required import shared_trace
+from support.published_sweeps import A100, ALPS, measured
+from support.required import shared_trace
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_measured import (

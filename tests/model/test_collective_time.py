@@ -7,10 +7,21 @@ from statistics import mean, median
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given, strategies as st
-from published_sweeps import A100, ALPS, B200, GIB, H200, MI300X, MIB, Measured, cluster, measured
-from work_builders import DEVICE, job
+from support.cases import for_each
+from support.published_sweeps import (
+    A100,
+    ALPS,
+    B200,
+    GIB,
+    H200,
+    MI300X,
+    MIB,
+    Measured,
+    cluster,
+    measured,
+)
+from support.work_builders import DEVICE, job
 
 from stepsplit.analyzer import Rates, TransferSweep, collective_time
 from stepsplit.analyzer.errors import UsageError

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.work_builders import TINY, job
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import list_comm_ops

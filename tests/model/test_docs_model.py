@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHEDULES

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from work_builders import TINY, UNIT, job
+from support.work_builders import TINY, UNIT, job
 
 from stepsplit.analyzer import JobConfig
 from stepsplit.analyzer.model.config import Experts, UnfusedPart

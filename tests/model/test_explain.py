@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
+from support.prediction_builders import GIB, GPT, H100, MIB, MS, job, prediction
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_measured import SWEEP

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from work_builders import UNIT, job
+from support.work_builders import UNIT, job
 
 from stepsplit.analyzer import JobConfig, predict, read_job
 from stepsplit.analyzer.analysis import examine_with_inferred_job

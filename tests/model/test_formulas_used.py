@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from prediction_builders import GPT, H100, job
+from support.cases import for_each
+from support.prediction_builders import GPT, H100, job
 
 from stepsplit.analyzer import model
 from stepsplit.analyzer.model.comm_measured import Rates, TransferSweep, TunerCost, TunerTable

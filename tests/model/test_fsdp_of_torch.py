@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.work_builders import TINY, job
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_volume import list_comm_ops
 from stepsplit.analyzer.model.config import LORA_TARGETS, JobConfig, ParallelConfig

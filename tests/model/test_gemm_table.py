@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 from hypothesis import assume, given, strategies as st
-from work_builders import LLAMA_ON_H100, published
+from support.work_builders import LLAMA_ON_H100, published
 
 from stepsplit.analyzer import DataError, predict, read_job
 from stepsplit.analyzer.model.config import (

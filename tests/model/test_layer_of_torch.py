@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.work_builders import TINY, UNIT, job
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -29,7 +30,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from work_builders import TINY, UNIT, job
 
 from stepsplit.analyzer import JobConfig, ParallelConfig
 from stepsplit.analyzer.errors import UsageError

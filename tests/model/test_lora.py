@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from work_builders import TINY, UNIT, job, llama
+from support.cases import for_each
+from support.work_builders import TINY, UNIT, job, llama
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import ADAPTED

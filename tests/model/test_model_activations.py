@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
-from work_builders import LITE, TINY, gpt, job, llama, published
+from support.cases import for_each
+from support.work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.config import FRAMEWORKS, Framework, ParallelConfig
 from stepsplit.analyzer.model.formulas import Formula

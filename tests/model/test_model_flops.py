@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
+from support.cases import for_each
+from support.work_builders import LITE, MPT, TINY, gpt, gpt_of, job, llama, published
 
 from stepsplit.analyzer.model.config import Experts, ParallelConfig
 from stepsplit.analyzer.model.parameters import (

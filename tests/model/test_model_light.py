@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from machine import slowness, usual_seconds
+from support.machine import slowness, usual_seconds
 
 from stepsplit.analyzer.model import config_file
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, TrainingConfig

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from work_builders import DEVICE, RECIPE, TINY, gpt, job, llama, published
+from support.work_builders import DEVICE, RECIPE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import (

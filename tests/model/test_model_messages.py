@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from work_builders import LITE, TINY, gpt, job, llama, published
+from support.cases import for_each
+from support.work_builders import LITE, TINY, gpt, job, llama, published
 
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_volume import Bucket, list_comm_ops, split_buckets

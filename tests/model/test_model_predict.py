@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import assume, given, settings, strategies as st
-from work_builders import DEVICE, TINY, job
+from support.cases import for_each
+from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from work_builders import LITE, job, published
+from support.cases import for_each
+from support.work_builders import LITE, job, published
 
 from stepsplit.analyzer.model.config import Dtype, Optimizer, ParallelConfig, TrainingConfig
 from stepsplit.analyzer.model.memory_peak import compute_optimizer_bytes

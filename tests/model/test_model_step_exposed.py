@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from work_builders import TINY, job
+from support.work_builders import TINY, job
 
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.config import JobConfig, ParallelConfig, Schedule, TrainingConfig

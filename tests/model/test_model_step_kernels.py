@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
-from work_builders import DEVICE, LITE, TINY, job
+from support.cases import for_each
+from support.work_builders import DEVICE, LITE, TINY, job
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_ops import is_fused_ring

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from work_builders import LITE, job, llama
+from support.work_builders import LITE, job, llama
 
 from stepsplit.analyzer import JobConfig, ModelConfig, ParallelConfig, TrainingConfig, predict
 from stepsplit.analyzer.model.config_file import load_hardware, load_model

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import for_each
-from work_builders import DEVICE, TINY, job
+from support.cases import for_each
+from support.work_builders import DEVICE, TINY, job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import Framework, JobConfig, ParallelConfig, State

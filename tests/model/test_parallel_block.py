@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from work_builders import TINY, job
+from support.work_builders import TINY, job
 
 from stepsplit.analyzer import JobConfig, ParallelConfig, predict
 from stepsplit.analyzer.model.comm_volume import list_comm_ops

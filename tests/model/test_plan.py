@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError

@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from prediction_builders import GIB, MS, prediction
-from work_builders import job
+from support.cases import for_each
+from support.prediction_builders import GIB, MS, prediction
+from support.work_builders import job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.comm_ops import CommOp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from work_builders import LLAMA_ON_H100
+from support.work_builders import LLAMA_ON_H100
 
 from stepsplit.analyzer import predict, read_job, read_rates
 from stepsplit.analyzer.errors import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.config import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.model.config import Schedule
 from stepsplit.analyzer.model.schedule_graph import ScheduleTimeline, build_graph, simulate

@@ -6,7 +6,7 @@ import random
 from time import perf_counter
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model import schedule_period, schedule_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from cases import for_each
 from simulator.schedules import SCHEDULES as SIMULATED, actions
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, TWO_STAGES, Schedule

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from work_builders import TINY, job
+from support.work_builders import TINY, job
 
 from stepsplit.analyzer import JobConfig, predict
 from stepsplit.analyzer.model.config import Framework

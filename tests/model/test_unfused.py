@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from work_builders import LLAMA_ON_H100, TINY, UNIT, job
+from support.work_builders import LLAMA_ON_H100, TINY, UNIT, job
 
 from stepsplit.analyzer import JobConfig, predict, read_job
 from stepsplit.analyzer.errors import DataError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
-from work_builders import TINY, job
+from support.cases import for_each
+from support.work_builders import TINY, job
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import JobConfig

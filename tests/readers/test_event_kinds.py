@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import CpuTrace, GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, FamilyRule, KernelRule, Rules

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import DataError, analyze
 from stepsplit.analyzer.ops import compute_element_bytes, compute_message_bytes, parse_op

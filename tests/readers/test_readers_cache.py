@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import COMM_STREAM, GpuTrace
-from reading import on_disk
+from support.builders import COMM_STREAM, GpuTrace
+from support.reading import on_disk
 
 from stepsplit.analyzer import KinetoFile
 from stepsplit.analyzer.readers.kineto import cache, reader

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
-from reading import on_disk
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
+from support.reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.compression import open_unpacked

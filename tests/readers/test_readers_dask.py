@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.fleet import Fleet, run_fleet, write_fleet
-from required import absent
+from support.required import absent
 
 from stepsplit.analyzer import UsageError
 from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang

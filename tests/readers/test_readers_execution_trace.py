@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
-from reading import on_disk
-from required import shared_trace
+from support.cases import for_each
+from support.reading import on_disk
+from support.required import shared_trace
 
 from stepsplit.analyzer import OPS, DataError, ExecutionTrace, Group
 from stepsplit.analyzer.readers.execution_trace import is_execution_trace, read_execution_trace

@@ -16,11 +16,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from damage import badly_packed, damaged, others, traces
-from ground_truth import SEED
-from machine import slowness
-from nsys_builders import Export
-from reading import on_disk
+from fuzz.damage import badly_packed, damaged, others, traces
+from support.ground_truth import SEED
+from support.machine import slowness
+from support.nsys_builders import Export
+from support.reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
 from stepsplit.analyzer.readers.kinds import find_kinds

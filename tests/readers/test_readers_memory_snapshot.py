@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given, settings, strategies as st
-from reading import head_of_file, on_disk
-from required import SHARED_TRACES, shared_trace
+from support.cases import for_each
+from support.reading import head_of_file, on_disk
+from support.required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import CategoryMemory, DataError, DeviceMemory, MemoryRecord
 from stepsplit.analyzer.readers.memory_snapshot import is_memory_snapshot, read_memory

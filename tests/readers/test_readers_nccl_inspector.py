@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import for_each
-from reading import on_disk
-from required import SHARED_TRACES, shared_trace
+from support.cases import for_each
+from support.reading import on_disk
+from support.required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import OPS, DataError, Group, InspectorLog
 from stepsplit.analyzer.readers.nccl.inspector import is_inspector_log, read_inspector

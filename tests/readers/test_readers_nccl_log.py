@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import for_each
-from reading import on_disk
-from required import shared_trace
+from support.cases import for_each
+from support.reading import on_disk
+from support.required import shared_trace
 
 from stepsplit.analyzer import (
     OPS,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import for_each
-from reading import on_disk
-from required import SHARED_TRACES, shared_trace
+from support.cases import for_each
+from support.reading import on_disk
+from support.required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, Sweep, SweepRow, Sweeps, Timing, read_files
 from stepsplit.analyzer.readers.nccl.log import is_nccl_log as is_nccl_log

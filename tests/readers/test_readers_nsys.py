@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import for_each
-from nsys_builders import EPOCH_NS, NEW, OLD, Export
-from reading import on_disk
-from required import shared_trace
+from support.cases import for_each
+from support.nsys_builders import EPOCH_NS, NEW, OLD, Export
+from support.reading import on_disk
+from support.required import shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
 from stepsplit.analyzer.readers.kinds import is_nsys_export

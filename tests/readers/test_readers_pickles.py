@@ -11,8 +11,8 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-from cases import for_each
 from hypothesis import given, settings, strategies as st
+from support.cases import for_each
 
 from stepsplit.analyzer import DataError
 from stepsplit.analyzer.readers import pickle as walkable

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
 from collector_jobs.starting import heed_interrupts
-from reading import on_disk
+from support.builders import GpuTrace
+from support.reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile
 from stepsplit.analyzer.readers import workers as processes

@@ -19,8 +19,8 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from builders import GpuTrace
-from cases import for_each
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import (
     OPS,

@@ -12,9 +12,9 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from cases import for_each
-from reading import head_of_file, on_disk
-from required import SHARED_TRACES, shared_trace
+from support.cases import for_each
+from support.reading import head_of_file, on_disk
+from support.required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, TrainLog
 from stepsplit.analyzer.readers import training_log as golden_values

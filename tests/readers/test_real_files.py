@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 
 import pytest
-from required import shared_trace
+from support.required import shared_trace
 
 from stepsplit.analyzer import FileRead, NcclLog, TrainLog, read_files
 from stepsplit.analyzer.readers.registry import UNKNOWN

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer import BUCKETS, analyze, read_files
 from stepsplit.analyzer.errors import DataError, UsageError

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import build_docs_privacy
 import pytest
-from builders import GpuTrace
-from damage import others
-from nsys_builders import Export
+from fuzz.damage import others
+from generate import docs_privacy
+from support.builders import GpuTrace
+from support.nsys_builders import Export
 
 from stepsplit.analyzer.readers.kineto.columns import CATEGORIES
 from stepsplit.analyzer.readers.registry import KINDS
@@ -355,8 +355,8 @@ def test_what_is_public_is_copied(tmp_path: Path) -> None:
 
 
 def test_the_page_lists_what_is_copied() -> None:
-    page = build_docs_privacy.PAGE.read_text()
-    assert page == build_docs_privacy.build_page(page)
+    page = docs_privacy.PAGE.read_text()
+    assert page == docs_privacy.build_page(page)
     assert "`traceEvents`" in page  # the page begins with what a recording holds
 
 

@@ -11,15 +11,15 @@ from random import Random
 from typing import Any
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from ground_truth import SEED
-from mutants import mutate
+from fuzz.mutants import mutate
 from simulator.engine import simulate
 from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.ground_truth import SEED
 from test_redact_plants import LOG
 
 from stepsplit.analyzer import Report, analyze, read_files

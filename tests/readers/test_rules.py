@@ -7,9 +7,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from reading import on_disk
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.reading import on_disk
 
 from stepsplit.analyzer import (
     DataError,

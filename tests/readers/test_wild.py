@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from required import SHARED_TRACES, absent
+from support.required import SHARED_TRACES, absent
 
 from stepsplit.analyzer import DataError, Sweeps, analyze, read_files
 

@@ -6,7 +6,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer import DataError, UsageError
 from stepsplit.analyzer.analysis import DEFAULT_BUDGETS

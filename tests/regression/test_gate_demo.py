@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from gate_runs import STRAGGLER, record
+from support.gate_runs import STRAGGLER, record
 
 pytest.importorskip("torch")
 

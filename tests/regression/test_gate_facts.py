@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer import (
     CollectiveRow,

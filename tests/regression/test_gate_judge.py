@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import for_each
-from gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
 from msgspec.structs import replace
 from scipy import stats
+from support.cases import for_each
+from support.gate_builders import BLAME, CALLS, MS, SETUP, TIMES, check, run, runs
 
 from stepsplit.analyzer import CheckedMetric, DataError, UsageError
 from stepsplit.analyzer.regression.checks import parse_budgets

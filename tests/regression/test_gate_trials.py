@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gate_builders import runs
-from gate_trials import RULES, STEPS, Cell, answers
-from ground_truth import SEED
+from support.gate_builders import runs
+from support.gate_trials import RULES, STEPS, Cell, answers
+from support.ground_truth import SEED
 
 from stepsplit.analyzer.regression import judge, statistics
 from stepsplit.analyzer.regression.checks import parse_budget

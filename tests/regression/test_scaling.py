@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer import Scaling, compare_scaling
 from stepsplit.analyzer.errors import UsageError

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import MemoryRow, Report, analyze
 from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes, write_record

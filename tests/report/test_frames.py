@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer import BUCKETS
 from stepsplit.analyzer.report import report as frames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer.report.explain import LargeBucket, list_unexplained_buckets
 from stepsplit.analyzer.report.report import (

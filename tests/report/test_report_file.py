@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from report_builders import analysis
+from support.report_builders import analysis
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.report.io import from_json, load_tables, save, to_json

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from build_samples import BUILT
-from ground_truth import first_blamed
-from reading import rounded
+from generate.samples import BUILT
+from support.ground_truth import first_blamed
+from support.reading import rounded
 
 from stepsplit.analyzer import BUCKETS, Report, analyze
 from stepsplit.analyzer.report.io import REPORT_NAME, read_report, to_json

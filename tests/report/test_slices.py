@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import CpuTrace, GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import BUCKETS, Slices, examine
 from stepsplit.analyzer.report.io import save

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer import units
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, Action, actions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import CpuTrace
-from splitting import recording_of
+from support.builders import CpuTrace
+from support.splitting import recording_of
 
 from stepsplit.analyzer import Report, Split, analyze, examine
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from builders import BASE_NS, COMM_STREAM, GpuTrace
-from cases import for_each
+from support.builders import BASE_NS, COMM_STREAM, GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze, collective_time
 from stepsplit.analyzer.readers.kineto import schema

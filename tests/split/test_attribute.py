@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from builders import CpuTrace, GpuTrace
 from hypothesis import given, strategies as st
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import BUCKETS, Report, Split, analyze, examine
 from stepsplit.analyzer.arrays import Intervals, union

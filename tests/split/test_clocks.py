@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import BASE_NS, GpuTrace
+from support.builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer import ClockRow, Report, analyze
 from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fit_offset_and_drift

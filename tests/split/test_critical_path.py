@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import COMM_STREAM, GpuTrace
+from support.builders import COMM_STREAM, GpuTrace
 
 from stepsplit.analyzer import PathKernel, PathPart, PathStep, analyze
 

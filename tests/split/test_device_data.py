@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import DataError, Report, analyze
 

@@ -14,8 +14,7 @@ import pytest
 from cuda_simulator.kineto import TraceStyle, write_traces
 from cuda_simulator.planted import plant
 from cuda_simulator.simulate import simulate as simulate_cuda
-from ground_truth import SEED
-from perturbed import (
+from fuzz.perturbed import (
     Perturb,
     move_ends,
     read_trace,
@@ -23,11 +22,12 @@ from perturbed import (
     start_kernels_after,
     write_perturbed,
 )
-from required import SHARED_TRACES, absent
 from simulator.engine import simulate
 from simulator.kineto import write_recording
 from simulator.noise import Noise
 from simulator.scenarios import SCENARIOS
+from support.ground_truth import SEED
+from support.required import SHARED_TRACES, absent
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS

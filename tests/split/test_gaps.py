@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from builders import COMM_STREAM, COMPUTE_STREAM, CpuTrace, GpuTrace
-from required import SHARED_TRACES, absent
+from support.builders import COMM_STREAM, COMPUTE_STREAM, CpuTrace, GpuTrace
+from support.required import SHARED_TRACES, absent
 
 from stepsplit.analyzer import Report, Split, analyze
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ground_truth import SEED, TOLERANCE, Miss, Trial, check, first_blamed, misses, trial
 from simulator.program import Collective, Compute, Messages, Scenario
 from simulator.ran import RankRun
 from simulator.recorded import recorded, whole_steps
 from simulator.scenarios import SCENARIOS
 from simulator.style import Style
 from simulator.truth import TrueSplit, truth_of
+from support.ground_truth import SEED, TOLERANCE, Miss, Trial, check, first_blamed, misses, trial
 
 pytestmark = pytest.mark.seeded
 QUICK = ("tp_slow_rank", "ddp_host_stall", "fsdp_four_hosts", "pp_1f1b", "tp_pp_dp_slow_rank")

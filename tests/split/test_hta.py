@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import pytest
-from required import SHARED_TRACES, absent, shared_trace
-from splitting import recording_of
+from support.required import SHARED_TRACES, absent, shared_trace
+from support.splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
 from stepsplit.analyzer.arrays import Intervals, make_empty_intervals, overlap_ns, subtract, union

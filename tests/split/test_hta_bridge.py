@@ -12,9 +12,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from builders import BASE_NS, COMM_STREAM, COMPUTE_STREAM, MAIN, GpuTrace
-from nsys_builders import Export
-from required import absent
+from support.builders import BASE_NS, COMM_STREAM, COMPUTE_STREAM, MAIN, GpuTrace
+from support.nsys_builders import Export
+from support.required import absent
 
 from stepsplit.analyzer import UsageError
 from stepsplit.analyzer.hta import open_in_hta

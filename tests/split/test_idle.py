@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import BUCKETS, analyze, examine
 

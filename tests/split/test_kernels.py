@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
-from required import shared_trace
-from splitting import recording_of, split_of
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
+from support.required import shared_trace
+from support.splitting import recording_of, split_of
 
 from stepsplit.analyzer import (
     Category,

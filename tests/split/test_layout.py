@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
-from required import shared_repro
-from splitting import recording_of
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
+from support.required import shared_repro
+from support.splitting import recording_of
 
 from stepsplit.analyzer import Group, RankTrace, analyze
 from stepsplit.analyzer.split.mesh import RankLayout, infer_layout

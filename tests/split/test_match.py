@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import BASE_NS, GpuTrace
-from splitting import recording_of
+from support.builders import BASE_NS, GpuTrace
+from support.splitting import recording_of
 
 from stepsplit.analyzer.split.matching import CallSequence, MatchedCalls, match, pair_sequences
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from builders import CpuTrace, GpuTrace
+from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Overlap, analyze
 from stepsplit.analyzer.split.attribute import sum_overlaps

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import quantiles
 
 import pytest
-from builders import BASE_NS, COMM_STREAM, CpuTrace, GpuTrace
-from cases import for_each
 from simulator.playing import Durations, runnable
 from simulator.schedules import SCHEDULES, actions
+from support.builders import BASE_NS, COMM_STREAM, CpuTrace, GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ground_truth import SEED, Trial, check, trial
-from planted_bugs import BUGS, Bug
+from fuzz.planted_bugs import BUGS, Bug
+from support.ground_truth import SEED, Trial, check, trial
 
 from stepsplit.analyzer import analyze
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from builders import GpuTrace
-from required import shared_trace
+from support.builders import GpuTrace
+from support.required import shared_trace
 
 from stepsplit.analyzer import Report, analyze, what_if
 

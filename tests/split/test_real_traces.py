@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from required import SHARED_TRACES, shared_trace
+from support.required import SHARED_TRACES, shared_trace
 
 from stepsplit.analyzer import DataError, Report, StepRow, analyze
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer import StepCallsRow, analyze
 

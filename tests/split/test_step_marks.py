@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from builders import CpuTrace, GpuTrace
-from cases import for_each
-from nsys_builders import Export
-from required import shared_repro
+from support.builders import CpuTrace, GpuTrace
+from support.cases import for_each
+from support.nsys_builders import Export
+from support.required import shared_repro
 
 from stepsplit.analyzer import Report, analyze
 

@@ -7,7 +7,7 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer import Lateness, analyze
 from stepsplit.analyzer.split.lateness import compute_p_value

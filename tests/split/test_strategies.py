@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import GpuTrace
-from cases import for_each
-from required import shared_trace
+from support.builders import GpuTrace
+from support.cases import for_each
+from support.required import shared_trace
 
 from stepsplit.analyzer import Strategy, analyze
 from stepsplit.analyzer.report.io import from_json, to_json

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from builders import GpuTrace
-from cases import for_each
+from support.builders import GpuTrace
+from support.cases import for_each
 
 from stepsplit.analyzer import Report, SlowStep, StepDurations, analyze
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cases import for_each
+from support.cases import for_each
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.config import ParallelConfig, TrainingConfig

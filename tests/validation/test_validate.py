@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from cases import for_each
 from rich.console import Console
 from scipy.stats import binom
-from work_builders import job
+from support.cases import for_each
+from support.work_builders import job
 
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.model.confidence import LEVEL, RUN_CONFIDENCES, load_error_bands

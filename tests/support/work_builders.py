@@ -6,8 +6,6 @@ import csv
 from dataclasses import replace
 from typing import Any
 
-from required import SHARED_TRACES, absent
-
 from stepsplit.analyzer import (
     Efficiency,
     HardwareConfig,
@@ -19,6 +17,7 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.model.config import Experts, LatentAttention, Link
 from stepsplit.analyzer.model.device_speed import DeviceSpeed
 from stepsplit.analyzer.validation.tables import PUBLISHED
+from support.required import SHARED_TRACES, absent
 
 WIRE = Link("wire", 100e9, 1.0, 0.0)
 DEVICE = HardwareConfig(

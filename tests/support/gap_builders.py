@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from builders import GpuTrace
 from msgspec.structs import replace as with_fields
-from prediction_builders import prediction
-from splitting import RunSplit, recording_of, split_of
 
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
 from stepsplit.analyzer.gap.gap import CommCost, compute_gap
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
 from stepsplit.collectors import Mesh, RunSpec
+from support.builders import GpuTrace
+from support.prediction_builders import prediction
+from support.splitting import RunSplit, recording_of, split_of
 
 US = 1_000
 SIZE = 4_000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepsplit.collectors.record import DemoArgs
 
-JOBS = Path(__file__).parent / "collector_jobs"
+JOBS = Path(__file__).parents[1] / "collector_jobs"
 RECIPE = DemoArgs(
     steps=11, active=8, layers=2, hidden=256, microbatches=2, micro_batch=8, seq_len=64
 )

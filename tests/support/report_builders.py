@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from detail_builders import detail
 from msgspec import structs
 
 from stepsplit.analyzer import (
@@ -33,6 +32,7 @@ from stepsplit.analyzer import (
     Tables,
     WarningRow,
 )
+from support.detail_builders import detail
 
 MS = 1_000_000
 STEPS = (3, 4, 5, 6, 7)

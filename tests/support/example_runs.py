@@ -9,16 +9,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitting import RunSplit, recording_of, split_of
-
 from stepsplit.analyzer.gap.comm_gap import MessageComparison, collect_messages, compare_messages
 from stepsplit.analyzer.model.config_file import parse_job
 from stepsplit.analyzer.model.predict import predict
+from support.splitting import RunSplit, recording_of, split_of
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from jobs import Example  # type: ignore[import-not-found]  # noqa: E402
+from jobs import EXAMPLES as JOBS, Example  # type: ignore[import-not-found]  # noqa: E402
+
+__all__ = ["EXAMPLES", "JOBS", "SEEN", "Example", "Outcome", "outcome", "record_example"]
 
 _LONGEST_S = 240
 

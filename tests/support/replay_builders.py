@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builders import CpuTrace, GpuTrace
-from splitting import recording_of, split_of
-
 from stepsplit.analyzer.diagnose.replay import ReplayContext, build_context, replay
 from stepsplit.analyzer.split.dependency_graph import DependencyGraph, build_dependency_graph
+from support.builders import CpuTrace, GpuTrace
+from support.splitting import recording_of, split_of
 
 
 def scene(folder: Path, *traces: GpuTrace | CpuTrace) -> ReplayContext:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from required import absent
+
+from support.required import absent
 
 Test = Callable[..., None]
 
@@ -92,6 +93,6 @@ def _label(number: int, case: Any, ids: Any) -> str:
 def _describe(error: BaseException) -> str:
     """The error and the line of the tests that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    here = [f for f in frames if Path(f.filename).is_relative_to(Path(__file__).parent)]
+    here = [f for f in frames if Path(f.filename).is_relative_to(Path(__file__).parents[1])]
     last = here[-1] if here else frames[-1]
     return f"{Path(last.filename).name}:{last.lineno}: {type(error).__name__}: {error}"

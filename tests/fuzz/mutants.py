@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-_SAMPLES = Path(__file__).parents[1] / "sample_traces"
+_SAMPLES = Path(__file__).parents[2] / "sample_traces"
 _SEEDS = ("built_ddp_host_stall", "built_fsdp_four_hosts", "built_zero_bubble", "pp2_m2", "dp4",
           "tp2_pp2")  # fmt: skip
 _STEPS = 2

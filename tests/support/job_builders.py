@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import structs
-from report_builders import analysis, paced
 from sqlalchemy import create_engine, text
 
 from stepsplit.analyzer.report.io import read_report
@@ -14,8 +13,9 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.metrics import compute_job_fingerprint
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
+from support.report_builders import analysis, paced
 
-SAMPLES = Path(__file__).parents[1] / "sample_traces"
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
 DAY_NS = 86_400 * 10**9
 FIRST_NS = 1_790_000_000 * 10**9
 JOBS: Mapping[str, Report] = {

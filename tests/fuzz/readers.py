@@ -26,10 +26,10 @@ with atheris.instrument_imports(include=["stepsplit"]):
     from stepsplit.analyzer.report.io import from_json
     from stepsplit.collectors import run_spec
 
-from damage import damaged, others, traces
+from fuzz.damage import damaged, others, traces
 
-SAMPLES = Path(__file__).parents[1] / "sample_traces"
-RULES = Path(__file__).parents[1] / "analyzer" / "readers" / "rules.toml"
+SAMPLES = Path(__file__).parents[2] / "sample_traces"
+RULES = Path(__file__).parents[2] / "analyzer" / "readers" / "rules.toml"
 MOST_BYTES = 1 << 16
 
 # What is fuzzed: each function reads a file as one kind of input.

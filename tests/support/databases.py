@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from required import absent
+
+from support.required import absent
 
 _PLACES = ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin")
 _USER = "stepsplit"

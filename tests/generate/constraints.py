@@ -6,11 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LOWEST, LOCKED = ROOT / "constraints-lowest.txt", ROOT / "constraints.txt"
 HEAD = """\
 # Exactly the lower bounds of pyproject.toml, and the torch of constraints.txt: .ci/run runs the
-# quick tier with them too. python tests/build_constraints.py writes this file.
+# quick tier with them too. python tests/generate/constraints.py writes this file.
 """
 _BOUND = re.compile(r"([\w-]+)(?:\[[\w,]+\])?>=([\w.]+)(?:,<[\w.]+)?")
 _OF_OURS = "stepsplit["

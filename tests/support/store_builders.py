@@ -10,12 +10,12 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from flask.testing import FlaskClient
-from report_builders import analysis
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard.store.runs import AnalysisJob, RunRow
 from stepsplit.dashboard.store.store import FileRow, Store
+from support.report_builders import analysis
 
 
 def known_analysis(folder: Path, progress: Progress) -> Analysis:

@@ -1,4 +1,4 @@
-"""Builds the simulated recordings of sample_traces/: python tests/build_samples.py
+"""Builds the simulated recordings of sample_traces/: python -m generate.samples
 
 Each lies beside truth.json, what truly happened, and report.json, what the analyzer says of it.
 """
@@ -21,7 +21,7 @@ from simulator.truth import truth_of
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 
-SAMPLES = Path(__file__).resolve().parent.parent / "sample_traces"
+SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
 BUILT = {
     "built_tp_pp_dp_slow_rank": ("tp_pp_dp_slow_rank", 7),
     "built_ddp_host_stall": ("ddp_host_stall", 3),
@@ -55,7 +55,7 @@ def _source(scenario: Scenario) -> str:
     planted = f"rank {cause.rank}, cause {cause.cause}" if cause else "nothing"
     what = f"a simulated job of {len(job.programs)} ranks, as torch.profiler would write its traces"
     return f"""what: {what}
-made by: python tests/build_samples.py (scenario {job.name}, seed {scenario.seed}); no GPU ran
+made by: generate/samples.py of the tests (scenario {job.name}, seed {scenario.seed}); no GPU ran
 licence: Apache-2.0, as the project
 known answers:
 - truth.json: the seven buckets of every rank and step in true time, the clocks of the hosts

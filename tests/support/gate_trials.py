@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from gate_builders import CALLS, run
 
 from stepsplit.analyzer.regression.checks import Budget, parse_budget
 from stepsplit.analyzer.regression.judge import check_candidate
 from stepsplit.analyzer.regression.metrics import CallMetrics, RunMetrics
+from support.gate_builders import CALLS, run
 
 STEPS, STEP_SD, KEPT = 10, 0.03, 0.5
 METRICS = {"exposed_comm": 0.12, "step": 3.0e8}

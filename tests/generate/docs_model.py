@@ -1,6 +1,6 @@
 """Writes the screen and the validation table of docs/model.md anew; run it from tests/.
 
-cd tests && ../.venv/bin/python build_docs_model.py
+cd tests && ../.venv/bin/python -m generate.docs_model
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from stepsplit.analyzer.validation import validate
 from stepsplit.analyzer.validation.tables import Check
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 HEAD = (
     "| check | rows | measure | bar | result | constant utilization | in band |\n"
     "|---|---|---|---|---|---|---|\n"

@@ -1,4 +1,4 @@
-"""python tests/build_docs_api.py: docs/api.md from the public docstrings, by griffe2md."""
+"""python -m generate.docs_api: docs/api.md from the public docstrings, by griffe2md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 import griffe
 import griffe2md
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "api.md"
 PACKAGES = ("stepsplit.analyzer", "stepsplit.collectors")
 BRIDGE = ("stepsplit.analyzer.hta", "open_in_hta")
@@ -18,8 +18,8 @@ BRIDGE = ("stepsplit.analyzer.hta", "open_in_hta")
 HEAD = """# Python API
 
 The names that `stepsplit.analyzer` and `stepsplit.collectors` export. Times are integer
-nanoseconds, sizes bytes, ratios 0..1. `python tests/build_docs_api.py` generates this page from
-the docstrings.
+nanoseconds, sizes bytes, ratios 0..1. `python -m generate.docs_api` (in tests/) generates this
+page from the docstrings.
 """
 
 LINK = re.compile(r"\[([^\]]+)\]\(#[^)]*\)")

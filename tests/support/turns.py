@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 _TURNS = 8
 _TOO_WIDE = ("simulator", "turns")
 """Modules whose change is no reason to run all tests that import them."""
@@ -106,12 +106,17 @@ def _find_sources(test: Path) -> frozenset[str]:
     names = set()
     for node in ast.walk(ast.parse(test.read_text())):
         if isinstance(node, ast.Import):
-            names |= {one.name.partition(".")[0] for one in node.names}
+            names |= {one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    tests = Path(__file__).parent
-    beside = [path for name in names for path in (tests / f"{name}.py", tests / name)]
-    found = [test, *(path for path in beside if path.exists() and path.stem != "simulator")]
+            names |= {f"{node.module}.{one.name}" for one in node.names}
+    tests = Path(__file__).parents[1]
+    found = [test]
+    for first, *rest in (name.split(".") for name in names):
+        # All tests import builders: of these folders a test is for the modules that it names.
+        if first in ("support", "fuzz", "generate") and rest:
+            found.append(tests / first / f"{rest[0]}.py")
+        elif first != "simulator":
+            found += [path for path in (tests / f"{first}.py", tests / first) if path.exists()]
     return frozenset(path.relative_to(ROOT).as_posix() for path in found)
 
 

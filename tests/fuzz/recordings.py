@@ -22,9 +22,9 @@ from pathlib import Path
 from random import Random
 
 import click
-from mutants import mutate
-from store_builders import claimed, queued, state
+from support.store_builders import claimed, queued, state
 
+from fuzz.mutants import mutate
 from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.report.io import save
@@ -36,7 +36,7 @@ from stepsplit.dashboard.web.app import PageBuilder
 from stepsplit.dashboard.web.report_cache import ReportCache
 from stepsplit.dashboard.web.server import create_server
 
-_PEER = Path(__file__).parents[1] / "sample_traces" / "built_zero_bubble"
+_PEER = Path(__file__).parents[2] / "sample_traces" / "built_zero_bubble"
 _WINDOW = "timeline/window?from=0&to=1000000000&slots=100&ranks=0,1,2,3&open=0,1"
 _ROUTES = ("timeline", _WINDOW, "perfetto", "report.json", "report.html")
 _PROBLEMS = ("cannot be read", "cannot be shown", "does not expect")

@@ -16,9 +16,9 @@ from pathlib import Path
 from random import Random
 
 import pyarrow as pa
-from builders import GpuTrace
+from support.builders import GpuTrace
 
-_SAMPLES = Path(__file__).parents[1] / "sample_traces"
+_SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
 Damage = Callable[[Random, bytes], bytes]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SECRET = "the key of the signature"
-PAGE = Path(__file__).parents[1] / "docs" / "alerts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
 
 
 def read_example(language: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SHARED_TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
+SHARED_TRACES = Path(__file__).parents[3] / "shared" / "traces"
 
 
 def absent(what: str, why: str) -> None:

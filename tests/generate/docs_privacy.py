@@ -12,8 +12,8 @@ from stepsplit.analyzer.redact.fields import ENTRY_FIELDS, EVENT_ARGS, METADATA_
 from stepsplit.analyzer.redact.forms import AnyKey, Form, Rule, TextOr
 from stepsplit.analyzer.trace import Category
 
-PAGE = Path(__file__).parents[1] / "docs" / "privacy.md"
-_BEGIN, _END = "<!-- tests/build_docs_privacy.py writes this -->\n", "<!-- to here -->\n"
+PAGE = Path(__file__).parents[2] / "docs" / "privacy.md"
+_BEGIN, _END = "<!-- tests/generate/docs_privacy.py writes this -->\n", "<!-- to here -->\n"
 
 FILES: dict[str, Rule] = {
     "`run.json`": fields.RUN_FIELDS,

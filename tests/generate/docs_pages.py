@@ -1,4 +1,4 @@
-"""Writes docs/pages/*.png: python tests/build_docs_pages.py
+"""Writes docs/pages/*.png: python -m generate.docs_pages
 
 Every page of the dashboard on the recorded samples, as a browser shows it; that of a watched run
 shows an invented one.
@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from browser_builders import running_chromium
-from dashboard_processes import open_store, running_dashboard
-from watch_builders import STORY, list_story
+from support.browser_builders import running_chromium
+from support.dashboard_processes import open_store, running_dashboard
+from support.watch_builders import STORY, list_story
 
 from stepsplit.analyzer import UsageError, examine
 from stepsplit.analyzer.regression.checks import parse_budgets
@@ -23,7 +23,7 @@ from stepsplit.dashboard.reporters.verdict import format_headline
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SAMPLES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")
 MAIN = "tp2_pp2_dp2"
 WIDE, HIGH = 1280, 860

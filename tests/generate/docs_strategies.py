@@ -1,4 +1,4 @@
-"""Runs every example and writes docs/strategies.md: python tests/build_docs_strategies.py"""
+"""Runs every example and writes docs/strategies.md: python -m generate.docs_strategies"""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from example_runs import Outcome, outcome, record_example
-from jobs import EXAMPLES, Example  # type: ignore[import-not-found]
+from support.example_runs import JOBS, Example, Outcome, outcome, record_example
 
 from stepsplit.analyzer import Report, analyze
 
-PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 HEAD = """# Every strategy, run for real
 
-`python tests/build_docs_strategies.py` runs every script of `examples/` (gloo on CPU, a GPT of
-0.9 million parameters), splits its steps, deletes run.json and the ranks' records, and writes this
-page; `tests/collectors/test_examples.py` holds its rows.
+`python -m generate.docs_strategies` (in tests/) runs every script of `examples/` (gloo on CPU, a
+GPT of 0.9 million parameters), splits its steps, deletes run.json and the ranks' records, and
+writes this page; `tests/collectors/test_examples.py` holds its rows.
 
 - **steps**: full steps that were recorded, of all ranks together; the seven buckets of each add up
   to it to the nanosecond.
@@ -32,7 +31,7 @@ page; `tests/collectors/test_examples.py` holds its rows.
 
 def main() -> None:
     rows = []
-    for example in EXAMPLES:
+    for example in JOBS:
         with tempfile.TemporaryDirectory() as folder:
             record_example(example, Path(folder))
             report = analyze(folder)

@@ -1,6 +1,6 @@
 """Writes tests/released/VERSION: a report, its tables, a baseline and a store of this version.
 
-cd tests && python build_released.py, once for each release; the next versions open them
+cd tests && python -m generate.released, once for each release; the next versions open them
 (tests/dashboard/test_released.py). A folder of an earlier version is never written again.
 """
 
@@ -12,13 +12,13 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
-from builders import GpuTrace
+from support.builders import GpuTrace
 
 from stepsplit.analyzer.analysis import examine
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.store import Store
 
-RELEASED = Path(__file__).parent / "released"
+RELEASED = Path(__file__).parents[1] / "released"
 NAME = "released"
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from required import absent
+from support.required import absent
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -35,7 +35,7 @@ ready = lambda url: print(url, flush=True)
 serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), workers=0))
 """
 _WORKER = """
-from store_builders import known_analysis
+from support.store_builders import known_analysis
 from stepsplit.dashboard.store.ingest import WorkerOptions, analyze_upload, run_worker
 run_worker(store, WorkerOptions("known", poll_s=0.1), {analyze})
 """
@@ -141,7 +141,9 @@ def running_server(folder: Path, analyze: str = "known_analysis") -> Iterator[st
 
 
 def _python(folder: Path, program: str) -> subprocess.Popen[str]:
-    places = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.getenv("PYTHONPATH"))))
+    places = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[1]), os.getenv("PYTHONPATH")))
+    )
     env = {**os.environ, "PYTHONPATH": places, "HOME": str(folder / "home")}
     command = [sys.executable, "-c", _OPEN + program, str(folder)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)

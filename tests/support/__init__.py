@@ -1,0 +1,1 @@
+"""Builders, real processes and what a machine must have, for the tests."""

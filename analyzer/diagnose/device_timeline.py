@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.replay import Float
-from stepsplit.analyzer.split.dependency_graph import WORK
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK
+from stepsplit.analyzer.diagnose.graph.replay import Float
 from stepsplit.analyzer.split.idle import ALLOCATES, find_waiting_calls
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64, RankTrace

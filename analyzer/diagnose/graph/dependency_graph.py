@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, NO_LEVELS, Levels, Needs
 from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.event_waits import find_first_waiting
 from stepsplit.analyzer.split.idle import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
-from stepsplit.analyzer.split.topological_order import NEVER, NO_LEVELS, Levels, Needs
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW, Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 

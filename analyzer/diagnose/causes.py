@@ -42,7 +42,7 @@ from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64, Note
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # The bottlenecks of a run, largest gain first.
 

@@ -18,7 +18,7 @@ from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.topological_order import NEVER, Levels, Needs
 from stepsplit.analyzer.trace import Bool, Int64
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # A graph with something changed.
 

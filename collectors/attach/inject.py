@@ -12,7 +12,6 @@ from stepsplit.collectors.guard import CollectError
 from stepsplit.collectors.record.environment import SITE
 from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 
-
 _AGENT_TIMEOUT_S = 30.0
 
 _SCRIPT = """\

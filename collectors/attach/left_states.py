@@ -13,7 +13,6 @@ from stepsplit.collectors.attach.stacks import STACK_SUFFIX
 from stepsplit.collectors.formats.rank_state import RankState, format_state, read_state
 from stepsplit.collectors.safe_io.private_folder import list_meeting_folders, open_private
 
-
 _LEFT_SUFFIX = ".rank"
 
 _KEEP_LEFT_S = 24 * 3600.0

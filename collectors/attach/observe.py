@@ -17,7 +17,6 @@ from stepsplit.collectors.job.launcher import read_identity, read_job_name
 from stepsplit.collectors.probes.nccl_ras import ask_ras
 from stepsplit.collectors.safe_io.atomic_file import make_owner_folder, write_whole
 
-
 LOOK_INTERVAL_S = 1.5
 
 MAX_LOOKS = 5

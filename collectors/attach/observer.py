@@ -19,7 +19,6 @@ from stepsplit.collectors.formats.rank_state import ENDED, RAISED, RUNNING, Look
 from stepsplit.collectors.formats.run_spec import GroupInfo
 from stepsplit.collectors.job.launcher import read_identity, read_job_name
 
-
 MAX_FRAMES = 64
 
 _MAX_ERROR = 500

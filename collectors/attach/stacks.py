@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.attach import stacks
 from stepsplit.collectors.attach.sockets import build_socket_path, find_files
 from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.rank_state import Look
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.job.launcher import read_identity
 from stepsplit.collectors.safe_io.private_folder import open_private
-
 
 STACK_SUFFIX = ".stack"
 
@@ -93,7 +91,7 @@ class StackWatchdog:
     rests while the process forks: at its end a child would wait for a thread that it does not have.
     """
 
-    def __init__(self, describe: Callable[[], stacks.WatchLine]) -> None:
+    def __init__(self, describe: Callable[[], WatchLine]) -> None:
         self._describe = describe
         self._ended = threading.Event()
         self._arm = faulthandler.dump_traceback_later
@@ -126,7 +124,7 @@ class StackWatchdog:
         if is_ours:
             self._cancel()
         with suppress(OSError):
-            stacks.build_stack_path(os.getpid()).unlink(missing_ok=True)
+            build_stack_path(os.getpid()).unlink(missing_ok=True)
 
     def _rest(self) -> None:
         self._arming.acquire()
@@ -159,7 +157,7 @@ class StackWatchdog:
 
     def _watch(self) -> None:
         what = "its stacks while Python's lock is held"
-        path = stacks.build_stack_path(os.getpid())
+        path = build_stack_path(os.getpid())
         rank = read_identity().rank
         with warn_on_failure(rank, what), open(path, "w+", opener=open_private) as self._file:
             while not self._ended.is_set():

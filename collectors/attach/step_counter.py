@@ -17,7 +17,6 @@ from stepsplit.collectors.probes.optimizers import (
     count_optimizer_steps,
 )
 
-
 LEADER_CHANGE_STEPS = 16
 """After this many steps without the leading optimizer another one becomes the leader."""
 

@@ -23,7 +23,6 @@ from stepsplit.collectors.safe_io.helper_process import (
     build_helper_environment,
 )
 
-
 # One rank of the default demo on CPU: 580 MiB resident with tp=2,pp=2,dp=2, 1,100 with fsdp=4.
 RANK_BYTES = 1_150_000_000
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-
 _T = TypeVar("_T")
 
 _LARGEST = 2**63

@@ -21,7 +21,6 @@ from stepsplit.collectors.formats.run_spec import (
 )
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 
-
 RANK_SCHEMA = "stepsplit.rank/1"
 
 

@@ -11,7 +11,6 @@ from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.run_spec import GroupInfo
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 
-
 STATE_SCHEMA = "stepsplit.state/1"
 
 STATE_SUFFIX = "_state.json"

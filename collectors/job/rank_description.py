@@ -19,7 +19,6 @@ from stepsplit.collectors.job.job_store import get_store, open_own_store
 from stepsplit.collectors.job.launcher import read_identity
 from stepsplit.collectors.job.process_groups import list_groups, read_job
 
-
 _PRESENCE_POLL_S = 0.1
 
 _RANKS_AT_ONCE = 256

@@ -9,7 +9,6 @@ from typing import Any
 
 from stepsplit.collectors.guard import warn_lost
 
-
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions that dump NCCL's recorder, and the one of gloo and other backends.
 

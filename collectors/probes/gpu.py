@@ -13,7 +13,6 @@ import torch
 
 from stepsplit.collectors.formats.rank_record import GpuState
 
-
 _MAX_LINKS = 18
 
 

@@ -14,7 +14,6 @@ import torch
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.safe_io.atomic_file import whole_file
 
-
 LOST_SNAPSHOT = "its memory snapshot"
 
 MAX_HISTORY_ENTRIES = 50_000

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 
-
 RAS_ADDRESS = "localhost:28028"
 """Where NCCL listens unless NCCL_RAS_ADDR says otherwise."""
 

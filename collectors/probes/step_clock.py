@@ -11,7 +11,6 @@ import torch
 
 from stepsplit.collectors.formats.rank_record import StepTimes
 
-
 MAX_KEPT_STEPS = 20
 """Number of step times kept per kind: the last ones before and the first ones after."""
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 _MAPS = Path("/proc/self/maps")

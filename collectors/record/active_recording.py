@@ -51,7 +51,6 @@ from stepsplit.collectors.record.trace_window import (
 )
 from stepsplit.collectors.record.user_spec import UserSpec
 
-
 LATE_RANKS_TIMEOUT_S = 10.0
 
 _MAX_RESTARTS = 5

@@ -17,7 +17,6 @@ from stepsplit.collectors.probes.nccl_log import (
 )
 from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 
-
 _FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """The size of torch's Flight Recorders; the first name is of torch 2.8 and overrides the second."""
 

@@ -14,7 +14,6 @@ from typing import Literal
 from stepsplit.collectors.record import pack
 from stepsplit.collectors.safe_io.helper_process import PYTHON
 
-
 PACK_TIMEOUT_S = 60.0
 """How long the end of a job waits for its files to be packed."""
 

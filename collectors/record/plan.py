@@ -10,7 +10,6 @@ from typing import Any, Literal
 from stepsplit.collectors.formats.json_decode import select_known_fields
 from stepsplit.collectors.formats.run_spec import GroupInfo, Mesh
 
-
 Detail = Literal["full", "thin", "none"]
 
 PLAN_VARIABLE = "STEPSPLIT_PLAN"

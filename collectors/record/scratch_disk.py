@@ -10,7 +10,6 @@ from pathlib import Path
 from stepsplit.collectors.job.launcher import read_identity
 from stepsplit.collectors.safe_io.private_folder import make_scratch_folder
 
-
 SCRATCH_VARIABLES = ("STEPSPLIT_SCRATCH", "SLURM_TMPDIR", "TMPDIR")
 """Environment variables that name a folder on a disk of this host, the first one first."""
 

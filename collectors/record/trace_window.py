@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, record_function
 from stepsplit.collectors.record.annotations import annotate_layers, replace_attribute
 from stepsplit.collectors.record.plan import RecordPlan
 
-
 _STARTERS = ("_prepare_profiler", "_enable_profiler")
 """Functions of torch.autograd.profiler that every profiler calls before it runs."""
 

@@ -47,7 +47,6 @@ from stepsplit.collectors.watch.samples import (
 )
 from stepsplit.collectors.watch.step_windows import WINDOW_STEPS
 
-
 _NEXT = "watch/next"
 
 _FIRST_STEP = 20

@@ -12,7 +12,6 @@ from stepsplit.collectors.formats.watch_notes import SampleReport
 from stepsplit.collectors.watch.plan import WatchPlan
 from stepsplit.collectors.watch.step_windows import WINDOW_STEPS
 
-
 MAX_FAULTS = 3
 """Samples in a row that failed, after which there are no more."""
 

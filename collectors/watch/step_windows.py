@@ -8,7 +8,6 @@ from statistics import median
 
 from stepsplit.collectors.formats.watch_notes import RankWindow
 
-
 WINDOW_STEPS, WINDOW_NS = 20, 60_000_000_000
 """A window is closed after so many steps or so long, whichever is first."""
 

@@ -25,7 +25,7 @@ from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split_recording import split_recording
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang_result import Hang

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.reading import rounded
 
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard import cli
 
 ROOT = Path(__file__).parent.parent

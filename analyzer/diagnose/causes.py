@@ -43,7 +43,7 @@ from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_k
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64, Note
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # The bottlenecks of a run, largest gain first.
 

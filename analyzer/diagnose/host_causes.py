@@ -30,7 +30,7 @@ from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause, NestedEvents, build_nested
 from stepsplit.analyzer.trace import PYTHON_FUNCTION, Bool, Category, Events, Int64
-from stepsplit.collectors.rank_record import CodeFrame, RankRecord
+from stepsplit.collectors.formats.rank_record import CodeFrame, RankRecord
 
 # The findings of a recording.
 

@@ -29,7 +29,7 @@ from stepsplit.analyzer.split.strategy_evidence import (
 )
 from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS, Bool, Group
-from stepsplit.collectors.run_spec import DATA_PARALLEL
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 # The measured communication, by the axis names of the prediction.
 

@@ -16,7 +16,7 @@ from stepsplit.analyzer.model.config import LatentAttention, LoraTarget
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 # What the shapes say about a decoder-only transformer.
 

@@ -26,7 +26,7 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 # Two reports -> comparison of their runs.
 

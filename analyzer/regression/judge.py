@@ -38,7 +38,7 @@ from stepsplit.analyzer.regression.metrics import (
     list_mesh_axes,
 )
 from stepsplit.analyzer.report.report import JOB_MISMATCH
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 # Runs and budgets -> result.
 

@@ -34,7 +34,7 @@ from stepsplit.analyzer.report.report import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.collectors.regular_file import open_regular
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 

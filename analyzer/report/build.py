@@ -44,7 +44,7 @@ from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepDurations
 from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes
+from stepsplit.collectors.formats.rank_record import MemoryState, RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
 

@@ -16,8 +16,8 @@ from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
-from stepsplit.collectors.regular_file import describe_special
-from stepsplit.collectors.run_spec import SHARED, whole_file
+from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
+from stepsplit.collectors.safe_io.regular_file import describe_special
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -26,7 +26,7 @@ from stepsplit.analyzer.split.mesh_inference import (
     infer_lines,
 )
 from stepsplit.analyzer.trace import Group, Note, RankTrace, find_earlier_calls
-from stepsplit.collectors.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
 
 # Rank layout: mesh, pipeline coordinate of each rank, axis of each group.
 

@@ -10,7 +10,7 @@ from itertools import product
 from msgspec import Struct
 
 from stepsplit.analyzer.trace import Group
-from stepsplit.collectors.run_spec import DATA_PARALLEL, Mesh
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, Mesh
 
 # Axis sizes and strides from the ranks of groups, and the mesh they form.
 

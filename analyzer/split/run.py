@@ -74,7 +74,7 @@ from stepsplit.analyzer.split.transfers import (
     split_calls,
 )
 from stepsplit.analyzer.trace import Category, Int64, Note, RankTrace, find_earlier_calls
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
 

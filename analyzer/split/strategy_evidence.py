@@ -17,7 +17,7 @@ from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.steps import MERGED, Steps, StepWindow
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Events, Group, Int64, RankTrace
-from stepsplit.collectors.run_spec import AXES
+from stepsplit.collectors.formats.run_spec import AXES
 
 # Data parallel strategies: ddp, zero-1, zero-2, fsdp, hsdp.
 

@@ -26,7 +26,7 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
 )
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 
 REFERENCE_POINTS, RECENT_POINTS = 50, 5
 

@@ -41,9 +41,8 @@ from stepsplit.analyzer.watch.records import (
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
-from stepsplit.collectors.regular_file import describe_special, open_regular, read_regular
-from stepsplit.collectors.run_spec import PRIVATE, Mesh, create_private, make_owner_folder
-from stepsplit.collectors.watch_notes import (
+from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.watch_notes import (
     SAMPLES,
     Note,
     NoteCursor,
@@ -56,6 +55,8 @@ from stepsplit.collectors.watch_notes import (
     read_notes,
     request_capture,
 )
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
+from stepsplit.collectors.safe_io.regular_file import describe_special, open_regular, read_regular
 
 HOSTS, STATE_SUFFIX = "hosts", ".state.json"
 

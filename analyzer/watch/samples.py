@@ -12,8 +12,9 @@ from stepsplit.analyzer.report.io import REPORT_NAME, to_json
 from stepsplit.analyzer.report.report import Report, StepRow, list_full_steps
 from stepsplit.analyzer.units import format_number_list
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
-from stepsplit.collectors.run_spec import PRIVATE, Mesh
-from stepsplit.collectors.watch_notes import SampleReport
+from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.watch_notes import SampleReport
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE
 
 SPOILS = frozenset(
     {

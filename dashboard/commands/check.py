@@ -490,7 +490,7 @@ def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
 
 
 def _append_summary(path: Path, verdict: CheckResult) -> None:
-    from stepsplit.collectors.run_spec import open_special
+    from stepsplit.collectors.safe_io.atomic_file import open_special
     from stepsplit.dashboard.reporters.verdict import format_summary
 
     try:

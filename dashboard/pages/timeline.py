@@ -17,7 +17,7 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section

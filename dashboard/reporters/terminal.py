@@ -38,7 +38,7 @@ from stepsplit.analyzer.report.report import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.strategy_evidence import Strategy
-from stepsplit.collectors.safe_text import DRAWING
+from stepsplit.collectors.safe_io.safe_text import DRAWING
 from stepsplit.dashboard.reporters.console import SafeConsole, Text
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,

@@ -19,8 +19,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.run_spec import create_private, make_owner_folder
-from stepsplit.collectors.safe_text import escape_controls
+from stepsplit.collectors.safe_io.atomic_file import create_private, make_owner_folder
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 from stepsplit.dashboard.store.ids import RelativePath, RunId, WatchName
 
 # Cleaning of untrusted text before it is stored.

@@ -8,7 +8,8 @@ from statistics import median
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.record import DemoArgs, launch_workload
+from stepsplit.collectors.demo.arguments import DemoArgs
+from stepsplit.collectors.demo.launch import launch_workload
 
 LATE_MS = 400
 pytestmark = [pytest.mark.slow, pytest.mark.alone]

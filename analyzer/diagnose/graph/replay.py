@@ -19,7 +19,7 @@ from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import EventRef, Finding
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Bool, Int64
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # A graph with something changed.
 

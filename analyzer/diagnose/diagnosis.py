@@ -19,7 +19,7 @@ from stepsplit.analyzer.report.build import Diagnosis, find_full_numbers, find_o
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 
 def diagnose(split: RunSplit, records: Sequence[RankRecord] = ()) -> Diagnosis:

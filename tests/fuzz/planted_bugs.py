@@ -13,10 +13,10 @@ from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.arrays import make_empty_intervals
+from stepsplit.analyzer.diagnose.graph.blame import blame
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
-    blame,
     classify,
     clock_sync,
     matching,

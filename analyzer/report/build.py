@@ -19,13 +19,13 @@ from stepsplit.analyzer.report.diagnosis_rows import (
     PathStep,
     SlowKernel,
 )
+from stepsplit.analyzer.report.headline import summarize
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
     BlameRow,
     ClockRow,
     ContentionRow,
-    ExposedRow,
     Finding,
     GroupRow,
     Host,
@@ -35,9 +35,9 @@ from stepsplit.analyzer.report.report import (
     Report,
     Run,
     StageRow,
-    StepRow,
     WarningRow,
 )
+from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -69,6 +69,7 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
     steps = tuple(_build_step(step, origin) for rank in split.ranks for step in rank.steps)
     pipeline = _build_pipeline(split)
     idle = build_idle_rows(split)
+    exposed = tuple(row for rank in split.ranks for row in _build_exposed(rank))
     detail = split.detail
     run = build_run(recording, split, origin)
     all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
@@ -76,8 +77,9 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
         groups=_build_groups(split),
+        summary=summarize(steps, exposed),
         steps=steps,
-        exposed=tuple(row for rank in split.ranks for row in _build_exposed(rank)),
+        exposed=exposed,
         clocks=_build_clocks(split, origin),
         collectives=split.collectives,
         step_calls=split.step_calls,

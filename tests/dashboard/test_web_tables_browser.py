@@ -13,7 +13,8 @@ from support.report_builders import MS, analysis
 from support.turns import PAGES
 
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel, SlowKernel
-from stepsplit.analyzer.report.report import BlameRow, Report, select_full_steps
+from stepsplit.analyzer.report.report import BlameRow, Report
+from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, intersect, is_inside, union
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.diagnose.replay import (
     Float,
     Remedy,
@@ -277,9 +277,9 @@ def _measure_gap_shares(context: ReplayContext, idle: _HostIdle, index: int) -> 
     """The gaps between kernels of a rank that have idle time, and what share of it this is."""
     rank = context.split.ranks[index]
     band = rank.attribution.band
-    busy = np.isin(band.bucket, (BUCKETS.index("compute"), BUCKETS.index("copy")))
+    busy = np.isin(band.bucket, (Bucket.COMPUTE, Bucket.COPY))
     gaps = union(band.start_ns[~busy], band.end_ns[~busy])
-    is_idle = band.bucket == BUCKETS.index("idle")
+    is_idle = band.bucket == Bucket.IDLE
     idle_ns = _sum_overlaps(gaps, Intervals(band.start_ns[is_idle], band.end_ns[is_idle]))
     own_ns = _sum_overlaps(gaps, idle.get_intervals(index))
     rows = idle_ns > 0

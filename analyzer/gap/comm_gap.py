@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.buckets import TRANSFERS
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
@@ -27,13 +28,12 @@ from stepsplit.analyzer.split.strategy_evidence import (
     find_issue_step,
     format_axes,
 )
-from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
 from stepsplit.analyzer.trace import OPS, Bool, Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL
 
 # The measured communication, by the axis names of the prediction.
 
-_BUCKETS = {COLLECTIVE: "collective", P2P: "p2p"}
+_BUCKETS = {bucket: bucket.label for bucket in TRANSFERS}
 
 Key = tuple[str, str]
 """(bucket, axis)"""

@@ -604,7 +604,7 @@ def _explain_buckets(buckets: Sequence[str], axis: str | None, moved: _Deltas) -
     best = [row for row in rows if row.axis is None][:1]
     found = next((row for row in on_axis if best and row.bucket == best[0].bucket), None)
     for row in [found] if found else best:
-        is_blamed = row.bucket in (*WAITS, *_WORK_CAUSES)
+        is_blamed = row.bucket in (*(bucket.label for bucket in WAITS), *_WORK_CAUSES)
         yield _explain_delay(row, moved) if is_blamed else _explain_transfer(row, moved)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
@@ -316,7 +316,7 @@ WARMUP, FEWEST = 1, 3
 
 _ByStep = Mapping[int, list[StepRow]]
 
-_WAITS = ("collective", "p2p", "skew", "bubble")
+_WAITS = tuple(bucket.label for bucket in COMMUNICATION)
 
 
 def select_steady_steps(report: Report) -> _ByStep:

@@ -20,13 +20,13 @@ from stepsplit.analyzer.arrays import (
     trim_overlaps,
     union,
 )
-from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, MEMOS, TRANSFERS, Bucket, Split
 from stepsplit.analyzer.split.classify import DDP_FORWARD, Work, find_issue_ns, parse_marks
 from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, Pieces
+from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import (
     OP_CODE,
     OPS,
@@ -203,7 +203,7 @@ def compute_overlaps(
 
     axes has one entry per group of the rank; waits are excluded. The windows are in order.
     """
-    moving = pieces.select(np.isin(pieces.bucket, (COLLECTIVE, P2P)))
+    moving = pieces.select(np.isin(pieces.bucket, TRANSFERS))
     blocking = held.select_blocking(moving)
     inside = union(
         np.array([window.start_ns for window in windows], dtype=np.int64),
@@ -253,14 +253,13 @@ def _split_by_kind(
 
 # The bucket of each instant of a step.
 
-COMPUTE, IDLE = 0, 6
-
 _MOVING, _FUSED, _AMBIGUOUS = 6, 7, 8
+"""Bits of the sets that only memos count, after those of the buckets; idle has no set."""
 
-_CLASSES = 9
+_BY_RANK = [bucket for bucket in Bucket if bucket != Bucket.IDLE]
 
 _MASK_TO_BUCKET = np.array(
-    [next((c for c in range(IDLE) if mask >> c & 1), IDLE) for mask in range(1 << _CLASSES)],
+    [next((b for b in _BY_RANK if mask >> b & 1), Bucket.IDLE) for mask in range(1 << 9)],
     dtype=np.uint8,
 )
 
@@ -311,10 +310,10 @@ def attribute(
     blocking = held.select_blocking(pieces)
     sets = [
         work.compute,
-        *(_merge_bucket(blocking, b) for b in range(COLLECTIVE, BUBBLE + 1)),
+        *(_merge_bucket(blocking, bucket) for bucket in COMMUNICATION),
         work.copy,
     ]
-    moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
+    moving = np.isin(pieces.bucket, TRANSFERS)
     sets += [union(pieces.start_ns[moving], pieces.end_ns[moving]), work.fused, held.ambiguous]
     band, mask = _sweep_windows(windows, sets)
     splits = _sum_splits(len(windows), band, mask)
@@ -328,7 +327,7 @@ def attribute(
     return Attribution(splits, band, exposed, gap)
 
 
-def _merge_bucket(pieces: Pieces, bucket: int) -> Intervals:
+def _merge_bucket(pieces: Pieces, bucket: Bucket) -> Intervals:
     chosen = pieces.bucket == bucket
     return union(pieces.start_ns[chosen], pieces.end_ns[chosen])
 
@@ -359,7 +358,7 @@ def _sum_splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]
     totals = np.zeros((count, len(BUCKETS)), dtype=np.int64)
     np.add.at(totals, (band.window, band.bucket), length)
     memos = np.zeros((count, len(MEMOS)), dtype=np.int64)
-    np.add.at(memos[:, 0], band.window, length * (mask >> COMPUTE & mask >> _MOVING & 1))
+    np.add.at(memos[:, 0], band.window, length * (mask >> Bucket.COMPUTE & mask >> _MOVING & 1))
     np.add.at(memos[:, 2], band.window, length * (mask >> _FUSED & 1))
     np.add.at(memos[:, 3], band.window, length * (mask >> _AMBIGUOUS & 1))
     return tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
@@ -379,13 +378,13 @@ def _merge_bands(band: BucketBands) -> BucketBands:
 
 def _build_exposed(blocking: Pieces, band: BucketBands) -> Exposed:
     """Each exposed instant, assigned to the call of its bucket that started first."""
-    parts = [_extract_exposed(blocking, band, bucket) for bucket in range(COLLECTIVE, BUBBLE + 1)]
+    parts = [_extract_exposed(blocking, band, bucket) for bucket in COMMUNICATION]
     order = np.argsort(np.concatenate([part.start_ns for part in parts]), kind="stable")
     columns = ("window", "bucket", "call", "owner", "start_ns", "end_ns")
     return Exposed(*(np.concatenate([getattr(p, name) for p in parts])[order] for name in columns))
 
 
-def _extract_exposed(blocking: Pieces, band: BucketBands, bucket: int) -> Exposed:
+def _extract_exposed(blocking: Pieces, band: BucketBands, bucket: Bucket) -> Exposed:
     rows = np.flatnonzero(blocking.bucket == bucket)
     rows = rows[np.argsort(blocking.start_ns[rows], kind="stable")]
     owned = trim_overlaps(blocking.start_ns[rows], blocking.end_ns[rows])
@@ -406,12 +405,12 @@ def _extract_exposed(blocking: Pieces, band: BucketBands, bucket: int) -> Expose
 
 def _check(splits: Sequence[Split], exposed: Exposed) -> None:
     """Asserts that the exposed time of the calls equals the communication buckets."""
-    for bucket in range(COLLECTIVE, BUBBLE + 1):
+    for bucket in COMMUNICATION:
         rows = exposed.bucket == bucket
         owned = int((exposed.end_ns - exposed.start_ns)[rows].sum())
         bucket_ns = sum(split.buckets_ns[bucket] for split in splits)
         assert owned == bucket_ns, (
-            f"{BUCKETS[bucket]}: {owned} of {bucket_ns} ns are assigned to calls"
+            f"{bucket.label}: {owned} of {bucket_ns} ns are assigned to calls"
         )
 
 

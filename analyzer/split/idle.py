@@ -11,7 +11,8 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, intersect, list_distinct
-from stepsplit.analyzer.split.attribute import IDLE, BucketBands
+from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.split.attribute import BucketBands
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,
@@ -65,7 +66,7 @@ def find_idle_parts(trace: RankTrace, band: BucketBands) -> IdleParts:
     band is on the rank's own clock. The time from a gap's start to the return of the call that
     launched the next event is attributed to the host, the rest to the device.
     """
-    rows = np.flatnonzero(band.bucket == IDLE)
+    rows = np.flatnonzero(band.bucket == Bucket.IDLE)
     gaps = Intervals(band.start_ns[rows], band.end_ns[rows])
     parts = explain_gaps(trace, gaps)
     _check(gaps, parts)

@@ -13,8 +13,9 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, list_distinct, union
+from stepsplit.analyzer.buckets import TRANSFERS
 from stepsplit.analyzer.split.steps import Steps, StepWindow
-from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P, Pieces
+from stepsplit.analyzer.split.transfers import Pieces
 from stepsplit.analyzer.trace import EventKinds, Events, Int64, RankTrace
 
 # Compute of a rank by kernel family (GPU kernels, or ops of a CPU run).
@@ -374,7 +375,7 @@ def measure_contention(trace: RankTrace, steps: Steps, pieces: Pieces) -> Conten
 
 def _merge_moving(pieces: Pieces) -> Intervals:
     """The intervals in which data moves; a waiting call uses neither memory nor links."""
-    moving = np.isin(pieces.bucket, (COLLECTIVE, P2P))
+    moving = np.isin(pieces.bucket, TRANSFERS)
     return union(pieces.start_ns[moving], pieces.end_ns[moving])
 
 

@@ -19,10 +19,10 @@ from stepsplit.analyzer.arrays import (
     subtract,
     union,
 )
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.split.attribute import BucketBands
 from stepsplit.analyzer.split.classify import MARKERS, parse_marks
 from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
 
 # Microbatch slots of a rank (one microbatch and phase each), from annotations or from its messages.
@@ -242,7 +242,7 @@ def build_grid(
     """
     start = np.array([box.start_ns for box in slots], dtype=np.int64)
     end = np.array([box.end_ns for box in slots], dtype=np.int64)
-    waits = np.isin(band.bucket, (P2P, BUBBLE))
+    waits = np.isin(band.bucket, (Bucket.P2P, Bucket.BUBBLE))
     worked = subtract(union(start, end), Intervals(band.start_ns[waits], band.end_ns[waits]))
     return StepGrid(rank, step, number_microbatches(slots), worked)
 
@@ -304,9 +304,9 @@ def sum_bubble_covered_ns(busy: Intervals, band: BucketBands) -> int:
     bubble = np.searchsorted(busy.end_ns[:-1], band.start_ns, side="right") - 1
     inside = np.flatnonzero(bubble >= 0)
     inside = inside[band.end_ns[inside] <= after[bubble[inside]]]
-    waits = inside[band.bucket[inside] == BUBBLE]
+    waits = inside[band.bucket[inside] == Bucket.BUBBLE]
     last = group_max(bubble[waits], band.start_ns[waits], len(after))
-    comm = inside[np.isin(band.bucket[inside], (COLLECTIVE, P2P, SKEW))]
+    comm = inside[np.isin(band.bucket[inside], (Bucket.COLLECTIVE, Bucket.P2P, Bucket.SKEW))]
     covered = comm[band.end_ns[comm] <= last[bubble[comm]]]
     return int((band.end_ns - band.start_ns)[covered].sum())
 

@@ -831,9 +831,8 @@ def _explain_slow_step(
 ) -> SlowStep:
     step_ns = int(buckets_ns.sum(axis=1).max())
     excess, beyond = step_ns - run.median_ns, buckets_ns - usual_ns
-    waits = [BUCKETS.index(bucket) for bucket in WAITS]
     own = beyond.copy()
-    own[:, waits] = np.iinfo(np.int64).min
+    own[:, list(WAITS)] = np.iinfo(np.int64).min
     candidates = own if 2 * int(own.max()) >= excess else beyond
     row, bucket = divmod(int(candidates.argmax()), len(BUCKETS))
     return SlowStep(step, step_ns, excess, ranks[row], BUCKETS[bucket], int(beyond[row, bucket]))

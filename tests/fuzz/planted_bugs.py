@@ -13,6 +13,7 @@ from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.arrays import make_empty_intervals
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
@@ -24,9 +25,8 @@ from stepsplit.analyzer.split import (
     steps,
     transfers,
 )
-from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.gaps import HeldGaps
-from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
+from stepsplit.analyzer.split.transfers import Arrivals
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -52,7 +52,7 @@ def _wrapped(module: Any, name: str, around: Callable[..., Any]) -> Plant:
 
 def _swapped(original: Any, *args: Any) -> Any:
     bucket = original(*args)
-    return np.where(bucket == SKEW, BUBBLE, SKEW).astype(np.uint8)
+    return np.where(bucket == Bucket.SKEW, Bucket.BUBBLE, Bucket.SKEW).astype(np.uint8)
 
 
 def _offset_dropped(original: Any, *args: Any) -> Any:
@@ -119,7 +119,7 @@ def _only_the_last_event(original: Any, graph: Any, paths: Any, tree: Any, waits
 def _communication_first(patch: pytest.MonkeyPatch) -> None:
     """What compute hides counts as communication too."""
     order = (1, 2, 3, 4, 0, 5)
-    table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(512)]
+    table = [next((c for c in order if mask >> c & 1), Bucket.IDLE) for mask in range(512)]
     patch.setattr(attribute, "_MASK_TO_BUCKET", np.array(table, dtype=np.uint8))
     patch.setattr(HeldGaps, "select_blocking", lambda held, pieces: pieces)
 

@@ -158,13 +158,14 @@ if TYPE_CHECKING:
         WarningRow,
     )
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
-    from stepsplit.analyzer.split.attribute import Coverage, Overlap
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
+    from stepsplit.analyzer.split.coverage import Coverage
     from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
     from stepsplit.analyzer.split.kernels import KernelFamily
     from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-    from stepsplit.analyzer.split.steps import SlowStep, StepDurations
-    from stepsplit.analyzer.split.strategy_evidence import Strategy
+    from stepsplit.analyzer.split.overlap import Overlap
+    from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
+    from stepsplit.analyzer.split.strategy import Strategy
     from stepsplit.analyzer.trace import (
         OPS,
         Calls,
@@ -412,7 +413,7 @@ _HOME = {
     "ContentionRow": "report.report",
     "CostCell": "readers.nccl.records",
     "CostTable": "readers.nccl.records",
-    "Coverage": "split.attribute",
+    "Coverage": "split.coverage",
     "Culprit": "diagnose.hang_result",
     "DataError": "errors",
     "DeviceMemory": "readers.memory_snapshot",
@@ -474,7 +475,7 @@ _HOME = {
     "Nodes": "readers.execution_trace",
     "Note": "trace",
     "OPS": "trace",
-    "Overlap": "split.attribute",
+    "Overlap": "split.overlap",
     "ParallelConfig": "model.config",
     "PathKernel": "split.critical_path",
     "PathPart": "split.critical_path",
@@ -508,17 +509,17 @@ _HOME = {
     "Side": "regression.compare",
     "Slices": "report.tables",
     "SlowKernel": "split.lateness",
-    "SlowStep": "split.steps",
+    "SlowStep": "split.step_times",
     "SortedRows": "readers.kineto.columns",
     "Split": "buckets",
     "StackFrame": "diagnose.hang_result",
     "StageMemory": "model.prediction",
     "StageRow": "report.report",
     "StepCallsRow": "split.bandwidth",
-    "StepDurations": "split.steps",
+    "StepDurations": "split.step_times",
     "StepRow": "report.report",
     "StepsplitError": "errors",
-    "Strategy": "split.strategy_evidence",
+    "Strategy": "split.strategy",
     "Stuck": "diagnose.hang_result",
     "StuckGroup": "diagnose.hang_result",
     "Sweep": "readers.nccl.nccl_tests",

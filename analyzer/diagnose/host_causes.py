@@ -28,7 +28,8 @@ from stepsplit.analyzer.diagnose.replay import (
 from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
 from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.split.idle import CAUSES, IdleCause, NestedEvents, build_nested
+from stepsplit.analyzer.split.host_threads import NestedEvents, build_nested
+from stepsplit.analyzer.split.idle import CAUSES, IdleCause
 from stepsplit.analyzer.trace import PYTHON_FUNCTION, Bool, Category, Events, Int64
 from stepsplit.collectors.rank_record import CodeFrame, RankRecord
 

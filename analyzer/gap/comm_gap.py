@@ -18,16 +18,13 @@ from stepsplit.analyzer.model.rank_layout import place_group
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedCalls, ComparedStage, Report
-from stepsplit.analyzer.split.attribute import compute_overlaps
+from stepsplit.analyzer.split.issue_steps import build_host_steps, find_issue_step
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.overlap import compute_overlaps
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.strategy_evidence import (
-    build_host_steps,
-    find_issue_step,
-    format_axes,
-)
+from stepsplit.analyzer.split.strategy import format_axes
 from stepsplit.analyzer.trace import OPS, Bool, Group
 from stepsplit.collectors.run_spec import DATA_PARALLEL
 

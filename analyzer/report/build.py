@@ -37,7 +37,7 @@ from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.steps import StepDurations
+from stepsplit.analyzer.split.step_times import StepDurations
 from stepsplit.analyzer.trace import Note
 from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes
 

@@ -10,7 +10,9 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_min, group_rows
 from stepsplit.analyzer.buckets import Bucket
-from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
+from stepsplit.analyzer.ops import SYMMETRIC_OPS
+from stepsplit.analyzer.split.clock import Alignment, Clock
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 

@@ -26,10 +26,10 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
     select_full_steps,
 )
-from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.critical_path import PathKernel
-from stepsplit.analyzer.split.steps import SlowStep
+from stepsplit.analyzer.split.step_times import SlowStep
 from stepsplit.analyzer.units import (
     format_milliseconds,
     format_milliseconds_range,

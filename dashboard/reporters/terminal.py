@@ -37,7 +37,7 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
     select_full_steps,
 )
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.collectors.safe_text import DRAWING
 from stepsplit.dashboard.reporters.console import SafeConsole, Text
 from stepsplit.dashboard.reporters.tables import (

@@ -20,12 +20,13 @@ from stepsplit.analyzer.report.report import (
     Report,
     compute_step_median_ns,
 )
-from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
+from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import SlowStep, StepDurations
+from stepsplit.analyzer.split.overlap import Overlap
+from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard.pages.communication import build_overlap, build_stragglers
 from stepsplit.dashboard.pages.components import View

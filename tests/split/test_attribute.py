@@ -14,10 +14,10 @@ from stepsplit.analyzer.arrays import Intervals, union
 from stepsplit.analyzer.buckets import COMMUNICATION
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
 from stepsplit.analyzer.split.attribute import attribute
-from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.gaps import find_held_gaps
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces, RankCallTimes
+from stepsplit.analyzer.split.work import Work
 from stepsplit.analyzer.trace import Call, Category, Events, Int64, Lane, RankTrace, build_calls
 
 Span = tuple[int, int]

@@ -22,10 +22,10 @@ from stepsplit.analyzer.arrays import Intervals, make_empty_intervals, overlap_n
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.hta import convert_to_hta, open_in_hta
 from stepsplit.analyzer.split.attribute import attribute
-from stepsplit.analyzer.split.classify import collect_work
 from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
+from stepsplit.analyzer.split.work import collect_work
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES
 
 if TYPE_CHECKING:

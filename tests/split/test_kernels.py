@@ -24,7 +24,8 @@ from stepsplit.analyzer import (
     analyze,
 )
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
-from stepsplit.analyzer.split.kernels import KernelWork, find_dtype
+from stepsplit.analyzer.split.kernel_shapes import find_dtype
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.lateness import SlowRank, find_slow_kernels, sum_slow_ranks
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import build_calls

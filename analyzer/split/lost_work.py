@@ -1,239 +1,26 @@
-"""Work of a rank by event kind, what ranges mark, and device work that is missing or lost."""
+"""Launches, and device work that is missing or lost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import Intervals, is_inside, union
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     UNKNOWN_CATEGORIES,
     Bool,
     Category,
-    EventKind,
     Events,
     Int64,
     Note,
     RankTrace,
 )
-
-# Compute, copies, and fused compute-and-communication kernels of a rank.
-
-
-class Work(Struct, frozen=True):
-    """Work of one rank as sorted disjoint intervals; fused is a subset of compute."""
-
-    compute: Intervals
-    copy: Intervals
-    fused: Intervals
-
-
-def collect_work(trace: RankTrace) -> Work:
-    """The work of a rank: device kernels and copies, else the ops of its training threads."""
-    events, kinds = trace.events, trace.kinds
-    return Work(
-        _merge_intervals(events, kinds.computes),
-        _merge_intervals(events, kinds.is_kind(EventKind.COPY)),
-        _merge_intervals(events, kinds.is_kind(EventKind.FUSED)),
-    )
-
-
-def _merge_intervals(events: Events, mask: Bool) -> Intervals:
-    return union(events.start_ns[mask], events.ends_of(mask))
-
-
-# Names of the annotations that mark pipeline work.
-
-_SINGLE_MARK = re.compile(
-    r"(?:stepsplit::(?=[FBW] )|PP:(?P<pp>\d{1,9})(?=[FBIW]\d))(?P<letter>[FBIW])"
-    r"(?: stage=(?P<stage>\d{1,9}) mb=(?P<mb>\d{1,9})|(?P<pp_mb>\d{1,9}))$"
-)
-
-PHASE_OF_LETTER = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
-
-_COMBINED_MARK = re.compile(r"PP:\((?P<actions>[\dFBIW;]+)\)OVERLAP_F_B$")
-
-_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
-
-_GPIPE_MARK = re.compile(r"(?P<phase>Forward|Backward) (?P<mb>\d{1,9})$")
-
-MARKERS = (("stepsplit::",), ("PP:",), ("Forward ", "Backward "))
-"""Name prefixes of each kind of mark; only the first kind present in a trace is used."""
-
-
-class Mark(Struct, frozen=True):
-    """The work of a stage on a microbatch, parsed from an annotation name."""
-
-    stage: int
-    microbatch: int
-    phase: str
-
-
-def parse_marks(name: str, stage: int | None = None) -> tuple[Mark, ...]:
-    """Parses an annotation name, including combined actions; empty for other names.
-
-    torch's GPipe annotations have no stage: the caller passes stage, the rank's pp coordinate,
-    otherwise they are ignored.
-    """
-    if (single := _SINGLE_MARK.match(name)) is not None:
-        phase = PHASE_OF_LETTER[single["letter"]]
-        return (
-            Mark(int(single["stage"] or single["pp"]), int(single["mb"] or single["pp_mb"]), phase),
-        )
-    if (combined := _COMBINED_MARK.match(name)) is not None:
-        return tuple(
-            Mark(int(at), int(microbatch), PHASE_OF_LETTER[letter])
-            for at, letter, microbatch in _ACTION.findall(combined["actions"])
-        )
-    if stage is not None and (named := _GPIPE_MARK.match(name)) is not None:
-        return (Mark(stage, int(named["mb"]), named["phase"].lower()),)
-    return ()
-
-
-# What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
-#
-# A collective that is issued in a hook of autograd reduces gradients, one in an FSDP range moves
-# weights, and one in a layer of tensor parallelism reduces activations: whatever its size, and
-# whatever else runs on its group.
-
-SHARDS = ("FSDP::", "FullyShardedDataParallel._")
-"""Prefixes of the annotations of PyTorch's fully sharded data parallelism."""
-
-DDP_FORWARD = "DistributedDataParallel.forward"
-"""torch's annotation of the forward of a replicated module."""
-
-ENGINE = "autograd::engine"
-"""Prefix of autograd's ranges, one for each function of a backward."""
-
-_HOOKS = (
-    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
-    "torch::autograd::AccumulateGrad",
-)
-"""Ranges in which the gradient of a weight is complete: DDP, DeepSpeed and Megatron-LM reduce it
-in a hook of theirs."""
-
-_TENSOR_LAYERS = re.compile(
-    r"(?:Model|Tensor|Sequence)ParallelRegion(?!ToMOE)"
-    r"|VocabParallel|(?:Column|Row)ParallelLinear"
-    r"|LinearWithGradAccumulationAndAsyncCommunication"
-)
-"""Functions and modules of tensor parallelism in Megatron-LM and in what descends from it."""
-
-_REDISTRIBUTES = "Redistribute"
-"""DTensor's function that changes the placement of an activation or of a weight."""
-
-
-class CallPurposes(Struct, frozen=True):
-    """For each call of a rank, whether a range shows its purpose; columns of one length.
-
-    backward: issued in a range of autograd. weights: issued by FSDP. gradients: in a hook of
-    autograd. activations: in a layer of tensor parallelism, or in a redistribution of DTensor in
-    the forward.
-    """
-
-    backward: Bool
-    weights: Bool
-    gradients: Bool
-    activations: Bool
-
-    @property
-    def known(self) -> Bool:
-        """Which calls move tensors, by their purpose."""
-        return self.weights | self.gradients | self.activations
-
-
-def find_call_purposes(trace: RankTrace) -> CallPurposes:
-    """The purpose of each call, by the ranges that contain the instant at which it was issued."""
-    events, when = trace.events, find_issue_ns(trace)
-    hooked = is_inside(find_spans(events, *_HOOKS), when)
-    return CallPurposes(
-        backward=is_inside(find_spans(events, ENGINE), when),
-        weights=is_inside(find_spans(events, *SHARDS), when),
-        gradients=hooked,
-        activations=_find_activations(events, when) & ~hooked,
-    )
-
-
-def _find_activations(events: Events, when: Int64) -> Bool:
-    """A redistribution counts before the first backward of a step only: DTensor also reduces
-    norms of gradients and gradients themselves."""
-    layers = _find_ranges(events, lambda name: _TENSOR_LAYERS.search(name) is not None)
-    redistributes = _find_ranges(events, lambda name: name == _REDISTRIBUTES)
-    forward = when < find_first_backward_ns(events, when)
-    return is_inside(layers, when) | (is_inside(redistributes, when) & forward)
-
-
-def find_spans(events: Events, *prefixes: str) -> Intervals:
-    """The intervals of host events whose name has one of these prefixes."""
-    categories = (Category.OP, Category.ANNOTATION)
-    return _find_ranges(events, lambda name: name.startswith(prefixes), *categories)
-
-
-def _find_ranges(
-    events: Events,
-    is_named: Callable[[str], bool],
-    *categories: Category,
-) -> Intervals:
-    """The union of the host events with such a name, of all host categories by default."""
-    mask = events.name_mask(tuple(is_named(name) for name in events.names))
-    chosen = categories or (Category.OP, Category.ANNOTATION, Category.PYTHON)
-    mask = mask & events.is_category(*chosen)
-    return union(events.start_ns[mask], events.ends_of(mask))
-
-
-def find_issue_ns(trace: RankTrace) -> Int64:
-    """The instant at which the host issued each call, else its start."""
-    calls = trace.calls
-    return np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
-
-
-# Before and after the first backward of a step.
-
-
-def classify_parts(trace: RankTrace, is_tensor: Bool) -> Int64:
-    """0 for calls before the first backward of their step, 1 for later ones, -1 for ignored ones.
-
-    Ignored are messages, calls that move no tensor, calls of unknown time, and calls outside steps
-    with a backward.
-    """
-    calls, when = trace.calls, find_issue_ns(trace)
-    counts = is_tensor & ~calls.is_message & ((calls.issued_ns >= 0) | (not trace.on_device))
-    backward = find_first_backward_ns(trace.events, when)
-    return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
-
-
-def find_first_backward_ns(events: Events, when: Int64) -> Int64:
-    """The first backward in the step of each instant; -1 if there is none."""
-    marks = events.match_prefix(ENGINE) & events.is_category(Category.OP, Category.ANNOTATION)
-    backward = events.start_ns[marks]
-    steps = find_step_starts(events)
-    steps = steps if len(steps) else events.start_ns[:1]
-    if not len(backward) or not len(steps):
-        return np.full(len(when), -1, dtype=np.int64)
-    ends = np.append(steps[1:], np.iinfo(np.int64).max)
-    first = np.searchsorted(backward, steps)
-    start = backward[np.minimum(first, len(backward) - 1)]
-    of_step = np.where((first < len(backward)) & (start < ends), start, -1)
-    step = np.searchsorted(steps, when, side="right") - 1
-    return np.where(step >= 0, of_step[np.maximum(step, 0)], -1)
-
-
-def find_step_starts(events: Events) -> Int64:
-    """The starts of the marked steps; empty without marks."""
-    mask = events.match_prefix("ProfilerStep#") & events.is_category(
-        Category.OP, Category.ANNOTATION
-    )
-    return events.start_ns[mask]
-
-
-# Launches, and whether the device work of each was recorded.
 
 _LAUNCH = re.compile(r"launch(?!host)|memcpy", re.I)
 """Kernel, graph and copy launches of CUDA, HIP, SYCL and Level Zero; fills of no bytes are not

@@ -131,6 +131,13 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.regression.metrics import Setup
     from stepsplit.analyzer.regression.scaling import BucketCost, Scaling, ScalingRun
+    from stepsplit.analyzer.report.diagnosis_rows import (
+        Lateness,
+        PathKernel,
+        PathPart,
+        PathStep,
+        SlowKernel,
+    )
     from stepsplit.analyzer.report.report import (
         AxisSize,
         BlameRow,
@@ -159,11 +166,7 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-    from stepsplit.analyzer.split.coverage import Coverage
-    from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
     from stepsplit.analyzer.split.kernels import KernelFamily
-    from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-    from stepsplit.analyzer.split.overlap import Overlap
     from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
     from stepsplit.analyzer.split.strategy import Strategy
     from stepsplit.analyzer.trace import (
@@ -457,7 +460,7 @@ _HOME = {
     "KinetoHeader": "readers.kineto.schema",
     "Lane": "trace",
     "LastCall": "diagnose.hang_result",
-    "Lateness": "split.lateness",
+    "Lateness": "report.diagnosis_rows",
     "LatentAttention": "model.config",
     "Link": "model.config",
     "Member": "readers.nccl.records",
@@ -477,9 +480,9 @@ _HOME = {
     "OPS": "trace",
     "Overlap": "split.overlap",
     "ParallelConfig": "model.config",
-    "PathKernel": "split.critical_path",
-    "PathPart": "split.critical_path",
-    "PathStep": "split.critical_path",
+    "PathKernel": "report.diagnosis_rows",
+    "PathPart": "report.diagnosis_rows",
+    "PathStep": "report.diagnosis_rows",
     "Pipeline": "report.report",
     "ParetoPoint": "model.plan_space",
     "Plan": "model.plan_space",
@@ -508,7 +511,7 @@ _HOME = {
     "ShiftedMetric": "regression.checks",
     "Side": "regression.compare",
     "Slices": "report.tables",
-    "SlowKernel": "split.lateness",
+    "SlowKernel": "report.diagnosis_rows",
     "SlowStep": "split.step_times",
     "SortedRows": "readers.kineto.columns",
     "Split": "buckets",

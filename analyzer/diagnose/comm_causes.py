@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_rows, is_inside, union
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     HoistedCalls,
     Remedy,
@@ -22,7 +23,6 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.report.report import Finding
 from stepsplit.analyzer.split.call_purposes import find_issue_ns
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
 from stepsplit.analyzer.split.phases import list_gradient_sync_ops

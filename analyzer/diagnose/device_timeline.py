@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, Bucket
-from stepsplit.analyzer.diagnose.replay import Float
-from stepsplit.analyzer.split.dependency_graph import WORK
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK
+from stepsplit.analyzer.diagnose.graph.replay import Float
 from stepsplit.analyzer.split.gap_launches import find_waiting_calls
 from stepsplit.analyzer.split.host_threads import ALLOCATES
 from stepsplit.analyzer.split.run import RankSplit

@@ -16,7 +16,8 @@ from msgspec import Struct
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, intersect, is_inside, union
 from stepsplit.analyzer.buckets import Bucket
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     Remedy,
     ReplayContext,
@@ -27,7 +28,6 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.host_threads import NestedEvents, build_nested
 from stepsplit.analyzer.split.idle import CAUSES, IdleCause
 from stepsplit.analyzer.trace import PYTHON_FUNCTION, Bool, Category, Events, Int64

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 
 import numpy as np
+from msgspec import Struct
 
-from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.diagnosis_rows import (
+    Lateness,
+    PathKernel,
+    PathPart,
+    PathStep,
+    SlowKernel,
+)
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
@@ -31,9 +38,6 @@ from stepsplit.analyzer.report.report import (
     StepRow,
     WarningRow,
 )
-from stepsplit.analyzer.split.blame import Blame, blame
-from stepsplit.analyzer.split.critical_path import CriticalPaths, find_critical_paths
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
@@ -44,28 +48,29 @@ from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes
 # RunSplit -> Report: the results of the split as rows.
 
 
-def build_report(
-    recording: Recording,
-    split: RunSplit,
-    graph: DependencyGraph,
-    findings: Sequence[Finding] = (),
-    notes: Sequence[Note] = (),
-) -> Report:
-    """Build the report of a split recording; times count from the start of its earliest step.
+class Diagnosis(Struct, frozen=True):
+    """What diagnosis adds to the report of a split; times count from the start of its earliest
+    step. notes are warnings about analyses that were skipped or are incomplete."""
 
-    graph is its dependency graph; findings are its bottlenecks, notes the analyses that were
-    skipped.
-    """
+    findings: tuple[Finding, ...]
+    blame: tuple[BlameRow, ...]
+    critical_path: tuple[PathPart, ...]
+    path_steps: tuple[PathStep, ...]
+    path_kernels: tuple[PathKernel, ...]
+    lateness: tuple[Lateness, ...]
+    slow_kernels: tuple[SlowKernel, ...]
+    notes: tuple[Note, ...]
+
+
+def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) -> Report:
+    """Build the report of a split recording; times count from the start of its earliest step."""
     origin = find_origin_ns(split)
     steps = tuple(_build_step(step, origin) for rank in split.ranks for step in rank.steps)
-    blamed = _build_blame(blame(split, graph), _find_full_numbers(split))
-    notes = (*notes, *_note_unexplained(blamed))
     pipeline = _build_pipeline(split)
-    paths = build_paths(split, graph, origin)
     idle = build_idle_rows(split)
     detail = split.detail
     run = build_run(recording, split, origin)
-    all_notes = (*recording.notes, *split.notes, *notes, *_note_lasting_slowdown(run))
+    all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
     return Report(
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
@@ -75,22 +80,22 @@ def build_report(
         clocks=_build_clocks(split, origin),
         collectives=split.collectives,
         step_calls=split.step_calls,
-        blame=blamed,
+        blame=diagnosis.blame,
         pipeline=pipeline,
         idle=idle,
         kernels=detail.families,
-        slow_kernels=detail.slow_kernels,
+        slow_kernels=diagnosis.slow_kernels,
         contention=build_contention_rows(split),
         overlap=detail.overlaps,
-        lateness=detail.lateness,
-        critical_path=paths.parts,
-        path_steps=paths.steps,
-        path_kernels=paths.kernels,
+        lateness=diagnosis.lateness,
+        critical_path=diagnosis.critical_path,
+        path_steps=diagnosis.path_steps,
+        path_kernels=diagnosis.path_kernels,
         step_times=build_step_times(split),
         slow_steps=detail.variation.slow,
         coverage=detail.coverage,
         memory=build_memory_rows(recording.records),
-        findings=tuple(findings),
+        findings=diagnosis.findings,
     )
 
 
@@ -174,41 +179,6 @@ def _build_clocks(split: RunSplit, origin: int) -> tuple[ClockRow, ...]:
     )  # fmt: skip
 
 
-def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:
-    """Sums what was blamed in these steps by rank, cause and axis."""
-    together: dict[tuple[int | None, str, str | None], list[Blame]] = defaultdict(list)
-    for one in blamed:
-        if one.step in steps and (one.skew_ns or one.bubble_ns):
-            together[one.rank, one.cause, one.axis].append(one)
-    rows = [
-        BlameRow(
-            rank, cause, sum(b.skew_ns for b in same), sum(b.bubble_ns for b in same),
-            sum(b.skew_ns + b.bubble_ns for b in same), axis, tuple(sorted({b.step for b in same})),
-        )
-        for (rank, cause, axis), same in together.items()
-    ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -row.caused_ns))
-
-
-_MAX_UNEXPLAINED_SHARE = 0.05
-"""More unexplained waiting than this fraction is a warning."""
-
-
-def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
-    """A note if much of the waiting has no recorded cause."""
-    total = sum(row.caused_ns for row in blamed)
-    unexplained = sum(row.caused_ns for row in blamed if row.cause == "unexplained")
-    if unexplained <= _MAX_UNEXPLAINED_SHARE * total:
-        return []
-    share = units.format_percent(unexplained / total)
-    text = (
-        f"{share} of the waiting is not explained by launches, streams and the other ranks: "
-        "collectives start later than everything that they were seen to depend on; estimated "
-        "savings may be off by as much"
-    )
-    return [Note("unexplained_waits", text)]
-
-
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
     """Medians over the full steps, of the mean over the pipelines and stages of each step."""
     kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
@@ -280,7 +250,7 @@ def _list_cause_rows(rank: int, cause: str, ops: dict[str, list[int]]) -> Iterab
         yield IdleRow(rank, cause, None, sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
 
 
-def _find_full_numbers(split: RunSplit) -> frozenset[int]:
+def find_full_numbers(split: RunSplit) -> frozenset[int]:
     """The numbers of the steps that are full on some rank."""
     steps = [rank.steps for rank in split.ranks]
     return frozenset(of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank))
@@ -298,19 +268,6 @@ def build_contention_rows(split: RunSplit) -> tuple[ContentionRow, ...]:
         ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
         for rank, one in zip(split.ranks, split.detail.contention, strict=True)
         if one is not None
-    )
-
-
-def build_paths(split: RunSplit, graph: DependencyGraph, origin: int) -> CriticalPaths:
-    """The critical paths of the steps that are full on some rank, from t0."""
-    paths = find_critical_paths(split, graph, _find_full_numbers(split))
-    return CriticalPaths(
-        steps=tuple(
-            replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
-            for step in paths.steps
-        ),
-        parts=paths.parts,
-        kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
     )
 
 

@@ -16,11 +16,16 @@ from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Kind, Split
+from stepsplit.analyzer.report.diagnosis_rows import (
+    Lateness,
+    PathKernel,
+    PathPart,
+    PathStep,
+    SlowKernel,
+)
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.coverage import Coverage
-from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
 from stepsplit.analyzer.split.overlap import Overlap
 from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.split.strategy import Strategy

@@ -23,12 +23,6 @@ from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
 from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
-from stepsplit.analyzer.split.lateness import (
-    Lateness,
-    SlowKernel,
-    compute_lateness,
-    find_slow_kernels,
-)
 from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
 from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot, find_slots
@@ -253,7 +247,7 @@ def _note_missing_ranks(missing: Sequence[int], world_size: int) -> Note:
     return Note("ranks_missing", text)
 
 
-# Detail of the split: idle causes, kernel families, slow kernels, stragglers.
+# Detail of the split: idle causes, kernel families, contention, overlaps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +261,8 @@ class Detail:
     idle_parts: tuple[IdleParts, ...]
     idle: tuple[tuple[IdleCause, ...], ...]
     families: tuple[KernelFamily, ...]
-    slow_kernels: tuple[SlowKernel, ...]
     contention: tuple[Contention | None, ...]
     variation: Variation
-    lateness: tuple[Lateness, ...]
     overlaps: tuple[Overlap, ...]
     coverage: tuple[Coverage, ...]
 
@@ -279,7 +271,6 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
     """Computes the detail of all ranks; ranks is not empty."""
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
-    matched, arrivals, layout = context.matched, context.arrivals, context.layout
     idle_parts = tuple(find_idle_parts(one.trace, one.attribution.band) for one in ranks)
     return Detail(
         idle_parts=idle_parts,
@@ -288,14 +279,10 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
             for one, parts in zip(ranks, idle_parts, strict=True)
         ),
         families=sum_kernel_families(traces, windows),
-        slow_kernels=find_slow_kernels(
-            traces, windows, [layout.find_stage(trace.rank) for trace in traces]
-        ),
         contention=tuple(_measure_contention(one) for one in ranks),
         variation=compute_variation([step for one in ranks for step in one.steps]),
-        lateness=compute_lateness(traces, matched, arrivals, layout, [one.steps for one in ranks]),
         overlaps=tuple(row for one in ranks for row in _compute_overlaps(one, context)),
-        coverage=compute_coverage(traces, matched, layout),
+        coverage=compute_coverage(traces, context.matched, context.layout),
     )
 
 

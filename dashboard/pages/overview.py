@@ -11,6 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
@@ -28,7 +29,6 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.coverage import Coverage
-from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.step_times import SlowStep
 from stepsplit.analyzer.units import (
     format_milliseconds,

@@ -158,10 +158,12 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
 
 
 _PLAIN_SQL = {
-    "table": re.compile(r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\()).*", re.S | re.I),
+    "table": re.compile(
+        r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\((?!\d+\)))).*", re.S | re.I
+    ),
     "index": re.compile(r"CREATE INDEX \w+ ON \w+ \([\w, ]+\)"),
 }
-"""What the migrations make, by kind."""
+"""What the migrations make, by kind. Older versions of Alembic write `DEFAULT (0)`."""
 
 
 def _refuse_foreign_schema(cursor: DBAPICursor) -> None:

@@ -19,7 +19,7 @@ from support.required import shared_repro
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.analyzer.diagnose.causes import unmask
 from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
-from stepsplit.analyzer.diagnose.replay import Remedy
+from stepsplit.analyzer.diagnose.graph.replay import Remedy
 from stepsplit.collectors.rank_record import GpuState, RankRecord, write_record
 from stepsplit.collectors.run_spec import RankInfo
 

@@ -10,7 +10,7 @@ import pytest
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import Lateness, analyze
-from stepsplit.analyzer.split.lateness import compute_p_value
+from stepsplit.analyzer.diagnose.late_arrivals import compute_p_value
 
 PAIR = [("0", "mesh_tp", [0, 1])]
 Groups = list[tuple[str, str, list[int]]]

@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, WAITS, Bucket
+from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, NO_LEVELS, Levels, Needs
 from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.split.event_waits import find_first_waiting
 from stepsplit.analyzer.split.host_threads import SYNCHRONIZES
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
-from stepsplit.analyzer.split.topological_order import NEVER, NO_LEVELS, Levels, Needs
 from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 

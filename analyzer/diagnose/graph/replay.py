@@ -13,10 +13,11 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_rows, is_inside, union
 from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, Levels, Needs
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.split.topological_order import NEVER, Levels, Needs
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.collectors.rank_record import RankRecord
 
@@ -221,6 +222,7 @@ class ReplayContext:
     ranks: Int64
     stage: Int64
     split_ns: Int64
+    slow_kernels: tuple[SlowKernel, ...]
     origin_ns: int
     records: tuple[RankRecord, ...] = ()
 
@@ -333,6 +335,7 @@ class Remedy(Struct, frozen=True):
 def build_context(
     split: RunSplit,
     graph: DependencyGraph,
+    slow_kernels: Sequence[SlowKernel],
     origin_ns: int = 0,
     records: Sequence[RankRecord] = (),
 ) -> ReplayContext:
@@ -347,6 +350,7 @@ def build_context(
         ranks=numbers,
         stage=stages[graph.steps.rank],
         split_ns=np.array(splits, dtype=np.int64).reshape(-1, len(BUCKETS)),
+        slow_kernels=tuple(slow_kernels),
         origin_ns=origin_ns,
         records=tuple(records),
     )

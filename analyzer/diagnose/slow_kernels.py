@@ -1,205 +1,22 @@
-"""Slow ranks: late arrivals at collectives, slow kernels."""
+"""Kernels that are slower on one rank than on its peers."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import isqrt, lgamma, log, log1p
+from math import log
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids
-from stepsplit.analyzer.buckets import StepSplit
+from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
-from stepsplit.analyzer.split.matching import MatchedCalls
-from stepsplit.analyzer.split.mesh import RankLayout
+from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import Steps
-from stepsplit.analyzer.split.transfers import Arrivals
-from stepsplit.analyzer.trace import Bool, Int64, RankTrace
-
-# Stragglers: ranks that arrive last at collectives more often than by chance, and by how much.
-
-_MAX_P_VALUE = 1e-4
-
-_MIN_LATE_NS = 20_000
-
-_MIN_STEP_FRACTION = 0.01
-"""Straggler criteria: p-value below _CHANCE, median lateness above _LATE_NS, and a cost to the
-group above this fraction of the step time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """How often one rank arrived last at the collectives or messages on one axis.
-
-    Only calls with all members recorded count, each once. Lateness is measured from the median
-    arrival (for two members: from the earlier one).
-
-    Attributes:
-        rank: Global rank.
-        axis: Mesh axis; None if unknown or along several axes.
-        message: True for sends and receives, False for collectives.
-        members: Number of members per call.
-        calls: Number of calls.
-        last: Number of calls in which all other members waited for this rank.
-        late_ns_median: Median lateness over those calls in ns.
-        late_ns_total: Summed lateness over those calls in ns.
-        p_value: Probability of arriving last this often if all members are alike; 1 if last is at
-            most the rank's share of the calls. None for messages, where the schedule decides who
-            waits.
-        straggler: Whether the rank is a straggler on this axis.
-
-    Examples:
-        >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
-        >>> rows = [row for row in report.lateness if row.straggler]
-        >>> [(row.rank, row.axis, round(row.last_fraction, 2)) for row in rows]
-        [(3, 'tp', 1.0)]
-    """
-
-    rank: int
-    axis: str | None
-    message: bool
-    members: int
-    calls: int
-    last: int
-    late_ns_median: int
-    late_ns_total: int
-    p_value: float | None
-    straggler: bool
-
-    @property
-    def last_fraction(self) -> float:
-        """Fraction of the calls in which the rank arrived last, 0..1."""
-        return self.last / self.calls
-
-
-def compute_lateness(
-    traces: Sequence[RankTrace],
-    matched: MatchedCalls,
-    arrivals: Arrivals,
-    layout: RankLayout,
-    steps: Sequence[Sequence[StepSplit]],
-) -> tuple[Lateness, ...]:
-    """One row per rank, axis, kind of call and group size; steps has one entry per trace.
-
-    A straggler must also arrive last more often than its share in more than half of its steps:
-    calls of one step are correlated, so a single slow step would look like many late calls.
-    """
-    members = _find_member_arrivals(matched, arrivals, np.array([trace.rank for trace in traces]))
-    axes = (*(layout.find_axis(group) for group in matched.groups), None)
-    names = tuple(dict.fromkeys(axes))
-    axis = np.array([names.index(name) for name in axes])[matched.group[members.row]]
-    trace = matched.trace[members.row].astype(np.int64)
-    message = matched.is_message[members.row]
-    label = group_ids(trace, axis, message, members.members)
-    step = _assign_steps(trace, arrivals.start_ns[members.row], steps)
-    whole = [sum(one.split.step_ns for one in own) for own in steps]
-    lateness = []
-    for rows in _split_by_label(label):
-        first = int(rows[0])
-        i = int(trace[first])
-        kind = (traces[i].rank, names[int(axis[first])], bool(message[first]))
-        lateness.append(_build_row(*kind, members, rows, step[rows], whole[i]))
-    return tuple(lateness)
-
-
-class _MemberArrivals(Struct, frozen=True):
-    """One row per member of each complete call: whether it was last, and by how much.
-
-    Columns of one length: row indexes Matched, members is the number of members of the call.
-    """
-
-    row: Int64
-    members: Int64
-    last: Bool
-    late_ns: Int64
-
-
-def _find_member_arrivals(
-    matched: MatchedCalls, arrivals: Arrivals, ranks: Int64
-) -> _MemberArrivals:
-    """The members of complete calls; a call has no last member if one of the others left before."""
-    row = np.flatnonzero((matched.key >= 0) & matched.leads)
-    row = row[np.lexsort((arrivals.start_ns[row], matched.key[row]))]
-    start = arrivals.start_ns[row]
-    first = np.flatnonzero(np.diff(matched.key[row], prepend=-1))
-    members = np.diff(first, append=len(row))
-    end = first + members - 1
-    late = start[end] - start[first + (members - 1) // 2]
-    awaited = arrivals.last[row] == np.repeat(ranks[matched.trace[row[end]]], members)
-    last = np.zeros(len(row), dtype=np.bool_)
-    if len(row):
-        last[end] = np.logical_and.reduceat(awaited, first) & (late > 0)
-    return _MemberArrivals(row, np.repeat(members, members), last, np.repeat(late, members))
-
-
-def _assign_steps(trace: Int64, at_ns: Int64, steps: Sequence[Sequence[StepSplit]]) -> Int64:
-    """The index of the step of its trace in which each call started, -1 before the first."""
-    step_index = np.full(len(trace), -1, dtype=np.int64)
-    for rows in _split_by_label(trace):
-        starts = np.array([one.start_ns for one in steps[trace[rows[0]]]], dtype=np.int64)
-        step_index[rows] = np.searchsorted(starts, at_ns[rows], side="right") - 1
-    return step_index
-
-
-def _split_by_label(label: Int64) -> list[Int64]:
-    order = np.argsort(label, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(label[order])) + 1) if len(order) else []
-
-
-def _build_row(
-    rank: int,
-    axis: str | None,
-    message: bool,
-    arrivals: _MemberArrivals,
-    rows: Int64,
-    step: Int64,
-    whole_ns: int,
-) -> Lateness:
-    late = arrivals.late_ns[rows][arrivals.last[rows]]
-    members, last = int(arrivals.members[rows[0]]), len(late)
-    median, total = int(np.median(late)) if last else 0, int(late.sum())
-    chance = None if message else compute_p_value(last, len(rows), members)
-    straggles = (
-        chance is not None
-        and chance < _MAX_P_VALUE
-        and median > _MIN_LATE_NS
-        and total > _MIN_STEP_FRACTION * whole_ns
-        and _is_late_in_most_steps(step, arrivals.last[rows], members)
-    )
-    return Lateness(rank, axis, message, members, len(rows), last, median, total, chance, straggles)
-
-
-def _is_late_in_most_steps(step: Int64, last: Bool, members: int) -> bool:
-    """Whether the rank was last more often than its share in more than half of the steps."""
-    calls = np.bincount(step + 1)
-    often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
-    return 2 * int(often.sum()) > int((calls > 0).sum())
-
-
-def compute_p_value(last: int, calls: int, members: int) -> float:
-    """The probability of arriving last at least this often, for equal members.
-
-    The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
-    mean. To 9 digits: further ones of numpy's logarithms depend on the processor.
-    """
-    if last * members <= calls:
-        return 1.0
-    odds = 1 / (members - 1)
-    first = (
-        lgamma(calls + 1) - lgamma(last + 1) - lgamma(calls - last + 1)
-        - last * log(members) + (calls - last) * log1p(-1 / members)
-    )  # fmt: skip
-    more = np.arange(last, min(calls, last + 40 * (isqrt(calls) + 1)))
-    terms = np.concatenate(([0.0], np.cumsum(np.log((calls - more) / (more + 1) * odds))))
-    return min(1.0, float(f"{np.exp(first + terms).sum():.9g}"))
-
-
-# Ranks that are slower than their peers on the same kernels.
+from stepsplit.analyzer.trace import Int64, RankTrace
 
 Float = npt.NDArray[np.float64]
 
@@ -222,36 +39,6 @@ estimated from few runs are often too small."""
 
 _SIGMA_OF_MEDIAN = 1.2533
 """For normal noise: sqrt(n) * (sigma of the median of n values) / sigma."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlowKernel:
-    """A kernel that is slower on one rank than on its peers.
-
-    Attributes:
-        rank: Global rank.
-        kernel: Kernel name.
-        family: Kernel family, such as "gemm".
-        ratio: Duration on this rank over that on the median rank, above 1.
-        lost_ns: Time that this costs the rank per step in ns.
-        count: Number of runs on this rank.
-        shapes: Input shapes or launch grid of the runs, equal on all ranks; None if they were not
-            recorded: the rank may have more work instead.
-
-    Examples:
-        >>> report = analyze("sample_traces/built_tp_pp_dp_slow_rank")
-        >>> row = report.slow_kernels[0]
-        >>> row.rank, row.family, round(row.ratio, 2)
-        (3, 'gemm', 1.44)
-    """
-
-    rank: int
-    kernel: str
-    family: str
-    ratio: float
-    lost_ns: int
-    count: int
-    shapes: str | None = None
 
 
 class SlowRank(Struct, frozen=True):
@@ -292,15 +79,22 @@ class _ComparableRuns(Struct, frozen=True):
     took_ns: Float
 
 
-def find_slow_kernels(
+def find_slow_kernels(split: RunSplit) -> tuple[SlowKernel, ...]:
+    """Finds the kernels that are slower on one rank than on its peers, by decreasing cost."""
+    traces = [rank.trace for rank in split.ranks]
+    stages = [split.layout.find_stage(trace.rank) for trace in traces]
+    return compare_kernel_times(traces, [rank.windows for rank in split.ranks], stages)
+
+
+def compare_kernel_times(
     traces: Sequence[RankTrace], steps: Sequence[Steps], stages: Sequence[int]
 ) -> tuple[SlowKernel, ...]:
-    """Finds the kernels that are slower on one rank than on its peers, by decreasing cost.
+    """Finds the kernels that are slower on one rank than on its peers; one entry per trace.
 
     The n-th run of a name in a step is compared with the n-th run of this name and the same shapes
     on the other ranks, in steps that are full on all ranks, and only among ranks that ran it
     equally often in most steps: a kernel on larger inputs is more work, not slower. Ranks are
-    compared within their pipeline stage (stages, one per trace) if at least _MIN_PEERS ranks of the
+    compared within their pipeline stage (stages) if at least _MIN_PEERS ranks of the
     stage ran it, because the n-th runs of two stages do different work in most schedules; without
     shapes the only rank of a stage is compared with no other. The ratio of a rank is the median
     over those runs, relative to the median rank. It counts if it is at least MIN_RATIO and exceeds

@@ -10,99 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, group_ids, group_rows, intersect, union
 from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.report.diagnosis_rows import PathKernel, PathPart, PathStep
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.trace import EventKind, Int32, Int64, UInt8
-
-
-@dataclass(frozen=True, slots=True)
-class PathPart:
-    """Time that one rank contributes to the critical path of a step, per bucket and mesh axis.
-
-    The parts of a step add up to its length.
-
-    Attributes:
-        step: Step number.
-        rank: Global rank.
-        bucket: Bucket of that time, one of BUCKETS.
-        axis: Mesh axis for communication buckets; None for other buckets or an unknown axis.
-        ns: Duration in ns.
-
-    Examples:
-        >>> report = analyze("sample_traces/tp2_pp2")
-        >>> sum(part.ns for part in report.critical_path if part.bucket == "compute")
-        526965904
-    """
-
-    step: int
-    rank: int
-    bucket: str
-    axis: str | None
-    ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PathStep:
-    """Extent of the critical path of one step.
-
-    Attributes:
-        step: Step number.
-        start_ns: Earliest step start over all ranks, on the common clock in ns.
-        end_ns: Latest step end over all ranks, on the common clock in ns.
-        last_rank: Rank that finished last.
-        jumps: Number of times the path changes ranks.
-
-    Examples:
-        >>> report = analyze("sample_traces/tp2_pp2")
-        >>> [row.end_ns - row.start_ns for row in report.path_steps]
-        [205392950, 211505143, 193900128, 193884229, 204092305]
-    """
-
-    step: int
-    start_ns: int
-    end_ns: int
-    last_rank: int
-    jumps: int
-
-
-@dataclass(frozen=True, slots=True)
-class PathKernel:
-    """Time of the kernels of one name and stream on the critical paths; copies, collectives and
-    messages, and in CPU runs ops, count as kernels.
-
-    Where kernels overlap, the time is that of the one that began first.
-
-    Attributes:
-        rank: Global rank.
-        kernel: Name of the kernel.
-        stream: CUDA stream; None in CPU runs.
-        bucket: Bucket of that time, one of BUCKETS.
-        ns: Duration on the path, summed over the full steps, in ns.
-        count: Number of kernels on the path.
-        start_ns: Start of the one that is longest on the path, from the report's t0 in ns.
-        dur_ns: Duration of that one.
-
-    Examples:
-        >>> report = analyze("sample_traces/tp2_pp2")
-        >>> report.path_kernels[0].kernel
-        'MmBackward0'
-    """
-
-    rank: int
-    kernel: str
-    stream: int | None
-    bucket: str
-    ns: int
-    count: int
-    start_ns: int
-    dur_ns: int
 
 
 class CriticalPaths(Struct, frozen=True):

@@ -23,11 +23,15 @@ from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids, group_max, group_rows
 from stepsplit.analyzer.buckets import TRANSFERS, WAITS, Bucket
-from stepsplit.analyzer.split.dependency_graph import LAUNCH_LATENCY_NS, WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.dependency_graph import (
+    LAUNCH_LATENCY_NS,
+    WORK,
+    DependencyGraph,
+)
+from stepsplit.analyzer.diagnose.graph.topological_order import Levels
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.topological_order import Levels
 from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace
 
 Float = npt.NDArray[np.float64]

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.fleet import Fleet, run_fleet, write_fleet
 
 from stepsplit.analyzer import analyze
+from stepsplit.analyzer.diagnose.graph import topological_order
 from stepsplit.analyzer.report.io import to_json
-from stepsplit.analyzer.split import topological_order
 
 
 @pytest.mark.slow

@@ -70,28 +70,43 @@ def attribute(
 ) -> Attribution:
     """Splits the windows of a rank into buckets, to the nanosecond."""
     blocking = held.select_blocking(pieces)
+    of_bucket = [blocking.bucket == bucket for bucket in COMMUNICATION]
+    moving = np.isin(pieces.bucket, TRANSFERS)
+    # In the order of Bucket, then of the bits that only memos count.
     sets = [
         work.compute,
-        *(_merge_bucket(blocking, bucket) for bucket in COMMUNICATION),
+        *(union(blocking.start_ns[rows], blocking.end_ns[rows]) for rows in of_bucket),
         work.copy,
+        union(pieces.start_ns[moving], pieces.end_ns[moving]),
+        work.fused,
+        held.ambiguous,
     ]
-    moving = np.isin(pieces.bucket, TRANSFERS)
-    sets += [union(pieces.start_ns[moving], pieces.end_ns[moving]), work.fused, held.ambiguous]
     band, mask = _sweep_windows(windows, sets)
-    splits = _sum_splits(len(windows), band, mask)
+    length = band.end_ns - band.start_ns
+    totals = np.zeros((len(windows), len(BUCKETS)), dtype=np.int64)
+    np.add.at(totals, (band.window, band.bucket), length)
+    # bubble_covered_ns needs the grid of the pipeline: it is added with it.
+    memos = np.zeros((len(windows), len(MEMOS)), dtype=np.int64)
+    np.add.at(memos[:, 0], band.window, length * (mask >> Bucket.COMPUTE & mask >> _MOVING & 1))
+    np.add.at(memos[:, 2], band.window, length * (mask >> _FUSED & 1))
+    np.add.at(memos[:, 3], band.window, length * (mask >> _AMBIGUOUS & 1))
+    splits = tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
     for window, split in zip(windows, splits, strict=True):
         assert split.step_ns == window.end_ns - window.start_ns, f"buckets do not fill {window}"
-    band = _merge_bands(band)
+    # Sets open and close within a bucket: adjacent bands of one bucket become one.
+    apart = (band.bucket[1:] != band.bucket[:-1]) | (band.window[1:] != band.window[:-1])
+    apart |= band.start_ns[1:] != band.end_ns[:-1]
+    some = [True] if len(length) else []
+    first, last = np.concatenate((some, apart)), np.concatenate((apart, some))
+    first, last = first.astype(np.bool_), last.astype(np.bool_)
+    band = BucketBands(
+        band.window[first], band.bucket[first], band.start_ns[first], band.end_ns[last]
+    )
     exposed = _build_exposed(blocking, band)
     _check(splits, exposed)
     gap = np.full(len(held.gap), -1, dtype=np.int64)
     gap[blocking.call] = held.gap[blocking.call]
     return Attribution(splits, band, exposed, gap)
-
-
-def _merge_bucket(pieces: Pieces, bucket: Bucket) -> Intervals:
-    chosen = pieces.bucket == bucket
-    return union(pieces.start_ns[chosen], pieces.end_ns[chosen])
 
 
 def _sweep_windows(
@@ -115,54 +130,29 @@ def _sweep_windows(
     return BucketBands(window.astype(np.int32), _MASK_TO_BUCKET[mask], start, end), mask
 
 
-def _sum_splits(count: int, band: BucketBands, mask: Int64) -> tuple[Split, ...]:
-    length = band.end_ns - band.start_ns
-    totals = np.zeros((count, len(BUCKETS)), dtype=np.int64)
-    np.add.at(totals, (band.window, band.bucket), length)
-    memos = np.zeros((count, len(MEMOS)), dtype=np.int64)
-    np.add.at(memos[:, 0], band.window, length * (mask >> Bucket.COMPUTE & mask >> _MOVING & 1))
-    np.add.at(memos[:, 2], band.window, length * (mask >> _FUSED & 1))
-    np.add.at(memos[:, 3], band.window, length * (mask >> _AMBIGUOUS & 1))
-    return tuple(Split(*row) for row in np.hstack((totals, memos)).tolist())
-
-
-def _merge_bands(band: BucketBands) -> BucketBands:
-    """Merges adjacent bands of the same bucket."""
-    if not len(band.start_ns):
-        return band
-    same = (band.bucket[1:] == band.bucket[:-1]) & (band.window[1:] == band.window[:-1])
-    same &= band.start_ns[1:] == band.end_ns[:-1]
-    first, last = np.concatenate(([True], ~same)), np.concatenate((~same, [True]))
-    return BucketBands(
-        band.window[first], band.bucket[first], band.start_ns[first], band.end_ns[last]
-    )
-
-
 def _build_exposed(blocking: Pieces, band: BucketBands) -> Exposed:
     """Each exposed instant, assigned to the call of its bucket that started first."""
-    parts = [_extract_exposed(blocking, band, bucket) for bucket in COMMUNICATION]
-    order = np.argsort(np.concatenate([part.start_ns for part in parts]), kind="stable")
-    columns = ("window", "bucket", "call", "owner", "start_ns", "end_ns")
-    return Exposed(*(np.concatenate([getattr(p, name) for p in parts])[order] for name in columns))
-
-
-def _extract_exposed(blocking: Pieces, band: BucketBands, bucket: Bucket) -> Exposed:
-    rows = np.flatnonzero(blocking.bucket == bucket)
-    rows = rows[np.argsort(blocking.start_ns[rows], kind="stable")]
-    owned = trim_overlaps(blocking.start_ns[rows], blocking.end_ns[rows])
-    left = owned.end_ns > owned.start_ns
-    rows, owned = rows[left], Intervals(owned.start_ns[left], owned.end_ns[left])
-    here = np.flatnonzero(band.bucket == bucket)
-    both = intersect(owned, Intervals(band.start_ns[here], band.end_ns[here]))
-    rows, cut = rows[both.left], here[both.right]
-    return Exposed(
-        window=band.window[cut],
-        bucket=np.full(len(rows), bucket, dtype=np.uint8),
-        call=blocking.call[rows],
-        owner=blocking.owner[rows],
-        start_ns=both.start_ns,
-        end_ns=both.end_ns,
-    )
+    parts = []
+    for bucket in COMMUNICATION:
+        rows = np.flatnonzero(blocking.bucket == bucket)
+        rows = rows[np.argsort(blocking.start_ns[rows], kind="stable")]
+        owned = trim_overlaps(blocking.start_ns[rows], blocking.end_ns[rows])
+        left = owned.end_ns > owned.start_ns
+        rows, owned = rows[left], Intervals(owned.start_ns[left], owned.end_ns[left])
+        # Another bucket may outrank this one for part of a call: only what the band left it.
+        here = np.flatnonzero(band.bucket == bucket)
+        both = intersect(owned, Intervals(band.start_ns[here], band.end_ns[here]))
+        parts.append((
+            band.window[here[both.right]],
+            np.full(len(both.left), bucket, dtype=np.uint8),
+            blocking.call[rows[both.left]],
+            blocking.owner[rows[both.left]],
+            both.start_ns,
+            both.end_ns,
+        ))  # fmt: skip
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    order = np.argsort(columns[-2], kind="stable")
+    return Exposed(*(column[order] for column in columns))
 
 
 def _check(splits: Sequence[Split], exposed: Exposed) -> None:

@@ -14,10 +14,10 @@ from simulator.scenarios import SCENARIOS
 
 from stepsplit.analyzer.arrays import make_empty_intervals, union
 from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.diagnose.graph import blame
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
-    blame,
     call_ends,
     call_identity,
     clock_fit,

@@ -165,11 +165,10 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
-    from stepsplit.analyzer.split.attribute import Coverage, Overlap
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
     from stepsplit.analyzer.split.kernels import KernelFamily
-    from stepsplit.analyzer.split.steps import SlowStep, StepDurations
-    from stepsplit.analyzer.split.strategy_evidence import Strategy
+    from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
+    from stepsplit.analyzer.split.strategy import Strategy
     from stepsplit.analyzer.trace import (
         OPS,
         Calls,
@@ -422,7 +421,7 @@ _HOME = {
     "ContentionRow": "report.report",
     "CostCell": "readers.nccl.records",
     "CostTable": "readers.nccl.records",
-    "Coverage": "split.attribute",
+    "Coverage": "split.coverage",
     "Culprit": "diagnose.hang_result",
     "DataError": "errors",
     "DeviceMemory": "readers.memory_snapshot",
@@ -484,7 +483,7 @@ _HOME = {
     "Nodes": "readers.execution_trace",
     "Note": "trace",
     "OPS": "trace",
-    "Overlap": "split.attribute",
+    "Overlap": "split.overlap",
     "ParallelConfig": "model.config",
     "PathKernel": "report.diagnosis_rows",
     "PathPart": "report.diagnosis_rows",
@@ -518,17 +517,17 @@ _HOME = {
     "Side": "regression.compare",
     "Slices": "report.tables",
     "SlowKernel": "report.diagnosis_rows",
-    "SlowStep": "split.steps",
+    "SlowStep": "split.step_times",
     "SortedRows": "readers.kineto.columns",
     "Split": "buckets",
     "StackFrame": "diagnose.hang_result",
     "StageMemory": "model.prediction",
     "StageRow": "report.report",
     "StepCallsRow": "split.bandwidth",
-    "StepDurations": "split.steps",
+    "StepDurations": "split.step_times",
     "StepRow": "report.step_rows",
     "StepsplitError": "errors",
-    "Strategy": "split.strategy_evidence",
+    "Strategy": "split.strategy",
     "Stuck": "diagnose.hang_result",
     "StuckGroup": "diagnose.hang_result",
     "Summary": "report.headline",

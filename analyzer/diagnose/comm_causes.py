@@ -22,12 +22,12 @@ from stepsplit.analyzer.diagnose.graph.replay import (
     scale_transfers,
 )
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.attribute import list_gradient_sync_ops
-from stepsplit.analyzer.split.classify import find_issue_ns
+from stepsplit.analyzer.split.call_purposes import find_issue_ns
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.phases import list_gradient_sync_ops
 from stepsplit.analyzer.split.run import RankSplit
-from stepsplit.analyzer.split.strategy_evidence import count_accumulated_microbatches
+from stepsplit.analyzer.split.strategy import count_accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int64
 
 # When the gradients of a step are ready.

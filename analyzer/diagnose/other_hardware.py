@@ -41,19 +41,17 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.split.kernels import (
+from stepsplit.analyzer.split.kernel_shapes import (
     ATTENTION_FAMILY,
     GEMM_FAMILIES,
     MEMORY_FAMILIES,
-    KernelWork,
-    compute_self_ns,
     find_attention_kernel,
     find_dtype,
-    find_kernel_work,
     is_backward,
     parse_attention,
     parse_gemm,
 )
+from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.trace import OPS, EventKind, Int64, RankTrace
 
 # The result.

@@ -25,7 +25,7 @@ from stepsplit.analyzer.regression.checks import (
 )
 from stepsplit.analyzer.regression.compare import format_axis, map_axes
 from stepsplit.analyzer.regression.metrics import (
-    COMMUNICATION,
+    EXPOSED,
     FEW_STEPS,
     INCOMPLETE,
     METRICS,
@@ -505,7 +505,7 @@ MAX_SIZES = 4
 _BUCKETS_OF: Mapping[str, Sequence[str]] = {
     **{bucket: (bucket,) for bucket in BUCKETS},
     **dict.fromkeys(("step", "mfu", "hfu"), BUCKETS),
-    **dict.fromkeys(("exposed_comm", "overlap"), COMMUNICATION),
+    **dict.fromkeys(("exposed_comm", "overlap"), EXPOSED),
     "busbw": ("collective", "p2p"),
     "bubble_fraction": ("bubble",),
 }
@@ -604,7 +604,7 @@ def _explain_buckets(buckets: Sequence[str], axis: str | None, moved: _Deltas) -
     best = [row for row in rows if row.axis is None][:1]
     found = next((row for row in on_axis if best and row.bucket == best[0].bucket), None)
     for row in [found] if found else best:
-        is_blamed = row.bucket in (*WAITS, *_WORK_CAUSES)
+        is_blamed = row.bucket in (*(bucket.label for bucket in WAITS), *_WORK_CAUSES)
         yield _explain_delay(row, moved) if is_blamed else _explain_transfer(row, moved)
 
 

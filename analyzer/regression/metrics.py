@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
@@ -269,7 +269,7 @@ def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for row in report.exposed:
         if row.axis is not None and (row.rank, row.step) in full:
-            for bucket in (*COMMUNICATION, "bubble"):
+            for bucket in (*EXPOSED, "bubble"):
                 sums[bucket, row.axis] += getattr(row, f"{bucket}_ns")
     for (bucket, axis), ns in sorted(sums.items()):
         if ns:
@@ -306,7 +306,7 @@ WARMUP, FEWEST = 1, 3
 
 _ByStep = Mapping[int, list[StepRow]]
 
-_WAITS = ("collective", "p2p", "skew", "bubble")
+_WAITS = tuple(bucket.label for bucket in COMMUNICATION)
 
 
 def select_steady_steps(report: Report) -> _ByStep:
@@ -340,7 +340,7 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
 def _compute_time_values(steps: _ByStep) -> Iterator[Value]:
     every = list(steps.values())
     yield Value("step", float(median(median(row.step_ns for row in rows) for rows in every)))
-    yield Value("exposed_comm", median(_compute_share(rows, COMMUNICATION) for rows in every))
+    yield Value("exposed_comm", median(_compute_share(rows, EXPOSED) for rows in every))
     for bucket in BUCKETS:
         yield Value(bucket, median(_compute_share(rows, (bucket,)) for rows in every))
     hidden = [found for rows in every if (found := _compute_overlap(rows)) is not None]
@@ -370,7 +370,7 @@ def _compute_axis_values(report: Report, steps: _ByStep) -> Iterator[Value]:
         if row.axis is None or row.rank not in ranks.get(row.step, ()):
             continue
         for bucket in _WAITS:
-            names = (bucket, "exposed_comm") if bucket in COMMUNICATION else (bucket,)
+            names = (bucket, "exposed_comm") if bucket in EXPOSED else (bucket,)
             for name in names:
                 sums[f"{name}.{row.axis}"][row.step] += getattr(row, f"{bucket}_ns")
     for name, of_step in sorted(sums.items()):
@@ -418,7 +418,7 @@ def _count_call_values(report: Report) -> Iterator[Value]:
 
 Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
 
-COMMUNICATION = ("collective", "p2p", "skew")
+EXPOSED = ("collective", "p2p", "skew")
 """The buckets that are exposed communication."""
 
 

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS, StepSplit
+from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.diagnosis_rows import (
     Lateness,
@@ -41,8 +41,7 @@ from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.steps import StepDurations
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
+from stepsplit.analyzer.split.step_times import StepDurations
 from stepsplit.analyzer.trace import Note
 from stepsplit.collectors.formats.rank_record import MemoryState, RankRecord, StepTimes
 
@@ -161,13 +160,12 @@ def _build_step(step: StepSplit, origin: int) -> StepRow:
 
 def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
     exposed = rank.attribution.exposed
-    sums: dict[tuple[int, str, str], list[int]] = defaultdict(
-        lambda: [0] * (BUBBLE - COLLECTIVE + 1)
-    )
+    sums: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0] * len(COMMUNICATION))
     length = (exposed.end_ns - exposed.start_ns).tolist()
     steps = [rank.steps[i].step for i in exposed.window.tolist()]
     for row, (step, bucket) in enumerate(zip(steps, exposed.bucket.tolist(), strict=True)):
-        sums[step, rank.axis[row] or "", rank.phase[row]][bucket - COLLECTIVE] += length[row]
+        parts = sums[step, rank.axis[row] or "", rank.phase[row]]
+        parts[COMMUNICATION.index(bucket)] += length[row]
     for (step, axis, phase), parts in sorted(sums.items()):
         yield ExposedRow(rank.trace.rank, step, axis or None, phase, *parts)
 
@@ -217,9 +215,6 @@ def _compute_median_fraction(holes: Sequence[StageBubble]) -> float:
         for step in steps
     ]
     return float(np.median([part / whole for part, whole in sums]))
-
-
-assert BUCKETS[COLLECTIVE : BUBBLE + 1] == ("collective", "p2p", "skew", "bubble")
 
 
 # Detail -> the rows of a report: sums over the full steps, and times from the report's t0.

@@ -9,62 +9,38 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.attribute import (
-    Attribution,
-    BucketBands,
-    Coverage,
-    Overlap,
-    attribute,
-    compute_coverage,
-    compute_overlaps,
-    infer_phases,
-)
+from stepsplit.analyzer.split.attribute import Attribution, BucketBands, attribute
 from stepsplit.analyzer.split.bandwidth import (
     CollectiveRow,
     StepCallsRow,
     compute_collective_stats,
     count_step_calls,
 )
-from stepsplit.analyzer.split.classify import Work, collect_work
+from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_sync import align
+from stepsplit.analyzer.split.contention import Contention, measure_contention
+from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
-from stepsplit.analyzer.split.kernels import (
-    Contention,
-    KernelFamily,
-    measure_contention,
-    sum_kernel_families,
-)
-from stepsplit.analyzer.split.matching import (
-    Alignment,
-    Clock,
-    MatchedCalls,
-    assign_world_group,
-    match,
-)
+from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
+from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
+from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot, find_slots
+from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
+from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
-    MicrobatchSlot,
     StageBubble,
     StepGrid,
     build_grid,
     compute_stage_bubbles,
-    detect_schedule,
-    find_slots,
-    normalize_schedule,
     sum_bubble_covered_ns,
 )
-from stepsplit.analyzer.split.steps import (
-    Steps,
-    StepWindow,
-    UsableRanks,
-    Variation,
-    compute_variation,
-    select_usable_ranks,
-    unify_step_numbers,
-)
+from stepsplit.analyzer.split.schedule import detect_schedule, normalize_schedule
+from stepsplit.analyzer.split.step_numbers import unify_step_numbers
+from stepsplit.analyzer.split.step_times import Variation, compute_variation
+from stepsplit.analyzer.split.steps import Steps, StepWindow, UsableRanks, select_usable_ranks
 from stepsplit.analyzer.split.strategies import detect_strategies
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.analyzer.split.transfers import (
     Arrivals,
     Pieces,
@@ -73,6 +49,8 @@ from stepsplit.analyzer.split.transfers import (
     map_call_times,
     split_calls,
 )
+from stepsplit.analyzer.split.work import Work, collect_work
+from stepsplit.analyzer.split.world_group import assign_world_group
 from stepsplit.analyzer.trace import Category, Int64, Note, RankTrace, find_earlier_calls
 from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 

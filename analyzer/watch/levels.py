@@ -19,7 +19,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.buckets import BUCKETS, WAITS, Split
+from stepsplit.analyzer.buckets import BUCKETS, WAITS, Bucket, Split
 from stepsplit.analyzer.units import (
     format_milliseconds,
     format_signed_milliseconds,
@@ -348,7 +348,7 @@ class SampleSplit(Struct, frozen=True):
     rank_findings: tuple[RankFinding, ...] = ()
 
 
-_OWN_BUCKETS = tuple(name for name in BUCKETS if name not in WAITS)
+_OWN_BUCKETS = tuple(bucket.label for bucket in Bucket if bucket not in WAITS)
 
 
 class ChangeCause(Struct, frozen=True):

@@ -14,8 +14,8 @@ from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
-from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
+from stepsplit.analyzer.split.overlap import Overlap, sum_overlaps
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
 from stepsplit.dashboard.figures.communication import (

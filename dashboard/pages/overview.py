@@ -27,9 +27,9 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.steps import SlowStep
+from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.step_times import SlowStep
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
     format_milliseconds,

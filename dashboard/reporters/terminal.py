@@ -43,7 +43,7 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.collectors.safe_io.safe_text import DRAWING
 from stepsplit.dashboard.reporters.console import SafeConsole, Text
 from stepsplit.dashboard.reporters.tables import (

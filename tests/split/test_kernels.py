@@ -25,7 +25,8 @@ from stepsplit.analyzer import (
 )
 from stepsplit.analyzer.diagnose.slow_kernels import SlowRank, compare_kernel_times, sum_slow_ranks
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
-from stepsplit.analyzer.split.kernels import KernelWork, find_dtype
+from stepsplit.analyzer.split.kernel_shapes import find_dtype
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import build_calls
 

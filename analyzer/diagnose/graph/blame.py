@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids, group_max, group_rows
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import TRANSFERS, WAITS, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     LAUNCH_LATENCY_NS,
     WORK,
@@ -32,7 +32,6 @@ from stepsplit.analyzer.diagnose.graph.topological_order import Levels
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, P2P, SKEW
 from stepsplit.analyzer.trace import Bool, Int32, Int64, RankTrace
 
 Float = npt.NDArray[np.float64]
@@ -103,11 +102,11 @@ def _check_blame(ranks: Sequence[RankSplit], blamed: Sequence[Blame]) -> None:
     """Asserts that every instant of skew and bubble is blamed exactly once."""
     splits = [step.split for rank in ranks for step in rank.steps]
     for bucket, caused in (
-        (SKEW, [b.skew_ns for b in blamed]),
-        (BUBBLE, [b.bubble_ns for b in blamed]),
+        (Bucket.SKEW, [b.skew_ns for b in blamed]),
+        (Bucket.BUBBLE, [b.bubble_ns for b in blamed]),
     ):
         total_ns = sum(split.buckets_ns[bucket] for split in splits)
-        assert sum(caused) == total_ns, f"{BUCKETS[bucket]}: blamed {sum(caused)} of {total_ns} ns"
+        assert sum(caused) == total_ns, f"{bucket.label}: blamed {sum(caused)} of {total_ns} ns"
 
 
 # The exposed waits of all ranks in one table.
@@ -174,7 +173,7 @@ class ExposedWaits(Struct, frozen=True):
     def collect(cls, split: RunSplit, graph: DependencyGraph) -> ExposedWaits:
         """Collects the waits of all ranks."""
         all_rows = _ExposedRows.concatenate(split, graph)
-        waits = all_rows.select(np.isin(all_rows.bucket, (SKEW, BUBBLE)))
+        waits = all_rows.select(np.isin(all_rows.bucket, WAITS))
         axes = tuple(dict.fromkeys(waits.axis.tolist()))
         number = {axis: i for i, axis in enumerate(axes)}
         axis = np.array([number[name] for name in waits.axis.tolist()], dtype=np.int64)
@@ -183,13 +182,13 @@ class ExposedWaits(Struct, frozen=True):
         count = int(gap.max(initial=-1)) + 1
         order = np.lexsort((waits.end_ns, arrival >= 0, gap))
         last = order[np.append(np.diff(gap[order]) > 0, True)[: len(order)]]
-        moves = all_rows.select(np.isin(all_rows.bucket, (COLLECTIVE, P2P)))
+        moves = all_rows.select(np.isin(all_rows.bucket, TRANSFERS))
         return cls(
             rank=np.array([rank.trace.rank for rank in split.ranks])[waits.place],
             owner=waits.owner,
             step=waits.step,
             bucket=waits.bucket,
-            origin=2 * axis + (waits.bucket == BUBBLE),
+            origin=2 * axis + (waits.bucket == Bucket.BUBBLE),
             length_ns=waits.length_ns,
             begin=-group_max(gap, -waits.node, count)[gap],
             last_arrival=np.where(arrival >= 0, arrival[last][gap], -1),
@@ -445,7 +444,7 @@ def _take_schedule_part(
     """The part of each amount that the schedule itself causes, first from usual compute."""
     part = np.zeros_like(amount)
     usual = CAUSES.index("compute")
-    bubble = np.flatnonzero(waits.bucket == BUBBLE)
+    bubble = np.flatnonzero(waits.bucket == Bucket.BUBBLE)
     order, first = group_rows(group_ids(waits.rank[bubble], waits.step[bubble]))
     for rows in np.split(bubble[order], first[1:]) if len(bubble) else []:
         ideal = ideal_ns.get((int(waits.rank[rows[0]]), int(waits.step[rows[0]])), 0)

@@ -15,12 +15,10 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import Intervals, group_ids, group_rows, intersect, union
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
 from stepsplit.analyzer.report.diagnosis_rows import PathKernel, PathPart, PathStep
-from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import EventKind, Int32, Int64, UInt8
 
 
@@ -119,7 +117,7 @@ class _RankActivity(Struct, frozen=True):
     @classmethod
     def build(cls, rank: RankSplit) -> _RankActivity:
         band, exposed = rank.attribution.band, rank.attribution.exposed
-        alone = np.flatnonzero((band.bucket < COLLECTIVE) | (band.bucket > BUBBLE))
+        alone = np.flatnonzero(~np.isin(band.bucket, COMMUNICATION))
         axes = (None, *dict.fromkeys(name for name in rank.axis if name is not None))
         number = {name: i for i, name in enumerate(axes)}
         to_common = rank.clock.map_to_common_ns
@@ -144,7 +142,7 @@ class _RankActivity(Struct, frozen=True):
         sums = np.zeros((len(BUCKETS), len(self.axes)), dtype=np.int64)
         cell = (self.bucket[both.right], self.axis[both.right])
         np.add.at(sums, cell, both.end_ns - both.start_ns)
-        sums[IDLE, 0] += segments.total_ns - int(sums.sum())
+        sums[Bucket.IDLE, 0] += segments.total_ns - int(sums.sum())
         return sums
 
 
@@ -168,8 +166,6 @@ def _sum_parts(
 
 MOST_KERNELS = 20
 """Rows of PathKernel in a report."""
-
-_COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
 
 
 def _merge_segments(segments: Sequence[_PathSegment]) -> Intervals:
@@ -222,8 +218,8 @@ class _KernelPieces(Struct, frozen=True):
             (exposed.start_ns, exposed.end_ns, rank.trace.calls.event[exposed.call], exposed.bucket)
         ]
         columns += [
-            _cut_pieces(rank, np.flatnonzero(kinds.computes), _COMPUTE),
-            _cut_pieces(rank, np.flatnonzero(kinds.is_kind(EventKind.COPY)), _COPY),
+            _cut_pieces(rank, np.flatnonzero(kinds.computes), Bucket.COMPUTE),
+            _cut_pieces(rank, np.flatnonzero(kinds.is_kind(EventKind.COPY)), Bucket.COPY),
         ]
         start, end, event, bucket = (np.concatenate(parts) for parts in zip(*columns, strict=True))
         order = np.argsort(start, kind="stable")

@@ -9,15 +9,15 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, WAITS, Bucket
 from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, NO_LEVELS, Levels, Needs
-from stepsplit.analyzer.split.attribute import IDLE
+from stepsplit.analyzer.ops import SYMMETRIC_OPS
 from stepsplit.analyzer.split.event_waits import find_first_waiting
-from stepsplit.analyzer.split.idle import SYNCHRONIZES
-from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, MatchedCalls
+from stepsplit.analyzer.split.host_threads import SYNCHRONIZES
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import is_on_main_stream
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, SKEW, Arrivals
+from stepsplit.analyzer.split.transfers import Arrivals
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 # The dependency graph of a run, input of a replay.
@@ -421,7 +421,7 @@ def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
 def _list_wait_starts(rank: RankSplit) -> Int64:
     """The start times of the exposed waits."""
     exposed = rank.attribution.exposed
-    waits = np.isin(exposed.bucket, (SKEW, BUBBLE))
+    waits = np.isin(exposed.bucket, WAITS)
     return rank.clock.map_to_common_ns(exposed.start_ns[waits])
 
 
@@ -440,9 +440,9 @@ def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
     resumes = np.append(np.sort(np.concatenate((compute.start_ns, ends))), _AFTER_ALL)
     waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
     goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
-    waits = (band.bucket >= COLLECTIVE) & (band.bucket <= BUBBLE)
+    waits = np.isin(band.bucket, COMMUNICATION)
     alone = waits & (waited > np.minimum(goes_on, _AFTER_ALL - _ROUNDING_NS) + _ROUNDING_NS)
-    return np.where(alone, IDLE, band.bucket).astype(np.uint8)
+    return np.where(alone, Bucket.IDLE, band.bucket).astype(np.uint8)
 
 
 # The arrivals that the end of each collective and message depends on.

@@ -131,6 +131,7 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.regression.metrics import Setup
     from stepsplit.analyzer.regression.scaling import BucketCost, Scaling, ScalingRun
+    from stepsplit.analyzer.report.headline import AxisTime, BucketMean, Summary
     from stepsplit.analyzer.report.report import (
         AxisSize,
         BlameRow,
@@ -140,7 +141,6 @@ if TYPE_CHECKING:
         ComparedStage,
         ContentionRow,
         EventRef,
-        ExposedRow,
         Finding,
         Gap,
         GapRow,
@@ -154,9 +154,9 @@ if TYPE_CHECKING:
         Report,
         Run,
         StageRow,
-        StepRow,
         WarningRow,
     )
+    from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
     from stepsplit.analyzer.split.attribute import Coverage, Overlap
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
@@ -190,11 +190,13 @@ __all__ = [
     "Analysis",
     "AxisPlacement",
     "AxisSize",
+    "AxisTime",
     "Band",
     "BlameRow",
     "Boxes",
     "BucketChange",
     "BucketCost",
+    "BucketMean",
     "Calibration",
     "CallStats",
     "CallTimings",
@@ -332,6 +334,7 @@ __all__ = [
     "Strategy",
     "Stuck",
     "StuckGroup",
+    "Summary",
     "Sweep",
     "SweepRow",
     "Sweeps",
@@ -377,12 +380,14 @@ _HOME = {
     "Analysis": "analysis",
     "AxisPlacement": "model.plan_space",
     "AxisSize": "report.report",
+    "AxisTime": "report.headline",
     "BUCKETS": "buckets",
     "Band": "model.prediction",
     "BlameRow": "report.report",
     "Boxes": "report.tables",
     "BucketChange": "regression.compare",
     "BucketCost": "regression.scaling",
+    "BucketMean": "report.headline",
     "Calibration": "gap.calibrate",
     "CallStats": "regression.compare",
     "CallTimings": "readers.nccl.inspector",
@@ -425,7 +430,7 @@ _HOME = {
     "Experts": "model.config",
     "ExplainedStage": "gap.calibrate",
     "ExposedChange": "regression.compare",
-    "ExposedRow": "report.report",
+    "ExposedRow": "report.step_rows",
     "FamilyChange": "regression.compare",
     "FindingChange": "regression.compare",
     "FamilyRule": "readers.kernel_rules",
@@ -516,11 +521,12 @@ _HOME = {
     "StageRow": "report.report",
     "StepCallsRow": "split.bandwidth",
     "StepDurations": "split.steps",
-    "StepRow": "report.report",
+    "StepRow": "report.step_rows",
     "StepsplitError": "errors",
     "Strategy": "split.strategy_evidence",
     "Stuck": "diagnose.hang_result",
     "StuckGroup": "diagnose.hang_result",
+    "Summary": "report.headline",
     "Sweep": "readers.nccl.nccl_tests",
     "SweepRow": "readers.nccl.nccl_tests",
     "Sweeps": "readers.nccl.nccl_tests",

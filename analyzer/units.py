@@ -26,6 +26,30 @@ def format_milliseconds_range(low_ns: int | float, high_ns: int | float) -> str:
     return f"{low:,.{decimals}f}-{high:,.{decimals}f} ms"
 
 
+def choose_part_unit_ns(whole_ns: int | float) -> int:
+    """The unit in ns in which the parts of a whole are shown: 1 ms from 1,000 ms on, and a tenth
+    of it for each tenth of the whole, down to 1 µs."""
+    for unit_ns in (1_000_000, 100_000, 10_000):
+        if whole_ns >= 1_000 * unit_ns:
+            return unit_ns
+    return 1_000
+
+
+def format_parts(count: int, unit_ns: int) -> str:
+    """A part in units of choose_part_unit_ns, with the decimals of the unit:
+
+    >>> format_parts(2483, 100_000)
+    '248.3 ms'
+    """
+    decimals = len(str(1_000_000 // unit_ns)) - 1
+    return f"{count * unit_ns / 1e6:,.{decimals}f} ms"
+
+
+def format_signed_parts(count: int, unit_ns: int) -> str:
+    """The same with its sign; zero has none."""
+    return f"{'-' if count < 0 else '+' if count > 0 else ''}{format_parts(abs(count), unit_ns)}"
+
+
 def format_microseconds(ns: int | float) -> str:
     """4_400 ns -> "4.40 µs"."""
     us = ns / 1e3

@@ -33,6 +33,7 @@ from stepsplit.analyzer.model.prediction import Communication, Prediction, Stage
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.report.explain import explain_idle
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import build_job_tables, build_prediction_row
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
@@ -46,7 +47,6 @@ from stepsplit.analyzer.report.report import (
     MemoryRow,
     Report,
     WarningRow,
-    compute_step_median_ns,
 )
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
@@ -127,7 +127,7 @@ def describe_mismatch(report: Report, prediction: Prediction, job_table: TomlTab
 
     report is compared with the prediction of the job in job_table.
     """
-    step_ns, predicted_ns = compute_step_median_ns(report.steps), prediction.split.step_ns
+    step_ns, predicted_ns = compute_mean_step_ns(report.steps), prediction.split.step_ns
     if not step_ns or not predicted_ns:
         return None
     if report.mfu is not None and report.mfu > 1:
@@ -177,7 +177,7 @@ def _changes_job(table: TomlTable, name: str, key: str, job: JobConfig) -> bool:
 
 
 def _add_comparison(report: Report, table: TomlTable, prediction: Prediction, gap: Gap) -> Report:
-    step_ns = compute_step_median_ns(report.steps)
+    step_ns = compute_mean_step_ns(report.steps)
     times = prediction.split.step_ns / step_ns if step_ns else 0.0
     findings = (*report.findings, *build_gap_findings(gap, report.findings))
     return structs.replace(

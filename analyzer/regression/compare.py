@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from statistics import median
 from typing import Protocol
 
 import msgspec
 
-from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Split
+from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
+from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
-from stepsplit.analyzer.report.report import (
-    MIN_GAIN_SHARE,
-    GroupRow,
-    Report,
-    StepRow,
-    compute_step_median_ns,
-    compute_token_rate,
-    select_full_steps,
-)
+from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, GroupRow, Report, compute_token_rate
+from stepsplit.analyzer.report.step_rows import StepRow, compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.collectors.run_spec import Mesh
@@ -367,16 +360,6 @@ def build_side(report: Report) -> Side:
     )
 
 
-def compute_mean_split(rows: Sequence[StepRow]) -> Split:
-    """The mean of the steps in whole ns, rounded so that the buckets add up to the mean step."""
-    sums = [sum(getattr(row, f"{bucket}_ns") for row in rows) for bucket in BUCKETS]
-    ends = [total // len(rows) for total in accumulate(sums, initial=0)]
-    memos = [sum(getattr(row, memo) for row in rows) // len(rows) for memo in MEMOS]
-    mean = Split(*(end - start for start, end in pairwise(ends)), *memos)
-    assert mean.step_ns == sum(row.step_ns for row in rows) // len(rows), "time is lost in a mean"
-    return mean
-
-
 def _compute_step_medians(rows: Sequence[StepRow]) -> list[int]:
     """The median of each step over the ranks."""
     numbers = sorted({row.step for row in rows})
@@ -487,7 +470,7 @@ class Side:
         peak_allocated_bytes: peak memory of the fullest rank; None if unknown.
         mfu: model FLOPs utilization, 0..1; None if unknown.
         microbatches: microbatches of a step; None without a pipeline.
-        tokens_per_s: tokens/s of one GPU; None if the job is unknown.
+        tokens_per_s: tokens/s of one GPU by the mean step; None if the job is unknown.
     """
 
     name: str
@@ -510,7 +493,7 @@ class Side:
     @property
     def tokens(self) -> float | None:
         """Tokens of a step and GPU."""
-        return None if self.tokens_per_s is None else self.tokens_per_s * self.median_ns / 1e9
+        return None if self.tokens_per_s is None else self.tokens_per_s * self.mean.step_ns / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,21 +18,11 @@ from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
-from stepsplit.analyzer.regression.compare import (
-    MESH_FROM_CALLS,
-    compute_mean_split,
-    find_peak_bytes,
-    format_axis,
-)
+from stepsplit.analyzer.regression.compare import MESH_FROM_CALLS, find_peak_bytes, format_axis
+from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction
-from stepsplit.analyzer.report.report import (
-    JOB_MISMATCH,
-    GroupRow,
-    Report,
-    StepRow,
-    list_full_steps,
-    select_full_steps,
-)
+from stepsplit.analyzer.report.report import JOB_MISMATCH, GroupRow, Report
+from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.collectors.regular_file import open_regular
 

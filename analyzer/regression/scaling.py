@@ -40,7 +40,7 @@ class ScalingRun(msgspec.Struct, frozen=True):
         mesh: Mesh axes, outermost first; None if unknown.
         step: The mean step of a rank.
         median_ns: The median step.
-        tokens_per_s_per_gpu: By the median step; None without a job.
+        tokens_per_s_per_gpu: By the mean step; None without a job.
         efficiency: Work per GPU and time over that of the reference; None if the work is unknown.
         costs: The buckets, by which GPU time for the same work grows over the reference's: they add
             up to 1 / efficiency - 1. Empty if the work is unknown.

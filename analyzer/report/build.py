@@ -12,13 +12,13 @@ import numpy as np
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.headline import summarize
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
     AxisSize,
     BlameRow,
     ClockRow,
     ContentionRow,
-    ExposedRow,
     Finding,
     GroupRow,
     Host,
@@ -28,9 +28,9 @@ from stepsplit.analyzer.report.report import (
     Report,
     Run,
     StageRow,
-    StepRow,
     WarningRow,
 )
+from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.blame import Blame, blame
 from stepsplit.analyzer.split.critical_path import CriticalPaths, find_critical_paths
 from stepsplit.analyzer.split.dependency_graph import DependencyGraph
@@ -64,6 +64,7 @@ def build_report(
     pipeline = _build_pipeline(split)
     paths = build_paths(split, graph, origin)
     idle = build_idle_rows(split)
+    exposed = tuple(row for rank in split.ranks for row in _build_exposed(rank))
     detail = split.detail
     run = build_run(recording, split, origin)
     all_notes = (*recording.notes, *split.notes, *notes, *_note_lasting_slowdown(run))
@@ -71,8 +72,9 @@ def build_report(
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
         groups=_build_groups(split),
+        summary=summarize(steps, exposed),
         steps=steps,
-        exposed=tuple(row for rank in split.ranks for row in _build_exposed(rank)),
+        exposed=exposed,
         clocks=_build_clocks(split, origin),
         collectives=split.collectives,
         step_calls=split.step_calls,

@@ -9,7 +9,9 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import Report, compute_bucket_medians, select_full_steps
+from stepsplit.analyzer.report.headline import BucketMean, round_shares, summarize
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.idle import IdleCause
 
 # The buckets that no finding is about.
@@ -19,7 +21,8 @@ LARGE_SHARE = 0.05
 
 
 class LargeBucket(Struct, frozen=True):
-    """A large bucket: its share of the full steps, and its largest part as text; "" if unknown."""
+    """A large bucket: its share of the full steps, in whole permille that add up over the buckets,
+    and its largest part as text; "" if unknown."""
 
     bucket: str
     share: float
@@ -29,12 +32,20 @@ class LargeBucket(Struct, frozen=True):
 def list_unexplained_buckets(report: Report) -> tuple[LargeBucket, ...]:
     """The buckets above 5 % of the step that no finding is about, largest first."""
     explained = {finding.bucket for finding in report.findings}
+    means = _list_means(report)
+    # The shares that the table of the buckets shows, which add up as rounded.
+    shares = round_shares([row.mean_ns for row in means])
     large = [
-        LargeBucket(row.bucket, row.share, describe_largest_part(report, row.bucket))
-        for row in compute_bucket_medians(report.steps)
+        (row, LargeBucket(row.bucket, share, describe_largest_part(report, row.bucket)))
+        for row, share in zip(means, shares, strict=True)
         if row.share > LARGE_SHARE and row.bucket not in explained
     ]
-    return tuple(sorted(large, key=lambda one: -one.share))
+    return tuple(one for _, one in sorted(large, key=lambda pair: -pair[0].share))
+
+
+def _list_means(report: Report) -> tuple[BucketMean, ...]:
+    summary = summarize(report.steps, ())
+    return () if summary is None else summary.buckets
 
 
 def describe_largest_part(report: Report, bucket: str) -> str:
@@ -127,7 +138,7 @@ _OF_NO_RANK: Mapping[int | str, str] = {
 
 
 def _describe_worst_rank(report: Report, bucket: str) -> str:
-    row = next(row for row in compute_bucket_medians(report.steps) if row.bucket == bucket)
+    row = next(row for row in _list_means(report) if row.bucket == bucket)
     return f"rank {row.worst_rank} has most: {units.format_milliseconds(row.worst_ns)}"
 
 

@@ -6,16 +6,21 @@ Times are ns on the common clock of all ranks, relative to run.t0_unix_ns; sizes
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS, MEMOS, Kind, Split
+from stepsplit.analyzer.buckets import Kind, Split
+from stepsplit.analyzer.report.headline import (
+    Summary,
+    compute_mean_step_ns,
+    round_parts,
+    round_shares,
+    summarize,
+)
+from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
@@ -271,82 +276,6 @@ class GroupRow(Struct, frozen=True):
     axis: str | None
     description: str
     ranks: tuple[int, ...]
-
-
-class StepRow(Struct, frozen=True):
-    """The split of one step of one rank; the seven buckets add up to step_ns exactly.
-
-    Attributes:
-        rank: global rank.
-        step: step number.
-        kind: "full", "partial" or "other"; only full steps enter medians.
-        start_ns: start from the report's t0.
-        step_ns: duration of the step.
-        compute_ns: at least one compute kernel runs.
-        collective_ns: exposed collective transfers.
-        p2p_ns: exposed message transfers.
-        skew_ns: waits for a rank of the same pipeline stage.
-        bubble_ns: waits for a rank of another pipeline stage.
-        copy_ns: memory copies.
-        idle_ns: idle time (host-bound, data loading, synchronization).
-        overlapped_ns: communication overlapped by compute; part of compute_ns.
-        bubble_covered_ns: communication inside the pipeline bubble.
-        fused_ns: kernels that compute and communicate; part of compute_ns.
-        estimated: whether peer ranks were missing for some calls, or calls whose range in the trace
-            ends late were split by the last arrival.
-        ambiguous_ns: gaps of compute for which it is not certain, within the accuracy of the
-            timestamps, whether communication or something else held them up.
-    """
-
-    rank: int
-    step: int
-    kind: str
-    start_ns: int
-    step_ns: int
-    compute_ns: int
-    collective_ns: int
-    p2p_ns: int
-    skew_ns: int
-    bubble_ns: int
-    copy_ns: int
-    idle_ns: int
-    overlapped_ns: int
-    bubble_covered_ns: int
-    fused_ns: int
-    estimated: bool
-    ambiguous_ns: int = 0
-
-    def __post_init__(self) -> None:
-        assert self.split.step_ns == self.step_ns, f"time is lost in {self}"
-
-    @property
-    def split(self) -> Split:
-        names = (*(f"{bucket}_ns" for bucket in BUCKETS), *MEMOS)
-        return Split(**{name: getattr(self, name) for name in names})
-
-
-class ExposedRow(Struct, frozen=True):
-    """Exposed communication on one axis in one phase of a step, in ns.
-
-    Attributes:
-        rank: global rank.
-        step: step number.
-        axis: mesh axis; None if it is not a single axis.
-        phase: phase of the step, such as "backward".
-        collective_ns: exposed collective transfers.
-        p2p_ns: exposed message transfers.
-        skew_ns: waits for a rank of the same pipeline stage.
-        bubble_ns: waits for a rank of another pipeline stage.
-    """
-
-    rank: int
-    step: int
-    axis: str | None
-    phase: str
-    collective_ns: int
-    p2p_ns: int
-    skew_ns: int
-    bubble_ns: int
 
 
 class ClockRow(Struct, frozen=True):
@@ -655,6 +584,7 @@ class Report(Struct, frozen=True, kw_only=True):
         run: the recorded job.
         warnings: limitations of data and analysis.
         groups: process groups.
+        summary: the mean step, part by part; None without steps and in older reports.
         steps: split of each step of each rank.
         exposed: exposed communication by axis and phase.
         clocks: clock alignment of the ranks.
@@ -693,6 +623,7 @@ class Report(Struct, frozen=True, kw_only=True):
     run: Run
     warnings: tuple[WarningRow, ...] = ()
     groups: tuple[GroupRow, ...] = ()
+    summary: Summary | None = None
     steps: tuple[StepRow, ...] = ()
     exposed: tuple[ExposedRow, ...] = ()
     clocks: tuple[ClockRow, ...] = ()
@@ -722,7 +653,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
 
-        return str(build_median_frame(self).to_html())
+        return str(build_mean_frame(self).to_html())
 
 
 # The rows of the report as pandas data frames, for notebooks.
@@ -742,72 +673,33 @@ def build_exposed_frame(report: Report) -> pd.DataFrame:
     return pd.DataFrame([msgspec.structs.asdict(row) for row in report.exposed])
 
 
-def build_median_frame(report: Report) -> pd.DataFrame:
-    """The split of the run as text with units, one row per bucket."""
+def build_mean_frame(report: Report) -> pd.DataFrame:
+    """The mean step of the run as text with units, one row per bucket; they add up to the step."""
     import pandas as pd
 
+    summary = summarize(report.steps, report.exposed)
+    unit_ns = units.choose_part_unit_ns(summary.step_ns if summary else 0)
+    buckets = summary.buckets if summary else ()
+    times = round_parts([one.mean_ns for one in buckets], unit_ns)
+    shares = round_shares([one.mean_ns for one in buckets])
     rows = [
-        (m.bucket, units.format_milliseconds(m.median_ns), units.format_percent(m.share),
-         f"{m.worst_rank} ({units.format_milliseconds(m.worst_ns)})")
-        for m in compute_bucket_medians(report.steps)
+        (one.bucket, units.format_parts(time, unit_ns), units.format_percent(share),
+         f"{one.worst_rank} ({units.format_parts(*round_parts([one.worst_ns], unit_ns), unit_ns)})")
+        for one, time, share in zip(buckets, times, shares, strict=True)
     ]  # fmt: skip
-    columns = ["bucket", "median of full steps", "share", "worst rank"]
+    columns = ["bucket", "mean of full steps", "share", "worst rank"]
     return pd.DataFrame(rows, columns=columns).set_index("bucket")
 
 
-# Medians over the full steps of a run.
-
-
-class BucketMedian(Struct, frozen=True):
-    """One bucket over the full steps: median in ns, share of all time, and worst rank with its own
-    median."""
-
-    bucket: str
-    median_ns: int
-    share: float
-    worst_rank: int
-    worst_ns: int
-
-
-def select_full_steps(steps: Iterable[StepRow]) -> tuple[StepRow, ...]:
-    """The full steps, over which medians are taken; all steps if none is full."""
-    rows = tuple(steps)
-    return tuple(row for row in rows if row.kind == "full") or rows
-
-
-def list_full_steps(steps: Iterable[StepRow]) -> tuple[int, ...]:
-    """The numbers of the full steps, in order; of all steps if none is full."""
-    return tuple(sorted({row.step for row in select_full_steps(steps)}))
-
-
-def compute_step_median_ns(steps: Iterable[StepRow]) -> int:
-    """The median step in ns over ranks and full steps; 0 without steps."""
-    return int(median([row.step_ns for row in select_full_steps(steps)] or [0]))
+# Speed and calls of a run.
 
 
 def compute_token_rate(report: Report) -> float | None:
     """Measured tokens/s of one GPU; None without a job, which gives the tokens of a step."""
-    step_ns, predicted = compute_step_median_ns(report.steps), report.prediction
+    step_ns, predicted = compute_mean_step_ns(report.steps), report.prediction
     if predicted is None or not step_ns:
         return None
     return predicted.tokens_per_s_per_gpu * predicted.split.step_ns / step_ns
-
-
-def compute_bucket_medians(steps: Iterable[StepRow]) -> tuple[BucketMedian, ...]:
-    """One row per bucket in the order of BUCKETS. Shares are taken of the sums and add up to 1."""
-    rows = select_full_steps(steps)
-    total = sum(row.step_ns for row in rows) or 1
-    return tuple(_compute_bucket_median(bucket, rows, total) for bucket in BUCKETS) if rows else ()
-
-
-def _compute_bucket_median(bucket: str, rows: Sequence[StepRow], total: int) -> BucketMedian:
-    values: list[int] = [getattr(row, f"{bucket}_ns") for row in rows]
-    by_rank: dict[int, list[int]] = defaultdict(list)
-    for row, value in zip(rows, values, strict=True):
-        by_rank[row.rank].append(value)
-    of_rank = {rank: int(median(own)) for rank, own in sorted(by_rank.items())}
-    worst = max(of_rank, key=lambda rank: of_rank[rank])
-    return BucketMedian(bucket, int(median(values)), sum(values) / total, worst, of_rank[worst])
 
 
 def count_calls_per_step(report: Report) -> dict[CollectiveRow, float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from stepsplit.analyzer.analysis import analyze
 from stepsplit.analyzer.errors import StepsplitError, write
 from stepsplit.analyzer.report.io import REPORT_NAME, to_json
-from stepsplit.analyzer.report.report import Report, StepRow, list_full_steps
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps
 from stepsplit.analyzer.units import format_number_list
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
 from stepsplit.collectors.run_spec import PRIVATE, Mesh

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean, median
 
 import numpy as np
 import plotly.graph_objects as go
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
-from stepsplit.analyzer.report.report import (
-    UNKNOWN_HOST,
-    Gap,
-    GapRow,
-    Pipeline,
-    Report,
-    StepRow,
-    select_full_steps,
-)
+from stepsplit.analyzer.report.headline import compute_mean_split, round_parts, round_shares
+from stepsplit.analyzer.report.report import UNKNOWN_HOST, Gap, GapRow, Pipeline, Report
+from stepsplit.analyzer.report.step_rows import StepRow, select_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.units import (
+    choose_part_unit_ns,
     format_memory_size,
     format_milliseconds,
+    format_parts,
     format_percent,
     format_signed_milliseconds,
 )
@@ -50,16 +45,16 @@ class Bar:
 
 
 def draw_split_by_rank(report: Report) -> go.Figure:
-    """One bar per rank, in ms: the median of each bucket over full steps."""
+    """One bar per rank, in ms: the mean of its full steps."""
     known = [host for host in report.run.hosts if host.host != UNKNOWN_HOST]
     hosts = {rank: host.host for host in known for rank in host.ranks}
     rows = group_steps(select_full_steps(report.steps), "rank")
     bars = []
     for rank, steps in rows:
         of_host = f" on {theme.escape_text(hosts[rank])}" if rank in hosts else ""
-        heading = f"<b>rank {rank}</b>{of_host}, median of {len(steps)} steps"
-        bars.append(Bar(str(rank), heading, compute_median_split(steps)))
-    return _draw_stacked_bars(bars, "rank", "ms per step, median of full steps")
+        heading = f"<b>rank {rank}</b>{of_host}, mean of {len(steps)} steps"
+        bars.append(Bar(str(rank), heading, compute_mean_split(steps)))
+    return _draw_stacked_bars(bars, "rank", "ms per step, mean of full steps")
 
 
 def draw_split_by_group(report: Report, groups: Sequence[RankGroup]) -> go.Figure:
@@ -73,7 +68,7 @@ def draw_split_by_group(report: Report, groups: Sequence[RankGroup]) -> go.Figur
     for place, steps in sorted(rows.items()):
         label = theme.escape_text(groups[place].label)
         heading = f"<b>{label}</b>, mean of {len({row.rank for row in steps}):,} ranks"
-        bars.append(Bar(label, heading, _compute_mean_split(steps)))
+        bars.append(Bar(label, heading, compute_mean_split(steps)))
     return _draw_stacked_bars(bars, "", "ms per step, mean of full steps")
 
 
@@ -129,7 +124,7 @@ def draw_split_by_step(report: Report, rank: int | None = None) -> go.Figure:
             Bar(
                 label,
                 f"<b>step {step}</b> ({theme.escape_text(kind)}), {whose}",
-                _compute_mean_split(ranks),
+                compute_mean_split(ranks),
                 full,
             )
         )
@@ -144,19 +139,9 @@ def group_steps(rows: Iterable[StepRow], by: str) -> list[tuple[int, list[StepRo
     return sorted(groups.items())
 
 
-def compute_median_split(rows: Sequence[StepRow]) -> Split:
-    """The median of each bucket over these steps."""
-    columns = zip(*(row.split.buckets_ns for row in rows), strict=True)
-    return Split(*(round(median(column)) for column in columns))
-
-
-def _compute_mean_split(rows: Sequence[StepRow]) -> Split:
-    columns = zip(*(row.split.buckets_ns for row in rows), strict=True)
-    return Split(*(round(fmean(column)) for column in columns))
-
-
 def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Figure:
     figure = theme.build_blank_figure(SPLIT_HEIGHT, x_title, y_title)
+    texts = [_format_split(bar.split) for bar in bars]
     for index, look in enumerate(theme.BUCKET_STYLES):
         figure.add_trace(
             go.Bar(
@@ -164,7 +149,10 @@ def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Fi
                 x=[bar.label for bar in bars],
                 y=theme.convert_to_ms([bar.split.buckets_ns[index] for bar in bars]),
                 marker=theme.build_marker(look),
-                customdata=[_format_bar_label(bar, index) for bar in bars],
+                customdata=[
+                    (bar.heading, f"{look.bucket} {text[index]}")
+                    for bar, text in zip(bars, texts, strict=True)
+                ],
                 hovertemplate="%{customdata[0]}<br>%{customdata[1]}<extra></extra>",
             )
         )
@@ -174,11 +162,15 @@ def _draw_stacked_bars(bars: Sequence[Bar], x_title: str, y_title: str) -> go.Fi
     return figure
 
 
-def _format_bar_label(bar: Bar, index: int) -> tuple[str, str]:
-    part, whole = bar.split.buckets_ns[index], bar.split.step_ns
-    share = format_percent(part / whole) if whole else format_percent(0)
-    of = f"{format_milliseconds(part)} of {format_milliseconds(whole)} ({share})"
-    return bar.heading, f"{theme.BUCKET_STYLES[index].bucket} {of}"
+def _format_split(split: Split) -> list[str]:
+    """Each bucket with its share, such as "94.8 ms of 144.5 ms (65.6 %)"; as shown they add up."""
+    unit_ns = choose_part_unit_ns(split.step_ns)
+    counts = round_parts(split.buckets_ns, unit_ns)
+    whole = format_parts(sum(counts), unit_ns)
+    return [
+        f"{format_parts(count, unit_ns)} of {whole} ({format_percent(share)})"
+        for count, share in zip(counts, round_shares(split.buckets_ns), strict=True)
+    ]
 
 
 # Difference between two steps: predicted and measured, or of two runs.
@@ -600,6 +592,7 @@ class NamedSplit:
 def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
     """One horizontal bar per split, in ms."""
     figure = theme.build_blank_figure(104 + 40 * len(bars), "ms per step", "")
+    texts = [_format_split(bar.split) for bar in bars]
     for index, look in enumerate(theme.BUCKET_STYLES):
         parts = [bar.split.buckets_ns[index] for bar in bars]
         if any(parts):
@@ -610,18 +603,10 @@ def draw_splits(bars: Sequence[NamedSplit]) -> go.Figure:
                     y=[theme.escape_text(bar.name) for bar in bars],
                     x=theme.convert_to_ms(parts),
                     marker=theme.build_marker(look),
-                    customdata=[_format_bucket_share(index, bar.split) for bar in bars],
+                    customdata=[text[index] for text in texts],
                     hovertemplate=f"<b>%{{y}}</b><br>{look.bucket} %{{customdata}}<extra></extra>",
                 )
             )
     figure.update_layout(barmode="stack", bargap=0.28)
     figure.update_yaxes(autorange="reversed", type="category")
     return figure
-
-
-def _format_bucket_share(index: int, split: Split) -> str:
-    part = split.buckets_ns[index]
-    return (
-        f"{format_milliseconds(part)} "
-        f"({format_percent(part / split.step_ns) if split.step_ns else '?'})"
-    )

@@ -10,7 +10,8 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.gap.comm_gap import model_busbw
-from stepsplit.analyzer.report.report import Pipeline, Report, list_full_steps
+from stepsplit.analyzer.report.report import Pipeline, Report
+from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow

@@ -13,12 +13,16 @@ from dash import dcc, html
 from dash.development.base_component import Component
 from plotly.graph_objects import Figure
 
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.headline import round_parts, round_shares, summarize
 from stepsplit.analyzer.report.report import Report, format_hosts
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.analyzer.units import (
+    choose_part_unit_ns,
     format_gigabytes_per_second,
     format_memory_size,
     format_milliseconds,
+    format_parts,
     format_percent,
     format_signed_milliseconds,
     format_signed_percent,
@@ -26,7 +30,7 @@ from stepsplit.analyzer.units import (
 )
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.store.ids import is_watch_name
-from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
+from stepsplit.dashboard.store.metrics import JobFingerprint
 from stepsplit.dashboard.store.runs import RunRow
 
 # A finished run, as input of the pages.
@@ -64,14 +68,36 @@ COMPUTE, COLLECTIVE = ("compute",), ("collective", "p2p", "skew")
 BUBBLE, OTHER = ("bubble",), ("copy", "idle")
 
 
-def build_cards(headline: Headline, report: Report) -> html.Div:
-    """Cards with the step time, its four shares, and the bubble fraction of a pipeline."""
-    if headline.median_step is None:
-        return html.Div([build_card("median step", "none", "no steps found")], className="cards")
+def build_cards(report: Report) -> html.Div:
+    """Cards with the mean step, its four shares, and the bubble fraction of a pipeline."""
+    summary = summarize(report.steps, report.exposed)
+    if summary is None:
+        return html.Div([build_card("mean step", "none", "no steps found")], className="cards")
     full = any(row.kind == "full" for row in report.steps)
-    note = f"over {_format_count(headline.steps, 'step')}" + ("" if full else ", none full")
-    shown = [build_card("median step", format_milliseconds(headline.median_step.step_ns), note)]
-    shown += _build_share_cards(headline.median_step)
+    note = f"over {_format_count(summary.steps, 'step')}" + ("" if full else ", none full")
+    note += f"; median {format_milliseconds(summary.median_ns)}"
+    unit_ns = choose_part_unit_ns(summary.step_ns)
+    (step,) = round_parts([summary.step_ns], unit_ns)
+    # Rounded together, so that the four shares add up to the step.
+    means_ns = [row.mean_ns for row in summary.buckets]
+    shares = dict(zip(BUCKETS, round_shares(means_ns), strict=True))
+
+    def format_share(*buckets: str) -> str:
+        return format_percent(sum(shares[bucket] for bucket in buckets))
+
+    compute_ns = format_parts(round_parts(means_ns, unit_ns)[0], unit_ns)
+    waits, idle = format_share("skew"), format_share("idle")
+    shown = [
+        build_card("mean step", format_parts(step, unit_ns), note),
+        build_card("compute", format_share(*COMPUTE), compute_ns, COLOR["compute"]),
+        build_card(
+            "collective", format_share(*COLLECTIVE), f"of which skew {waits}", COLOR["collective"]
+        ),
+        build_card(
+            "bubble", format_share(*BUBBLE), "of the step, for other stages", COLOR["bubble"]
+        ),
+        build_card("other", format_share(*OTHER), f"of which idle {idle}", COLOR["copy"]),
+    ]
     if report.pipeline is not None:
         ideal = report.pipeline.ideal_bubble_fraction
         note = "of the pipeline window"
@@ -82,32 +108,6 @@ def build_cards(headline: Headline, report: Report) -> html.Div:
     if report.mfu is not None:
         shown.append(build_card("MFU", format_percent(report.mfu), "of the dense peak"))
     return html.Div(shown, className="cards")
-
-
-def _build_share_cards(middle: MedianStep) -> list[html.Div]:
-    waits, idle = format_percent(middle.sum_share("skew")), format_percent(middle.sum_share("idle"))
-    median = f"median {format_milliseconds(middle.medians.compute_ns)}"
-    return [
-        build_card("compute", format_percent(middle.sum_share(*COMPUTE)), median, COLOR["compute"]),
-        build_card(
-            "collective",
-            format_percent(middle.sum_share(*COLLECTIVE)),
-            f"of which skew {waits}",
-            COLOR["collective"],
-        ),
-        build_card(
-            "bubble",
-            format_percent(middle.sum_share(*BUBBLE)),
-            "of the step, for other stages",
-            COLOR["bubble"],
-        ),
-        build_card(
-            "other",
-            format_percent(middle.sum_share(*OTHER)),
-            f"of which idle {idle}",
-            COLOR["copy"],
-        ),
-    ]
 
 
 def format_subtitle(report: Report) -> str:

@@ -12,6 +12,7 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
+from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_step_ns, round_parts
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
@@ -22,17 +23,18 @@ from stepsplit.analyzer.report.report import (
     GroupRow,
     Report,
     SameCalls,
-    compute_step_median_ns,
     merge_groups,
-    select_full_steps,
 )
+from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.critical_path import PathKernel
 from stepsplit.analyzer.split.steps import SlowStep
 from stepsplit.analyzer.units import (
+    choose_part_unit_ns,
     format_milliseconds,
     format_milliseconds_range,
+    format_parts,
     format_per_step,
     format_percent,
     format_signed_percent,
@@ -40,7 +42,6 @@ from stepsplit.analyzer.units import (
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.figures.run import (
     MAX_RANK_BARS,
-    compute_median_split,
     compute_path_shares,
     draw_busy_grid,
     draw_critical_path,
@@ -76,7 +77,6 @@ from stepsplit.dashboard.pages.components import (
 )
 from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.pages.timeline import RankGrouping, list_report_groupings
-from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
 
@@ -88,7 +88,7 @@ def build_overview(view: View) -> list[Component]:
     short = report.gap is None
     return [
         html.P(format_subtitle(report), className="subtitle"),
-        build_cards(build_headline(report), report),
+        build_cards(report),
         html.Div(
             [
                 html.Div([*build_findings(view), *([] if short else exposed)]),
@@ -158,13 +158,13 @@ def _build_splits(view: View) -> list[Component]:
     grouping = _choose_bars(groupings)
     if grouping is None:
         graph = build_graph("by-rank", draw_split_by_rank(report))
-        note = f"median of each bucket over full steps{click_hint}"
+        note = f"mean of the rank's full steps{click_hint}"
         first = build_section("By rank", note, graph)
     else:
         graph = build_graph("by-group", draw_split_by_group(report, grouping.groups))
         first = build_section(f"By {grouping.by}", "mean over ranks and full steps", graph)
     steps = build_graph("by-step", draw_split_by_step(report))
-    note = f"mean over ranks; pale steps are not in medians{click_hint}"
+    note = f"mean over ranks; pale steps are left out of the mean step{click_hint}"
     columns = html.Div([first, build_section("By step", note, steps)], className="columns")
     return [columns, _build_busy_ranks(view, groupings)] if many else [columns]
 
@@ -201,7 +201,7 @@ def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Sec
 
 @dataclass(frozen=True, slots=True)
 class BusyRank:
-    """The median of each bucket of a rank, and by how much longer it is busy per step than the
+    """The mean step of a rank, and by how much longer it is busy per step than the
     median rank of its stage: all time but skew and bubble, in which it waits."""
 
     rank: int
@@ -218,7 +218,7 @@ def list_busy_ranks(report: Report, stages: Sequence[RankGroup]) -> tuple[BusyRa
     steps = dict(group_steps(select_full_steps(report.steps), "rank"))
     ranks: list[BusyRank] = []
     for stage in stages:
-        own = [BusyRank(n, compute_median_split(steps[n]), 0) for n in stage.ranks if n in steps]
+        own = [BusyRank(n, compute_mean_split(steps[n]), 0) for n in stage.ranks if n in steps]
         usual_ns = median(one.busy_ns for one in own) if own else 0
         ranks += [replace(one, excess_ns=one.busy_ns - usual_ns) for one in own]
     return tuple(sorted(ranks, key=lambda one: -one.excess_ns))
@@ -243,7 +243,7 @@ def build_findings(view: View) -> list[html.Section]:
     if not report.findings:
         empty = html.P("No fix is known that would save 1 % of the step.")
         return [build_section("Top bottlenecks", "", empty, *_build_unexplained(report))]
-    step_ns = compute_step_median_ns(report.steps)
+    step_ns = compute_mean_step_ns(report.steps)
     items = [
         _build_finding(finding, step_ns, view.run_id) for finding in report.findings[:MAX_ROWS]
     ]
@@ -318,7 +318,7 @@ def build_warnings(report: Report) -> list[html.Details]:
 
 def build_exposed_table(report: Report) -> list[html.Section]:
     """Exposed communication and bubble by axis and phase: mean over ranks and full steps."""
-    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
+    full = {(row.rank, row.step): row for row in select_full_steps(report.steps)}
     sums: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row in report.exposed:
         if (row.rank, row.step) in full:
@@ -329,8 +329,25 @@ def build_exposed_table(report: Report) -> list[html.Section]:
     if not sums:
         return []
     largest = sorted(sums.items(), key=lambda item: -item[1].total())
+    # Rounded together and in the order of the buckets, with the compute before them: so a column
+    # adds up to its bucket as the terminal and the bars show it.
+    unit_ns = choose_part_unit_ns(compute_mean_step_ns(report.steps))
+    places = [(part, kind) for part in _EXPOSED for kind, _ in largest]
+    parts_ns = [sums[kind][part] for part, kind in places]
+    compute_ns = sum(row.compute_ns for row in full.values())
+    counts = round_parts([compute_ns, *parts_ns], unit_ns * len(full))[1:]
+    shown = dict(zip(places, counts, strict=True))
     rows = [
-        [Cell(axis), Cell(phase), *(build_time_cell(own[part] / len(full)) for part in _EXPOSED)]
+        [
+            Cell(axis),
+            Cell(phase),
+            *(
+                build_number_cell(
+                    format_parts(shown[part, (axis, phase)], unit_ns), own[part] / len(full), "ns"
+                )
+                for part in _EXPOSED
+            ),
+        ]
         for (axis, phase), own in largest
     ]
     note = "mean over ranks and full steps"
@@ -341,6 +358,7 @@ def build_exposed_table(report: Report) -> list[html.Section]:
 
 
 _EXPOSED = ("comm", "skew", "bubble")
+"""The columns, in the order of BUCKETS; comm is collective and p2p."""
 
 
 def build_blame_table(report: Report) -> list[html.Section]:
@@ -457,11 +475,11 @@ def _explain_long_path(report: Report) -> str:
     if not report.path_steps:
         return ""
     path_ns = sum(part.ns for part in report.critical_path) / len(report.path_steps)
-    step_ns = compute_step_median_ns(report.steps)
+    step_ns = compute_mean_step_ns(report.steps)
     if path_ns < 1.02 * step_ns:
         return ""
     return (
-        f"longer than a rank's median step ({format_milliseconds(step_ns)}), as ranks do not begin"
+        f"longer than a rank's mean step ({format_milliseconds(step_ns)}), as ranks do not begin"
         " and end their steps together"
     )
 

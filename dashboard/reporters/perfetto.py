@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import Report, Run, StepRow
+from stepsplit.analyzer.report.report import Report, Run
+from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Boxes, Segments, Tables, Waits
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
 from stepsplit.collectors.run_spec import Mesh

@@ -71,7 +71,7 @@ def format_slow_steps(report: Report) -> list[Text]:
 
 def format_coverage(report: Report) -> list[Text]:
     """The axes whose waits are estimates because ranks or calls are missing."""
-    from stepsplit.analyzer.report.report import select_full_steps
+    from stepsplit.analyzer.report.step_rows import select_full_steps
 
     partial = [row for row in report.coverage if row.holds != "measured"]
     if not partial or not select_full_steps(report.steps):

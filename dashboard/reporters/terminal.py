@@ -19,24 +19,30 @@ from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.readers.workers import Progress as OnProgress
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
+from stepsplit.analyzer.report.headline import (
+    BucketMean,
+    Summary,
+    divide_parts,
+    round_parts,
+    round_shares,
+    summarize,
+)
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
-    BucketMedian,
     ComparedCalls,
     Finding,
     Gap,
+    IdleRow,
     Pipeline,
     Report,
     Run,
     SameCalls,
     WarningRow,
-    compute_bucket_medians,
-    compute_step_median_ns,
     compute_token_rate,
     format_hosts,
     merge_groups,
-    select_full_steps,
 )
+from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.strategy_evidence import Strategy
 from stepsplit.collectors.safe_text import DRAWING
 from stepsplit.dashboard.reporters.console import SafeConsole, Text
@@ -85,14 +91,16 @@ STRATEGY_NAME = {
 
 def build_report_screen(report: Report) -> RenderableType:
     """The whole screen of a report, for a rich console of any width from 80 columns."""
+    summary = summarize(report.steps, report.exposed)
     parts: list[RenderableType] = [
         _describe_run(report.run),
         *_describe_strategies(report.run),
-        *_describe_steps(report),
+        *_describe_steps(report, summary),
     ]
     parts += _describe_memory(report)
     parts += _format_warnings(report.warnings)
-    parts += [Text(), BucketTable(report), _format_memo(report), *format_coverage(report)]
+    parts += [Text(), BucketTable(report, summary), _format_memo(report, summary)]
+    parts += format_coverage(report)
     parts += format_critical_path(report)
     if report.pipeline is not None:
         parts += [Text(), build_stages_table(report, report.pipeline)]
@@ -132,7 +140,7 @@ def _format_strategy(strategy: Strategy) -> str:
     return STRATEGY_NAME.get(strategy.name, strategy.name) + text.removeprefix(strategy.name)
 
 
-def _describe_steps(report: Report) -> list[Text]:
+def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     """Which steps and ranks were used, and how long a step took."""
     numbers = {row.step for row in report.steps}
     full = {row.step for row in report.steps if row.kind == "full"}
@@ -143,7 +151,7 @@ def _describe_steps(report: Report) -> list[Text]:
     )
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
     first = (steps, ranks, format_clock_error(report))
-    second = (_format_step_time(report), *_format_throughput(report))
+    second = (_format_step_time(report.run, summary), *_format_throughput(report))
     return [
         Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
     ]
@@ -163,14 +171,18 @@ def _format_left_out(report: Report, number: int) -> str:
     return f"#{number} {' or '.join(why.values())}{on}"
 
 
-def _format_step_time(report: Report) -> str:
-    rows = select_full_steps(report.steps)
-    if not rows:
+def _format_step_time(run: Run, summary: Summary | None) -> str:
+    if summary is None:
         return ""
-    slowest = max(median(r.step_ns for r in rows if r.step == n) for n in {r.step for r in rows})
-    notes = [f"slowest {units.format_milliseconds(slowest)}", format_profiling(report.run)]
-    known = "; ".join(note for note in notes if note)
-    return f"step {units.format_milliseconds(compute_step_median_ns(rows))} ({known})"
+    # The mean has the decimals of its parts, which stand in the table below.
+    unit_ns = units.choose_part_unit_ns(summary.step_ns)
+    (step,) = round_parts([summary.step_ns], unit_ns)
+    times = [f"median {units.format_milliseconds(summary.median_ns)}"]
+    if summary.p99_ns is not None:
+        times.append(f"p99 {units.format_milliseconds(summary.p99_ns)}")
+    times.append(f"slowest {units.format_milliseconds(summary.slowest_ns)}")
+    known = "; ".join(filter(None, (", ".join(times), format_profiling(run))))
+    return f"step {units.format_parts(step, unit_ns)} ({known})"
 
 
 def _format_throughput(report: Report) -> list[str]:
@@ -203,23 +215,22 @@ def _format_warning(row: WarningRow, more: int) -> Text:
     return Text(f"warning: {row.message}{of_rank}{others}", style="yellow")
 
 
-def _format_memo(report: Report) -> Text:
-    rows = select_full_steps(report.steps)
-    if not rows:
+def _format_memo(report: Report, summary: Summary | None) -> Text:
+    if summary is None:
         return Text("no step in the recording")
-    overlapped = median(row.overlapped_ns for row in rows)
-    covered = median(row.bubble_covered_ns for row in rows)
-    ambiguous = median(row.ambiguous_ns for row in rows)
+    rows = select_full_steps(report.steps)
     estimated = sum(row.estimated for row in rows)
-    axes = "medians (by axis: means). " if list_axes(report) else "medians. "
     memo = (
-        f"{axes}overlapped communication: "
-        f"{units.format_milliseconds(overlapped)}{format_overlap(report)}"
+        "means over ranks and steps. overlapped communication: "
+        f"{units.format_milliseconds(summary.overlapped_ns)}{format_overlap(report)}"
     )
-    if covered:
-        memo += f"; inside the pipeline bubble: {units.format_milliseconds(covered)}"
-    if ambiguous:
-        memo += f"; ambiguous gaps: {units.format_milliseconds(ambiguous)}"
+    rare = {
+        "inside the pipeline bubble": units.format_milliseconds(summary.bubble_covered_ns),
+        "ambiguous gaps": units.format_milliseconds(summary.ambiguous_ns),
+    }
+    memo += "".join(
+        f"; {name}: {time}" for name, time in rare.items() if time != units.format_milliseconds(0)
+    )
     if estimated:
         missing = "(ranks or ends of calls missing)"
         memo += f"; waits of {estimated} of {len(rows)} steps are estimates {missing}"
@@ -261,24 +272,22 @@ _LEAST_BAR = 8
 
 _ANY_WIDTH = 1000
 
-_AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard", None)
+_AXES = ("tp", "cp", "ep", "pp", "dp_replicate", "dp_shard")
 
 
 class BucketTable:
     """The seven buckets: measured, share, model and difference, by axis, and the worst rank.
 
-    model is the mean of the predicted stages. A narrow terminal shows fewer columns, as no number
-    is cut: without the model, which the comparison below has too, or without the axes.
+    Means over ranks and full steps in one unit: the buckets add up to the step, and the axes to
+    their bucket, as printed. model is the mean of the predicted stages. A narrow terminal shows
+    fewer columns, as no number is cut: without the model, which the comparison below has too, or
+    without the axes.
     """
 
-    def __init__(self, report: Report) -> None:
-        model = predict_buckets(report)
-        self._axes = list_axes(report)
-        self._compared = ("model", "diff") if model else ()
-        self._rows = [
-            _build_cells(report, row, self._axes, model)
-            for row in compute_bucket_medians(report.steps)
-        ]
+    def __init__(self, report: Report, summary: Summary | None) -> None:
+        self._axes = [] if summary is None else list_axes(summary)
+        self._compared = ("model", "diff") if report.gap is not None else ()
+        self._rows = [] if summary is None else _build_rows(report, summary, self._axes)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         few = len(self._axes) <= _FEW_AXES
@@ -329,76 +338,85 @@ class _BucketCells:
     worst_with_cause: str
 
 
-def _build_cells(
-    report: Report, row: BucketMedian, axes: Sequence[str | None], model: dict[str, float]
-) -> _BucketCells:
-    median_ns, share = units.format_milliseconds(row.median_ns), units.format_percent(row.share)
-    return _BucketCells(
-        bucket=row.bucket,
-        share=row.share,
-        measured=(median_ns, share),
-        compared=_compare_bucket(row, model),
-        by_axis=tuple(_format_on_axis(report, row.bucket, axis) for axis in axes),
-        worst=_format_worst_rank(report, row, causes=False),
-        worst_with_cause=_format_worst_rank(report, row, causes=True),
-    )
+def _build_rows(report: Report, summary: Summary, axes: Sequence[str | None]) -> list[_BucketCells]:
+    unit_ns = units.choose_part_unit_ns(summary.step_ns)
+    by_axis = [{part.axis: part.ns for part in row.by_axis} for row in summary.buckets]
+    # Axes and buckets are rounded together; a bucket without axes is one part.
+    parts_ns = [
+        [own.get(axis, 0) for axis in axes] if axes and own else [row.mean_ns]
+        for row, own in zip(summary.buckets, by_axis, strict=True)
+    ]
+    counts = iter(round_parts([ns for own in parts_ns for ns in own], unit_ns))
+    shares = round_shares([row.mean_ns for row in summary.buckets])
+    model_ns = predict_buckets(report)
+    model = round_parts([model_ns[bucket] for bucket in BUCKETS], unit_ns) if model_ns else []
+    rows = []
+    for place, row in enumerate(summary.buckets):
+        own_counts = [next(counts) for _ in parts_ns[place]]
+        compared: tuple[str, ...] = ()
+        if model:
+            difference = sum(own_counts) - model[place]
+            compared = (
+                units.format_parts(model[place], unit_ns),
+                units.format_signed_parts(difference, unit_ns),
+            )
+            if not model_ns[row.bucket] and not row.mean_ns:
+                compared = ("", "")
+        on_axes = [""] * len(axes)
+        if axes and by_axis[place]:
+            on_axes = [
+                units.format_parts(count, unit_ns) if axis in by_axis[place] else ""
+                for axis, count in zip(axes, own_counts, strict=True)
+            ]
+        (worst,) = round_parts([row.worst_ns], unit_ns)
+        rows.append(
+            _BucketCells(
+                bucket=row.bucket,
+                share=row.share,
+                measured=(
+                    units.format_parts(sum(own_counts), unit_ns),
+                    units.format_percent(shares[place]),
+                ),
+                compared=compared,
+                by_axis=tuple(on_axes),
+                worst=_format_worst_rank(row, units.format_parts(worst, unit_ns)),
+                worst_with_cause=_format_worst_rank(
+                    row, units.format_parts(worst, unit_ns), report.idle
+                ),
+            )
+        )
+    return rows
 
 
-def predict_buckets(report: Report) -> dict[str, float]:
+def predict_buckets(report: Report) -> dict[str, int]:
     """The predicted time in ns by bucket, the mean of the stages that the recording holds."""
     if report.gap is None:
         return {}
     stages = [stage.predicted.buckets_ns for stage in report.gap.stages]
-    return {
-        name: mean(times) for name, times in zip(BUCKETS, zip(*stages, strict=True), strict=True)
-    }
+    sums = [sum(times) for times in zip(*stages, strict=True)]
+    return dict(zip(BUCKETS, divide_parts(sums, len(stages)), strict=True))
 
 
-def _compare_bucket(row: BucketMedian, model: dict[str, float]) -> tuple[str, ...]:
-    if not model:
-        return ()
-    predicted_ns = model[row.bucket]
-    if not predicted_ns and not row.median_ns:
-        return "", ""
-    difference = units.format_signed_milliseconds(row.median_ns - predicted_ns)
-    return units.format_milliseconds(predicted_ns), difference
-
-
-def _format_worst_rank(report: Report, row: BucketMedian, causes: bool) -> str:
-    """The rank with the most time in a bucket; causes: for idle also its main cause."""
+def _format_worst_rank(row: BucketMean, time: str, idle: Sequence[IdleRow] = ()) -> str:
+    """The rank with the most time in a bucket; of idle time also its main cause, if given."""
     if not row.worst_ns:
         return ""
-    known = [one for one in report.idle if one.rank == row.worst_rank and one.cause != "unknown"]
-    why = (
-        f" ({known[0].cause.replace('_', ' ')})"
-        if row.bucket == "idle" and known and causes
-        else ""
-    )
-    return f"r{row.worst_rank}{why} {units.format_milliseconds(row.worst_ns)}"
+    known = [one for one in idle if one.rank == row.worst_rank and one.cause != "unknown"]
+    why = f" ({known[0].cause.replace('_', ' ')})" if row.bucket == "idle" and known else ""
+    return f"r{row.worst_rank}{why} {time}"
 
 
-def list_axes(report: Report) -> list[str | None]:
-    """The mesh axes on which the run communicates; empty if no group lies along a single axis."""
-    used = {row.axis for row in report.exposed}
-    return [axis for axis in _AXES if axis in used] if used - {None} else []
+def list_axes(summary: Summary) -> list[str | None]:
+    """The mesh axes on which the run communicates, in the order of the columns; empty if no group
+    lies along a single axis."""
+    used = dict.fromkeys(part.axis for row in summary.buckets for part in row.by_axis)
+    # A mesh may have axes of any name, and without their column a row would not add up.
+    named = [*(axis for axis in _AXES if axis in used), *(axis for axis in used if axis)]
+    return [*dict.fromkeys(named), *([None] if None in used else [])] if named else []
 
 
 def _name_axis(axis: str | None) -> str:
     return AXIS_SHORT.get(axis, axis) if axis else "other"
-
-
-def _format_on_axis(report: Report, bucket: str, axis: str | None) -> str:
-    """The mean time a step of the average rank in a communication bucket on one axis."""
-    if bucket not in ("collective", "p2p", "skew", "bubble"):
-        return ""
-    full = {(row.rank, row.step) for row in select_full_steps(report.steps)}
-    parts = (
-        int(getattr(row, f"{bucket}_ns"))
-        for row in report.exposed
-        if row.axis == axis and (row.rank, row.step) in full
-    )
-    total = sum(parts)
-    return units.format_milliseconds(total / len(full)) if total else ""
 
 
 def build_stages_table(report: Report, pipeline: Pipeline) -> Group:
@@ -438,7 +456,7 @@ def _list_ranks_by_stage(report: Report, stages: int) -> list[set[int]]:
 
 def _format_compute(report: Report, ranks: set[int]) -> str:
     times_ns = [row.compute_ns for row in select_full_steps(report.steps) if row.rank in ranks]
-    return units.format_milliseconds(median(times_ns)) if times_ns else ""
+    return units.format_milliseconds(mean(times_ns)) if times_ns else ""
 
 
 def _format_peak(report: Report, ranks: set[int]) -> str:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.analyzer.report.report import Report, compute_step_median_ns, select_full_steps
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
 from stepsplit.collectors.safe_text import escape_controls

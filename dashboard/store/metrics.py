@@ -17,11 +17,10 @@ from sqlalchemy.engine import Connection
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.ops import compute_element_bytes
 from stepsplit.analyzer.regression.compare import MESH_FROM_CALLS
-from stepsplit.analyzer.report.report import (
-    Report,
-    Run,
+from stepsplit.analyzer.report.headline import compute_mean_split
+from stepsplit.analyzer.report.report import Report, Run
+from stepsplit.analyzer.report.step_rows import (
     StepRow,
-    compute_bucket_medians,
     compute_step_median_ns,
     list_full_steps,
     select_full_steps,
@@ -66,17 +65,20 @@ exposed_comm, skew, bubble and idle are shares of the step time, 0..1; bubble_fr
 the schedule; peak_memory_bytes is that of the fullest rank.
 """
 
+BUCKET_COLUMNS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
+"""The columns of a mean step, of a run and of a rank."""
+
 _MAX_RANK = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank of a run: its median full step, and the median of each bucket, in ns."""
+    """One rank of a run: its median full step, and the mean of its full steps, in ns."""
 
     rank: int
     host: str | None
     step_ns: int
-    medians: Split
+    mean: Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class MetricStore:
         return tuple(
             RankRow(
                 row["rank"], row["host"], row["step_ns"],
-                Split(*(row[f"{bucket}_ns"] for bucket in BUCKETS)),
+                Split(*(row[name] for name in BUCKET_COLUMNS)),
             )
             for row in rows
         )  # fmt: skip
@@ -170,12 +172,9 @@ def _build_rank_rows(report: Report) -> Iterator[dict[str, Any]]:
         if rank <= _MAX_RANK:
             host = hosts.get(rank)
             named = None if host is None else clean_text(host, 200)
-            yield {"rank": rank, "host": named, **_collect_medians(steps)}
-
-
-def _collect_medians(steps: Sequence[StepRow]) -> dict[str, int]:
-    buckets = {f"{row.bucket}_ns": row.median_ns for row in compute_bucket_medians(steps)}
-    return {"step_ns": compute_step_median_ns(steps), **buckets}
+            buckets = zip(BUCKET_COLUMNS, compute_mean_split(steps).buckets_ns, strict=True)
+            step_ns = compute_step_median_ns(steps)
+            yield {"rank": rank, "host": named, "step_ns": step_ns, **dict(buckets)}
 
 
 # Headline numbers of a run, for the list of runs.
@@ -183,13 +182,13 @@ def _collect_medians(steps: Sequence[StepRow]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class MedianStep:
-    """The median step of a run, the median of each bucket, and its share of the total time.
+    """The median step of a run, its mean step, and the share of each bucket in the mean step.
 
-    shares are in the order of BUCKETS and add up to one; medians need not add up.
+    shares are in the order of BUCKETS and add up to one.
     """
 
     step_ns: int
-    medians: Split
+    mean: Split
     shares: tuple[float, ...]
 
     def sum_share(self, *buckets: str) -> float:
@@ -200,7 +199,7 @@ class MedianStep:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """Headline numbers of a run; steps is the number of steps in the medians, which are None
+    """Headline numbers of a run; steps is the number of steps in median_step, which is None
     without steps.
 
     bubble_fraction (of the schedule) and mfu are ratios, None if the report has none.
@@ -231,11 +230,9 @@ def build_headline(report: Report) -> Headline:
 
 
 def _compute_median_step(report: Report) -> MedianStep:
-    rows = compute_bucket_medians(report.steps)
-    medians = Split(*(row.median_ns for row in rows))
-    return MedianStep(
-        compute_step_median_ns(report.steps), medians, tuple(row.share for row in rows)
-    )
+    mean = compute_mean_split(select_full_steps(report.steps))
+    shares = tuple(ns / (mean.step_ns or 1) for ns in mean.buckets_ns)
+    return MedianStep(compute_step_median_ns(report.steps), mean, shares)
 
 
 def _format_mesh(report: Report) -> str | None:

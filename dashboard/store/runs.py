@@ -23,6 +23,7 @@ from stepsplit.dashboard.store.database import (
     clean_text,
 )
 from stepsplit.dashboard.store.metrics import (
+    BUCKET_COLUMNS,
     CheckRow,
     Headline,
     JobFingerprint,
@@ -353,8 +354,6 @@ def explain_no_retry(run: RunRow) -> str:
 
 State = Literal["uploading", "queued", "running", "done", "failed"]
 
-_MEDIANS = tuple(f"{bucket}_ns" for bucket in BUCKETS)
-
 _SHARES = tuple(f"{bucket}_share" for bucket in BUCKETS)
 
 
@@ -453,16 +452,16 @@ def build_columns(headline: Headline) -> dict[str, Any]:
 def _build_median_columns(middle: MedianStep | None) -> dict[str, int | float]:
     if middle is None:
         return {}
-    medians = zip(_MEDIANS, middle.medians.buckets_ns, strict=True)
+    means = zip(BUCKET_COLUMNS, middle.mean.buckets_ns, strict=True)
     shares = zip(_SHARES, middle.shares, strict=True)
-    return {"step_ns": middle.step_ns, **dict(medians), **dict(shares)}
+    return {"step_ns": middle.step_ns, **dict(means), **dict(shares)}
 
 
 def _read_headline(row: Row[Any]) -> Headline:
     middle = None
     if row.step_ns is not None:
-        medians = Split(*(row._mapping[name] for name in _MEDIANS))
-        middle = MedianStep(row.step_ns, medians, tuple(row._mapping[name] for name in _SHARES))
+        mean = Split(*(row._mapping[name] for name in BUCKET_COLUMNS))
+        middle = MedianStep(row.step_ns, mean, tuple(row._mapping[name] for name in _SHARES))
     return Headline(
         row.world_size, row.mesh, row.backend, middle, row.steps, row.warnings,
         row.bubble_fraction, row.mfu,

@@ -24,7 +24,8 @@ from werkzeug.exceptions import NotFound
 
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.model.prediction_process import NoPrediction
-from stepsplit.analyzer.report.report import Report, Run, StepRow
+from stepsplit.analyzer.report.report import Report, Run
+from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.dashboard.figures.communication import BandwidthPoint, draw_bandwidth
 from stepsplit.dashboard.figures.run import draw_split_by_rank
 from stepsplit.dashboard.pages.compare import (

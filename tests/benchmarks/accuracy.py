@@ -23,7 +23,7 @@ from support.ground_truth import Trial, first_blamed, trial
 from benchmarks.peers import PeerSplit, hta_split, tracelens_split
 from benchmarks.table import in_markdown
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.report.report import StepRow, select_full_steps
+from stepsplit.analyzer.report.step_rows import StepRow, select_full_steps
 
 NAMES = (
     "tp", "tp_slow_rank", "ddp_two_hosts", "ddp_host_stall", "fsdp_four_hosts", "cp_ring",

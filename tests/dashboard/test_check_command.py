@@ -17,7 +17,8 @@ from support.store_builders import Serving
 from stepsplit.analyzer.analysis import check_runs
 from stepsplit.analyzer.regression.checks import from_json
 from stepsplit.analyzer.regression.metrics import CallMetrics, read_baseline, to_json
-from stepsplit.analyzer.report.report import Report, StepRow
+from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.verdict import build_verdict_screen
 from stepsplit.dashboard.store.runs import Tag

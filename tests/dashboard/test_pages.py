@@ -22,9 +22,9 @@ from stepsplit.analyzer.report.report import (
     MemoryRow,
     Report,
     Run,
-    StepRow,
     WarningRow,
 )
+from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.compare import compare_page
 from stepsplit.dashboard.pages.components import (

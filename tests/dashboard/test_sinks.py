@@ -19,7 +19,7 @@ from support.watch_builders import MS, batch, minutes_ago, rank_sample, sample, 
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import compute_step_median_ns
+from stepsplit.analyzer.report.step_rows import compute_step_median_ns
 from stepsplit.analyzer.watch.records import WatchBatch
 from stepsplit.collectors.log_to import EXAMPLES, STEP, SinkName, parse_sinks
 from stepsplit.dashboard import cli

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -16,9 +15,9 @@ from support.report_builders import analysis
 from support.turns import PAGES
 
 from stepsplit.analyzer import examine
+from stepsplit.analyzer.report.headline import compute_mean_step_ns, round_shares, summarize
 from stepsplit.analyzer.report.io import from_json
-from stepsplit.analyzer.report.report import compute_step_median_ns
-from stepsplit.analyzer.units import format_milliseconds, format_percent
+from stepsplit.analyzer.units import choose_part_unit_ns, format_parts, format_percent
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.html_export import export_html
@@ -153,15 +152,17 @@ def test_the_overviews_numbers_are_the_reports(shared: Shared, browser) -> None:
 
     shown = dict(zip(page.locator(".number .label").all_inner_texts(),
                      page.locator(".number .value").all_inner_texts(), strict=True))  # fmt: skip
-    full = [row for row in report.steps if row.kind == "full"]
-    total = sum(row.step_ns for row in full)
-    waits = sum(row.collective_ns + row.p2p_ns + row.skew_ns for row in full)
+    summary = summarize(report.steps, report.exposed)
+    compute, collective, p2p, skew, bubble, *others = round_shares(
+        [row.mean_ns for row in summary.buckets]
+    )
+    unit_ns = choose_part_unit_ns(summary.step_ns)
     assert shown == {
-        "median step": format_milliseconds(median(row.step_ns for row in full)),
-        "compute": format_percent(sum(row.compute_ns for row in full) / total),
-        "collective": format_percent(waits / total),
-        "bubble": format_percent(sum(row.bubble_ns for row in full) / total),
-        "other": format_percent(sum(row.copy_ns + row.idle_ns for row in full) / total),
+        "mean step": format_parts(round(summary.step_ns / unit_ns), unit_ns),
+        "compute": format_percent(compute),
+        "collective": format_percent(collective + p2p + skew),
+        "bubble": format_percent(bubble),
+        "other": format_percent(sum(others)),
         "bubble_fraction": format_percent(report.pipeline.bubble_fraction),
         "MFU": format_percent(report.mfu),
     }
@@ -434,7 +435,9 @@ def test_a_recording_by_hand_ends_as_its_golden_report(browser, tmp_path: Path) 
         run_id = page.url.rpartition("/")[2]
         made = page.request.get(f"{dashboard.url}/api/v1/runs/{run_id}/report.json").body()
 
-    assert shown == format_milliseconds(compute_step_median_ns(golden.steps))
+    step_ns = compute_mean_step_ns(golden.steps)
+    unit_ns = choose_part_unit_ns(step_ns)
+    assert shown == format_parts(round(step_ns / unit_ns), unit_ns)
     assert from_json(made, "made").steps == golden.steps
     assert (watch.errors, watch.hosts) == ([], {"127.0.0.1"})
 

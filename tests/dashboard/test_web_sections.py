@@ -12,14 +12,8 @@ from dash.development.base_component import Component
 from support.cases import for_each
 from support.report_builders import MS, analysis
 
-from stepsplit.analyzer.report.report import (
-    BlameRow,
-    ContentionRow,
-    GroupRow,
-    IdleRow,
-    Report,
-    compute_step_median_ns,
-)
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
+from stepsplit.analyzer.report.report import BlameRow, ContentionRow, GroupRow, IdleRow, Report
 from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
 from stepsplit.analyzer.split.critical_path import PathPart, PathStep
@@ -363,10 +357,10 @@ def test_blame_is_a_mean_over_ranks_and_full_steps() -> None:
 
 def test_a_path_that_is_longer_than_a_step_says_why() -> None:
     report = analysis().report
-    step_ns = compute_step_median_ns(report.steps)
+    step_ns = compute_mean_step_ns(report.steps)
     part, step = PathPart(1, 0, "compute", None, 2 * step_ns), PathStep(1, 0, 2 * step_ns, 0, 0)
     longer = with_rows(critical_path=(part,), path_steps=(step,))
 
     [section] = build_critical_path(seen(longer))
 
-    assert f"longer than a rank's median step ({format_milliseconds(step_ns)})" in text(section)
+    assert f"longer than a rank's mean step ({format_milliseconds(step_ns)})" in text(section)

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
+from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import extract_job, extract_prediction, from_json, to_json
-from stepsplit.analyzer.report.report import compute_step_median_ns
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.terminal import build_gap_section
 
@@ -47,7 +47,7 @@ def test_mfu_is_the_models_flops_in_the_measured_time(run_file: Path) -> None:
     predicted = extract_prediction(report)
     assert predicted is not None
     assert predicted.mfu is not None
-    mfu = predicted.mfu * predicted.split.step_ns / compute_step_median_ns(report.steps)
+    mfu = predicted.mfu * predicted.split.step_ns / compute_mean_step_ns(report.steps)
     assert report.mfu == pytest.approx(mfu)
 
 

@@ -7,15 +7,8 @@ from typing import Any
 from support.report_builders import analysis
 
 from stepsplit.analyzer.report.explain import LargeBucket, list_unexplained_buckets
-from stepsplit.analyzer.report.report import (
-    BlameRow,
-    ExposedRow,
-    Finding,
-    GroupRow,
-    IdleRow,
-    Report,
-    StepRow,
-)
+from stepsplit.analyzer.report.report import BlameRow, Finding, GroupRow, IdleRow, Report
+from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
 from stepsplit.analyzer.split.kernels import KernelFamily
 

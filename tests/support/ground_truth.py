@@ -19,7 +19,7 @@ from simulator.truth import TrueSplit, truth_of
 
 from stepsplit.analyzer import Report, analyze
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.report.report import StepRow
+from stepsplit.analyzer.report.step_rows import StepRow
 
 SEED = int(os.environ.get("STEPSPLIT_SEED") or 1)
 """The same in every run, unless STEPSPLIT_SEED names another."""

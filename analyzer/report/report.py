@@ -688,15 +688,13 @@ def build_mean_frame(report: Report) -> pd.DataFrame:
     buckets = summary.buckets if summary else ()
     times = round_parts([one.mean_ns for one in buckets], unit_ns)
     shares = round_shares([one.mean_ns for one in buckets])
-    rows = [
-        (
-            one.bucket,
-            units.format_parts(time, unit_ns),
-            units.format_percent(share),
-            f"{one.worst_rank} ({units.format_parts(round(one.worst_ns / unit_ns), unit_ns)})",
+    rows = []
+    for one, time, share in zip(buckets, times, shares, strict=True):
+        (worst,) = round_parts([one.worst_ns], unit_ns)
+        shown = units.format_parts(time, unit_ns), units.format_percent(share)
+        rows.append(
+            (one.bucket, *shown, f"{one.worst_rank} ({units.format_parts(worst, unit_ns)})")
         )
-        for one, time, share in zip(buckets, times, shares, strict=True)
-    ]
     columns = ["bucket", "mean of full steps", "share", "worst rank"]
     return pd.DataFrame(rows, columns=columns).set_index("bucket")
 

@@ -83,6 +83,10 @@ class Value(Struct, frozen=True):
     value: float
 
 
+CallKind = tuple[str, str, str | None, int | None]
+"""Axis, op, dtype and message_bytes."""
+
+
 class CallMetrics(Struct, frozen=True):
     """The calls of one kind per full step over all recorded ranks, and the medians of one call.
 
@@ -97,6 +101,10 @@ class CallMetrics(Struct, frozen=True):
     varies: bool
     transfer_ns: int
     wait_ns: int
+
+    @property
+    def kind(self) -> CallKind:
+        return self.axis, self.op, self.dtype, self.message_bytes
 
 
 class BucketTime(Struct, frozen=True):

@@ -11,14 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import (
-    SIGMA_OF_MAD,
-    first_rows,
-    group_ids,
-    group_max,
-    group_median,
-    list_distinct,
-)
+from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_median, list_distinct
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
 from stepsplit.analyzer.trace import OP_CODE, Int64, Note, RankTrace, compute_start_offsets_ns
 

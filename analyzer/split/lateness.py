@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt, lgamma, log, log1p
+from math import log
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids
+from stepsplit.analyzer.arrays import first_rows, group_ids
 from stepsplit.analyzer.buckets import StepSplit
+from stepsplit.analyzer.significance import SIGMA_OF_MAD, compute_last_p_value
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
@@ -163,7 +164,7 @@ def _build_row(
     late = arrivals.late_ns[rows][arrivals.last[rows]]
     members, last = int(arrivals.members[rows[0]]), len(late)
     median, total = int(np.median(late)) if last else 0, int(late.sum())
-    chance = None if message else compute_p_value(last, len(rows), members)
+    chance = None if message else compute_last_p_value(last, len(rows), members)
     straggles = (
         chance is not None
         and chance < _MAX_P_VALUE
@@ -179,24 +180,6 @@ def _is_late_in_most_steps(step: Int64, last: Bool, members: int) -> bool:
     calls = np.bincount(step + 1)
     often = np.bincount(step[last] + 1, minlength=len(calls)) * members > calls
     return 2 * int(often.sum()) > int((calls > 0).sum())
-
-
-def compute_p_value(last: int, calls: int, members: int) -> float:
-    """The probability of arriving last at least this often, for equal members.
-
-    The upper tail of the binomial distribution with probability 1 / members; 1 at or below its
-    mean. To 9 digits: further ones of numpy's logarithms depend on the processor.
-    """
-    if last * members <= calls:
-        return 1.0
-    odds = 1 / (members - 1)
-    first = (
-        lgamma(calls + 1) - lgamma(last + 1) - lgamma(calls - last + 1)
-        - last * log(members) + (calls - last) * log1p(-1 / members)
-    )  # fmt: skip
-    more = np.arange(last, min(calls, last + 40 * (isqrt(calls) + 1)))
-    terms = np.concatenate(([0.0], np.cumsum(np.log((calls - more) / (more + 1) * odds))))
-    return min(1.0, float(f"{np.exp(first + terms).sum():.9g}"))
 
 
 # Ranks that are slower than their peers on the same kernels.

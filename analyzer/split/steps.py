@@ -12,8 +12,9 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_max, list_distinct
+from stepsplit.analyzer.arrays import group_ids, group_max, list_distinct
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Kind, StepSplit
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.classify import (
     collect_launches,
     find_lost_steps,

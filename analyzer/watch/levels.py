@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, Split
+from stepsplit.analyzer.significance import compute_median_and_mad, compute_weighted_median
 from stepsplit.analyzer.units import (
     format_milliseconds,
     format_signed_milliseconds,
@@ -91,8 +92,7 @@ def find_change(points: Sequence[Point]) -> OnlineChange | None:
     values_ns = [each.value_ns for each in reference]
     n_medians = len(values_ns) - RECENT_POINTS + 1
     medians = [median(values_ns[i : i + RECENT_POINTS]) for i in range(n_medians)]
-    usual = median(medians)
-    mad = median(abs(each - usual) for each in medians)
+    _, mad = compute_median_and_mad(medians)
     widening = sqrt(REFERENCE_POINTS / len(reference))
     return _compare_with_recent(points, reference, mad, widening)
 
@@ -172,7 +172,7 @@ class StepLevel(Struct, frozen=True):
         windows = (*self.windows, window)
         if sum(each.steps for each in windows) < max(point_steps, POINT_STEPS):
             return replace(self, windows=windows), None
-        step_ns = _find_weighted_median(windows, "median_step_ns")
+        step_ns = _find_median(windows, "median_step_ns")
         point = Point(windows[0].first_step, windows[0].start_unix_ns, step_ns, step_ns)
         level, change = self.level.add(point)
         return replace(self, windows=(), level=level), change
@@ -205,15 +205,10 @@ def describe_step_change(change: OnlineChange) -> str:
     return f"steps take {after} since step {change.step}, {before} before ({growth})"
 
 
-def _find_weighted_median(windows: Sequence[RankWindow], name: str) -> float:
+def _find_median(windows: Sequence[RankWindow], name: str) -> float:
     """The median of this number of the windows, each as often as it has steps."""
-    ordered = sorted((getattr(each, name), each.steps) for each in windows)
-    half, passed = sum(steps for _, steps in ordered) / 2, 0
-    for value, steps in ordered:
-        passed += steps
-        if passed >= half:
-            return float(value)
-    return 0.0
+    steps = [each.steps for each in windows]
+    return float(compute_weighted_median([getattr(each, name) for each in windows], steps))
 
 
 # The lateness of the ranks of a host, by their local times.
@@ -283,8 +278,8 @@ class HostLateness(Struct, frozen=True):
         first = next(iter(taken.values()))
         if not all(each.local_ns for own in taken.values() for each in own):
             return self, []
-        local = {rank: _find_weighted_median(own, "local_ns") for rank, own in taken.items()}
-        step_ns = median(_find_weighted_median(own, "median_step_ns") for own in taken.values())
+        local = {rank: _find_median(own, "local_ns") for rank, own in taken.items()}
+        step_ns = median(_find_median(own, "median_step_ns") for own in taken.values())
         usual = median_low(local.values())
         at = first[0].first_step, first[0].start_unix_ns
         host, drifts = _find_drift(None, self.host, Point(*at, usual, step_ns))

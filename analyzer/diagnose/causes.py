@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_mean
+from stepsplit.analyzer.arrays import group_ids, group_mean
 from stepsplit.analyzer.diagnose.comm_causes import (
     TokenExchanges,
     find_extra_reductions,
@@ -39,6 +39,7 @@ from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit

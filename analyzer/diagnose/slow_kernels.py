@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows
+from stepsplit.analyzer.arrays import first_rows
 from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split.steps import Steps

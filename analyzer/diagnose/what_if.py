@@ -51,6 +51,7 @@ from stepsplit.analyzer.model.schedule import (
 )
 from stepsplit.analyzer.model.schedule_graph import Costs, ScheduleTimeline, build_graph, simulate
 from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
+from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
@@ -389,8 +390,12 @@ def _scale_replicas(context: ReplayContext, times: int) -> DependencyGraph:
     kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
     if not len(kernels):
         raise UsageError("cannot change replicas: the recording has no data-parallel communication")
-    share, then = ((n - 1) / n for n in (ranks, ranks * times))
-    return scale_transfers(context.graph, kernels, then / share)
+    longer = {
+        n: compute_busbw_factor("all_gather", n * times) / compute_busbw_factor("all_gather", n)
+        for n in set(ranks.tolist())
+    }
+    scale = np.array([longer[n] for n in ranks.tolist()])
+    return scale_transfers(context.graph, kernels, scale)
 
 
 def _merge_buckets(context: ReplayContext, count: int) -> DependencyGraph:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_median, list_distinct
+from stepsplit.analyzer.arrays import group_ids, group_median, list_distinct
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.trace import Int64
 
 

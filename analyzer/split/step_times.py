@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD
 from stepsplit.analyzer.buckets import BUCKETS, WAITS, StepSplit
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.trace import Int64
 
 MIN_STEPS = 6

@@ -305,7 +305,7 @@ def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
     """Prints or writes the budgets that as many equal runs would pass."""
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
     from stepsplit.analyzer.regression.checks import parse_budgets
-    from stepsplit.analyzer.regression.statistics import propose_budgets
+    from stepsplit.analyzer.regression.samples import propose_budgets
 
     budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
     if out is not None:

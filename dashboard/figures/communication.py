@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from statistics import median
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD
 from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.report.tables import Waits
+from stepsplit.analyzer.significance import SIGMA_OF_MAD, compute_median_and_mad
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
 from stepsplit.dashboard.figures import theme
@@ -334,8 +333,8 @@ def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | No
         return None
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
-    middle = median(near)
-    spread = _BAND_SDS * SIGMA_OF_MAD * median(abs(value - middle) for value in near)
+    middle, mad = compute_median_and_mad(near)
+    spread = _BAND_SDS * SIGMA_OF_MAD * mad
     lowest = 0.0 if min(near) >= 0 else -inf
     return TypicalRange(middle, max(lowest, middle - spread), middle + spread)
 

@@ -19,7 +19,7 @@ from stepsplit.analyzer.regression.checks import (
     ShiftedMetric,
 )
 from stepsplit.analyzer.regression.metrics import Unit, require_metric
-from stepsplit.analyzer.regression.statistics import MOST_RUNS
+from stepsplit.analyzer.significance import MOST_RUNS
 from stepsplit.collectors.safe_io.safe_text import (
     escape_controls,
     escape_json,

@@ -10,7 +10,7 @@ import pytest
 from support.builders import GpuTrace
 
 from stepsplit.analyzer import Lateness, analyze
-from stepsplit.analyzer.diagnose.late_arrivals import compute_p_value
+from stepsplit.analyzer.significance import compute_last_p_value
 
 PAIR = [("0", "mesh_tp", [0, 1])]
 Groups = list[tuple[str, str, list[int]]]
@@ -130,10 +130,10 @@ def test_calls_with_a_missing_member_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("last", "calls", "members"), [(5, 6, 2), (9, 20, 4), (20, 20, 8)])
 def test_the_chance_is_the_upper_tail_of_the_binomial(last: int, calls: int, members: int) -> None:
     ways = sum(comb(calls, k) * (members - 1) ** (calls - k) for k in range(last, calls + 1))
-    assert compute_p_value(last, calls, members) == pytest.approx(ways / members**calls)
+    assert compute_last_p_value(last, calls, members) == pytest.approx(ways / members**calls)
 
 
 def test_the_chance_of_many_calls_has_the_tail_of_the_normal_distribution() -> None:
     """Four standard deviations above the mean of a million calls on two members: 500 each."""
-    assert compute_p_value(502_000, 1_000_000, 2) == pytest.approx(3.18e-5, rel=0.01)
-    assert compute_p_value(500_000, 1_000_000, 2) == 1.0
+    assert compute_last_p_value(502_000, 1_000_000, 2) == pytest.approx(3.18e-5, rel=0.01)
+    assert compute_last_p_value(500_000, 1_000_000, 2) == 1.0

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, first_rows, group_ids, group_max, group_rows
+from stepsplit.analyzer.arrays import first_rows, group_ids, group_max, group_rows
 from stepsplit.analyzer.buckets import TRANSFERS, WAITS, Bucket
 from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     LAUNCH_LATENCY_NS,
@@ -29,6 +29,7 @@ from stepsplit.analyzer.diagnose.graph.dependency_graph import (
     DependencyGraph,
 )
 from stepsplit.analyzer.diagnose.graph.topological_order import Levels
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow

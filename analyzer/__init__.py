@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import Band, Communication, Prediction, StageMemory
     from stepsplit.analyzer.model.rank_layout import GroupPlacement
+    from stepsplit.analyzer.readers.any_file import FileRead, read_files
     from stepsplit.analyzer.readers.execution_trace import ExecutionTrace, Nodes
     from stepsplit.analyzer.readers.flight_recorder import (
         FlightDump,
@@ -106,7 +107,6 @@ if TYPE_CHECKING:
         TopologyLink,
         TreeNode,
     )
-    from stepsplit.analyzer.readers.registry import FileRead, read_files
     from stepsplit.analyzer.readers.training_log import TrainLog
     from stepsplit.analyzer.readers.training_log_formats import RankMemory, TrainSteps, TrainTimers
     from stepsplit.analyzer.readers.workers import Progress
@@ -429,7 +429,7 @@ _HOME = {
     "FamilyChange": "regression.compare",
     "FindingChange": "regression.compare",
     "FamilyRule": "readers.kernel_rules",
-    "FileRead": "readers.registry",
+    "FileRead": "readers.any_file",
     "Finding": "report.report",
     "FlightDump": "readers.flight_recorder",
     "FlightEntry": "readers.flight_recorder",
@@ -553,7 +553,7 @@ _HOME = {
     "find_hang": "diagnose.hang",
     "plan": "model.plan",
     "predict": "model.predict",
-    "read_files": "readers.registry",
+    "read_files": "readers.any_file",
     "read_job": "model.config_file",
     "read_rates": "model.predict",
     "read_rules": "readers.kernel_rules",

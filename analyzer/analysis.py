@@ -12,12 +12,8 @@ from msgspec.structs import replace
 from stepsplit.analyzer.diagnose.diagnosis import diagnose
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.recording import (
-    Recording,
-    open_recording,
-    read_recording,
-    read_recording_files,
-)
+from stepsplit.analyzer.readers.recording import Recording, read_recording, read_recording_files
+from stepsplit.analyzer.readers.recording_files import open_recording
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
 from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report

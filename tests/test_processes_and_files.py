@@ -34,7 +34,7 @@ SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run/user")
 """Folders that others may write to, in texts."""
 
 REASONS: dict[str, dict[str, str]] = {
-    "analyzer/analysis.py": {
+    "analyzer/diagnose/diagnosis.py": {
         "_return_freed_memory ctypes.CDLL": "this process itself",
     },
     "analyzer/model/prediction_process.py": {

@@ -39,8 +39,8 @@ from stepsplit.analyzer.diagnose.hang_result import (
 )
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import list_files, open_unpacked
+from stepsplit.analyzer.readers.file_kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.flight_recorder import FlightDump, read_dump
-from stepsplit.analyzer.readers.kinds import FLIGHT, find_kinds
 from stepsplit.analyzer.readers.nccl.inspector import (
     RasCommunicator,
     RasMissingRank,

@@ -23,7 +23,7 @@ from stepsplit.analyzer.readers.flight_recorder import (
     Frame,
     parse_entry_op,
 )
-from stepsplit.analyzer.readers.recording import MAX_RANKS
+from stepsplit.analyzer.readers.rank_traces import MAX_RANKS
 from stepsplit.analyzer.trace import Group
 
 # The wait-for graph: the ranks at which the chains of waits end.

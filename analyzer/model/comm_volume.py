@@ -329,7 +329,7 @@ EVERY_MICROBATCH = ("deepspeed", "zero-paper")
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class GradientBucket:
     """count buckets with so many parameters each."""
 
     count: int
@@ -386,7 +386,7 @@ def has_weight_broadcast(job: JobConfig) -> bool:
 
 
 def _list_gradient_ops(
-    job: JobConfig, stage: int, bucket: Bucket, axis: str, ranks: int
+    job: JobConfig, stage: int, bucket: GradientBucket, axis: str, ranks: int
 ) -> list[CommOp]:
     zero, size = job.parallel.zero, bucket.parameters * job.training.gradient_bytes
     name = f"zero-{zero}" if zero else "ddp"
@@ -421,7 +421,7 @@ def is_reduced_every_microbatch(job: JobConfig) -> bool:
     return job.parallel.zero == 2 and job.training.framework in EVERY_MICROBATCH
 
 
-def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, ...]:
+def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[GradientBucket, ...]:
     """Splits a rank's parameters into the framework's buckets.
 
     Real buckets end at tensor boundaries, so there are slightly fewer of them.
@@ -429,7 +429,7 @@ def split_buckets(job: JobConfig, parameters: int, ranks: int) -> tuple[Bucket, 
     first, each = _find_bucket_capacity(job, ranks)
     head = min(first, parameters)
     count, rest = divmod(parameters - head, each) if each else (0, parameters - head)
-    found = (Bucket(1, head), Bucket(count, each), Bucket(1, rest))
+    found = (GradientBucket(1, head), GradientBucket(count, each), GradientBucket(1, rest))
     return tuple(bucket for bucket in found if bucket.count and bucket.parameters)
 
 

@@ -380,9 +380,9 @@ def _read_transfer(table: TomlTable) -> TransferSweep:
 
 def _read_measured(paths: list[Path], ranks_per_node: int) -> Rates:
     """Read the files. The readers import numpy, so they are imported only here."""
+    from stepsplit.analyzer.readers.any_file import read_files
     from stepsplit.analyzer.readers.nccl.nccl_tests import Sweeps
     from stepsplit.analyzer.readers.nccl.records import NcclLog
-    from stepsplit.analyzer.readers.registry import read_files
 
     rates = Rates()
     for path in paths:

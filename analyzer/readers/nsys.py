@@ -52,6 +52,22 @@ _MAX_RANKS = 10_000_000
 _MAX_ENVIRONMENT = 1 << 20
 
 
+_MAGIC = b"SQLite format 3\0"
+
+_TABLES = re.compile(rb"CREATE TABLE \W?(StringIds|NVTX_EVENTS|TARGET_INFO_|ENUM_NSYS_|META_DATA_)")
+
+
+def is_nsys_export(head: bytes) -> bool:
+    """Whether the bytes are the beginning of an Nsight Systems export: SQLite with its tables.
+
+    Also true if the schema is so long that it is not within these bytes.
+    """
+    if not head.startswith(_MAGIC):
+        return False
+    is_elsewhere = head[100:101] == b"\x05" and b"CREATE " not in head
+    return is_elsewhere or _TABLES.search(head) is not None
+
+
 def read_nsys(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace, ...]:
     """The traces of the export in rank order, at least one.
 

@@ -85,12 +85,13 @@ def write_table(path: Path, trace: RankTrace) -> None:
     write_events(path, trace.events, trace.shapes, msgspec.msgpack.encode(data), packed=True)
 
 
-def read_table(source: Source, rules: Rules = BUILT_IN) -> RankTrace | None:
+def read_rank_table(source: Source, rules: Rules = BUILT_IN) -> tuple[RankTrace] | None:
     """Reads the trace of a rank, whose kernels the rules classify; None for a Parquet file of
     something else. Raises DataError."""
     try:
         with source.open_local() as path:
-            return _read(path, EventClassifier(rules))
+            trace = _read(path, EventClassifier(rules))
+            return None if trace is None else (trace,)
     except (OSError, ValueError, KeyError, OverflowError, msgspec.MsgspecError) as error:
         raise DataError(source.where, f"not a rank table ({error})", _HINT) from None
 

@@ -1,4 +1,4 @@
-"""How a file of each kind is copied; files of other kinds are left out."""
+"""How a file is copied, by the key that its entry in readers/file_kinds.py names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import msgspec
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError, parse_toml, write
 from stepsplit.analyzer.readers.compression import open_unpacked
 from stepsplit.analyzer.readers.flight_recorder import decode_dump
-from stepsplit.analyzer.readers.kinds import FLIGHT, RECORD, TRACE
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.readers.pickle import read_whole
 from stepsplit.analyzer.readers.sources import Source
@@ -23,19 +22,15 @@ from stepsplit.analyzer.redact.fields import FLIGHT_FIELDS, JOB_FIELDS, RECORD_F
 from stepsplit.analyzer.redact.forms import Fields, Texts, copy_object
 from stepsplit.analyzer.redact.nccl_log import copy_nccl_log
 from stepsplit.analyzer.redact.trace import copy_trace
-from stepsplit.collectors.formats.run_spec import RUN_FILE
-
-JOB, LOG = "job.toml", "NCCL log"
 
 _MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """How a kind of file is copied: the begin and the end of a numbered file's name, and the
-    function that writes the copy and returns the number of dropped lines."""
+    """How a kind of file is copied: the end of a numbered file's name, and the function that writes
+    the copy and returns the number of dropped lines."""
 
-    stem: str
     ending: str
     write: Callable[[Source, Path, Texts], int | None]
 
@@ -82,10 +77,11 @@ def _format_toml_value(value: Any) -> str:
 
 
 COPIES: Mapping[str, Copy] = {
-    TRACE.name: Copy("trace", ".json.gz", copy_trace),
-    RUN_FILE: Copy("run", ".json", partial(_copy_json, RUN_FIELDS)),
-    RECORD.name: Copy("record", ".json", partial(_copy_json, RECORD_FIELDS)),
-    FLIGHT.name: Copy("flight", ".json.gz", _copy_dump),
-    LOG: Copy("nccl", ".log", copy_nccl_log),
-    JOB: Copy("job", ".toml", _copy_job),
+    "trace": Copy(".json.gz", copy_trace),
+    "run": Copy(".json", partial(_copy_json, RUN_FIELDS)),
+    "record": Copy(".json", partial(_copy_json, RECORD_FIELDS)),
+    "flight": Copy(".json.gz", _copy_dump),
+    "nccl": Copy(".log", copy_nccl_log),
+    "job": Copy(".toml", _copy_job),
 }
+"""The key begins the name of a numbered file."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from stepsplit.analyzer.errors import DataError, UsageError, make_write_error
 from stepsplit.analyzer.readers.compression import list_files
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
-from stepsplit.analyzer.readers.recording import check_outside
+from stepsplit.analyzer.readers.reduction import check_outside
 from stepsplit.analyzer.redact.copies import COPIES
 from stepsplit.analyzer.redact.file_names import plan_copies
 from stepsplit.analyzer.redact.forms import Texts
@@ -73,7 +73,7 @@ def redact_recording(
     with list_files([str(place) for place in places]) as sources, whole_folder(out) as draft:
         planned, left_out = plan_copies(sources, [Path(place) for place in places])
         for one in planned:
-            dropped = COPIES[one.kind].write(one.source, draft / one.name, texts)
+            dropped = COPIES[one.kind.redact_as].write(one.source, draft / one.name, texts)
             if dropped:
                 left_out.append((one.source.where, f"{dropped:,} lines that are no known message"))
         if not planned:

@@ -253,7 +253,7 @@ def export_command(
 
 
 def _warn_of_skipped(notes: Iterable[Note | WarningRow]) -> None:
-    from stepsplit.analyzer.readers.recording import SKIPPED
+    from stepsplit.analyzer.readers.recording_files import SKIPPED
 
     for note in notes:
         if note.code == SKIPPED:
@@ -312,7 +312,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
     travel, and analyze makes of them the report that it makes of the traces.
     """
     from stepsplit.analyzer import units
-    from stepsplit.analyzer.readers.recording import reduce_recording
+    from stepsplit.analyzer.readers.reduction import reduce_recording
     from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
     with show_reading_bar() as progress:

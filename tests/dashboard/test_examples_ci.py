@@ -12,7 +12,7 @@ import pytest
 from support.gate_builders import run
 from support.required import absent
 
-from stepsplit.analyzer.regression.checks import read_budgets
+from stepsplit.analyzer.regression.checks import parse_budgets
 from stepsplit.analyzer.regression.metrics import to_json
 
 CI = Path(__file__).parents[2] / "examples" / "ci"
@@ -114,6 +114,6 @@ def test_the_workflow_uses_the_action_as_it_is() -> None:
 
 
 def test_the_budgets_are_budgets() -> None:
-    assert [budget.metric for budget in read_budgets(CI / "budgets.toml")] == [
+    assert [budget.metric for budget in parse_budgets([str(CI / "budgets.toml")])] == [
         "calls", "bytes", "exposed_comm", "bubble", "peak_memory",
     ]  # fmt: skip

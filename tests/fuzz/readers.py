@@ -21,8 +21,8 @@ with atheris.instrument_imports(include=["stepsplit"]):
     from stepsplit.analyzer.analysis import examine
     from stepsplit.analyzer.errors import StepsplitError
     from stepsplit.analyzer.model.config_file import parse_job
+    from stepsplit.analyzer.readers.any_file import read_files
     from stepsplit.analyzer.readers.kernel_rules import read_rules
-    from stepsplit.analyzer.readers.registry import read_files
     from stepsplit.analyzer.report.io import from_json
     from stepsplit.collectors.formats import run_spec
 

@@ -19,7 +19,8 @@ from benchmarks.fleet import Fleet, run_fleet, write_fleet
 from stepsplit.analyzer import RankTrace
 from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.readers import event_store, workers
-from stepsplit.analyzer.readers.recording import read_recording, reduce_recording
+from stepsplit.analyzer.readers.recording import read_recording
+from stepsplit.analyzer.readers.reduction import reduce_recording
 from stepsplit.analyzer.report.io import save
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

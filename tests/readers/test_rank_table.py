@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from stepsplit.analyzer import DataError, Report, analyze
+from stepsplit.analyzer.readers.any_file import read_files
 from stepsplit.analyzer.readers.events_file import EventsFile, write_events
 from stepsplit.analyzer.readers.kernel_rules import read_rules
-from stepsplit.analyzer.readers.recording import reduce_recording
-from stepsplit.analyzer.readers.registry import read_files
+from stepsplit.analyzer.readers.reduction import reduce_recording
 from stepsplit.analyzer.trace import Events, Lane, Shapes
 from stepsplit.dashboard.cli import stepsplit
 

@@ -23,7 +23,7 @@ from support.nsys_builders import Export
 from support.reading import on_disk
 
 from stepsplit.analyzer import DataError, KinetoFile, analyze
-from stepsplit.analyzer.readers.kinds import find_kinds
+from stepsplit.analyzer.readers.file_kinds import find_kinds, list_formats
 from stepsplit.analyzer.readers.kineto import json_stream
 from stepsplit.analyzer.readers.kineto.json_stream import split_ranges
 from stepsplit.analyzer.readers.kineto.trace_file import (
@@ -33,7 +33,6 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_range,
 )
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.readers.registry import KINDS
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 HOSTILE = (
@@ -193,7 +192,7 @@ def traces_read(file: Path) -> bool:
 
 
 def anything_read(file: Path) -> bool:
-    return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file), KINDS)])
+    return bool([kind.read(on_disk(file)) for kind in find_kinds(on_disk(file), list_formats())])
 
 
 FEW = [pytest.param(1, 50), pytest.param(2 + SEED % PART, PART, marks=pytest.mark.slow)]

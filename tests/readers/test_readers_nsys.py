@@ -15,8 +15,7 @@ from support.reading import on_disk
 from support.required import shared_trace
 
 from stepsplit.analyzer import OPS, Category, DataError, Group, Lane, RankTrace, analyze
-from stepsplit.analyzer.readers.kinds import is_nsys_export
-from stepsplit.analyzer.readers.nsys import read_nsys
+from stepsplit.analyzer.readers.nsys import is_nsys_export, read_nsys
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

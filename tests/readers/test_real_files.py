@@ -11,7 +11,7 @@ import pytest
 from support.required import shared_trace
 
 from stepsplit.analyzer import FileRead, NcclLog, TrainLog, read_files
-from stepsplit.analyzer.readers.registry import UNKNOWN
+from stepsplit.analyzer.readers.any_file import UNKNOWN
 
 REFUSED = {
     "*SOURCE.txt",

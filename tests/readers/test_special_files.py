@@ -14,7 +14,7 @@ from stepsplit.analyzer import DataError, UsageError, examine, read_files
 from stepsplit.analyzer.diagnose.hang import read_dumps, read_states
 from stepsplit.analyzer.errors import read_toml
 from stepsplit.analyzer.model.config_file import read_job
-from stepsplit.analyzer.readers.recording import reduce_recording
+from stepsplit.analyzer.readers.reduction import reduce_recording
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, save
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,12 @@ from msgspec import Struct
 from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
 from stepsplit.analyzer.readers.compression import is_packed
-from stepsplit.analyzer.readers.event_store import EventStore, store_events, store_shapes
+from stepsplit.analyzer.readers.event_store import (
+    EventStore,
+    store_events,
+    store_shapes,
+    store_trace,
+)
 from stepsplit.analyzer.readers.flight_recorder import FlightEntry
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier, Rules
 from stepsplit.analyzer.readers.kineto.calls import build_gloo_calls, number_device_calls
@@ -28,6 +33,13 @@ from stepsplit.analyzer.readers.kineto.trace_file import (
     read_kineto,
     read_opening,
     read_range,
+)
+from stepsplit.analyzer.readers.rank_traces import (
+    MAX_RANKS,
+    TraceCandidate,
+    TraceReading,
+    choose_store_folders,
+    parse_rank,
 )
 from stepsplit.analyzer.readers.sources import DiskFile, Source, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, count_workers, run_all
@@ -59,6 +71,29 @@ class _Plan(Struct, frozen=True):
     tasks: tuple[Task[_Piece], ...]
 
 
+def read_kineto_ranks(
+    sources: Sequence[Source], reading: TraceReading
+) -> Iterator[list[TraceCandidate] | DataError]:
+    """For each file, in order: its trace with its rank, nothing if it is no trace, or its error."""
+    classifier, store = EventClassifier(reading.rules), reading.store
+    files = read_traces(sources, reading.workers, reading.progress, reading.rules, store)
+    for source, file in zip(sources, files, strict=True):
+        if file is None or isinstance(file, DataError):
+            yield file or []
+            continue
+        stated, named = file.header.distributed.rank, parse_rank(source.inner)
+        rank = stated if 0 <= stated < MAX_RANKS else named
+        flight = [] if rank is None else reading.flights.get(rank, [])
+        try:
+            trace = build_rank_trace(source.where, file, rank or 0, flight, classifier)
+        except DataError as error:
+            yield error
+            continue
+        if store is not None:
+            trace = store_trace(store.path, trace)
+        yield [TraceCandidate(trace, rank, named)]
+
+
 def read_traces(
     sources: Sequence[Source],
     workers: Workers,
@@ -86,15 +121,6 @@ def read_whole_file(source: Source, rules: Rules, folder: str | None) -> KinetoF
     DataError."""
     file = read_cached(source, rules)
     return None if file is None else _store_file(folder, file)
-
-
-def choose_store_folders(
-    workers: Workers, store: EventStore | None
-) -> tuple[str | None, str | None]:
-    """(the folder in which this process stores what it receives, that in which those who read store
-    it themselves): a cluster has no access to the store."""
-    folder = None if store is None else store.path
-    return (None, folder) if isinstance(workers, int) else (folder, None)
 
 
 def _store_piece(folder: str | None, piece: _Piece) -> _Piece:

@@ -1,0 +1,181 @@
+"""The files of a recording by kind: those in the places that the user named."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from stepsplit.analyzer.errors import RECORD_AGAIN, DataError
+from stepsplit.analyzer.readers import file_kinds
+from stepsplit.analyzer.readers.compression import is_url, list_files, open_unpacked
+from stepsplit.analyzer.readers.file_kinds import FileKind, FileRole, Unreadable, find_kinds
+from stepsplit.analyzer.readers.rank_traces import parse_rank
+from stepsplit.analyzer.readers.sources import Source
+from stepsplit.analyzer.trace import Note
+
+SKIPPED = "file_skipped"
+
+_NAME_A_TRACE = "name a torch.profiler trace"
+
+_EXPORT = "export it with nsys export --type sqlite"
+
+
+class RecordingFiles(Struct, frozen=True):
+    """The files of a recording by kind.
+
+    places are those that were searched. others are files that are no part of a recording. refused
+    are the errors of named files, notes those of other files.
+    """
+
+    places: tuple[str, ...]
+    by_kind: Mapping[FileKind[Any], Sequence[Source]]
+    others: tuple[Source, ...]
+    refused: tuple[DataError, ...]
+    notes: tuple[Note, ...]
+
+    @property
+    def only_dumps(self) -> bool:
+        """Whether there are Flight Recorder dumps but no traces."""
+        return bool(self.list_files(FileRole.FLIGHT)) and not self.list_files(FileRole.TRACE)
+
+    def list_files(self, role: FileRole) -> list[tuple[FileKind[Any], Source]]:
+        """The files of this role, by kind and in order."""
+        return [(kind, source) for kind in self.list_kinds(role) for source in self.by_kind[kind]]
+
+    def list_kinds(self, role: FileRole) -> list[FileKind[Any]]:
+        """The kinds of this role of which there are files."""
+        return [kind for kind in file_kinds.KINDS if kind.role is role and kind in self.by_kind]
+
+    def read_files(self, role: FileRole) -> tuple[list[Any], list[Note]]:
+        """The contents of all files of this role, and notes on those that cannot be read.
+
+        Raises DataError for a file that must be readable.
+        """
+        contents, notes = [], []
+        for kind, source in self.list_files(role):
+            try:
+                contents.append(kind.read(source))
+            except DataError as error:
+                notes.append(self.note_unreadable(kind, source, error))
+        return contents, notes
+
+    def note_unreadable(self, kind: FileKind[Any], source: Source, error: DataError) -> Note:
+        """The note on a file that cannot be read. Raises the error if the file must be readable."""
+        is_named = source.where in self.places
+        if kind.unreadable is Unreadable.ERROR or (
+            kind.unreadable is Unreadable.ERROR_IF_NAMED and is_named
+        ):
+            raise error
+        return _note_skipped(source, error)
+
+    def explain_no_trace(self, notes: Sequence[Note]) -> DataError:
+        """The error for places without traces: what they contain instead, or the first problem, or
+        what their first file is."""
+        kinds = [*_list_other_kinds(self.others)]
+        kinds += [kind.name for kind in self.list_kinds(FileRole.FLIGHT)]
+        present = f"; found only: {', '.join(kinds)}" if kinds else ""
+        reason = f"; {notes[0].message}" if notes else ""
+        others = [file for file in self.others if file.inner.suffix != ".toml"]
+        if others and not kinds and not notes:
+            file, rest = others[0], len(others) - 1
+            reason = f"; {file.inner.name}: {_explain_unknown_kind(file)[0]}"
+            reason += f", and {rest} more" * bool(rest)
+        hint = f"{_NAME_A_TRACE}, or a folder of them"
+        return DataError(self.places[0], f"no trace found{present}{reason}", hint)
+
+
+@contextmanager
+def open_recording(places: Sequence[str | Path]) -> Iterator[RecordingFiles]:
+    """The files in the places by kind, available on disk while the context is open.
+
+    With a named file come the metadata files in its folder. Raises DataError if a place is missing
+    or an archive is damaged.
+    """
+    if not places:
+        raise DataError("no path", "nothing to read", "name a trace or the folder of a recording")
+    named = tuple(str(place) for place in places)
+    patterns = [kind.beside for kind in file_kinds.KINDS if kind.beside is not None]
+    neighbors: list[str] = []
+    for file in (Path(place) for place in named if not is_url(place)):
+        if file.is_file():
+            neighbors += _list_neighbors(file, patterns)
+    with list_files([*named, *neighbors]) as sources:
+        yield _sort_by_kind(sources, named)
+
+
+def _list_neighbors(file: Path, patterns: Sequence[re.Pattern[str]]) -> list[str]:
+    try:
+        paths = sorted(file.parent.iterdir())
+    except OSError:
+        return []
+    return [str(path) for path in paths if any(one.search(path.name) for one in patterns)]
+
+
+def _sort_by_kind(sources: Sequence[Source], places: tuple[str, ...]) -> RecordingFiles:
+    """Sorts the files by kind. Unknown files are ignored, or are errors if they were named."""
+    by_kind: dict[FileKind[Any], list[Source]] = defaultdict(list)
+    others: list[Source] = []
+    refused, notes = [], []
+    present = {source.where for source in sources}
+    for source in sources:
+        is_named = source.where in places
+        if f"{source.where}.gz" in present and not is_named:
+            # The recorder removes a raw file only after its packed file is complete.
+            continue
+        try:
+            kinds = find_kinds(source, file_kinds.list_recorded_kinds())
+            if not kinds:
+                _check_unknown(source, is_named)
+                others.append(source)
+        except DataError as error:
+            if is_named:
+                refused.append(error)
+            else:
+                notes.append(_note_skipped(source, error))
+            continue
+        for kind in kinds:
+            by_kind[kind].append(source)
+    return RecordingFiles(places, dict(by_kind), tuple(others), tuple(refused), tuple(notes))
+
+
+def _note_skipped(source: Source, error: DataError) -> Note:
+    return Note(SKIPPED, f"{source.inner.name}: {error.problem}", parse_rank(source.inner))
+
+
+def _check_unknown(source: Source, is_named: bool) -> None:
+    """Raises DataError if the file should be of a recording: it was named, or is named as a trace,
+    and is of no other known format."""
+    has_trace_name = parse_rank(source.inner) is not None or "trace" in source.inner.name
+    is_expected = is_named or (has_trace_name and ".json" in source.inner.name)
+    if is_expected and not _list_other_kinds([source]):
+        raise DataError(source.where, *_explain_unknown_kind(source))
+
+
+def _list_other_kinds(sources: Iterable[Source]) -> list[str]:
+    """The names of the kinds of files that are no part of a recording, each once."""
+    formats = file_kinds.list_formats()
+    kinds = (kind for source in sources for kind in find_kinds(source, formats))
+    return list(dict.fromkeys(kind.name for kind in kinds))
+
+
+def _explain_unknown_kind(source: Source) -> tuple[str, str]:
+    """Why the file is of no known kind, and the hint."""
+    if source.inner.suffix.lower() in (".nsys-rep", ".qdrep"):
+        return "an Nsight Systems report, readable only by Nsight Systems", _EXPORT
+    with open_unpacked(source) as content:
+        head = content.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if content.torn and not head:
+        return f"the file is damaged ({content.torn})", RECORD_AGAIN
+    if not head:
+        return "the file is empty", RECORD_AGAIN
+    if head[:1] in b"{[":
+        return "JSON, but not a trace, or cut off before its first event", _NAME_A_TRACE
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself", "fetch it with git lfs pull"
+    return "neither JSON nor another supported format", _NAME_A_TRACE

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stepsplit.analyzer.regression.metrics import RunMetrics
     from stepsplit.analyzer.regression.scaling import Work
     from stepsplit.analyzer.report.report import Report
-    from stepsplit.dashboard.store.runs import RunRow
+    from stepsplit.dashboard.store.run_row import RunRow
     from stepsplit.dashboard.store.store import Store
     from stepsplit.dashboard.upload import RemoteRun, RemoteStore
 

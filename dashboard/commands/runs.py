@@ -23,7 +23,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.store.runs import RunRow
+    from stepsplit.dashboard.store.run_row import RunRow
 
 # stepsplit runs: what is in a store.
 
@@ -135,7 +135,7 @@ def edit_command(
     if name is not None and not name.strip():
         raise UsageError("--name is empty; write --name NAME")
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.runs import RunEdit, Tag, describe_edit
+    from stepsplit.dashboard.store.run_row import RunEdit, Tag, describe_edit
 
     (run,) = _select_ids(store.list_runs(), [run_id])
     kept = {tag.key: tag.value for tag in run.tags if tag.key not in untags} | added
@@ -165,7 +165,7 @@ def retry_command(
     A worker of the dashboard analyzes them. The last part of a run's URL is its id.
     """
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.runs import explain_no_retry
+    from stepsplit.dashboard.store.run_row import explain_no_retry
 
     job = None if job_file is None else job_file.read_bytes()
     for run in _select_ids(store.list_runs(), run_ids):

@@ -52,7 +52,7 @@ from stepsplit.dashboard.pages.components import (
     format_hidden_rows,
     format_query,
 )
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 # The runs that an address chooses, and the menus and buttons that change them.
 

@@ -27,7 +27,7 @@ from stepsplit.analyzer.units import (
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.store.ids import is_watch_name
 from stepsplit.dashboard.store.metrics import Headline, JobFingerprint, MedianStep
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 # A finished run, as input of the pages.
 

@@ -17,7 +17,7 @@ from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
 from stepsplit.dashboard.store.artifacts import JOB_FILE
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ from stepsplit.dashboard.pages.run_actions import (
 )
 from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.metrics import JobFingerprint
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
 

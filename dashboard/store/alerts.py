@@ -12,13 +12,9 @@ from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.watch.levels import LEAST_CHANGE, POINT_STEPS, RECENT_POINTS
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent
-from stepsplit.dashboard.store.database import (
-    WATCH_ALERTS,
-    WATCH_STARTS,
-    WATCHES,
-    Database,
-    clean_text,
-)
+from stepsplit.dashboard.store.database import Database
+from stepsplit.dashboard.store.ids import clean_text
+from stepsplit.dashboard.store.schema import WATCH_ALERTS, WATCH_STARTS, WATCHES
 
 _SECOND_NS, _HOUR_NS = 10**9, 3_600 * 10**9
 

@@ -34,6 +34,7 @@ from stepsplit.collectors.helper_process import build_helper_command, build_help
 from stepsplit.collectors.regular_file import read_regular
 from stepsplit.collectors.run_spec import MESH_FILE, Mesh
 from stepsplit.collectors.safe_text import SafeStream, escape_controls, escape_json
+from stepsplit.dashboard.store.analysis_queue import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
     JOB_BYTES,
@@ -42,7 +43,6 @@ from stepsplit.dashboard.store.artifacts import (
     find_job_file,
     list_unused_files,
 )
-from stepsplit.dashboard.store.runs import LEASE_S, AnalysisJob
 from stepsplit.dashboard.store.store import Store
 
 # A worker: runs queued analyses one after the other, each in a process of its own.

@@ -42,7 +42,9 @@ from stepsplit.analyzer.watch.records import (
 from stepsplit.collectors.watch_notes import RankWindow
 from stepsplit.dashboard.store import watch_slots
 from stepsplit.dashboard.store.alerts import note_batch
-from stepsplit.dashboard.store.database import (
+from stepsplit.dashboard.store.database import Database
+from stepsplit.dashboard.store.ids import NAME_LENGTH, clean_text, fold_name, is_watch_name
+from stepsplit.dashboard.store.schema import (
     TAGS,
     WATCH_ALERTS,
     WATCH_BATCHES,
@@ -54,10 +56,7 @@ from stepsplit.dashboard.store.database import (
     WATCH_STARTS,
     WATCH_STEPS,
     WATCHES,
-    Database,
-    clean_text,
 )
-from stepsplit.dashboard.store.ids import NAME_LENGTH, fold_name, is_watch_name
 from stepsplit.dashboard.store.watch_senders import (
     EVERYONE,
     OtherSenderError,

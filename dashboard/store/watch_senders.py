@@ -9,7 +9,7 @@ from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import WatchBatch
-from stepsplit.dashboard.store.database import (
+from stepsplit.dashboard.store.schema import (
     WATCH_ALERTS,
     WATCH_EVENTS,
     WATCH_HOSTS,

@@ -31,14 +31,8 @@ from stepsplit.dashboard.store.logins import (
     Role,
     Token,
 )
-from stepsplit.dashboard.store.runs import (
-    NOTE_LENGTH,
-    RunEdit,
-    RunRow,
-    Tag,
-    describe_edit,
-    explain_no_retry,
-)
+from stepsplit.dashboard.store.run_row import RunEdit, RunRow, Tag, describe_edit, explain_no_retry
+from stepsplit.dashboard.store.runs import NOTE_LENGTH
 from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
 from stepsplit.dashboard.store.watch import MAX_STARTS, WatchedRun
 from stepsplit.dashboard.store.watch_senders import (

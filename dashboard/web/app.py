@@ -71,7 +71,7 @@ from stepsplit.dashboard.pages.watch import (
 )
 from stepsplit.dashboard.reporters.perfetto import perfetto_trace
 from stepsplit.dashboard.store.logins import Role, User
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.api import read_json
 from stepsplit.dashboard.web.auth import CALLBACKS, LOGOUT_PATH, current_user

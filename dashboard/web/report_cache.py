@@ -14,7 +14,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import TimelineView
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 from stepsplit.dashboard.store.store import Store
 
 _CACHED_RUNS = 8

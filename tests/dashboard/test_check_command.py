@@ -20,7 +20,7 @@ from stepsplit.analyzer.regression.metrics import CallMetrics, read_baseline, to
 from stepsplit.analyzer.report.report import Report, StepRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.verdict import build_verdict_screen
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import Access
 from stepsplit.dashboard.web.server import create_server

@@ -25,7 +25,7 @@ from stepsplit.analyzer.split.bandwidth import StepCallsRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
 from stepsplit.dashboard.store.metrics import compute_job_fingerprint
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 

@@ -48,7 +48,7 @@ from stepsplit.dashboard.pages.runs import (
     sort_runs,
 )
 from stepsplit.dashboard.store.metrics import CheckRow, MetricPoint, build_headline
-from stepsplit.dashboard.store.runs import RunRow, State, Tag
+from stepsplit.dashboard.store.run_row import RunRow, State, Tag
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUN = "abcdef012345"

@@ -16,8 +16,9 @@ from support.store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store import database
-from stepsplit.dashboard.store.database import METADATA, VERSION
+from stepsplit.dashboard.store.database import VERSION
 from stepsplit.dashboard.store.ingest import process_job
+from stepsplit.dashboard.store.schema import METADATA
 from stepsplit.dashboard.store.store import Store
 
 _ADD = """

@@ -16,7 +16,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.logins import Role
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload import Connection, FileToSend
 from stepsplit.dashboard.web.auth import Access

@@ -13,7 +13,7 @@ from support.store_builders import claimed, known_analysis, state
 from stepsplit.analyzer.report.io import from_json, read_report
 from stepsplit.dashboard.pages.components import parse_address
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.app import PageBuilder
 from stepsplit.dashboard.web.auth import build_content_policy

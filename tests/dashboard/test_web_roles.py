@@ -19,9 +19,10 @@ from support.watch_builders import batch, event, minutes_ago
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import encode_batch
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.store.database import METADATA, open_database
+from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import ROLES, Role, Tokens
+from stepsplit.dashboard.store.schema import METADATA
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.auth import (
     Access,

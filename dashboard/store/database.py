@@ -13,7 +13,7 @@ from threading import Lock
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -70,44 +70,44 @@ def open_database(url: str) -> Database:
     Raises UsageError; the message does not contain the URL's password.
     """
     try:
-        return _migrate_database(Database(_create_engine(make_url(url))))
+        database = Database(_create_engine(make_url(url)))
+        try:
+            with database.begin_write() as connection:
+                migrate(connection)
+        except BaseException:
+            database.close()
+            raise
+        return database
     except (ArgumentError, SQLAlchemyError, ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"cannot open the store: {reason}; choose another --store") from None
 
 
-def _migrate_database(database: Database) -> Database:
-    try:
-        with database.begin_write() as connection:
-            migrate(connection)
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
 def _create_engine(url: URL) -> Engine:
     if url.get_backend_name() == "postgresql":
-        return sa.create_engine(_select_psycopg(url), pool_pre_ping=True)
-    if (path := find_database_file(url)) is not None:
-        _make_database_file(path)
+        if url.drivername == "postgresql":
+            try:
+                import psycopg  # noqa: F401
+            except ImportError:
+                hint = "pip install 'stepsplit[postgres]'"
+                raise UsageError(f"a store in PostgreSQL needs psycopg; {hint}") from None
+            url = url.set(drivername="postgresql+psycopg")
+        return sa.create_engine(url, pool_pre_ping=True)
+    path = find_database_file(url)
+    if path is not None:
+        make_owner_folder(path.parent)
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: not a file; choose another --store")
+        # For this user only, whatever the umask; SQLite gives its -wal and -shm files the same
+        # mode. Not opened if it exists: closing it would end the locks that SQLite has on it in
+        # this process.
+        with suppress(FileExistsError):
+            os.close(create_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     engine = sa.create_engine(url)
     if url.get_backend_name() == "sqlite":
         sa.event.listen(engine, "connect", _prepare_sqlite)
         sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
-
-
-def _select_psycopg(url: URL) -> URL:
-    """Selects the psycopg driver for postgresql:// URLs."""
-    if url.drivername != "postgresql":
-        return url
-    try:
-        import psycopg  # noqa: F401
-    except ImportError:
-        hint = "pip install 'stepsplit[postgres]'"
-        raise UsageError(f"a store in PostgreSQL needs psycopg; {hint}") from None
-    return url.set(drivername="postgresql+psycopg")
 
 
 def find_database_file(url: str | URL) -> Path | None:
@@ -121,15 +121,12 @@ def find_database_file(url: str | URL) -> Path | None:
     return Path(str(place.database))
 
 
-def _make_database_file(path: Path) -> None:
-    """Creates the file for this user only, whatever the umask; SQLite gives its -wal and -shm files
-    the same mode. Raises OSError, and UsageError for what is not a file."""
-    make_owner_folder(path.parent)
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: not a file; choose another --store")
-    # Not opened if it exists: closing it would end the locks that SQLite has on it in this process.
-    with suppress(FileExistsError):
-        os.close(create_private(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+_PLAIN_SQL = {
+    "table": re.compile(r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\()).*", re.S | re.I),
+    "index": re.compile(r"CREATE INDEX \w+ ON \w+ \([\w, ]+\)"),
+}
+"""What the migrations make, by kind. SQLite would run what else a file may have: triggers, views,
+virtual tables, and expressions in tables and indices."""
 
 
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
@@ -140,26 +137,23 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
     # The file may come from a stranger: nothing in its schema may call a function with effects.
     cursor.execute("PRAGMA trusted_schema=OFF")
     cursor.execute("PRAGMA cell_size_check=ON")
-    _refuse_foreign_schema(cursor)
-    cursor.execute("PRAGMA foreign_keys=ON")
-    _use_write_ahead_log(cursor)
-    cursor.close()
-
-
-_PLAIN_SQL = {
-    "table": re.compile(r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\()).*", re.S | re.I),
-    "index": re.compile(r"CREATE INDEX \w+ ON \w+ \([\w, ]+\)"),
-}
-"""What the migrations make, by kind."""
-
-
-def _refuse_foreign_schema(cursor: DBAPICursor) -> None:
-    """Refuses what no migration makes and SQLite would run: triggers, views, virtual tables, and
-    expressions in tables and indices. Raises UsageError."""
     cursor.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
     for kind, name, sql in cursor.fetchall():
         if kind not in _PLAIN_SQL or not _PLAIN_SQL[kind].fullmatch(str(sql)):
             raise _build_foreign_error(str(kind), str(name))
+    cursor.execute("PRAGMA foreign_keys=ON")
+    # The file keeps this mode. SQLite does not wait for the lock when two processes open a new file
+    # at once.
+    deadline = time.monotonic() + _WAIT_MS / 1000
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+    cursor.close()
 
 
 def _build_foreign_error(kind: str, name: str) -> UsageError:
@@ -167,20 +161,6 @@ def _build_foreign_error(kind: str, name: str) -> UsageError:
         f"stepsplit does not make the {kind} {name!r:.100} of this store, which was made or changed"
         " by others; choose another --store"
     )
-
-
-def _use_write_ahead_log(cursor: DBAPICursor) -> None:
-    """Sets WAL mode, which the file keeps. Retries, because SQLite does not wait for the lock when
-    two processes open a new file at once."""
-    deadline = time.monotonic() + _WAIT_MS / 1000
-    while True:
-        try:
-            cursor.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
 
 
 def _begin_sqlite(connection: Connection) -> None:
@@ -194,7 +174,8 @@ def _begin_sqlite(connection: Connection) -> None:
 VERSION = "0013"
 """The newest migration."""
 
-_FIRST_REVISION = "0001"
+_OLDER = ("0001", "0002", "0003")
+"""Schemas from before stepsplit 0.1.0, whose schema is 0004; it migrates their stores."""
 
 _MIGRATION_LOCK = 0x57E9_5B17
 """Advisory lock that serializes migrations of a PostgreSQL database."""
@@ -203,13 +184,19 @@ _MIGRATION_LOCK = 0x57E9_5B17
 def migrate(connection: Connection) -> None:
     """Migrates the schema to the newest version within a write transaction.
 
-    Raises UsageError for a database of a newer stepsplit.
+    Raises UsageError for a database of a newer stepsplit, or from before its first release.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(
             sa.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK}
         )
-    version = _read_version(connection)
+    tables, version = sa.inspect(connection), None
+    if tables.has_table("alembic_version"):
+        found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+        version = None if found is None else str(found)
+    elif tables.has_table("runs"):
+        # The first stores had no version.
+        version = _OLDER[0]
     if version != VERSION:
         _upgrade(connection, version)
     if connection.dialect.name == "sqlite":
@@ -217,16 +204,6 @@ def migrate(connection: Connection) -> None:
         for name in sa.inspect(connection).get_table_names():
             if name not in known:
                 raise _build_foreign_error("table", name)
-
-
-def _read_version(connection: Connection) -> str | None:
-    """The database's revision; None if it has none of stepsplit's tables."""
-    tables = sa.inspect(connection)
-    if tables.has_table("alembic_version"):
-        revision = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
-        return None if revision is None else str(revision)
-    # Databases created before migrations existed have no version table.
-    return _FIRST_REVISION if tables.has_table("runs") else None
 
 
 def _upgrade(connection: Connection, version: str | None) -> None:
@@ -239,8 +216,12 @@ def _upgrade(connection: Connection, version: str | None) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if version is not None and version not in known:
+        place = connection.engine.url.render_as_string(hide_password=True)
+        if version in _OLDER:
+            raise UsageError(
+                f"{place}: a store from before stepsplit 0.1.0 (schema {version}); open it once"
+                " with stepsplit 0.1.0, or choose another --store"
+            )
         hint = "upgrade stepsplit, or choose another --store"
         raise UsageError(f"the store is from a newer stepsplit (schema {version}); {hint}")
-    if version == _FIRST_REVISION:
-        command.stamp(config, _FIRST_REVISION)
     command.upgrade(config, VERSION)

@@ -18,6 +18,7 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.report.report import Report, compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
+from stepsplit.collectors.log_to import STEP
 from stepsplit.collectors.safe_text import escape_controls
 from stepsplit.collectors.watch_notes import RankWindow
 
@@ -186,6 +187,11 @@ class ScalarPoint:
     step: int
     unix_ns: int
     scalars: tuple[Scalar, ...]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Its step and numbers, by their names in trackers."""
+        return {STEP: self.step, **{one.name: one.value for one in self.scalars}}
 
 
 class SinkError(UsageError):

@@ -167,9 +167,8 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/commands/record.py": {
         "demo_command tempfile.TemporaryDirectory": "random and 0700",
     },
-    "dashboard/commands/server.py": {
-        "_redact_places tempfile.TemporaryDirectory": "random and 0700",
-        "_write_mesh tempfile.TemporaryDirectory": "random and 0700",
+    "dashboard/commands/upload.py": {
+        "_send_run tempfile.TemporaryDirectory": "random and 0700",
     },
     "dashboard/environment.py": {
         "_examine_folder tempfile.TemporaryFile": "without a name",

@@ -24,7 +24,7 @@ from stepsplit.dashboard.commands.common import (
     rules_option,
     write_output,
 )
-from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sinks, parse_log_to
+from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sink, parse_log_to
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
@@ -92,7 +92,7 @@ def analyze_command(
     if html_file is not None:
         require_package("dash", "dashboard")
     rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
-    sinks = open_sinks(parse_log_to(log_to))
+    sinks = [open_sink(name) for name in parse_log_to(log_to)]
     if workers is not None and scheduler is not None:
         raise UsageError("--workers is for this machine; leave it out with --scheduler")
     with _choose_workers(workers, scheduler) as chosen, show_reading_bar() as progress:

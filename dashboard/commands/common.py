@@ -199,6 +199,10 @@ log_option = click.option(
 )
 
 
+ROLE = click.Choice(["viewer", "uploader", "admin"])
+"""The roles of store/logins.py, without its imports."""
+
+
 # The console of a screen.
 
 MIN_COLUMNS = 80

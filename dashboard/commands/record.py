@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.dashboard.commands import COMMANDS
 from stepsplit.dashboard.commands.common import (
     make_console,
     open_store,
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from stepsplit.collectors.run_spec import Mesh
 
 
-def build_collectors_command(verb: str, summary: str) -> click.Command:
+def build_collectors_command(verb: str) -> click.Command:
     """Wraps a command of `python -m stepsplit.collectors`, with its own help and errors."""
     from stepsplit.collectors.__main__ import main
 
     @click.command(
         verb,
-        help=summary,
+        help=COMMANDS[verb].summary,
         add_help_option=False,
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     )
@@ -51,15 +52,11 @@ def _explain_stop(pid: int) -> str | None:
 
 # stepsplit gather, attach and record, which the collectors implement.
 
-gather_command = build_collectors_command(
-    "gather", "Merge the recordings of several hosts into one folder."
-)
+gather_command = build_collectors_command("gather")
 
-attach_command = build_collectors_command("attach", "Record some steps of a running job.")
+attach_command = build_collectors_command("attach")
 
-record_command = build_collectors_command(
-    "record", "Record some steps of an unmodified training command."
-)
+record_command = build_collectors_command("record")
 
 
 # stepsplit demo: trains and records a small GPT, then shows its report.
@@ -172,8 +169,8 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.web.auth import choose_access, find_first_place
-    from stepsplit.dashboard.web.options import ServeOptions
+    from stepsplit.dashboard.web.auth import find_first_place
+    from stepsplit.dashboard.web.options import ServeOptions, choose_access
     from stepsplit.dashboard.web.serve import serve
 
     store, access = open_store(), choose_access("127.0.0.1", one_time_login=None)

@@ -29,29 +29,32 @@ from stepsplit.dashboard.figures.communication import (
     sum_waits_by_root,
 )
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
+from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import (
-    MAX_ROWS,
-    AddressQuery,
-    Cell,
     View,
     build_card,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_menu,
     build_section,
-    build_share_cell,
-    build_table,
-    build_time_cell,
     count_summed_steps,
-    format_hidden_rows,
 )
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
     build_collective_table,
     build_exposed_table,
     estimate_total_ns,
+)
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    build_count_cell,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    format_hidden_rows,
 )
 from stepsplit.dashboard.pages.timeline import (
     RankGrouping,
@@ -360,3 +363,15 @@ def _build_stage_bubbles(pipeline_report: Pipeline) -> html.Section:
     return build_section(
         "Bubble by stage", note, build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
     )
+
+
+# The entries.
+
+PIPELINE_PAGE = RunPage(
+    "pipeline", build_pipeline_page, needs_tables=True,
+    chapter="Pipeline", has_data=lambda report: report.pipeline is not None,
+)  # fmt: skip
+
+COLLECTIVES_PAGE = RunPage(
+    "collectives", build_collectives_page, needs_tables=True, chapter="Communication"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from dash.development.base_component import Component
 from msgspec.structs import replace
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.compare import (
     CallsChange,
     CallStats,
@@ -30,27 +31,34 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_difference, draw_splits
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
-    MAX_ROWS,
-    AddressQuery,
-    Cell,
-    Content,
     View,
     build_card,
     build_empty_card,
     build_graph,
     build_link,
     build_menu,
-    build_number_cell,
-    build_page_url,
-    build_rate_cell,
     build_section,
+)
+from stepsplit.dashboard.pages.page import (
+    ODD_DATA,
+    PageContent,
+    PageRequest,
+    StorePage,
+    build_problem,
+)
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    Content,
+    build_number_cell,
+    build_rate_cell,
     build_size_cell,
     build_table,
     build_time_cell,
     build_time_change_cell,
     format_hidden_rows,
-    format_query,
 )
 from stepsplit.dashboard.store.run_row import RunRow
 
@@ -580,3 +588,31 @@ def _scale_step(run: ScalingRun, reference: ScalingRun) -> Split:
     """The mean step, times what makes it the same work per GPU as the reference's step."""
     scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
     return Split(*(round(ns * scale) for ns in run.step.buckets_ns))
+
+
+# The entry.
+
+_LOG = logging.getLogger(__name__)
+
+
+def _build_page(request: PageRequest) -> PageContent:
+    chosen, rows = request.address.chosen, request.store.list_runs()
+    selection = select_runs(rows, chosen)
+    head = [html.H1("Compare"), build_run_pickers(rows, selection, chosen)]
+    if len(selection.runs) < 2:
+        hint = "Choose two or more finished runs, or mark them in the list of runs."
+        return PageContent(html.Div([*head, build_empty_card("Select runs", hint)]))
+    try:
+        views = [request.load_report(run) for run in selection.runs]
+        work = chosen.find_text("work") or ""
+        many = len(views) > 2
+        parts = build_comparison_of_many(views, work) if many else compare_page(*views)
+        return PageContent(html.Div([*head, *parts]))
+    except DataError as error:
+        return PageContent(build_problem("Compare", "A run cannot be read", str(error)))
+    except Exception:  # noqa: BLE001 - a bug met by odd data; other runs may still be compared
+        _LOG.exception("the comparison of runs %s failed", [run.id for run in selection.runs])
+        return PageContent(build_problem("Compare", "These runs cannot be compared", ODD_DATA))
+
+
+PAGE = StorePage("Compare", "/compare", _build_page)

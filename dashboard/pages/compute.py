@@ -18,23 +18,26 @@ from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
+    View,
+    build_collapsed,
+    build_empty_card,
+    build_graph,
+    build_section,
+    count_summed_steps,
+)
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
     DataTable,
-    View,
-    build_collapsed,
     build_count_cell,
-    build_empty_card,
-    build_graph,
     build_memory_cell,
     build_name_cell,
     build_ratio_cell,
-    build_section,
     build_share_cell,
     build_table,
     build_time_cell,
     build_worst_cell,
-    count_summed_steps,
     format_hidden_rows,
 )
 
@@ -324,3 +327,20 @@ def _build_allocator(report: Report) -> list[html.Section]:
     heads = ("rank", "peak allocated", "peak reserved", "reserved but unused")
     note = "a large unused reserve may be due to fragmentation"
     return [build_section("Caching allocator", note, build_table(heads, rows))]
+
+
+# The entries.
+
+
+def build_compute_page(view: View) -> list[Component]:
+    """The compute page: kernel families, contention, slow kernels and idle time."""
+    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
+    return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
+
+
+COMPUTE_PAGE = RunPage("compute", lambda view, _: build_compute_page(view), chapter="Compute")
+
+MEMORY_PAGE = RunPage(
+    "memory", lambda view, _: build_memory_page(view),
+    chapter="Memory", has_data=lambda report: bool(report.memory or report.prediction),
+)  # fmt: skip

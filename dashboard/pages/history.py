@@ -26,20 +26,22 @@ from stepsplit.dashboard.figures.communication import (
     draw_history,
     draw_job_histories,
 )
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    Cell,
     JobRun,
     build_empty_card,
     build_graph,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
-    build_share_change_cell,
-    build_table,
     build_text_field,
     label_jobs,
+)
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_number_cell,
+    build_share_change_cell,
+    build_table,
 )
 from stepsplit.dashboard.store.metrics import MetricPoint
 
@@ -380,3 +382,22 @@ def _compute_p_value(before: Sequence[float], after: Sequence[float], level: flo
 def _compute_rise_p_value(low: Sequence[float], high: Sequence[float]) -> float:
     test = compute_difference(low, high)
     return 1.0 if test is None else max(test.p, test.p_permutation)
+
+
+# The entry.
+
+
+def _build_page(request: PageRequest) -> PageContent:
+    chosen = request.address.chosen
+    tags = {
+        run.id: {f"{tag.key}={tag.value}" for tag in run.tags} for run in request.store.list_runs()
+    }
+    points = request.store.numbers.read_history(choose_metric(chosen))
+    wanted = chosen.find_text("tag")
+    # A run may have been deleted between the two reads.
+    own = [one for one in points if not wanted or wanted in tags.get(one.run_id, ())]
+    known = sorted(set().union(*tags.values()))
+    return PageContent(html.Div([html.H1("History"), *build_history_page(own, known, chosen)]))
+
+
+PAGE = StorePage("History", "/history", _build_page)

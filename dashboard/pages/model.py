@@ -25,28 +25,30 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_memory, draw_splits
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    Cell,
     View,
     build_card,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_link,
-    build_memory_cell,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
+)
+from stepsplit.dashboard.pages.compute import build_predicted_bars
+from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_count_cell,
+    build_memory_cell,
+    build_number_cell,
     build_share_cell,
     build_share_change_cell,
     build_table,
     build_time_cell,
 )
-from stepsplit.dashboard.pages.compute import build_predicted_bars
-from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
-from stepsplit.dashboard.pages.run_actions import build_job_button
 
 # Model: change layout, batch or hardware and see the predicted step, memory and bubble.
 
@@ -289,3 +291,6 @@ def _build_candidate_row(candidate: Candidate, best: Candidate) -> list[Cell]:
         build_memory_cell(candidate.peak_bytes),
         Cell() if candidate.mfu is None else build_share_cell(candidate.mfu),
     ]
+
+
+PAGE = RunPage("model", build_model_page, predicts=True)

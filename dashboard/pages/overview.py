@@ -51,30 +51,33 @@ from stepsplit.dashboard.figures.run import (
     draw_waterfall,
     group_steps,
 )
+from stepsplit.dashboard.pages.address import build_page_url
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    Cell,
-    Content,
-    DataTable,
     View,
     build_cards,
     build_collapsed,
-    build_count_cell,
     build_graph,
     build_link,
+    build_section,
+    format_subtitle,
+)
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    DataTable,
+    build_count_cell,
     build_name_cell,
     build_number_cell,
-    build_page_url,
     build_rate_cell,
-    build_section,
     build_share_cell,
     build_size_cell,
     build_table,
     build_time_cell,
     format_hidden_rows,
-    format_subtitle,
 )
-from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.pages.timeline import RankGrouping, list_report_groupings
 from stepsplit.dashboard.store.metrics import build_headline
 
@@ -607,3 +610,6 @@ def _format_rank_ranges(ranks: Sequence[int]) -> str:
 
 def _join_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(rank) for rank in ranks)
+
+
+PAGE = RunPage("overview", lambda view, _: build_overview(view), chapter="")

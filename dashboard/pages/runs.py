@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -11,47 +11,34 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
-from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
     COLLECTIVE,
     COMPUTE,
-    RUN_PAGES,
-    Address,
-    AddressQuery,
-    Cell,
-    Content,
     JobRun,
-    SortHead,
-    View,
     build_aria_label,
     build_check_pill,
-    build_count_cell,
-    build_empty_card,
     build_legend,
     build_link,
     build_menu,
-    build_page_url,
     build_progress_bar,
     build_share_bar,
-    build_share_cell,
     build_state_pill,
-    build_table,
     build_text_field,
-    build_time_cell,
-    format_query,
     label_jobs,
 )
-from stepsplit.dashboard.pages.compute import build_compute, build_idle, build_memory_page
-from stepsplit.dashboard.pages.model import build_model_page
-from stepsplit.dashboard.pages.overview import build_overview
-from stepsplit.dashboard.pages.run_actions import (
-    RunRights,
-    build_run_actions,
-    build_run_labels,
-    build_tags,
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage, compute_fingerprint
+from stepsplit.dashboard.pages.run_actions import build_tags
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    SortHead,
+    build_count_cell,
+    build_share_cell,
+    build_table,
+    build_time_cell,
 )
-from stepsplit.dashboard.pages.timeline import build_timeline_page
 from stepsplit.dashboard.store.metrics import JobFingerprint
 from stepsplit.dashboard.store.run_row import RunRow
 
@@ -414,88 +401,13 @@ def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
     return [run for _, run in known] + [run for key, run in keyed if key is None]
 
 
-# One run: its name, tabs, and the selected page.
-
-_ALL = RunRights()
-
-_WAITING = {
-    "uploading": "The upload is not finished.",
-    "queued": "Queued for analysis.",
-    "running": "The analysis is running; this page updates when it is done.",
-}
+# The entry.
 
 
-def build_run_page(view: View, address: Address, run: RunRow, rights: RunRights = _ALL) -> html.Div:
-    """The page of a finished run that the URL selects."""
-    report = f"/api/v1/runs/{view.run_id}/report.json"
-    view = replace(view, offers_job=rights.edit and run.can_be_analyzed_again)
-    more = [
-        html.A("report.json", href=report),
-        html.A("download as HTML", href=_build_export_url(view)),
-        *build_run_actions(run, rights),
-    ]
-    links = html.Span(more, className="heading-links")
-    head = html.Div([html.H1(view.name), links], className="heading")
-    tabs = _build_tabs(view.run_id, address.page)
-    return html.Div([head, *build_run_labels(run, rights), tabs, *_build_content(view, address)])
+def _build_page(request: PageRequest) -> PageContent:
+    rows = request.store.list_runs()
+    page = build_runs_page(rows, request.address.chosen, may_upload=request.rights.edit)
+    return PageContent(page, any(row.pending for row in rows), compute_fingerprint(rows))
 
 
-def _build_export_url(view: View) -> str:
-    return f"/api/v1/runs/{view.run_id}/report.html"
-
-
-def _build_tabs(run_id: str, page: str) -> html.Nav:
-    links = [
-        dcc.Link(
-            name.capitalize(),
-            href=build_page_url(run_id, name),
-            className="on" if name == page else "",
-        )
-        for name in RUN_PAGES
-    ]
-    return html.Nav(links, className="tabs", **build_aria_label("pages of this run"))
-
-
-TABLE_PAGES = ("timeline", "pipeline", "collectives")
-"""The pages that show more than the report; reading the tables of many ranks takes a second."""
-
-
-def _build_content(view: View, address: Address) -> list[Component]:
-    match address.page:
-        case "timeline":
-            return build_timeline_page(view)
-        case "pipeline":
-            return build_pipeline_page(view, address.chosen)
-        case "collectives":
-            return build_collectives_page(view, address.chosen)
-        case "compute":
-            return build_compute_page(view)
-        case "memory":
-            return build_memory_page(view)
-        case "model":
-            return build_model_page(view, address.chosen)
-    return build_overview(view)
-
-
-def build_compute_page(view: View) -> list[Component]:
-    """The compute page: kernel families, contention, slow kernels and idle time."""
-    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
-    return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
-
-
-def build_waiting_page(run: RunRow, rights: RunRights = _ALL) -> html.Div:
-    """The page of a run without a report: not analyzed yet, or failed with an error."""
-    links = html.Span(build_run_actions(run, rights), className="heading-links")
-    head = html.Div([html.H1(run.name), build_state_pill(run), links], className="heading")
-    message = run.error if run.state == "failed" else _WAITING.get(run.state, "")
-    parts: list[str | Component] = [message or ""]
-    if run.state == "running" and run.progress is not None:
-        parts += [html.Br(), build_progress_bar(run.progress), f" {run.progress_note or ''}"]
-    status = html.P(parts, className=f"card status {run.state}")
-    return html.Div([head, *build_run_labels(run, rights), status])
-
-
-def build_missing_page(message: str = "Page or run not found") -> html.Div:
-    """The page for an unknown URL."""
-    back = dcc.Link("list of runs", href="/")
-    return html.Div([html.H1(message), html.P(["See the ", back, "."])])
+PAGE = StorePage("Runs", "/", _build_page, takes_uploads=True)

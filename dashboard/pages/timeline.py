@@ -21,6 +21,7 @@ from stepsplit.collectors.run_spec import Mesh
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
+from stepsplit.dashboard.pages.page import RunPage
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
@@ -833,3 +834,6 @@ def build_range_json(from_ns: int, to_ns: int, splits: Sequence[RangeSplit]) -> 
         {"rank": one.rank, "covered": one.covered_ns, "buckets": one.buckets_ns} for one in splits
     ]
     return {"from": from_ns, "to": to_ns, "ranks": ranks}
+
+
+PAGE = RunPage("timeline", lambda view, _: build_timeline_page(view), needs_tables=True, chapter="")

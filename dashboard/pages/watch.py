@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,28 +32,31 @@ from stepsplit.dashboard.figures.watch import (
     draw_split_over_time,
     draw_step_times,
 )
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    AddressQuery,
-    Cell,
-    Content,
     build_aria_label,
     build_card,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_legend,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
     build_share_bar,
+)
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    build_count_cell,
+    build_number_cell,
     build_table,
     build_time_cell,
-    format_query,
 )
 from stepsplit.dashboard.store.alerts import TRIES, UNTIL_END_NS, WatchAlert
+from stepsplit.dashboard.store.ids import is_watch_name
+from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import (
     SplitSlot,
     StepSlot,
@@ -786,3 +790,48 @@ def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.
             "for until", "until"
         )
     return html.Button(label, type="button", className="button", **attributes)
+
+
+# The entry.
+
+_SHOWN_ALERTS = 20
+
+
+def _build_live(request: PageRequest) -> PageContent | None:
+    """The list of watched runs, or the page of one; None if the run does not exist, or if the mark
+    shows that it is still the same."""
+    store, name, now_ns = request.store, request.address.item, time.time_ns()
+    run = store.watches.find_watch(name) if name else None
+    if name and run is None:
+        return None
+    chosen = request.address.chosen
+    runs = store.watches.list_watches() if run is None else (run,)
+    newest = compute_watch_mark(runs, chosen, now_ns)
+    if newest == request.mark:
+        return None
+    if run is None:
+        page = build_watch_list(runs, now_ns, store.alerts.count_open())
+        return PageContent(page, fingerprint=newest)
+    view = read_watch_view(store.watches, run, chosen, now_ns)
+    opened = store.alerts.list_alerts(run.name, _SHOWN_ALERTS, is_open=True)
+    alerts = build_alerts_section(opened, now_ns, may_act=request.rights.edit)
+    return PageContent(build_watch_page(view, chosen, alerts), fingerprint=newest)
+
+
+def _build_page(request: PageRequest) -> PageContent | None:
+    live = _build_live(request)
+    return live and PageContent(build_live_frame(live.children, live.fingerprint))
+
+
+def _find_run(store: Store, name: str, clicked: object) -> str | None:
+    """The stored run of the sample that is nearest to the click."""
+    unix_ns, run = parse_click(clicked), store.watches.find_watch(name)
+    return None if run is None else store.watches.find_run_of_sample(run.id, unix_ns)
+
+
+PAGE = StorePage(
+    "Watch", "/watch", _build_page, _build_live,
+    is_item=is_watch_name,
+    has_item=lambda store, name: not name or store.watches.find_watch(name) is not None,
+    charts=SAMPLE_CHARTS, find_run=_find_run,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page."""
+"""A run as one self-contained HTML page, which needs neither a server nor a database."""
 
 from __future__ import annotations
 
@@ -11,40 +11,15 @@ from typing import Any
 import orjson
 from dash import html
 from dash.development.base_component import Component
-from flask import Blueprint, Response, jsonify
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG
-from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
-from stepsplit.dashboard.pages.components import AddressQuery, ChartData, DataTable, View
-from stepsplit.dashboard.pages.compute import build_memory_page
-from stepsplit.dashboard.pages.overview import build_overview
-from stepsplit.dashboard.pages.runs import build_compute_page
-from stepsplit.dashboard.pages.timeline import build_timeline_page, export_json
-from stepsplit.dashboard.web.report_cache import ReportCache
-
-# The route of the HTML export.
-
-
-def build_export_routes(cache: ReportCache) -> Blueprint:
-    """GET report.html of a finished run."""
-    routes = Blueprint("html_export", __name__)
-
-    @routes.get("/api/v1/runs/<run_id>/report.html")
-    def export_run(run_id: str) -> Response:
-        page = export_html(cache.load_finished_run(run_id))
-        name = f"attachment; filename={run_id}.html"
-        headers = {"Content-Disposition": name}
-        return Response(page, mimetype="text/html", headers=headers)
-
-    @routes.errorhandler(DataError)
-    def report_data_error(error: DataError) -> tuple[Response, int]:
-        return jsonify(error=str(error)), 404
-
-    return routes
-
+from stepsplit.dashboard.pages import run_pages
+from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.tables import ChartData, DataTable
+from stepsplit.dashboard.pages.timeline import export_json
 
 # The dashboard pages of a run as one HTML file that works offline.
 
@@ -97,18 +72,13 @@ def _build_chapters(view: View) -> Iterator[Component]:
     brand = html.Span("stepsplit", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
     yield html.Header(html.Div([brand, tagline, theme], className="inner"), className="top")
-    chapters = [
-        ("", build_overview(view)),
-        ("", build_timeline_page(view)),
-        ("Pipeline", build_pipeline_page(view, AddressQuery()) if view.report.pipeline else []),
-        ("Communication", build_collectives_page(view, AddressQuery())),
-        ("Compute", build_compute_page(view)),
-        ("Memory", build_memory_page(view) if view.report.memory or view.report.prediction else []),
-    ]
     parts: list[Component] = [html.Div(html.H1(view.name), className="heading")]
-    for title, content in chapters:
-        parts += [html.H2(title, className="chapter")] if title and content else []
-        parts += content
+    for page in run_pages.RUN_PAGES:
+        if page.chapter is not None and page.has_data(view.report):
+            content = page.build(view, AddressQuery())
+            is_titled = page.chapter and content
+            parts += [html.H2(page.chapter, className="chapter")] if is_titled else []
+            parts += content
     yield html.Main(parts)
 
 

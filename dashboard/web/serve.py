@@ -26,10 +26,9 @@ from stepsplit.dashboard.store.ingest import (
 )
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.alerting import AlertWorker
-from stepsplit.dashboard.web.auth import choose_access
 from stepsplit.dashboard.web.gateway import Gateway
 from stepsplit.dashboard.web.http_server import answer_requests, format_url, open_listener
-from stepsplit.dashboard.web.options import Ready, ServeOptions
+from stepsplit.dashboard.web.options import Ready, ServeOptions, choose_access
 
 PROCESSES = 2
 """That answer requests."""

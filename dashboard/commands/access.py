@@ -21,9 +21,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.store.audit import AuditEntry
     from stepsplit.dashboard.store.database import Database
-    from stepsplit.dashboard.store.logins import Token
 
 # stepsplit token: access tokens of a dashboard.
 
@@ -60,16 +58,14 @@ def list_tokens(url: str) -> None:
     from stepsplit.dashboard.store.logins import Tokens
 
     for token in Tokens(database).list_tokens():
-        print_line(_format_token(token))
-
-
-def _format_token(token: Token) -> str:
-    used = format_date(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
-    state, created = token.find_state(time.time_ns()), format_date(token.created_unix_ns)
-    expires_ns = token.expires_unix_ns
-    expires = "does not expire" if expires_ns is None else f"until {format_date(expires_ns)}"
-    described = f"{token.id}  {state:7}  {token.role.label:8}  created {created}  {used:16}"
-    return f"{described}  {expires:22}  {token.name}"
+        last_ns, expires_ns = token.last_used_unix_ns, token.expires_unix_ns
+        used = format_date(last_ns) if last_ns else "never used"
+        expires = "does not expire" if expires_ns is None else f"until {format_date(expires_ns)}"
+        state, created = token.find_state(time.time_ns()), format_date(token.created_unix_ns)
+        print_line(
+            f"{token.id}  {state:7}  {token.role.label:8}  created {created}  {used:16}"
+            f"  {expires:22}  {token.name}"
+        )
 
 
 @token_command.command()
@@ -113,20 +109,20 @@ def audit_command(since: str | None, last: int, json_file: str | None, url: str)
     it was refused. Entries are kept for a year, at most 100,000 of them and 10,000 refused ones.
     """
     database = _open_database(url)
-    from stepsplit.dashboard.store.audit import AuditLog, audit_to_json, parse_since
+    from stepsplit.dashboard.store.audit import (
+        OK,
+        AuditLog,
+        audit_to_json,
+        format_time,
+        parse_since,
+    )
 
     since_ns = parse_since(since) if since is not None else 0
     entries = AuditLog(database).list_entries(last, since_ns)
     if not put_json(entries, audit_to_json, json_file):
-        for entry in reversed(entries):
-            print_line(_format_audit_entry(entry))
-
-
-def _format_audit_entry(entry: AuditEntry) -> str:
-    from stepsplit.dashboard.store.audit import OK, format_time
-
-    user = f"{entry.user_name} ({entry.role})" if entry.role else entry.user_name
-    parts = [format_time(entry.at_unix_ns), f"{entry.action:14}", user, entry.address, entry.target]
-    parts += [] if entry.outcome == OK else [f"refused: {entry.outcome}"]
-    parts += [] if entry.count == 1 else [f"{entry.count} times"]
-    return "  ".join(part for part in parts if part)
+        for one in reversed(entries):
+            user = f"{one.user_name} ({one.role})" if one.role else one.user_name
+            parts = [format_time(one.at_unix_ns), f"{one.action:14}", user, one.address, one.target]
+            parts += [] if one.outcome == OK else [f"refused: {one.outcome}"]
+            parts += [] if one.count == 1 else [f"{one.count} times"]
+            print_line("  ".join(part for part in parts if part))

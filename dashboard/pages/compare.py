@@ -13,8 +13,6 @@ from msgspec.structs import replace
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.compare import (
-    CallsChange,
-    CallStats,
     Change,
     RunComparison,
     Side,
@@ -22,7 +20,6 @@ from stepsplit.analyzer.regression.compare import (
     compare_with_baseline,
 )
 from stepsplit.analyzer.regression.scaling import ScalingRun, Work, build_scaling
-from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import (
     format_date,
     format_memory_size,
@@ -110,9 +107,25 @@ def build_run_pickers(
     """Two menus, or a list with buttons, that choose the runs; and a menu that adds one."""
     done = [run for run in rows if run.headline is not None and run.headline.median_step]
     picked = [run.id for run in selection.runs]
-    add = _build_add_menu(done, picked) if len(picked) > 1 or selection.is_list else []
+    add = []
+    if (len(picked) > 1 or selection.is_list) and len(picked) < MAX_COMPARED:
+        # A menu whose entries are the addresses with one run more.
+        now = ",".join(picked)
+        others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
+        names = {now: "choose a run"} | {
+            ",".join((*picked, run.id)): _format_run(run) for run in others
+        }
+        add = [build_menu("runs", names, now, "", "add a run")]
     if selection.is_list:
-        items = [_build_picked_run(selection.runs, at) for at in range(len(picked))]
+        items = []
+        for at, own in enumerate(selection.runs):
+            others_ids = [*picked[:at], *picked[at + 1 :]]
+            role: Content = html.Span("baseline", className="pill")
+            if at:
+                first = build_compare_url([own.id, *others_ids])
+                role = _build_button("use as baseline", own.name, first)
+            remove = _build_button("remove", own.name, build_compare_url(others_ids))
+            items.append(html.Li([html.Span(_format_run(own)), " ", role, " ", remove]))
         return html.Div([html.Ol(items), *add, *_build_notes(selection)], className="pickers")
     sides = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
     listed = [run for n, run in enumerate(done) if n < MAX_MENU_RUNS or run.id in sides.values()]
@@ -123,29 +136,6 @@ def build_run_pickers(
 
 def _format_run(run: RunRow) -> str:
     return f"{run.name}, {format_date(run.created_unix_ns)}"
-
-
-def _build_add_menu(done: Sequence[RunRow], picked: Sequence[str]) -> list[Component]:
-    """A menu whose entries are the addresses with one run more."""
-    if len(picked) >= MAX_COMPARED:
-        return []
-    now = ",".join(picked)
-    others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
-    names = {now: "choose a run"} | {
-        ",".join((*picked, run.id)): _format_run(run) for run in others
-    }
-    return [build_menu("runs", names, now, "", "add a run")]
-
-
-def _build_picked_run(runs: Sequence[RunRow], at: int) -> html.Li:
-    """A chosen run with what removes it, or makes it the baseline."""
-    own, ids = runs[at], [run.id for run in runs]
-    others = [*ids[:at], *ids[at + 1 :]]
-    role: Content = html.Span("baseline", className="pill")
-    if at:
-        role = _build_button("use as baseline", own.name, build_compare_url([own.id, *others]))
-    remove = _build_button("remove", own.name, build_compare_url(others))
-    return html.Li([html.Span(_format_run(own)), " ", role, " ", remove])
 
 
 def _build_button(text: str, name: str, url: str) -> dcc.Link:
@@ -186,7 +176,17 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
         NamedSplit("candidate", comparison.candidate.mean),
     ]
     return [
-        _build_names(baseline, candidate),
+        html.P(
+            [
+                "baseline ",
+                html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
+                "   candidate ",
+                html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
+                "   ",
+                build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
+            ],
+            className="subtitle",
+        ),
         _build_cards(comparison),
         *_build_settings(comparison),
         *_build_findings(comparison),
@@ -204,39 +204,20 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
     ]  # fmt: skip
 
 
-def _build_names(baseline: View, candidate: View) -> html.P:
-    return html.P(
-        [
-            "baseline ",
-            html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
-            "   candidate ",
-            html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
-            "   ",
-            build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
-        ],
-        className="subtitle",
-    )
-
-
-def _build_work_cards(comparison: RunComparison) -> list[html.Div]:
-    """The change for the same work, where the work of a step differs."""
-    baseline, candidate = comparison.baseline, comparison.candidate
-    if comparison.token_ratio is not None:
-        was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
-        change = format_signed_percent(comparison.token_ratio - 1)
-        return [build_card("tokens/s per GPU", change, f"{was}; steps of other sizes")]
-    if comparison.microbatch_ratio is not None:
-        was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
-        change = format_signed_percent(comparison.microbatch_ratio - 1)
-        return [build_card("time per microbatch", change, was)]
-    return []
-
-
 def _build_cards(comparison: RunComparison) -> html.Div:
     baseline, candidate = comparison.baseline, comparison.candidate
     change = "unknown" if comparison.ratio is None else format_signed_percent(comparison.ratio - 1)
-    shown = [
-        *_build_work_cards(comparison),
+    shown = []
+    # The change for the same work, where the work of a step differs.
+    if comparison.token_ratio is not None:
+        was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
+        ratio = format_signed_percent(comparison.token_ratio - 1)
+        shown.append(build_card("tokens/s per GPU", ratio, f"{was}; steps of other sizes"))
+    elif comparison.microbatch_ratio is not None:
+        was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
+        ratio = format_signed_percent(comparison.microbatch_ratio - 1)
+        shown.append(build_card("time per microbatch", ratio, was))
+    shown += [
         build_card("median step", change, _NOISE[comparison.within_noise]),
         build_card(
             "baseline", format_milliseconds(baseline.median_ns), f"{baseline.steps} full steps"
@@ -321,27 +302,22 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
     if not changed:
         return []
     heads = ("axis", "op", "size", "run", "per step", "transfer", "wait", "busbw")
-    rows = [cells for row in changed for cells in _build_call_rows(row)]
+    rows = []
+    for row in changed:
+        op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
+        head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
+        for name, calls in (("baseline", row.baseline), ("candidate", row.candidate)):
+            cells = [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
+            if calls is not None:
+                cells = [
+                    _build_count_cell(calls.count),
+                    build_time_cell(calls.transfer_ns),
+                    build_time_cell(calls.wait_ns),
+                    build_rate_cell(calls.busbw_bytes_per_s),
+                ]
+            rows.append([*head, Cell(name), *cells])
     note = "medians per call; largest change first" + format_hidden_rows(changed, MAX_ROWS // 2)
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
-
-
-def _build_call_rows(row: CallsChange) -> list[list[Cell]]:
-    op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
-    head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
-    sides = (("baseline", row.baseline), ("candidate", row.candidate))
-    return [[*head, Cell(name), *_build_call_cells(calls)] for name, calls in sides]
-
-
-def _build_call_cells(calls: CallStats | None) -> list[Cell]:
-    if calls is None:
-        return [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
-    return [
-        _build_count_cell(calls.count),
-        build_time_cell(calls.transfer_ns),
-        build_time_cell(calls.wait_ns),
-        build_rate_cell(calls.busbw_bytes_per_s),
-    ]
 
 
 def _build_change_cells(row: Change) -> list[Cell]:
@@ -372,16 +348,24 @@ def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Comp
     except UsageError as error:
         return [build_empty_card("These runs cannot be compared", str(error))]
     sides = [comparisons[0].baseline, *(one.candidate for one in comparisons)]
-    heads = ["per run", *(_build_run_head(views, at) for at in range(len(views)))]
+    heads: list[Content] = ["per run"]
+    for at, own in enumerate(views):
+        more: Content = "baseline"
+        if at:
+            more = build_link("in detail", build_compare_url((views[0].run_id, own.run_id)))
+        link = build_link(own.name, build_page_url(own.run_id))
+        note = html.Span(more, className="note")
+        heads.append(html.Span([f"{at + 1} ", link, html.Br(), note]))
     rows = [
         *_build_step_rows(sides, comparisons),
         *_build_bucket_rows(sides),
         *_build_exposed_rows(comparisons),
     ]
-    bars = [
-        NamedSplit(_format_bar_name(at, view.name), side.mean)
-        for at, (view, side) in enumerate(zip(views, sides, strict=True), 1)
-    ]
+    bars = []
+    for at, (view, side) in enumerate(zip(views, sides, strict=True), 1):
+        is_short = len(view.name) <= _SHORT_NAME
+        name = view.name if is_short else f"{view.name[: _SHORT_NAME - 1]}…"
+        bars.append(NamedSplit(f"{at} {name}", side.mean))
     figure = build_graph("splits", draw_splits(bars))
     return [
         html.Div(
@@ -391,24 +375,9 @@ def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Comp
             className="matrix",
         ),
         build_section("Mean step", "over ranks and full steps", figure),
-        *_build_scaling_section([_name_report(view) for view in views], work),
+        *_build_scaling_section(views, work),
         *_build_settings_of_many(heads, comparisons),
     ]
-
-
-def _build_run_head(views: Sequence[View], at: int) -> Content:
-    """The number and name of a run, with a link to its comparison with the baseline."""
-    own = views[at]
-    more: Content = "baseline"
-    if at:
-        more = build_link("in detail", build_compare_url((views[0].run_id, own.run_id)))
-    link = build_link(own.name, build_page_url(own.run_id))
-    return html.Span([f"{at + 1} ", link, html.Br(), html.Span(more, className="note")])
-
-
-def _format_bar_name(number: int, name: str) -> str:
-    short = name if len(name) <= _SHORT_NAME else f"{name[: _SHORT_NAME - 1]}…"
-    return f"{number} {short}"
 
 
 def _build_text_row(label: str, texts: Sequence[str]) -> list[Cell]:
@@ -483,15 +452,14 @@ def _build_bucket_rows(sides: Sequence[Side]) -> list[list[Cell]]:
     for at, bucket in enumerate(BUCKETS):
         times = [side.mean.buckets_ns[at] for side in sides]
         if any(times):
-            cells = [_build_part_cell(ns, side) for ns, side in zip(times, sides, strict=True)]
-            rows.append([Cell(bucket, head=True), *cells])
+            cells = [Cell(bucket, head=True)]
+            for ns, side in zip(times, sides, strict=True):
+                share = format_percent(ns / side.mean.step_ns) if side.mean.step_ns else ""
+                note = html.Span(share, className="note")
+                part = html.Span([format_milliseconds(ns), html.Br(), note])
+                cells.append(Cell(part, number=True))
+            rows.append(cells)
     return rows
-
-
-def _build_part_cell(ns: int, side: Side) -> Cell:
-    share = format_percent(ns / side.mean.step_ns) if side.mean.step_ns else ""
-    note = html.Span(share, className="note")
-    return Cell(html.Span([format_milliseconds(ns), html.Br(), note]), number=True)
 
 
 def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]]:
@@ -542,14 +510,32 @@ _WORKS = {
 _NO_WORK = "unknown: analyze each run with a job, or choose what their steps have in common"
 
 
-def _build_scaling_section(reports: Sequence[Report], work: str) -> list[Component]:
+def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     """Efficiency against the run with the fewest GPUs; nothing for runs of equal layout."""
+    # By the names that the dashboard has for the runs.
+    reports = [replace(view.report, run=replace(view.report.run, name=view.name)) for view in views]
     if len({(report.run.world_size, report.run.mesh) for report in reports}) == 1:
         return []
-    scaling = build_scaling(reports, _read_work(work))
+    known: Work | None = "gpu" if work == "gpu" else "step" if work == "step" else None
+    scaling = build_scaling(reports, known)
     menu = build_menu("work", _WORKS, work if work in _WORKS else "", "", "work of a step")
     heads = ["run", "GPUs", "layout", "median step", "predicted", "tokens/s per GPU", "efficiency"]
-    table = build_table(heads, [_build_scaling_row(run) for run in scaling.runs])
+    rows = []
+    for run in scaling.runs:
+        tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
+        axes = (f"{axis.axis} {axis.size}" for axis in run.mesh or () if axis.size > 1)
+        rows.append(
+            [
+                Cell(run.name, head=True),
+                build_number_cell(f"{run.gpus:,}", run.gpus),
+                Cell(", ".join(axes) or "unknown"),
+                build_time_cell(run.median_ns),
+                Cell("") if run.predicted_ns is None else build_time_cell(run.predicted_ns),
+                Cell("" if tokens is None else f"{tokens:,.0f}", number=True),
+                Cell("" if efficiency is None else format_percent(efficiency), number=True),
+            ]
+        )
+    table = build_table(heads, rows)
     parts: list[Component] = [html.Div(menu, className="choices"), table]
     if scaling.work is not None:
         bars = [NamedSplit(run.name, _scale_step(run, scaling.runs[0])) for run in scaling.runs]
@@ -559,29 +545,6 @@ def _build_scaling_section(reports: Sequence[Report], work: str) -> list[Compone
         ]
     note = f"against {scaling.reference}, which has the fewest GPUs" if scaling.work else _NO_WORK
     return [build_section("Scaling", f"efficiency {note}", *parts)]
-
-
-def _name_report(view: View) -> Report:
-    """The report by the name that the dashboard has for its run."""
-    return replace(view.report, run=replace(view.report.run, name=view.name))
-
-
-def _read_work(text: str) -> Work | None:
-    return "gpu" if text == "gpu" else "step" if text == "step" else None
-
-
-def _build_scaling_row(run: ScalingRun) -> list[Cell]:
-    tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
-    axes = (f"{axis.axis} {axis.size}" for axis in run.mesh or () if axis.size > 1)
-    return [
-        Cell(run.name, head=True),
-        build_number_cell(f"{run.gpus:,}", run.gpus),
-        Cell(", ".join(axes) or "unknown"),
-        build_time_cell(run.median_ns),
-        Cell("") if run.predicted_ns is None else build_time_cell(run.predicted_ns),
-        Cell("" if tokens is None else f"{tokens:,.0f}", number=True),
-        Cell("" if efficiency is None else format_percent(efficiency), number=True),
-    ]
 
 
 def _scale_step(run: ScalingRun, reference: ScalingRun) -> Split:

@@ -83,7 +83,15 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         "dp_replicate": job.parallel.dp_replicate, "dp_shard": job.parallel.dp_shard,
         "micro_batch": job.training.micro_batch, "global_batch": job.training.global_batch,
     }  # fmt: skip
-    menus = [_build_size_menu(key, now[key], chosen.parse_int(key)) for key in SIZES]
+    menus = []
+    for key in SIZES:
+        # The recorded size, its halves and doubles, and the selected one.
+        recorded, picked_size = now[key], chosen.parse_int(key) or now[key]
+        near = {recorded * 2**n for n in range(_DOUBLINGS + 1)}
+        near |= {recorded // 2**n for n in range(_DOUBLINGS)}
+        sizes = sorted({size for size in near if size >= 1} | {picked_size})
+        names = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
+        menus.append(build_menu(key, names, str(picked_size), str(recorded)))
     options = {
         "schedule": (UNCHANGED, *SCHEDULES),
         "recompute": (UNCHANGED, "none", "selective", "full"),
@@ -104,16 +112,6 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         button = build_job_button(view.run_id, view.name)
         parts.append(html.P([button, html.Span(f" {words}", className="note")]))
     return build_section("Change the job", note, *parts)
-
-
-def _build_size_menu(key: str, recorded: int, picked: int | None) -> html.Label:
-    """A menu with the recorded size, its halves and doubles, and the selected size."""
-    near = {recorded * 2**n for n in range(_DOUBLINGS + 1)} | {
-        recorded // 2**n for n in range(_DOUBLINGS)
-    }
-    sizes = sorted({size for size in near if size >= 1} | {picked or recorded})
-    options = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
-    return build_menu(key, options, str(picked or recorded), str(recorded))
 
 
 def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split) -> list[Component]:
@@ -215,7 +213,13 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
     tables: dict[str, dict[str, object]] = {
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
-    for key, value in _read_changes(chosen).items():
+    asked: dict[str, object] = {
+        key: number for key in SIZES if (number := chosen.parse_int(key)) is not None
+    }
+    for key in ("schedule", "recompute"):
+        if (word := chosen.find_text(key)) not in (None, UNCHANGED):
+            asked[key] = word
+    for key, value in asked.items():
         own = tables.setdefault(_TABLE.get(key, "parallel"), {})
         own[key] = value
         for alias in _ALIASES.get(key, ()):
@@ -229,17 +233,6 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error)
     except (DataError, UsageError) as error:
         return ChangedJob(error=str(error))
-
-
-def _read_changes(chosen: AddressQuery) -> dict[str, object]:
-    """Changes from the URL by job.toml key."""
-    asked: dict[str, object] = {
-        key: number for key in SIZES if (number := chosen.parse_int(key)) is not None
-    }
-    for key in ("schedule", "recompute"):
-        if (word := chosen.find_text(key)) not in (None, UNCHANGED):
-            asked[key] = word
-    return asked
 
 
 # Ranking of layouts for the same number of GPUs.

@@ -39,7 +39,6 @@ from stepsplit.dashboard.pages.tables import (
     build_table,
     build_time_cell,
 )
-from stepsplit.dashboard.store.metrics import JobFingerprint
 from stepsplit.dashboard.store.run_row import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
@@ -145,24 +144,19 @@ def _build_heading(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
     picks = html.Span([hint, clear, compare], className="picks")
     head = html.Div([html.H1("Runs"), search, menu, build_legend(), picks], className="heading")
     job = chosen.find_text("job")
-    return head if job is None else html.Div([head, _build_job_line(runs, job, chosen)])
-
-
-def _build_job_line(runs: Sequence[RunRow], key: str, chosen: AddressQuery) -> html.P:
-    """The job to which the list is limited, with links to its history and to all jobs."""
-    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(key, f"no job {key}")
+    if job is None:
+        return head
+    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(job, f"no job {job}")
     kept = {name: chosen.find_text(name) for name in ("q", "sort", "group")}
-    return html.P(
-        [
-            "job ",
-            html.B(label),
-            "   ",
-            build_link("history", "/history" + format_query({"job": key})),
-            "   ",
-            build_link("all jobs", "/" + format_query(kept)),
-        ],
-        className="subtitle",
-    )
+    line = [
+        "job ",
+        html.B(label),
+        "   ",
+        build_link("history", "/history" + format_query({"job": job})),
+        "   ",
+        build_link("all jobs", "/" + format_query(kept)),
+    ]
+    return html.Div([head, html.P(line, className="subtitle")])
 
 
 def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, ...]:
@@ -210,20 +204,17 @@ def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
     shown = [cells[name] for name in columns if name in cells]
     if len(cells) == len(_COMMON_COLUMNS):
         shown.append(Cell(_build_state(run), columns=len(columns) - len(shown)))
-    return [Cell(_build_pick_box(run)), *shown]
-
-
-def _build_pick_box(run: RunRow) -> Content:
-    """The checkbox that selects a run for comparison; assets/choose.js handles clicks."""
-    if run.headline is None or run.headline.median_step is None:
-        return ""
-    attributes: Any = {
-        "data-pick": run.id,
-        "data-added": str(run.created_unix_ns),
-        "aria-checked": "false",
-    }
-    return html.Button("", type="button", className="pick", role="checkbox",
-                       **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
+    # The checkbox that selects a run for comparison; assets/choose.js handles clicks.
+    box: Content = ""
+    if run.headline is not None and run.headline.median_step is not None:
+        attributes: Any = {
+            "data-pick": run.id,
+            "data-added": str(run.created_unix_ns),
+            "aria-checked": "false",
+        }
+        box = html.Button("", type="button", className="pick", role="checkbox",
+                          **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
+    return [Cell(box), *shown]
 
 
 def _build_number_cells(run: RunRow) -> dict[str, Cell]:
@@ -232,6 +223,10 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     if numbers is None or numbers.median_step is None:
         return {}
     middle = numbers.median_step
+    job: Content = ""
+    if run.job is not None:
+        url = _build_job_url(run.job.key)
+        job = dcc.Link(run.job.key, href=url, title=run.job.label, className="job-key")
     shares = {
         "compute": COMPUTE,
         "collective": COLLECTIVE,
@@ -239,7 +234,7 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
         "bubble": BUBBLE,
     }
     return {
-        "job": Cell(_build_job_link(run.job)),
+        "job": Cell(job),
         "world": build_count_cell(numbers.world_size),
         "mesh": Cell(numbers.mesh or "unknown"),
         "step": build_time_cell(middle.step_ns),
@@ -247,13 +242,6 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
         **{name: build_share_cell(middle.sum_share(*of)) for name, of in shares.items()},
         "mfu": Cell(number=True) if numbers.mfu is None else build_share_cell(numbers.mfu),
     }
-
-
-def _build_job_link(job: JobFingerprint | None) -> Content:
-    """The key of the job, which leads to its runs, with the label as tooltip."""
-    if job is None:
-        return ""
-    return dcc.Link(job.key, href=_build_job_url(job.key), title=job.label, className="job-key")
 
 
 def _build_job_url(key: str) -> str:
@@ -309,18 +297,16 @@ def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
     if len(steps) > 1:
         change = format_signed_percent(steps[0] / median(steps[1:]) - 1)
         texts += [" ", html.B(change), " against the median of the runs before"]
-    return [html.Span(texts, className="note"), *_build_trend_bars(steps[TREND_RUNS - 1 :: -1])]
-
-
-def _build_trend_bars(steps: Sequence[float]) -> list[html.Span]:
-    """The steps, oldest first, as bars from zero; none for a single run."""
-    if len(steps) < 2:
-        return []
-    most = max(steps)
-    bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in steps]
-    ends = f"{format_milliseconds(steps[0])} to {format_milliseconds(steps[-1])}"
-    label = f"median step of the last {len(steps)} runs: {ends}"
-    return [html.Span(bars, className="trend", role="img", title=label, **build_aria_label(label))]
+    shown: list[Component] = [html.Span(texts, className="note")]
+    if len(steps) > 1:
+        newest = steps[TREND_RUNS - 1 :: -1]
+        most = max(newest)
+        bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in newest]
+        ends = f"{format_milliseconds(newest[0])} to {format_milliseconds(newest[-1])}"
+        label = f"median step of the last {len(newest)} runs: {ends}"
+        aria = build_aria_label(label)
+        shown.append(html.Span(bars, className="trend", role="img", title=label, **aria))
+    return shown
 
 
 def _build_state(run: RunRow) -> html.Div:

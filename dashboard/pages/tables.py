@@ -142,7 +142,14 @@ class DataTable(Component):
         self._valid_wildcard_attributes: list[str] = []
         self.heads, self.cells = tuple(heads), tuple(map(tuple, rows))
         first = self._find_full_row()
-        columns = [_describe_column(one, cell) for one, cell in zip(heads, first, strict=True)]
+        columns: list[dict[str, Any]] = []
+        for one, below in zip(heads, first, strict=True):
+            own: dict[str, Any] = {"number": below.number, "unit": below.unit}
+            if isinstance(one, SortHead):
+                own |= {"head": _to_node(one.content), "sort": one.order or "none"}
+            else:
+                own["head"] = _to_node(one)
+            columns.append(own)
         super().__init__(  # type: ignore[no-untyped-call]
             columns=columns, rows=[[_describe_cell(cell) for cell in row] for row in rows]
         )
@@ -151,7 +158,14 @@ class DataTable(Component):
     def children(self) -> html.Table:
         """The first rows as a table that needs no script; the page is not sent it."""
         first = self._find_full_row()
-        head = [_build_th(one, cell) for one, cell in zip(self.heads, first, strict=True)]
+        head = [
+            html.Th(
+                one.content if isinstance(one, SortHead) else one,
+                className=_choose_cell_class(below),
+                scope="col",
+            )
+            for one, below in zip(self.heads, first, strict=True)
+        ]
         body = [html.Tr([_build_td(cell) for cell in row]) for row in self.cells[:_EXPORTED_ROWS]]
         left = len(self.cells) - len(body)
         if left > 0:
@@ -177,13 +191,6 @@ def format_hidden_rows(rows: Sized, shown: int = MAX_ROWS) -> str:
     return f"; {left:,} smaller rows in report.json" if left > 0 else ""
 
 
-def _describe_column(head: Content | SortHead, below: Cell) -> dict[str, Any]:
-    described: dict[str, Any] = {"number": below.number, "unit": below.unit}
-    if isinstance(head, SortHead):
-        return {**described, "head": _to_node(head.content), "sort": head.order or "none"}
-    return {**described, "head": _to_node(head)}
-
-
 def _describe_cell(cell: Cell) -> Any:
     """A text, a pair of the shown text and its number, or an object for anything else."""
     shown = _to_node(cell.content)
@@ -202,11 +209,6 @@ def _to_node(content: Any) -> Any:
     props = dict(described["props"])
     children = _to_node(props.pop("children", None))
     return {"tag": described["type"].lower(), "props": props, "children": children}
-
-
-def _build_th(head: Content | SortHead, below: Cell) -> html.Th:
-    content = head.content if isinstance(head, SortHead) else head
-    return html.Th(content, className=_choose_cell_class(below), scope="col")
 
 
 def _build_td(cell: Cell) -> html.Td | html.Th:

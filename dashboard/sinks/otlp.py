@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
 from stepsplit.dashboard.sinks.json_server import JsonServer, hide_password
-from stepsplit.dashboard.sinks.scalars import PREFIX, Scalar, ScalarPoint, SinkError, SinkMetric
+from stepsplit.dashboard.sinks.scalars import PREFIX, ScalarPoint, SinkError
 
 _PATH = "/v1/metrics"
 
@@ -23,7 +22,11 @@ class OtlpSink:
     """
 
     def __init__(self, url: str) -> None:
-        address = choose_otlp_address(url)
+        whole = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "")
+        base = url or ("" if whole else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""))
+        if not base and not whole:
+            raise SinkError("otlp: write otlp:URL, or set OTEL_EXPORTER_OTLP_ENDPOINT")
+        address = base.rstrip("/").removesuffix(_PATH) + _PATH if base else whole
         self.name = f"otlp:{hide_password(address.removesuffix(_PATH))}"
         headers = read_pairs("OTEL_EXPORTER_OTLP_HEADERS")
         headers |= read_pairs("OTEL_EXPORTER_OTLP_METRICS_HEADERS")
@@ -44,15 +47,6 @@ class OtlpSink:
         self._server.close()
 
 
-def choose_otlp_address(url: str) -> str:
-    """The whole address that metrics are sent to. Raises SinkError if there is none."""
-    whole = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "")
-    base = url or ("" if whole else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""))
-    if not base and not whole:
-        raise SinkError("otlp: write otlp:URL, or set OTEL_EXPORTER_OTLP_ENDPOINT")
-    return whole if not base else base.rstrip("/").removesuffix(_PATH) + _PATH
-
-
 def read_pairs(variable: str) -> dict[str, str]:
     """A variable such as "key=value,other=value", with percent-encoded values."""
     pairs = (part.partition("=") for part in os.environ.get(variable, "").split(","))
@@ -61,40 +55,32 @@ def read_pairs(variable: str) -> dict[str, str]:
 
 def build_otlp_request(points: Sequence[ScalarPoint]) -> dict[str, Any]:
     """The points as an ExportMetricsServiceRequest in OTLP's JSON encoding."""
-    by_metric: dict[str, list[tuple[ScalarPoint, Scalar]]] = defaultdict(list)
-    metrics: dict[str, SinkMetric] = {}
+    gauges: dict[str, dict[str, Any]] = {}
     for point in points:
         for one in point.scalars:
-            metrics[one.metric.otlp] = one.metric
-            by_metric[one.metric.otlp].append((point, one))
-    gauges = [_build_gauge(metrics[name], found) for name, found in by_metric.items()]
+            metric = one.metric
+            new = {
+                "name": metric.otlp, "description": metric.text, "unit": metric.unit,
+                "gauge": {"dataPoints": []},
+            }  # fmt: skip
+            label = {metric.label: one.key} if metric.label else {}
+            gauges.setdefault(metric.otlp, new)["gauge"]["dataPoints"].append(
+                {
+                    "attributes": _build_attributes({"run": point.run, **label}),
+                    "timeUnixNano": str(point.unix_ns),
+                    "asDouble": one.value,
+                }
+            )
     scope = {"name": PREFIX, "version": version(PREFIX)}
     resource = {"service.name": PREFIX, **read_pairs("OTEL_RESOURCE_ATTRIBUTES")}
     if os.environ.get("OTEL_SERVICE_NAME"):
         resource["service.name"] = os.environ["OTEL_SERVICE_NAME"]
-    parts = [{"scope": scope, "metrics": gauges}]
+    parts = [{"scope": scope, "metrics": list(gauges.values())}]
     return {
         "resourceMetrics": [
             {"resource": {"attributes": _build_attributes(resource)}, "scopeMetrics": parts}
         ]
     }
-
-
-def _build_gauge(metric: SinkMetric, found: Sequence[tuple[ScalarPoint, Scalar]]) -> dict[str, Any]:
-    values = [
-        {
-            "attributes": _build_attributes(
-                {"run": point.run, **({metric.label: one.key} if metric.label else {})}
-            ),
-            "timeUnixNano": str(point.unix_ns),
-            "asDouble": one.value,
-        }
-        for point, one in found
-    ]
-    return {
-        "name": metric.otlp, "description": metric.text, "unit": metric.unit,
-        "gauge": {"dataPoints": values},
-    }  # fmt: skip
 
 
 def _build_attributes(values: Mapping[str, str]) -> list[dict[str, Any]]:

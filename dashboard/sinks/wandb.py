@@ -41,7 +41,9 @@ class WandbSink:
     def _start(self, name: str) -> Any:
         import wandb
 
-        entity, project, run_id = split_wandb_place(self._place)
+        # [ENTITY/]PROJECT[/RUN]: of two parts the second is the run.
+        parts = [part or None for part in self._place.split("/")]
+        entity, project, run_id = (parts if len(parts) > 2 else [None, *parts, None])[:3]
         project = project or os.environ.get("WANDB_PROJECT") or PREFIX
         if run_id and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
             shared = wandb.Settings(
@@ -73,14 +75,6 @@ class WandbSink:
         except (wandb.Error, OSError) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             raise SinkError(f"{self.name}: the numbers were not sent: {text}") from None
-
-
-def split_wandb_place(place: str) -> tuple[str | None, str | None, str | None]:
-    """Entity, project and run of [ENTITY/]PROJECT[/RUN]; None for what is not there."""
-    parts = [part or None for part in place.split("/")]
-    if len(parts) >= 3:
-        return parts[0], parts[1], parts[2]
-    return None, parts[0], parts[1] if len(parts) == 2 else None
 
 
 open_sink = WandbSink

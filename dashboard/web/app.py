@@ -151,8 +151,9 @@ def _add_page_callbacks(app: Dash, contents: PageBuilder) -> None:
         content = contents.build_content(address, current_user().role)
         if callback_context.triggered_id == "tick" and content.fingerprint == mark:
             raise PreventUpdate
-        of_store = address is not None and not address.run_id
-        has_zone = of_store and find_store_page(address).takes_uploads
+        has_zone = False
+        if address is not None and not address.run_id:
+            has_zone = find_store_page(address).takes_uploads
         return content.children, not has_zone, not content.pending, content.fingerprint
 
     # A page that updates by itself is drawn again while it is open.

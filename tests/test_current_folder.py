@@ -18,8 +18,8 @@ from stepsplit.collectors.helper_process import build_helper_command, build_help
 from stepsplit.collectors.record import RecordPlan, record, run_watched
 from stepsplit.collectors.watch_plan import WatchPlan
 from stepsplit.dashboard.environment import read_environment
-from stepsplit.dashboard.store.ingest import Workers
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.worker import Workers
 from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
 
 SAMPLE = Path(__file__).parents[1] / "sample_traces" / "dp4"

@@ -187,7 +187,7 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/store/default_store.py": {
         "_make_database .unlink": "its own draft",
     },
-    "dashboard/store/ingest.py": {
+    "dashboard/store/worker.py": {
         "Workers._start subprocess.Popen": "by helper_process",
         "_run_in_process tempfile.tempdir": "the folder of its worker",
         "_run_next_job tempfile.TemporaryDirectory": "random and 0700",

@@ -24,7 +24,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.store.ingest import LogFormat
+    from stepsplit.dashboard.store.logs import LogFormat
 
 # What one analysis may take: options of the dashboard and of a worker.
 
@@ -243,12 +243,8 @@ def worker_command(
     store and artifacts.
     """
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.ingest import (
-        WorkerOptions,
-        choose_memory_bytes,
-        run_worker,
-        set_up_logs,
-    )
+    from stepsplit.dashboard.store.logs import set_up_logs
+    from stepsplit.dashboard.store.worker import WorkerOptions, choose_memory_bytes, run_worker
 
     set_up_logs(log_format)
     signal.signal(signal.SIGTERM, _stop_worker)

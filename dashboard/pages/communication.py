@@ -312,12 +312,12 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
 def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> list[Component]:
     if view.tables is None or not len(view.tables.boxes.step):
         return []
-    drawn = set(np.unique(view.tables.boxes.step).tolist())
+    drawn: set[int] = set(np.unique(view.tables.boxes.step).tolist())
     full = {row.step for row in view.report.steps if row.kind == "full"} & drawn
     steps = sorted(full or drawn)
     default_step = steps[len(steps) // 2]
-    step = chosen.parse_int("step")
-    step = step if step in steps else default_step
+    asked = chosen.parse_int("step")
+    step = asked if asked in steps else default_step
     measured = select_pipeline(view.tables.boxes, step)
     ideal = build_ideal_grid(measured, pipeline_report.schedule, pipeline_report.microbatches)
     words = {str(n): f"step {n}" for n in steps}

@@ -16,7 +16,7 @@ from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHE
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
-from stepsplit.dashboard.store.artifacts import JOB_FILE
+from stepsplit.dashboard.store.job_files import JOB_FILE
 from stepsplit.dashboard.store.run_row import RunRow
 
 

@@ -44,8 +44,11 @@ class AnalysisQueue:
     def claim(self, worker: str, lease_s: float = LEASE_S) -> AnalysisJob | None:
         """Claims the oldest job that is queued or whose lease has expired; None without one."""
         now = time.time_ns()
-        if not self._has_job(now):
-            return None
+        # Idle workers poll often; a read is cheaper than a lock.
+        available = select(JOBS.c.id).where(_match_available(now)).limit(1)
+        with self._database.begin_read() as connection:
+            if connection.execute(available).first() is None:
+                return None
         with self._database.begin_write() as connection:
             _give_up_job(connection, _match_expired(now))
             row = connection.execute(_build_claim(worker, now, lease_s)).one_or_none()
@@ -97,14 +100,6 @@ class AnalysisQueue:
             freed = update(JOBS).where(of_worker).values(state="queued", worker=None)
             for run_id in connection.execute(freed.returning(JOBS.c.run_id)).scalars().all():
                 set_run_state(connection, run_id, "running", "queued")
-
-    def _has_job(self, now: int) -> bool:
-        # Idle workers poll often; a read is cheaper than a lock.
-        with self._database.begin_read() as connection:
-            return (
-                connection.execute(select(JOBS.c.id).where(_match_available(now)).limit(1)).first()
-                is not None
-            )
 
     def _set(self, job: AnalysisJob, **values: Any) -> bool:
         with self._database.begin_write() as connection:

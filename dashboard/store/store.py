@@ -26,18 +26,15 @@ from stepsplit.dashboard.store.alerts import AlertStore
 from stepsplit.dashboard.store.analysis_queue import AnalysisQueue, add_job, queue_again
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
-    JOB_BYTES,
-    JOB_FILE,
     Artifacts,
     RemoteArtifacts,
-    check_job_text,
-    choose_job_path,
     open_artifacts,
     open_remote,
 )
 from stepsplit.dashboard.store.audit import AuditLog
 from stepsplit.dashboard.store.database import Database, open_database
 from stepsplit.dashboard.store.ids import is_run_id
+from stepsplit.dashboard.store.job_files import JOB_BYTES, JOB_FILE, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
 from stepsplit.dashboard.store.metric_tables import CheckResults, MetricStore
 from stepsplit.dashboard.store.metrics import compute_job_fingerprint

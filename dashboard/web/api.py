@@ -15,12 +15,13 @@ from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
-from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
+from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.logins import Token
 from stepsplit.dashboard.store.run_row import RunRow, describe_edit, explain_no_retry
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.store.watch import MAX_STARTS, WatchedRun
+from stepsplit.dashboard.store.watch import WatchedRun
+from stepsplit.dashboard.store.watch_batches import MAX_STARTS
 from stepsplit.dashboard.store.watch_senders import OtherSenderError, UnknownStartError
 from stepsplit.dashboard.upload import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action

@@ -15,8 +15,8 @@ from flask import Request
 from werkzeug.datastructures import Headers
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.store.ingest import LogFormat
 from stepsplit.dashboard.store.logins import ROLES, Role
+from stepsplit.dashboard.store.logs import LogFormat
 from stepsplit.dashboard.web import shared_host
 from stepsplit.dashboard.web.alerting import AlertTarget
 from stepsplit.dashboard.web.http_error import HttpError

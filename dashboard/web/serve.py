@@ -18,13 +18,9 @@ from types import FrameType
 
 from flask import Flask
 
-from stepsplit.dashboard.store.ingest import (
-    Workers,
-    choose_memory_bytes,
-    end_with_parent,
-    set_up_logs,
-)
+from stepsplit.dashboard.store.logs import set_up_logs
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.worker import Workers, choose_memory_bytes, end_with_parent
 from stepsplit.dashboard.web.alerting import AlertWorker
 from stepsplit.dashboard.web.gateway import Gateway
 from stepsplit.dashboard.web.http_server import answer_requests, format_url, open_listener

@@ -46,6 +46,11 @@ from stepsplit.dashboard.pages.overview import (
     estimate_total_ns,
 )
 from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.rank_groups import (
+    RankGrouping,
+    list_rank_groupings,
+    list_rank_locations,
+)
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
@@ -54,11 +59,6 @@ from stepsplit.dashboard.pages.tables import (
     build_table,
     build_time_cell,
     format_hidden_rows,
-)
-from stepsplit.dashboard.pages.timeline import (
-    RankGrouping,
-    list_rank_groupings,
-    list_rank_locations,
 )
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.

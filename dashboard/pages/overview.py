@@ -60,6 +60,7 @@ from stepsplit.dashboard.pages.components import (
     format_subtitle,
 )
 from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.rank_groups import RankGrouping, list_report_groupings
 from stepsplit.dashboard.pages.run_actions import build_job_button
 from stepsplit.dashboard.pages.tables import (
     Cell,
@@ -75,7 +76,6 @@ from stepsplit.dashboard.pages.tables import (
     build_time_cell,
     format_hidden_rows,
 )
-from stepsplit.dashboard.pages.timeline import RankGrouping, list_report_groupings
 from stepsplit.dashboard.store.metrics import build_headline
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.

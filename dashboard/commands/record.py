@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,12 @@ def _choose_mesh(parallel: str) -> Mesh:
         check_mesh(DemoArgs(), requested)
     except ValueError as error:
         raise UsageError(f"--parallel: {error}") from None
-    available = _read_available_bytes()
+    # Memory available to new processes; unknown if the system does not report it.
+    available = None
+    with suppress(OSError):
+        lines = _MEMINFO.read_text().splitlines()
+        kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        available = int(kib[0]) * 1024 if kib else None
     mesh = requested if available is None else fit_to_memory(requested, available)
     if mesh != requested:
         free = units.format_gibibytes(available or 0)
@@ -183,13 +189,3 @@ def _serve(analysis: Analysis, port: int) -> None:
         ready=lambda url: print_line(f"dashboard: {url}{place}   (Ctrl-C ends it)"),
         options=ServeOptions(access),
     )
-
-
-def _read_available_bytes() -> int | None:
-    """Memory available to new processes; None if the system does not report it."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else int(kib) * 1024

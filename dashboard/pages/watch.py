@@ -150,12 +150,18 @@ def read_watch_view(
     # The first slot is whole.
     first_s = compute_slot_start(begin_ns, choice.level_s)
     within = WatchRange(first_s, last_s, choice.level_s)
+    # Several hosts may report one event of the whole job.
+    events: dict[object, StoredEvent] = {}
+    for one in watches.read_events(run.id, within, _LAST_EVENTS):
+        event = one.event
+        key = (one.incarnation, event.kind, event.step, event.rank, event.text)
+        events.setdefault(key, one)
     return WatchView(
         run, now_unix_ns, choice, within,
         watches.read_steps(run.id, within), watches.read_splits(run.id, within),
         watches.read_waits(run.id, within, choice.bin_s),
         watches.read_lateness(run.id, within, choice.bin_s),
-        _merge_events(watches.read_events(run.id, within, _LAST_EVENTS)),
+        tuple(events.values()),
         watches.list_samples(run.id, _LAST_SAMPLES),
         watches.read_steps(run.id, run.newest_minutes), read_first_hour(watches, run),
     )  # fmt: skip
@@ -169,15 +175,6 @@ def read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
     slots = watches.read_steps(run.id, WatchRange(first_s, first_s + HOUR_S, HOUR_S))
     own = [one.summary for one in slots if one.incarnation == run.start.incarnation]
     return own[0] if own else None
-
-
-def _merge_events(events: Sequence[StoredEvent]) -> tuple[StoredEvent, ...]:
-    """The events without those that several hosts report of the whole job."""
-    merged: dict[object, StoredEvent] = {}
-    for one in events:
-        event = one.event
-        merged.setdefault((one.incarnation, event.kind, event.step, event.rank, event.text), one)
-    return tuple(merged.values())
 
 
 # The frame, which updates by itself.
@@ -235,6 +232,10 @@ def _build_list_row(
 ) -> list[Cell]:
     number = open_alerts.get(run.name, 0)
     when = html.Span(format_date(run.newest_unix_ns), className="when")
+    overhead, steps = "no sample yet", run.interval_steps
+    if run.overhead is not None:
+        overhead = f"{100 * run.overhead:.2f} % of {100 * run.budget:.2g} %"
+    interval = "no more samples" if steps is None else f"{steps:,} steps"
     return [
         Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
         Cell(_build_state(run, now_unix_ns)),
@@ -243,8 +244,8 @@ def _build_list_row(
         build_count_cell(len(run.starts)),
         build_count_cell(run.last_step),
         Cell(when, value=run.newest_unix_ns / 1e9),
-        build_number_cell(_format_overhead(run), run.overhead, "ratio"),
-        build_number_cell(_format_interval(run), run.interval_steps),
+        build_number_cell(overhead, run.overhead, "ratio"),
+        build_number_cell(interval, steps),
         build_count_cell(sum(run.dropped.values())),
     ]
 
@@ -257,16 +258,6 @@ def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
     return html.Span("live", className="pill done")
 
 
-def _format_overhead(run: WatchedRun) -> str:
-    measured = "no sample yet" if run.overhead is None else f"{100 * run.overhead:.2f} %"
-    return f"{measured} of {100 * run.budget:.2g} %" if run.overhead is not None else measured
-
-
-def _format_interval(run: WatchedRun) -> str:
-    steps = run.interval_steps
-    return "no more samples" if steps is None else f"{steps:,} steps"
-
-
 # The page of one run.
 
 
@@ -274,16 +265,17 @@ def build_watch_page(
     view: WatchView, chosen: AddressQuery, alerts: html.Section | None = None
 ) -> html.Div:
     """The live page of a watched run, with its open alerts at the top."""
-    run = view.run
-    head = html.Div(
-        [
-            html.H1(run.name),
-            _build_state(run, view.now_unix_ns),
-            _build_ranges(run, chosen),
-        ],
-        className="heading",
-    )
-    subtitle = html.P(_format_subtitle(run), className="subtitle")
+    run, start = view.run, view.run.start
+    state = _build_state(run, view.now_unix_ns)
+    head = html.Div([html.H1(run.name), state, _build_ranges(run, chosen)], className="heading")
+    n_hosts = len(run.current_hosts)
+    which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
+    facts = [
+        f"{start.world_size:,} ranks on {n_hosts:,} host{'' if n_hosts == 1 else 's'}",
+        f"{which}, {format_date(start.first_unix_ns)}",
+        f"step {run.last_step:,}",
+    ]
+    subtitle = html.P("  ·  ".join(facts), className="subtitle")
     parts = [head, subtitle, *([] if alerts is None else [alerts]), _build_watch_cards(view)]
     if not view.steps and not view.splits:
         hint = f"No batch has data of this {view.choice.label}; choose a longer range."
@@ -313,17 +305,6 @@ def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
         look = "button on" if is_current else "button"
         links.append(dcc.Link(words if is_current else words[:1], href=href, className=look))
     return html.Nav(links, className="ranges", **build_aria_label("range of time"))
-
-
-def _format_subtitle(run: WatchedRun) -> str:
-    start, n_hosts = run.start, len(run.current_hosts)
-    which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
-    parts = [
-        f"{start.world_size:,} ranks on {n_hosts:,} host{'' if n_hosts == 1 else 's'}",
-        f"{which}, {format_date(start.first_unix_ns)}",
-        f"step {run.last_step:,}",
-    ]
-    return "  ·  ".join(parts)
 
 
 def _build_watch_cards(view: WatchView) -> html.Div:
@@ -373,16 +354,12 @@ def _build_age_card(view: WatchView) -> html.Div:
     if silent:
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         note = f"{len(silent)} of {number:,} hosts silent: {', '.join(silent[:3])}{more}"
-    age = _format_age(view.now_unix_ns - run.newest_unix_ns)
-    return build_card("last data", age, note, "var(--bad)" if silent else None)
-
-
-def _format_age(ns: int) -> str:
-    seconds = max(ns // _SECOND_NS, 0)
-    for unit, length in (("d", DAY_S), ("h", HOUR_S), ("min", MINUTE_S)):
+    seconds = max((view.now_unix_ns - run.newest_unix_ns) // _SECOND_NS, 0)
+    age = f"{seconds} s ago"
+    for unit, length in (("min", MINUTE_S), ("h", HOUR_S), ("d", DAY_S)):
         if seconds >= 2 * length:
-            return f"{seconds // length} {unit} ago"
-    return f"{seconds} s ago"
+            age = f"{seconds // length} {unit} ago"
+    return build_card("last data", age, note, "var(--bad)" if silent else None)
 
 
 # Step times, with a mark for each event.
@@ -512,19 +489,7 @@ def _sum_samples(view: WatchView) -> _SampleSums:
 
 
 def _build_split_section(view: WatchView, sums: _SampleSums, as_share: bool) -> html.Section:
-    figure = draw_split_over_time(
-        sums.bins, _list_gap_marks(view, sums), view.axis, as_share=as_share
-    )
-    menu = build_menu(
-        "unit", {"": "share of the step", "ms": "ms"}, "" if as_share else "ms", "", "shown as"
-    )
-    note = "mean step of the sampled ranks; a gap where no sample has data, with the reason above"
-    head = html.Div([html.Div(menu, className="choices"), build_legend()], className="split-head")
-    return build_section("Split", note, head, build_graph("watch-split", figure))
-
-
-def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
-    """Marks of samples without data, and of what else keeps samples away."""
+    # Samples without data, and what else keeps samples away.
     bin_s, marks = sums.bins.bin_s, []
     reasons = {reason for counted in sums.no_data.values() for reason in counted}
     for at, counted in sorted(sums.no_data.items()):
@@ -536,31 +501,32 @@ def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
         for one in view.events
         if one.event.kind in _IN_SPLIT and one.event.text not in reasons
     ]
-    return sorted(marks, key=lambda one: (one.lane, one.unix_s))
+    marks.sort(key=lambda one: (one.lane, one.unix_s))
+    figure = draw_split_over_time(sums.bins, marks, view.axis, as_share=as_share)
+    menu = build_menu(
+        "unit", {"": "share of the step", "ms": "ms"}, "" if as_share else "ms", "", "shown as"
+    )
+    note = "mean step of the sampled ranks; a gap where no sample has data, with the reason above"
+    head = html.Div([html.Div(menu, className="choices"), build_legend()], className="split-head")
+    return build_section("Split", note, head, build_graph("watch-split", figure))
 
 
 def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Section]:
     if not sums.exposed_ns:
         return []
-    shown = _list_line_bins(sums)
+    # The bins that a line goes through: those with data, and an empty one in each gap.
+    known = np.flatnonzero(np.isfinite(sums.bins.buckets_ns[0])).tolist()
+    gap, shown = _find_gap_s(known, 1), known[:1]
+    for one, other in pairwise(known):
+        if other - one > gap or any(one < at < other for at in sums.no_data):
+            shown.append(one + 1)
+        shown.append(other)
     unix_s = sums.bins.start_unix_s[shown].astype(np.float64) + sums.bins.bin_s / 2
     exposed = {axis: values[shown] for axis, values in sums.exposed_ns.items()}
     figure = draw_exposed_over_time(unix_s, exposed, view.axis)
     note = "exposed time of the mean step by axis, waits included"
     graph = build_graph("watch-exposed", figure)
     return [build_section("Exposed communication", note, graph)]
-
-
-def _list_line_bins(sums: _SampleSums) -> list[int]:
-    """The bins that a line goes through: those with data, and an empty one in each gap."""
-    known = np.flatnonzero(np.isfinite(sums.bins.buckets_ns[0])).tolist()
-    gap = _find_gap_s(known, 1)
-    shown = known[:1]
-    for one, other in pairwise(known):
-        if other - one > gap or any(one < at < other for at in sums.no_data):
-            shown.append(one + 1)
-        shown.append(other)
-    return shown
 
 
 # Ranks that are late.
@@ -637,6 +603,17 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
     unknown = Cell("", number=True)
     worst = max(ranks, key=lambda one: one.caused_wait_ns, default=None)
     cost_ns = max(sample.cost_ns for sample in samples)
+    reasons = Counter(sample.no_data for sample in samples if sample.no_data)
+    number = len(hosts)
+    parts: list[Content] = [
+        f"no data: {reason}" if count == number else f"no data of {count} of {number}: {reason}"
+        for reason, count in reasons.items()
+    ]
+    parts += list(dict.fromkeys(sample.finding for sample in samples if sample.finding))
+    parts += [
+        dcc.Link("open the run", href=build_page_url(one.run_id)) for one in hosts if one.run_id
+    ]
+    parts += [f"traces on {one.host}: {one.sample.traces}" for one in hosts if one.sample.traces]
     return [
         build_count_cell(samples[0].step),
         Cell(html.Span(when, className="when")),
@@ -647,7 +624,7 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
         if worst is not None and worst.caused_wait_ns
         else Cell(""),
         build_time_cell(cost_ns),
-        Cell(_describe_result(hosts)),
+        Cell(html.Div([html.Div(part) for part in parts], className="result")),
     ]
 
 
@@ -655,21 +632,6 @@ def _compute_shares(hosts: Sequence[StoredSample]) -> list[float]:
     splits = [one.split.buckets_ns for host in hosts for one in host.sample.ranks]
     totals = [sum(own) for own in zip(*splits, strict=True)]
     return [one / max(sum(totals), 1) for one in totals]
-
-
-def _describe_result(hosts: Sequence[StoredSample]) -> html.Div:
-    reasons = Counter(one.sample.no_data for one in hosts if one.sample.no_data)
-    number = len(hosts)
-    parts: list[Content] = [
-        f"no data: {reason}" if count == number else f"no data of {count} of {number}: {reason}"
-        for reason, count in reasons.items()
-    ]
-    parts += list(dict.fromkeys(one.sample.finding for one in hosts if one.sample.finding))
-    parts += [
-        dcc.Link("open the run", href=build_page_url(one.run_id)) for one in hosts if one.run_id
-    ]
-    parts += [f"traces on {one.host}: {one.sample.traces}" for one in hosts if one.sample.traces]
-    return html.Div([html.Div(part) for part in parts], className="result")
 
 
 def _build_events_section(view: WatchView) -> html.Section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
@@ -27,9 +27,13 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 
+_NUMPY = orjson.OPT_SERIALIZE_NUMPY
+
 _VOID = ("br", "hr", "img", "input")
 
 _TIMELINE_SCRIPTS = ("paint_timeline.js", "query_timeline.js", "rank_rows.js", "timeline.js")
+
+_CAPITAL = re.compile("[A-Z]")
 
 _NAMES = {"className": "class", "colSpan": "colspan"}
 
@@ -42,6 +46,9 @@ JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =
 def export_html(view: View) -> str:
     """The self-contained HTML file; sections without data are left out."""
     view = View(view.name, view.report, view.tables)
+    tables, shown = view.tables, None
+    if tables is not None and len(tables.segments.rank):
+        shown = export_json(view.report, tables)
     figures: list[Any] = []
     body = "".join(_render_html(part, figures) for part in _build_chapters(view))
     return "".join(
@@ -56,7 +63,7 @@ def export_html(view: View) -> str:
             "</script></head><body>",
             body,
             _build_json_script("figures", orjson.dumps(figures)),
-            _build_json_script("timeline-data", _export_timeline(view)),
+            _build_json_script("timeline-data", orjson.dumps(shown, option=_NUMPY)),
             "<script>",
             get_plotlyjs(),
             "</script><script>",
@@ -94,49 +101,33 @@ def _render_html(part: Any, figures: list[Any]) -> str:
         return _render_html(part.children, figures)
     if isinstance(part, ChartData):
         return ""
-    kind, props = type(part).__name__, _read_props(part)
+    kind = type(part).__name__
+    props: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
     if kind == "Graph":
         figures.append(orjson.loads(to_json_plotly(props["figure"], engine="orjson")))
         return f'<div class="figure" id="figure-{len(figures) - 1}"></div>'
     tag = kind.lower()
     inner = "" if tag in _VOID else _render_html(props.get("children"), figures) + f"</{tag}>"
-    return f"<{tag}{_format_attributes(props)}>{inner}"
-
-
-def _read_props(part: Component) -> dict[str, Any]:
-    props: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
-    return props
-
-
-def _format_attributes(props: dict[str, Any]) -> str:
-    return "".join(
+    attributes = "".join(
         _format_attribute(name, value) for name, value in props.items() if name != "children"
     )
+    return f"<{tag}{attributes}>{inner}"
 
 
 def _format_attribute(name: str, value: Any) -> str:
     if value is None or value is False or value == "":
         return ""
     if name == "style":
-        rules = (f"{_convert_to_kebab_case(key)}:{setting}" for key, setting in value.items())
+        # As Dash's names: borderTopColor is border-top-color.
+        names = {key: _CAPITAL.sub(lambda found: f"-{found[0].lower()}", key) for key in value}
+        rules = (f"{names[key]}:{setting}" for key, setting in value.items())
         return f' style="{escape(";".join(rules))}"' if value else ""
     assigned = "" if value is True else f'="{escape(str(value))}"'
     return f" {_NAMES.get(name, name)}{assigned}"
 
 
-def _convert_to_kebab_case(name: str) -> str:
-    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)
-
-
 def _read_asset(name: str) -> str:
     return (files("stepsplit.dashboard.web") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _export_timeline(view: View) -> bytes:
-    if view.tables is None or not len(view.tables.segments.rank):
-        return json.dumps(None).encode()
-    shown = export_json(view.report, view.tables)
-    return orjson.dumps(shown, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _build_json_script(name: str, content: bytes) -> str:

@@ -73,14 +73,12 @@ def _parse_name(name: object) -> str:
 def _parse_tags(tags: object) -> tuple[Tag, ...]:
     if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
         raise HttpError(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
-    return tuple(_tag(key, value) for key, value in tags.items())
-
-
-def _tag(key: object, value: object) -> Tag:
-    if _is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH):
-        return Tag(str(key), str(value))
-    lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
-    raise HttpError(400, f"a tag's key and value must be strings of at most {lengths} characters")
+    for key, value in tags.items():
+        if not (_is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH)):
+            lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
+            reason = f"a tag's key and value must be strings of at most {lengths} characters"
+            raise HttpError(400, reason)
+    return tuple(Tag(str(key), str(value)) for key, value in tags.items())
 
 
 def _is_text(value: object, least: int, most: int) -> bool:

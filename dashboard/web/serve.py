@@ -54,7 +54,10 @@ def serve(
         url = format_url(host, listener)
         set_up_logs(options.log_format)
         store.sweep()
-        workers = Workers(store, options.workers, build_worker_arguments(options))
+        memory_gib = (options.memory_bytes or choose_memory_bytes(options.workers)) / 2**30
+        limits = ("--limit", f"{options.limit_s / 60:g}", "--memory", f"{memory_gib:g}")
+        arguments = ("--log-format", options.log_format, *limits)
+        workers = Workers(store, options.workers, arguments)
         # Server processes share their request counters in this folder.
         folder = stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -63,13 +66,6 @@ def serve(
         alerts = AlertWorker(store, options.alert_target, options.public_url or url)
         status = run_until_stopped(server.run, workers, alerts)
     raise SystemExit(status)
-
-
-def build_worker_arguments(options: ServeOptions) -> tuple[str, ...]:
-    """The arguments of the server's workers."""
-    memory_gib = (options.memory_bytes or choose_memory_bytes(options.workers)) / 2**30
-    limits = ("--limit", f"{options.limit_s / 60:g}", "--memory", f"{memory_gib:g}")
-    return ("--log-format", options.log_format, *limits)
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:

@@ -295,7 +295,12 @@ def _receive_body(
 
     Raises HttpError if it breaks a limit or is not what was sent.
     """
-    quota = _compute_quota(upload, stored, part)
+    # A file counts until it is replaced, and so do all drafts.
+    limits = upload.limits
+    of_run = limits.run_bytes - upload.store.files.sum_size(upload.run_id).bytes
+    of_file = limits.file_bytes - (0 if part.whole else stored.received_bytes)
+    drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
+    quota = Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
     quota.check_disk(part.length or 0)
     received = append_body(part, file, quota)
     # A part with a digest must be complete; concurrent uploads may exceed the limit together.
@@ -308,15 +313,6 @@ def _receive_body(
     if upload.store.files.sum_size(upload.run_id).bytes + received.bytes > most:
         raise HttpError(413, f"the run exceeds the limit of this server ({most} bytes)")
     return received
-
-
-def _compute_quota(upload: _FileUpload, stored: FileRow, part: UploadPart) -> Quota:
-    """What the body may have: a file counts until it is replaced, and so do all drafts."""
-    limits = upload.limits
-    of_run = limits.run_bytes - upload.store.files.sum_size(upload.run_id).bytes
-    of_file = limits.file_bytes - (0 if part.whole else stored.received_bytes)
-    drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
-    return Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
 
 
 def _remove_file(upload: _FileUpload) -> None:

@@ -22,8 +22,10 @@ from stepsplit.collectors.regular_file import describe_special, leads_outside, o
 from stepsplit.collectors.run_spec import MESH_FILE, RUN_FILE
 
 PART_BYTES = 8 << 20
+"""What is sent again at most after a connection broke; each part is one request."""
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before each new attempt: half a minute in all, in which a server can start again."""
 
 _RUNS = "/api/v1/runs"
 

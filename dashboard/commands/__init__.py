@@ -1,4 +1,8 @@
-"""The commands: one entry each, from which `stepsplit --help` is written without their modules."""
+"""The commands: one entry each, from which `stepsplit --help` is written without their modules.
+
+A module is imported when one of its commands runs, and imports within its functions what is slow to
+import: numpy, torch, dash.
+"""
 
 from __future__ import annotations
 

@@ -261,37 +261,31 @@ def baseline_command(
     runs, so that the run-to-run noise can be estimated. All runs must have the same device, mesh,
     backend and world size.
     """
+    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+    from stepsplit.analyzer.regression.checks import parse_budgets
     from stepsplit.analyzer.regression.judge import check_setups, list_incomplete
     from stepsplit.analyzer.regression.metrics import to_json
+    from stepsplit.analyzer.regression.statistics import propose_budgets
 
-    store, rules = cache(lambda: open_runs(url, artifacts, token)), load_rules(rules_file)
-    runs = [run.facts for run in load_runs(places, store, None, rules)]
+    store = cache(lambda: open_runs(url, artifacts, token))
+    loaded = load_runs(places, store, None, load_rules(rules_file))
+    runs = [run.facts for run in loaded]
     for warning in (*check_setups(runs, (), across_setups=False), *list_incomplete((), runs)):
         print_line(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
         raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
     write_output(out, to_json(runs))
-    advice = (
-        ""
-        if len(runs) >= RECOMMENDED_RUNS
-        else f"; {RECOMMENDED_RUNS} to 5 runs estimate the noise better"
-    )
-    print_line(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
-    if len(runs) >= RECOMMENDED_RUNS:
-        _propose_budgets(runs, budgets_out)
-
-
-def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
-    """Prints or writes the budgets that as many equal runs would pass."""
-    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import parse_budgets
-    from stepsplit.analyzer.regression.statistics import propose_budgets
-
+    number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    if len(runs) < RECOMMENDED_RUNS:
+        print_line(f"{out}: {number}; {RECOMMENDED_RUNS} to 5 runs estimate the noise better")
+        return
+    print_line(f"{out}: {number}")
+    # The budgets that as many equal runs would pass.
     budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
-    if out is not None:
+    if budgets_out is not None:
         lines = [f'"{budget.metric}" = "{budget.text}"' for budget in budgets]
-        write_output(out, "\n".join(["[budgets]", *lines, ""]).encode())
-        print_line(f"{out}: budgets for check --budget {out}")
+        write_output(budgets_out, "\n".join(["[budgets]", *lines, ""]).encode())
+        print_line(f"{budgets_out}: budgets for check --budget {budgets_out}")
     rules = [f"{budget.metric}:{budget.text}" for budget in budgets]
     raised = [rule for rule in rules if rule not in DEFAULT_BUDGETS]
     if raised:

@@ -95,6 +95,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
     from stepsplit.collectors.rank_record import find_free_folder
+    from stepsplit.collectors.record import LaunchError, launch_workload
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
     require_package("torch", "collect")
@@ -102,8 +103,15 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
         require_package("dash", "dashboard")
     folder = out or find_free_folder(Path("runs/demo"))
     mesh = _choose_mesh(parallel)
+    ranks = mesh.world_size
+    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as calibration:
-        _train(mesh, folder, Path(calibration))
+        try:
+            result = launch_workload(mesh, folder, calibration=Path(calibration))
+        except LaunchError as error:
+            raise StepsplitError(f"the demo's training failed: {error}") from None
+        for line in result.output.strip().splitlines():
+            print_line(line)
         job = _write_calibrated_job(Path(calibration), mesh, folder)
     analysis = examine_with_inferred_job([folder], job=job)
     save(folder, analysis.report, analysis.tables)
@@ -138,19 +146,6 @@ def _choose_mesh(parallel: str) -> Mesh:
             f"{requested.format()}"
         )
     return mesh
-
-
-def _train(mesh: Mesh, folder: Path, calibration: Path) -> None:
-    from stepsplit.collectors.record import LaunchError, launch_workload
-
-    ranks = mesh.world_size
-    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
-    try:
-        result = launch_workload(mesh, folder, calibration=calibration)
-    except LaunchError as error:
-        raise StepsplitError(f"the demo's training failed: {error}") from None
-    for line in result.output.strip().splitlines():
-        print_line(line)
 
 
 def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path | None:

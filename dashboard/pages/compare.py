@@ -19,7 +19,7 @@ from stepsplit.analyzer.regression.compare import (
     compare_reports,
     compare_with_baseline,
 )
-from stepsplit.analyzer.regression.scaling import ScalingRun, Work, build_scaling
+from stepsplit.analyzer.regression.scaling import Work, build_scaling
 from stepsplit.analyzer.units import (
     format_date,
     format_memory_size,
@@ -402,11 +402,28 @@ def _build_step_rows(
     ratios = [one.ratio for one in comparisons]
     changes = ["unknown" if one is None else format_signed_percent(one - 1) for one in ratios]
     noise = [_SHORT_NOISE[one.within_noise] for one in comparisons]
+    # What compares equal work, if the steps of the runs differ in it.
+    of_work = []
+    if any(one.token_ratio is not None for one in comparisons):
+        of_work += _build_known_row(
+            "tokens/s per GPU",
+            sides,
+            lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
+        )
+    if any(one.microbatch_ratio is not None for one in comparisons):
+        of_work += _build_known_row(
+            "microbatches", sides, lambda side: f"{side.microbatches or ''}"
+        )
+        of_work += _build_known_row(
+            "time per microbatch",
+            sides,
+            lambda side: format_milliseconds(side.microbatch_ns) if side.microbatch_ns else None,
+        )
     return [
         _build_text_row("median step", [format_milliseconds(side.median_ns) for side in sides]),
         _build_text_row("change", ["", *changes]),
         _build_text_row("step-to-step noise", ["", *noise]),
-        *_build_work_rows(sides, comparisons),
+        *of_work,
         *_build_known_row(
             "bubble_fraction", sides, lambda side: _format_ratio(side.bubble_fraction)
         ),
@@ -414,27 +431,6 @@ def _build_step_rows(
         *_build_known_row("peak memory", sides, _format_peak),
         _build_text_row("full steps", [f"{side.steps:,}" for side in sides]),
     ]
-
-
-def _build_work_rows(
-    sides: Sequence[Side], comparisons: Sequence[RunComparison]
-) -> list[list[Cell]]:
-    """What compares equal work, if the steps of the runs differ in it."""
-    rows = []
-    if any(one.token_ratio is not None for one in comparisons):
-        rows += _build_known_row(
-            "tokens/s per GPU",
-            sides,
-            lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
-        )
-    if any(one.microbatch_ratio is not None for one in comparisons):
-        rows += _build_known_row("microbatches", sides, lambda side: f"{side.microbatches or ''}")
-        rows += _build_known_row(
-            "time per microbatch",
-            sides,
-            lambda side: format_milliseconds(side.microbatch_ns) if side.microbatch_ns else None,
-        )
-    return rows
 
 
 def _format_ratio(ratio: float | None) -> str | None:
@@ -538,19 +534,18 @@ def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     table = build_table(heads, rows)
     parts: list[Component] = [html.Div(menu, className="choices"), table]
     if scaling.work is not None:
-        bars = [NamedSplit(run.name, _scale_step(run, scaling.runs[0])) for run in scaling.runs]
+        # The mean steps, times what makes them the same work per GPU as the reference's.
+        bars, reference = [], scaling.runs[0]
+        for run in scaling.runs:
+            scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
+            step = Split(*(round(ns * scale) for ns in run.step.buckets_ns))
+            bars.append(NamedSplit(run.name, step))
         parts += [
             html.P(f"GPU time for the work of a step of {scaling.reference}", className="note"),
             build_graph("scaling", draw_splits(bars)),
         ]
     note = f"against {scaling.reference}, which has the fewest GPUs" if scaling.work else _NO_WORK
     return [build_section("Scaling", f"efficiency {note}", *parts)]
-
-
-def _scale_step(run: ScalingRun, reference: ScalingRun) -> Split:
-    """The mean step, times what makes it the same work per GPU as the reference's step."""
-    scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
-    return Split(*(round(ns * scale) for ns in run.step.buckets_ns))
 
 
 # The entry.

@@ -362,17 +362,17 @@ COLUMNS = {
 def filter_runs(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
     """Runs that contain all words of the search in name, tags, mesh, backend, state, id, job or
     check result."""
-    words = (asked or "").lower().split()
-    return [run for run in runs if all(word in _collect_search_text(run) for word in words)]
-
-
-def _collect_search_text(run: RunRow) -> str:
-    numbers = run.headline
-    known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
-    known += [run.verdict.answer] if run.verdict else []
-    known += [run.job.key, run.job.label] if run.job else []
-    tags = [f"{tag.key}={tag.value}" for tag in run.tags]
-    return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
+    words, matches = (asked or "").lower().split(), []
+    for run in runs:
+        numbers = run.headline
+        known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
+        known += [run.verdict.answer] if run.verdict else []
+        known += [run.job.key, run.job.label] if run.job else []
+        tags = [f"{tag.key}={tag.value}" for tag in run.tags]
+        text = " ".join([run.name, run.state, run.id, *known, *tags]).lower()
+        if all(word in text for word in words):
+            matches.append(run)
+    return matches
 
 
 def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:

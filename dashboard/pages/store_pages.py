@@ -29,6 +29,7 @@ def parse_address(path: str | None, search: str | None) -> Address | None:
     except ValueError:
         return None
     path = path or "/"
+    # The first page has no key in its address, so that each page has one address.
     if found := _RUN.fullmatch(path):
         first, *others = run_pages.RUN_PAGES
         named = [first] if found[2] is None else [one for one in others if one.key == found[2]]

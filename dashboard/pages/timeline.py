@@ -237,27 +237,23 @@ class TimelineView:
         """The bands of the ranks, and the lanes of the opened ones, within the window."""
         rows: list[WindowRow] = []
         for rank in ranks:
-            is_open = rank in opened
-            rows.append(self._read_band(rank, from_ns, to_ns, detail, is_open=is_open))
-            lanes = self._lanes(rank) if is_open else ()
-            cut = [_cut_to_window(rank, one, from_ns, to_ns, detail.slots) for one in lanes]
-            pairs = zip(cut, lanes, strict=True)
-            rows += [_mark_matches(*pair, detail.query) for pair in pairs] if detail.query else cut
+            is_open, slots, least_slots = rank in opened, detail.slots, detail.band_slots
+            if not is_open and detail.compact_slots is not None:
+                slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
+            band = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
+            if detail.query:
+                found = self.search(detail.query)
+                own = found.select(found.rank == rank)
+                matched = find_slots(own.start_ns, own.end_ns, band.drawn.edges)
+                band = replace(band, matched=matched)
+            rows.append(band)
+            for line in self._lanes(rank) if is_open else ():
+                row = _cut_to_window(rank, line, from_ns, to_ns, detail.slots)
+                # The browser finds the matches among exact slices itself.
+                if detail.query and not (row.drawn.row >= 0).all():
+                    row = _mark_matches(row, line, detail.query)
+                rows.append(row)
         return Window(from_ns, to_ns, tuple(rows))
-
-    def _read_band(
-        self, rank: int, from_ns: int, to_ns: int, detail: WindowDetail, *, is_open: bool
-    ) -> WindowRow:
-        if is_open or detail.compact_slots is None:
-            slots, least_slots = detail.slots, detail.band_slots
-        else:
-            slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
-        row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
-        if not detail.query:
-            return row
-        found = self.search(detail.query)
-        own = found.select(found.rank == rank)
-        return replace(row, matched=find_slots(own.start_ns, own.end_ns, row.drawn.edges))
 
     def search(self, text: str) -> Matches:
         """Every slice whose name contains the text."""
@@ -317,9 +313,7 @@ class TimelineView:
 
 
 def _mark_matches(row: WindowRow, line: TimelineRow, query: str) -> WindowRow:
-    """The row of a lane with the slots that contain a match, if slices of it are merged."""
-    if (row.drawn.row >= 0).all():
-        return row
+    """The row of a lane with the slots that contain a match."""
     matching = np.array([query.lower() in name.lower() for name in line.names], dtype=np.bool_)
     rows = np.flatnonzero(matching[line.name])
     start, end = line.track.start_ns[rows], (line.track.start_ns + line.track.dur_ns)[rows]

@@ -27,6 +27,7 @@ class JsonSink:
             for point in points
         )
         try:
+            # In one write: what reads the file meanwhile sees whole lines.
             with self._path.open("ab") as file:
                 file.write(lines.encode())
         except OSError as error:

@@ -33,6 +33,7 @@ class JsonServer:
         Raises SinkError if the server cannot be reached.
         """
         content = b"" if body is None else json.dumps(body).encode()
+        # Twice: the server may have closed the connection since the last request.
         for is_last in (False, True):
             try:
                 return self._connection.request(method, path, content, self._headers)

@@ -56,12 +56,14 @@ class MlflowSink:
         """Marks a run of our own as finished."""
         if self._is_own and self._run_id:
             end = {"run_id": self._run_id, "status": "FINISHED", "end_time": _read_now_ms()}
+            # The numbers are there; a run that stays "running" is no loss.
             with suppress(SinkError):
                 self._server.ask("POST", f"{_API}/runs/update", end)
         self._server.close()
 
     def _find_or_create_run(self, name: str) -> str:
         experiment = self._find_or_create_experiment()
+        # A quote would end the text in the filter.
         plain = name.replace("'", "")
         query = {
             "experiment_ids": [experiment], "max_results": 1,

@@ -22,6 +22,8 @@ class OtlpSink:
     """
 
     def __init__(self, url: str) -> None:
+        # An address in the option is a base, as that of the general variable; the variable for
+        # metrics has the whole path (OTLP exporter specification).
         whole = os.environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "")
         base = url or ("" if whole else os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""))
         if not base and not whole:
@@ -37,6 +39,7 @@ class OtlpSink:
         if not points:
             return
         answer = self._server.ask("POST", "", build_otlp_request(points))
+        # A collector may answer 200 and take only some of them.
         refused = answer.get("partialSuccess", {})
         if int(refused.get("rejectedDataPoints", 0)):
             reason = " ".join(str(refused.get("errorMessage", "")).split())[:200]

@@ -35,6 +35,7 @@ class TensorBoardSink:
                 for one in point.scalars:
                     seconds = point.unix_ns / 1e9
                     writer.add_scalar(one.name, one.value, point.step, wall_time=seconds)
+            # TensorBoard reads the file meanwhile, and a job may be killed.
             writer.flush()
         except OSError as error:
             raise SinkError(f"{self.name}: {error.strerror or error}") from None

@@ -46,6 +46,7 @@ class WandbSink:
         entity, project, run_id = (parts if len(parts) > 2 else [None, *parts, None])[:3]
         project = project or os.environ.get("WANDB_PROJECT") or PREFIX
         if run_id and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
+            # Not primary: only the other process writes the run's files.
             shared = wandb.Settings(
                 mode="shared", x_primary=False, x_label=PREFIX, silent=True,
                 init_timeout=START_TIMEOUT_S,
@@ -60,6 +61,7 @@ class WandbSink:
                 resume="allow" if run_id else None,
                 settings=wandb.Settings(silent=True, console="off", init_timeout=START_TIMEOUT_S),
             )
+        # Else W&B draws them over its own count of logs, which other processes advance too.
         self._run.define_metric(f"{PREFIX}/*", step_metric=STEP)
         return self._run
 

@@ -199,6 +199,7 @@ def migrate(connection: Connection) -> None:
         version = _OLDER[0]
     if version != VERSION:
         _upgrade(connection, version)
+    # A table of another kind than ours was refused above; one of another name is here.
     if connection.dialect.name == "sqlite":
         known = {*METADATA.tables, "alembic_version"}
         for name in sa.inspect(connection).get_table_names():

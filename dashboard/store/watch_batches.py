@@ -65,6 +65,7 @@ MAX_NAMES = 24
 # Checks of a batch: numbers must fit into the database, and times must be sane.
 
 _MAX_NUMBER, _MAX_SUM = 1 << 53, (1 << 63) - 1
+"""JSON and the browser hold whole numbers up to the first; the second is the largest BIGINT."""
 
 
 def check_batch(batch: WatchBatch, now_ns: int) -> None:

@@ -64,6 +64,7 @@ class PageBuilder:
         if run.state != "done":
             waiting = build_waiting_page(run, rights)
             return PageContent(waiting, run.state != "failed", compute_fingerprint(run))
+        # The whole row: a new name, tag or analysis makes another page.
         key = (address.page, run, tuple(sorted(address.chosen.values.items())), rights)
         try:
             rendered = self._kept.find(key)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 from dash import html
 from dash.development.base_component import Component
@@ -46,11 +44,7 @@ from stepsplit.dashboard.pages.overview import (
     estimate_total_ns,
 )
 from stepsplit.dashboard.pages.page import RunPage
-from stepsplit.dashboard.pages.rank_groups import (
-    RankGrouping,
-    list_rank_groupings,
-    list_rank_locations,
-)
+from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
 from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
@@ -147,7 +141,12 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     sums = (sum_waits_by_owner if direct else sum_waits_by_root)(waits, max(ranks) + 1)
     located = list_rank_locations(view.report, view.tables)
     groupings = {one.by: one for one in list_rank_groupings(view.report, located)}
-    default = _choose_grouping(groupings, ranks)
+    # The finest grouping that is readable: by rank, tensor-parallel group, host or stage.
+    known = [by for by in ("tp", "host", "stage") if by in groupings]
+    fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
+    default = "rank"
+    if len(ranks) > _GROUPED_FROM and known:
+        default = fitting[0] if fitting else known[-1]
     by = chosen.find_text("group") or default
     by = by if by in groupings or by == "rank" else default
     if by in groupings:
@@ -171,15 +170,6 @@ _WAITED_FOR = {"root": "for the rank at the end of the chain", "direct": "for th
 
 _FEW_RANKS, _GROUPED_FROM, _MAX_MATRIX_RANKS = 12, 32, 128
 """Ranks of a small matrix, most rows before ranks are grouped, and most ranks that are drawn."""
-
-
-def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]) -> str:
-    """The finest grouping that is readable: by rank, tensor-parallel group, host or stage."""
-    if len(ranks) <= _GROUPED_FROM:
-        return "rank"
-    known = [by for by in ("tp", "host", "stage") if by in groupings]
-    fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
-    return fitting[0] if fitting else known[-1] if known else "rank"
 
 
 # Stragglers (ranks that arrive last), and overlapped communication.

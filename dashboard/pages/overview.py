@@ -107,7 +107,16 @@ def build_model_comparison(view: View) -> list[html.Section]:
     """Predicted against measured step, with the differences in between; a hint without a model."""
     gap = view.report.gap
     if gap is None:
-        return _build_missing_model(view)
+        messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
+        text = next(messages, "This report has no prediction to compare with.")
+        first = "Describe the job, or add" if view.offers_job else "Add"
+        hint = (
+            f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
+        )
+        words: list[Component] = [html.P(text), html.P(hint, className="note")]
+        if view.offers_job:
+            words.append(html.P(build_job_button(view.run_id, view.name)))
+        return [build_section("Model comparison", "not available", *words)]
     shown = gap.shown
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
@@ -136,17 +145,6 @@ def build_caveats(report: Report, gap: Gap) -> list[html.P]:
     mismatches = {one.message for one in report.warnings if one.code == JOB_MISMATCH}
     notes = (one for one in gap.notes if one not in mismatches)
     return [html.P(f"caveat: {one}", className="note") for one in notes]
-
-
-def _build_missing_model(view: View) -> list[html.Section]:
-    messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
-    text = "This report has no prediction to compare with."
-    first = "Describe the job, or add" if view.offers_job else "Add"
-    hint = f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
-    words: list[Component] = [html.P(next(messages, text)), html.P(hint, className="note")]
-    if view.offers_job:
-        words.append(html.P(build_job_button(view.run_id, view.name)))
-    return [build_section("Model comparison", "not available", *words)]
 
 
 def _build_splits(view: View) -> list[Component]:

@@ -62,23 +62,9 @@ def build_run_labels(run: RunRow, rights: RunRights) -> list[Component]:
         shown.append(html.Div(build_tags(run), className="run-tags"))
     if run.note:
         shown.append(html.P(run.note, className="run-note"))
-    if rights.edit:
-        shown.append(_build_form(run))
-    return shown
-
-
-def build_tags(run: RunRow) -> list[html.Span]:
-    """The tags of the run."""
-    return [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
-
-
-def _build_form(run: RunRow) -> html.Dialog:
+    if not rights.edit:
+        return shown
     lines = "\n".join(f"{tag.key}={tag.value}" for tag in run.tags)
-    fields = [
-        html.Label(["name", dcc.Input(id="edit-name", value=run.name, maxLength=200)]),
-        html.Label(["tags, one KEY=VALUE per line", dcc.Textarea(id="edit-tags", value=lines)]),
-        html.Label(["note", dcc.Textarea(id="edit-note", value=run.note, maxLength=1000)]),
-    ]
     buttons = [
         html.Button("Save", id="edit-save", type="button"),
         html.Button("Cancel", id="edit-cancel", type="button"),
@@ -86,11 +72,19 @@ def _build_form(run: RunRow) -> html.Dialog:
     named: Any = {"aria-labelledby": "edit-title"}
     parts = [
         html.H2("Edit this run", id="edit-title"),
-        *fields,
+        html.Label(["name", dcc.Input(id="edit-name", value=run.name, maxLength=200)]),
+        html.Label(["tags, one KEY=VALUE per line", dcc.Textarea(id="edit-tags", value=lines)]),
+        html.Label(["note", dcc.Textarea(id="edit-note", value=run.note, maxLength=1000)]),
         html.Div(buttons, className="drop-buttons"),
         html.Div(id="edit-status", className="drop-status failed", role="status"),
     ]
-    return html.Dialog(parts, id="edit-run", className="card form", **named)
+    shown.append(html.Dialog(parts, id="edit-run", className="card form", **named))
+    return shown
+
+
+def build_tags(run: RunRow) -> list[html.Span]:
+    """The tags of the run."""
+    return [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
 
 
 # The form of a job.toml: its keys in groups, with the values of a text.

@@ -171,24 +171,25 @@ def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, 
 def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content | SortHead]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
     current = chosen.find_text("sort") or NEWEST
-    return [
-        html.Span("compare", className="unseen"),
-        *(_build_sort_link(name, current, chosen) if name else "time split" for name in columns),
-    ]
-
-
-def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> SortHead:
-    text = COLUMNS[name].head
-    next_sort = f"-{name}" if current == name else name
-    if current.removeprefix("-") != name and name not in ("name", "mesh", "job"):
-        next_sort = f"-{name}"
     kept = {key: chosen.find_text(key) for key in ("q", "job", "group")}
-    where = "/" + format_query({**kept, "sort": next_sort})
-    if current == name:
-        return SortHead(build_link(f"{text} ▲", where), "ascending")
-    if current == f"-{name}":
-        return SortHead(build_link(f"{text} ▼", where), "descending")
-    return SortHead(build_link(text, where))
+    heads: list[Content | SortHead] = [html.Span("compare", className="unseen")]
+    for name in columns:
+        if not name:
+            heads.append("time split")
+            continue
+        # Numbers and dates begin with the largest, names with the first.
+        is_first_click = current.removeprefix("-") != name
+        is_text = name in ("name", "mesh", "job")
+        is_down = current == name or (is_first_click and not is_text)
+        where = "/" + format_query({**kept, "sort": f"-{name}" if is_down else name})
+        text = COLUMNS[name].head
+        if current == name:
+            heads.append(SortHead(build_link(f"{text} ▲", where), "ascending"))
+        elif current == f"-{name}":
+            heads.append(SortHead(build_link(f"{text} ▼", where), "descending"))
+        else:
+            heads.append(SortHead(build_link(text, where)))
+    return heads
 
 
 def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:

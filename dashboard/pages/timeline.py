@@ -224,7 +224,9 @@ class TimelineView:
         self._slices = lru_cache(_CACHED_RANKS)(lambda rank: tables.slices.get(rank))
         self._lanes = lru_cache(_CACHED_RANKS)(self._build_lanes)
         self._names: dict[int, tuple[str, ...]] = {}
-        self._matches = lru_cache(_CACHED_SEARCHES)(self._find_matches)
+        self._matches = lru_cache(_CACHED_SEARCHES)(
+            lambda text: find_matches(tables.slices, text, self._names)
+        )
 
     def read_window(
         self,
@@ -258,9 +260,6 @@ class TimelineView:
     def search(self, text: str) -> Matches:
         """Every slice whose name contains the text."""
         return self._matches(text.lower())
-
-    def _find_matches(self, text: str) -> Matches:
-        return find_matches(self._tables.slices, text, self._names)
 
     def read_slices(self, rank: int) -> Slices | None:
         """The slices of the rank; None without."""
@@ -378,7 +377,19 @@ def build_band(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
     track = TimelineTrack(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
-    name, owner, names = _match_waits(rank, track.start_ns, waits)
+    # Of the wait in which each segment begins; the name "" and the owner -1 without one.
+    own = slice(*find_rank_rows(waits.rank, rank))
+    axis, axes = _number_texts(waits.axis[own])
+    op, ops = _number_texts(waits.op[own])
+    used, pair = np.unique(axis * len(ops) + op, return_inverse=True)
+    pairs = [(axes[number // len(ops)], ops[number % len(ops)]) for number in used.tolist()]
+    names = ("", *(f"{op} on {axis}" if axis else op for axis, op in pairs))
+    code = np.append(0, pair + 1)
+    at = np.searchsorted(waits.start_ns[own], track.start_ns, side="right") - 1
+    end = waits.start_ns[own] + waits.dur_ns[own]
+    inside = (at >= 0) & (track.start_ns < np.append(end, 0)[at])
+    name = np.where(inside, code[at + 1], 0).astype(np.int32)
+    owner = np.where(inside, np.append(waits.owner[own], -1)[at], -1).astype(np.int32)
     return TimelineRow(BAND, 0, track, name, owner, names)
 
 
@@ -405,23 +416,6 @@ def _build_row(slices: Slices, rows: slice) -> TimelineRow:
         owner=slices.owner[rows],
         names=slices.names,
     )
-
-
-def _match_waits(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
-    """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
-    own = slice(*find_rank_rows(waits.rank, rank))
-    axis, axes = _number_texts(waits.axis[own])
-    op, ops = _number_texts(waits.op[own])
-    used, pair = np.unique(axis * len(ops) + op, return_inverse=True)
-    pairs = [(axes[number // len(ops)], ops[number % len(ops)]) for number in used.tolist()]
-    names = ("", *(f"{op} on {axis}" if axis else op for axis, op in pairs))
-    code = np.append(0, pair + 1)
-    at = np.searchsorted(waits.start_ns[own], start_ns, side="right") - 1
-    end = waits.start_ns[own] + waits.dur_ns[own]
-    inside = (at >= 0) & (start_ns < np.append(end, 0)[at])
-    owner = np.append(waits.owner[own], -1)
-    name = np.where(inside, code[at + 1], 0).astype(np.int32)
-    return name, np.where(inside, owner[at], -1).astype(np.int32), names
 
 
 def _number_texts(column: Text) -> tuple[Int64, list[str]]:

@@ -287,12 +287,23 @@ def build_watch_page(
             _build_steps_section(view),
             _build_split_section(view, sums, as_share),
             *_build_exposed_section(view, sums),
-            *_build_rank_sections(view),
+            # By the unprofiled steps of all ranks, and by samples.
+            _build_grid_section(
+                "Lateness", view.lateness, view.axis,
+                "how much later than the others a rank has its last gradient, by steps without the"
+                " profiler; before it waits for the gradients of others",
+                "rank {rank} is {ms} late", "No rank has noted when its gradients are ready.",
+            ),
+            _build_grid_section(
+                "Caused waits", view.waits, view.axis,
+                "how long others waited for each rank in a step; empty where it was not sampled",
+                "others waited {ms} a step for rank {rank}", "No sample with data in this range.",
+            ),
             _build_samples_section(view),
             _build_events_section(view),
             _build_hosts(view),
         ]
-    )
+    )  # fmt: skip
 
 
 def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
@@ -530,23 +541,6 @@ def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Sect
 
 
 # Ranks that are late.
-
-
-def _build_rank_sections(view: WatchView) -> list[html.Section]:
-    """Lateness by the unprofiled steps of all ranks, and caused waits by samples."""
-    return [
-        _build_grid_section(
-            "Lateness", view.lateness, view.axis,
-            "how much later than the others a rank has its last gradient, by steps without the"
-            " profiler; before it waits for the gradients of others",
-            "rank {rank} is {ms} late", "No rank has noted when its gradients are ready.",
-        ),
-        _build_grid_section(
-            "Caused waits", view.waits, view.axis,
-            "how long others waited for each rank in a step; empty where it was not sampled",
-            "others waited {ms} a step for rank {rank}", "No sample with data in this range.",
-        ),
-    ]  # fmt: skip
 
 
 SAMPLE_CHARTS = (

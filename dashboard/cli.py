@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gc
-import importlib
 import io
 import signal
 import sys
@@ -17,48 +16,9 @@ import click
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.collectors.safe_io.safe_text import SafeStream, guard_output
+from stepsplit.dashboard.commands import COMMANDS, load_command
 from stepsplit.dashboard.commands.common import print_line
 
-COMMANDS = {
-    "analyze": (
-        "analyze",
-        "Split each step into compute, communication, bubble and idle.",
-    ),
-    "attach": ("record", "Record some steps of a running job."),
-    "audit": ("server", "Print the audit log: logins, uploads, deletions, tokens."),
-    "baseline": ("check", "Write a baseline file for check from recorded runs."),
-    "calibrate": ("model", "Fit the model's hardware constants to your own recordings."),
-    "check": ("check", "Check runs against budgets: pass, regressed or inconclusive."),
-    "compare": ("check", "Compare two runs, or how a job scales over several."),
-    "dashboard": ("server", "Serve the dashboard: runs, uploads and the report of each run."),
-    "delete": ("runs", "Delete runs of a store, by id or by age, with their files."),
-    "demo": ("record", "Train and record a small GPT here, then show its report."),
-    "doctor": (
-        "doctor",
-        "Check what is installed, what can be recorded here, and what would fail.",
-    ),
-    "edit": ("runs", "Change the name, note and tags of a run."),
-    "export": ("analyze", "Export all ranks of a recording as one Perfetto trace."),
-    "gather": ("record", "Merge the recordings of several hosts into one folder."),
-    "hang": ("analyze", "Say which rank a hanging job waits for, and what it does."),
-    "model": ("model", "Predict time, split, memory and communication of a step."),
-    "plan": (
-        "model",
-        "Find the fastest layout that fits, and why others are slower.",
-    ),
-    "record": ("record", "Record some steps of an unmodified training command."),
-    "redact": ("analyze", "Copy a recording without hosts, users, paths and names."),
-    "reduce": ("analyze", "Write the small tables of each rank that analyze takes for its trace."),
-    "retry": ("runs", "Queue runs for another analysis of their files."),
-    "runs": ("runs", "List the runs of a store, newest first."),
-    "token": ("server", "Create, list and revoke access tokens of a dashboard."),
-    "upload": ("server", "Upload a recording to a dashboard and print its URL."),
-    "validate": ("model", "Compare the analytical model with published measurements."),
-    "watch": ("watch", "Sample a training command or a running job for as long as it runs."),
-    "what-if": ("model", "Estimate the step time of a recording with something changed."),
-    "worker": ("server", "Analyze uploads one after the other until Ctrl-C."),
-}
-"""Command name to (module in commands/, line in the list of commands)."""
 BAD_INPUT, INTERNAL = 2, 4
 
 _COLLECT_EVERY = 100_000
@@ -78,16 +38,12 @@ class _LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"stepsplit.dashboard.commands.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
-        return command
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands without importing their modules."""
         limit = formatter.width - 6 - max(map(len, COMMANDS))
-        lines = [click.Command(verb, help=line) for verb, (_, line) in COMMANDS.items()]
+        lines = [click.Command(name, help=one.summary) for name, one in COMMANDS.items()]
         with formatter.section("Commands"):
             formatter.write_dl([(str(one.name), one.get_short_help_str(limit)) for one in lines])
 

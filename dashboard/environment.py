@@ -115,7 +115,7 @@ FactT = TypeVar("FactT")
 def read_environment() -> Environment:
     """Reads the facts of this machine, in some seconds; torch and the packages are imported in
     processes of their own, which may crash or hang."""
-    requirements = _read_or(_read_requirements, None)
+    requirements = _read_or(lambda: parse_requirements(metadata.requires("stepsplit") or ()), None)
     with ThreadPoolExecutor(2) as pool:
         torch = pool.submit(_read_or, _probe_torch, TorchState(errors=(("import", "unknown"),)))
         checked = pool.submit(_read_or, lambda: _import_all(requirements or ()), requirements)
@@ -135,13 +135,19 @@ def read_environment() -> Environment:
             temporary=_examine_folder(lambda: Path(tempfile.gettempdir())),
             shared_memory_bytes=_read_or(lambda: shutil.disk_usage("/dev/shm").total, None),
             sockets_error=_read_or(_find_sockets_error, "unknown"),
-            remote_debug=_read_remote_debug(),
+            # None before Python 3.14, which has no remote debugging.
+            remote_debug=getattr(sys, "is_remote_debug_enabled", lambda: None)(),
             ptrace_scope=_read_or(
                 lambda: int(_read_line("/proc/sys/kernel/yama/ptrace_scope")), None
             ),
             may_trace=_read_or(_may_trace, False),
             clock_source=_read_or(lambda: _read_line(_CLOCK_SOURCE), ""),
-            variables=tuple(_read_variables()),
+            # A value that may be a path is not kept.
+            variables=tuple(
+                (name, value if _SHOWN_VALUE.fullmatch(value) or not value else "set")
+                for name in _VARIABLES
+                if (value := os.environ.get(name)) is not None
+            ),
         )
     return _hide_private(environment)
 
@@ -163,10 +169,6 @@ def _read_line(path: str) -> str:
     return Path(path).read_text().strip()
 
 
-def _read_requirements() -> tuple[Requirement, ...]:
-    return parse_requirements(metadata.requires("stepsplit") or ())
-
-
 _NAME = re.compile(r"[\w.-]+")
 
 _LEAST = re.compile(r">=\s*([\w.]+)")
@@ -179,17 +181,17 @@ _OTHER_EXTRAS = ("dev", "test")
 
 def parse_requirements(lines: Iterable[str]) -> tuple[Requirement, ...]:
     """The packages of the lines of Requires-Dist, and what is installed of them."""
-    found = (_parse_requirement(line) for line in lines)
-    return tuple(one for one in found if one.extra not in _OTHER_EXTRAS)
-
-
-def _parse_requirement(line: str) -> Requirement:
-    package, _, marker = line.partition(";")
-    name, least, extra = _NAME.match(package), _LEAST.search(package), _EXTRA.search(marker)
-    known = name[0] if name else package
-    return Requirement(
-        known, extra[1] if extra else "", least[1] if least else "", _find_version(known)
-    )
+    found = []
+    for line in lines:
+        package, _, marker = line.partition(";")
+        name, least, extra = _NAME.match(package), _LEAST.search(package), _EXTRA.search(marker)
+        known = name[0] if name else package
+        one = Requirement(
+            known, extra[1] if extra else "", least[1] if least else "", _find_version(known)
+        )
+        if one.extra not in _OTHER_EXTRAS:
+            found.append(one)
+    return tuple(found)
 
 
 def _find_version(name: str) -> str | None:
@@ -397,11 +399,6 @@ def _find_sockets_error() -> str:
     return ""
 
 
-def _read_remote_debug() -> bool | None:
-    enabled = getattr(sys, "is_remote_debug_enabled", None)
-    return None if enabled is None else bool(enabled())
-
-
 def _may_trace() -> bool:
     """Whether this process has CAP_SYS_PTRACE."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -417,15 +414,6 @@ _VARIABLES = (
 )  # fmt: skip
 
 _SHOWN_VALUE = re.compile(r"[A-Z0-9_,]{1,40}|off")
-
-
-def _read_variables() -> Iterator[tuple[str, str]]:
-    """The variables that are set; a value that may be a path is not kept."""
-    for name in _VARIABLES:
-        value = os.environ.get(name)
-        if value is not None:
-            yield name, value if _SHOWN_VALUE.fullmatch(value) or not value else "set"
-
 
 _LEAST_LETTERS = 2
 """One letter says nothing of a user or a host, and a home folder / nothing at all."""

@@ -289,45 +289,33 @@ class CommBudget:
         Returns the same outcome on every rank; its answer is "error" if the check fails to run.
         """
         try:
-            own = self._try_evaluate(update) if self.ranks.first else None
+            own = self._check_runs(update) if self.ranks.first else None
             return self.ranks.share_outcome(own)
         except RankFailedError as error:
             return Outcome("error", str(error))
 
-    def _try_evaluate(self, update: bool) -> Outcome:
-        from stepsplit.analyzer.errors import StepsplitError
+    def _check_runs(self, update: bool) -> Outcome:
+        from stepsplit.analyzer.errors import StepsplitError, UsageError, write
+        from stepsplit.analyzer.regression.checks import parse_budgets
+        from stepsplit.analyzer.regression.judge import check_candidate
+        from stepsplit.analyzer.regression.metrics import read_baseline, to_json
         from stepsplit.collectors.safe_io.safe_text import escape_controls
 
         try:
-            return self._check_runs(update)
+            budgets = parse_budgets(self.rules or DEFAULT_RULES)
+            baseline: tuple[RunMetrics, ...] = ()
+            if update:
+                write(self.baseline, to_json(self._facts))
+                return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")
+            if any(budget.against == "baseline" for budget in budgets):
+                if not self.baseline.exists():
+                    hint = "no baseline yet; create it with --stepsplit-update"
+                    raise UsageError(f"{self.baseline}: {hint}")
+                baseline = read_baseline(self.baseline)
+            verdict = check_candidate(self._facts, baseline, budgets)
+            return Outcome(verdict.answer, _format_verdict(verdict))
         except StepsplitError as error:
             return Outcome("error", escape_controls(str(error)))
-
-    def _check_runs(self, update: bool) -> Outcome:
-        from stepsplit.analyzer.regression.checks import parse_budgets
-        from stepsplit.analyzer.regression.judge import check_candidate
-
-        budgets = parse_budgets(self.rules or DEFAULT_RULES)
-        if update:
-            return self._update_baseline()
-        needed = any(budget.against == "baseline" for budget in budgets)
-        verdict = check_candidate(self._facts, self._read_baseline() if needed else (), budgets)
-        return Outcome(verdict.answer, _format_verdict(verdict))
-
-    def _read_baseline(self) -> tuple[RunMetrics, ...]:
-        from stepsplit.analyzer.errors import UsageError
-        from stepsplit.analyzer.regression.metrics import read_baseline
-
-        if not self.baseline.exists():
-            raise UsageError(f"{self.baseline}: no baseline yet; create it with --stepsplit-update")
-        return read_baseline(self.baseline)
-
-    def _update_baseline(self) -> Outcome:
-        from stepsplit.analyzer.errors import write
-        from stepsplit.analyzer.regression.metrics import to_json
-
-        write(self.baseline, to_json(self._facts))
-        return Outcome("updated", f"{self.baseline}: {len(self._facts)} run(s)")
 
     @cached_property
     def _facts(self) -> Sequence[RunMetrics]:

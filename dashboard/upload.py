@@ -22,8 +22,10 @@ from stepsplit.collectors.formats.run_spec import MESH_FILE, RUN_FILE
 from stepsplit.collectors.safe_io.regular_file import describe_special, leads_outside, open_regular
 
 PART_BYTES = 8 << 20
+"""What is sent again at most after a connection broke; each part is one request."""
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Before each new attempt: half a minute in all, in which a server can start again."""
 
 _RUNS = "/api/v1/runs"
 
@@ -259,23 +261,20 @@ def _list_files_at(place: Path, leave_out: Callable[[LeftOut], object]) -> Itera
         raise UsageError(f"{place}: {problem}; check the path")
     root = place.resolve()
     for path in sorted(path for path in root.rglob("*") if not _is_hidden(path, root)):
-        name = path.relative_to(root.parent).as_posix()
-        if reason := describe_special(path) or _describe_link(path, root):
+        name, reason = path.relative_to(root.parent).as_posix(), describe_special(path)
+        if not reason and path.is_symlink():
+            # A link to a file of the folder needs no word: the file is sent by its own name.
+            target = Path(os.path.realpath(path))
+            if leads_outside(path, root):
+                reason = "a link out of the folder"
+            elif _is_hidden(target, root):
+                reason = "a link to a hidden file"
+            elif not target.is_file():
+                reason = "a link to a folder, or to nothing"
+        if reason:
             leave_out(LeftOut(name, reason))
         elif path.is_file() and not path.is_symlink():
             yield FileToSend(path, name, path.stat().st_size)
-
-
-def _describe_link(path: Path, root: Path) -> str:
-    """Where a link leads that is not sent by another name; "" for others, and for files."""
-    if not path.is_symlink():
-        return ""
-    if leads_outside(path, root):
-        return "a link out of the folder"
-    target = Path(os.path.realpath(path))
-    if _is_hidden(target, root):
-        return "a link to a hidden file"
-    return "" if target.is_file() else "a link to a folder, or to nothing"
 
 
 def _is_hidden(path: Path, root: Path) -> bool:
@@ -301,7 +300,12 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
     Folders that have traces of the same ranks, with the same names, are several recordings. Each of
     them has the files outside of these folders too, such as a job.toml.
     """
-    folders = _find_repeated_folders([one.path for one in files])
+    by_name: dict[str, set[str]] = {}
+    for one in files:
+        folder, _, name = one.path.rpartition("/")
+        if _RANK_IN_NAME.search(name):
+            by_name.setdefault(name, set()).add(folder)
+    folders = sorted({one for found in by_name.values() if len(found) > 1 for one in found})
     if not folders:
         return ()
     top = posixpath.commonpath(folders)
@@ -315,15 +319,6 @@ def split_recordings(files: Sequence[FileToSend]) -> tuple[RecordingPlaces, ...]
         RecordingPlaces(posixpath.normpath(head), (*places, *shared))
         for head, places in by_head.items()
     )
-
-
-def _find_repeated_folders(paths: Sequence[str]) -> list[str]:
-    """The folders of traces of which another folder has one with the same name and rank."""
-    by_name: dict[str, set[str]] = {}
-    for path in paths:
-        if _RANK_IN_NAME.search(posixpath.basename(path)):
-            by_name.setdefault(posixpath.basename(path), set()).add(posixpath.dirname(path))
-    return sorted({one for found in by_name.values() if len(found) > 1 for one in found})
 
 
 def _read_next_part(path: str, top: str) -> str:
@@ -422,7 +417,7 @@ class Connection:
     ) -> ServerAnswer:
         """Sends a request and returns the response, whatever its status.
 
-        Raises Passing if there is no response, or if its status is a temporary server error.
+        Raises TransientError if there is no response, or if its status is a temporary error.
         """
         auth = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
@@ -431,7 +426,8 @@ class Connection:
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
             self._http.close()
-            raise TransientError(f"{self.url}: {_explain_error(error)}") from None
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise TransientError(f"{self.url}: {reason}") from None
         answer = ServerAnswer(
             response.status, dict(response.headers), _parse_object(content), content
         )
@@ -447,10 +443,6 @@ class Connection:
 def extract_error(answer: ServerAnswer) -> str:
     """The error message of a response."""
     return str(answer.body.get("error") or f"the server answered {answer.status}")
-
-
-def _explain_error(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _parse_object(content: bytes) -> dict[str, Any]:

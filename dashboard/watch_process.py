@@ -101,7 +101,10 @@ class ReducerOptions(Struct, frozen=True, kw_only=True):
 def main() -> None:
     """Reduces until standard input has ended, after a line of options, and no rank is left."""
     options = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReducerOptions)
-    limit_process()
+    # Runs only when a core is free, on one core, in bounded memory.
+    give_way()
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     mesh = Mesh.parse(options.mesh) if options.mesh else None
     path = Path(options.folder)
     reducer = Reducer(WatchFolder(path, options.run, options.host, mesh, options.disk_bytes))
@@ -124,13 +127,6 @@ def main() -> None:
             outage.report(f"{error}; what is watched waits for it")
         logger.write(is_last=has_ended)
     logger.close()
-
-
-def limit_process() -> None:
-    """Has the process run only when a core is free, on one core, in bounded memory."""
-    give_way()
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def _wait(seconds: float) -> bool:

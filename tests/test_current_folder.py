@@ -24,8 +24,8 @@ from stepsplit.collectors.safe_io.helper_process import (
 from stepsplit.collectors.watch.command import run_watched
 from stepsplit.collectors.watch.plan import WatchPlan
 from stepsplit.dashboard.environment import read_environment
-from stepsplit.dashboard.store.ingest import Workers
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.worker import Workers
 from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
 
 SAMPLE = Path(__file__).parents[1] / "sample_traces" / "dp4"

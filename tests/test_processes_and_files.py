@@ -179,9 +179,8 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/commands/record.py": {
         "demo_command tempfile.TemporaryDirectory": "random and 0700",
     },
-    "dashboard/commands/server.py": {
-        "_redact_places tempfile.TemporaryDirectory": "random and 0700",
-        "_write_mesh tempfile.TemporaryDirectory": "random and 0700",
+    "dashboard/commands/upload.py": {
+        "_send_run tempfile.TemporaryDirectory": "random and 0700",
     },
     "dashboard/environment.py": {
         "_examine_folder tempfile.TemporaryFile": "without a name",
@@ -200,7 +199,7 @@ REASONS: dict[str, dict[str, str]] = {
     "dashboard/store/default_store.py": {
         "_make_database .unlink": "its own draft",
     },
-    "dashboard/store/ingest.py": {
+    "dashboard/store/worker.py": {
         "Workers._start subprocess.Popen": "by helper_process",
         "_run_in_process tempfile.tempdir": "the folder of its worker",
         "_run_next_job tempfile.TemporaryDirectory": "random and 0700",

@@ -63,8 +63,8 @@ class FileKind(Generic[_ContentT]):
             DataError.
         count: How many entries the content has; see `FileRead.events`.
         role: What such files are in a recording.
-        read_ranks: The traces in many such files, for FileRole.TRACE; `read_whole_files` makes one of a
-            function that reads one file.
+        read_ranks: The traces in many such files, for FileRole.TRACE; `read_whole_files` makes one
+            of a function that reads one file.
         unreadable: What follows if such a file of a recording cannot be read.
         beside: Names of such files that are read too if a file next to them was named.
         unpacked_ratio: About how many bytes of a raw trace one byte of the file stands for; large

@@ -31,21 +31,40 @@ if TYPE_CHECKING:
 STEP = "stepsplit/step"
 """The step of a point, where a tracker has no field of its own for it."""
 
-EXAMPLES = {
-    "tensorboard": "tensorboard:DIR",
-    "wandb": "wandb[:[ENTITY/]PROJECT[/RUN]]",
-    "mlflow": "mlflow[:URL]",
-    "otlp": "otlp[:URL]",
-    "json": "json:FILE",
-}
-"""How each kind of sink is written."""
 
-_NEED_PLACE = ("tensorboard", "json")
+@dataclass(frozen=True, slots=True)
+class SinkKind:
+    """A kind of tool that takes numbers, which dashboard/sinks/KIND.py writes to.
+
+    Attributes:
+        usage: How it is written.
+        needs_place: Whether it is nothing without a place.
+        package: What it needs besides stepsplit, which is also the extra that installs it.
+    """
+
+    usage: str
+    needs_place: bool = False
+    package: str | None = None
+
+
+SINK_KINDS = {
+    "tensorboard": SinkKind("tensorboard:DIR", needs_place=True, package="tensorboard"),
+    "wandb": SinkKind("wandb[:[ENTITY/]PROJECT[/RUN]]", package="wandb"),
+    "mlflow": SinkKind("mlflow[:URL]"),
+    "otlp": SinkKind("otlp[:URL]"),
+    "json": SinkKind("json:FILE", needs_place=True),
+}
+"""Here and not in the dashboard, since the training parses --log-to without it."""
+
+
+def join_usages() -> str:
+    """How all kinds are written."""
+    return ", ".join(kind.usage for kind in SINK_KINDS.values())
 
 
 @dataclass(frozen=True, slots=True)
 class SinkName:
-    """A tool that takes numbers: its kind, a key of EXAMPLES, and the place in it or ""."""
+    """A tool that takes numbers: its kind, a key of SINK_KINDS, and the place in it or ""."""
 
     kind: str
     place: str = ""
@@ -57,10 +76,10 @@ class SinkName:
 def parse_sink(text: str) -> SinkName:
     """Parses KIND or KIND:PLACE. Raises ValueError, with what there is."""
     kind, _, place = text.partition(":")
-    if kind not in EXAMPLES:
-        raise ValueError(f"{text!r} is not one of {', '.join(EXAMPLES.values())}")
-    if not place and kind in _NEED_PLACE:
-        raise ValueError(f"{text!r} has no place; write {EXAMPLES[kind]}")
+    if kind not in SINK_KINDS:
+        raise ValueError(f"{text!r} is not one of {join_usages()}")
+    if not place and SINK_KINDS[kind].needs_place:
+        raise ValueError(f"{text!r} has no place; write {SINK_KINDS[kind].usage}")
     return SinkName(kind, place)
 
 

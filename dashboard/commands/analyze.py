@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +24,10 @@ from stepsplit.dashboard.commands.common import (
     rules_option,
     write_output,
 )
-from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sinks, parse_log_to
+from stepsplit.dashboard.sinks.log_to import build_log_option, log_report, open_sink, parse_log_to
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.analysis import Analysis
     from stepsplit.analyzer.diagnose.hang_result import Hang
-    from stepsplit.analyzer.gap.config_from_trace import JobDraft
-    from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.analyzer.readers.workers import Workers
     from stepsplit.analyzer.report.report import WarningRow
     from stepsplit.analyzer.trace import Note
@@ -92,7 +89,7 @@ def analyze_command(
     if html_file is not None:
         require_package("dash", "dashboard")
     rules, mesh = load_rules(rules_file), parse_mesh(mesh_text)
-    sinks = open_sinks(parse_log_to(log_to))
+    sinks = [open_sink(name) for name in parse_log_to(log_to)]
     if workers is not None and scheduler is not None:
         raise UsageError("--workers is for this machine; leave it out with --scheduler")
     with _choose_workers(workers, scheduler) as chosen, show_reading_bar() as progress:
@@ -105,11 +102,20 @@ def analyze_command(
     if out is not None:
         save(out, analysis.report, analysis.tables)
     if html_file is not None:
-        _write_page(html_file, analysis)
+        from stepsplit.dashboard.pages.components import View
+        from stepsplit.dashboard.web.html_export import export_html
+
+        view = View(analysis.report.run.name, analysis.report, analysis.tables)
+        write_output(html_file, export_html(view).encode())
     if not put_json(analysis.report, to_json, json_file):
         make_console().print(build_report_screen(analysis.report))
-    if job_out is not None and analysis.job_draft is not None:
-        _write_job(job_out, analysis.job_draft)
+    draft = analysis.job_draft
+    if job_out is not None and draft is not None:
+        write_output(job_out, draft.text.encode())
+        needed = f"fill in {' and '.join(draft.missing)}, then " if draft.missing else ""
+        without_shapes = draft.missing and not draft.has_shapes
+        hint = "; a recording with --shapes gives most of them" if without_shapes else ""
+        print_line(f"{job_out}: {needed}pass it with --job{hint}", err=True)
     log_report(sinks, analysis.report)
 
 
@@ -125,32 +131,17 @@ def _choose_workers(workers: int | None, scheduler: str | None) -> Iterator[Work
         yield cluster
 
 
-def _write_job(file: Path, draft: JobDraft) -> None:
-    """Writes the job.toml and names on stderr what is to be filled in."""
-    write_output(file, draft.text.encode())
-    needed = f"fill in {' and '.join(draft.missing)}, then " if draft.missing else ""
-    without_shapes = draft.missing and not draft.has_shapes
-    hint = "; a recording with --shapes gives most of them" if without_shapes else ""
-    print_line(f"{file}: {needed}pass it with --job{hint}", err=True)
-
-
-def _write_page(file: Path, analysis: Analysis) -> None:
-    from stepsplit.dashboard.pages.components import View
-    from stepsplit.dashboard.web.html_export import export_html
-
-    view = View(analysis.report.run.name, analysis.report, analysis.tables)
-    write_output(file, export_html(view).encode())
-
-
-def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
+def _show_hang(
+    hang: Hang, json_file: str | None, out: Path | None, soft_wrap: bool = False
+) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json as hang_to_json
+    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
     from stepsplit.dashboard.reporters.terminal import build_hang_screen
 
     if out is not None:
-        write_output(out / HANG_NAME, hang_to_json(hang))
-    if not put_json(hang, hang_to_json, json_file):
-        make_console().print(build_hang_screen(hang))
+        write_output(out / HANG_NAME, to_json(hang))
+    if not put_json(hang, to_json, json_file):
+        make_console(soft_wrap).print(build_hang_screen(hang))
 
 
 # stepsplit hang: where a running job, a recording or a folder of dumps hangs.
@@ -176,26 +167,18 @@ def hang_command(
     its ranks are asked too. Without TARGET the only job with an agent on this host is asked. The
     exit status is 1 if the job is stuck.
     """
-    from stepsplit.analyzer.diagnose.hang import STUCK
-    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
-    from stepsplit.dashboard.reporters.terminal import build_hang_screen
-
-    hang = examine_target(target, out)
-    if out is not None:
-        write_output(out / HANG_NAME, to_json(hang))
-    if not put_json(hang, to_json, json_file):
-        make_console(soft_wrap=True).print(build_hang_screen(hang))
-    context.exit(STUCK_STATUS if hang.condition == STUCK else 0)
-
-
-def examine_target(target: str | None, out: Path | None) -> Hang:
-    """The state of the calls of a running job, a recording or dumps. Raises StepsplitError."""
-    from stepsplit.analyzer.diagnose.hang import read_calls
+    from stepsplit.analyzer.diagnose.hang import STUCK, read_calls, read_spec
+    from stepsplit.collectors.attach.jobs import find_running_rank
 
     if target is None or (target.isdigit() and not Path(target).exists()):
-        return examine_job(None if target is None else int(target), out)
-    pid = _find_running_rank(target)
-    return read_calls([target]) if pid is None else examine_job(pid, out)
+        hang = examine_job(None if target is None else int(target), out)
+    else:
+        # A recorded job may still run on this host; then its ranks know more than its files.
+        spec = read_spec([target])
+        pid = None if spec is None else find_running_rank(spec)
+        hang = read_calls([target]) if pid is None else examine_job(pid, out)
+    _show_hang(hang, json_file, out, soft_wrap=True)
+    context.exit(STUCK_STATUS if hang.condition == STUCK else 0)
 
 
 def examine_job(pid: int | None, out: Path | None) -> Hang:
@@ -211,15 +194,6 @@ def examine_job(pid: int | None, out: Path | None) -> Hang:
         except CollectError as error:
             raise StepsplitError(str(error)) from None
         return read_calls([folder])
-
-
-def _find_running_rank(place: str) -> int | None:
-    """A rank of a recorded job that still runs on this host; None if none does."""
-    from stepsplit.analyzer.diagnose.hang import read_spec
-    from stepsplit.collectors.attach.jobs import find_running_rank
-
-    spec = read_spec([place])
-    return None if spec is None else find_running_rank(spec)
 
 
 # stepsplit export: writes a recording, or a saved analysis of it, for another tool.
@@ -243,11 +217,32 @@ def export_command(
     clock. Arrows lead from the last rank to arrive to the ranks that waited for it. Open the file
     at https://ui.perfetto.dev.
     """
+    from stepsplit.analyzer.analysis import Analysis, examine
+    from stepsplit.analyzer.report.io import TABLES_NAME, is_analyzed, load_tables, read_report
+    from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
     from stepsplit.dashboard.reporters.perfetto import perfetto_trace
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
-    saved_analysis = _load_saved(places) if rules_file is None else None
-    analysis = saved_analysis or _examine_recording(places, workers, load_rules(rules_file))
-    _write_chunks(file, perfetto_trace(analysis.report, analysis.tables))
+    folder, is_single = Path(places[0]), len(places) == 1 and rules_file is None
+    tables = folder / TABLES_NAME
+    if is_single and is_analyzed(folder) and tables.is_dir():
+        analysis = Analysis(read_report(folder), load_tables(tables))
+    else:
+        rules = load_rules(rules_file)
+        with show_reading_bar() as progress:
+            analysis = examine(places, workers or count_cores(), progress, rules)
+    check_output(file)
+    chunks = perfetto_trace(analysis.report, analysis.tables)
+    try:
+        with whole_file(file, SHARED) as draft:
+            if file.suffix == ".gz":
+                # Without name and time: the same recording gives the same bytes.
+                with gzip.GzipFile("", "wb", 6, draft, mtime=0) as packed:
+                    packed.writelines(chunks)
+            else:
+                draft.writelines(chunks)
+    except OSError as error:
+        raise make_write_error(file, error) from None
     _warn_of_skipped(analysis.report.warnings)
     print_line(f"{file}: open it at https://ui.perfetto.dev")
 
@@ -258,42 +253,6 @@ def _warn_of_skipped(notes: Iterable[Note | WarningRow]) -> None:
     for note in notes:
         if note.code == SKIPPED:
             print_line(f"stepsplit: not read: {note.message}", err=True)
-
-
-def _load_saved(places: Sequence[str]) -> Analysis | None:
-    """Reads the analysis that analyze --out wrote; None if the path is not such a folder."""
-    from stepsplit.analyzer.analysis import Analysis
-    from stepsplit.analyzer.report.io import TABLES_NAME, is_analyzed, load_tables, read_report
-
-    folder = Path(places[0])
-    tables = folder / TABLES_NAME
-    if len(places) > 1 or not is_analyzed(folder) or not tables.is_dir():
-        return None
-    return Analysis(read_report(folder), load_tables(tables))
-
-
-def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
-    from stepsplit.analyzer.analysis import examine
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
-
-    with show_reading_bar() as progress:
-        return examine(places, workers or count_cores(), progress, rules)
-
-
-def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
-    """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
-    from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
-
-    check_output(file)
-    try:
-        with whole_file(file, SHARED) as draft:
-            if file.suffix != ".gz":
-                draft.writelines(chunks)
-                return
-            with gzip.GzipFile("", "wb", 6, draft, mtime=0) as packed:
-                packed.writelines(chunks)
-    except OSError as error:
-        raise make_write_error(file, error) from None
 
 
 # stepsplit reduce: the table of each rank in place of its trace.

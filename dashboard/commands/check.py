@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
@@ -33,11 +33,9 @@ from stepsplit.dashboard.commands.common import (
 if TYPE_CHECKING:
     from stepsplit.analyzer.readers.kernel_rules import Rules
     from stepsplit.analyzer.regression.checks import CheckResult
-    from stepsplit.analyzer.regression.compare import RunComparison
     from stepsplit.analyzer.regression.metrics import RunMetrics
     from stepsplit.analyzer.regression.scaling import Work
-    from stepsplit.analyzer.report.report import Report
-    from stepsplit.dashboard.store.runs import RunRow
+    from stepsplit.dashboard.store.run_row import RunRow
     from stepsplit.dashboard.store.store import Store
     from stepsplit.dashboard.upload import RemoteRun, RemoteStore
 
@@ -72,38 +70,28 @@ class _CheckCommand(click.Command):
             if isinstance(param, click.Option) and not param.is_flag
             for flag in param.opts
         }
-        return super().parse_args(ctx, list(_repeat_baseline(args, valued)))
-
-
-def _repeat_baseline(words: Sequence[str], valued: Container[str]) -> Iterator[str]:
-    """The words, with a --baseline before each run that directly follows one of the baseline.
-
-    Options in valued take the next word. Raises UsageError if the baseline comes before all
-    candidates and several runs follow it: some may be of the baseline.
-    """
-    rest = deque(words)
-    has_candidates = False
-    while rest:
-        word = rest.popleft()
-        yield word
-        if word == "--":
-            break
-        if word in valued and rest:
-            yield rest.popleft()
-        has_candidates |= not word.startswith("-")
-        if word.partition("=")[0] != "--baseline":
-            continue
-        following = list(takewhile(lambda word: not word.startswith("-"), rest))
-        if not has_candidates and len(following) > 1:
-            raise UsageError(
-                f"after --baseline stand {len(following) + 1} runs of both sides; name the "
-                "candidates before --baseline"
-            )
-        if has_candidates:
-            for run in following:
-                rest.popleft()
-                yield from ("--baseline", run)
-    yield from rest
+        words, rest, has_candidates = list[str](), deque(args), False
+        while rest:
+            words.append(word := rest.popleft())
+            if word == "--":
+                break
+            if word in valued and rest:
+                words.append(rest.popleft())
+            has_candidates |= not word.startswith("-")
+            if word.partition("=")[0] != "--baseline":
+                continue
+            following = list(takewhile(lambda word: not word.startswith("-"), rest))
+            if has_candidates:
+                for run in following:
+                    rest.popleft()
+                    words += ("--baseline", run)
+            elif len(following) > 1:
+                # Before all candidates: some of them may be of the baseline, some candidates.
+                raise UsageError(
+                    f"after --baseline stand {len(following) + 1} runs of both sides; name the "
+                    "candidates before --baseline"
+                )
+        return super().parse_args(ctx, [*words, *rest])
 
 
 @click.command(cls=_CheckCommand, epilog=_EPILOG)
@@ -157,8 +145,8 @@ def check_command(
     by stepsplit baseline, or runs of a store: store:branch=main,last=10 or store:ID. Give 3 to 5
     runs per side: the run-to-run noise cannot be estimated from a single run.
     """
-    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.regression.checks import to_json
+    from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
 
     store = cache(lambda: open_runs(url, artifacts, token))
     rules = load_rules(rules_file)
@@ -167,10 +155,16 @@ def check_command(
     shown_at = dashboard_url or (url if is_dashboard(url) else None)
     verdict = _judge_runs(candidate_runs, baseline_runs, budgets, across_setups, shown_at)
     if json_file != "-":
-        _show_check(verdict)
-    outputs: list[Callable[[], object]] = [
-        partial(put_json, verdict, to_json, json_file),
-        *list_outputs(verdict, files, _find_issue_file(budgets, baselines)),
+        make_console().print(build_verdict_screen(verdict))
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            print_annotations(format_annotations(verdict))
+    # What issues of code quality point to: the first budget or baseline file.
+    named = next((one for one in (*budgets, *baselines) if Path(one).is_file()), "stepsplit")
+    outputs: list[Callable[[], object]] = [partial(put_json, verdict, to_json, json_file)]
+    outputs += [
+        partial(_write_file, option, path, verdict, named)
+        for option, path in files.items()
+        if path is not None
     ]
     # What fails here does not change the verdict; without a regression a missing file does.
     failed = [problem for output in outputs if (problem := _try_output(output)) is not None]
@@ -217,12 +211,6 @@ def _judge_runs(
     return replace(verdict, compare_url=address)
 
 
-def _find_issue_file(budgets: Sequence[str], baselines: Sequence[str]) -> str:
-    """The file that issues point to: the first budget or baseline file, else "stepsplit"."""
-    files = [one for one in (*budgets, *baselines) if Path(one).is_file()]
-    return files[0] if files else "stepsplit"
-
-
 def _record(
     open_store: Callable[[], Store | RemoteStore],
     candidate: Sequence[SideRun],
@@ -241,14 +229,6 @@ def _record(
         else:
             store.verdicts.record(run.id, verdict.answer, headline)
             record_command(store.audit, "check recorded", f"{run.id}: {verdict.answer}")
-
-
-def _show_check(verdict: CheckResult) -> None:
-    from stepsplit.dashboard.reporters.verdict import build_verdict_screen, format_annotations
-
-    make_console().print(build_verdict_screen(verdict))
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        print_annotations(format_annotations(verdict))
 
 
 # stepsplit baseline: writes the metrics of runs to a small file for check.
@@ -281,37 +261,31 @@ def baseline_command(
     runs, so that the run-to-run noise can be estimated. All runs must have the same device, mesh,
     backend and world size.
     """
+    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
+    from stepsplit.analyzer.regression.checks import parse_budgets
     from stepsplit.analyzer.regression.judge import check_setups, list_incomplete
     from stepsplit.analyzer.regression.metrics import to_json
+    from stepsplit.analyzer.regression.samples import propose_budgets
 
-    store, rules = cache(lambda: open_runs(url, artifacts, token)), load_rules(rules_file)
-    runs = [run.facts for run in load_runs(places, store, None, rules)]
+    store = cache(lambda: open_runs(url, artifacts, token))
+    loaded = load_runs(places, store, None, load_rules(rules_file))
+    runs = [run.facts for run in loaded]
     for warning in (*check_setups(runs, (), across_setups=False), *list_incomplete((), runs)):
         print_line(f"warning: {warning}", err=True)
     if budgets_out is not None and len(runs) < RECOMMENDED_RUNS:
         raise UsageError(f"--budgets-out: {RECOMMENDED_RUNS} runs show the noise; got {len(runs)}")
     write_output(out, to_json(runs))
-    advice = (
-        ""
-        if len(runs) >= RECOMMENDED_RUNS
-        else f"; {RECOMMENDED_RUNS} to 5 runs estimate the noise better"
-    )
-    print_line(f"{out}: {len(runs)} run{'s' if len(runs) > 1 else ''}{advice}")
-    if len(runs) >= RECOMMENDED_RUNS:
-        _propose_budgets(runs, budgets_out)
-
-
-def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
-    """Prints or writes the budgets that as many equal runs would pass."""
-    from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
-    from stepsplit.analyzer.regression.checks import parse_budgets
-    from stepsplit.analyzer.regression.samples import propose_budgets
-
+    number = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    if len(runs) < RECOMMENDED_RUNS:
+        print_line(f"{out}: {number}; {RECOMMENDED_RUNS} to 5 runs estimate the noise better")
+        return
+    print_line(f"{out}: {number}")
+    # The budgets that as many equal runs would pass.
     budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
-    if out is not None:
+    if budgets_out is not None:
         lines = [f'"{budget.metric}" = "{budget.text}"' for budget in budgets]
-        write_output(out, "\n".join(["[budgets]", *lines, ""]).encode())
-        print_line(f"{out}: budgets for check --budget {out}")
+        write_output(budgets_out, "\n".join(["[budgets]", *lines, ""]).encode())
+        print_line(f"{budgets_out}: budgets for check --budget {budgets_out}")
     rules = [f"{budget.metric}:{budget.text}" for budget in budgets]
     raised = [rule for rule in rules if rule not in DEFAULT_BUDGETS]
     if raised:
@@ -358,7 +332,9 @@ def load_runs(
     Raises StepsplitError; also for a store query combined with custom rules, because stored runs
     are already analyzed.
     """
+    from stepsplit.analyzer.analysis import read_run_metrics
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
 
     runs: list[SideRun] = []
     for place in places:
@@ -366,19 +342,11 @@ def load_runs(
             if rules != BUILT_IN:
                 raise UsageError(f"{place}: already analyzed; with --rules give recordings")
             runs += _load_stored_runs(open_store(), parse_query(place))
-        else:
-            runs += _read_runs(place, job, rules)
+            continue
+        with show_reading_bar() as progress:
+            metrics = read_run_metrics(place, count_cores(), progress, job, rules)
+        runs += map(SideRun, metrics)
     return runs
-
-
-def _read_runs(place: str, job: str | None, rules: Rules) -> list[SideRun]:
-    from stepsplit.analyzer.analysis import read_run_metrics
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
-
-    with show_reading_bar() as progress:
-        return [
-            SideRun(facts) for facts in read_run_metrics(place, count_cores(), progress, job, rules)
-        ]
 
 
 def parse_query(text: str) -> Query:
@@ -416,87 +384,54 @@ def _load_stored_runs(store: Store | RemoteStore, query: Query) -> list[SideRun]
     from stepsplit.analyzer.report.io import from_json
     from stepsplit.dashboard.upload import RemoteStore
 
+    done: Sequence[RunRow | RemoteRun | None]
     if isinstance(store, RemoteStore):
-        done: Sequence[RunRow | RemoteRun] = _find_remote(store, query)
+        if query.id is None:
+            done = store.list_done(query.tags, query.last)
+        else:
+            done = [store.find_done(query.id)]
     else:
-        done = [run for run in store.list_runs() if _is_selected(run, query)][: query.last]
-    if not done:
+        rows = [run for run in store.list_runs() if run.state == "done"]
+        done = [run for run in rows if query.id in (None, run.id) and run.has_tags(query.tags)]
+    runs = [run for run in done if run is not None][: query.last]
+    if not runs:
         wanted = query.id or ", ".join(f"{key}={value}" for key, value in query.tags) or "any"
         raise UsageError(f"the store has no finished run for {wanted}; see the list of runs")
-
-    def load(run_id: str) -> Report:
+    sides = []
+    for run in reversed(runs):
         if isinstance(store, RemoteStore):
-            return from_json(store.fetch_report(run_id), f"the report of {run_id}")
-        return store.load_report(run_id)
-
-    return [
-        SideRun(extract_metrics(load(run.id), f"{run.name} ({run.id})"), run.id)
-        for run in reversed(done)
-    ]
-
-
-def _find_remote(store: RemoteStore, query: Query) -> tuple[RemoteRun, ...]:
-    if query.id is None:
-        return store.list_done(query.tags, query.last)
-    run = store.find_done(query.id)
-    return () if run is None else (run,)
-
-
-def _is_selected(run: RunRow, query: Query) -> bool:
-    if run.state != "done":
-        return False
-    return run.has_tags(query.tags) if query.id is None else run.id == query.id
+            report = from_json(store.fetch_report(run.id), f"the report of {run.id}")
+        else:
+            report = store.load_report(run.id)
+        sides.append(SideRun(extract_metrics(report, f"{run.name} ({run.id})"), run.id))
+    return sides
 
 
 # The output files of a check.
 
 
-def list_outputs(
-    verdict: CheckResult, files: Mapping[str, Path | None], issue_path: str
-) -> list[Callable[[], None]]:
-    """What writes each output file, by option name. Code quality issues point to the last argument.
-
-    The summary is appended to its file. Each raises UsageError if its file cannot be written.
-    """
-    return [
-        partial(_write_file, option, path, verdict, issue_path)
-        for option, path in files.items()
-        if path is not None
-    ]
-
-
 def _write_file(option: str, path: Path, verdict: CheckResult, issue_path: str) -> None:
-    if option == "summary":
-        _append_summary(path, verdict)
-    else:
-        write_output(path, _format_file(option, verdict, issue_path))
-
-
-def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
+    """Writes the file of an option. Raises UsageError if it cannot be written."""
+    from stepsplit.collectors.safe_io.atomic_file import open_special
     from stepsplit.dashboard.reporters import verdict as reporter
 
-    if option == "junit":
-        return reporter.format_junit(verdict)
-    if option == "markdown":
-        return reporter.format_markdown(verdict).encode()
-    if option == "codequality":
-        return reporter.format_code_quality(verdict, issue_path)
-    if option == "openmetrics":
-        return reporter.format_open_metrics(verdict).encode()
-    if option == "bencher":
-        return reporter.format_bencher(verdict)
-    assert option == "benchmark_action", option
-    return reporter.format_benchmark_action(verdict)
-
-
-def _append_summary(path: Path, verdict: CheckResult) -> None:
-    from stepsplit.collectors.safe_io.atomic_file import open_special
-    from stepsplit.dashboard.reporters.verdict import format_summary
-
+    formats: dict[str, Callable[[CheckResult], str | bytes]] = {
+        "junit": reporter.format_junit,
+        "markdown": reporter.format_markdown,
+        "codequality": lambda one: reporter.format_code_quality(one, issue_path),
+        "openmetrics": reporter.format_open_metrics,
+        "bencher": reporter.format_bencher,
+        "benchmark_action": reporter.format_benchmark_action,
+    }
+    if option in formats:
+        content = formats[option](verdict)
+        write_output(path, content if isinstance(content, bytes) else content.encode())
+        return
+    # The summary is appended, since other steps of the CI job write to the same file.
     try:
         with open_special(path) or path.open("ab") as file:
             existing_bytes = file.tell() if file.seekable() else 0
-            file.write(format_summary(verdict, existing_bytes).encode())
+            file.write(reporter.format_summary(verdict, existing_bytes).encode())
     except (OSError, ValueError) as error:
         raise make_write_error(path, error) from None
 
@@ -527,43 +462,22 @@ def compare_command(
     Each run is a recording as for analyze (file, folder, archive or URL), a report.json, or a
     folder that contains one. The runs may have different layouts.
     """
+    from stepsplit.analyzer.analysis import compare_runs, compare_scaling
+    from stepsplit.analyzer.regression.compare import to_json
+    from stepsplit.analyzer.regression.scaling import scaling_to_json
+    from stepsplit.dashboard.reporters.compare import build_comparison_screen, build_scaling_screen
+    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+
     if len(runs) < 2:
         raise UsageError("give a baseline and a candidate, or more runs of a job")
+    rules = load_rules(rules_file)
     if len(runs) > 2 or work:
-        _show_scaling(runs, work, json_file, load_rules(rules_file))
+        with show_reading_bar() as progress:
+            scaling = compare_scaling(runs, work, count_cores(), progress, rules)
+        if not put_json(scaling, scaling_to_json, json_file):
+            make_console().print(build_scaling_screen(scaling))
         return
-    # Imported here to keep `stepsplit --help` fast.
-    from stepsplit.analyzer.regression.compare import to_json
-
-    baseline, candidate = runs
-    comparison = _compare_runs(baseline, candidate, load_rules(rules_file))
+    with show_reading_bar() as progress:
+        comparison = compare_runs(runs[0], runs[1], count_cores(), progress, rules)
     if not put_json(comparison, to_json, json_file):
-        _show_compare(comparison)
-
-
-def _compare_runs(baseline: str, candidate: str, rules: Rules) -> RunComparison:
-    from stepsplit.analyzer.analysis import compare_runs
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
-
-    with show_reading_bar() as progress:
-        return compare_runs(baseline, candidate, count_cores(), progress, rules)
-
-
-def _show_compare(comparison: RunComparison) -> None:
-    from stepsplit.dashboard.reporters.compare import build_comparison_screen
-
-    make_console().print(build_comparison_screen(comparison))
-
-
-def _show_scaling(
-    runs: Sequence[str], work: Work | None, json_file: str | None, rules: Rules
-) -> None:
-    from stepsplit.analyzer.analysis import compare_scaling
-    from stepsplit.analyzer.regression.scaling import scaling_to_json
-    from stepsplit.dashboard.reporters.compare import build_scaling_screen
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
-
-    with show_reading_bar() as progress:
-        scaling = compare_scaling(runs, work, count_cores(), progress, rules)
-    if not put_json(scaling, scaling_to_json, json_file):
-        make_console().print(build_scaling_screen(scaling))
+        make_console().print(build_comparison_screen(comparison))

@@ -58,17 +58,15 @@ class FiniteRange(click.FloatRange):
 def check_output(path: Path) -> None:
     """Raises UsageError for a file of a recording: a forgotten value of an option names one."""
     is_recorded = is_recorded_name(path.name) or is_trace_name(path.name)
-    if is_recorded and path.is_file() and not _has_own_schema(path):
-        raise UsageError(f"{path} is a file of a recording; choose another name for the output")
+    if not is_recorded or not path.is_file():
+        return
+    # An output of a command, such as an earlier --json run.json, may be replaced.
+    with path.open("rb") as file:
+        if _OUTPUT.search(file.read(256)) is None:
+            raise UsageError(f"{path} is a file of a recording; choose another name for the output")
 
 
 _OUTPUT = re.compile(rb'"schema"\s*:\s*"stepsplit\.(?!run/|record/)')
-
-
-def _has_own_schema(path: Path) -> bool:
-    """Whether the file is an output of a command, such as an earlier --json run.json."""
-    with path.open("rb") as file:
-        return _OUTPUT.search(file.read(256)) is not None
 
 
 def write_output(path: Path, content: bytes) -> None:
@@ -197,6 +195,10 @@ log_option = click.option(
     show_default=True,
     help="Log on standard error: text, or one JSON line per request and analysis.",
 )
+
+
+ROLE = click.Choice(["viewer", "uploader", "admin"])
+"""The roles of store/logins.py, without its imports."""
 
 
 # The console of a screen.

@@ -11,19 +11,11 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from stepsplit.dashboard.commands.common import make_console, put_json
-from stepsplit.dashboard.environment import (
-    Environment,
-    FolderState,
-    Requirement,
-    TorchState,
-    read_environment,
-)
+from stepsplit.dashboard.environment import Environment, FolderState, read_environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
-    from stepsplit.dashboard.reporters.console import Text
 
 COMMANDS = ("analyze", "attach", "dashboard", "record")
 """The commands that are judged; the others need what one of these needs."""
@@ -98,25 +90,12 @@ def build_doctor_screen(
 ) -> RenderableType:
     """Builds the screen for a rich console of any width."""
     from rich.console import Group
+    from rich.table import Table
 
     from stepsplit.dashboard.reporters.console import Text
 
-    parts: list[RenderableType] = [_describe_machine(environment), _describe_commands(checks)]
-    if environment.requirements:
-        parts += [Text(), _build_packages_table(environment.requirements)]
-    parts += [Text(), _build_checks_table([check for check in checks if check.outcome == "ok"])]
-    problems = [check for check in checks if check.outcome != "ok"]
-    if problems:
-        title = Text("PROBLEMS AND THEIR FIXES", style="bold")
-        parts += [Text(), title, _build_problems_table(problems)]
-    return Group(*parts)
-
-
-def _describe_machine(environment: Environment) -> Text:
-    from stepsplit.dashboard.reporters.console import Text
-
-    torch = environment.torch
-    known = (
+    torch, failing = environment.torch, find_failing(checks)
+    machine = (
         f"stepsplit {environment.stepsplit or 'of unknown version'}",
         f"Python {environment.python}",
         environment.system,
@@ -125,53 +104,33 @@ def _describe_machine(environment: Environment) -> Text:
         f"CUDA {torch.cuda}" if torch is not None and torch.cuda else "",
         f"NCCL {torch.nccl}" if torch is not None and torch.nccl else "",
     )
-    return Text("   ".join(part for part in known if part), style="bold")
-
-
-def _describe_commands(checks: Sequence[EnvironmentCheck]) -> Text:
-    from stepsplit.dashboard.reporters.console import Text
-
-    failing = find_failing(checks)
     working = [name for name in COMMANDS if name not in failing]
-    known = [f"works here: {', '.join(working)}"] if working else []
-    known += [f"would fail: {', '.join(failing)}"] if failing else []
-    return Text("   ".join(known))
-
-
-def _build_packages_table(requirements: Sequence[Requirement]) -> Table:
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_row("package", "installed", "needed", "for", style="bold")
-    for one in requirements:
-        needed = f">={one.least}" if one.least else "any"
-        table.add_row(one.name, one.installed or "-", needed, one.extra)
-    return table
-
-
-def _build_checks_table(checks: Sequence[EnvironmentCheck]) -> Table:
-    from rich.table import Table
-
-    from stepsplit.dashboard.reporters.console import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_row("checked", "", style="bold")
+    commands = [f"works here: {', '.join(working)}"] if working else []
+    commands += [f"would fail: {', '.join(failing)}"] if failing else []
+    parts: list[RenderableType] = [
+        Text("   ".join(part for part in machine if part), style="bold"),
+        Text("   ".join(commands)),
+    ]
+    if environment.requirements:
+        packages = Table.grid(padding=(0, 2))
+        packages.add_row("package", "installed", "needed", "for", style="bold")
+        for one in environment.requirements:
+            needed = f">={one.least}" if one.least else "any"
+            packages.add_row(one.name, one.installed or "-", needed, one.extra)
+        parts += [Text(), packages]
+    fine, problems = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    fine.add_row("checked", "", style="bold")
     for check in checks:
-        table.add_row(check.name, Text(check.detail))
-    return table
-
-
-def _build_problems_table(problems: Sequence[EnvironmentCheck]) -> Table:
-    from rich.table import Table
-
-    from stepsplit.dashboard.reporters.console import Text
-
-    table = Table.grid(padding=(0, 2))
-    for check in problems:
+        if check.outcome == "ok":
+            fine.add_row(check.name, Text(check.detail))
+            continue
         style = "bold red" if check.outcome == "fails" else "yellow"
         line = Text(f"{check.detail}; {check.fix}")
-        table.add_row(Text(check.outcome, style=style), check.name, line)
-    return table
+        problems.add_row(Text(check.outcome, style=style), check.name, line)
+    parts += [Text(), fine]
+    if problems.row_count:
+        parts += [Text(), Text("PROBLEMS AND THEIR FIXES", style="bold"), problems]
+    return Group(*parts)
 
 
 # Judges the facts.
@@ -217,40 +176,35 @@ def _check_packages(environment: Environment) -> Iterator[EnvironmentCheck]:
         yield EnvironmentCheck("packages", "warning", detail, "pip install it", COMMANDS)
         return
     for extra in dict.fromkeys(one.extra for one in environment.requirements):
-        yield _check_extra(extra, [one for one in environment.requirements if one.extra == extra])
-
-
-def _check_extra(extra: str, needed: Sequence[Requirement]) -> EnvironmentCheck:
-    name, package = (
-        (f"extra {extra}", f"stepsplit[{extra}]") if extra else ("packages", "stepsplit")
-    )
-    commands, use = _EXTRA_COMMANDS.get(extra, ()), _EXTRA_USES.get(extra, "")
-    missing = [one.name for one in needed if one.installed is None]
-    old = [one for one in needed if _is_old(one)]
-    broken = [one for one in needed if one.error]
-    purpose = f" ({use})" if use else ""
-    if len(missing) == len(needed) and not commands:
-        return EnvironmentCheck(name, "ok", f"not installed{purpose}")
-    outcome: Outcome = "fails" if commands else "warning"
-    if missing:
-        absent = "not installed" if len(missing) == len(needed) else f"no {', '.join(missing)}"
-        fix = f"pip install '{package}'"
-        return EnvironmentCheck(name, outcome, absent + purpose, fix, commands)
-    if old:
-        detail = ", ".join(f"{one.name} {one.installed} is older than {one.least}" for one in old)
-        fix = f"pip install -U '{package}'"
-        return EnvironmentCheck(name, outcome, detail, fix, commands)
-    if broken:
-        detail = "; ".join(f"{one.name} cannot be imported ({one.error})" for one in broken)
-        fix = f"pip install --force-reinstall {' '.join(one.name for one in broken)}"
-        return EnvironmentCheck(name, outcome, detail, fix, commands)
-    return EnvironmentCheck(name, "ok", f"complete{purpose}", commands=commands)
-
-
-def _is_old(one: Requirement) -> bool:
-    if one.installed is None or not one.least:
-        return False
-    return _parse_version(one.installed) < _parse_version(one.least)
+        needed = [one for one in environment.requirements if one.extra == extra]
+        name, package = "packages", "stepsplit"
+        if extra:
+            name, package = f"extra {extra}", f"stepsplit[{extra}]"
+        commands, use = _EXTRA_COMMANDS.get(extra, ()), _EXTRA_USES.get(extra, "")
+        missing = [one.name for one in needed if one.installed is None]
+        old = [
+            f"{one.name} {one.installed} is older than {one.least}"
+            for one in needed
+            if one.installed and _parse_version(one.installed) < _parse_version(one.least)
+        ]
+        broken = [one for one in needed if one.error]
+        purpose = f" ({use})" if use else ""
+        outcome: Outcome = "fails" if commands else "warning"
+        if len(missing) == len(needed) and not commands:
+            yield EnvironmentCheck(name, "ok", f"not installed{purpose}")
+        elif missing:
+            absent = "not installed" if len(missing) == len(needed) else f"no {', '.join(missing)}"
+            fix = f"pip install '{package}'"
+            yield EnvironmentCheck(name, outcome, absent + purpose, fix, commands)
+        elif old:
+            fix = f"pip install -U '{package}'"
+            yield EnvironmentCheck(name, outcome, ", ".join(old), fix, commands)
+        elif broken:
+            detail = "; ".join(f"{one.name} cannot be imported ({one.error})" for one in broken)
+            fix = f"pip install --force-reinstall {' '.join(one.name for one in broken)}"
+            yield EnvironmentCheck(name, outcome, detail, fix, commands)
+        else:
+            yield EnvironmentCheck(name, "ok", f"complete{purpose}", commands=commands)
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
@@ -283,7 +237,18 @@ def _check_torch(environment: Environment) -> Iterator[EnvironmentCheck]:
         detail = f"torch.profiler records nothing ({errors.get('profiler', 'no events')})"
         fix = "end other profilers of this Python, or install torch again"
         yield EnvironmentCheck("profiler", "fails", detail, fix, _RECORDING)
-    yield _check_backends(torch, errors)
+    name, backends = "torch.distributed", ", ".join(torch.backends)
+    if "gloo" in errors:
+        detail = f"gloo does not start ({errors['gloo']})"
+        fix = "set GLOO_SOCKET_IFNAME to a network interface, or add this host to /etc/hosts"
+        yield EnvironmentCheck(name, "warning", detail, fix, _RECORDING)
+    elif not torch.backends:
+        detail = f"torch {torch.version} has no backend: only jobs of one rank can be recorded"
+        fix = "install torch from https://pytorch.org/get-started/locally"
+        yield EnvironmentCheck(name, "warning", detail, fix, _RECORDING)
+    else:
+        nccl = f" (NCCL {torch.nccl})" if torch.nccl else ""
+        yield EnvironmentCheck(name, "ok", backends + nccl, commands=_RECORDING)
     if torch.flight_recorders:
         detail = f"of {' and '.join(torch.flight_recorders)}"
         yield EnvironmentCheck("Flight Recorder", "ok", detail, commands=_RECORDING)
@@ -293,20 +258,6 @@ def _check_torch(environment: Environment) -> Iterator[EnvironmentCheck]:
         yield EnvironmentCheck("Flight Recorder", "warning", detail, fix, _RECORDING)
 
 
-def _check_backends(torch: TorchState, errors: dict[str, str]) -> EnvironmentCheck:
-    name, backends = "torch.distributed", ", ".join(torch.backends)
-    if "gloo" in errors:
-        detail = f"gloo does not start ({errors['gloo']})"
-        fix = "set GLOO_SOCKET_IFNAME to a network interface, or add this host to /etc/hosts"
-        return EnvironmentCheck(name, "warning", detail, fix, _RECORDING)
-    if not torch.backends:
-        detail = f"torch {torch.version} has no backend: only jobs of one rank can be recorded"
-        fix = "install torch from https://pytorch.org/get-started/locally"
-        return EnvironmentCheck(name, "warning", detail, fix, _RECORDING)
-    nccl = f" (NCCL {torch.nccl})" if torch.nccl else ""
-    return EnvironmentCheck(name, "ok", backends + nccl, commands=_RECORDING)
-
-
 def _check_gpus(environment: Environment) -> Iterator[EnvironmentCheck]:
     torch, listed = environment.torch, environment.smi_gpus
     driver = f", driver {environment.driver}" if environment.driver else ""
@@ -314,8 +265,16 @@ def _check_gpus(environment: Environment) -> Iterator[EnvironmentCheck]:
         if listed:
             yield EnvironmentCheck("GPU", "ok", f"{_count_gpus(listed)}{driver}")
         return
+    if not torch.gpus and not listed:
+        yield EnvironmentCheck("GPU", "ok", "none here: jobs on the CPU can be recorded")
+        return
     if not torch.gpus:
-        yield _check_unused_gpus(torch, listed, driver)
+        reason = dict(torch.errors).get("gpu", "CUDA_VISIBLE_DEVICES may hide it")
+        if not torch.cuda:
+            reason = f"torch {torch.version} is built without CUDA"
+        detail = f"torch cannot use {_count_gpus(listed)}{driver}: {reason}"
+        fix = "install the torch of this driver's CUDA: https://pytorch.org/get-started/locally"
+        yield EnvironmentCheck("GPU", "fails", detail, fix, _RECORDING)
         return
     build = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.hip}"
     cupti = f", CUPTI {torch.cupti}" if torch.cupti else ""
@@ -335,17 +294,6 @@ def _check_gpus(environment: Environment) -> Iterator[EnvironmentCheck]:
         )
 
 
-def _check_unused_gpus(torch: TorchState, listed: Sequence[str], driver: str) -> EnvironmentCheck:
-    if not listed:
-        return EnvironmentCheck("GPU", "ok", "none here: jobs on the CPU can be recorded")
-    reason = dict(torch.errors).get("gpu", "CUDA_VISIBLE_DEVICES may hide it")
-    if not torch.cuda:
-        reason = f"torch {torch.version} is built without CUDA"
-    detail = f"torch cannot use {_count_gpus(listed)}{driver}: {reason}"
-    fix = "install the torch of this driver's CUDA: https://pytorch.org/get-started/locally"
-    return EnvironmentCheck("GPU", "fails", detail, fix, _RECORDING)
-
-
 def _count_gpus(names: Sequence[str]) -> str:
     kinds = dict.fromkeys(names)
     return ", ".join(f"{names.count(kind)} x {kind}" for kind in kinds)
@@ -355,9 +303,14 @@ _LITTLE_BYTES = 1 << 30
 
 
 def _check_folders(environment: Environment) -> Iterator[EnvironmentCheck]:
+    from stepsplit.collectors.record.scratch_disk import DISKS, SCRATCH_VARIABLES, is_shared
+
     writers, current = ("attach", "dashboard", "record"), environment.current
     yield _check_folder("current folder", current, "fails", "go to a folder of yours", writers)
-    if _lacks_scratch(environment):
+    named = set(dict(environment.variables)) & set(SCRATCH_VARIABLES)
+    on_disk = environment.temporary.file_system in DISKS
+    # Then raw traces of a recording in the current folder go to a shared file system.
+    if is_shared(current.file_system) and not named and not on_disk:
         detail = f"{current.file_system} is shared: raw traces need a disk of each host"
         fix = "set STEPSPLIT_SCRATCH to a folder on a disk of the host (docs/recording.md)"
         yield EnvironmentCheck("scratch", "warning", detail, fix, _RECORDING)
@@ -369,15 +322,6 @@ def _check_folders(environment: Environment) -> Iterator[EnvironmentCheck]:
     else:
         fix = "set STEPSPLIT_CACHE to a folder of yours, or to off"
         yield _check_folder("cache", environment.cache, "warning", fix, ("analyze",))
-
-
-def _lacks_scratch(environment: Environment) -> bool:
-    """Whether raw traces of a recording in the current folder go to a shared file system."""
-    from stepsplit.collectors.record.scratch_disk import DISKS, SCRATCH_VARIABLES, is_shared
-
-    named = set(dict(environment.variables)) & set(SCRATCH_VARIABLES)
-    on_disk = environment.temporary.file_system in DISKS
-    return is_shared(environment.current.file_system) and not named and not on_disk
 
 
 def _check_folder(

@@ -21,11 +21,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.analyzer.gap.calibrate import Calibration
-    from stepsplit.analyzer.model.config import JobConfig
-    from stepsplit.analyzer.model.plan_space import Plan
-    from stepsplit.analyzer.model.prediction import Prediction
-    from stepsplit.analyzer.validation.tables import Check
+    pass
 
 
 # stepsplit model: predicts step time, split and memory of a job.toml.
@@ -47,26 +43,23 @@ def model_command(job_file: Path, json_file: str | None, explain: bool) -> None:
     job.toml describes the model, the parallel layout, the batch and the hardware, by preset or by
     numbers. Does not run the job.
     """
-    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.model.config_file import read_job
     from stepsplit.analyzer.model.predict import predict, read_rates
     from stepsplit.analyzer.model.prediction import prediction_to_json
+    from stepsplit.dashboard.reporters.prediction import (
+        build_formula_listing,
+        build_prediction_screen,
+    )
 
     job = read_job(job_file)
     prediction = predict(job, read_rates(job_file, job.hardware))
-    if not put_json(prediction, prediction_to_json, json_file):
-        _show_model(job, prediction, explain)
-
-
-def _show_model(job: JobConfig, prediction: Prediction, explain: bool) -> None:
-    from stepsplit.dashboard.reporters.prediction import build_prediction_screen
-
+    if put_json(prediction, prediction_to_json, json_file):
+        return
     console = make_console()
     console.print(build_prediction_screen(job, prediction))
     if explain:
         from stepsplit.analyzer.model.explain import explain as explained
         from stepsplit.analyzer.model.formulas import find_misleading_rules
-        from stepsplit.dashboard.reporters.prediction import build_formula_listing
 
         formulas = explained(job, prediction)
         console.print(build_formula_listing(formulas, find_misleading_rules(formulas)))
@@ -118,35 +111,23 @@ def plan_command(
     covers parallel sizes, ZeRO stage, pipeline schedule, microbatch size and recomputation. Does
     not run the job.
     """
-    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.model.config_file import read_job_to_plan
     from stepsplit.analyzer.model.plan import plan, to_json
+    from stepsplit.analyzer.model.plan_space import KEYS
     from stepsplit.analyzer.model.predict import read_rates
 
-    kept = _parse_keep(keep)
+    kept = frozenset(key.strip() for word in keep for key in word.split(","))
+    for key in sorted(kept - set(KEYS)):
+        raise UsageError(
+            f"--keep {key!r} is not a setting of the search; choose from {', '.join(KEYS)}"
+        )
     job = read_job_to_plan(job_file, kept)
     rates = read_rates(job_file, job.hardware)
     result = plan(job, gpus, kept, top, rates, price, pareto, workers or count_cores())
     if not put_json(result, to_json, json_file):
-        _show_plan(job, result)
+        from stepsplit.dashboard.reporters.plan import build_plan_screen
 
-
-def _parse_keep(words: tuple[str, ...]) -> frozenset[str]:
-    """Parses the values of --keep, each a comma-separated list of keys. Raises UsageError."""
-    from stepsplit.analyzer.model.plan_space import KEYS
-
-    keys = frozenset(key.strip() for word in words for key in word.split(","))
-    for key in sorted(keys - set(KEYS)):
-        raise UsageError(
-            f"--keep {key!r} is not a setting of the search; choose from {', '.join(KEYS)}"
-        )
-    return keys
-
-
-def _show_plan(job: JobConfig, plan: Plan) -> None:
-    from stepsplit.dashboard.reporters.plan import build_plan_screen
-
-    make_console().print(build_plan_screen(job, plan), soft_wrap=False)
+        make_console().print(build_plan_screen(job, result), soft_wrap=False)
 
 
 # stepsplit calibrate: fits the hardware constants of a machine to recorded runs.
@@ -190,7 +171,6 @@ def calibrate_command(
     RUN is the folder of a recording. Several runs may differ in layout but not in hardware. The
     constants also apply to other layouts on the same machine. With --quick none is needed.
     """
-    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware, to_json
 
     if quick and places:
@@ -204,7 +184,9 @@ def calibrate_command(
     if out is not None:
         write_output(out, format_hardware(calibration).encode())
     if not put_json(calibration, to_json, json_file):
-        _show_calibrate(calibration, out)
+        from stepsplit.dashboard.reporters.plan import build_calibration_screen
+
+        make_console().print(build_calibration_screen(calibration, out), soft_wrap=False)
 
 
 MOST_RANKS_PER_CORE = 8
@@ -214,11 +196,13 @@ MOST_RANKS_PER_CORE = 8
 def _record_quick(folder: Path, ranks: int | None) -> Path:
     """Records a short training on this machine; returns its folder. Raises StepsplitError."""
     require_package("torch", "collect")
+    import torch
+
     from stepsplit.collectors.demo.arguments import CALIBRATION, choose_calibration_mesh
     from stepsplit.collectors.demo.launch import LaunchError, launch_workload
     from stepsplit.collectors.formats.run_spec import Mesh
 
-    gpus, cores = _count_gpus(), count_cores()
+    gpus, cores = torch.cuda.device_count(), count_cores()
     most = gpus or MOST_RANKS_PER_CORE * cores
     if ranks is not None and ranks > most:
         device = f"{gpus} GPUs" if gpus else f"{cores} cores"
@@ -230,18 +214,6 @@ def _record_quick(folder: Path, ranks: int | None) -> Path:
         return launch_workload(mesh, folder / "quick", CALIBRATION).out
     except LaunchError as error:
         raise StepsplitError(f"the training failed: {error}") from None
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return int(torch.cuda.device_count())
-
-
-def _show_calibrate(calibration: Calibration, out: Path | None) -> None:
-    from stepsplit.dashboard.reporters.plan import build_calibration_screen
-
-    make_console().print(build_calibration_screen(calibration, out), soft_wrap=False)
 
 
 # stepsplit validate: the analytical model against published measurements.
@@ -266,7 +238,6 @@ def validate_command(
     stepsplit/analyzer/validation/published; each file is optional. Exits with status 1 if a check
     fails. Step times are predicted by constants fitted without their publisher's runs.
     """
-    # Imported here to keep `stepsplit --help` fast.
     from stepsplit.analyzer.validation import to_json, validate
 
     checks = validate(folder)
@@ -274,15 +245,11 @@ def validate_command(
         reasons = [reason for check in checks for reason in check.left_out]
         raise UsageError(f"{folder}: no row can be checked: {'; '.join(reasons[:1])}")
     if not put_json(checks, to_json, json_file):
-        _show_validate(checks, rows)
+        from stepsplit.dashboard.reporters.plan import build_validation_screen
+
+        make_console().print(build_validation_screen(checks, rows))
     if not all(check.met for check in checks):
         context.exit(EXIT_MISSED)
-
-
-def _show_validate(checks: tuple[Check, ...], rows: bool) -> None:
-    from stepsplit.dashboard.reporters.plan import build_validation_screen
-
-    make_console().print(build_validation_screen(checks, rows))
 
 
 # stepsplit what-if: replays a recording with something changed.

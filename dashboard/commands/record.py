@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from stepsplit.analyzer.errors import StepsplitError, UsageError
+from stepsplit.dashboard.commands import COMMANDS
 from stepsplit.dashboard.commands.common import (
     make_console,
     open_store,
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from stepsplit.collectors.formats.run_spec import Mesh
 
 
-def build_collectors_command(verb: str, summary: str) -> click.Command:
+def build_collectors_command(verb: str) -> click.Command:
     """Wraps a command of `python -m stepsplit.collectors`, with its own help and errors."""
     from stepsplit.collectors.__main__ import main
 
     @click.command(
         verb,
-        help=summary,
+        help=COMMANDS[verb].summary,
         add_help_option=False,
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     )
@@ -51,15 +53,11 @@ def _explain_stop(pid: int) -> str | None:
 
 # stepsplit gather, attach and record, which the collectors implement.
 
-gather_command = build_collectors_command(
-    "gather", "Merge the recordings of several hosts into one folder."
-)
+gather_command = build_collectors_command("gather")
 
-attach_command = build_collectors_command("attach", "Record some steps of a running job.")
+attach_command = build_collectors_command("attach")
 
-record_command = build_collectors_command(
-    "record", "Record some steps of an unmodified training command."
-)
+record_command = build_collectors_command("record")
 
 
 # stepsplit demo: trains and records a small GPT, then shows its report.
@@ -96,6 +94,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     """Train and record a small GPT here, then show its report."""
     from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
+    from stepsplit.collectors.demo.launch import LaunchError, launch_workload
     from stepsplit.collectors.formats.file_names import find_free_folder
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
@@ -104,8 +103,15 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
         require_package("dash", "dashboard")
     folder = out or find_free_folder(Path("runs/demo"))
     mesh = _choose_mesh(parallel)
+    ranks = mesh.world_size
+    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
     with tempfile.TemporaryDirectory(prefix="stepsplit-") as calibration:
-        _train(mesh, folder, Path(calibration))
+        try:
+            result = launch_workload(mesh, folder, calibration=Path(calibration))
+        except LaunchError as error:
+            raise StepsplitError(f"the demo's training failed: {error}") from None
+        for line in result.output.strip().splitlines():
+            print_line(line)
         job = _write_calibrated_job(Path(calibration), mesh, folder)
     analysis = examine_with_inferred_job([folder], job=job)
     save(folder, analysis.report, analysis.tables)
@@ -127,7 +133,12 @@ def _choose_mesh(parallel: str) -> Mesh:
         check_mesh(DemoArgs(), requested)
     except ValueError as error:
         raise UsageError(f"--parallel: {error}") from None
-    available = _read_available_bytes()
+    # Memory available to new processes; unknown if the system does not report it.
+    available = None
+    with suppress(OSError):
+        lines = _MEMINFO.read_text().splitlines()
+        kib = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        available = int(kib[0]) * 1024 if kib else None
     mesh = requested if available is None else fit_to_memory(requested, available)
     if mesh != requested:
         free = units.format_gibibytes(available or 0)
@@ -136,19 +147,6 @@ def _choose_mesh(parallel: str) -> Mesh:
             f"{requested.format()}"
         )
     return mesh
-
-
-def _train(mesh: Mesh, folder: Path, calibration: Path) -> None:
-    from stepsplit.collectors.demo.launch import LaunchError, launch_workload
-
-    ranks = mesh.world_size
-    print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
-    try:
-        result = launch_workload(mesh, folder, calibration=calibration)
-    except LaunchError as error:
-        raise StepsplitError(f"the demo's training failed: {error}") from None
-    for line in result.output.strip().splitlines():
-        print_line(line)
 
 
 def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path | None:
@@ -173,8 +171,8 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
 
 
 def _serve(analysis: Analysis, port: int) -> None:
-    from stepsplit.dashboard.web.auth import choose_access, find_first_place
-    from stepsplit.dashboard.web.options import ServeOptions
+    from stepsplit.dashboard.web.auth import find_first_place
+    from stepsplit.dashboard.web.options import ServeOptions, choose_access
     from stepsplit.dashboard.web.serve import serve
 
     store, access = open_store(), choose_access("127.0.0.1", one_time_login=None)
@@ -187,13 +185,3 @@ def _serve(analysis: Analysis, port: int) -> None:
         ready=lambda url: print_line(f"dashboard: {url}{place}   (Ctrl-C ends it)"),
         options=ServeOptions(access),
     )
-
-
-def _read_available_bytes() -> int | None:
-    """Memory available to new processes; None if the system does not report it."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else int(kib) * 1024

@@ -23,7 +23,7 @@ from stepsplit.dashboard.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.store.runs import RunRow
+    from stepsplit.dashboard.store.run_row import RunRow
 
 # stepsplit runs: what is in a store.
 
@@ -80,8 +80,13 @@ def delete_command(
     if bool(run_ids) == (older_than is not None):
         raise UsageError("name the runs to delete: their ids, or --older-than DAYS")
     store = open_store(url, artifacts)
-    listed = store.list_runs()
-    for run in _select_old(listed, older_than) if run_ids == () else _select_ids(listed, run_ids):
+    if older_than is None:
+        chosen = _select_ids(store.list_runs(), run_ids)
+    else:
+        before_ns = time.time_ns() - int(older_than * _DAY_NS)
+        old = (run for run in store.list_runs() if run.created_unix_ns < before_ns)
+        chosen = [run for run in old if not run.pending]
+    for run in chosen:
         if not dry_run:
             store.delete(run.id)
             record_command(store.audit, "run deleted", run.label)
@@ -96,11 +101,6 @@ def _select_ids(runs: Sequence[RunRow], run_ids: Sequence[str]) -> list[RunRow]:
         if run_id not in known:
             raise UsageError(f"no run has the id {run_id}; a run's URL ends with its id")
     return [known[run_id] for run_id in dict.fromkeys(run_ids)]
-
-
-def _select_old(runs: Sequence[RunRow], days: float | None) -> list[RunRow]:
-    before_ns = time.time_ns() - int((days or 0) * _DAY_NS)
-    return [run for run in runs if run.created_unix_ns < before_ns and not run.pending]
 
 
 # stepsplit edit: name, note and tags of a run.
@@ -135,7 +135,7 @@ def edit_command(
     if name is not None and not name.strip():
         raise UsageError("--name is empty; write --name NAME")
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.runs import RunEdit, Tag, describe_edit
+    from stepsplit.dashboard.store.run_row import RunEdit, Tag, describe_edit
 
     (run,) = _select_ids(store.list_runs(), [run_id])
     kept = {tag.key: tag.value for tag in run.tags if tag.key not in untags} | added
@@ -165,7 +165,7 @@ def retry_command(
     A worker of the dashboard analyzes them. The last part of a run's URL is its id.
     """
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.runs import explain_no_retry
+    from stepsplit.dashboard.store.run_row import explain_no_retry
 
     job = None if job_file is None else job_file.read_bytes()
     for run in _select_ids(store.list_runs(), run_ids):

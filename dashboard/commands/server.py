@@ -1,49 +1,30 @@
-"""stepsplit dashboard, worker, token, audit and upload."""
+"""stepsplit dashboard and worker."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import socket
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
-from stepsplit.analyzer.errors import StepsplitError, UsageError
-from stepsplit.analyzer.units import format_date
+from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.commands.common import (
+    ROLE,
     FiniteRange,
     artifacts_option,
-    claim_store,
     log_option,
     open_store,
-    parse_mesh,
-    parse_tag,
     print_line,
-    put_json,
-    record_command,
     require_package,
     store_option,
-    token_option,
 )
 
 if TYPE_CHECKING:
-    from stepsplit.dashboard.store.audit import AuditEntry
-    from stepsplit.dashboard.store.database import Database
-    from stepsplit.dashboard.store.ingest import LogFormat
-    from stepsplit.dashboard.store.logins import Token
-    from stepsplit.dashboard.upload import Connection, LeftOut, Sender
-
-# The roles of stepsplit.dashboard.store.logins, without its imports.
-
-_ROLE = click.Choice(["viewer", "uploader", "admin"])
+    from stepsplit.dashboard.store.logs import LogFormat
 
 # What one analysis may take: options of the dashboard and of a worker.
 
@@ -123,7 +104,7 @@ memory_option = click.option(
 )
 @click.option(
     "--trusted-proxy-role",
-    type=_ROLE,
+    type=ROLE,
     help="Role of the proxy's users; by default admin.",
 )
 @click.option(
@@ -185,8 +166,8 @@ def dashboard_command(
     require_package("dash", "dashboard")
     from stepsplit.dashboard.store.logins import Role
     from stepsplit.dashboard.web.alerting import check_public_url, parse_alert_target
-    from stepsplit.dashboard.web.auth import choose_access, find_first_place, parse_trusted_proxy
-    from stepsplit.dashboard.web.options import ServeOptions
+    from stepsplit.dashboard.web.auth import find_first_place
+    from stepsplit.dashboard.web.options import ServeOptions, choose_access, parse_trusted_proxy
     from stepsplit.dashboard.web.serve import serve
 
     role = Role.parse(trusted_proxy_role or "")
@@ -262,12 +243,8 @@ def worker_command(
     store and artifacts.
     """
     store = open_store(url, artifacts)
-    from stepsplit.dashboard.store.ingest import (
-        WorkerOptions,
-        choose_memory_bytes,
-        run_worker,
-        set_up_logs,
-    )
+    from stepsplit.dashboard.store.logs import set_up_logs
+    from stepsplit.dashboard.store.worker import WorkerOptions, choose_memory_bytes, run_worker
 
     set_up_logs(log_format)
     signal.signal(signal.SIGTERM, _stop_worker)
@@ -283,251 +260,3 @@ def _to_bytes(gib: float | None) -> int | None:
 def _stop_worker(number: int, frame: FrameType | None) -> None:
     """Signal handler: exits, which returns the current job to the queue."""
     raise SystemExit(0)
-
-
-# stepsplit token: access tokens of a dashboard.
-
-
-@click.group()
-def token_command() -> None:
-    """Create, list and revoke access tokens of a dashboard."""
-
-
-@token_command.command()
-@click.argument("name")
-@click.option("--role", type=_ROLE, default="uploader", show_default=True,
-              help="What it may do: read, also upload, or also delete.")  # fmt: skip
-@click.option("--days", type=FiniteRange(0, 36_500, min_open=True), metavar="N",
-              help="Let it expire after N days. Default: when it is revoked.")  # fmt: skip
-@store_option
-def create(name: str, role: str, days: float | None, url: str) -> None:
-    """Create a token and print it; it cannot be shown again."""
-    database = _open_database(url)
-    from stepsplit.dashboard.store.audit import AuditLog
-    from stepsplit.dashboard.store.logins import DAY_S, Role, Tokens
-
-    lifetime_s = None if days is None else days * DAY_S
-    new = Tokens(database).create(name, Role.parse(role) or Role.VIEWER, lifetime_s)
-    record_command(AuditLog(database), "token created", new.token.label)
-    print_line(new.secret)
-
-
-@token_command.command("list")
-@store_option
-def list_tokens(url: str) -> None:
-    """Print the id, state, role, creation, last use, expiry and name of each token."""
-    database = _open_database(url)
-    from stepsplit.dashboard.store.logins import Tokens
-
-    for token in Tokens(database).list_tokens():
-        print_line(_format_token(token))
-
-
-def _format_token(token: Token) -> str:
-    used = format_date(token.last_used_unix_ns) if token.last_used_unix_ns else "never used"
-    state, created = token.find_state(time.time_ns()), format_date(token.created_unix_ns)
-    expires_ns = token.expires_unix_ns
-    expires = "does not expire" if expires_ns is None else f"until {format_date(expires_ns)}"
-    described = f"{token.id}  {state:7}  {token.role.label:8}  created {created}  {used:16}"
-    return f"{described}  {expires:22}  {token.name}"
-
-
-@token_command.command()
-@click.argument("token_id", metavar="ID")
-@store_option
-def revoke(token_id: str, url: str) -> None:
-    """Revoke a token."""
-    database = _open_database(url)
-    from stepsplit.dashboard.store.audit import AuditLog
-    from stepsplit.dashboard.store.logins import Tokens
-
-    if not Tokens(database).revoke(token_id):
-        raise UsageError(f"no token has the id {token_id}; list them with stepsplit token list")
-    record_command(AuditLog(database), "token revoked", token_id)
-    print_line(f"token {token_id} is revoked")
-
-
-def _open_database(url: str) -> Database:
-    """Opens the store without opening its artifacts."""
-    require_package("sqlalchemy", "dashboard")
-    from stepsplit.dashboard.store.database import open_database
-
-    claim_store(url)
-    return open_database(url)
-
-
-# stepsplit audit: what was done with a store, and by whom.
-
-
-@click.command()
-@click.option("--since", metavar="DATE", help="From this date or time (UTC), such as 2026-11-30.")
-@click.option("--last", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
-              help="The newest entries only.")  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE",
-              help="Write the log as JSON; - for standard output.")  # fmt: skip
-@store_option
-def audit_command(since: str | None, last: int, json_file: str | None, url: str) -> None:
-    """Print the audit log: logins, uploads, deletions, tokens.
-
-    One line for each entry, oldest first: time (UTC), action, user, role, address, target, and why
-    it was refused. Entries are kept for a year, at most 100,000 of them and 10,000 refused ones.
-    """
-    database = _open_database(url)
-    from stepsplit.dashboard.store.audit import AuditLog, audit_to_json, parse_since
-
-    since_ns = parse_since(since) if since is not None else 0
-    entries = AuditLog(database).list_entries(last, since_ns)
-    if not put_json(entries, audit_to_json, json_file):
-        for entry in reversed(entries):
-            print_line(_format_audit_entry(entry))
-
-
-def _format_audit_entry(entry: AuditEntry) -> str:
-    from stepsplit.dashboard.store.audit import OK, format_time
-
-    user = f"{entry.user_name} ({entry.role})" if entry.role else entry.user_name
-    parts = [format_time(entry.at_unix_ns), f"{entry.action:14}", user, entry.address, entry.target]
-    parts += [] if entry.outcome == OK else [f"refused: {entry.outcome}"]
-    parts += [] if entry.count == 1 else [f"{entry.count} times"]
-    return "  ".join(part for part in parts if part)
-
-
-# stepsplit upload: sends a recording to a dashboard.
-
-ASK_EVERY_S = 1.0
-
-
-@click.command()
-@click.argument("places", nargs=-1, required=True, metavar="PATH...",
-                type=click.Path(path_type=Path))  # fmt: skip
-@click.option("--to", "url", required=True, metavar="URL", help="Address of the dashboard.")
-@click.option("--name", metavar="NAME", help="Name of the run; by default the name of its files.")
-@click.option("--tag", "tags", metavar="KEY=VALUE", multiple=True,
-              help="Tag of the run, such as branch=main; may be repeated.")  # fmt: skip
-@click.option("--mesh", metavar="AXES",
-              help="The job's mesh, outermost axis first, such as pp=2,dp=2,tp=2; by default from "
-                   "run.json, else inferred.")  # fmt: skip
-@token_option
-@click.option("--resume", metavar="ID", help="Resume the upload of this run.")
-@click.option("--redact", is_flag=True,
-              help="Upload a copy without hosts, users, paths and names.")  # fmt: skip
-@click.option("--each", is_flag=True,
-              help="Upload each of several recordings in PATH as a run of its own.")  # fmt: skip
-@click.option("--wait", is_flag=True, help="Wait until the run is analyzed.")
-def upload_command(
-    places: tuple[Path, ...],
-    url: str,
-    name: str | None,
-    tags: tuple[str, ...],
-    mesh: str | None,
-    token: str | None,
-    resume: str | None,
-    redact: bool,
-    each: bool,
-    wait: bool,
-) -> None:
-    """Upload a recording to a dashboard and print its URL.
-
-    PATH is a file or a folder. Interrupted transfers are resumed automatically.
-    """
-    from stepsplit.dashboard.upload import Connection, collect_files, split_recordings
-
-    parse_mesh(mesh)
-    pairs, connection = dict(parse_tag(tag) for tag in tags), Connection(url, token)
-    several = split_recordings(collect_files(places, _warn_of_left_out))
-    if several and not each:
-        named = ", ".join(one.folder for one in several)
-        raise UsageError(
-            f"these are {len(several)} recordings: {named}; upload one of the folders, "
-            "or each as a run of its own with --each"
-        )
-    if several and resume:
-        raise UsageError("--resume is for one run; upload the folder of that recording")
-    with closing(connection):
-        if not several:
-            _send_run(connection, places, name, pairs, mesh, resume, redact=redact, wait=wait)
-        for one in several:
-            own = None if name is None else f"{name} {one.folder.rpartition('/')[2]}"
-            _send_run(connection, one.places, own, pairs, mesh, None, redact=redact, wait=wait)
-
-
-def _warn_of_left_out(one: LeftOut) -> None:
-    print_line(f"stepsplit: {one.path} is not uploaded: it is {one.reason}", err=True)
-
-
-def _send_run(
-    connection: Connection,
-    places: Sequence[Path],
-    name: str | None,
-    tags: Mapping[str, str],
-    mesh: str | None,
-    resume: str | None,
-    *,
-    redact: bool,
-    wait: bool,
-) -> None:
-    """Uploads one recording and prints the address of its run."""
-    from stepsplit.dashboard.reporters.terminal import show_sending_bar
-    from stepsplit.dashboard.upload import RetriesExhausted, Sender, choose_run_name, collect_files
-
-    with ExitStack() as stack:
-        given = _redact_places(places, stack) if redact else places
-        files = collect_files([*given, *_write_mesh(mesh, stack)])
-        sent = stack.enter_context(show_sending_bar(sum(one.size_bytes for one in files)))
-        sender = Sender(connection, sent)
-        named = name or choose_run_name([one.path for one in files])
-        run_id = resume or sender.create(named, tags)
-        try:
-            for one in files:
-                sender.send(run_id, one)
-            sender.finish(run_id)
-        except (RetriesExhausted, KeyboardInterrupt) as error:
-            paths = [*map(str, places), *(["--mesh", mesh] if mesh else [])]
-            paths += ["--redact"] if redact else []
-            raise _build_resume_error(error, paths, connection.url, run_id) from None
-    print_line(f"{connection.url}/run/{run_id}")
-    if wait:
-        _wait_until_analyzed(sender, run_id)
-
-
-def _redact_places(places: Sequence[Path], stack: ExitStack) -> list[Path]:
-    """The folder of a redacted copy of the recording, until the stack is closed.
-
-    The same recording gives the same bytes, so that its upload can be resumed.
-    """
-    from stepsplit.analyzer.redact import redact_recording
-
-    copy = Path(stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))) / "redacted"
-    redact_recording(places, copy)
-    return [copy]
-
-
-def _write_mesh(mesh: str | None, stack: ExitStack) -> list[Path]:
-    """The file in which an upload states its mesh, until the stack is closed; none without."""
-    if not mesh:
-        return []
-    from stepsplit.collectors.formats.run_spec import MESH_FILE
-
-    file = Path(stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))) / MESH_FILE
-    file.write_text(mesh)
-    return [file]
-
-
-def _build_resume_error(
-    error: BaseException, words: Sequence[str], url: str, run_id: str
-) -> StepsplitError:
-    paths = shlex.join(words)
-    reason = str(error) or "interrupted"
-    return UsageError(
-        f"{reason}; resume with: stepsplit upload {paths} --to {url} --resume {run_id}"
-    )
-
-
-def _wait_until_analyzed(sender: Sender, run_id: str) -> None:
-    while True:
-        run = sender.fetch_run(run_id)
-        if run["state"] == "done":
-            return
-        if run["state"] == "failed":
-            raise StepsplitError(f"the analysis failed: {run['error']}")
-        time.sleep(ASK_EVERY_S)

@@ -106,11 +106,18 @@ def watch_command(
     from stepsplit.collectors.guard import CollectError
     from stepsplit.collectors.job.launcher import is_rank, read_identity
     from stepsplit.collectors.watch.command import run_watched
-    from stepsplit.dashboard.watch_process import ReducerProcess
+    from stepsplit.dashboard.watch_process import ReducerProcess, send_rest
 
     request = WatchRequest(**options)
     if ended is not None:
-        return _send_rest(ended, request, command)
+        if command or request.target is not None:
+            hint = "give no command or --attach"
+            raise UsageError(f"--send sends what is left of an ended watch: {hint}")
+        if request.url is None:
+            raise UsageError("--send needs the address of a dashboard: --to URL")
+        sent = send_rest(ended, request.url, request.token)
+        print_line(f"{sent} batch{'' if sent == 1 else 'es'} sent to {request.url}", err=True)
+        return
     if (request.target is None) == (not command):
         raise UsageError("give the command of a training after --, or --attach for a running job")
     plan = request.build_plan()
@@ -150,12 +157,15 @@ class WatchRequest:
     def build_plan(self) -> WatchPlan:
         """The plan for the ranks. Raises UsageError."""
         from stepsplit.collectors.record.command import choose_out
-        from stepsplit.collectors.watch.plan import WatchPlan
+        from stepsplit.collectors.watch.plan import WatchPlan, parse_every
 
         require_package("torch", "collect")
         parse_mesh(self.mesh)
         folder = (self.out or choose_out(os.environ, "watch")).absolute()
-        every_steps, every_s = _parse_every(self.every)
+        try:
+            every_steps, every_s = parse_every(self.every)
+        except ValueError as error:
+            raise UsageError(f"--every: {error}") from None
         return WatchPlan(
             out=str(folder),
             name=self.name or folder.name,
@@ -199,27 +209,6 @@ def _watch_job(request: WatchRequest, plan: WatchPlan, beside: ReducerProcess) -
     with beside:
         wait_until_over(ranks)
     return 0
-
-
-def _send_rest(folder: Path, request: WatchRequest, command: tuple[str, ...]) -> None:
-    """Sends the batches that are left in the folder, and says how many."""
-    from stepsplit.dashboard.watch_process import send_rest
-
-    if command or request.target is not None:
-        raise UsageError("--send sends what is left of an ended watch: give no command or --attach")
-    if request.url is None:
-        raise UsageError("--send needs the address of a dashboard: --to URL")
-    sent = send_rest(folder, request.url, request.token)
-    print_line(f"{sent} batch{'' if sent == 1 else 'es'} sent to {request.url}", err=True)
-
-
-def _parse_every(text: str) -> tuple[int | None, float | None]:
-    from stepsplit.collectors.watch.plan import parse_every
-
-    try:
-        return parse_every(text)
-    except ValueError as error:
-        raise UsageError(f"--every: {error}") from None
 
 
 def _report_watch(plan: WatchPlan, options: ReducerOptions, attached: bool) -> None:

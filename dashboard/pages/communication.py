@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 from dash import html
 from dash.development.base_component import Component
@@ -15,8 +13,7 @@ from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.overlap import Overlap, sum_overlaps
-from stepsplit.analyzer.trace import Int64
+from stepsplit.analyzer.split.overlap import sum_overlaps
 from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
 from stepsplit.dashboard.figures.communication import (
     BandwidthPoint,
@@ -30,23 +27,16 @@ from stepsplit.dashboard.figures.communication import (
     sum_waits_by_root,
 )
 from stepsplit.dashboard.figures.run import draw_pipeline, draw_stage_bubbles, select_pipeline
+from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.components import (
-    MAX_ROWS,
-    AddressQuery,
-    Cell,
     View,
     build_card,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_menu,
     build_section,
-    build_share_cell,
-    build_table,
-    build_time_cell,
     count_summed_steps,
-    format_hidden_rows,
 )
 from stepsplit.dashboard.pages.overview import (
     build_blame_table,
@@ -54,10 +44,16 @@ from stepsplit.dashboard.pages.overview import (
     build_exposed_table,
     estimate_total_ns,
 )
-from stepsplit.dashboard.pages.timeline import (
-    RankGrouping,
-    list_rank_groupings,
-    list_rank_locations,
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    build_count_cell,
+    build_share_cell,
+    build_table,
+    build_time_cell,
+    format_hidden_rows,
 )
 
 # Collectives: bus bandwidth, waits between ranks, and a table of all kinds of calls.
@@ -123,18 +119,15 @@ def _build_wait_against_transfer(report: Report) -> list[html.Section]:
     """The kinds of calls with the largest total time, by the median call of the slowest group."""
     axes = {group.id: group.axis or "other" for group in report.groups}
     kinds: dict[str, CollectiveRow] = {}
+    # Ascending: of the groups of a kind the slowest is kept.
     for row in sorted(report.collectives, key=estimate_total_ns):
-        kinds[_format_call_kind(row, axes.get(row.group, "other"))] = row
+        size = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
+        kinds[f"{row.op} on {axes.get(row.group, 'other')}, {size}"] = row
     largest = sorted(kinds.items(), key=lambda item: -estimate_total_ns(item[1]))[:KINDS]
     calls = [MedianCall(words, r.transfer_ns_median, r.wait_ns_median) for words, r in largest]
     note = "median call of the slowest group"
     figure = build_graph("wait-transfer", draw_wait_against_transfer(calls))
     return [build_section("Wait and transfer time", note, figure)]
-
-
-def _format_call_kind(row: CollectiveRow, axis: str) -> str:
-    bytes_ = "size unknown" if row.message_bytes is None else format_size(row.message_bytes)
-    return f"{row.op} on {axis}, {bytes_}"
 
 
 def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
@@ -149,11 +142,21 @@ def _build_waits_matrix(view: View, chosen: AddressQuery) -> list[html.Section]:
     sums = (sum_waits_by_owner if direct else sum_waits_by_root)(waits, max(ranks) + 1)
     located = list_rank_locations(view.report, view.tables)
     groupings = {one.by: one for one in list_rank_groupings(view.report, located)}
-    default = _choose_grouping(groupings, ranks)
+    # The finest grouping that is readable: by rank, tensor-parallel group, host or stage.
+    known = [by for by in ("tp", "host", "stage") if by in groupings]
+    fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
+    default = "rank"
+    if len(ranks) > _GROUPED_FROM and known:
+        default = fitting[0] if fitting else known[-1]
     by = chosen.find_text("group") or default
     by = by if by in groupings or by == "rank" else default
-    grouping = groupings.get(by)
-    groups = _list_busiest_ranks(sums, ranks) if grouping is None else grouping.groups
+    if by in groupings:
+        groups = groupings[by].groups
+    else:
+        # By rank: those with most waiting, in order of their numbers.
+        total = sums.sum(axis=0) + sums.sum(axis=1)
+        most = sorted(ranks, key=lambda rank: -total[rank])[:_MAX_MATRIX_RANKS]
+        groups = tuple(RankGroup(f"rank {rank}", (rank,)) for rank in sorted(most))
     menus = [
         build_menu("group", {one: one for one in ("rank", *groupings)}, by, default),
         build_menu("waits", _WAITED_FOR, "direct" if direct else "root", "root"),
@@ -168,22 +171,6 @@ _WAITED_FOR = {"root": "for the rank at the end of the chain", "direct": "for th
 
 _FEW_RANKS, _GROUPED_FROM, _MAX_MATRIX_RANKS = 12, 32, 128
 """Ranks of a small matrix, most rows before ranks are grouped, and most ranks that are drawn."""
-
-
-def _choose_grouping(groupings: Mapping[str, RankGrouping], ranks: Sequence[int]) -> str:
-    """The finest grouping that is readable: by rank, tensor-parallel group, host or stage."""
-    if len(ranks) <= _GROUPED_FROM:
-        return "rank"
-    known = [by for by in ("tp", "host", "stage") if by in groupings]
-    fitting = [by for by in known if len(groupings[by].groups) <= _GROUPED_FROM]
-    return fitting[0] if fitting else known[-1] if known else "rank"
-
-
-def _list_busiest_ranks(sums: Int64, ranks: Sequence[int]) -> tuple[RankGroup, ...]:
-    """The ranks with most waiting, in order of their numbers."""
-    total = sums.sum(axis=0) + sums.sum(axis=1)
-    most = sorted(ranks, key=lambda rank: -total[rank])[:_MAX_MATRIX_RANKS]
-    return tuple(RankGroup(f"rank {rank}", (rank,)) for rank in sorted(most))
 
 
 # Stragglers (ranks that arrive last), and overlapped communication.
@@ -202,8 +189,12 @@ _HEADS = (
 
 def build_stragglers(report: Report) -> list[html.Section]:
     """Stragglers, then other late ranks; messages collapsed, as the schedule decides who waits."""
-    late = [one for one in report.lateness if one.last]
-    calls, messages = (_select_late_ranks(late, message=kind) for kind in (False, True))
+    late = sorted(
+        (one for one in report.lateness if one.last),
+        key=lambda one: (not one.straggler, -one.late_ns_total),
+    )
+    calls = [one for one in late if not one.message]
+    messages = [one for one in late if one.message]
     parts: list[Component] = []
     if calls:
         parts.append(build_table(_HEADS, [_build_late_row(one) for one in calls[:MAX_ROWS]]))
@@ -213,21 +204,13 @@ def build_stragglers(report: Report) -> list[html.Section]:
         parts.append(
             build_collapsed(label + format_hidden_rows(messages), build_table(_HEADS, rows))
         )
-    note = _format_straggler_note(calls) + format_hidden_rows(calls)
-    return [build_section("Stragglers", note, *parts)] if parts else []
-
-
-def _select_late_ranks(rows: Sequence[Lateness], *, message: bool) -> list[Lateness]:
-    own = [one for one in rows if one.message == message]
-    return sorted(own, key=lambda one: (not one.straggler, -one.late_ns_total))
-
-
-def _format_straggler_note(calls: Sequence[Lateness]) -> str:
+    note = "a straggler arrives last more often than expected by chance, by a significant delay"
     if not calls:
-        return "no late arrivals at collectives"
-    if not any(one.straggler for one in calls):
-        return "no straggler: no rank is significantly later than its peers"
-    return "a straggler arrives last more often than expected by chance, by a significant delay"
+        note = "no late arrivals at collectives"
+    elif not any(one.straggler for one in calls):
+        note = "no straggler: no rank is significantly later than its peers"
+    note += format_hidden_rows(calls)
+    return [build_section("Stragglers", note, *parts)] if parts else []
 
 
 def _build_late_row(lateness: Lateness) -> list[Cell]:
@@ -251,22 +234,21 @@ def build_overlap(report: Report) -> list[html.Section]:
     kinds = [one for one in sum_overlaps(own) if one.moved_ns]
     if not kinds or not steps:
         return []
-    rows = [_build_overlap_row(one, steps) for one in kinds]
+    rows = [
+        [
+            Cell(one.axis or "other"),
+            Cell(one.op),
+            build_time_cell(one.moved_ns / steps),
+            build_time_cell(one.hidden_ns / steps),
+            build_time_cell(one.exposed_ns / steps),
+            build_share_cell(one.efficiency),
+        ]
+        for one in kinds
+    ]
     heads = ("axis", "op", "transfer per step", "overlapped", "exposed", "efficiency")
     note = "mean over ranks and full steps; efficiency is overlapped / transfer time"
     note += format_hidden_rows(kinds)
     return [build_section("Overlapped communication", note, build_table(heads, rows))]
-
-
-def _build_overlap_row(row: Overlap, steps: int) -> list[Cell]:
-    return [
-        Cell(row.axis or "other"),
-        Cell(row.op),
-        build_time_cell(row.moved_ns / steps),
-        build_time_cell(row.hidden_ns / steps),
-        build_time_cell(row.exposed_ns / steps),
-        build_share_cell(row.efficiency),
-    ]
 
 
 # Pipeline: measured and ideal microbatch grid, and the bubble of each stage.
@@ -276,19 +258,20 @@ def build_pipeline_page(view: View, chosen: AddressQuery) -> list[Component]:
     """The pipeline page: the grid of one step, or why there is none."""
     pipeline_report = view.report.pipeline
     if pipeline_report is None:
-        return [build_empty_card(*_explain_missing_grid(view.report))]
+        no_grid = [one.message for one in view.report.warnings if one.code == "no_grid"]
+        if no_grid and no_grid[0]:
+            return [build_empty_card("No microbatch grid", no_grid[0])]
+        hint = "One pipeline stage was detected in this recording."
+        return [build_empty_card("No pipeline", hint)]
+    note = "from first forward to last backward; medians over full steps"
+    if pipeline_report.ideal_bubble_fraction is not None:
+        note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
+    bubbles = build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
     return [
         _build_cards(pipeline_report),
         *_build_grid(view, pipeline_report, chosen),
-        _build_stage_bubbles(pipeline_report),
+        build_section("Bubble by stage", note, bubbles),
     ]
-
-
-def _explain_missing_grid(report: Report) -> tuple[str, str]:
-    unmarked = next((one.message for one in report.warnings if one.code == "no_grid"), None)
-    if unmarked:
-        return "No microbatch grid", unmarked
-    return "No pipeline", "One pipeline stage was detected in this recording."
 
 
 def _build_cards(pipeline_report: Pipeline) -> html.Div:
@@ -320,44 +303,38 @@ def _build_cards(pipeline_report: Pipeline) -> html.Div:
 def _build_grid(view: View, pipeline_report: Pipeline, chosen: AddressQuery) -> list[Component]:
     if view.tables is None or not len(view.tables.boxes.step):
         return []
-    steps = list_drawn_steps(view.report, view.tables.boxes)
+    drawn: set[int] = set(np.unique(view.tables.boxes.step).tolist())
+    full = {row.step for row in view.report.steps if row.kind == "full"} & drawn
+    steps = sorted(full or drawn)
     default_step = steps[len(steps) // 2]
-    step = chosen.parse_int("step")
-    step = step if step in steps else default_step
+    asked = chosen.parse_int("step")
+    step = asked if asked in steps else default_step
     measured = select_pipeline(view.tables.boxes, step)
     ideal = build_ideal_grid(measured, pipeline_report.schedule, pipeline_report.microbatches)
     words = {str(n): f"step {n}" for n in steps}
     menu = [build_menu("step", words, str(step), str(default_step))] if view.run_id else []
     figure = build_graph("pipeline", draw_pipeline(measured, ideal))
-    return [build_section("Microbatches", _format_grid_note(step, measured, ideal), *menu, figure)]
-
-
-def _format_grid_note(step: int, measured: Boxes, ideal: Boxes | None) -> str:
-    took = f"step {step} took {format_milliseconds(_compute_window_ns(measured))}"
+    note = f"step {step} took {format_milliseconds(_compute_window_ns(measured))}"
     if ideal is None:
-        return f"{took}; no ideal grid for this schedule"
-    ideal_ms = format_milliseconds(_compute_window_ns(ideal))
-    return (
-        f"{took} from first forward to last backward; "
-        f"{ideal_ms} with equal stages and free communication"
-    )
+        note += "; no ideal grid for this schedule"
+    else:
+        ideal_ms = format_milliseconds(_compute_window_ns(ideal))
+        note += " from first forward to last backward; "
+        note += f"{ideal_ms} with equal stages and free communication"
+    return [build_section("Microbatches", note, *menu, figure)]
 
 
 def _compute_window_ns(boxes: Boxes) -> int:
     return int((boxes.start_ns + boxes.dur_ns).max() - boxes.start_ns.min())
 
 
-def list_drawn_steps(report: Report, boxes: Boxes) -> list[int]:
-    """Full steps that have a grid, or all steps that have one if none is full."""
-    drawn = set(np.unique(boxes.step).tolist())
-    full = {row.step for row in report.steps if row.kind == "full"} & drawn
-    return sorted(full or drawn)
+# The entries.
 
+PIPELINE_PAGE = RunPage(
+    "pipeline", build_pipeline_page, needs_tables=True,
+    chapter="Pipeline", has_data=lambda report: report.pipeline is not None,
+)  # fmt: skip
 
-def _build_stage_bubbles(pipeline_report: Pipeline) -> html.Section:
-    note = "from first forward to last backward; medians over full steps"
-    if pipeline_report.ideal_bubble_fraction is not None:
-        note += f"; dashed: ideal {format_percent(pipeline_report.ideal_bubble_fraction)}"
-    return build_section(
-        "Bubble by stage", note, build_graph("stage-bubbles", draw_stage_bubbles(pipeline_report))
-    )
+COLLECTIVES_PAGE = RunPage(
+    "collectives", build_collectives_page, needs_tables=True, chapter="Communication"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,18 +11,15 @@ from dash.development.base_component import Component
 from msgspec.structs import replace
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
-from stepsplit.analyzer.errors import UsageError
+from stepsplit.analyzer.errors import DataError, UsageError
 from stepsplit.analyzer.regression.compare import (
-    CallsChange,
-    CallStats,
     Change,
     RunComparison,
     Side,
     compare_reports,
     compare_with_baseline,
 )
-from stepsplit.analyzer.regression.scaling import ScalingRun, Work, build_scaling
-from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.regression.scaling import Work, build_scaling
 from stepsplit.analyzer.units import (
     format_date,
     format_memory_size,
@@ -30,29 +28,36 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_difference, draw_splits
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
-    MAX_ROWS,
-    AddressQuery,
-    Cell,
-    Content,
     View,
     build_card,
     build_empty_card,
     build_graph,
     build_link,
     build_menu,
-    build_number_cell,
-    build_page_url,
-    build_rate_cell,
     build_section,
+)
+from stepsplit.dashboard.pages.page import (
+    ODD_DATA,
+    PageContent,
+    PageRequest,
+    StorePage,
+    build_problem,
+)
+from stepsplit.dashboard.pages.tables import (
+    MAX_ROWS,
+    Cell,
+    Content,
+    build_number_cell,
+    build_rate_cell,
     build_size_cell,
     build_table,
     build_time_cell,
     build_time_change_cell,
     format_hidden_rows,
-    format_query,
 )
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 # The runs that an address chooses, and the menus and buttons that change them.
 
@@ -102,9 +107,25 @@ def build_run_pickers(
     """Two menus, or a list with buttons, that choose the runs; and a menu that adds one."""
     done = [run for run in rows if run.headline is not None and run.headline.median_step]
     picked = [run.id for run in selection.runs]
-    add = _build_add_menu(done, picked) if len(picked) > 1 or selection.is_list else []
+    add = []
+    if (len(picked) > 1 or selection.is_list) and len(picked) < MAX_COMPARED:
+        # A menu whose entries are the addresses with one run more.
+        now = ",".join(picked)
+        others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
+        names = {now: "choose a run"} | {
+            ",".join((*picked, run.id)): _format_run(run) for run in others
+        }
+        add = [build_menu("runs", names, now, "", "add a run")]
     if selection.is_list:
-        items = [_build_picked_run(selection.runs, at) for at in range(len(picked))]
+        items = []
+        for at, own in enumerate(selection.runs):
+            others_ids = [*picked[:at], *picked[at + 1 :]]
+            role: Content = html.Span("baseline", className="pill")
+            if at:
+                first = build_compare_url([own.id, *others_ids])
+                role = _build_button("use as baseline", own.name, first)
+            remove = _build_button("remove", own.name, build_compare_url(others_ids))
+            items.append(html.Li([html.Span(_format_run(own)), " ", role, " ", remove]))
         return html.Div([html.Ol(items), *add, *_build_notes(selection)], className="pickers")
     sides = {side: chosen.find_text(side) or "" for side in ("baseline", "candidate")}
     listed = [run for n, run in enumerate(done) if n < MAX_MENU_RUNS or run.id in sides.values()]
@@ -115,29 +136,6 @@ def build_run_pickers(
 
 def _format_run(run: RunRow) -> str:
     return f"{run.name}, {format_date(run.created_unix_ns)}"
-
-
-def _build_add_menu(done: Sequence[RunRow], picked: Sequence[str]) -> list[Component]:
-    """A menu whose entries are the addresses with one run more."""
-    if len(picked) >= MAX_COMPARED:
-        return []
-    now = ",".join(picked)
-    others = [run for run in done if run.id not in picked][:MAX_MENU_RUNS]
-    names = {now: "choose a run"} | {
-        ",".join((*picked, run.id)): _format_run(run) for run in others
-    }
-    return [build_menu("runs", names, now, "", "add a run")]
-
-
-def _build_picked_run(runs: Sequence[RunRow], at: int) -> html.Li:
-    """A chosen run with what removes it, or makes it the baseline."""
-    own, ids = runs[at], [run.id for run in runs]
-    others = [*ids[:at], *ids[at + 1 :]]
-    role: Content = html.Span("baseline", className="pill")
-    if at:
-        role = _build_button("use as baseline", own.name, build_compare_url([own.id, *others]))
-    remove = _build_button("remove", own.name, build_compare_url(others))
-    return html.Li([html.Span(_format_run(own)), " ", role, " ", remove])
 
 
 def _build_button(text: str, name: str, url: str) -> dcc.Link:
@@ -178,7 +176,17 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
         NamedSplit("candidate", comparison.candidate.mean),
     ]
     return [
-        _build_names(baseline, candidate),
+        html.P(
+            [
+                "baseline ",
+                html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
+                "   candidate ",
+                html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
+                "   ",
+                build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
+            ],
+            className="subtitle",
+        ),
         _build_cards(comparison),
         *_build_settings(comparison),
         *_build_findings(comparison),
@@ -196,39 +204,20 @@ def compare_page(baseline: View, candidate: View) -> list[Component]:
     ]  # fmt: skip
 
 
-def _build_names(baseline: View, candidate: View) -> html.P:
-    return html.P(
-        [
-            "baseline ",
-            html.B(build_link(baseline.name, build_page_url(baseline.run_id))),
-            "   candidate ",
-            html.B(build_link(candidate.name, build_page_url(candidate.run_id))),
-            "   ",
-            build_link("swap", build_compare_url((candidate.run_id, baseline.run_id))),
-        ],
-        className="subtitle",
-    )
-
-
-def _build_work_cards(comparison: RunComparison) -> list[html.Div]:
-    """The change for the same work, where the work of a step differs."""
-    baseline, candidate = comparison.baseline, comparison.candidate
-    if comparison.token_ratio is not None:
-        was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
-        change = format_signed_percent(comparison.token_ratio - 1)
-        return [build_card("tokens/s per GPU", change, f"{was}; steps of other sizes")]
-    if comparison.microbatch_ratio is not None:
-        was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
-        change = format_signed_percent(comparison.microbatch_ratio - 1)
-        return [build_card("time per microbatch", change, was)]
-    return []
-
-
 def _build_cards(comparison: RunComparison) -> html.Div:
     baseline, candidate = comparison.baseline, comparison.candidate
     change = "unknown" if comparison.ratio is None else format_signed_percent(comparison.ratio - 1)
-    shown = [
-        *_build_work_cards(comparison),
+    shown = []
+    # The change for the same work, where the work of a step differs.
+    if comparison.token_ratio is not None:
+        was = f"{baseline.tokens_per_s:,.0f} to {candidate.tokens_per_s:,.0f}"
+        ratio = format_signed_percent(comparison.token_ratio - 1)
+        shown.append(build_card("tokens/s per GPU", ratio, f"{was}; steps of other sizes"))
+    elif comparison.microbatch_ratio is not None:
+        was = f"{baseline.microbatches} to {candidate.microbatches} microbatches a step"
+        ratio = format_signed_percent(comparison.microbatch_ratio - 1)
+        shown.append(build_card("time per microbatch", ratio, was))
+    shown += [
         build_card("median step", change, _NOISE[comparison.within_noise]),
         build_card(
             "baseline", format_milliseconds(baseline.median_ns), f"{baseline.steps} full steps"
@@ -313,27 +302,22 @@ def _build_calls(comparison: RunComparison) -> list[html.Section]:
     if not changed:
         return []
     heads = ("axis", "op", "size", "run", "per step", "transfer", "wait", "busbw")
-    rows = [cells for row in changed for cells in _build_call_rows(row)]
+    rows = []
+    for row in changed:
+        op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
+        head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
+        for name, calls in (("baseline", row.baseline), ("candidate", row.candidate)):
+            cells = [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
+            if calls is not None:
+                cells = [
+                    _build_count_cell(calls.count),
+                    build_time_cell(calls.transfer_ns),
+                    build_time_cell(calls.wait_ns),
+                    build_rate_cell(calls.busbw_bytes_per_s),
+                ]
+            rows.append([*head, Cell(name), *cells])
     note = "medians per call; largest change first" + format_hidden_rows(changed, MAX_ROWS // 2)
     return [build_section("Collectives and messages", note, build_table(heads, rows))]
-
-
-def _build_call_rows(row: CallsChange) -> list[list[Cell]]:
-    op = row.op if row.dtype is None else f"{row.op} {row.dtype}"
-    head = [Cell(row.axis or "other"), Cell(op), build_size_cell(row.message_bytes)]
-    sides = (("baseline", row.baseline), ("candidate", row.candidate))
-    return [[*head, Cell(name), *_build_call_cells(calls)] for name, calls in sides]
-
-
-def _build_call_cells(calls: CallStats | None) -> list[Cell]:
-    if calls is None:
-        return [Cell("none", number=True), *(Cell(number=True) for _ in range(3))]
-    return [
-        _build_count_cell(calls.count),
-        build_time_cell(calls.transfer_ns),
-        build_time_cell(calls.wait_ns),
-        build_rate_cell(calls.busbw_bytes_per_s),
-    ]
 
 
 def _build_change_cells(row: Change) -> list[Cell]:
@@ -364,16 +348,24 @@ def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Comp
     except UsageError as error:
         return [build_empty_card("These runs cannot be compared", str(error))]
     sides = [comparisons[0].baseline, *(one.candidate for one in comparisons)]
-    heads = ["per run", *(_build_run_head(views, at) for at in range(len(views)))]
+    heads: list[Content] = ["per run"]
+    for at, own in enumerate(views):
+        more: Content = "baseline"
+        if at:
+            more = build_link("in detail", build_compare_url((views[0].run_id, own.run_id)))
+        link = build_link(own.name, build_page_url(own.run_id))
+        note = html.Span(more, className="note")
+        heads.append(html.Span([f"{at + 1} ", link, html.Br(), note]))
     rows = [
         *_build_step_rows(sides, comparisons),
         *_build_bucket_rows(sides),
         *_build_exposed_rows(comparisons),
     ]
-    bars = [
-        NamedSplit(_format_bar_name(at, view.name), side.mean)
-        for at, (view, side) in enumerate(zip(views, sides, strict=True), 1)
-    ]
+    bars = []
+    for at, (view, side) in enumerate(zip(views, sides, strict=True), 1):
+        is_short = len(view.name) <= _SHORT_NAME
+        name = view.name if is_short else f"{view.name[: _SHORT_NAME - 1]}…"
+        bars.append(NamedSplit(f"{at} {name}", side.mean))
     figure = build_graph("splits", draw_splits(bars))
     return [
         html.Div(
@@ -383,24 +375,9 @@ def build_comparison_of_many(views: Sequence[View], work: str = "") -> list[Comp
             className="matrix",
         ),
         build_section("Mean step", "over ranks and full steps", figure),
-        *_build_scaling_section([_name_report(view) for view in views], work),
+        *_build_scaling_section(views, work),
         *_build_settings_of_many(heads, comparisons),
     ]
-
-
-def _build_run_head(views: Sequence[View], at: int) -> Content:
-    """The number and name of a run, with a link to its comparison with the baseline."""
-    own = views[at]
-    more: Content = "baseline"
-    if at:
-        more = build_link("in detail", build_compare_url((views[0].run_id, own.run_id)))
-    link = build_link(own.name, build_page_url(own.run_id))
-    return html.Span([f"{at + 1} ", link, html.Br(), html.Span(more, className="note")])
-
-
-def _format_bar_name(number: int, name: str) -> str:
-    short = name if len(name) <= _SHORT_NAME else f"{name[: _SHORT_NAME - 1]}…"
-    return f"{number} {short}"
 
 
 def _build_text_row(label: str, texts: Sequence[str]) -> list[Cell]:
@@ -425,11 +402,28 @@ def _build_step_rows(
     ratios = [one.ratio for one in comparisons]
     changes = ["unknown" if one is None else format_signed_percent(one - 1) for one in ratios]
     noise = [_SHORT_NOISE[one.within_noise] for one in comparisons]
+    # What compares equal work, if the steps of the runs differ in it.
+    of_work = []
+    if any(one.token_ratio is not None for one in comparisons):
+        of_work += _build_known_row(
+            "tokens/s per GPU",
+            sides,
+            lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
+        )
+    if any(one.microbatch_ratio is not None for one in comparisons):
+        of_work += _build_known_row(
+            "microbatches", sides, lambda side: f"{side.microbatches or ''}"
+        )
+        of_work += _build_known_row(
+            "time per microbatch",
+            sides,
+            lambda side: format_milliseconds(side.microbatch_ns) if side.microbatch_ns else None,
+        )
     return [
         _build_text_row("median step", [format_milliseconds(side.median_ns) for side in sides]),
         _build_text_row("change", ["", *changes]),
         _build_text_row("step-to-step noise", ["", *noise]),
-        *_build_work_rows(sides, comparisons),
+        *of_work,
         *_build_known_row(
             "bubble_fraction", sides, lambda side: _format_ratio(side.bubble_fraction)
         ),
@@ -437,27 +431,6 @@ def _build_step_rows(
         *_build_known_row("peak memory", sides, _format_peak),
         _build_text_row("full steps", [f"{side.steps:,}" for side in sides]),
     ]
-
-
-def _build_work_rows(
-    sides: Sequence[Side], comparisons: Sequence[RunComparison]
-) -> list[list[Cell]]:
-    """What compares equal work, if the steps of the runs differ in it."""
-    rows = []
-    if any(one.token_ratio is not None for one in comparisons):
-        rows += _build_known_row(
-            "tokens/s per GPU",
-            sides,
-            lambda side: None if side.tokens_per_s is None else f"{side.tokens_per_s:,.0f}",
-        )
-    if any(one.microbatch_ratio is not None for one in comparisons):
-        rows += _build_known_row("microbatches", sides, lambda side: f"{side.microbatches or ''}")
-        rows += _build_known_row(
-            "time per microbatch",
-            sides,
-            lambda side: format_milliseconds(side.microbatch_ns) if side.microbatch_ns else None,
-        )
-    return rows
 
 
 def _format_ratio(ratio: float | None) -> str | None:
@@ -475,15 +448,14 @@ def _build_bucket_rows(sides: Sequence[Side]) -> list[list[Cell]]:
     for at, bucket in enumerate(BUCKETS):
         times = [side.mean.buckets_ns[at] for side in sides]
         if any(times):
-            cells = [_build_part_cell(ns, side) for ns, side in zip(times, sides, strict=True)]
-            rows.append([Cell(bucket, head=True), *cells])
+            cells = [Cell(bucket, head=True)]
+            for ns, side in zip(times, sides, strict=True):
+                share = format_percent(ns / side.mean.step_ns) if side.mean.step_ns else ""
+                note = html.Span(share, className="note")
+                part = html.Span([format_milliseconds(ns), html.Br(), note])
+                cells.append(Cell(part, number=True))
+            rows.append(cells)
     return rows
-
-
-def _build_part_cell(ns: int, side: Side) -> Cell:
-    share = format_percent(ns / side.mean.step_ns) if side.mean.step_ns else ""
-    note = html.Span(share, className="note")
-    return Cell(html.Span([format_milliseconds(ns), html.Br(), note]), number=True)
 
 
 def _build_exposed_rows(comparisons: Sequence[RunComparison]) -> list[list[Cell]]:
@@ -534,17 +506,40 @@ _WORKS = {
 _NO_WORK = "unknown: analyze each run with a job, or choose what their steps have in common"
 
 
-def _build_scaling_section(reports: Sequence[Report], work: str) -> list[Component]:
+def _build_scaling_section(views: Sequence[View], work: str) -> list[Component]:
     """Efficiency against the run with the fewest GPUs; nothing for runs of equal layout."""
+    # By the names that the dashboard has for the runs.
+    reports = [replace(view.report, run=replace(view.report.run, name=view.name)) for view in views]
     if len({(report.run.world_size, report.run.mesh) for report in reports}) == 1:
         return []
-    scaling = build_scaling(reports, _read_work(work))
+    known: Work | None = "gpu" if work == "gpu" else "step" if work == "step" else None
+    scaling = build_scaling(reports, known)
     menu = build_menu("work", _WORKS, work if work in _WORKS else "", "", "work of a step")
     heads = ["run", "GPUs", "layout", "median step", "predicted", "tokens/s per GPU", "efficiency"]
-    table = build_table(heads, [_build_scaling_row(run) for run in scaling.runs])
+    rows = []
+    for run in scaling.runs:
+        tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
+        axes = (f"{axis.axis} {axis.size}" for axis in run.mesh or () if axis.size > 1)
+        rows.append(
+            [
+                Cell(run.name, head=True),
+                build_number_cell(f"{run.gpus:,}", run.gpus),
+                Cell(", ".join(axes) or "unknown"),
+                build_time_cell(run.median_ns),
+                Cell("") if run.predicted_ns is None else build_time_cell(run.predicted_ns),
+                Cell("" if tokens is None else f"{tokens:,.0f}", number=True),
+                Cell("" if efficiency is None else format_percent(efficiency), number=True),
+            ]
+        )
+    table = build_table(heads, rows)
     parts: list[Component] = [html.Div(menu, className="choices"), table]
     if scaling.work is not None:
-        bars = [NamedSplit(run.name, _scale_step(run, scaling.runs[0])) for run in scaling.runs]
+        # The mean steps, times what makes them the same work per GPU as the reference's.
+        bars, reference = [], scaling.runs[0]
+        for run in scaling.runs:
+            scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
+            step = Split(*(round(ns * scale) for ns in run.step.buckets_ns))
+            bars.append(NamedSplit(run.name, step))
         parts += [
             html.P(f"GPU time for the work of a step of {scaling.reference}", className="note"),
             build_graph("scaling", draw_splits(bars)),
@@ -553,30 +548,29 @@ def _build_scaling_section(reports: Sequence[Report], work: str) -> list[Compone
     return [build_section("Scaling", f"efficiency {note}", *parts)]
 
 
-def _name_report(view: View) -> Report:
-    """The report by the name that the dashboard has for its run."""
-    return replace(view.report, run=replace(view.report.run, name=view.name))
+# The entry.
+
+_LOG = logging.getLogger(__name__)
 
 
-def _read_work(text: str) -> Work | None:
-    return "gpu" if text == "gpu" else "step" if text == "step" else None
+def _build_page(request: PageRequest) -> PageContent:
+    chosen, rows = request.address.chosen, request.store.list_runs()
+    selection = select_runs(rows, chosen)
+    head = [html.H1("Compare"), build_run_pickers(rows, selection, chosen)]
+    if len(selection.runs) < 2:
+        hint = "Choose two or more finished runs, or mark them in the list of runs."
+        return PageContent(html.Div([*head, build_empty_card("Select runs", hint)]))
+    try:
+        views = [request.load_report(run) for run in selection.runs]
+        work = chosen.find_text("work") or ""
+        many = len(views) > 2
+        parts = build_comparison_of_many(views, work) if many else compare_page(*views)
+        return PageContent(html.Div([*head, *parts]))
+    except DataError as error:
+        return PageContent(build_problem("Compare", "A run cannot be read", str(error)))
+    except Exception:  # noqa: BLE001 - a bug met by odd data; other runs may still be compared
+        _LOG.exception("the comparison of runs %s failed", [run.id for run in selection.runs])
+        return PageContent(build_problem("Compare", "These runs cannot be compared", ODD_DATA))
 
 
-def _build_scaling_row(run: ScalingRun) -> list[Cell]:
-    tokens, efficiency = run.tokens_per_s_per_gpu, run.efficiency
-    axes = (f"{axis.axis} {axis.size}" for axis in run.mesh or () if axis.size > 1)
-    return [
-        Cell(run.name, head=True),
-        build_number_cell(f"{run.gpus:,}", run.gpus),
-        Cell(", ".join(axes) or "unknown"),
-        build_time_cell(run.median_ns),
-        Cell("") if run.predicted_ns is None else build_time_cell(run.predicted_ns),
-        Cell("" if tokens is None else f"{tokens:,.0f}", number=True),
-        Cell("" if efficiency is None else format_percent(efficiency), number=True),
-    ]
-
-
-def _scale_step(run: ScalingRun, reference: ScalingRun) -> Split:
-    """The mean step, times what makes it the same work per GPU as the reference's step."""
-    scale = reference.step.step_ns / run.step.step_ns / (run.efficiency or 1)
-    return Split(*(round(ns * scale) for ns in run.step.buckets_ns))
+PAGE = StorePage("Compare", "/compare", _build_page)

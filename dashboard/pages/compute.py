@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
-from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.io import extract_job, extract_prediction
 from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
@@ -18,23 +18,26 @@ from stepsplit.analyzer.split.kernels import KernelFamily
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (
+    View,
+    build_collapsed,
+    build_empty_card,
+    build_graph,
+    build_section,
+    count_summed_steps,
+)
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
     DataTable,
-    View,
-    build_collapsed,
     build_count_cell,
-    build_empty_card,
-    build_graph,
     build_memory_cell,
     build_name_cell,
     build_ratio_cell,
-    build_section,
     build_share_cell,
     build_table,
     build_time_cell,
     build_worst_cell,
-    count_summed_steps,
     format_hidden_rows,
 )
 
@@ -54,30 +57,24 @@ def _build_families(report: Report) -> list[html.Section]:
     for row in report.kernels:
         if steps[row.rank]:
             by_family[row.family].append(row)
-    total = sum(row.total_ns for own in by_family.values() for row in own)
+    sums = {name: sum(row.total_ns for row in own) for name, own in by_family.items()}
+    total = sum(sums.values())
     if not total:
         return []
-    largest = sorted(by_family.items(), key=lambda item: -_sum_kernel_ns(item[1]))
-    rows = [_build_family_row(name, own, steps, total) for name, own in largest]
+    largest, rows = sorted(sums, key=lambda name: -sums[name]), []
+    for name in largest:
+        most = max(by_family[name], key=lambda row: row.total_ns / steps[row.rank])
+        rows.append(
+            [
+                Cell(name),
+                build_worst_cell(most.rank, most.total_ns / steps[most.rank]),
+                build_share_cell(sums[name] / total),
+                build_time_cell(sums[name] / steps.total()),
+            ]
+        )
     note = "by family, mean over ranks and full steps" + format_hidden_rows(largest)
     heads = ("family", "worst rank", "share of compute", "per step")
     return [build_section("Compute", note, build_table(heads, rows))]
-
-
-def _build_family_row(
-    name: str, rows: Sequence[KernelFamily], steps: Counter[int], total: int
-) -> list[Cell]:
-    most = max(rows, key=lambda row: row.total_ns / steps[row.rank])
-    return [
-        Cell(name),
-        build_worst_cell(most.rank, most.total_ns / steps[most.rank]),
-        build_share_cell(_sum_kernel_ns(rows) / total),
-        build_time_cell(_sum_kernel_ns(rows) / steps.total()),
-    ]
-
-
-def _sum_kernel_ns(rows: Sequence[KernelFamily]) -> int:
-    return sum(row.total_ns for row in rows)
 
 
 def _build_contention(report: Report) -> list[html.Section]:
@@ -106,19 +103,18 @@ def _build_slow_kernels(report: Report) -> list[html.Section]:
     most = sorted(report.slow_kernels, key=lambda row: -row.lost_ns)
     note = "kernels that are slower on a rank than on its peers" + format_hidden_rows(most)
     heads = ("rank", "kernel", "family", "calls", "slowdown", "lost per step")
-    rows = [_build_slow_kernel_row(row) for row in most]
-    return [build_section("Slow kernels", note, build_table(heads, rows))]
-
-
-def _build_slow_kernel_row(row: SlowKernel) -> list[Cell]:
-    return [
-        Cell(f"rank {row.rank}"),
-        build_name_cell(row.kernel),
-        Cell(row.family),
-        build_count_cell(row.count),
-        build_ratio_cell(row.ratio),
-        build_time_cell(row.lost_ns),
+    rows = [
+        [
+            Cell(f"rank {row.rank}"),
+            build_name_cell(row.kernel),
+            Cell(row.family),
+            build_count_cell(row.count),
+            build_ratio_cell(row.ratio),
+            build_time_cell(row.lost_ns),
+        ]
+        for row in most
     ]
+    return [build_section("Slow kernels", note, build_table(heads, rows))]
 
 
 # GPU idle time by cause, by op and by rank.
@@ -137,47 +133,33 @@ def build_idle(report: Report) -> list[html.Section]:
 
 
 def _build_idle_by_cause(rows: Sequence[IdleRow], steps: Counter[int]) -> DataTable:
-    total = sum(row.idle_ns for row in rows)
+    total = _sum_idle_ns(rows)
     by_cause: dict[str, list[IdleRow]] = defaultdict(list)
     for row in rows:
         by_cause[row.cause].append(row)
     largest = sorted(by_cause.items(), key=lambda item: -_sum_idle_ns(item[1]))
-    body = [_build_cause_row(cause, own, steps, total) for cause, own in largest]
+    body = []
+    for cause, own in largest:
+        ops, ranks = Counter[str](), Counter[int]()
+        for row in own:
+            ranks[row.rank] += row.idle_ns
+            if row.op:
+                ops[row.op] += row.idle_ns
+        op, ns = max(ops.items(), key=lambda item: item[1], default=("", 0))
+        worst = max(ranks, key=lambda rank: ranks[rank] / steps[rank])
+        meaning = html.Span(IDLE_MEANING.get(cause, ""), className="note")
+        body.append(
+            [
+                Cell(html.Div([_format_cause(cause), " ", meaning])),
+                build_name_cell(op),
+                build_share_cell(ns / _sum_idle_ns(own)) if op else Cell(number=True),
+                build_worst_cell(worst, ranks[worst] / steps[worst]),
+                build_share_cell(_sum_idle_ns(own) / total),
+                build_time_cell(_sum_idle_ns(own) / steps.total()),
+            ]
+        )
     heads = ("cause", "top op", "share of cause", "worst rank", "share of idle", "per step")
     return build_table(heads, body)
-
-
-def _build_cause_row(
-    cause: str, rows: Sequence[IdleRow], steps: Counter[int], total: int
-) -> list[Cell]:
-    meaning = html.Span(IDLE_MEANING.get(cause, ""), className="note")
-    op, part = _find_largest_op(rows)
-    return [
-        Cell(html.Div([_format_cause(cause), " ", meaning])),
-        build_name_cell(op),
-        build_share_cell(part) if op else Cell(number=True),
-        _build_worst_rank_cell(rows, steps),
-        build_share_cell(_sum_idle_ns(rows) / total),
-        build_time_cell(_sum_idle_ns(rows) / steps.total()),
-    ]
-
-
-def _find_largest_op(rows: Sequence[IdleRow]) -> tuple[str, float]:
-    """The op with the largest idle time and its share; ("", 0) if no op is known."""
-    ops = Counter[str]()
-    for row in rows:
-        if row.op:
-            ops[row.op] += row.idle_ns
-    op, ns = max(ops.items(), key=lambda item: item[1], default=("", 0))
-    return op, ns / _sum_idle_ns(rows)
-
-
-def _build_worst_rank_cell(rows: Sequence[IdleRow], steps: Counter[int]) -> Cell:
-    ranks = Counter[int]()
-    for row in rows:
-        ranks[row.rank] += row.idle_ns
-    worst = max(ranks, key=lambda rank: ranks[rank] / steps[rank])
-    return build_worst_cell(worst, ranks[worst] / steps[worst])
 
 
 def _build_idle_by_op(rows: Sequence[IdleRow], steps: Counter[int]) -> html.Details:
@@ -234,8 +216,19 @@ MAX_MEMORY_RANKS = 64
 def build_memory_page(view: View) -> list[Component]:
     """The memory page: measured and predicted bars, or a hint if there are none."""
     report = view.report
-    predicted, limit = _build_predicted_memory(report)
-    bars = [*_build_measured_bars(report), *predicted]
+    predicted: list[MemoryBar] = []
+    limit = None
+    # A report whose job cannot be read still has its measured memory.
+    with suppress(StepsplitError):
+        prediction, job = extract_prediction(report), extract_job(report)
+        limit = None if job is None else job.hardware.memory_bytes
+        predicted = [] if prediction is None else build_predicted_bars(prediction)
+    bars = []
+    for row in [one for one in report.memory or () if one.peak_allocated_bytes][:MAX_MEMORY_RANKS]:
+        parts = _list_memory_parts(row)
+        rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
+        bars.append(MemoryBar(f"rank {row.rank}", parts, max(rest, 0)))
+    bars += predicted
     if not bars:
         hint = (
             "Record with profile_run or stepsplit record to measure the memory of each rank, "
@@ -253,33 +246,12 @@ def build_memory_page(view: View) -> list[Component]:
     ]
 
 
-def _build_predicted_memory(report: Report) -> tuple[list[MemoryBar], int | None]:
-    """Predicted bars by stage (empty without a prediction) and the device memory in bytes."""
-    try:
-        prediction, job = extract_prediction(report), extract_job(report)
-    except StepsplitError:
-        return [], None
-    limit = None if job is None else job.hardware.memory_bytes
-    return ([] if prediction is None else build_predicted_bars(prediction)), limit
-
-
 def build_predicted_bars(prediction: Prediction, label: str = "model") -> list[MemoryBar]:
     """One bar per stage, by category."""
     return [
         MemoryBar(f"{label}, stage {one.stage}", _list_memory_parts(one))
         for one in prediction.memory
     ]
-
-
-def _build_measured_bars(report: Report) -> list[MemoryBar]:
-    rows = [row for row in report.memory or () if row.peak_allocated_bytes]
-    return [_build_measured_bar(row) for row in rows[:MAX_MEMORY_RANKS]]
-
-
-def _build_measured_bar(row: MemoryRow) -> MemoryBar:
-    parts = _list_memory_parts(row)
-    rest = (row.peak_allocated_bytes or 0) - sum(count for _, count in parts)
-    return MemoryBar(f"rank {row.rank}", parts, max(rest, 0))
 
 
 def _list_memory_parts(row: MemoryRow | StageMemory) -> tuple[tuple[str, int], ...]:
@@ -324,3 +296,20 @@ def _build_allocator(report: Report) -> list[html.Section]:
     heads = ("rank", "peak allocated", "peak reserved", "reserved but unused")
     note = "a large unused reserve may be due to fragmentation"
     return [build_section("Caching allocator", note, build_table(heads, rows))]
+
+
+# The entries.
+
+
+def build_compute_page(view: View) -> list[Component]:
+    """The compute page: kernel families, contention, slow kernels and idle time."""
+    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
+    return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
+
+
+COMPUTE_PAGE = RunPage("compute", lambda view, _: build_compute_page(view), chapter="Compute")
+
+MEMORY_PAGE = RunPage(
+    "memory", lambda view, _: build_memory_page(view),
+    chapter="Memory", has_data=lambda report: bool(report.memory or report.prediction),
+)  # fmt: skip

@@ -5,19 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from statistics import NormalDist, fmean
 
-import numpy as np
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.significance import (
-    compute_difference,
-    estimate_successive_noise,
-    run_welch_test,
-)
 from stepsplit.analyzer.units import format_signed_percent
 from stepsplit.dashboard.figures.communication import (
     FEWEST as FEWEST_USUAL,
@@ -29,20 +20,23 @@ from stepsplit.dashboard.figures.communication import (
     draw_history,
     draw_job_histories,
 )
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    Cell,
     JobRun,
     build_empty_card,
     build_graph,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
-    build_share_change_cell,
-    build_table,
     build_text_field,
     label_jobs,
+)
+from stepsplit.dashboard.pages.level_changes import MAX_RUNS, LevelChange, find_level_changes
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_number_cell,
+    build_share_change_cell,
+    build_table,
 )
 from stepsplit.dashboard.store.metrics import MetricPoint
 
@@ -161,7 +155,10 @@ def _build_figure(view: HistoryView, changed: Sequence[LevelChange]) -> html.Sec
         note = "◆ outlier: beyond 3 σ of the neighboring runs"  # noqa: RUF001
         if len(job.points) < FEWEST_USUAL:
             note = f"outliers are marked from {FEWEST_USUAL} runs on"
-        levels = _build_levels(changed, len(job.points))
+        levels = []
+        if changed:
+            levels.append(Level(max(0, len(job.points) - MAX_RUNS), changed[0].before))
+            levels += [Level(one.at, one.after, _format_change(one)) for one in changed]
         figure = draw_history(view.build_points(job), title, view.budget, levels)
     return build_section(view.metric.label.capitalize(), note, build_graph("history", figure))
 
@@ -193,13 +190,6 @@ def _parse_number(text: str | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _build_levels(changed: Sequence[LevelChange], count: int) -> list[Level]:
-    if not changed:
-        return []
-    first = Level(max(0, count - MAX_RUNS), changed[0].before)
-    return [first, *(Level(one.at, one.after, _format_change(one)) for one in changed)]
-
-
 def _format_change(change: LevelChange) -> str:
     return "from zero" if change.ratio is None else format_signed_percent(change.ratio)
 
@@ -216,19 +206,17 @@ def _build_changes(
         return build_section("Changes", note, html.P(none, className="message"))
     found.sort(key=lambda pair: pair[0].points[pair[1].at].created_unix_ns, reverse=True)
     heads = ("first run of the new level", *_build_job_head(view), "before", "after", "change")
-    rows = [_build_change_row(view, job, one) for job, one in found]
-    return build_section("Changes", note, build_table(heads, rows))
-
-
-def _build_change_row(view: HistoryView, job: JobPoints, change: LevelChange) -> list[Cell]:
-    point = job.points[change.at]
-    return [
-        Cell(_build_run_link(point)),
-        *_build_job_cell(view, job),
-        _build_value_cell(change.before, view.metric),
-        _build_value_cell(change.after, view.metric),
-        build_number_cell(_format_change(change), change.ratio, "ratio"),
+    rows = [
+        [
+            Cell(_build_run_link(job.points[one.at])),
+            *_build_job_cell(view, job),
+            _build_value_cell(one.before, view.metric),
+            _build_value_cell(one.after, view.metric),
+            build_number_cell(_format_change(one), one.ratio, "ratio"),
+        ]
+        for job, one in found
     ]
+    return build_section("Changes", note, build_table(heads, rows))
 
 
 def _build_run_link(point: MetricPoint) -> dcc.Link:
@@ -275,104 +263,20 @@ def _build_row(view: HistoryView, job: JobPoints, values: Sequence[float], at: i
     ]
 
 
-# Lasting changes of a metric over runs; shown on the page only, not used by the check command.
-#
-# Change points are proposed by PELT (R. Killick, P. Fearnhead, I. Eckley, J. Amer. Stat. Assoc.
-# 107, 2012) and kept if the levels before and after differ significantly, corrected for the number
-# of places tested.
-
-MIN_LEVEL_RUNS = 3
-"""Fewest runs of a level: one or two may be outliers."""
-
-MIN_CHANGE = 0.01
-"""Changes below this fraction of the previous level are ignored."""
-
-MAX_RUNS = 200
-"""Newest runs to search: with more, no permutation test reaches the corrected significance."""
-
-ALPHA = 0.05
-"""Probability of any false change over all places tested."""
-
-_PENALTY = 3.0
-"""PELT penalty per level, in units of variance times the logarithm of the number of runs."""
+# The entry.
 
 
-@dataclass(frozen=True, slots=True)
-class LevelChange:
-    """A lasting change: `at` is the index of the first run of the new level; before and after are
-    the means of the two levels, in the unit of the values."""
-
-    at: int
-    before: float
-    after: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Relative change of the level; None if it was zero before."""
-        return (self.after - self.before) / abs(self.before) if self.before else None
+def _build_page(request: PageRequest) -> PageContent:
+    chosen = request.address.chosen
+    tags = {
+        run.id: {f"{tag.key}={tag.value}" for tag in run.tags} for run in request.store.list_runs()
+    }
+    points = request.store.numbers.read_history(choose_metric(chosen))
+    wanted = chosen.find_text("tag")
+    # A run may have been deleted between the two reads.
+    own = [one for one in points if not wanted or wanted in tags.get(one.run_id, ())]
+    known = sorted(set().union(*tags.values()))
+    return PageContent(html.Div([html.H1("History"), *build_history_page(own, known, chosen)]))
 
 
-def find_level_changes(values: Sequence[float]) -> tuple[LevelChange, ...]:
-    """Lasting changes among the newest MAX_RUNS values, oldest first."""
-    older = max(0, len(values) - MAX_RUNS)
-    newest = _detect_changes(tuple(values[older:]))
-    return tuple(LevelChange(older + one.at, one.before, one.after) for one in newest)
-
-
-@lru_cache(maxsize=64)
-def _detect_changes(values: tuple[float, ...]) -> tuple[LevelChange, ...]:
-    if len(values) < 2 * MIN_LEVEL_RUNS:
-        return ()
-    level = ALPHA / (len(values) - 2 * MIN_LEVEL_RUNS + 1)
-    edges = [0, *_propose_edges(values), len(values)]
-    while len(edges) > 2:
-        chances = [
-            _compute_p_value(before, after, level)
-            for before, after in _split_at_edges(values, edges)
-        ]
-        if max(chances) <= level:
-            break
-        del edges[1 + chances.index(max(chances))]
-    sides = _split_at_edges(values, edges)
-    return tuple(
-        LevelChange(at, fmean(before), fmean(after))
-        for at, (before, after) in zip(edges[1:-1], sides, strict=True)
-    )
-
-
-def _split_at_edges(
-    values: Sequence[float], edges: Sequence[int]
-) -> list[tuple[Sequence[float], Sequence[float]]]:
-    """For each inner edge, the values of the level before it and of the level after it."""
-    levels = [values[low:high] for low, high in pairwise(edges)]
-    return list(pairwise(levels))
-
-
-def _propose_edges(values: Sequence[float]) -> list[int]:
-    """Indices at which a new level may begin, without 0."""
-    from ruptures import KernelCPD  # takes seconds to load
-
-    penalty = _PENALTY * _estimate_noise(values) ** 2 * math.log(len(values))
-    signal = np.array(values, dtype=np.float64)[:, None]
-    found = KernelCPD("linear", min_size=MIN_LEVEL_RUNS).fit(signal).predict(pen=penalty)
-    return [int(edge) for edge in found[:-1]]
-
-
-def _estimate_noise(values: Sequence[float]) -> float:
-    """Standard deviation of a run, from consecutive differences so that level changes do not
-    contribute. Never zero."""
-    min_noise = 0.1 * MIN_CHANGE * max(map(abs, values))
-    return max(estimate_successive_noise(values), min_noise, 1e-12)
-
-
-def _compute_p_value(before: Sequence[float], after: Sequence[float], level: float) -> float:
-    """The p value of the difference between two levels; 1 if it is too small to matter or to be
-    significant."""
-    shift = run_welch_test(before, after)
-    # The normal test is a lower bound for the t test; it avoids slow permutations.
-    min_shift = NormalDist().inv_cdf(1 - level) * shift.error
-    if abs(shift.mean) <= max(min_shift, MIN_CHANGE * abs(fmean(before)), 1e-12):
-        return 1.0
-    low, high = (before, after) if shift.mean > 0 else (after, before)
-    test = compute_difference(low, high)
-    return 1.0 if test is None else max(test.p, test.p_permutation)
+PAGE = StorePage("History", "/history", _build_page)

@@ -25,28 +25,30 @@ from stepsplit.analyzer.units import (
     format_signed_percent,
 )
 from stepsplit.dashboard.figures.run import NamedSplit, draw_memory, draw_splits
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url
 from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    Cell,
     View,
     build_card,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_link,
-    build_memory_cell,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
+)
+from stepsplit.dashboard.pages.compute import build_predicted_bars
+from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    build_count_cell,
+    build_memory_cell,
+    build_number_cell,
     build_share_cell,
     build_share_change_cell,
     build_table,
     build_time_cell,
 )
-from stepsplit.dashboard.pages.compute import build_predicted_bars
-from stepsplit.dashboard.pages.overview import build_caveats, build_mismatch, build_model_comparison
-from stepsplit.dashboard.pages.run_actions import build_job_button
 
 # Model: change layout, batch or hardware and see the predicted step, memory and bubble.
 
@@ -81,7 +83,15 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         "dp_replicate": job.parallel.dp_replicate, "dp_shard": job.parallel.dp_shard,
         "micro_batch": job.training.micro_batch, "global_batch": job.training.global_batch,
     }  # fmt: skip
-    menus = [_build_size_menu(key, now[key], chosen.parse_int(key)) for key in SIZES]
+    menus = []
+    for key in SIZES:
+        # The recorded size, its halves and doubles, and the selected one.
+        recorded, picked_size = now[key], chosen.parse_int(key) or now[key]
+        near = {recorded * 2**n for n in range(_DOUBLINGS + 1)}
+        near |= {recorded // 2**n for n in range(_DOUBLINGS)}
+        sizes = sorted({size for size in near if size >= 1} | {picked_size})
+        names = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
+        menus.append(build_menu(key, names, str(picked_size), str(recorded)))
     options = {
         "schedule": (UNCHANGED, *SCHEDULES),
         "recompute": (UNCHANGED, "none", "selective", "full"),
@@ -102,16 +112,6 @@ def _build_controls(view: View, job: JobConfig, gap: Gap, chosen: AddressQuery) 
         button = build_job_button(view.run_id, view.name)
         parts.append(html.P([button, html.Span(f" {words}", className="note")]))
     return build_section("Change the job", note, *parts)
-
-
-def _build_size_menu(key: str, recorded: int, picked: int | None) -> html.Label:
-    """A menu with the recorded size, its halves and doubles, and the selected size."""
-    near = {recorded * 2**n for n in range(_DOUBLINGS + 1)} | {
-        recorded // 2**n for n in range(_DOUBLINGS)
-    }
-    sizes = sorted({size for size in near if size >= 1} | {picked or recorded})
-    options = {str(n): f"{n:,} (as recorded)" if n == recorded else f"{n:,}" for n in sizes}
-    return build_menu(key, options, str(picked or recorded), str(recorded))
 
 
 def _build_outcome(changed: ChangedJob, bars: list[NamedSplit], recorded: Split) -> list[Component]:
@@ -213,7 +213,13 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
     tables: dict[str, dict[str, object]] = {
         name: dict(own) for name, own in structs.asdict(recorded).items()
     }
-    for key, value in _read_changes(chosen).items():
+    asked: dict[str, object] = {
+        key: number for key in SIZES if (number := chosen.parse_int(key)) is not None
+    }
+    for key in ("schedule", "recompute"):
+        if (word := chosen.find_text(key)) not in (None, UNCHANGED):
+            asked[key] = word
+    for key, value in asked.items():
         own = tables.setdefault(_TABLE.get(key, "parallel"), {})
         own[key] = value
         for alias in _ALIASES.get(key, ()):
@@ -227,17 +233,6 @@ def apply_changes(recorded: JobTables, chosen: AddressQuery) -> ChangedJob:
         return ChangedJob(job, answer.prediction, "", answer.plan, answer.plan_error)
     except (DataError, UsageError) as error:
         return ChangedJob(error=str(error))
-
-
-def _read_changes(chosen: AddressQuery) -> dict[str, object]:
-    """Changes from the URL by job.toml key."""
-    asked: dict[str, object] = {
-        key: number for key in SIZES if (number := chosen.parse_int(key)) is not None
-    }
-    for key in ("schedule", "recompute"):
-        if (word := chosen.find_text(key)) not in (None, UNCHANGED):
-            asked[key] = word
-    return asked
 
 
 # Ranking of layouts for the same number of GPUs.
@@ -289,3 +284,6 @@ def _build_candidate_row(candidate: Candidate, best: Candidate) -> list[Cell]:
         build_memory_cell(candidate.peak_bytes),
         Cell() if candidate.mfu is None else build_share_cell(candidate.mfu),
     ]
+
+
+PAGE = RunPage("model", build_model_page, predicts=True)

@@ -17,7 +17,6 @@ from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_
 from stepsplit.analyzer.report.report import (
     JOB_MISMATCH,
     NO_MODEL,
-    BlameRow,
     EventRef,
     Finding,
     Gap,
@@ -28,8 +27,6 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.coverage import Coverage
-from stepsplit.analyzer.split.step_times import SlowStep
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
     format_milliseconds,
@@ -52,31 +49,34 @@ from stepsplit.dashboard.figures.run import (
     draw_waterfall,
     group_steps,
 )
+from stepsplit.dashboard.pages.address import build_page_url
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    Cell,
-    Content,
-    DataTable,
     View,
     build_cards,
     build_collapsed,
-    build_count_cell,
     build_graph,
     build_link,
+    build_section,
+    format_subtitle,
+)
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.rank_groups import RankGrouping, list_report_groupings
+from stepsplit.dashboard.pages.run_actions import build_job_button
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    DataTable,
+    build_count_cell,
     build_name_cell,
     build_number_cell,
-    build_page_url,
     build_rate_cell,
-    build_section,
     build_share_cell,
     build_size_cell,
     build_table,
     build_time_cell,
     format_hidden_rows,
-    format_subtitle,
 )
-from stepsplit.dashboard.pages.run_actions import build_job_button
-from stepsplit.dashboard.pages.timeline import RankGrouping, list_report_groupings
 
 # Overview: headline numbers, model comparison, bottlenecks, time split by rank and by step.
 
@@ -107,7 +107,16 @@ def build_model_comparison(view: View) -> list[html.Section]:
     """Predicted against measured step, with the differences in between; a hint without a model."""
     gap = view.report.gap
     if gap is None:
-        return _build_missing_model(view)
+        messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
+        text = next(messages, "This report has no prediction to compare with.")
+        first = "Describe the job, or add" if view.offers_job else "Add"
+        hint = (
+            f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
+        )
+        words: list[Component] = [html.P(text), html.P(hint, className="note")]
+        if view.offers_job:
+            words.append(html.P(build_job_button(view.run_id, view.name)))
+        return [build_section("Model comparison", "not available", *words)]
     shown = gap.shown
     measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
     stage = f" of stage {gap.stage}" if len(gap.stages) > 1 else ""
@@ -138,24 +147,14 @@ def build_caveats(report: Report, gap: Gap) -> list[html.P]:
     return [html.P(f"caveat: {one}", className="note") for one in notes]
 
 
-def _build_missing_model(view: View) -> list[html.Section]:
-    messages = (one.message for one in view.report.warnings if one.code == NO_MODEL)
-    text = "This report has no prediction to compare with."
-    first = "Describe the job, or add" if view.offers_job else "Add"
-    hint = f"{first} a job.toml next to the traces, or run: stepsplit analyze RUN --job job.toml"
-    words: list[Component] = [html.P(next(messages, text)), html.P(hint, className="note")]
-    if view.offers_job:
-        words.append(html.P(build_job_button(view.run_id, view.name)))
-    return [build_section("Model comparison", "not available", *words)]
-
-
 def _build_splits(view: View) -> list[Component]:
     """The time split by rank and by step; of many ranks by group, and where they differ."""
     report = view.report
     click_hint = "; click a bar to open its timeline" if view.run_id else ""
     many = len(report.run.ranks) > MAX_RANK_BARS
     groupings = list_report_groupings(report) if many else ()
-    grouping = _choose_bars(groupings)
+    # By stage or host, else by the first mesh axis with few enough groups.
+    grouping = next((one for one in groupings if len(one.groups) <= MAX_RANK_BARS), None)
     if grouping is None:
         graph = build_graph("by-rank", draw_split_by_rank(report))
         note = f"mean of the rank's full steps{click_hint}"
@@ -169,16 +168,15 @@ def _build_splits(view: View) -> list[Component]:
     return [columns, _build_busy_ranks(view, groupings)] if many else [columns]
 
 
-def _choose_bars(groupings: Sequence[RankGrouping]) -> RankGrouping | None:
-    """By stage or host, else by the first mesh axis with few enough groups."""
-    return next((one for one in groupings if len(one.groups) <= MAX_RANK_BARS), None)
-
-
 def _build_busy_ranks(view: View, groupings: Sequence[RankGrouping]) -> html.Section:
     """How much longer each rank is busy than usual, as a grid by host and as a table."""
     report, by = view.report, {one.by: one.groups for one in groupings}
     ranks = list_busy_ranks(report, by.get("stage", (RankGroup("", report.run.ranks),)))
-    columns = by.get("host") or _cut_in_columns(report.run.ranks)
+    # Ranks without hosts: 32 in a column.
+    all_ranks = report.run.ranks
+    parts = [all_ranks[at : at + 32] for at in range(0, len(all_ranks), 32)]
+    cut = [RankGroup(f"ranks {part[0]} to {part[-1]}", tuple(part)) for part in parts]
+    columns = tuple(by.get("host") or cut)
     columns = tuple(sorted(columns, key=lambda one: one.ranks[0]))
     column_of = {rank: one.label for one in columns for rank in one.ranks}
     rows = [
@@ -222,12 +220,6 @@ def list_busy_ranks(report: Report, stages: Sequence[RankGroup]) -> tuple[BusyRa
         usual_ns = median(one.busy_ns for one in own) if own else 0
         ranks += [replace(one, excess_ns=one.busy_ns - usual_ns) for one in own]
     return tuple(sorted(ranks, key=lambda one: -one.excess_ns))
-
-
-def _cut_in_columns(ranks: Sequence[int]) -> tuple[RankGroup, ...]:
-    """Ranks without hosts, 32 in a column."""
-    parts = [tuple(ranks[at : at + 32]) for at in range(0, len(ranks), 32)]
-    return tuple(RankGroup(f"ranks {part[0]} to {part[-1]}", part) for part in parts)
 
 
 # The tables of a run's page; each is an empty list if the report has no rows for it.
@@ -278,25 +270,18 @@ def _build_finding(finding: Finding, step_ns: int, run_id: str) -> html.Li:
     gain = html.Span(f"{format_milliseconds(finding.gain_ns)}{share}", className="gain")
     words: list[Content] = [gain, html.Span(finding.message)]
     if run_id and finding.ranks:
-        words += [
-            " ",
-            html.Span(
-                build_link("open in timeline", _link_to_finding(finding, run_id)), className="note"
-            ),
-        ]
+        if finding.events:
+            where = _link_to_event(finding.events[0], run_id)
+        else:
+            step = finding.steps[0] if finding.steps else None
+            where = build_page_url(run_id, "timeline", rank=finding.ranks[0], step=step)
+        words += [" ", html.Span(build_link("open in timeline", where), className="note")]
     mark = {"borderLeftColor": COLOR.get(finding.bucket, COLOR["idle"])}
     return html.Li(words, style=mark)
 
 
-def _link_to_finding(finding: Finding, run_id: str) -> str:
-    """The URL of the finding's first event with some margin, or of its first rank and step."""
-    if finding.events:
-        return _link_to_event(finding.events[0], run_id)
-    step = finding.steps[0] if finding.steps else None
-    return build_page_url(run_id, "timeline", rank=finding.ranks[0], step=step)
-
-
 def _link_to_event(event: EventRef | PathKernel, run_id: str) -> str:
+    """The URL of the event with some margin."""
     edge = max(event.dur_ns, 1_000)
     window = {"from": event.start_ns - edge, "to": event.start_ns + event.dur_ns + edge}
     return build_page_url(run_id, "timeline", rank=event.rank, **window)
@@ -366,22 +351,21 @@ def build_blame_table(report: Report) -> list[html.Section]:
     windows = len(select_full_steps(report.steps))
     if not report.blame or not windows:
         return []
-    rows = [_build_blame_row(row, windows) for row in report.blame]
+    rows = [
+        [
+            Cell("none" if row.rank is None else str(row.rank)),
+            Cell(row.cause),
+            Cell(row.axis or ""),
+            build_time_cell(row.caused_skew_ns / windows),
+            build_time_cell(row.caused_bubble_ns / windows),
+            build_time_cell(row.caused_ns / windows),
+        ]
+        for row in report.blame
+    ]
     note = "waiting time caused per step, mean over ranks and full steps"
     note += format_hidden_rows(report.blame)
     heads = ("rank", "cause", "axis", "skew", "bubble", "caused per step")
     return [build_section("Blame", note, build_table(heads, rows))]
-
-
-def _build_blame_row(row: BlameRow, windows: int) -> list[Cell]:
-    return [
-        Cell("none" if row.rank is None else str(row.rank)),
-        Cell(row.cause),
-        Cell(row.axis or ""),
-        build_time_cell(row.caused_skew_ns / windows),
-        build_time_cell(row.caused_bubble_ns / windows),
-        build_time_cell(row.caused_ns / windows),
-    ]
 
 
 def build_collective_table(report: Report) -> list[html.Section]:
@@ -466,22 +450,20 @@ def build_critical_path(view: View) -> list[html.Section]:
     """The critical path of the average step, and one sentence per slow step."""
     report = view.report
     shown = [*_build_path(report), *_build_path_kernels(view), *_build_slow_steps(view)]
-    note = "; ".join(filter(None, (_format_last_rank(report), _explain_long_path(report))))
-    return [build_section("Critical path", note, *shown)] if shown else []
-
-
-def _explain_long_path(report: Report) -> str:
-    """Why the path of a step is longer than the step of a rank; "" if it is not."""
-    if not report.path_steps:
-        return ""
-    path_ns = sum(part.ns for part in report.critical_path) / len(report.path_steps)
-    step_ns = compute_mean_step_ns(report.steps)
-    if path_ns < 1.02 * step_ns:
-        return ""
-    return (
-        f"longer than a rank's mean step ({format_milliseconds(step_ns)}), as ranks do not begin"
-        " and end their steps together"
-    )
+    notes = []
+    last = Counter(one.last_rank for one in report.path_steps)
+    if last and len(report.run.ranks) > 1:
+        rank, often = last.most_common(1)[0]
+        notes.append(f"rank {rank} finishes last in {often:,} of {last.total():,} steps")
+    if report.path_steps:
+        path_ns = sum(part.ns for part in report.critical_path) / len(report.path_steps)
+        step_ns = compute_mean_step_ns(report.steps)
+        if path_ns >= 1.02 * step_ns:
+            notes.append(
+                f"longer than a rank's mean step ({format_milliseconds(step_ns)}), as ranks do"
+                " not begin and end their steps together"
+            )
+    return [build_section("Critical path", "; ".join(notes), *shown)] if shown else []
 
 
 def _build_path(report: Report) -> list[Component]:
@@ -523,47 +505,27 @@ def _build_path_kernels(view: View) -> list[Component]:
     return [build_table(heads, rows)]
 
 
-def _format_last_rank(report: Report) -> str:
-    """The rank that finishes the step last most often."""
-    last = Counter(one.last_rank for one in report.path_steps)
-    if not last or len(report.run.ranks) < 2:
-        return ""
-    rank, often = last.most_common(1)[0]
-    return f"rank {rank} finishes last in {often:,} of {last.total():,} steps"
-
-
 def _build_slow_steps(view: View) -> list[Component]:
     report = view.report
     if not report.slow_steps:
         return []
     worst = sorted(report.slow_steps, key=lambda one: -one.excess_ns)[:MAX_SLOW_STEPS]
     n_hidden = len(report.slow_steps) - len(worst)
-    items = [_build_slow_step(one, view.run_id) for one in worst]
+    items = []
+    for slow in worst:
+        where = build_page_url(view.run_id, "timeline", step=slow.step, rank=slow.rank)
+        link = build_link(f"step {slow.step}", where if view.run_id else None)
+        took = f"{format_milliseconds(slow.step_ns)} (+{format_milliseconds(slow.excess_ns)}"
+        cause = f"rank {slow.rank} {slow.bucket} +{format_milliseconds(slow.excess_in_bucket_ns)}"
+        items.append(html.Li([link, f" took {took} over the median), mainly {cause}"]))
     items += [html.Li(f"{n_hidden:,} more are in report.json")] if n_hidden else []
-    head = [html.H3("Slow steps"), html.Span(_format_typical_step(report), className="note")]
-    return [html.Div([*head, html.Ul(items)], className="slow-steps")]
-
-
-def _format_typical_step(report: Report) -> str:
-    """The median step time, each step measured on its slowest rank."""
+    note = ""
     run = next((one for one in report.step_times if one.rank is None), None)
-    if run is None:
-        return ""
-    return (
-        f"median step on its slowest rank: {format_milliseconds(run.median_ns)} "
-        f"({run.steps:,} steps)"
-    )
-
-
-def _build_slow_step(slow: SlowStep, run_id: str) -> html.Li:
-    where = build_page_url(run_id, "timeline", step=slow.step, rank=slow.rank)
-    link = build_link(f"step {slow.step}", where if run_id else None)
-    cause = f"rank {slow.rank} {slow.bucket} +{format_milliseconds(slow.excess_in_bucket_ns)}"
-    took = (
-        f"{format_milliseconds(slow.step_ns)} (+{format_milliseconds(slow.excess_ns)} "
-        "over the median)"
-    )
-    return html.Li([link, f" took {took}, mainly {cause}"])
+    if run is not None:
+        usual = format_milliseconds(run.median_ns)
+        note = f"median step on its slowest rank: {usual} ({run.steps:,} steps)"
+    head = [html.H3("Slow steps"), html.Span(note, className="note")]
+    return [html.Div([*head, html.Ul(items)], className="slow-steps")]
 
 
 # Measurement coverage: which waits are measured and which are estimates.
@@ -575,37 +537,31 @@ _WAITS = {"measured": "measured", "partly": "partly estimated", "estimated": "es
 
 def build_coverage(report: Report) -> list[html.Section]:
     """How completely waits are measured on each axis; empty if all of them are."""
-    missing = _format_missing_ranks(report)
+    run, missing = report.run, ""
+    absent = sorted(set(range(run.world_size)) - set(run.ranks))
+    if absent:
+        count = f"{len(absent):,} of {run.world_size:,} ranks were not recorded"
+        missing = f"{count}: {_format_rank_ranges(absent)}."
     if not missing and all(one.holds == "measured" for one in report.coverage):
         return []
     parts: list[html.P | DataTable] = [html.P(missing)] if missing else []
     if report.coverage:
         heads = ("axis", "waits", "groups", "complete", "one rank only", "calls", "unmatched")
-        parts.append(build_table(heads, [_build_coverage_row(one) for one in report.coverage]))
+        rows = [
+            [
+                Cell(one.axis or "other"),
+                Cell(_WAITS[one.holds]),
+                build_count_cell(one.groups),
+                build_count_cell(one.whole),
+                build_count_cell(one.alone),
+                build_count_cell(one.calls),
+                build_count_cell(one.unmatched),
+            ]
+            for one in report.coverage
+        ]
+        parts.append(build_table(heads, rows))
     note = "compute, copy, idle and the step time are measured even if ranks are missing"
     return [build_section("Coverage", note, *parts)]
-
-
-def _build_coverage_row(coverage: Coverage) -> list[Cell]:
-    return [
-        Cell(coverage.axis or "other"),
-        Cell(_WAITS[coverage.holds]),
-        build_count_cell(coverage.groups),
-        build_count_cell(coverage.whole),
-        build_count_cell(coverage.alone),
-        build_count_cell(coverage.calls),
-        build_count_cell(coverage.unmatched),
-    ]
-
-
-def _format_missing_ranks(report: Report) -> str:
-    """A sentence on the ranks that were not recorded; "" if all were."""
-    run = report.run
-    absent = sorted(set(range(run.world_size)) - set(run.ranks))
-    if not absent:
-        return ""
-    ranges = _format_rank_ranges(absent)
-    return f"{len(absent):,} of {run.world_size:,} ranks were not recorded: {ranges}."
 
 
 def _format_rank_ranges(ranks: Sequence[int]) -> str:
@@ -617,11 +573,11 @@ def _format_rank_ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     named = ", ".join(
-        f"{run[0]} to {run[-1]}" if len(run) > 2 else _join_ranks(run) for run in runs[:MAX_RANGES]
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs[:MAX_RANGES]
     )
     left = sum(len(run) for run in runs[MAX_RANGES:])
     return f"{named} and {left:,} more" if left else named
 
 
-def _join_ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+PAGE = RunPage("overview", lambda view, _: build_overview(view), chapter="")

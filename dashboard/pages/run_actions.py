@@ -3,7 +3,7 @@ delete it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,8 +16,8 @@ from stepsplit.analyzer.model.config import DTYPES, FRAMEWORKS, OPTIMIZERS, SCHE
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.analyzer.model.config_file import RECOMPUTES, list_hardware_names, list_model_names
 from stepsplit.analyzer.model.hardware_config import list_link_names
-from stepsplit.dashboard.store.artifacts import JOB_FILE
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.job_files import JOB_FILE
+from stepsplit.dashboard.store.run_row import RunRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,46 +62,29 @@ def build_run_labels(run: RunRow, rights: RunRights) -> list[Component]:
         shown.append(html.Div(build_tags(run), className="run-tags"))
     if run.note:
         shown.append(html.P(run.note, className="run-note"))
-    if rights.edit:
-        shown.append(_build_form(run))
+    if not rights.edit:
+        return shown
+    lines = "\n".join(f"{tag.key}={tag.value}" for tag in run.tags)
+    buttons = [
+        html.Button("Save", id="edit-save", type="button"),
+        html.Button("Cancel", id="edit-cancel", type="button"),
+    ]
+    named: Any = {"aria-labelledby": "edit-title"}
+    parts = [
+        html.H2("Edit this run", id="edit-title"),
+        html.Label(["name", dcc.Input(id="edit-name", value=run.name, maxLength=200)]),
+        html.Label(["tags, one KEY=VALUE per line", dcc.Textarea(id="edit-tags", value=lines)]),
+        html.Label(["note", dcc.Textarea(id="edit-note", value=run.note, maxLength=1000)]),
+        html.Div(buttons, className="drop-buttons"),
+        html.Div(id="edit-status", className="drop-status failed", role="status"),
+    ]
+    shown.append(html.Dialog(parts, id="edit-run", className="card form", **named))
     return shown
 
 
 def build_tags(run: RunRow) -> list[html.Span]:
     """The tags of the run."""
     return [html.Span(f"{tag.key}={tag.value}", className="tag") for tag in run.tags]
-
-
-def _build_form(run: RunRow) -> html.Dialog:
-    lines = "\n".join(f"{tag.key}={tag.value}" for tag in run.tags)
-    fields = [
-        html.Label(["name", dcc.Input(id="edit-name", value=run.name, maxLength=200)]),
-        html.Label(["tags, one KEY=VALUE per line", dcc.Textarea(id="edit-tags", value=lines)]),
-        html.Label(["note", dcc.Textarea(id="edit-note", value=run.note, maxLength=1000)]),
-    ]
-    buttons = [
-        html.Button("Save", id="edit-save", type="button"),
-        html.Button("Cancel", id="edit-cancel", type="button"),
-    ]
-    return _build_dialog("edit-run", "edit", "Edit this run", fields, buttons)
-
-
-def _build_dialog(
-    name: str,
-    prefix: str,
-    title: str,
-    fields: Sequence[Component],
-    buttons: Sequence[html.Button],
-) -> html.Dialog:
-    """A form that its script opens; the prefix begins the ids of its title and its status."""
-    named: Any = {"aria-labelledby": f"{prefix}-title"}
-    parts = [
-        html.H2(title, id=f"{prefix}-title"),
-        *fields,
-        html.Div(buttons, className="drop-buttons"),
-        html.Div(id=f"{prefix}-status", className="drop-status failed", role="status"),
-    ]
-    return html.Dialog(parts, id=name, className="card form", **named)
 
 
 # The form of a job.toml: its keys in groups, with the values of a text.
@@ -196,15 +179,20 @@ def _build_field_json(field: JobField, table: TomlTable) -> dict[str, Any]:
     """The field with its value as text; a value that needs TOML, such as a list, as "other"."""
     own = table.get_subtable(field.table).values
     value = own.get(field.key)
-    shown = _format_field_value(value)
+    if isinstance(value, bool):
+        shown: str | None = "true" if value else "false"
+    else:
+        is_plain = isinstance(value, str | int | float)
+        shown = str(value) if is_plain else "" if value is None else None
     missing = list_missing_keys(field.table, own, _has_experts(table))
+    of_preset = field.table == "model" and field.key != "preset" and "preset" in own
     choices = field.choices
     if choices and shown and shown not in choices:
         choices = (*choices, shown)
     return {
         "table": field.table,
         "key": field.key,
-        "hint": _PRESET_HINT if _is_of_preset(field, own) else field.hint,
+        "hint": "default of the preset" if of_preset else field.hint,
         "choices": choices,
         "value": shown or "",
         "other": shown is None,
@@ -212,23 +200,5 @@ def _build_field_json(field: JobField, table: TomlTable) -> dict[str, Any]:
     }
 
 
-_PRESET_HINT = "default of the preset"
-
-
-def _is_of_preset(field: JobField, own: Mapping[str, object]) -> bool:
-    return field.table == "model" and field.key != "preset" and "preset" in own
-
-
 def _has_experts(table: TomlTable) -> bool:
     return "ep" in table.get_subtable("parallel").values
-
-
-def _format_field_value(value: object) -> str | None:
-    match value:
-        case None:
-            return ""
-        case bool():
-            return "true" if value else "false"
-        case str() | int() | float():
-            return str(value)
-    return None

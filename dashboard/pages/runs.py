@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -11,49 +11,35 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.units import format_date, format_milliseconds, format_signed_percent
-from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     BUBBLE,
     COLLECTIVE,
     COMPUTE,
-    RUN_PAGES,
-    Address,
-    AddressQuery,
-    Cell,
-    Content,
     JobRun,
-    SortHead,
-    View,
     build_aria_label,
     build_check_pill,
-    build_count_cell,
-    build_empty_card,
     build_legend,
     build_link,
     build_menu,
-    build_page_url,
     build_progress_bar,
     build_share_bar,
-    build_share_cell,
     build_state_pill,
-    build_table,
     build_text_field,
-    build_time_cell,
-    format_query,
     label_jobs,
 )
-from stepsplit.dashboard.pages.compute import build_compute, build_idle, build_memory_page
-from stepsplit.dashboard.pages.model import build_model_page
-from stepsplit.dashboard.pages.overview import build_overview
-from stepsplit.dashboard.pages.run_actions import (
-    RunRights,
-    build_run_actions,
-    build_run_labels,
-    build_tags,
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage, compute_fingerprint
+from stepsplit.dashboard.pages.run_actions import build_tags
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    SortHead,
+    build_count_cell,
+    build_share_cell,
+    build_table,
+    build_time_cell,
 )
-from stepsplit.dashboard.pages.timeline import build_timeline_page
-from stepsplit.dashboard.store.metrics import JobFingerprint
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 
 # The list of runs, searched and sorted by URL parameters, and the upload zone.
 
@@ -158,24 +144,19 @@ def _build_heading(runs: Sequence[RunRow], chosen: AddressQuery) -> html.Div:
     picks = html.Span([hint, clear, compare], className="picks")
     head = html.Div([html.H1("Runs"), search, menu, build_legend(), picks], className="heading")
     job = chosen.find_text("job")
-    return head if job is None else html.Div([head, _build_job_line(runs, job, chosen)])
-
-
-def _build_job_line(runs: Sequence[RunRow], key: str, chosen: AddressQuery) -> html.P:
-    """The job to which the list is limited, with links to its history and to all jobs."""
-    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(key, f"no job {key}")
+    if job is None:
+        return head
+    label = label_jobs(JobRun(run.job, run.name) for run in runs).get(job, f"no job {job}")
     kept = {name: chosen.find_text(name) for name in ("q", "sort", "group")}
-    return html.P(
-        [
-            "job ",
-            html.B(label),
-            "   ",
-            build_link("history", "/history" + format_query({"job": key})),
-            "   ",
-            build_link("all jobs", "/" + format_query(kept)),
-        ],
-        className="subtitle",
-    )
+    line = [
+        "job ",
+        html.B(label),
+        "   ",
+        build_link("history", "/history" + format_query({"job": job})),
+        "   ",
+        build_link("all jobs", "/" + format_query(kept)),
+    ]
+    return html.Div([head, html.P(line, className="subtitle")])
 
 
 def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, ...]:
@@ -190,24 +171,25 @@ def choose_columns(runs: Sequence[RunRow], with_job: bool = True) -> tuple[str, 
 def _build_table_head(chosen: AddressQuery, columns: Sequence[str]) -> list[Content | SortHead]:
     """Column headers; a click sorts by the column, a second click reverses the order."""
     current = chosen.find_text("sort") or NEWEST
-    return [
-        html.Span("compare", className="unseen"),
-        *(_build_sort_link(name, current, chosen) if name else "time split" for name in columns),
-    ]
-
-
-def _build_sort_link(name: str, current: str, chosen: AddressQuery) -> SortHead:
-    text = COLUMNS[name].head
-    next_sort = f"-{name}" if current == name else name
-    if current.removeprefix("-") != name and name not in ("name", "mesh", "job"):
-        next_sort = f"-{name}"
     kept = {key: chosen.find_text(key) for key in ("q", "job", "group")}
-    where = "/" + format_query({**kept, "sort": next_sort})
-    if current == name:
-        return SortHead(build_link(f"{text} ▲", where), "ascending")
-    if current == f"-{name}":
-        return SortHead(build_link(f"{text} ▼", where), "descending")
-    return SortHead(build_link(text, where))
+    heads: list[Content | SortHead] = [html.Span("compare", className="unseen")]
+    for name in columns:
+        if not name:
+            heads.append("time split")
+            continue
+        # Numbers and dates begin with the largest, names with the first.
+        is_first_click = current.removeprefix("-") != name
+        is_text = name in ("name", "mesh", "job")
+        is_down = current == name or (is_first_click and not is_text)
+        where = "/" + format_query({**kept, "sort": f"-{name}" if is_down else name})
+        text = COLUMNS[name].head
+        if current == name:
+            heads.append(SortHead(build_link(f"{text} ▲", where), "ascending"))
+        elif current == f"-{name}":
+            heads.append(SortHead(build_link(f"{text} ▼", where), "descending"))
+        else:
+            heads.append(SortHead(build_link(text, where)))
+    return heads
 
 
 def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
@@ -223,20 +205,17 @@ def _build_row(run: RunRow, columns: Sequence[str]) -> list[Cell]:
     shown = [cells[name] for name in columns if name in cells]
     if len(cells) == len(_COMMON_COLUMNS):
         shown.append(Cell(_build_state(run), columns=len(columns) - len(shown)))
-    return [Cell(_build_pick_box(run)), *shown]
-
-
-def _build_pick_box(run: RunRow) -> Content:
-    """The checkbox that selects a run for comparison; assets/choose.js handles clicks."""
-    if run.headline is None or run.headline.median_step is None:
-        return ""
-    attributes: Any = {
-        "data-pick": run.id,
-        "data-added": str(run.created_unix_ns),
-        "aria-checked": "false",
-    }
-    return html.Button("", type="button", className="pick", role="checkbox",
-                       **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
+    # The checkbox that selects a run for comparison; assets/choose.js handles clicks.
+    box: Content = ""
+    if run.headline is not None and run.headline.median_step is not None:
+        attributes: Any = {
+            "data-pick": run.id,
+            "data-added": str(run.created_unix_ns),
+            "aria-checked": "false",
+        }
+        box = html.Button("", type="button", className="pick", role="checkbox",
+                          **attributes, **build_aria_label(f"compare {run.name}"))  # fmt: skip
+    return [Cell(box), *shown]
 
 
 def _build_number_cells(run: RunRow) -> dict[str, Cell]:
@@ -245,6 +224,10 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
     if numbers is None or numbers.median_step is None:
         return {}
     middle = numbers.median_step
+    job: Content = ""
+    if run.job is not None:
+        url = _build_job_url(run.job.key)
+        job = dcc.Link(run.job.key, href=url, title=run.job.label, className="job-key")
     shares = {
         "compute": COMPUTE,
         "collective": COLLECTIVE,
@@ -252,7 +235,7 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
         "bubble": BUBBLE,
     }
     return {
-        "job": Cell(_build_job_link(run.job)),
+        "job": Cell(job),
         "world": build_count_cell(numbers.world_size),
         "mesh": Cell(numbers.mesh or "unknown"),
         "step": build_time_cell(middle.step_ns),
@@ -260,13 +243,6 @@ def _build_number_cells(run: RunRow) -> dict[str, Cell]:
         **{name: build_share_cell(middle.sum_share(*of)) for name, of in shares.items()},
         "mfu": Cell(number=True) if numbers.mfu is None else build_share_cell(numbers.mfu),
     }
-
-
-def _build_job_link(job: JobFingerprint | None) -> Content:
-    """The key of the job, which leads to its runs, with the label as tooltip."""
-    if job is None:
-        return ""
-    return dcc.Link(job.key, href=_build_job_url(job.key), title=job.label, className="job-key")
 
 
 def _build_job_url(key: str) -> str:
@@ -322,18 +298,16 @@ def _build_trend(runs: Sequence[RunRow]) -> list[Component]:
     if len(steps) > 1:
         change = format_signed_percent(steps[0] / median(steps[1:]) - 1)
         texts += [" ", html.B(change), " against the median of the runs before"]
-    return [html.Span(texts, className="note"), *_build_trend_bars(steps[TREND_RUNS - 1 :: -1])]
-
-
-def _build_trend_bars(steps: Sequence[float]) -> list[html.Span]:
-    """The steps, oldest first, as bars from zero; none for a single run."""
-    if len(steps) < 2:
-        return []
-    most = max(steps)
-    bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in steps]
-    ends = f"{format_milliseconds(steps[0])} to {format_milliseconds(steps[-1])}"
-    label = f"median step of the last {len(steps)} runs: {ends}"
-    return [html.Span(bars, className="trend", role="img", title=label, **build_aria_label(label))]
+    shown: list[Component] = [html.Span(texts, className="note")]
+    if len(steps) > 1:
+        newest = steps[TREND_RUNS - 1 :: -1]
+        most = max(newest)
+        bars = [html.I(style={"height": f"{100 * ns / most:.0f}%"}) for ns in newest]
+        ends = f"{format_milliseconds(newest[0])} to {format_milliseconds(newest[-1])}"
+        label = f"median step of the last {len(newest)} runs: {ends}"
+        aria = build_aria_label(label)
+        shown.append(html.Span(bars, className="trend", role="img", title=label, **aria))
+    return shown
 
 
 def _build_state(run: RunRow) -> html.Div:
@@ -389,17 +363,17 @@ COLUMNS = {
 def filter_runs(runs: Sequence[RunRow], asked: str | None) -> list[RunRow]:
     """Runs that contain all words of the search in name, tags, mesh, backend, state, id, job or
     check result."""
-    words = (asked or "").lower().split()
-    return [run for run in runs if all(word in _collect_search_text(run) for word in words)]
-
-
-def _collect_search_text(run: RunRow) -> str:
-    numbers = run.headline
-    known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
-    known += [run.verdict.answer] if run.verdict else []
-    known += [run.job.key, run.job.label] if run.job else []
-    tags = [f"{tag.key}={tag.value}" for tag in run.tags]
-    return " ".join([run.name, run.state, run.id, *known, *tags]).lower()
+    words, matches = (asked or "").lower().split(), []
+    for run in runs:
+        numbers = run.headline
+        known = [] if numbers is None else [numbers.mesh or "", numbers.backend or ""]
+        known += [run.verdict.answer] if run.verdict else []
+        known += [run.job.key, run.job.label] if run.job else []
+        tags = [f"{tag.key}={tag.value}" for tag in run.tags]
+        text = " ".join([run.name, run.state, run.id, *known, *tags]).lower()
+        if all(word in text for word in words):
+            matches.append(run)
+    return matches
 
 
 def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
@@ -414,88 +388,13 @@ def sort_runs(runs: Sequence[RunRow], sort: str) -> list[RunRow]:
     return [run for _, run in known] + [run for key, run in keyed if key is None]
 
 
-# One run: its name, tabs, and the selected page.
-
-_ALL = RunRights()
-
-_WAITING = {
-    "uploading": "The upload is not finished.",
-    "queued": "Queued for analysis.",
-    "running": "The analysis is running; this page updates when it is done.",
-}
+# The entry.
 
 
-def build_run_page(view: View, address: Address, run: RunRow, rights: RunRights = _ALL) -> html.Div:
-    """The page of a finished run that the URL selects."""
-    report = f"/api/v1/runs/{view.run_id}/report.json"
-    view = replace(view, offers_job=rights.edit and run.can_be_analyzed_again)
-    more = [
-        html.A("report.json", href=report),
-        html.A("download as HTML", href=_build_export_url(view)),
-        *build_run_actions(run, rights),
-    ]
-    links = html.Span(more, className="heading-links")
-    head = html.Div([html.H1(view.name), links], className="heading")
-    tabs = _build_tabs(view.run_id, address.page)
-    return html.Div([head, *build_run_labels(run, rights), tabs, *_build_content(view, address)])
+def _build_page(request: PageRequest) -> PageContent:
+    rows = request.store.list_runs()
+    page = build_runs_page(rows, request.address.chosen, may_upload=request.rights.edit)
+    return PageContent(page, any(row.pending for row in rows), compute_fingerprint(rows))
 
 
-def _build_export_url(view: View) -> str:
-    return f"/api/v1/runs/{view.run_id}/report.html"
-
-
-def _build_tabs(run_id: str, page: str) -> html.Nav:
-    links = [
-        dcc.Link(
-            name.capitalize(),
-            href=build_page_url(run_id, name),
-            className="on" if name == page else "",
-        )
-        for name in RUN_PAGES
-    ]
-    return html.Nav(links, className="tabs", **build_aria_label("pages of this run"))
-
-
-TABLE_PAGES = ("timeline", "pipeline", "collectives")
-"""The pages that show more than the report; reading the tables of many ranks takes a second."""
-
-
-def _build_content(view: View, address: Address) -> list[Component]:
-    match address.page:
-        case "timeline":
-            return build_timeline_page(view)
-        case "pipeline":
-            return build_pipeline_page(view, address.chosen)
-        case "collectives":
-            return build_collectives_page(view, address.chosen)
-        case "compute":
-            return build_compute_page(view)
-        case "memory":
-            return build_memory_page(view)
-        case "model":
-            return build_model_page(view, address.chosen)
-    return build_overview(view)
-
-
-def build_compute_page(view: View) -> list[Component]:
-    """The compute page: kernel families, contention, slow kernels and idle time."""
-    shown: list[Component] = [*build_compute(view.report), *build_idle(view.report)]
-    return shown or [build_empty_card("No compute", "The recording has no kernels and no ops.")]
-
-
-def build_waiting_page(run: RunRow, rights: RunRights = _ALL) -> html.Div:
-    """The page of a run without a report: not analyzed yet, or failed with an error."""
-    links = html.Span(build_run_actions(run, rights), className="heading-links")
-    head = html.Div([html.H1(run.name), build_state_pill(run), links], className="heading")
-    message = run.error if run.state == "failed" else _WAITING.get(run.state, "")
-    parts: list[str | Component] = [message or ""]
-    if run.state == "running" and run.progress is not None:
-        parts += [html.Br(), build_progress_bar(run.progress), f" {run.progress_note or ''}"]
-    status = html.P(parts, className=f"card status {run.state}")
-    return html.Div([head, *build_run_labels(run, rights), status])
-
-
-def build_missing_page(message: str = "Page or run not found") -> html.Div:
-    """The page for an unknown URL."""
-    back = dcc.Link("list of runs", href="/")
-    return html.Div([html.H1(message), html.P(["See the ", back, "."])])
+PAGE = StorePage("Runs", "/", _build_page, takes_uploads=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,14 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS, Bucket
 from stepsplit.analyzer.report.report import Report
+from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
-from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
-from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.analyzer.trace import Bool, Int32, Int64
 from stepsplit.dashboard.figures import theme
-from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
+from stepsplit.dashboard.pages.page import RunPage
+from stepsplit.dashboard.pages.rank_groups import list_rank_groupings, list_rank_locations
+from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
 
 # Timeline: ranks and lanes at any zoom, from the whole run to one kernel.
 
@@ -92,7 +94,13 @@ def _encode_row(places: dict[str, int], one: WindowRow, from_ns: int) -> dict[st
         row["gap"] = start - np.concatenate(([from_ns], (start + dur)[:-1]))
         row["dur"] = dur
         row["bucket"] = "".join(map(str, drawn.bucket[exact].tolist()))
-        name, owner = _index_names(places, one)[exact], one.owner[exact]
+        # Indices of the shapes' names in the list of all names, which grows as needed.
+        used, code = np.unique(one.name, return_inverse=True)
+        here = [
+            places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()
+        ]
+        name = np.array(here, dtype=np.int64)[code][exact]
+        owner = one.owner[exact]
         row |= {"name": name} if name.any() else {}
         row |= {"owner": owner} if (owner >= 0).any() else {}
     if one.matched is not None:
@@ -127,13 +135,6 @@ def _encode_runs(slots: npt.NDArray[np.str_]) -> str:
     return "".join(f"{one}{n if n > 1 else ''}" for one, n in zip(letters, count, strict=True))
 
 
-def _index_names(places: dict[str, int], one: WindowRow) -> Int64:
-    """Indices of the shapes' names in the list of all names, which grows as needed."""
-    used, code = np.unique(one.name, return_inverse=True)
-    here = [places.setdefault(one.names[i], len(places)) if i >= 0 else -1 for i in used.tolist()]
-    return np.array(here, dtype=np.int64)[code]
-
-
 def export_json(report: Report, tables: Tables) -> dict[str, Any]:
     """Timeline data of an exported HTML file: bands of the middle full step for up to RANKS ranks,
     with lanes if there are at most FEW_RANKS ranks."""
@@ -166,15 +167,6 @@ class ShownStep:
     kind: str
     start_ns: int
     end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankLocation:
-    """A rank with its host and pipeline stage; None if unknown."""
-
-    rank: int
-    host: str | None
-    stage: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +225,9 @@ class TimelineView:
         self._slices = lru_cache(_CACHED_RANKS)(lambda rank: tables.slices.get(rank))
         self._lanes = lru_cache(_CACHED_RANKS)(self._build_lanes)
         self._names: dict[int, tuple[str, ...]] = {}
-        self._matches = lru_cache(_CACHED_SEARCHES)(self._find_matches)
+        self._matches = lru_cache(_CACHED_SEARCHES)(
+            lambda text: find_matches(tables.slices, text, self._names)
+        )
 
     def read_window(
         self,
@@ -246,34 +240,27 @@ class TimelineView:
         """The bands of the ranks, and the lanes of the opened ones, within the window."""
         rows: list[WindowRow] = []
         for rank in ranks:
-            is_open = rank in opened
-            rows.append(self._read_band(rank, from_ns, to_ns, detail, is_open=is_open))
-            lanes = self._lanes(rank) if is_open else ()
-            cut = [_cut_to_window(rank, one, from_ns, to_ns, detail.slots) for one in lanes]
-            pairs = zip(cut, lanes, strict=True)
-            rows += [_mark_matches(*pair, detail.query) for pair in pairs] if detail.query else cut
+            is_open, slots, least_slots = rank in opened, detail.slots, detail.band_slots
+            if not is_open and detail.compact_slots is not None:
+                slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
+            band = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
+            if detail.query:
+                found = self.search(detail.query)
+                own = found.select(found.rank == rank)
+                matched = find_slots(own.start_ns, own.end_ns, band.drawn.edges)
+                band = replace(band, matched=matched)
+            rows.append(band)
+            for line in self._lanes(rank) if is_open else ():
+                row = _cut_to_window(rank, line, from_ns, to_ns, detail.slots)
+                # The browser finds the matches among exact slices itself.
+                if detail.query and not (row.drawn.row >= 0).all():
+                    row = _mark_matches(row, line, detail.query)
+                rows.append(row)
         return Window(from_ns, to_ns, tuple(rows))
-
-    def _read_band(
-        self, rank: int, from_ns: int, to_ns: int, detail: WindowDetail, *, is_open: bool
-    ) -> WindowRow:
-        if is_open or detail.compact_slots is None:
-            slots, least_slots = detail.slots, detail.band_slots
-        else:
-            slots, least_slots = detail.compact_slots, _COMPACT_SLOTS
-        row = _cut_to_window(rank, self._band(rank), from_ns, to_ns, slots, least_slots)
-        if not detail.query:
-            return row
-        found = self.search(detail.query)
-        own = found.select(found.rank == rank)
-        return replace(row, matched=find_slots(own.start_ns, own.end_ns, row.drawn.edges))
 
     def search(self, text: str) -> Matches:
         """Every slice whose name contains the text."""
         return self._matches(text.lower())
-
-    def _find_matches(self, text: str) -> Matches:
-        return find_matches(self._tables.slices, text, self._names)
 
     def read_slices(self, rank: int) -> Slices | None:
         """The slices of the rank; None without."""
@@ -286,15 +273,39 @@ class TimelineView:
     def find_slice(self, rank: int, lane: str, depth: int, start_ns: int) -> dict[str, Any] | None:
         """The slice that starts there, as the timeline shows it; None if there is none."""
         if lane == BAND:
-            return _find_in_band(rank, self._band(rank), start_ns)
+            line = self._band(rank)
+            rows = np.flatnonzero(line.track.start_ns == start_ns)
+            if not len(rows):
+                return None
+            row = int(rows[0])
+            return {
+                "rank": rank,
+                "lane": BAND,
+                "depth": 0,
+                "start": start_ns,
+                "dur": int(line.track.dur_ns[row]),
+                "bucket": int(line.track.bucket[row]),
+                "name": line.names[int(line.name[row])],
+                "owner": int(line.owner[row]),
+            }
         own = self._slices(rank)
-        row = None if own is None else locate_slice(own, lane, depth, start_ns)
-        return None if own is None or row is None else build_slice_json(rank, own, row)
+        if own is None or lane not in own.lanes:
+            return None
+        here = (own.lane == own.lanes.index(lane)) & (own.depth == depth)
+        rows = np.flatnonzero(here & (own.start_ns == start_ns))
+        return build_slice_json(rank, own, int(rows[0])) if len(rows) else None
 
     def find_name(self, rank: int, bucket: int, from_ns: int, to_ns: int) -> str | None:
         """The name that takes most of a bucket's time in the range; None if unknown."""
         own = self._slices(rank)
-        return None if own is None else find_dominant_name(own, bucket, from_ns, to_ns)
+        if own is None:
+            return None
+        start, end = own.start_ns, own.start_ns + own.dur_ns
+        rows = np.flatnonzero((own.bucket == bucket) & (end > from_ns) & (start < to_ns))
+        if not len(rows):
+            return None
+        inside = np.minimum(end[rows], to_ns) - np.maximum(start[rows], from_ns)
+        return own.names[int(np.bincount(own.name[rows], weights=inside).argmax())]
 
     def _build_lanes(self, rank: int) -> tuple[TimelineRow, ...]:
         own = self._slices(rank)
@@ -302,78 +313,27 @@ class TimelineView:
 
 
 def _mark_matches(row: WindowRow, line: TimelineRow, query: str) -> WindowRow:
-    """The row of a lane with the slots that contain a match, if slices of it are merged."""
-    if (row.drawn.row >= 0).all():
-        return row
+    """The row of a lane with the slots that contain a match."""
     matching = np.array([query.lower() in name.lower() for name in line.names], dtype=np.bool_)
     rows = np.flatnonzero(matching[line.name])
     start, end = line.track.start_ns[rows], (line.track.start_ns + line.track.dur_ns)[rows]
     return replace(row, matched=find_slots(start, end, row.drawn.edges))
 
 
-def _find_in_band(rank: int, line: TimelineRow, start_ns: int) -> dict[str, Any] | None:
-    rows = np.flatnonzero(line.track.start_ns == start_ns)
-    if not len(rows):
-        return None
-    row = int(rows[0])
-    return {
-        "rank": rank,
-        "lane": BAND,
-        "depth": 0,
-        "start": start_ns,
-        "dur": int(line.track.dur_ns[row]),
-        "bucket": int(line.track.bucket[row]),
-        "name": line.names[int(line.name[row])],
-        "owner": int(line.owner[row]),
-    }
-
-
 def list_steps(report: Report) -> tuple[ShownStep, ...]:
     """Steps over all ranks, in order."""
-    spans: dict[int, list[ShownStep]] = {}
+    rows: dict[int, list[StepRow]] = {}
     for row in report.steps:
-        own = ShownStep(row.step, row.kind, row.start_ns, row.start_ns + row.step_ns)
-        spans.setdefault(row.step, []).append(own)
-    return tuple(_merge_ranks(own) for _, own in sorted(spans.items()))
-
-
-def _merge_ranks(spans: Sequence[ShownStep]) -> ShownStep:
-    kind = next((one.kind for one in spans if one.kind != "full"), "full")
-    start, end = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
-    return ShownStep(spans[0].step, kind, start, end)
-
-
-def list_rank_locations(report: Report, tables: Tables) -> tuple[RankLocation, ...]:
-    """The recorded ranks with their host and pipeline stage."""
-    hosts = {rank: one.host for one in report.run.hosts for rank in one.ranks}
-    boxes = tables.boxes
-    stages: dict[int, list[int]] = defaultdict(list)
-    for rank, stage in np.unique(np.column_stack((boxes.rank, boxes.stage)), axis=0).tolist():
-        stages[rank].append(stage)
+        rows.setdefault(row.step, []).append(row)
     return tuple(
-        RankLocation(rank, _drop_unknown(hosts.get(rank)), _take_single(stages.get(rank, [])))
-        for rank in report.run.ranks
+        ShownStep(
+            step,
+            next((one.kind for one in own if one.kind != "full"), "full"),
+            min(one.start_ns for one in own),
+            max(one.start_ns + one.step_ns for one in own),
+        )
+        for step, own in sorted(rows.items())
     )
-
-
-def list_report_groupings(report: Report) -> tuple[RankGrouping, ...]:
-    """As list_rank_groupings without tables: the stages are those of the mesh."""
-    hosts = {rank: _drop_unknown(one.host) for one in report.run.hosts for rank in one.ranks}
-    return list_groupings(report, dict.fromkeys(report.run.ranks), hosts)
-
-
-def list_rank_groupings(report: Report, ranks: Sequence[RankLocation]) -> tuple[RankGrouping, ...]:
-    """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
-    stages = {one.rank: one.stage for one in ranks}
-    return list_groupings(report, stages, {one.rank: one.host for one in ranks})
-
-
-def _drop_unknown(host: str | None) -> str | None:
-    return None if host in (None, "unknown") else host
-
-
-def _take_single(stages: Sequence[int]) -> int | None:
-    return stages[0] if len(stages) == 1 else None
 
 
 def _cut_to_window(
@@ -416,7 +376,19 @@ def build_band(rank: int, segments: Segments, waits: Waits) -> TimelineRow:
     start, bucket = segments.start_ns[low:high], segments.bucket[low:high]
     lasting = segments.dur_ns[low:high] > 0
     track = TimelineTrack(start[lasting], segments.dur_ns[low:high][lasting], bucket[lasting])
-    name, owner, names = _match_waits(rank, track.start_ns, waits)
+    # Of the wait in which each segment begins; the name "" and the owner -1 without one.
+    own = slice(*find_rank_rows(waits.rank, rank))
+    axis, axes = _number_texts(waits.axis[own])
+    op, ops = _number_texts(waits.op[own])
+    used, pair = np.unique(axis * len(ops) + op, return_inverse=True)
+    pairs = [(axes[number // len(ops)], ops[number % len(ops)]) for number in used.tolist()]
+    names = ("", *(f"{op} on {axis}" if axis else op for axis, op in pairs))
+    code = np.append(0, pair + 1)
+    at = np.searchsorted(waits.start_ns[own], track.start_ns, side="right") - 1
+    end = waits.start_ns[own] + waits.dur_ns[own]
+    inside = (at >= 0) & (track.start_ns < np.append(end, 0)[at])
+    name = np.where(inside, code[at + 1], 0).astype(np.int32)
+    owner = np.where(inside, np.append(waits.owner[own], -1)[at], -1).astype(np.int32)
     return TimelineRow(BAND, 0, track, name, owner, names)
 
 
@@ -445,23 +417,6 @@ def _build_row(slices: Slices, rows: slice) -> TimelineRow:
     )
 
 
-def _match_waits(rank: int, start_ns: Int64, waits: Waits) -> tuple[Int32, Int32, tuple[str, ...]]:
-    """Name and owner of the wait in which each segment begins; the name "" and -1 without one."""
-    own = slice(*find_rank_rows(waits.rank, rank))
-    axis, axes = _number_texts(waits.axis[own])
-    op, ops = _number_texts(waits.op[own])
-    used, pair = np.unique(axis * len(ops) + op, return_inverse=True)
-    pairs = [(axes[number // len(ops)], ops[number % len(ops)]) for number in used.tolist()]
-    names = ("", *(f"{op} on {axis}" if axis else op for axis, op in pairs))
-    code = np.append(0, pair + 1)
-    at = np.searchsorted(waits.start_ns[own], start_ns, side="right") - 1
-    end = waits.start_ns[own] + waits.dur_ns[own]
-    inside = (at >= 0) & (start_ns < np.append(end, 0)[at])
-    owner = np.append(waits.owner[own], -1)
-    name = np.where(inside, code[at + 1], 0).astype(np.int32)
-    return name, np.where(inside, owner[at], -1).astype(np.int32), names
-
-
 def _number_texts(column: Text) -> tuple[Int64, list[str]]:
     """The number of each of a few different texts, and the texts."""
     numbers, texts = np.zeros(len(column), dtype=np.int64), list[str]()
@@ -473,183 +428,6 @@ def _number_texts(column: Text) -> tuple[Int64, list[str]]:
         texts.append(str(text))
         left = left[~is_same]
     return numbers, texts
-
-
-# One row at any zoom: exact slices, or the dominant bucket of each slot.
-
-Float64 = npt.NDArray[np.float64]
-
-_FULL = 255
-
-_NOISE = 1e-6
-"""Tolerance for rounding when a slot is completely covered."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnShapes:
-    """Shapes to draw for a track, as columns of equal length; shapes of many slices come first.
-
-    bucket indexes buckets.BUCKETS; cover is the filled fraction, 0 to 255; row indexes the track,
-    -1 for a shape of many slices. edges are those of the slots, one more than slots.
-    """
-
-    start_ns: Int64
-    dur_ns: Int64
-    bucket: UInt8
-    cover: UInt8
-    row: Int64
-    edges: Int64
-
-
-@dataclass(frozen=True)
-class TimelineTrack:
-    """Non-overlapping slices ordered by start; columns of equal length, bucket indexes BUCKETS."""
-
-    start_ns: Int64
-    dur_ns: Int64
-    bucket: UInt8
-
-    def draw(self, from_ns: int, to_ns: int, slots: int, least_slots: int = 1) -> DrawnShapes:
-        """Slices within the window; if not all of them fit, those that are shorter than
-        `least_slots` slots are merged into slots."""
-        low = int(np.searchsorted(self._end_ns, from_ns, side="right"))
-        high = int(np.searchsorted(self.start_ns, to_ns, side="left"))
-        slots = min(slots, to_ns - from_ns)
-        edges = np.linspace(from_ns, to_ns, slots + 1).astype(np.int64)
-        if (high - low) * least_slots <= slots:
-            return self._draw_exactly(np.arange(low, high), edges)
-        long = self.dur_ns[low:high] * slots >= (to_ns - from_ns) * least_slots
-        exact = self._draw_exactly(low + np.flatnonzero(long), edges)
-        return _concatenate(self._draw_slots(edges, exact), exact)
-
-    def _draw_exactly(self, rows: Int64, edges: Int64) -> DrawnShapes:
-        whole = np.full(len(rows), _FULL, dtype=np.uint8)
-        columns = (self.start_ns[rows], self.dur_ns[rows], self.bucket[rows])
-        return DrawnShapes(*columns, whole, rows, edges)
-
-    def _draw_slots(self, edges: Int64, drawn: DrawnShapes) -> DrawnShapes:
-        """The dominant bucket of each slot among slices that are not drawn exactly; neighboring
-        slots with equal bucket and cover become one shape."""
-        apart = TimelineTrack(drawn.start_ns, drawn.dur_ns, drawn.bucket)
-        busy = self._compute_busy_ns(edges) - apart._compute_busy_ns(edges)
-        cover = np.ceil(np.clip(busy.sum(axis=0) / np.diff(edges), 0, 1) * 4 - _NOISE) / 4
-        winner = busy.argmax(axis=0).astype(np.uint8)
-        key = np.where(cover > 0, winner + cover, -1)
-        first = np.flatnonzero(np.diff(key, prepend=-2.0))
-        last = np.append(first[1:], len(key))
-        shown = key[first] >= 0
-        first, last = first[shown], last[shown]
-        return DrawnShapes(
-            start_ns=edges[first],
-            dur_ns=edges[last] - edges[first],
-            bucket=winner[first],
-            cover=(cover[first] * _FULL).astype(np.uint8),
-            row=np.full(len(first), -1, dtype=np.int64),
-            edges=edges,
-        )
-
-    def _compute_busy_ns(self, edges: Int64) -> Float64:
-        """Time in ns per bucket (rows) and slot between the edges (columns)."""
-        busy = np.zeros((len(BUCKETS), len(edges) - 1))
-        for bucket, (times, so_far) in self._sums:
-            busy[bucket] = np.diff(np.interp(edges, times, so_far))
-        return busy
-
-    @cached_property
-    def _end_ns(self) -> Int64:
-        return self.start_ns + self.dur_ns
-
-    @cached_property
-    def _sums(self) -> list[tuple[int, tuple[Float64, Float64]]]:
-        """Cumulative time of each bucket as points (time, time so far)."""
-        return [(int(bucket), self._sum(bucket)) for bucket in np.unique(self.bucket)]
-
-    def _sum(self, bucket: int) -> tuple[Float64, Float64]:
-        own = np.flatnonzero(self.bucket == bucket)
-        so_far = np.concatenate(([0.0], np.cumsum(self.dur_ns[own], dtype=np.float64)))
-        times = np.column_stack((self.start_ns[own], self._end_ns[own])).astype(np.float64)
-        return times.ravel(), np.column_stack((so_far[:-1], so_far[1:])).ravel()
-
-
-def _concatenate(first: DrawnShapes, second: DrawnShapes) -> DrawnShapes:
-    return DrawnShapes(
-        start_ns=np.concatenate((first.start_ns, second.start_ns)),
-        dur_ns=np.concatenate((first.dur_ns, second.dur_ns)),
-        bucket=np.concatenate((first.bucket, second.bucket)),
-        cover=np.concatenate((first.cover, second.cover)),
-        row=np.concatenate((first.row, second.row)),
-        edges=first.edges,
-    )
-
-
-# Ways to group the ranks.
-
-_Label = tuple[int, str]
-"""The number of a group, by which groups are ordered, and its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankGrouping:
-    """A way to group the ranks: the groups of recorded ranks."""
-
-    by: str
-    groups: tuple[RankGroup, ...]
-
-
-def list_groupings(
-    report: Report, stages: Mapping[int, int | None], hosts: Mapping[int, str | None]
-) -> tuple[RankGrouping, ...]:
-    """The ways to group the ranks that yield several groups: by stage, host and mesh axis."""
-    mesh = _read_mesh(report)
-    keys = {
-        "stage": {rank: _label_stage(rank, stage, mesh) for rank, stage in stages.items()},
-        "host": {rank: host if host is None else (0, host) for rank, host in hosts.items()},
-    }
-    axes = [*(mesh.axes if mesh else ()), *(one.axis for one in report.groups if one.axis)]
-    for axis in dict.fromkeys(axes):
-        keys[axis] = _label_axis_groups(axis, mesh, report)
-    made = (_group_ranks(by, own) for by, own in keys.items())
-    return tuple(one for one in made if len(one.groups) > 1)
-
-
-def _read_mesh(report: Report) -> Mesh | None:
-    """The mesh, if it covers all ranks of the job."""
-    try:
-        mesh = Mesh.of({one.axis: one.size for one in report.run.mesh or ()})
-    except ValueError:
-        return None
-    return mesh if mesh.axes and mesh.world_size == report.run.world_size else None
-
-
-def _label_stage(rank: int, stage: int | None, mesh: Mesh | None) -> _Label | None:
-    """Ranks with several stages, or none in the pipeline grid, have that of the mesh."""
-    if stage is None and mesh is not None and "pp" in mesh.axes:
-        stage = mesh.coordinate(rank, "pp")
-    return None if stage is None else (stage, f"stage {stage}")
-
-
-def _label_axis_groups(axis: str, mesh: Mesh | None, report: Report) -> dict[int, _Label | None]:
-    """The group of each rank along the axis: by the mesh, else its largest recorded group."""
-    own = sorted((g.ranks for g in report.groups if g.axis == axis), key=len, reverse=True)
-    groups: dict[int, tuple[int, ...] | None] = {}
-    for rank in report.run.ranks:
-        if mesh is not None and axis in mesh.axes:
-            groups[rank] = mesh.line(rank, axis)
-        else:
-            groups[rank] = next((group for group in own if rank in group), None)
-    numbers = {group: n for n, group in enumerate(sorted({g for g in groups.values() if g}))}
-    return {
-        rank: (numbers[group], f"{axis} group {numbers[group]}") if group else None
-        for rank, group in groups.items()
-    }
-
-
-def _group_ranks(by: str, labels: Mapping[int, _Label | None]) -> RankGrouping:
-    members: dict[_Label, list[int]] = defaultdict(list)
-    for rank, label in labels.items():
-        members[label or (len(labels), "other ranks")].append(rank)
-    groups = tuple(RankGroup(name, tuple(own)) for (_, name), own in sorted(members.items()))
-    return RankGrouping(by, groups)
 
 
 # Slices whose name contains a text.
@@ -698,7 +476,11 @@ def find_matches(
             continue
         own = slices[rank]
         names[rank] = own.names
-        parts.append(_find_in_rank(rank, own, text))
+        matching = np.array([text in name.lower() for name in own.names], dtype=np.bool_)
+        row = np.flatnonzero(matching[own.name]).astype(np.int32)
+        ranks: Int32 = np.full(len(row), rank, dtype=np.int32)
+        starts = own.start_ns[row]
+        parts.append(Matches(ranks, row, starts, starts + own.dur_ns[row]))
     if not parts:
         none: Int32 = np.empty(0, dtype=np.int32)
         times: Int64 = np.empty(0, dtype=np.int64)
@@ -711,13 +493,6 @@ def find_matches(
         start_ns=start[order],
         end_ns=np.concatenate([part.end_ns for part in parts])[order],
     )
-
-
-def _find_in_rank(rank: int, own: Slices, text: str) -> Matches:
-    matching = np.array([text in name.lower() for name in own.names], dtype=np.bool_)
-    row = np.flatnonzero(matching[own.name]).astype(np.int32)
-    ranks: Int32 = np.full(len(row), rank, dtype=np.int32)
-    return Matches(ranks, row, own.start_ns[row], own.start_ns[row] + own.dur_ns[row])
 
 
 def build_matches_json(
@@ -764,25 +539,6 @@ def build_slice_json(rank: int, own: Slices, row: int) -> dict[str, Any]:
     }
 
 
-def locate_slice(own: Slices, lane: str, depth: int, start_ns: int) -> int | None:
-    """The row of the slice on that lane and depth with that start; None if there is none."""
-    if lane not in own.lanes:
-        return None
-    here = (own.lane == own.lanes.index(lane)) & (own.depth == depth)
-    rows = np.flatnonzero(here & (own.start_ns == start_ns))
-    return int(rows[0]) if len(rows) else None
-
-
-def find_dominant_name(own: Slices, bucket: int, from_ns: int, to_ns: int) -> str | None:
-    """The name with the most time in the range among the slices of the bucket; None without."""
-    start, end = own.start_ns, own.start_ns + own.dur_ns
-    rows = np.flatnonzero((own.bucket == bucket) & (end > from_ns) & (start < to_ns))
-    if not len(rows):
-        return None
-    inside = np.minimum(end[rows], to_ns) - np.maximum(start[rows], from_ns)
-    return own.names[int(np.bincount(own.name[rows], weights=inside).argmax())]
-
-
 def find_rank_rows(ranks: Int32, rank: int) -> tuple[int, int]:
     """The first row of the rank and the one after its last, in a column sorted by rank."""
     # Of the same type: NumPy would convert the whole column otherwise.
@@ -806,23 +562,22 @@ def measure_range(
     segments: Segments, ranks: Sequence[int], from_ns: int, to_ns: int
 ) -> tuple[RangeSplit, ...]:
     """The split of the range for each rank, exact to the nanosecond."""
-    return tuple(_measure_rank(segments, rank, from_ns, to_ns) for rank in ranks)
-
-
-def _measure_rank(segments: Segments, rank: int, from_ns: int, to_ns: int) -> RangeSplit:
-    first, last = find_rank_rows(segments.rank, rank)
-    low, high = first + np.searchsorted(segments.start_ns[first:last], (from_ns, to_ns))
-    # The segment before the first one that starts in the range may reach into it.
-    rows = slice(max(low - 1, first), high)
-    start = segments.start_ns[rows]
-    end = start + segments.dur_ns[rows]
-    inside = np.maximum(np.minimum(end, to_ns) - np.maximum(start, from_ns), 0)
-    # Sums of whole numbers below 2**53 are exact in float64: 104 days in ns.
-    sums = np.bincount(segments.bucket[rows], weights=inside, minlength=len(BUCKETS))
-    buckets = sums.astype(np.int64)
-    covered = int(inside.sum())
-    assert covered == int(buckets.sum()), f"time is lost on rank {rank}"
-    return RangeSplit(rank, covered, tuple(buckets.tolist()))
+    splits = []
+    for rank in ranks:
+        first, last = find_rank_rows(segments.rank, rank)
+        low, high = first + np.searchsorted(segments.start_ns[first:last], (from_ns, to_ns))
+        # The segment before the first one that starts in the range may reach into it.
+        rows = slice(max(low - 1, first), high)
+        start = segments.start_ns[rows]
+        end = start + segments.dur_ns[rows]
+        inside = np.maximum(np.minimum(end, to_ns) - np.maximum(start, from_ns), 0)
+        # Sums of whole numbers below 2**53 are exact in float64: 104 days in ns.
+        sums = np.bincount(segments.bucket[rows], weights=inside, minlength=len(BUCKETS))
+        buckets = sums.astype(np.int64)
+        covered = int(inside.sum())
+        assert covered == int(buckets.sum()), f"time is lost on rank {rank}"
+        splits.append(RangeSplit(rank, covered, tuple(buckets.tolist())))
+    return tuple(splits)
 
 
 def build_range_json(from_ns: int, to_ns: int, splits: Sequence[RangeSplit]) -> dict[str, Any]:
@@ -831,3 +586,6 @@ def build_range_json(from_ns: int, to_ns: int, splits: Sequence[RangeSplit]) -> 
         {"rank": one.rank, "covered": one.covered_ns, "buckets": one.buckets_ns} for one in splits
     ]
     return {"from": from_ns, "to": to_ns, "ranks": ranks}
+
+
+PAGE = RunPage("timeline", lambda view, _: build_timeline_page(view), needs_tables=True, chapter="")

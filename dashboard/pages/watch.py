@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,28 +32,31 @@ from stepsplit.dashboard.figures.watch import (
     draw_split_over_time,
     draw_step_times,
 )
+from stepsplit.dashboard.pages.address import AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.components import (
     COLOR,
-    AddressQuery,
-    Cell,
-    Content,
     build_aria_label,
     build_card,
     build_collapsed,
-    build_count_cell,
     build_empty_card,
     build_graph,
     build_legend,
     build_menu,
-    build_number_cell,
-    build_page_url,
     build_section,
     build_share_bar,
+)
+from stepsplit.dashboard.pages.page import PageContent, PageRequest, StorePage
+from stepsplit.dashboard.pages.tables import (
+    Cell,
+    Content,
+    build_count_cell,
+    build_number_cell,
     build_table,
     build_time_cell,
-    format_query,
 )
 from stepsplit.dashboard.store.alerts import TRIES, UNTIL_END_NS, WatchAlert
+from stepsplit.dashboard.store.ids import is_watch_name
+from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import (
     SplitSlot,
     StepSlot,
@@ -146,12 +150,18 @@ def read_watch_view(
     # The first slot is whole.
     first_s = compute_slot_start(begin_ns, choice.level_s)
     within = WatchRange(first_s, last_s, choice.level_s)
+    # Several hosts may report one event of the whole job.
+    events: dict[object, StoredEvent] = {}
+    for one in watches.read_events(run.id, within, _LAST_EVENTS):
+        event = one.event
+        key = (one.incarnation, event.kind, event.step, event.rank, event.text)
+        events.setdefault(key, one)
     return WatchView(
         run, now_unix_ns, choice, within,
         watches.read_steps(run.id, within), watches.read_splits(run.id, within),
         watches.read_waits(run.id, within, choice.bin_s),
         watches.read_lateness(run.id, within, choice.bin_s),
-        _merge_events(watches.read_events(run.id, within, _LAST_EVENTS)),
+        tuple(events.values()),
         watches.list_samples(run.id, _LAST_SAMPLES),
         watches.read_steps(run.id, run.newest_minutes), read_first_hour(watches, run),
     )  # fmt: skip
@@ -165,15 +175,6 @@ def read_first_hour(watches: WatchStore, run: WatchedRun) -> StepSummary | None:
     slots = watches.read_steps(run.id, WatchRange(first_s, first_s + HOUR_S, HOUR_S))
     own = [one.summary for one in slots if one.incarnation == run.start.incarnation]
     return own[0] if own else None
-
-
-def _merge_events(events: Sequence[StoredEvent]) -> tuple[StoredEvent, ...]:
-    """The events without those that several hosts report of the whole job."""
-    merged: dict[object, StoredEvent] = {}
-    for one in events:
-        event = one.event
-        merged.setdefault((one.incarnation, event.kind, event.step, event.rank, event.text), one)
-    return tuple(merged.values())
 
 
 # The frame, which updates by itself.
@@ -231,6 +232,10 @@ def _build_list_row(
 ) -> list[Cell]:
     number = open_alerts.get(run.name, 0)
     when = html.Span(format_date(run.newest_unix_ns), className="when")
+    overhead, steps = "no sample yet", run.interval_steps
+    if run.overhead is not None:
+        overhead = f"{100 * run.overhead:.2f} % of {100 * run.budget:.2g} %"
+    interval = "no more samples" if steps is None else f"{steps:,} steps"
     return [
         Cell(dcc.Link(run.name, href=f"/watch/{quote(run.name)}", className="run-link")),
         Cell(_build_state(run, now_unix_ns)),
@@ -239,8 +244,8 @@ def _build_list_row(
         build_count_cell(len(run.starts)),
         build_count_cell(run.last_step),
         Cell(when, value=run.newest_unix_ns / 1e9),
-        build_number_cell(_format_overhead(run), run.overhead, "ratio"),
-        build_number_cell(_format_interval(run), run.interval_steps),
+        build_number_cell(overhead, run.overhead, "ratio"),
+        build_number_cell(interval, steps),
         build_count_cell(sum(run.dropped.values())),
     ]
 
@@ -253,16 +258,6 @@ def _build_state(run: WatchedRun, now_unix_ns: int) -> html.Span:
     return html.Span("live", className="pill done")
 
 
-def _format_overhead(run: WatchedRun) -> str:
-    measured = "no sample yet" if run.overhead is None else f"{100 * run.overhead:.2f} %"
-    return f"{measured} of {100 * run.budget:.2g} %" if run.overhead is not None else measured
-
-
-def _format_interval(run: WatchedRun) -> str:
-    steps = run.interval_steps
-    return "no more samples" if steps is None else f"{steps:,} steps"
-
-
 # The page of one run.
 
 
@@ -270,16 +265,17 @@ def build_watch_page(
     view: WatchView, chosen: AddressQuery, alerts: html.Section | None = None
 ) -> html.Div:
     """The live page of a watched run, with its open alerts at the top."""
-    run = view.run
-    head = html.Div(
-        [
-            html.H1(run.name),
-            _build_state(run, view.now_unix_ns),
-            _build_ranges(run, chosen),
-        ],
-        className="heading",
-    )
-    subtitle = html.P(_format_subtitle(run), className="subtitle")
+    run, start = view.run, view.run.start
+    state = _build_state(run, view.now_unix_ns)
+    head = html.Div([html.H1(run.name), state, _build_ranges(run, chosen)], className="heading")
+    n_hosts = len(run.current_hosts)
+    which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
+    facts = [
+        f"{start.world_size:,} ranks on {n_hosts:,} host{'' if n_hosts == 1 else 's'}",
+        f"{which}, {format_date(start.first_unix_ns)}",
+        f"step {run.last_step:,}",
+    ]
+    subtitle = html.P("  ·  ".join(facts), className="subtitle")
     parts = [head, subtitle, *([] if alerts is None else [alerts]), _build_watch_cards(view)]
     if not view.steps and not view.splits:
         hint = f"No batch has data of this {view.choice.label}; choose a longer range."
@@ -291,12 +287,23 @@ def build_watch_page(
             _build_steps_section(view),
             _build_split_section(view, sums, as_share),
             *_build_exposed_section(view, sums),
-            *_build_rank_sections(view),
+            # By the unprofiled steps of all ranks, and by samples.
+            _build_grid_section(
+                "Lateness", view.lateness, view.axis,
+                "how much later than the others a rank has its last gradient, by steps without the"
+                " profiler; before it waits for the gradients of others",
+                "rank {rank} is {ms} late", "No rank has noted when its gradients are ready.",
+            ),
+            _build_grid_section(
+                "Caused waits", view.waits, view.axis,
+                "how long others waited for each rank in a step; empty where it was not sampled",
+                "others waited {ms} a step for rank {rank}", "No sample with data in this range.",
+            ),
             _build_samples_section(view),
             _build_events_section(view),
             _build_hosts(view),
         ]
-    )
+    )  # fmt: skip
 
 
 def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
@@ -309,17 +316,6 @@ def _build_ranges(run: WatchedRun, chosen: AddressQuery) -> html.Nav:
         look = "button on" if is_current else "button"
         links.append(dcc.Link(words if is_current else words[:1], href=href, className=look))
     return html.Nav(links, className="ranges", **build_aria_label("range of time"))
-
-
-def _format_subtitle(run: WatchedRun) -> str:
-    start, n_hosts = run.start, len(run.current_hosts)
-    which = "first start" if len(run.starts) == 1 else f"start {len(run.starts)} of the job"
-    parts = [
-        f"{start.world_size:,} ranks on {n_hosts:,} host{'' if n_hosts == 1 else 's'}",
-        f"{which}, {format_date(start.first_unix_ns)}",
-        f"step {run.last_step:,}",
-    ]
-    return "  ·  ".join(parts)
 
 
 def _build_watch_cards(view: WatchView) -> html.Div:
@@ -369,16 +365,12 @@ def _build_age_card(view: WatchView) -> html.Div:
     if silent:
         more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         note = f"{len(silent)} of {number:,} hosts silent: {', '.join(silent[:3])}{more}"
-    age = _format_age(view.now_unix_ns - run.newest_unix_ns)
-    return build_card("last data", age, note, "var(--bad)" if silent else None)
-
-
-def _format_age(ns: int) -> str:
-    seconds = max(ns // _SECOND_NS, 0)
-    for unit, length in (("d", DAY_S), ("h", HOUR_S), ("min", MINUTE_S)):
+    seconds = max((view.now_unix_ns - run.newest_unix_ns) // _SECOND_NS, 0)
+    age = f"{seconds} s ago"
+    for unit, length in (("min", MINUTE_S), ("h", HOUR_S), ("d", DAY_S)):
         if seconds >= 2 * length:
-            return f"{seconds // length} {unit} ago"
-    return f"{seconds} s ago"
+            age = f"{seconds // length} {unit} ago"
+    return build_card("last data", age, note, "var(--bad)" if silent else None)
 
 
 # Step times, with a mark for each event.
@@ -508,19 +500,7 @@ def _sum_samples(view: WatchView) -> _SampleSums:
 
 
 def _build_split_section(view: WatchView, sums: _SampleSums, as_share: bool) -> html.Section:
-    figure = draw_split_over_time(
-        sums.bins, _list_gap_marks(view, sums), view.axis, as_share=as_share
-    )
-    menu = build_menu(
-        "unit", {"": "share of the step", "ms": "ms"}, "" if as_share else "ms", "", "shown as"
-    )
-    note = "mean step of the sampled ranks; a gap where no sample has data, with the reason above"
-    head = html.Div([html.Div(menu, className="choices"), build_legend()], className="split-head")
-    return build_section("Split", note, head, build_graph("watch-split", figure))
-
-
-def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
-    """Marks of samples without data, and of what else keeps samples away."""
+    # Samples without data, and what else keeps samples away.
     bin_s, marks = sums.bins.bin_s, []
     reasons = {reason for counted in sums.no_data.values() for reason in counted}
     for at, counted in sorted(sums.no_data.items()):
@@ -532,13 +512,26 @@ def _list_gap_marks(view: WatchView, sums: _SampleSums) -> list[EventMark]:
         for one in view.events
         if one.event.kind in _IN_SPLIT and one.event.text not in reasons
     ]
-    return sorted(marks, key=lambda one: (one.lane, one.unix_s))
+    marks.sort(key=lambda one: (one.lane, one.unix_s))
+    figure = draw_split_over_time(sums.bins, marks, view.axis, as_share=as_share)
+    menu = build_menu(
+        "unit", {"": "share of the step", "ms": "ms"}, "" if as_share else "ms", "", "shown as"
+    )
+    note = "mean step of the sampled ranks; a gap where no sample has data, with the reason above"
+    head = html.Div([html.Div(menu, className="choices"), build_legend()], className="split-head")
+    return build_section("Split", note, head, build_graph("watch-split", figure))
 
 
 def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Section]:
     if not sums.exposed_ns:
         return []
-    shown = _list_line_bins(sums)
+    # The bins that a line goes through: those with data, and an empty one in each gap.
+    known = np.flatnonzero(np.isfinite(sums.bins.buckets_ns[0])).tolist()
+    gap, shown = _find_gap_s(known, 1), known[:1]
+    for one, other in pairwise(known):
+        if other - one > gap or any(one < at < other for at in sums.no_data):
+            shown.append(one + 1)
+        shown.append(other)
     unix_s = sums.bins.start_unix_s[shown].astype(np.float64) + sums.bins.bin_s / 2
     exposed = {axis: values[shown] for axis, values in sums.exposed_ns.items()}
     figure = draw_exposed_over_time(unix_s, exposed, view.axis)
@@ -547,36 +540,7 @@ def _build_exposed_section(view: WatchView, sums: _SampleSums) -> list[html.Sect
     return [build_section("Exposed communication", note, graph)]
 
 
-def _list_line_bins(sums: _SampleSums) -> list[int]:
-    """The bins that a line goes through: those with data, and an empty one in each gap."""
-    known = np.flatnonzero(np.isfinite(sums.bins.buckets_ns[0])).tolist()
-    gap = _find_gap_s(known, 1)
-    shown = known[:1]
-    for one, other in pairwise(known):
-        if other - one > gap or any(one < at < other for at in sums.no_data):
-            shown.append(one + 1)
-        shown.append(other)
-    return shown
-
-
 # Ranks that are late.
-
-
-def _build_rank_sections(view: WatchView) -> list[html.Section]:
-    """Lateness by the unprofiled steps of all ranks, and caused waits by samples."""
-    return [
-        _build_grid_section(
-            "Lateness", view.lateness, view.axis,
-            "how much later than the others a rank has its last gradient, by steps without the"
-            " profiler; before it waits for the gradients of others",
-            "rank {rank} is {ms} late", "No rank has noted when its gradients are ready.",
-        ),
-        _build_grid_section(
-            "Caused waits", view.waits, view.axis,
-            "how long others waited for each rank in a step; empty where it was not sampled",
-            "others waited {ms} a step for rank {rank}", "No sample with data in this range.",
-        ),
-    ]  # fmt: skip
 
 
 SAMPLE_CHARTS = (
@@ -633,6 +597,17 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
     unknown = Cell("", number=True)
     worst = max(ranks, key=lambda one: one.caused_wait_ns, default=None)
     cost_ns = max(sample.cost_ns for sample in samples)
+    reasons = Counter(sample.no_data for sample in samples if sample.no_data)
+    number = len(hosts)
+    parts: list[Content] = [
+        f"no data: {reason}" if count == number else f"no data of {count} of {number}: {reason}"
+        for reason, count in reasons.items()
+    ]
+    parts += list(dict.fromkeys(sample.finding for sample in samples if sample.finding))
+    parts += [
+        dcc.Link("open the run", href=build_page_url(one.run_id)) for one in hosts if one.run_id
+    ]
+    parts += [f"traces on {one.host}: {one.sample.traces}" for one in hosts if one.sample.traces]
     return [
         build_count_cell(samples[0].step),
         Cell(html.Span(when, className="when")),
@@ -643,7 +618,7 @@ def _build_sample_row(hosts: Sequence[StoredSample]) -> list[Cell]:
         if worst is not None and worst.caused_wait_ns
         else Cell(""),
         build_time_cell(cost_ns),
-        Cell(_describe_result(hosts)),
+        Cell(html.Div([html.Div(part) for part in parts], className="result")),
     ]
 
 
@@ -651,21 +626,6 @@ def _compute_shares(hosts: Sequence[StoredSample]) -> list[float]:
     splits = [one.split.buckets_ns for host in hosts for one in host.sample.ranks]
     totals = [sum(own) for own in zip(*splits, strict=True)]
     return [one / max(sum(totals), 1) for one in totals]
-
-
-def _describe_result(hosts: Sequence[StoredSample]) -> html.Div:
-    reasons = Counter(one.sample.no_data for one in hosts if one.sample.no_data)
-    number = len(hosts)
-    parts: list[Content] = [
-        f"no data: {reason}" if count == number else f"no data of {count} of {number}: {reason}"
-        for reason, count in reasons.items()
-    ]
-    parts += list(dict.fromkeys(one.sample.finding for one in hosts if one.sample.finding))
-    parts += [
-        dcc.Link("open the run", href=build_page_url(one.run_id)) for one in hosts if one.run_id
-    ]
-    parts += [f"traces on {one.host}: {one.sample.traces}" for one in hosts if one.sample.traces]
-    return html.Div([html.Div(part) for part in parts], className="result")
 
 
 def _build_events_section(view: WatchView) -> html.Section:
@@ -786,3 +746,48 @@ def _build_button(label: str, alert: WatchAlert, asked: dict[str, str]) -> html.
             "for until", "until"
         )
     return html.Button(label, type="button", className="button", **attributes)
+
+
+# The entry.
+
+_SHOWN_ALERTS = 20
+
+
+def _build_live(request: PageRequest) -> PageContent | None:
+    """The list of watched runs, or the page of one; None if the run does not exist, or if the mark
+    shows that it is still the same."""
+    store, name, now_ns = request.store, request.address.item, time.time_ns()
+    run = store.watches.find_watch(name) if name else None
+    if name and run is None:
+        return None
+    chosen = request.address.chosen
+    runs = store.watches.list_watches() if run is None else (run,)
+    newest = compute_watch_mark(runs, chosen, now_ns)
+    if newest == request.mark:
+        return None
+    if run is None:
+        page = build_watch_list(runs, now_ns, store.alerts.count_open())
+        return PageContent(page, fingerprint=newest)
+    view = read_watch_view(store.watches, run, chosen, now_ns)
+    opened = store.alerts.list_alerts(run.name, _SHOWN_ALERTS, is_open=True)
+    alerts = build_alerts_section(opened, now_ns, may_act=request.rights.edit)
+    return PageContent(build_watch_page(view, chosen, alerts), fingerprint=newest)
+
+
+def _build_page(request: PageRequest) -> PageContent | None:
+    live = _build_live(request)
+    return live and PageContent(build_live_frame(live.children, live.fingerprint))
+
+
+def _find_run(store: Store, name: str, clicked: object) -> str | None:
+    """The stored run of the sample that is nearest to the click."""
+    unix_ns, run = parse_click(clicked), store.watches.find_watch(name)
+    return None if run is None else store.watches.find_run_of_sample(run.id, unix_ns)
+
+
+PAGE = StorePage(
+    "Watch", "/watch", _build_page, _build_live,
+    is_item=is_watch_name,
+    has_item=lambda store, name: not name or store.watches.find_watch(name) is not None,
+    charts=SAMPLE_CHARTS, find_run=_find_run,
+)  # fmt: skip

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.record.log_to import EXAMPLES, SinkName, parse_sink
+from stepsplit.collectors.record.log_to import SINK_KINDS, SinkName, join_usages, parse_sink
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import Report
     from stepsplit.dashboard.sinks.scalars import Sink
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The package and the extra of a kind of sink that needs one."""
-
 
 def build_log_option(text: str) -> Callable[[Any], Any]:
     """The option --log-to of a command, which may be repeated."""
-    kinds = ", ".join(EXAMPLES.values())
     return click.option(
-        "--log-to", "log_to", metavar="SINK", multiple=True, help=f"{text} SINK is one of {kinds}."
+        "--log-to",
+        "log_to",
+        metavar="SINK",
+        multiple=True,
+        help=f"{text} SINK is one of {join_usages()}.",
     )
 
 
@@ -35,7 +36,7 @@ def parse_log_to(texts: Sequence[str]) -> tuple[SinkName, ...]:
     except ValueError as error:
         raise UsageError(f"--log-to: {error}") from None
     for sink in sinks:
-        package = _PACKAGES.get(sink.kind)
+        package = SINK_KINDS[sink.kind].package
         if package is not None and find_spec(package) is None:
             install = f"pip install 'stepsplit[{package}]'"
             raise UsageError(f"--log-to {sink}: needs {package}; install it with: {install}")
@@ -44,13 +45,9 @@ def parse_log_to(texts: Sequence[str]) -> tuple[SinkName, ...]:
 
 def open_sink(sink: SinkName) -> Sink:
     """Opens a sink. Raises UsageError if its address or place is invalid."""
-    from stepsplit.dashboard.sinks import kinds
-
-    opened: dict[str, Callable[[str], Sink]] = {
-        "tensorboard": kinds.TensorBoardSink, "wandb": kinds.WandbSink,
-        "mlflow": kinds.MlflowSink, "otlp": kinds.OtlpSink, "json": kinds.JsonSink,
-    }  # fmt: skip
-    return opened[sink.kind](sink.place)
+    module = import_module(f"stepsplit.dashboard.sinks.{sink.kind}")
+    opened: Sink = module.open_sink(sink.place)
+    return opened
 
 
 def check_log_to(texts: Sequence[str]) -> tuple[str, ...]:
@@ -61,11 +58,6 @@ def check_log_to(texts: Sequence[str]) -> tuple[str, ...]:
     for sink in parse_log_to(texts):
         open_sink(sink).close()
     return tuple(texts)
-
-
-def open_sinks(sinks: Sequence[SinkName]) -> tuple[Sink, ...]:
-    """Opens the sinks. Raises UsageError."""
-    return tuple(open_sink(sink) for sink in sinks)
 
 
 def log_report(sinks: Sequence[Sink], report: Report) -> None:

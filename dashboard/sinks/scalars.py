@@ -20,6 +20,7 @@ from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_f
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
 from stepsplit.collectors.formats.watch_notes import RankWindow
+from stepsplit.collectors.record.log_to import STEP
 from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 PREFIX = "stepsplit"
@@ -187,6 +188,11 @@ class ScalarPoint:
     step: int
     unix_ns: int
     scalars: tuple[Scalar, ...]
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Its step and numbers, by their names in trackers."""
+        return {STEP: self.step, **{one.name: one.value for one in self.scalars}}
 
 
 class SinkError(UsageError):

@@ -12,13 +12,9 @@ from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.watch.levels import LEAST_CHANGE, POINT_STEPS, RECENT_POINTS
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent
-from stepsplit.dashboard.store.database import (
-    WATCH_ALERTS,
-    WATCH_STARTS,
-    WATCHES,
-    Database,
-    clean_text,
-)
+from stepsplit.dashboard.store.database import Database
+from stepsplit.dashboard.store.ids import clean_text
+from stepsplit.dashboard.store.schema import WATCH_ALERTS, WATCH_STARTS, WATCHES
 
 _SECOND_NS, _HOUR_NS = 10**9, 3_600 * 10**9
 
@@ -272,11 +268,18 @@ def _note_change(
     if event.after_ns < event.before_ns:
         _end_changes(connection, batch, now_ns, *own, table.host == host)
         return
-    known = connection.execute(select(WATCH_ALERTS).where(*own)).all()
-    if _has_restarted(connection, watch_id, batch) or any(
-        _is_same_change(row, batch, event) for row in known
-    ):
+    later = (WATCH_STARTS.c.watch_id == watch_id, WATCH_STARTS.c.incarnation > batch.incarnation)
+    if connection.execute(select(WATCH_STARTS.c.incarnation).where(*later)).first() is not None:
+        # The batch is late, of an earlier start of the job.
         return
+    after = event.after_ns / _SECOND_NS
+    for row in connection.execute(select(WATCH_ALERTS).where(*own)).all():
+        # Another host has found the change: it is open there and of the same level, or began with
+        # this one.
+        is_of_other = row.ended_unix_ns is None and row.host != host
+        is_same_level = is_of_other and abs(after - row.after) <= LEAST_CHANGE * row.after
+        if is_same_level or _is_near(row, batch, event):
+            return
     _end_changes(connection, batch, now_ns, *own, table.host == host)
     due_ns = now_ns + (CAUSE_WAIT_S * _SECOND_NS if event.rank is None else 0)
     _add(
@@ -294,24 +297,6 @@ def _end_changes(connection: Connection, batch: WatchBatch, now_ns: int, *which:
     unsent = (*which, table.ended_unix_ns.is_(None), table.tries == 0, is_brief)
     connection.execute(update(WATCH_ALERTS).where(*unsent).values(due_unix_ns=None))
     _end(connection, now_ns, *which)
-
-
-def _has_restarted(connection: Connection, watch_id: int, batch: WatchBatch) -> bool:
-    """Whether the batch is late, of an earlier start of the job."""
-    table = WATCH_STARTS.c
-    later = (table.watch_id == watch_id, table.incarnation > batch.incarnation)
-    return connection.execute(select(table.incarnation).where(*later)).first() is not None
-
-
-def _is_same_change(row: Row[Any], batch: WatchBatch, event: WatchEvent) -> bool:
-    """Whether the alert is of this change, which another host has found: it is open there and of
-    the same level, or began with it."""
-    assert event.after_ns is not None
-    after = event.after_ns / _SECOND_NS
-    is_of_other = row.ended_unix_ns is None and row.host != clean_text(batch.host, 200)
-    if is_of_other and abs(after - row.after) <= LEAST_CHANGE * row.after:
-        return True
-    return _is_near(row, batch, event)
 
 
 def _is_near(row: Row[Any], batch: WatchBatch, event: WatchEvent) -> bool:

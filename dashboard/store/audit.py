@@ -12,7 +12,9 @@ import orjson
 from sqlalchemy import delete, func, insert, select, update
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.dashboard.store.database import AUDIT, Database, clean_text
+from stepsplit.dashboard.store.database import Database
+from stepsplit.dashboard.store.ids import clean_text
+from stepsplit.dashboard.store.schema import AUDIT
 
 OK = "ok"
 """The outcome of what was done; any other outcome says why it was refused."""

@@ -1,8 +1,4 @@
-"""Ids and paths as a store writes them, checked wherever a row is read.
-
-A database may come from a stranger, and what it names is opened and deleted later: a value of
-another form is refused here, so that no later code can meet one.
-"""
+"""Ids, names, paths and texts as a store writes them; without SQL."""
 
 from __future__ import annotations
 
@@ -10,10 +6,8 @@ import re
 import unicodedata
 from pathlib import Path, PurePosixPath
 
-import sqlalchemy as sa
-from sqlalchemy.engine import Dialect
-
 from stepsplit.analyzer.errors import UsageError
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 _RUN_ID = re.compile(r"[0-9a-f]{8,32}")
 
@@ -89,43 +83,10 @@ def find_below(root: Path, path: str) -> Path:
     raise UsageError(f"{path!r:.200} is not a path among the files of runs")
 
 
-# Columns that refuse other values when they are read, in every query.
+# Cleaning of untrusted text before it is stored.
 
 
-class RunId(sa.TypeDecorator[str]):
-    """The id of a run or a token."""
-
-    impl, cache_ok = sa.String(32), True
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """The id. Raises UsageError if the store has another value."""
-        return _refuse_unless(value is None or is_run_id(value), value, "an id")
-
-
-class RelativePath(sa.TypeDecorator[str]):
-    """The path of a file of a run."""
-
-    impl, cache_ok = sa.Text, True
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """The path. Raises UsageError if the store has another value."""
-        return _refuse_unless(value is None or is_relative_path(value), value, "a path")
-
-
-class WatchName(sa.TypeDecorator[str]):
-    """The name of a watched run."""
-
-    impl, cache_ok = sa.String(NAME_LENGTH), True
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> str | None:
-        """The name. Raises UsageError if the store has another value."""
-        return _refuse_unless(value is None or is_watch_name(value), value, "a name")
-
-
-def _refuse_unless(is_valid: bool, value: str | None, what: str) -> str | None:
-    if is_valid:
-        return value
-    raise UsageError(
-        f"the store has {what} that stepsplit does not write ({value!r:.100}): it is damaged, or"
-        " made by a stranger; choose another --store"
-    )
+def clean_text(text: str, max_length: int) -> str:
+    """The text on one line of at most max_length characters, with controls as escapes."""
+    line = escape_controls(" ".join(text.split()))
+    return line if len(line) <= max_length else line[: max_length - 1] + "…"

@@ -15,13 +15,9 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Table, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stepsplit.dashboard.store.database import (
-    LOGIN_FAILURES,
-    SESSIONS,
-    TOKENS,
-    Database,
-    clean_text,
-)
+from stepsplit.dashboard.store.database import Database
+from stepsplit.dashboard.store.ids import clean_text
+from stepsplit.dashboard.store.schema import LOGIN_FAILURES, SESSIONS, TOKENS
 
 _SECOND_NS = 10**9
 

@@ -1,18 +1,14 @@
-"""Metrics of stored runs: per run and per rank, headlines, jobs, check results."""
+"""What the store keeps of a report: metrics per run and per rank, its headline, its job. No SQL."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from statistics import median
 from typing import Any
-
-from sqlalchemy import delete, insert, select
-from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.ops import compute_element_bytes
@@ -26,7 +22,7 @@ from stepsplit.analyzer.report.step_rows import (
     select_full_steps,
 )
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-from stepsplit.dashboard.store.database import METRICS, RANKS, RUNS, VERDICTS, Database, clean_text
+from stepsplit.dashboard.store.ids import clean_text
 
 # Results of the check command, for the list of runs.
 
@@ -39,21 +35,7 @@ class CheckRow:
     words: str
 
 
-class CheckResults:
-    """The last check result of each run."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def record(self, run_id: str, answer: str, words: str) -> None:
-        """Stores the result, replacing an earlier one."""
-        row = {"run_id": run_id, "answer": answer, "words": clean_text(words, 500)}
-        with self._database.begin_write() as connection:
-            connection.execute(delete(VERDICTS).where(VERDICTS.c.run_id == run_id))
-            connection.execute(insert(VERDICTS), {**row, "judged_unix_ns": time.time_ns()})
-
-
-# Metrics in SQL: per run to compare over runs, and one row per rank.
+# Metrics of a run, to compare over runs, and of each rank.
 
 METRIC_NAMES = (
     "step_ns", "exposed_comm", "skew", "bubble", "idle", "bubble_fraction", "mfu",
@@ -92,57 +74,7 @@ class MetricPoint:
     job: JobFingerprint | None = None
 
 
-class MetricStore:
-    """The metrics of finished runs."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def read_history(self, metric: str) -> tuple[MetricPoint, ...]:
-        """The metric (one of METRIC_NAMES) of every run that has it, oldest first."""
-        job = (RUNS.c.job_key, RUNS.c.job_label)
-        query = (
-            select(RUNS.c.id, RUNS.c.name, RUNS.c.created_unix_ns, METRICS.c.value, *job)
-            .join(METRICS, METRICS.c.run_id == RUNS.c.id)
-            .where(METRICS.c.name == metric)
-            .order_by(RUNS.c.created_unix_ns, RUNS.c.id)
-        )
-        with self._database.begin_read() as connection:
-            return tuple(
-                MetricPoint(*row[:4], read_job(*row[4:])) for row in connection.execute(query)
-            )
-
-    def read_ranks(self, run_id: str) -> tuple[RankRow, ...]:
-        """The ranks of a finished run, in order."""
-        query = select(RANKS).where(RANKS.c.run_id == run_id).order_by(RANKS.c.rank)
-        with self._database.begin_read() as connection:
-            rows = connection.execute(query).mappings().all()
-        return tuple(
-            RankRow(
-                row["rank"], row["host"], row["step_ns"],
-                Split(*(row[name] for name in BUCKET_COLUMNS)),
-            )
-            for row in rows
-        )  # fmt: skip
-
-
-def record_metrics(connection: Connection, run_id: str, report: Report, numbers: Headline) -> None:
-    """Writes the metrics and ranks of the run, replacing earlier ones."""
-    for table in (METRICS, RANKS):
-        connection.execute(delete(table).where(table.c.run_id == run_id))
-    metrics = [
-        {"run_id": run_id, "name": name, "value": float(value)}
-        for name, value in _collect_metrics(report, numbers).items()
-        if value is not None
-    ]
-    ranks = [{"run_id": run_id, **row} for row in _build_rank_rows(report)]
-    if metrics:
-        connection.execute(insert(METRICS), metrics)
-    if ranks:
-        connection.execute(insert(RANKS), ranks)
-
-
-def _collect_metrics(report: Report, numbers: Headline) -> dict[str, float | None]:
+def collect_metrics(report: Report, numbers: Headline) -> dict[str, float | None]:
     median = numbers.median_step
     peaks = [row.peak_allocated_bytes for row in report.memory or ()]
     known = [peak for peak in peaks if peak is not None]
@@ -163,7 +95,7 @@ def _collect_metrics(report: Report, numbers: Headline) -> dict[str, float | Non
     }
 
 
-def _build_rank_rows(report: Report) -> Iterator[dict[str, Any]]:
+def build_rank_rows(report: Report) -> Iterator[dict[str, Any]]:
     hosts = {rank: host.host for host in report.run.hosts for rank in host.ranks}
     by_rank: dict[int, list[StepRow]] = {}
     for step in select_full_steps(report.steps):

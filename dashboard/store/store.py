@@ -23,30 +23,23 @@ from stepsplit.analyzer.report.tables import Tables
 from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.alerts import AlertStore
+from stepsplit.dashboard.store.analysis_queue import AnalysisQueue, add_job, queue_again
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
-    JOB_BYTES,
-    JOB_FILE,
     Artifacts,
     RemoteArtifacts,
-    check_job_text,
-    choose_job_path,
     open_artifacts,
     open_remote,
 )
 from stepsplit.dashboard.store.audit import AuditLog
-from stepsplit.dashboard.store.database import FILES, JOBS, RUNS, Database, open_database
+from stepsplit.dashboard.store.database import Database, open_database
 from stepsplit.dashboard.store.ids import is_run_id
+from stepsplit.dashboard.store.job_files import JOB_BYTES, JOB_FILE, check_job_text, choose_job_path
 from stepsplit.dashboard.store.logins import LoginFailures, Sessions, Tokens
-from stepsplit.dashboard.store.metrics import CheckResults, MetricStore, compute_job_fingerprint
-from stepsplit.dashboard.store.runs import (
-    AnalysisQueue,
-    RunEdit,
-    RunRow,
-    Tag,
-    add_job,
-    can_add_files,
-)
+from stepsplit.dashboard.store.metric_tables import CheckResults, MetricStore
+from stepsplit.dashboard.store.metrics import compute_job_fingerprint
+from stepsplit.dashboard.store.run_row import RunEdit, RunRow, Tag
+from stepsplit.dashboard.store.schema import FILES, JOBS, RUNS
 from stepsplit.dashboard.store.watch import WatchStore
 
 # Runs in SQL and their files.
@@ -55,7 +48,7 @@ LOCAL = Path(".stepsplit") / "local"
 
 
 class Store:
-    """The runs of one dashboard. Thread-safe; call reopen() after a fork."""
+    """The runs of one dashboard. Thread-safe; call reconnect() after a fork."""
 
     def __init__(self, url: str, database: Database, artifacts: Artifacts) -> None:
         self.url, self.artifacts, self._database = url, artifacts, database
@@ -287,7 +280,7 @@ class RunFiles:
     def begin_upload(self, run_id: str, row: FileRow) -> bool:
         """Records that an upload to the file starts. False if the run accepts no more files."""
         with self._database.begin_write() as connection:
-            if not can_add_files(connection, run_id):
+            if not runs.can_add_files(connection, run_id):
                 return False
             _write_file_row(connection, run_id, row)
         return True
@@ -311,7 +304,7 @@ def has_all_files(connection: Connection, run_id: str) -> bool:
 
 
 def _queue_again(connection: Connection, run_id: str) -> bool:
-    return has_all_files(connection, run_id) and runs.queue_again(connection, run_id)
+    return has_all_files(connection, run_id) and queue_again(connection, run_id)
 
 
 def _write_file_row(connection: Connection, run_id: str, row: FileRow) -> None:

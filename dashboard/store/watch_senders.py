@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import select
 from sqlalchemy.engine import Connection
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import WatchBatch
-from stepsplit.dashboard.store.database import (
-    WATCH_ALERTS,
-    WATCH_EVENTS,
-    WATCH_HOSTS,
-    WATCH_SAMPLES,
-    WATCH_SPLITS,
-    WATCH_STARTS,
-    WATCH_STEPS,
-    WATCHES,
-)
+from stepsplit.dashboard.store.schema import WATCH_STARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +63,3 @@ def check_start(connection: Connection, watch_id: int, batch: WatchBatch) -> Non
         raise UsageError(
             f"start {batch.incarnation} of the run {batch.run!r} cannot end: it has not begun"
         )
-
-
-_OF_STARTS = (
-    WATCH_STARTS, WATCH_STEPS, WATCH_SPLITS, WATCH_SAMPLES, WATCH_EVENTS, WATCH_ALERTS,
-)  # fmt: skip
-
-
-def forget_start(connection: Connection, watch_id: int, incarnation: int) -> bool:
-    """Deletes what is known of a start. False if there is none of this number, or no other one."""
-    starts = (
-        select(WATCH_STARTS.c.incarnation, WATCH_STARTS.c.newest_unix_ns)
-        .where(WATCH_STARTS.c.watch_id == watch_id)
-        .order_by(WATCH_STARTS.c.incarnation)
-    )
-    newest_ns = {row.incarnation: row.newest_unix_ns for row in connection.execute(starts)}
-    if incarnation not in newest_ns or len(newest_ns) == 1:
-        return False
-    del newest_ns[incarnation]
-    for table in _OF_STARTS:
-        own = (table.c.watch_id == watch_id, table.c.incarnation == incarnation)
-        connection.execute(delete(table).where(*own))
-    # Hosts stay with the start before: each is as it was with its next batch.
-    hosts = update(WATCH_HOSTS).where(
-        WATCH_HOSTS.c.watch_id == watch_id, WATCH_HOSTS.c.incarnation == incarnation
-    )
-    connection.execute(hosts.values(incarnation=max(newest_ns), newest_unix_ns=0))
-    values = {
-        "newest_unix_ns": max(newest_ns.values()), "last_step": 0,
-        "rolled_unix_ns": 0, "trimmed_unix_ns": max(newest_ns.values()),
-    }  # fmt: skip
-    connection.execute(update(WATCHES).where(WATCHES.c.id == watch_id).values(values))
-    return True

@@ -156,11 +156,19 @@ def post_message(target: AlertTarget, message: AlertMessage) -> str:
         connection.request("POST", path, body, headers)
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return _describe_failure(error)
+        if isinstance(error, ssl.SSLError):
+            return f"the receiver cannot be reached: {error.reason or 'TLS fails'}"
+        if isinstance(error, TimeoutError | http.client.HTTPException | ConnectionResetError):
+            return f"the receiver has not answered within {TIMEOUT_S:g} s, or not with HTTP"
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        return f"the receiver cannot be reached: {reason}"
     finally:
         timer.cancel()
         connection.close()
-    return "" if 200 <= status < 300 else _describe_status(status)
+    if 200 <= status < 300:
+        return ""
+    is_redirect = 300 <= status < 400
+    return f"the receiver answers {status}" + ("; redirects are not followed" * is_redirect)
 
 
 def _cut(connection: http.client.HTTPConnection) -> None:
@@ -169,20 +177,6 @@ def _cut(connection: http.client.HTTPConnection) -> None:
     if sock is not None:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-
-
-def _describe_status(status: int) -> str:
-    is_redirect = 300 <= status < 400
-    return f"the receiver answers {status}" + ("; redirects are not followed" * is_redirect)
-
-
-def _describe_failure(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"the receiver cannot be reached: {error.reason or 'TLS fails'}"
-    if isinstance(error, TimeoutError | http.client.HTTPException | ConnectionResetError):
-        return f"the receiver has not answered within {TIMEOUT_S:g} s, or not with HTTP"
-    reason = getattr(error, "strerror", None) or type(error).__name__
-    return f"the receiver cannot be reached: {reason}"
 
 
 # Conditions of running jobs.
@@ -208,7 +202,11 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
     }
     if max(ages_s.values()) <= LEAST_SILENT_S:
         return None
-    least_s = max(LEAST_SILENT_S, SILENT_INTERVALS * _compute_interval_s(watches, run))
+    # The time between two samples by the newest step times; 0 if it is unknown.
+    slots, interval_s = watches.read_steps(run.id, run.newest_minutes), 0.0
+    if slots and run.interval_steps is not None:
+        interval_s = run.interval_steps * slots[-1].summary.median_step_ns / _SECOND_NS
+    least_s = max(LEAST_SILENT_S, SILENT_INTERVALS * interval_s)
     silent = [host for host, own_s in ages_s.items() if own_s > least_s]
     if not silent:
         return None
@@ -216,14 +214,6 @@ def find_silence(watches: WatchStore, run: WatchedRun, now_ns: int) -> AlertCond
     text = f"no data of {_describe_hosts(silent, len(ages_s))} for {oldest_s / MINUTE_S:.0f} min"
     since_ns = min(host.newest_unix_ns for host in silent)
     return AlertCondition(text, run.start.incarnation, run.last_step, since_ns, None, oldest_s)
-
-
-def _compute_interval_s(watches: WatchStore, run: WatchedRun) -> float:
-    """The time between two samples by the newest step times; 0 if it is unknown."""
-    slots = watches.read_steps(run.id, run.newest_minutes)
-    if not slots or run.interval_steps is None:
-        return 0.0
-    return run.interval_steps * slots[-1].summary.median_step_ns / _SECOND_NS
 
 
 def _describe_hosts(silent: Sequence[WatchHost], number: int) -> str:
@@ -312,20 +302,15 @@ class AlertWorker:
                 if time.monotonic() >= next_check:
                     next_check = time.monotonic() + CHECK_S
                     check_runs(self._store.watches, self._store.alerts, time.time_ns())
-                while self._target is not None and self._deliver_next(self._target):
-                    pass
+                while self._target is not None and not self._stopped.is_set():
+                    alert = self._store.alerts.claim_delivery()
+                    if alert is None:
+                        break
+                    deliver(self._store.alerts, alert, self._target, self._address)
             except SQLAlchemyError as error:
                 _LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
             except Exception:  # noqa: BLE001 - a bug in one alert; the next one may still be sent
                 _LOG.exception("alerts failed")
-
-    def _deliver_next(self, target: AlertTarget) -> bool:
-        """Delivers one alert. False if none is due, or if the server stops."""
-        alert = None if self._stopped.is_set() else self._store.alerts.claim_delivery()
-        if alert is None:
-            return False
-        deliver(self._store.alerts, alert, target, self._address)
-        return True
 
 
 def deliver(alerts: AlertStore, alert: WatchAlert, target: AlertTarget, address: str) -> None:

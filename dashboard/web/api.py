@@ -1,19 +1,13 @@
-"""The HTTP API: uploads, runs, tokens, the audit log, health and metrics."""
+"""The HTTP API: uploads, runs, tokens, watched runs and the audit log."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
-import orjson
 from flask import Blueprint, Response, current_app, jsonify, request, send_file
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 
 from stepsplit.analyzer.errors import DataError, StepsplitError, UsageError
 from stepsplit.analyzer.regression.checks import ANSWERS
@@ -21,37 +15,29 @@ from stepsplit.analyzer.report.io import REPORT_NAME
 from stepsplit.analyzer.watch.records import decode_batch
 from stepsplit.dashboard.pages.run_actions import build_job_form_json
 from stepsplit.dashboard.store.alerts import UNTIL_END_NS, WatchAlert
-from stepsplit.dashboard.store.artifacts import check_job_text, merge_job, parse_job_changes
 from stepsplit.dashboard.store.audit import audit_to_json, format_time, parse_since
-from stepsplit.dashboard.store.logins import (
-    DAY_S,
-    MAX_TOKEN_DAYS,
-    ROLES,
-    TOKEN_NAME_LENGTH,
-    Role,
-    Token,
-)
-from stepsplit.dashboard.store.runs import (
-    NOTE_LENGTH,
-    RunEdit,
-    RunRow,
-    Tag,
-    describe_edit,
-    explain_no_retry,
-)
-from stepsplit.dashboard.store.store import FileRow, Store, StoreCounts
-from stepsplit.dashboard.store.watch import MAX_STARTS, WatchedRun
-from stepsplit.dashboard.store.watch_senders import (
-    EVERYONE,
-    OtherSenderError,
-    UnknownStartError,
-    WatchSender,
-)
+from stepsplit.dashboard.store.job_files import check_job_text, merge_job, parse_job_changes
+from stepsplit.dashboard.store.logins import Token
+from stepsplit.dashboard.store.run_row import RunRow, describe_edit, explain_no_retry
+from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.watch import WatchedRun
+from stepsplit.dashboard.store.watch_batches import MAX_STARTS
+from stepsplit.dashboard.store.watch_senders import OtherSenderError, UnknownStartError
 from stepsplit.dashboard.upload import choose_run_name
 from stepsplit.dashboard.web.auth import current_user, record_action
+from stepsplit.dashboard.web.http_error import HttpError
+from stepsplit.dashboard.web.metrics import METHODS
+from stepsplit.dashboard.web.request_bodies import (
+    find_sender,
+    parse_alert_action,
+    parse_new_run,
+    parse_new_token,
+    parse_run_edit,
+    parse_sender,
+    read_json,
+)
 from stepsplit.dashboard.web.uploads import (
     JSON_BYTES,
-    HttpError,
     Limits,
     UploadPart,
     build_offset_headers,
@@ -63,7 +49,6 @@ from stepsplit.dashboard.web.uploads import (
     receive_part,
     require_open_upload,
 )
-from stepsplit.dashboard.web.watch_metrics import WatchCollector
 
 # The upload API: create a run, upload its files (whole or in parts), finish, poll the status.
 
@@ -156,14 +141,34 @@ class Api:
         self._find_run(run_id)
         paths = [row.path for row in self.store.files.list_files(run_id)]
         if not self.store.queue(run_id, choose_run_name(paths) if paths else ""):
-            raise self._explain_refusal(run_id)
+            if self._find_run(run_id).state != "uploading":
+                raise HttpError(409, "this upload is already finished")
+            for row in self.store.files.list_files(run_id):
+                if not row.complete:
+                    stored = f"{row.path} is incomplete: {row.received_bytes} bytes received"
+                    raise HttpError(409, f"{stored}; send the rest, or DELETE it")
+            raise HttpError(400, "the run has no files yet")
         record_action(self.store.audit, "upload", self._find_run(run_id).label)
         discard_drafts(self.store, run_id)
-        return self._build_status(run_id), 202
+        return self.read_status(run_id), 202
 
     def read_status(self, run_id: str) -> Response:
         """GET: the state of the run."""
-        return self._build_status(run_id)
+        run, stored = self._find_run(run_id), self.store.files.sum_size(run_id)
+        return jsonify(
+            id=run.id,
+            name=run.name,
+            state=run.state,
+            error=run.error,
+            tags={tag.key: tag.value for tag in run.tags},
+            note=run.note,
+            job=run.job_key,
+            job_label=None if run.job is None else run.job.label,
+            progress=run.progress,
+            progress_note=run.progress_note,
+            files=stored.files,
+            received_bytes=stored.bytes,
+        )
 
     def delete_run(self, run_id: str) -> Response:
         """DELETE: deletes the run with its files and its report."""
@@ -180,7 +185,7 @@ class Api:
         if not self.store.edit(run.id, edit):
             raise HttpError(404, "run not found")
         record_action(self.store.audit, "run edited", describe_edit(run, edit))
-        return self._build_status(run_id)
+        return self.read_status(run_id)
 
     def analyze_again(self, run_id: str) -> tuple[Response, int]:
         """POST: queues another analysis of the run's files."""
@@ -188,7 +193,7 @@ class Api:
         if not self.store.analyze_again(run.id):
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "run queued", run.label)
-        return self._build_status(run_id), 202
+        return self.read_status(run_id), 202
 
     def attach_job(self, run_id: str) -> tuple[Response, int]:
         """PUT a job.toml, or JSON with its changes: replaces the run's, queues another analysis."""
@@ -201,7 +206,7 @@ class Api:
         if not self.store.attach_job(run.id, text):
             raise HttpError(409, explain_no_retry(run))
         record_action(self.store.audit, "job attached", run.label)
-        return self._build_status(run_id), 202
+        return self.read_status(run_id), 202
 
     def read_job(self, run_id: str) -> Response:
         """GET: the job.toml that the run's analysis used, or what it could infer of one."""
@@ -406,33 +411,6 @@ class Api:
         answer.headers.update(build_offset_headers(row))
         return answer
 
-    def _explain_refusal(self, run_id: str) -> HttpError:
-        if self._find_run(run_id).state != "uploading":
-            return HttpError(409, "this upload is already finished")
-        incomplete = [row for row in self.store.files.list_files(run_id) if not row.complete]
-        return (
-            _refuse_incomplete(incomplete[0])
-            if incomplete
-            else HttpError(400, "the run has no files yet")
-        )
-
-    def _build_status(self, run_id: str) -> Response:
-        run, stored = self._find_run(run_id), self.store.files.sum_size(run_id)
-        return jsonify(
-            id=run.id,
-            name=run.name,
-            state=run.state,
-            error=run.error,
-            tags={tag.key: tag.value for tag in run.tags},
-            note=run.note,
-            job=run.job_key,
-            job_label=None if run.job is None else run.job.label,
-            progress=run.progress,
-            progress_note=run.progress_note,
-            files=stored.files,
-            received_bytes=stored.bytes,
-        )
-
     def _find_run(self, run_id: str) -> RunRow:
         run = self.store.find_run(run_id)
         if run is None:
@@ -523,11 +501,6 @@ def _read_last() -> int | None:
     return int(last) if _NUMBER.fullmatch(last) else None
 
 
-def _refuse_incomplete(row: FileRow) -> HttpError:
-    stored = f"{row.received_bytes} bytes received"
-    return HttpError(409, f"{row.path} is incomplete: {stored}; send the rest, or DELETE it")
-
-
 def build_api_routes(api: Api) -> Blueprint:
     """The routes of the API."""
     routes = Blueprint("api", __name__)
@@ -570,7 +543,7 @@ def build_api_routes(api: Api) -> Blueprint:
     routes.add_url_rule(alert, "act_on_alert", api.act_on_alert, methods=["POST"])
     # All other addresses; else the pages, which answer every address, would answer them.
     for unknown in ("/api", "/api/", "/api/<path:path>"):
-        routes.add_url_rule(unknown, "unknown", _refuse_unknown, methods=_METHODS)
+        routes.add_url_rule(unknown, "unknown", _refuse_unknown, methods=METHODS)
     return routes
 
 
@@ -578,289 +551,10 @@ def _refuse_unknown(path: str = "") -> Response:
     """Refuses a request that no other route answers: 405 if it does for another method."""
     routes = current_app.create_url_adapter(request)
     matched = [
-        method for method in _METHODS
+        method for method in METHODS
         if routes is not None and routes.match(method=method)[0] != f"{request.blueprint}.unknown"
     ]  # fmt: skip
     if not matched:
         raise HttpError(404, "no such address; the API is described in docs/dashboard.md")
     allowed = ", ".join(matched)
     raise HttpError(405, f"the method must be one of {allowed}", {"Allow": allowed})
-
-
-def read_json() -> object:
-    """The JSON body of the request; None if it is not JSON, nested too deeply, or not Unicode."""
-    try:
-        return orjson.loads(request.get_data()) if request.is_json else None
-    except orjson.JSONDecodeError:
-        return None
-
-
-# Name, tags and note of a run.
-
-_KEY_LENGTH, _VALUE_LENGTH, _MOST_TAGS = 64, 200, 32
-
-
-@dataclass(frozen=True, slots=True)
-class NewRun:
-    """Validated name and tags; without a name the run is named by its files."""
-
-    name: str
-    tags: tuple[Tag, ...]
-
-
-def parse_new_run(body: object) -> NewRun:
-    """Name and tags from the JSON body. Raises HttpError if they are invalid."""
-    if not isinstance(body, Mapping):
-        raise HttpError(400, _NAME_HINT)
-    name = _parse_name(body["name"]) if "name" in body else ""
-    return NewRun(name, _parse_tags(body.get("tags") or {}))
-
-
-def parse_run_edit(body: object) -> RunEdit:
-    """What to change, from the JSON body. Raises HttpError if it is invalid."""
-    known = ("name", "note", "tags")
-    if not isinstance(body, Mapping) or not body or not set(body) <= set(known):
-        raise HttpError(400, f"send JSON with what to change: {', '.join(known)}")
-    note = body.get("note")
-    if note is not None and not (isinstance(note, str) and len(note) <= NOTE_LENGTH):
-        raise HttpError(400, f"note must be text of at most {NOTE_LENGTH} characters")
-    return RunEdit(
-        _parse_name(body["name"]) if "name" in body else None,
-        note,
-        _parse_tags(body["tags"]) if "tags" in body else None,
-    )
-
-
-_NAME_HINT = 'send JSON with a name: {"name": "my run"}'
-
-
-def _parse_name(name: object) -> str:
-    if not isinstance(name, str) or not name.strip() or not name.strip().isprintable():
-        raise HttpError(400, _NAME_HINT)
-    return name.strip()
-
-
-def _parse_tags(tags: object) -> tuple[Tag, ...]:
-    if not isinstance(tags, Mapping) or len(tags) > _MOST_TAGS:
-        raise HttpError(400, f'tags: at most {_MOST_TAGS} strings by key: {{"branch": "main"}}')
-    return tuple(_tag(key, value) for key, value in tags.items())
-
-
-def _tag(key: object, value: object) -> Tag:
-    if _is_text(key, 1, _KEY_LENGTH) and _is_text(value, 0, _VALUE_LENGTH):
-        return Tag(str(key), str(value))
-    lengths = f"{_KEY_LENGTH} and {_VALUE_LENGTH}"
-    raise HttpError(400, f"a tag's key and value must be strings of at most {lengths} characters")
-
-
-def _is_text(value: object, least: int, most: int) -> bool:
-    return isinstance(value, str) and least <= len(value) <= most and value.isprintable()
-
-
-# Who sends the batches of a watched run.
-
-
-def find_sender() -> WatchSender:
-    """Who sends this request, by what is the same in each request of a job: its token, or the
-    password that all of a role share. Without logins everyone is the same."""
-    user = current_user()
-    if not user.authenticated:
-        return EVERYONE
-    name = user.name
-    if user.token_id is not None:
-        name = f"token {user.token_id}"
-    elif user.in_session or name == "password":
-        name = f"password of {user.role.label}s"
-    return WatchSender(name, user.role is Role.ADMIN)
-
-
-def parse_sender(body: object) -> str | None:
-    """The sender from the JSON body. Raises HttpError if it is invalid."""
-    if isinstance(body, Mapping) and set(body) == {"sender"}:
-        sender = body["sender"]
-        if sender is None or _is_text(sender, 1, _SENDER_LENGTH):
-            return cast(str | None, sender)
-    raise HttpError(400, 'send JSON such as {"sender": "token 3f2a9c1e"}, or null for anyone')
-
-
-_SENDER_LENGTH = 300
-
-
-# What to do with an alert.
-
-_MOST_HOURS = 24 * 30
-
-_ALERT_HINT = (
-    'send JSON such as {"action": "acknowledge"} or {"action": "silence", "hours": 24}; hours is'
-    f" above 0 and at most {_MOST_HOURS}, or null for until the alert ends"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class AlertAction:
-    """To acknowledge an alert, or to silence its run; hours is None for until the alert ends."""
-
-    is_silence: bool
-    hours: float | None = None
-
-    def describe(self) -> str:
-        """For how long."""
-        return "until it ends" if self.hours is None else f"for {self.hours:g} h"
-
-
-def parse_alert_action(body: object) -> AlertAction:
-    """What to do, from the JSON body. Raises HttpError if it is invalid."""
-    fields = body if isinstance(body, Mapping) else {}
-    action, hours = fields.get("action"), fields.get("hours")
-    is_number = isinstance(hours, int | float) and not isinstance(hours, bool)
-    is_valid = hours is None or (is_number and 0 < hours <= _MOST_HOURS)
-    if action not in ("acknowledge", "silence") or not set(fields) <= {"action", "hours"}:
-        raise HttpError(400, _ALERT_HINT)
-    if not is_valid or (action == "acknowledge" and hours is not None):
-        raise HttpError(400, _ALERT_HINT)
-    return AlertAction(action == "silence", hours)
-
-
-# Name and role of a token.
-
-
-@dataclass(frozen=True, slots=True)
-class AskedToken:
-    """A token to create; lifetime_s is None for one that does not expire."""
-
-    name: str
-    role: Role
-    lifetime_s: float | None
-
-
-def parse_new_token(body: object) -> AskedToken:
-    """Name, role and lifetime from the JSON body. Raises HttpError if they are invalid."""
-    fields = body if isinstance(body, Mapping) else {}
-    name, label = fields.get("name"), fields.get("role", Role.UPLOADER.label)
-    role = Role.parse(label) if isinstance(label, str) else None
-    valid_name = _is_text(name, 1, TOKEN_NAME_LENGTH) and bool(str(name).strip())
-    days = fields.get("days", 1)
-    valid_days = type(days) in (int, float) and 0 < days <= MAX_TOKEN_DAYS
-    known = set(fields) <= {"name", "role", "days"}
-    if role is None or not (valid_name and valid_days and known):
-        example = '{"name": "ci", "role": "uploader", "days": 90}'
-        days_text = f"days, if it expires, is at most {MAX_TOKEN_DAYS:,}"
-        raise HttpError(400, f"send JSON such as {example}; {_ROLES}; {days_text}")
-    return AskedToken(str(name).strip(), role, days * DAY_S if "days" in fields else None)
-
-
-_ROLES = f"role is one of {', '.join(ROLES)}"
-
-
-# Health of the server and its database, and metrics.
-
-
-def build_health_routes(store: Store) -> Blueprint:
-    """The routes /healthz, /readyz and /metrics."""
-    routes = Blueprint("health", __name__)
-
-    @routes.get("/healthz")
-    def healthz() -> Response:
-        return jsonify(status="ok")
-
-    @routes.get("/readyz")
-    def readyz() -> Response:
-        if not store.is_ready():
-            raise HttpError(503, "the database does not answer")
-        return jsonify(status="ok")
-
-    @routes.get("/metrics")
-    def metrics() -> Response:
-        return Response(
-            export_metrics(store.count_contents(), WatchCollector(store.watches)),
-            content_type="text/plain; version=0.0.4",
-        )
-
-    return routes
-
-
-# Prometheus metrics: requests of all processes, runs and jobs of the store.
-
-FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder that server processes share for their counters.
-
-Set it before this module is imported.
-"""
-
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
-
-_PROCESS_REGISTRY = CollectorRegistry()
-
-_REQUESTS = Counter(
-    "stepsplit_requests",
-    "Requests by route, method and status.",
-    ("route", "method", "status"),
-    registry=_PROCESS_REGISTRY,
-)
-
-_SECONDS = Histogram(
-    "stepsplit_request_seconds",
-    "Time to answer by route.",
-    ("route",),
-    buckets=(0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0),
-    registry=_PROCESS_REGISTRY,
-)
-
-_RECEIVED = Counter(
-    "stepsplit_received_bytes",
-    "Bytes of request bodies, by announced length.",
-    registry=_PROCESS_REGISTRY,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """An answered request. route is the URL rule, None if no rule matched."""
-
-    route: str | None
-    method: str
-    status: int
-    seconds: float
-    body_bytes: int
-
-
-def count_request(done: RequestRecord) -> None:
-    """Counts one request."""
-    route = done.route or "none"
-    method = done.method if done.method in _METHODS else "other"
-    _REQUESTS.labels(route, method, str(done.status)).inc()
-    _SECONDS.labels(route).observe(done.seconds)
-    _RECEIVED.inc(done.body_bytes)
-
-
-def export_metrics(counts: StoreCounts, watched: WatchCollector) -> bytes:
-    """All metrics in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_StoreCollector(counts))
-    registry.register(watched)
-    if FOLDER_VARIABLE in os.environ:
-        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
-    return generate_latest(registry) + generate_latest(_PROCESS_REGISTRY)
-
-
-class _StoreCollector:
-    def __init__(self, counts: StoreCounts) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[Metric]:
-        """The current metrics of the store."""
-        counts = self._counts
-        yield _build_state_gauge("stepsplit_runs", "Runs by state.", counts.runs)
-        yield _build_state_gauge("stepsplit_jobs", "Analyses by state.", counts.jobs)
-        waited = "Waiting time of the oldest queued analysis."
-        yield GaugeMetricFamily("stepsplit_oldest_queued_seconds", waited, counts.oldest_queued_s)
-        stored = "Total size of stored uploads."
-        yield GaugeMetricFamily("stepsplit_upload_bytes", stored, counts.upload_bytes)
-
-
-def _build_state_gauge(name: str, text: str, values: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=["state"])
-    for state, number in sorted(values.items()):
-        family.add_metric([state], number)
-    return family

@@ -2,166 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import quote, urlencode
 
-from flask import Blueprint, Flask, Request, Response, g, render_template_string, request
+from flask import Blueprint, Flask, Response, g, render_template_string, request
 from itsdangerous import BadSignature, TimestampSigner
-from werkzeug.datastructures import Headers
 from werkzeug.urls import iri_to_uri
 
-from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store.audit import OK, AuditLog
-from stepsplit.dashboard.store.logins import LIFETIME_S, ROLES, Guessed, Role, User
+from stepsplit.dashboard.store.logins import LIFETIME_S, Guessed, Role, User
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web import shared_host
-from stepsplit.dashboard.web.uploads import JSON_BYTES, HttpError
-
-# Access modes: local requests only, with a secret, through a trusted proxy, or open.
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-PROXY_SECRET = "X-Stepsplit-Proxy-Secret"
-"""Header by which the proxy shows that a request is from it: on its host, every account can connect
-from its address."""
-
-_SECRET_LENGTH = 16
-"""Least characters of that secret: a local account can try it as fast as the server answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrustedProxy:
-    """A proxy that authenticates users and names them in a header; trusted only if it connects
-    from one of these networks and sends the secret. All users have the role, or that which
-    role_header names."""
-
-    header: str
-    networks: tuple[IPv4Network | IPv6Network, ...]
-    secret: str = field(repr=False)
-    role: Role = Role.ADMIN
-    role_header: str | None = None
-
-    def find_role(self, headers: Headers) -> Role:
-        """The role of who sends these headers. Raises HttpError if they name none."""
-        if self.role_header is None:
-            return self.role
-        role = Role.parse(headers.get(self.role_header, "").strip())
-        if role is None:
-            roles = ", ".join(ROLES[:-1]) + f" or {ROLES[-1]}"
-            raise HttpError(403, f"the proxy names no role in {self.role_header}; use {roles}")
-        return role
-
-    def is_sender(self, incoming: Request) -> bool:
-        """Whether the proxy sent the request."""
-        try:
-            address = ip_address(incoming.remote_addr or "")
-        except ValueError:
-            return False
-        plain = getattr(address, "ipv4_mapped", None) or address
-        is_there = any(plain in network for network in self.networks)
-        return is_there and _is_same(incoming.headers.get(PROXY_SECRET, ""), self.secret)
-
-
-def _is_same(sent: str, secret: str) -> bool:
-    # Of the hashes, whose comparison shows no length.
-    hashes = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (sent, secret))
-    return hmac.compare_digest(*hashes)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """The access mode.
-
-    local: only requests to this machine's own names. guarded: only with a password, a token of
-    the store, a one-time address, or through the trusted proxy.
-    """
-
-    local: bool = True
-    guarded: bool = False
-    passwords: Mapping[Role, str] = field(default_factory=dict, repr=False)
-    proxy: TrustedProxy | None = None
-    one_time: bool = False
-    # Made before the server forks: all of its processes know each other's clients.
-    cookie_key: bytes = field(
-        default_factory=partial(secrets.token_bytes, 32), repr=False, compare=False
-    )
-
-
-def choose_access(
-    host: str,
-    *,
-    password: str | None = None,
-    uploader_password: str | None = None,
-    viewer_password: str | None = None,
-    proxy: TrustedProxy | None = None,
-    has_tokens: bool = False,
-    open_to_anyone: bool = False,
-    one_time_login: bool | None = False,
-) -> Access:
-    """The access mode of a server that listens on host. password: of the role admin.
-    one_time_login: None for one if nothing else restricts access and others may log in to this
-    host. Raises UsageError if the server is reachable from other machines and no access control is
-    set, or if two roles have the same password."""
-    if open_to_anyone:
-        return Access(local=False)
-    # Only the same user opens the socket.
-    is_socket = host.startswith("unix:")
-    local = host in LOOPBACK or is_socket
-    given = {
-        Role.ADMIN: password, Role.UPLOADER: uploader_password, Role.VIEWER: viewer_password,
-    }  # fmt: skip
-    passwords = {role: one for role, one in given.items() if one is not None}
-    if len(set(passwords.values())) < len(passwords):
-        raise UsageError("two roles have the same password; choose another one for each role")
-    if one_time_login is None:
-        is_open = local and not is_socket and not passwords and proxy is None
-        one_time_login = is_open and shared_host.has_other_users()
-    if one_time_login:
-        # That no client knows: sessions are bound to it, and so end with the server.
-        passwords.setdefault(Role.ADMIN, secrets.token_urlsafe(32))
-    if passwords or proxy is not None or (has_tokens and not local):
-        return Access(False, True, passwords, proxy, one_time_login)
-    if local:
-        return Access()
-    ways = "--password-file, a token (stepsplit token create) or --trusted-proxy-header"
-    raise UsageError(f"{host} is reachable by others: restrict it with {ways}, or --open-to-anyone")
-
-
-def parse_trusted_proxy(
-    header: str | None,
-    addresses: Sequence[str],
-    role: Role | None = None,
-    role_header: str | None = None,
-    secret: str | None = None,
-) -> TrustedProxy | None:
-    """The trusted proxy from the options; None without them. Raises UsageError."""
-    if role is not None and role_header is not None:
-        raise UsageError("choose --trusted-proxy-role or --trusted-proxy-role-header")
-    if header is None and not addresses and {role, role_header, secret} == {None}:
-        return None
-    if header is None or not addresses:
-        raise UsageError("--trusted-proxy-header and --trusted-proxy must be used together")
-    try:
-        networks = tuple(ip_network(address, strict=False) for address in addresses)
-    except ValueError as error:
-        raise UsageError(f"--trusted-proxy: {error}; write 10.0.0.5 or 10.0.0.0/24") from None
-    if not re.fullmatch(rf"[!-~]{{{_SECRET_LENGTH},}}", secret or ""):
-        raise UsageError(
-            "--trusted-proxy: any account of its host could name a user; put a secret of at least "
-            f"{_SECRET_LENGTH} characters (openssl rand -hex 32) into --trusted-proxy-secret-file, "
-            f"and have the proxy send it as {PROXY_SECRET}"
-        )
-    return TrustedProxy(header, networks, secret or "", role or Role.ADMIN, role_header)
-
+from stepsplit.dashboard.web.http_error import HttpError
+from stepsplit.dashboard.web.options import Access, is_same_secret
+from stepsplit.dashboard.web.uploads import JSON_BYTES
 
 # Every request: where it comes from, who sends it, and which role it needs.
 
@@ -190,14 +49,22 @@ def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence
 
     @server.before_request
     def check_request() -> Response | None:
-        g.address = authenticator.find_client_address()
+        # By which guesses of passwords are counted; behind the proxy, what it says.
+        g.address, proxy = request.remote_addr or "", access.proxy
+        if proxy is not None and proxy.is_sender(request):
+            forwarded = request.headers.get("X-Forwarded-For", g.address)
+            g.address = forwarded.rpartition(",")[2].strip()
         if "\0" in request.path:
             # Names nothing, and PostgreSQL takes no such text.
             raise HttpError(404, "not found")
         # DNS rebinding: a site whose name resolves to 127.0.0.1 still sends its own name as Host.
         if access.local and not _LOCAL_HOST.fullmatch(request.host):
             raise HttpError(403, "this server only accepts requests to localhost")
-        if request.method not in _SAFE_METHODS and _is_of_other_site(request):
+        # Behind a proxy the page may have been served by https, which the request does not show.
+        own_sites = (None, f"{request.scheme}://{request.host}", f"https://{request.host}")
+        fetched = request.headers.get("Sec-Fetch-Site", "same-origin")
+        is_own = request.headers.get("Origin") in own_sites and fetched in ("same-origin", "none")
+        if request.method not in _SAFE_METHODS and not is_own:
             raise HttpError(403, "writes from another site are refused")
         if request.endpoint in _OPEN_ENDPOINTS or request.path in _OPEN_PATHS:
             return None
@@ -206,7 +73,16 @@ def protect(server: Flask, authenticator: Authenticator, script_hashes: Sequence
         except HttpError as error:
             is_page = request.method == "GET" and "text/html" in request.headers.get("Accept", "")
             if error.status == 401 and is_page:
-                return _build_way_to_login(request)
+                # A page that opens the login page: from there the browser also sends the session of
+                # who has followed a link of another site.
+                page = f"{LOGIN_PATH}?next={quote(request.full_path.rstrip('?'), safe='')}"
+                body = (
+                    '<!DOCTYPE html><html lang="en"><title>stepsplit</title>'
+                    f'<meta http-equiv="refresh" content="0; url={page}">'
+                    f'<p><a href="{page}">Log in</a></p></html>'
+                )
+                # Not the Basic scheme, for which a browser would ask in a window of its own.
+                return Response(body, 401, {"WWW-Authenticate": 'Bearer realm="stepsplit"'})
             raise
         needed = find_needed_role(request.endpoint, request.method)
         if user.role < needed:
@@ -231,24 +107,6 @@ def build_content_policy(script_hashes: Sequence[str]) -> str:
         "img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
         "frame-ancestors 'none'"
     )
-
-
-def _is_of_other_site(incoming: Request) -> bool:
-    # Behind a proxy the page may have been served by https, which the request does not show.
-    own = (None, f"{incoming.scheme}://{incoming.host}", f"https://{incoming.host}")
-    fetched = incoming.headers.get("Sec-Fetch-Site", "same-origin")
-    return incoming.headers.get("Origin") not in own or fetched not in ("same-origin", "none")
-
-
-def _build_way_to_login(incoming: Request) -> Response:
-    """A page that opens the login page, from where the browser also sends the session of who has
-    followed a link of another site."""
-    page = f"{LOGIN_PATH}?next={quote(incoming.full_path.rstrip('?'), safe='')}"
-    refresh = f'<meta http-equiv="refresh" content="0; url={page}">'
-    link = f'<a href="{page}">Log in</a>'
-    body = f'<!DOCTYPE html><html lang="en"><title>stepsplit</title>{refresh}<p>{link}</p></html>'
-    # Not the Basic scheme, for which a browser would ask in a window of its own.
-    return Response(body, 401, {"WWW-Authenticate": 'Bearer realm="stepsplit"'})
 
 
 _ADMIN_READS = ("api.list_audit", "api.list_tokens")
@@ -384,7 +242,7 @@ class Authenticator:
                 seconds = int(wait_s) + 1
                 reason = f"too many wrong passwords; wait {seconds} s"
                 raise HttpError(429, reason, {"Retry-After": str(seconds)})
-            matched = [role for role, one in passwords.items() if _is_same(secret, one)]
+            matched = [role for role, one in passwords.items() if is_same_secret(secret, one)]
             if not matched:
                 failures.record((*guessed, *own))
                 record_action(self.store.audit, "login", outcome="wrong password or token")
@@ -401,13 +259,6 @@ class Authenticator:
         if session_id and user is not None and self.store.sessions.end(session_id):
             g.user = user
             record_action(self.store.audit, "logout")
-
-    def find_client_address(self) -> str:
-        """The client address for throttling; behind the proxy, from X-Forwarded-For."""
-        remote, proxy = request.remote_addr or "", self.access.proxy
-        if proxy is None or not proxy.is_sender(request):
-            return remote
-        return request.headers.get("X-Forwarded-For", remote).rpartition(",")[2].strip()
 
 
 def _refuse(reason: str) -> HttpError:

@@ -70,14 +70,17 @@ class Gateway:
             client, environ = _Client(receive, send), build_environ(scope, body)
             try:
                 app: WSGIApplication
-                if count_head_bytes(scope) > HEAD_BYTES:
-                    # uvicorn has a limit too, but not for a head that arrives at once.
+                fields = sum(
+                    len(name) + len(text) + len(": \r\n") for name, text in scope["headers"]
+                )
+                # uvicorn has a limit too, but not for a head that arrives at once.
+                if fields + len(scope["raw_path"]) + len(scope["query_string"]) > HEAD_BYTES:
                     app = _build_refusal(431, f"the head exceeds {HEAD_BYTES} bytes")
                 else:
                     app = await self._receive_body(client, environ, body)
                 pool = self._uploads if environ["REQUEST_METHOD"] in _UPLOADS else self._pages
-                head = await _run(pool, write_answer, app, environ, answer)
-                await client.send_answer(head, answer)
+                start = await _run(pool, write_answer, app, environ, answer)
+                await client.send_answer(start, answer)
             except (CutOffError, TimeoutError):
                 return
 
@@ -148,12 +151,6 @@ def _build_refusal(status: int, reason: str) -> Response:
     return Response(json.dumps({"error": reason}), status, mimetype="application/json")
 
 
-def count_head_bytes(scope: Message) -> int:
-    """About the size of a request's head."""
-    fields = sum(len(name) + len(text) + len(": \r\n") for name, text in scope["headers"])
-    return fields + len(scope["raw_path"]) + len(scope["query_string"])
-
-
 def build_environ(scope: Message, body: Spool) -> Environ:
     """The WSGI environment of a request."""
     server, client = scope.get("server") or ("localhost", 0), scope.get("client") or ("", 0)
@@ -188,21 +185,13 @@ def build_environ(scope: Message, body: Spool) -> Environ:
     return environ
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """Status and headers of an answer."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-
-
-def write_answer(app: WSGIApplication, environ: Environ, file: Spool) -> AnswerHead:
-    """Writes the body of the app's answer to the file."""
+def write_answer(app: WSGIApplication, environ: Environ, file: Spool) -> Message:
+    """Writes the body of the app's answer to the file, and returns the message before it."""
     with Response.from_app(app, environ) as response:
         file.writelines(response.iter_encoded())
     file.seek(0)
     headers = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in response.headers]
-    return AnswerHead(response.status_code, headers)
+    return {"type": "http.response.start", "status": response.status_code, "headers": headers}
 
 
 @dataclass(slots=True)
@@ -226,10 +215,9 @@ class _Client:
         self._moved_bytes += len(piece)
         return piece
 
-    async def send_answer(self, head: AnswerHead, body: Spool) -> None:
+    async def send_answer(self, start: Message, body: Spool) -> None:
         """Sends the answer. Raises TimeoutError."""
         self._moved_bytes, self._waited_s = 0, 0.0
-        start = {"type": "http.response.start", "status": head.status, "headers": head.headers}
         await self._wait(self.send(start))
         while block := body.read(_SEND_BYTES):
             await self._wait(self.send(_build_block(block)))

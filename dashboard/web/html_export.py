@@ -1,8 +1,8 @@
-"""A run as one self-contained HTML page."""
+"""A run as one self-contained HTML page, which needs neither a server nor a database."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
@@ -11,40 +11,15 @@ from typing import Any
 import orjson
 from dash import html
 from dash.development.base_component import Component
-from flask import Blueprint, Response, jsonify
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from stepsplit.analyzer.errors import DataError
 from stepsplit.dashboard.figures.theme import GRAPH_CONFIG, build_bucket_css
-from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
-from stepsplit.dashboard.pages.components import AddressQuery, ChartData, DataTable, View
-from stepsplit.dashboard.pages.compute import build_memory_page
-from stepsplit.dashboard.pages.overview import build_overview
-from stepsplit.dashboard.pages.runs import build_compute_page
-from stepsplit.dashboard.pages.timeline import build_timeline_page, export_json
-from stepsplit.dashboard.web.report_cache import ReportCache
-
-# The route of the HTML export.
-
-
-def build_export_routes(cache: ReportCache) -> Blueprint:
-    """GET report.html of a finished run."""
-    routes = Blueprint("html_export", __name__)
-
-    @routes.get("/api/v1/runs/<run_id>/report.html")
-    def export_run(run_id: str) -> Response:
-        page = export_html(cache.load_finished_run(run_id))
-        name = f"attachment; filename={run_id}.html"
-        headers = {"Content-Disposition": name}
-        return Response(page, mimetype="text/html", headers=headers)
-
-    @routes.errorhandler(DataError)
-    def report_data_error(error: DataError) -> tuple[Response, int]:
-        return jsonify(error=str(error)), 404
-
-    return routes
-
+from stepsplit.dashboard.pages import run_pages
+from stepsplit.dashboard.pages.address import AddressQuery
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.tables import ChartData, DataTable
+from stepsplit.dashboard.pages.timeline import export_json
 
 # The dashboard pages of a run as one HTML file that works offline.
 
@@ -52,9 +27,13 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 
+_NUMPY = orjson.OPT_SERIALIZE_NUMPY
+
 _VOID = ("br", "hr", "img", "input")
 
 _TIMELINE_SCRIPTS = ("paint_timeline.js", "query_timeline.js", "rank_rows.js", "timeline.js")
+
+_CAPITAL = re.compile("[A-Z]")
 
 _NAMES = {"className": "class", "colSpan": "colspan"}
 
@@ -67,6 +46,9 @@ JSON.parse(document.getElementById("figures").textContent).forEach((figure, i) =
 def export_html(view: View) -> str:
     """The self-contained HTML file; sections without data are left out."""
     view = View(view.name, view.report, view.tables)
+    tables, shown = view.tables, None
+    if tables is not None and len(tables.segments.rank):
+        shown = export_json(view.report, tables)
     figures: list[Any] = []
     body = "".join(_render_html(part, figures) for part in _build_chapters(view))
     return "".join(
@@ -81,7 +63,7 @@ def export_html(view: View) -> str:
             "</script></head><body>",
             body,
             _build_json_script("figures", orjson.dumps(figures)),
-            _build_json_script("timeline-data", _export_timeline(view)),
+            _build_json_script("timeline-data", orjson.dumps(shown, option=_NUMPY)),
             "<script>",
             get_plotlyjs(),
             "</script><script>",
@@ -97,18 +79,13 @@ def _build_chapters(view: View) -> Iterator[Component]:
     brand = html.Span("stepsplit", className="brand")
     tagline = html.Span("where every training step went", className="tagline")
     yield html.Header(html.Div([brand, tagline, theme], className="inner"), className="top")
-    chapters = [
-        ("", build_overview(view)),
-        ("", build_timeline_page(view)),
-        ("Pipeline", build_pipeline_page(view, AddressQuery()) if view.report.pipeline else []),
-        ("Communication", build_collectives_page(view, AddressQuery())),
-        ("Compute", build_compute_page(view)),
-        ("Memory", build_memory_page(view) if view.report.memory or view.report.prediction else []),
-    ]
     parts: list[Component] = [html.Div(html.H1(view.name), className="heading")]
-    for title, content in chapters:
-        parts += [html.H2(title, className="chapter")] if title and content else []
-        parts += content
+    for page in run_pages.RUN_PAGES:
+        if page.chapter is not None and page.has_data(view.report):
+            content = page.build(view, AddressQuery())
+            is_titled = page.chapter and content
+            parts += [html.H2(page.chapter, className="chapter")] if is_titled else []
+            parts += content
     yield html.Main(parts)
 
 
@@ -124,49 +101,33 @@ def _render_html(part: Any, figures: list[Any]) -> str:
         return _render_html(part.children, figures)
     if isinstance(part, ChartData):
         return ""
-    kind, props = type(part).__name__, _read_props(part)
+    kind = type(part).__name__
+    props: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
     if kind == "Graph":
         figures.append(orjson.loads(to_json_plotly(props["figure"], engine="orjson")))
         return f'<div class="figure" id="figure-{len(figures) - 1}"></div>'
     tag = kind.lower()
     inner = "" if tag in _VOID else _render_html(props.get("children"), figures) + f"</{tag}>"
-    return f"<{tag}{_format_attributes(props)}>{inner}"
-
-
-def _read_props(part: Component) -> dict[str, Any]:
-    props: dict[str, Any] = part.to_plotly_json()["props"]  # type: ignore[no-untyped-call]
-    return props
-
-
-def _format_attributes(props: dict[str, Any]) -> str:
-    return "".join(
+    attributes = "".join(
         _format_attribute(name, value) for name, value in props.items() if name != "children"
     )
+    return f"<{tag}{attributes}>{inner}"
 
 
 def _format_attribute(name: str, value: Any) -> str:
     if value is None or value is False or value == "":
         return ""
     if name == "style":
-        rules = (f"{_convert_to_kebab_case(key)}:{setting}" for key, setting in value.items())
+        # As Dash's names: borderTopColor is border-top-color.
+        names = {key: _CAPITAL.sub(lambda found: f"-{found[0].lower()}", key) for key in value}
+        rules = (f"{names[key]}:{setting}" for key, setting in value.items())
         return f' style="{escape(";".join(rules))}"' if value else ""
     assigned = "" if value is True else f'="{escape(str(value))}"'
     return f" {_NAMES.get(name, name)}{assigned}"
 
 
-def _convert_to_kebab_case(name: str) -> str:
-    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name)
-
-
 def _read_asset(name: str) -> str:
     return (files("stepsplit.dashboard.web") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _export_timeline(view: View) -> bytes:
-    if view.tables is None or not len(view.tables.segments.rank):
-        return json.dumps(None).encode()
-    shown = export_json(view.report, view.tables)
-    return orjson.dumps(shown, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _build_json_script(name: str, content: bytes) -> str:

@@ -82,34 +82,35 @@ class HttpConnection(H11Protocol):
 @contextmanager
 def open_listener(host: str, port: int) -> Iterator[socket.socket]:
     """A listening socket. host: an address of this machine, or unix:PATH. Raises UsageError."""
+    path = Path(host.removeprefix(UNIX)).absolute() if host.startswith(UNIX) else None
     try:
-        listener = _listen_on_path(host) if host.startswith(UNIX) else _listen_on_port(host, port)
+        if path is None:
+            both = ":" in host and socket.has_dualstack_ipv6()
+            listener = socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=_BACKLOG, dualstack_ipv6=both,
+            )  # fmt: skip
+            # Its connections inherit this: one whose client reads nothing ends with all that waits
+            # for it.
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                stall_ms = int(STALL_S * 1_000)
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        else:
+            listener = _listen_on_path(path)
     except OSError as error:
-        where = host if host.startswith(UNIX) else f"{host}:{port}"
+        where = f"{host}:{port}" if path is None else host
         hint = "choose another --host or --port"
         raise UsageError(f"cannot listen on {where} ({error.strerror}); {hint}") from None
     with listener:
         try:
             yield listener
         finally:
-            if host.startswith(UNIX):
-                Path(host.removeprefix(UNIX)).unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
-def _listen_on_port(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = ":" in host and socket.has_dualstack_ipv6()
-    listener = socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
-    )
-    # Its connections inherit this: one whose client reads nothing ends with all that waits for it.
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1_000))
-    return listener
-
-
-def _listen_on_path(host: str) -> socket.socket:
-    path = Path(host.removeprefix(UNIX)).absolute()
+def _listen_on_path(path: Path) -> socket.socket:
+    """A Unix domain socket for its owner only."""
     folder = path.parent.stat()
     if folder.st_uid != os.geteuid() or folder.st_mode & 0o022:
         # They could put a socket of theirs in its place.

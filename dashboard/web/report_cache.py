@@ -14,7 +14,7 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
 from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.timeline import TimelineView
-from stepsplit.dashboard.store.runs import RunRow
+from stepsplit.dashboard.store.run_row import RunRow
 from stepsplit.dashboard.store.store import Store
 
 _CACHED_RUNS = 8
@@ -40,7 +40,11 @@ class LruCache(Generic[_Value]):
 
     def get(self, key: object, make: Callable[[], _Value]) -> _Value:
         """The cached value of the key, computed by `make` if missing; exceptions are not cached."""
-        slot = self._find_slot(key)
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            while len(self._slots) > self._most:
+                self._slots.popitem(last=False)
         with slot.lock:
             if not slot.made:
                 slot.made.append(make())
@@ -51,14 +55,6 @@ class LruCache(Generic[_Value]):
         with self._lock:
             slot = self._slots.get(key)
             return slot.made[0] if slot is not None and slot.made else None
-
-    def _find_slot(self, key: object) -> _Slot[_Value]:
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            self._slots.move_to_end(key)
-            while len(self._slots) > self._most:
-                self._slots.popitem(last=False)
-            return slot
 
 
 class ReportCache:

@@ -18,18 +18,13 @@ from types import FrameType
 
 from flask import Flask
 
-from stepsplit.dashboard.store.ingest import (
-    Workers,
-    choose_memory_bytes,
-    end_with_parent,
-    set_up_logs,
-)
+from stepsplit.dashboard.store.logs import set_up_logs
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.worker import Workers, choose_memory_bytes, end_with_parent
 from stepsplit.dashboard.web.alerting import AlertWorker
-from stepsplit.dashboard.web.auth import choose_access
 from stepsplit.dashboard.web.gateway import Gateway
 from stepsplit.dashboard.web.http_server import answer_requests, format_url, open_listener
-from stepsplit.dashboard.web.options import Ready, ServeOptions
+from stepsplit.dashboard.web.options import Ready, ServeOptions, choose_access
 
 PROCESSES = 2
 """That answer requests."""
@@ -59,7 +54,10 @@ def serve(
         url = format_url(host, listener)
         set_up_logs(options.log_format)
         store.sweep()
-        workers = Workers(store, options.workers, build_worker_arguments(options))
+        memory_gib = (options.memory_bytes or choose_memory_bytes(options.workers)) / 2**30
+        limits = ("--limit", f"{options.limit_s / 60:g}", "--memory", f"{memory_gib:g}")
+        arguments = ("--log-format", options.log_format, *limits)
+        workers = Workers(store, options.workers, arguments)
         # Server processes share their request counters in this folder.
         folder = stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -68,13 +66,6 @@ def serve(
         alerts = AlertWorker(store, options.alert_target, options.public_url or url)
         status = run_until_stopped(server.run, workers, alerts)
     raise SystemExit(status)
-
-
-def build_worker_arguments(options: ServeOptions) -> tuple[str, ...]:
-    """The arguments of the server's workers."""
-    memory_gib = (options.memory_bytes or choose_memory_bytes(options.workers)) / 2**30
-    limits = ("--limit", f"{options.limit_s / 60:g}", "--memory", f"{memory_gib:g}")
-    return ("--log-format", options.log_format, *limits)
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:

@@ -6,18 +6,15 @@ import base64
 import binascii
 import fcntl
 import hashlib
-import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from flask import Response, jsonify
-from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.datastructures import Headers
 from werkzeug.exceptions import ClientDisconnected
 
@@ -25,10 +22,12 @@ from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.ids import find_below, is_relative_path
 from stepsplit.dashboard.store.store import FileRow, Store
+from stepsplit.dashboard.web.http_error import HttpError
 
 # Upload limits.
 
 JSON_BYTES = 1 << 16
+"""Largest body of a request that is not a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,12 @@ def _receive_body(
 
     Raises HttpError if it breaks a limit or is not what was sent.
     """
-    quota = _compute_quota(upload, stored, part)
+    # A file counts until it is replaced, and so do all drafts.
+    limits = upload.limits
+    of_run = limits.run_bytes - upload.store.files.sum_size(upload.run_id).bytes
+    of_file = limits.file_bytes - (0 if part.whole else stored.received_bytes)
+    drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
+    quota = Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
     quota.check_disk(part.length or 0)
     received = append_body(part, file, quota)
     # A part with a digest must be complete; concurrent uploads may exceed the limit together.
@@ -309,15 +313,6 @@ def _receive_body(
     if upload.store.files.sum_size(upload.run_id).bytes + received.bytes > most:
         raise HttpError(413, f"the run exceeds the limit of this server ({most} bytes)")
     return received
-
-
-def _compute_quota(upload: _FileUpload, stored: FileRow, part: UploadPart) -> Quota:
-    """What the body may have: a file counts until it is replaced, and so do all drafts."""
-    limits = upload.limits
-    of_run = limits.run_bytes - upload.store.files.sum_size(upload.run_id).bytes
-    of_file = limits.file_bytes - (0 if part.whole else stored.received_bytes)
-    drafts = sum(draft.stat().st_size for draft in (upload.folder / _DRAFTS_NAME).iterdir())
-    return Quota(min(of_file, of_run - drafts), upload.folder, limits.spare_bytes)
 
 
 def _remove_file(upload: _FileUpload) -> None:
@@ -464,32 +459,3 @@ def _parse_digest(headers: Headers) -> bytes | None:
     if len(digest) != 32:
         raise HttpError(400, "Content-Digest is not a valid SHA-256 digest (RFC 9530)")
     return digest
-
-
-# Errors of requests.
-
-_LOG = logging.getLogger("stepsplit.requests")
-
-
-class HttpError(Exception):
-    """A refused request: HTTP status, message, and extra response headers."""
-
-    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
-        self.status, self.headers = status, dict(headers or {})
-        super().__init__(message)
-
-
-def build_error_response(error: HttpError) -> Response:
-    """The error as JSON response."""
-    response = jsonify(error=str(error))
-    response.status_code = error.status
-    response.headers.update(error.headers)
-    return response
-
-
-def handle_database_error(error: SQLAlchemyError) -> Response:
-    """The response if the database is unavailable."""
-    _LOG.error("the database is unavailable: %s", str(error).splitlines()[0])
-    return build_error_response(
-        HttpError(503, "the database is unavailable; try again", {"Retry-After": "5"})
-    )

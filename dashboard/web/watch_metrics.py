@@ -23,7 +23,6 @@ from stepsplit.dashboard.sinks.scalars import (
     METRICS,
     OVERHEAD,
     Scalar,
-    SinkMetric,
     build_exposed_scalars,
     build_late_scalars,
     build_split_scalars,
@@ -49,19 +48,17 @@ class WatchCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the watched runs."""
-        families = {metric.prometheus: _build_family(metric) for metric in METRICS}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for metric in METRICS:
+            labels = ["run", metric.label] if metric.label else ["run"]
+            kind = CounterMetricFamily if metric is DROPPED else GaugeMetricFamily
+            families[metric.prometheus] = kind(metric.prometheus, metric.text, labels=labels)
         since_ns = self._now_ns() - HOUR_S * _SECOND_NS
         for run in self._watches.list_watches(since_ns)[:MOST_RUNS]:
             for one in read_run_scalars(self._watches, run):
-                labels = [run.name, one.key] if one.metric.label else [run.name]
-                families[one.metric.prometheus].add_metric(labels, one.value)
+                values = [run.name, one.key] if one.metric.label else [run.name]
+                families[one.metric.prometheus].add_metric(values, one.value)
         yield from families.values()
-
-
-def _build_family(metric: SinkMetric) -> GaugeMetricFamily | CounterMetricFamily:
-    labels = ["run", metric.label] if metric.label else ["run"]
-    kind = CounterMetricFamily if metric is DROPPED else GaugeMetricFamily
-    return kind(metric.prometheus, metric.text, labels=labels)
 
 
 def read_run_scalars(watches: WatchStore, run: WatchedRun) -> tuple[Scalar, ...]:

@@ -23,7 +23,7 @@ from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchStore
 from stepsplit.dashboard.web.alerting import check_runs
-from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.options import Access
 from stepsplit.dashboard.web.server import create_server
 
 NOON_NS = 1_790_078_400 * SECOND_NS

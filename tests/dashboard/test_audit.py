@@ -28,7 +28,8 @@ from stepsplit.dashboard.store.audit import (
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import FREE_FAILURES, choose_access, list_guessed
+from stepsplit.dashboard.web.auth import FREE_FAILURES, list_guessed
+from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from support.cases import for_each
 
-from stepsplit.dashboard.pages.history import MAX_RUNS, LevelChange, find_level_changes
+from stepsplit.dashboard.pages.level_changes import MAX_RUNS, LevelChange, find_level_changes
 
 QUIET = (100.0, 101, 99, 100, 102, 98, 100, 101)
 SEED, SDS = 20, (0.02, 0.05, 0.10)

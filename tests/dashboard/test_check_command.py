@@ -21,9 +21,9 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.verdict import build_verdict_screen
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.options import Access
 from stepsplit.dashboard.web.server import create_server
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -274,9 +274,9 @@ def test_imports_stay_light(module: str, absent: list[str]) -> None:
 
 def test_the_list_of_commands_shows_the_first_line_of_each_help() -> None:
     context = click.Context(cli.stepsplit)
-    for verb, (_, line) in cli.COMMANDS.items():
+    for verb, entry in cli.COMMANDS.items():
         command = cli.stepsplit.get_command(context, verb)
-        assert command is not None and command.get_short_help_str(200) == line, verb
+        assert command is not None and command.get_short_help_str(200) == entry.summary, verb
 
 
 IDLE = CpuTrace().step(0, 0, 100).step(1, 100, 200).op("aten::mm", 300, 360)

@@ -29,9 +29,9 @@ TRACE = "rank0_trace.json.gz"
 _WORKER = """
 import json, os, signal, sys, tempfile, time
 from support.store_builders import known_analysis
-from stepsplit.dashboard.store.ingest import set_up_logs
+from stepsplit.dashboard.store.logs import set_up_logs
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
+from stepsplit.dashboard.store.worker import WorkerOptions, run_worker
 options = json.loads(sys.argv[3])
 def analyze(folder, progress):
     print("begun", flush=True)

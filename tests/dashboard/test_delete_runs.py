@@ -12,11 +12,12 @@ from support.report_builders import analysis
 from support.store_builders import claimed, known_analysis, queued, uploaded
 
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.pages.components import View, parse_address
-from stepsplit.dashboard.pages.runs import build_run_page, build_waiting_page
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.run_pages import build_run_page, build_waiting_page
+from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import choose_access
+from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 

@@ -21,15 +21,15 @@ from support.store_builders import ask_page, claimed, found, known_analysis, que
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.dashboard import cli
+from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.compare import build_run_pickers, select_runs
-from stepsplit.dashboard.pages.components import AddressQuery
 from stepsplit.dashboard.pages.run_actions import RunRights, build_run_actions, build_run_labels
 from stepsplit.dashboard.pages.runs import build_runs_page
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload import choose_run_name
-from stepsplit.dashboard.web.auth import choose_access
+from stepsplit.dashboard.web.options import choose_access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 

@@ -19,19 +19,15 @@ from stepsplit.analyzer.regression.compare import build_side, compare_reports
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_milliseconds, format_percent
 from stepsplit.dashboard.figures.communication import MAX_JOBS, compute_typical_range
+from stepsplit.dashboard.pages.address import AddressQuery
 from stepsplit.dashboard.pages.compare import MAX_COMPARED, build_comparison_of_many
-from stepsplit.dashboard.pages.components import (
-    AddressQuery,
-    JobRun,
-    View,
-    label_jobs,
-    parse_address,
-)
+from stepsplit.dashboard.pages.components import JobRun, View, label_jobs
 from stepsplit.dashboard.pages.history import build_history_page
 from stepsplit.dashboard.pages.runs import GROUP_ROWS, MAX_GROUPS, build_runs_page, filter_runs
+from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.metrics import JobFingerprint, MetricPoint
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import PageBuilder
+from stepsplit.dashboard.web.page_builder import PageBuilder
 from stepsplit.dashboard.web.report_cache import ReportCache
 
 GPT = [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 1.2, 1.21, 1.19, 1.22, 1.2, 1.21]

@@ -21,8 +21,8 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.report import NO_MODEL
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.store.artifacts import find_job_file, list_unused_files
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
+from stepsplit.dashboard.store.job_files import find_job_file, list_unused_files
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits

@@ -23,10 +23,10 @@ from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.report import AxisSize, Host, JobTables, Report
 from stepsplit.analyzer.split.bandwidth import StepCallsRow
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.store.ingest import WorkerOptions, run_worker
 from stepsplit.dashboard.store.metrics import compute_job_fingerprint
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
+from stepsplit.dashboard.store.worker import WorkerOptions, run_worker
 from stepsplit.dashboard.web.server import create_server
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
@@ -202,7 +202,7 @@ def test_a_worker_fills_in_the_jobs_of_earlier_runs(
     (store.find_folder(ids[1]) / "report.json").write_text("{")
     assert {run.job for run in store.list_runs()} == {None}
 
-    monkeypatch.setattr("stepsplit.dashboard.store.ingest.time.sleep", stop_when_idle)
+    monkeypatch.setattr("stepsplit.dashboard.store.worker.time.sleep", stop_when_idle)
     with pytest.raises(StopIteration):
         run_worker(store, WorkerOptions("w"))
 

@@ -16,7 +16,8 @@ from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.logins import IDLE_S, Role, Sessions
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web import shared_host
-from stepsplit.dashboard.web.auth import Access, choose_access, find_first_place
+from stepsplit.dashboard.web.auth import find_first_place
+from stepsplit.dashboard.web.options import Access, choose_access
 from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "127.0.0.1:8050"}

@@ -25,30 +25,20 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.analyzer.report.step_rows import StepRow
+from stepsplit.dashboard.pages.address import Address, AddressQuery, build_page_url, format_query
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.compare import compare_page
-from stepsplit.dashboard.pages.components import (
-    Address,
-    AddressQuery,
-    DataTable,
-    View,
-    build_page_url,
-    format_query,
-    parse_address,
-)
+from stepsplit.dashboard.pages.components import View
 from stepsplit.dashboard.pages.compute import build_memory_page
 from stepsplit.dashboard.pages.history import build_history_page
 from stepsplit.dashboard.pages.model import build_model_page
 from stepsplit.dashboard.pages.overview import build_overview
-from stepsplit.dashboard.pages.runs import (
-    build_run_page,
-    build_runs_page,
-    build_waiting_page,
-    filter_runs,
-    sort_runs,
-)
+from stepsplit.dashboard.pages.run_pages import build_run_page, build_waiting_page
+from stepsplit.dashboard.pages.runs import build_runs_page, filter_runs, sort_runs
+from stepsplit.dashboard.pages.store_pages import parse_address
+from stepsplit.dashboard.pages.tables import DataTable
 from stepsplit.dashboard.store.metrics import CheckRow, MetricPoint, build_headline
-from stepsplit.dashboard.store.runs import RunRow, State, Tag
+from stepsplit.dashboard.store.run_row import RunRow, State, Tag
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 RUN = "abcdef012345"

@@ -24,9 +24,10 @@ from stepsplit.analyzer.model.prediction_process import (
     predict_in_process,
 )
 from stepsplit.analyzer.report.report import Report
-from stepsplit.dashboard.pages.components import parse_address
+from stepsplit.dashboard.pages.page import PageContent
+from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import PageBuilder, PageContent
+from stepsplit.dashboard.web.page_builder import PageBuilder
 from stepsplit.dashboard.web.report_cache import ReportCache
 
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "tp2_pp2"

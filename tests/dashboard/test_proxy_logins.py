@@ -13,7 +13,7 @@ from support.dashboard_processes import open_store, running_dashboard
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import PROXY_SECRET, choose_access, parse_trusted_proxy
+from stepsplit.dashboard.web.options import PROXY_SECRET, choose_access, parse_trusted_proxy
 from stepsplit.dashboard.web.server import create_server
 
 SECRET = "0123456789abcdef0123456789abcdef"

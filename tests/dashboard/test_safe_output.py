@@ -34,7 +34,7 @@ from stepsplit.collectors import guard
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.commands import doctor
 from stepsplit.dashboard.reporters.console import SafeConsole, Text
-from stepsplit.dashboard.store.ingest import LogFormat, set_up_logs
+from stepsplit.dashboard.store.logs import LogFormat, set_up_logs
 from stepsplit.dashboard.store.store import Store
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

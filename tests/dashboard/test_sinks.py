@@ -21,10 +21,10 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns
 from stepsplit.analyzer.watch.records import WatchBatch
-from stepsplit.collectors.record.log_to import EXAMPLES, STEP, SinkName, parse_sinks
+from stepsplit.collectors.record.log_to import SINK_KINDS, STEP, SinkName, parse_sinks
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.sinks.kinds import MOST_METRICS
 from stepsplit.dashboard.sinks.log_to import open_sink
+from stepsplit.dashboard.sinks.mlflow import MOST_METRICS
 from stepsplit.dashboard.sinks.scalars import (
     EXPOSED,
     METRICS,
@@ -419,7 +419,7 @@ def test_numbers_that_wandb_loses_at_the_end_are_an_error(
 @pytest.mark.parametrize(
     ("sink", "words"),
     [
-        ("influx:http://x", ["influx", *EXAMPLES.values()]),
+        ("influx:http://x", ["influx", *(kind.usage for kind in SINK_KINDS.values())]),
         ("tensorboard", ["tensorboard:DIR"]),
         ("json", ["json:FILE"]),
         ("otlp", ["OTEL_EXPORTER_OTLP_ENDPOINT"]),

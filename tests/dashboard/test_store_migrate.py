@@ -1,4 +1,4 @@
-"""A store of any version is migrated by the process that opens it first."""
+"""A store of any release is migrated by the process that opens it first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import Engine, make_url
-from support.store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard.store import database
-from stepsplit.dashboard.store.database import METADATA, VERSION
-from stepsplit.dashboard.store.ingest import process_job
+from stepsplit.dashboard.store.database import VERSION
+from stepsplit.dashboard.store.schema import METADATA
 from stepsplit.dashboard.store.store import Store
 
 _ADD = """
@@ -27,15 +26,6 @@ store = Store.open(sys.argv[1], sys.argv[2])
 print(store.add("run"))
 store.close()
 """
-_OF_0001 = """
-CREATE TABLE runs (
-  id VARCHAR(32) NOT NULL PRIMARY KEY, name VARCHAR(200) NOT NULL,
-  created_unix_ns BIGINT NOT NULL, state VARCHAR(16) NOT NULL, error TEXT, world_size INTEGER,
-  mesh VARCHAR(200), backend VARCHAR(100), step_ns BIGINT, compute_ns BIGINT,
-  collective_ns BIGINT, p2p_ns BIGINT, skew_ns BIGINT, bubble_ns BIGINT, copy_ns BIGINT,
-  idle_ns BIGINT, compute_share FLOAT, collective_share FLOAT, p2p_share FLOAT, skew_share FLOAT,
-  bubble_share FLOAT, copy_share FLOAT, idle_share FLOAT, steps INTEGER, warnings INTEGER
-)"""
 
 
 def test_the_migrations_make_exactly_todays_tables(database_url: str, tmp_path: Path) -> None:
@@ -50,26 +40,28 @@ def test_the_newest_migration_is_the_one_that_is_opened() -> None:
     assert scripts.get_heads() == [VERSION]
 
 
-def test_a_store_from_before_migrations_keeps_its_runs(database_url: str, tmp_path: Path) -> None:
-    """As create_all made it, with a run in every state."""
-    states = ("done", "failed", "queued", "running", "uploading")
-    _make_old(database_url, tmp_path, states)
+@pytest.mark.parametrize("version", [None, "0002", "0003"])
+def test_a_store_from_before_the_first_release_is_left_alone(
+    version: str | None, database_url: str, tmp_path: Path
+) -> None:
+    if database_url.startswith("sqlite"):
+        Path(str(make_url(database_url).database)).parent.mkdir()
+    engine = _engine(database_url)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE runs (id VARCHAR(32) NOT NULL PRIMARY KEY)"))
+        if version is not None:
+            connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32))"))
+            connection.execute(text(f"INSERT INTO alembic_version VALUES ('{version}')"))
+    engine.dispose()
 
-    store = Store.open(database_url, tmp_path / "artifacts")
+    with pytest.raises(UsageError) as raised:
+        Store.open(database_url, tmp_path / "artifacts")
 
-    assert _differences(database_url) == []
-    torn = "the server stopped during the upload; upload it again"
-    assert {run.name: (run.state, run.error) for run in store.list_runs()} == {
-        "done": ("done", None),
-        "failed": ("failed", None),
-        "queued": ("queued", None),
-        "running": ("queued", None),
-        "uploading": ("failed", torn),
-    }
-    job = claimed(store)
-    assert process_job(store, job, known_analysis) == "done"
-    assert state(store, job.run_id) == ("done", None)
-    store.close()
+    place = engine.url.render_as_string(hide_password=True)
+    assert str(raised.value) == (
+        f"{place}: a store from before stepsplit 0.1.0 (schema {version or '0001'}); open it once"
+        " with stepsplit 0.1.0, or choose another --store"
+    )
 
 
 def test_a_store_of_a_newer_stepsplit_is_left_alone(database_url: str, tmp_path: Path) -> None:
@@ -91,22 +83,6 @@ def test_processes_that_open_one_store_at_once_agree(database_url: str, tmp_path
     store = Store.open(database_url, tmp_path / "artifacts")
     assert sorted(run.id for run in store.list_runs()) == sorted(made)
     store.close()
-
-
-def _make_old(url: str, folder: Path, states: tuple[str, ...]) -> None:
-    if url.startswith("sqlite"):
-        Path(str(make_url(url).database)).parent.mkdir()
-    engine = _engine(url)
-    with engine.begin() as connection:
-        connection.execute(text(_OF_0001))
-        connection.execute(text("CREATE INDEX ix_runs_created_unix_ns ON runs (created_unix_ns)"))
-        for number, name in enumerate(states):
-            run_id = f"{number:012x}"
-            (folder / "artifacts" / run_id / "input").mkdir(parents=True)
-            values = f"'{run_id}', '{name}', {number}, '{name}', 4, 1, 0"
-            columns = "id, name, created_unix_ns, state, world_size, steps, warnings"
-            connection.execute(text(f"INSERT INTO runs ({columns}) VALUES ({values})"))
-    engine.dispose()
 
 
 def _differences(url: str) -> list[object]:

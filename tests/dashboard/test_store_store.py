@@ -16,9 +16,9 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import StepsplitError, UsageError
 from stepsplit.analyzer.report.report import MemoryRow
 from stepsplit.dashboard.store import database, runs
-from stepsplit.dashboard.store.database import VERDICTS
 from stepsplit.dashboard.store.metrics import METRIC_NAMES, CheckRow, RankRow
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
+from stepsplit.dashboard.store.schema import DELETED, VERDICTS
 from stepsplit.dashboard.store.store import FileRow, Store, StoredSize
 
 MS = 1_000_000
@@ -215,14 +215,14 @@ def test_writers_of_one_process_wait_their_turn(
 
     def write(number: int) -> None:
         with opened.begin_write() as connection:
-            connection.execute(insert(database.DELETED).values(run_id=f"{number:012x}"))
+            connection.execute(insert(DELETED).values(run_id=f"{number:012x}"))
             time.sleep(0.05)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
 
     with opened.begin_read() as connection:
-        assert len(connection.execute(select(database.DELETED)).all()) == 8
+        assert len(connection.execute(select(DELETED)).all()) == 8
     opened.close()
 
 

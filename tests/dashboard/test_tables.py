@@ -15,12 +15,12 @@ from support.report_builders import MS, analysis
 
 from stepsplit.analyzer.report.report import BlameRow
 from stepsplit.dashboard.figures.theme import BUCKET_STYLES, build_bucket_css
-from stepsplit.dashboard.pages.components import (
+from stepsplit.dashboard.pages.components import View
+from stepsplit.dashboard.pages.tables import (
     MAX_ROWS,
     Cell,
     DataTable,
     SortHead,
-    View,
     build_rate_cell,
     build_size_cell,
     build_table,

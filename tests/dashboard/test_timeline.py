@@ -13,11 +13,9 @@ from support.report_builders import analysis
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Waits
+from stepsplit.dashboard.pages.rank_groups import RankGrouping, list_groupings
 from stepsplit.dashboard.pages.timeline import (
-    DrawnShapes,
     RangeSplit,
-    RankGrouping,
-    TimelineTrack,
     TimelineView,
     WindowDetail,
     build_band,
@@ -27,9 +25,9 @@ from stepsplit.dashboard.pages.timeline import (
     build_window_json,
     export_json,
     find_slots,
-    list_groupings,
     measure_range,
 )
+from stepsplit.dashboard.pages.timeline_track import DrawnShapes, TimelineTrack
 
 COMPUTE, COLLECTIVE, SKEW, IDLE = (
     BUCKETS.index(name) for name in ("compute", "collective", "skew", "idle")

@@ -16,10 +16,10 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.dashboard import cli, upload
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.logins import Role
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.upload import Connection, FileToSend
-from stepsplit.dashboard.web.auth import Access
+from stepsplit.dashboard.web.options import Access
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 
@@ -30,7 +30,7 @@ SAMPLE = Path(__file__).parents[2] / "sample_traces" / "pp2_m2"
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PART_BYTES", 1000)
     monkeypatch.setattr(upload, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("stepsplit.dashboard.commands.server.ASK_EVERY_S", 0.05)
+    monkeypatch.setattr("stepsplit.dashboard.commands.upload.ASK_EVERY_S", 0.05)
 
 
 @pytest.fixture

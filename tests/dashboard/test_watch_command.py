@@ -35,7 +35,8 @@ from stepsplit.dashboard.web.serve import find_free_port
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.in_turn(
-        "analyzer/watch", "collectors", "dashboard/commands/watch.py", "dashboard/store/watch.py",
+        "analyzer/watch", "collectors", "dashboard/commands/watch.py",
+        "dashboard/store/watch_batches.py",
         "dashboard/watch_process.py",
     ),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun
 from stepsplit.dashboard.watch_process import send_rest
-from stepsplit.dashboard.web.auth import PROXY_SECRET, Access, TrustedProxy, choose_access
+from stepsplit.dashboard.web.options import PROXY_SECRET, Access, TrustedProxy, choose_access
 from stepsplit.dashboard.web.server import create_server
 
 WATCH = "/api/v1/watch"

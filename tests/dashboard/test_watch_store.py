@@ -16,7 +16,7 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.dashboard.store.database import open_database
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.store.watch import WatchedRun, WatchRange, WatchStore
 from stepsplit.dashboard.store.watch_slots import (

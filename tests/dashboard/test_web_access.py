@@ -19,12 +19,10 @@ from stepsplit.dashboard.web.auth import (
     FREE_FAILURES,
     FREE_FAILURES_OF_ACCOUNT,
     MAX_WAIT_S,
-    Access,
     Authenticator,
-    choose_access,
     list_guessed,
-    parse_trusted_proxy,
 )
+from stepsplit.dashboard.web.options import Access, choose_access, parse_trusted_proxy
 from stepsplit.dashboard.web.serve import find_free_port, serve
 from stepsplit.dashboard.web.server import create_server
 

@@ -11,12 +11,12 @@ from support.report_builders import analysis
 from support.store_builders import claimed, known_analysis, state
 
 from stepsplit.analyzer.report.io import from_json, read_report
-from stepsplit.dashboard.pages.components import parse_address
+from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import PageBuilder
 from stepsplit.dashboard.web.auth import build_content_policy
+from stepsplit.dashboard.web.page_builder import PageBuilder
 from stepsplit.dashboard.web.report_cache import ReportCache
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
@@ -76,8 +76,8 @@ def test_a_page_that_fails_says_so(
     def fail(*_: object) -> None:
         raise KeyError("odd")
 
-    monkeypatch.setattr("stepsplit.dashboard.web.app.build_run_page", fail)
-    monkeypatch.setattr("stepsplit.dashboard.web.app.compare_page", fail)
+    monkeypatch.setattr("stepsplit.dashboard.web.page_builder.build_run_page", fail)
+    monkeypatch.setattr("stepsplit.dashboard.pages.compare.compare_page", fail)
     run_id = store.import_report("odd", analysis().report, analysis().tables)
     pages = PageBuilder(store, ReportCache(store))
     both = f"?baseline={run_id}&candidate={run_id}"

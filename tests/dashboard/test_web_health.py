@@ -15,7 +15,7 @@ from support.report_builders import analysis
 from support.store_builders import queued
 from werkzeug.test import TestResponse
 
-from stepsplit.dashboard.store.ingest import JsonFormatter
+from stepsplit.dashboard.store.logs import JsonFormatter
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 

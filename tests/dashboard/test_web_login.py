@@ -13,13 +13,8 @@ from stepsplit.dashboard.store import logins
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.logins import IDLE_S, LIFETIME_S, Role, Sessions, Tokens
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import (
-    FREE_FAILURES,
-    Access,
-    choose_access,
-    list_guessed,
-    parse_next,
-)
+from stepsplit.dashboard.web.auth import FREE_FAILURES, list_guessed, parse_next
+from stepsplit.dashboard.web.options import Access, choose_access
 from stepsplit.dashboard.web.server import create_server
 
 PASSWORD = "correct horse"

@@ -19,16 +19,13 @@ from support.watch_builders import batch, event, minutes_ago
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.watch.records import encode_batch
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.store.database import METADATA, open_database
+from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.logins import ROLES, Role, Tokens
+from stepsplit.dashboard.store.schema import METADATA
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import (
-    Access,
-    choose_access,
-    find_needed_role,
-    parse_trusted_proxy,
-)
+from stepsplit.dashboard.web.auth import find_needed_role
+from stepsplit.dashboard.web.options import Access, choose_access, parse_trusted_proxy
 from stepsplit.dashboard.web.server import create_server
 from stepsplit.dashboard.web.uploads import Limits
 

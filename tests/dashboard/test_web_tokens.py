@@ -13,7 +13,7 @@ from support.store_builders import uploaded
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.logins import Role
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.auth import Access, choose_access
+from stepsplit.dashboard.web.options import Access, choose_access
 from stepsplit.dashboard.web.server import create_server
 
 HOST = {"Host": "traces.example"}

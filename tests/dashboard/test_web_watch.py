@@ -23,7 +23,7 @@ from support.watch_builders import (
 )
 
 from stepsplit.analyzer.watch.records import WatchBatch, encode_batch
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from stepsplit.dashboard.web.server import create_server
 

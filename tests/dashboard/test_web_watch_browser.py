@@ -12,7 +12,7 @@ from support.browser_builders import running_server
 from support.turns import PAGES
 from support.watch_builders import MS, STORY, batch, list_story, minutes_ago, window
 
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]

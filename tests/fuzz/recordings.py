@@ -29,10 +29,12 @@ from stepsplit.analyzer.analysis import examine
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.report.io import save
 from stepsplit.dashboard.cli import stepsplit
-from stepsplit.dashboard.pages.components import RUN_PAGES, build_page_url, parse_address
+from stepsplit.dashboard.pages.address import build_page_url
+from stepsplit.dashboard.pages.run_pages import RUN_PAGES
+from stepsplit.dashboard.pages.store_pages import parse_address
 from stepsplit.dashboard.store.ingest import analyze_upload, process_job
 from stepsplit.dashboard.store.store import Store
-from stepsplit.dashboard.web.app import PageBuilder
+from stepsplit.dashboard.web.page_builder import PageBuilder
 from stepsplit.dashboard.web.report_cache import ReportCache
 from stepsplit.dashboard.web.server import create_server
 
@@ -119,7 +121,8 @@ class Fuzzer:
         return run_state
 
     def _open_pages(self, random: Random, run_id: str) -> None:
-        urls = [(build_page_url(run_id, name), "") for name in RUN_PAGES]
+        keys = ["", *(page.key for page in RUN_PAGES[1:])]
+        urls = [(build_page_url(run_id, key), "") for key in keys]
         both = f"?baseline={run_id}&candidate={run_id}"
         for path, query in [*urls, ("/", ""), ("/compare", both), ("/history", "")]:
             content = str(self._pages.build_content(parse_address(path, query)).children)

@@ -20,7 +20,7 @@ from stepsplit.analyzer.regression.checks import parse_budgets
 from stepsplit.analyzer.regression.judge import check_candidate as check
 from stepsplit.analyzer.regression.metrics import extract_metrics
 from stepsplit.dashboard.reporters.verdict import format_headline
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,9 @@ import pytest
 from support.cases import for_each
 from support.work_builders import LITE, TINY, gpt, job, llama, published
 
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.model.comm_ops import CommOp
-from stepsplit.analyzer.model.comm_volume import Bucket, list_comm_ops, split_buckets
+from stepsplit.analyzer.model.comm_volume import list_comm_ops, split_buckets
 from stepsplit.analyzer.model.config import Experts, JobConfig, ModelConfig, ParallelConfig
 
 M = CommOp

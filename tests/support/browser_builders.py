@@ -36,7 +36,8 @@ serve(store, port=find_free_port(), ready=ready, options=ServeOptions(Access(), 
 """
 _WORKER = """
 from support.store_builders import known_analysis
-from stepsplit.dashboard.store.ingest import WorkerOptions, analyze_upload, run_worker
+from stepsplit.dashboard.store.ingest import analyze_upload
+from stepsplit.dashboard.store.worker import WorkerOptions, run_worker
 run_worker(store, WorkerOptions("known", poll_s=0.1), {analyze})
 """
 

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 from stepsplit.analyzer.report.io import read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.dashboard.store.metrics import compute_job_fingerprint
-from stepsplit.dashboard.store.runs import Tag
+from stepsplit.dashboard.store.run_row import Tag
 from stepsplit.dashboard.store.store import Store
 from support.report_builders import analysis, paced
 

@@ -13,7 +13,8 @@ from flask.testing import FlaskClient
 
 from stepsplit.analyzer.analysis import Analysis
 from stepsplit.analyzer.readers.workers import Progress
-from stepsplit.dashboard.store.runs import AnalysisJob, RunRow
+from stepsplit.dashboard.store.analysis_queue import AnalysisJob
+from stepsplit.dashboard.store.run_row import RunRow
 from stepsplit.dashboard.store.store import FileRow, Store
 from support.report_builders import analysis
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from stepsplit.dashboard.store.database import METADATA
+from stepsplit.dashboard.store.schema import METADATA
 
 context.configure(context.config.attributes["connection"], target_metadata=METADATA)
 context.run_migrations()

@@ -87,7 +87,8 @@ def analyze_command(
     """
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.dashboard.reporters.terminal import build_report_screen, show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
+    from stepsplit.dashboard.reporters.terminal import build_report_screen
 
     if html_file is not None:
         require_package("dash", "dashboard")
@@ -145,7 +146,7 @@ def _write_page(file: Path, analysis: Analysis) -> None:
 def _show_hang(hang: Hang, json_file: str | None, out: Path | None) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
     from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json as hang_to_json
-    from stepsplit.dashboard.reporters.terminal import build_hang_screen
+    from stepsplit.dashboard.reporters.hang import build_hang_screen
 
     if out is not None:
         write_output(out / HANG_NAME, hang_to_json(hang))
@@ -178,7 +179,7 @@ def hang_command(
     """
     from stepsplit.analyzer.diagnose.hang import STUCK
     from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
-    from stepsplit.dashboard.reporters.terminal import build_hang_screen
+    from stepsplit.dashboard.reporters.hang import build_hang_screen
 
     hang = examine_target(target, out)
     if out is not None:
@@ -274,7 +275,7 @@ def _load_saved(places: Sequence[str]) -> Analysis | None:
 
 def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules) -> Analysis:
     from stepsplit.analyzer.analysis import examine
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         return examine(places, workers or count_cores(), progress, rules)
@@ -313,7 +314,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
     """
     from stepsplit.analyzer import units
     from stepsplit.analyzer.readers.recording import reduce_recording
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         done = reduce_recording(places, out, workers or count_cores(), progress)

@@ -373,7 +373,7 @@ def load_runs(
 
 def _read_runs(place: str, job: str | None, rules: Rules) -> list[SideRun]:
     from stepsplit.analyzer.analysis import read_run_metrics
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         return [
@@ -543,7 +543,7 @@ def compare_command(
 
 def _compare_runs(baseline: str, candidate: str, rules: Rules) -> RunComparison:
     from stepsplit.analyzer.analysis import compare_runs
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         return compare_runs(baseline, candidate, count_cores(), progress, rules)
@@ -561,7 +561,7 @@ def _show_scaling(
     from stepsplit.analyzer.analysis import compare_scaling
     from stepsplit.analyzer.regression.scaling import scaling_to_json
     from stepsplit.dashboard.reporters.compare import build_scaling_screen
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         scaling = compare_scaling(runs, work, count_cores(), progress, rules)

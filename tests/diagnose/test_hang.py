@@ -33,7 +33,7 @@ from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, find_chain_ends
 from stepsplit.collectors.rank_record import RAS_NAME, CodeFrame, Look, RankState, write_state
 from stepsplit.collectors.run_spec import GroupInfo, RunSpec, write_run_json
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.terminal import build_hang_screen
+from stepsplit.dashboard.reporters.hang import build_hang_screen
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
 T0 = 1_790_000_000_000_000_000

@@ -29,7 +29,6 @@ from stepsplit.analyzer.report.report import (
     Pipeline,
     Report,
     Run,
-    SameCalls,
     WarningRow,
     compute_token_rate,
     format_hosts,
@@ -124,7 +123,24 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     )
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
     first = (steps, ranks, format_clock_error(report))
-    second = (_format_step_time(report.run, summary), *_format_throughput(report))
+    second = []
+    if summary is not None:
+        # The mean has the decimals of its parts, which stand in the table below.
+        unit_ns = units.choose_part_unit_ns(summary.step_ns)
+        (step,) = round_parts([summary.step_ns], unit_ns)
+        times = [f"median {units.format_milliseconds(summary.median_ns)}"]
+        if summary.p99_ns is not None:
+            times.append(f"p99 {units.format_milliseconds(summary.p99_ns)}")
+        times.append(f"slowest {units.format_milliseconds(summary.slowest_ns)}")
+        known = "; ".join(filter(None, (", ".join(times), format_profiling(report.run))))
+        second.append(f"step {units.format_parts(step, unit_ns)} ({known})")
+    # Tokens a second and MFU, which only the job's model gives.
+    per_s = compute_token_rate(report)
+    if per_s is not None:
+        device = "rank" if report.run.device == "cpu" else "GPU"
+        second.append(f"{units.format_tokens_per_second(per_s)}/{device}")
+        if report.mfu is not None:
+            second.append(f"MFU {units.format_percent(report.mfu)}")
     return [
         Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
     ]
@@ -142,30 +158,6 @@ def _format_left_out(report: Report, number: int) -> str:
     left = [row.rank for row in rows if row.kind in _LEFT_OUT]
     on = f" on {name_ranks(left)}" if len(left) < len(rows) else ""
     return f"#{number} {' or '.join(why.values())}{on}"
-
-
-def _format_step_time(run: Run, summary: Summary | None) -> str:
-    if summary is None:
-        return ""
-    # The mean has the decimals of its parts, which stand in the table below.
-    unit_ns = units.choose_part_unit_ns(summary.step_ns)
-    (step,) = round_parts([summary.step_ns], unit_ns)
-    times = [f"median {units.format_milliseconds(summary.median_ns)}"]
-    if summary.p99_ns is not None:
-        times.append(f"p99 {units.format_milliseconds(summary.p99_ns)}")
-    times.append(f"slowest {units.format_milliseconds(summary.slowest_ns)}")
-    known = "; ".join(filter(None, (", ".join(times), format_profiling(run))))
-    return f"step {units.format_parts(step, unit_ns)} ({known})"
-
-
-def _format_throughput(report: Report) -> list[str]:
-    """Tokens a second and MFU, which only the job's model gives."""
-    per_s = compute_token_rate(report)
-    if per_s is None:
-        return []
-    device = "rank" if report.run.device == "cpu" else "GPU"
-    mfu = [f"MFU {units.format_percent(report.mfu)}"] if report.mfu is not None else []
-    return [f"{units.format_tokens_per_second(per_s)}/{device}", *mfu]
 
 
 def _format_warnings(rows: Sequence[WarningRow]) -> list[Text]:
@@ -435,25 +427,17 @@ def build_collectives_table(report: Report) -> Table:
     table = build_table("axis", "op", "size", "calls/step", "transfer", "wait", "busbw")
     kinds = merge_groups(report)
     for kind in kinds[:MAX_COLLECTIVES]:
-        table.add_row(*_list_call_cells(kind))
+        # Medians over the groups of the axis.
+        size, rates = kind.rows[0].message_bytes, kind.busbw_bytes_per_s
+        table.add_row(
+            kind.axis,
+            kind.rows[0].op,
+            units.format_size(size) if size is not None else units.UNKNOWN,
+            units.format_per_step(median(kind.per_step)),
+            units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
+            units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
+            units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN,
+        )
     if len(kinds) > MAX_COLLECTIVES:
         table.caption = f"{len(kinds) - MAX_COLLECTIVES} more in report.json"
     return table
-
-
-def _list_call_cells(kind: SameCalls) -> tuple[str, ...]:
-    """The medians over the groups."""
-    size = kind.rows[0].message_bytes
-    return (
-        kind.axis,
-        kind.rows[0].op,
-        units.format_size(size) if size is not None else units.UNKNOWN,
-        units.format_per_step(median(kind.per_step)),
-        units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
-        units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
-        _format_rate(kind.busbw_bytes_per_s),
-    )
-
-
-def _format_rate(rates: Sequence[float]) -> str:
-    return units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN

@@ -131,6 +131,13 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.regression.metrics import Setup
     from stepsplit.analyzer.regression.scaling import BucketCost, Scaling, ScalingRun
+    from stepsplit.analyzer.report.diagnosis_rows import (
+        Lateness,
+        PathKernel,
+        PathPart,
+        PathStep,
+        SlowKernel,
+    )
     from stepsplit.analyzer.report.headline import AxisTime, BucketMean, Summary
     from stepsplit.analyzer.report.report import (
         AxisSize,
@@ -158,13 +165,10 @@ if TYPE_CHECKING:
     )
     from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
     from stepsplit.analyzer.report.tables import Boxes, Segments, Slices, Tables, Waits
-    from stepsplit.analyzer.split.attribute import Coverage, Overlap
     from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-    from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
     from stepsplit.analyzer.split.kernels import KernelFamily
-    from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-    from stepsplit.analyzer.split.steps import SlowStep, StepDurations
-    from stepsplit.analyzer.split.strategy_evidence import Strategy
+    from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
+    from stepsplit.analyzer.split.strategy import Strategy
     from stepsplit.analyzer.trace import (
         OPS,
         Calls,
@@ -417,7 +421,7 @@ _HOME = {
     "ContentionRow": "report.report",
     "CostCell": "readers.nccl.records",
     "CostTable": "readers.nccl.records",
-    "Coverage": "split.attribute",
+    "Coverage": "split.coverage",
     "Culprit": "diagnose.hang_result",
     "DataError": "errors",
     "DeviceMemory": "readers.memory_snapshot",
@@ -461,7 +465,7 @@ _HOME = {
     "KinetoHeader": "readers.kineto.schema",
     "Lane": "trace",
     "LastCall": "diagnose.hang_result",
-    "Lateness": "split.lateness",
+    "Lateness": "report.diagnosis_rows",
     "LatentAttention": "model.config",
     "Link": "model.config",
     "Member": "readers.nccl.records",
@@ -479,11 +483,11 @@ _HOME = {
     "Nodes": "readers.execution_trace",
     "Note": "trace",
     "OPS": "trace",
-    "Overlap": "split.attribute",
+    "Overlap": "split.overlap",
     "ParallelConfig": "model.config",
-    "PathKernel": "split.critical_path",
-    "PathPart": "split.critical_path",
-    "PathStep": "split.critical_path",
+    "PathKernel": "report.diagnosis_rows",
+    "PathPart": "report.diagnosis_rows",
+    "PathStep": "report.diagnosis_rows",
     "Pipeline": "report.report",
     "ParetoPoint": "model.plan_space",
     "Plan": "model.plan_space",
@@ -512,18 +516,18 @@ _HOME = {
     "ShiftedMetric": "regression.checks",
     "Side": "regression.compare",
     "Slices": "report.tables",
-    "SlowKernel": "split.lateness",
-    "SlowStep": "split.steps",
+    "SlowKernel": "report.diagnosis_rows",
+    "SlowStep": "split.step_times",
     "SortedRows": "readers.kineto.columns",
     "Split": "buckets",
     "StackFrame": "diagnose.hang_result",
     "StageMemory": "model.prediction",
     "StageRow": "report.report",
     "StepCallsRow": "split.bandwidth",
-    "StepDurations": "split.steps",
+    "StepDurations": "split.step_times",
     "StepRow": "report.step_rows",
     "StepsplitError": "errors",
-    "Strategy": "split.strategy_evidence",
+    "Strategy": "split.strategy",
     "Stuck": "diagnose.hang_result",
     "StuckGroup": "diagnose.hang_result",
     "Summary": "report.headline",

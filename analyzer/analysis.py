@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from stepsplit.analyzer.diagnose.causes import find_causes
+from stepsplit.analyzer.diagnose.diagnosis import diagnose
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import (
@@ -21,14 +19,13 @@ from stepsplit.analyzer.readers.recording import (
     read_recording_files,
 )
 from stepsplit.analyzer.readers.workers import Progress, Workers, ignore_progress
-from stepsplit.analyzer.report.build import build_report, find_origin_ns
+from stepsplit.analyzer.report.build import build_report
 from stepsplit.analyzer.report.io import is_analyzed, is_report, read_report
 from stepsplit.analyzer.report.report import NO_MODEL, Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables, build_tables
-from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.split_recording import split_recording
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.diagnose.hang_result import Hang
@@ -182,20 +179,9 @@ def _build_analysis(
     draft: _JobDrafter | None = None,
 ) -> Analysis:
     split = split_recording(recording, mesh)
-    graph = build_dependency_graph(split)
-    _return_freed_memory()
-    causes = find_causes(split, graph, find_origin_ns(split), recording.records)
-    _return_freed_memory()
-    report = build_report(recording, split, graph, causes.findings, causes.notes)
+    report = build_report(recording, split, diagnose(split, recording.records))
     job_draft = None if draft is None else draft(recording, split)
     return Analysis(compare(report, recording, split), build_tables(split), job_draft)
-
-
-def _return_freed_memory() -> None:
-    """Gives memory of freed arrays back to the system: glibc keeps what lies between others, a
-    quarter of the memory at 1,024 ranks."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_comparison(job: str | Path | None) -> _ModelComparison:

@@ -13,9 +13,6 @@ from stepsplit.analyzer.trace import Bool, Int32, Int64
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SIGMA_OF_MAD = 1.4826
-"""Standard deviation over median absolute deviation, of a normal distribution."""
-
 # Sets of intervals: half-open, two int64 arrays of ns each.
 
 

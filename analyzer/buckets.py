@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from enum import IntEnum
 from typing import Literal
 
-BUCKETS = ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
-WAITS = ("skew", "bubble")
+
+class Bucket(IntEnum):
+    """The buckets; of those that are open at one instant, the first in this order gets it.
+
+    A member is the bucket's index in columns and tables. Its color is in dashboard/figures/theme.
+    """
+
+    COMPUTE = 0
+    COLLECTIVE = 1
+    P2P = 2
+    SKEW = 3
+    BUBBLE = 4
+    COPY = 5
+    IDLE = 6
+
+    @property
+    def label(self) -> str:
+        """The name on screens, in reports and in the fields of a Split."""
+        return self.name.lower()
+
+
+TRANSFERS = (Bucket.COLLECTIVE, Bucket.P2P)
+WAITS = (Bucket.SKEW, Bucket.BUBBLE)
 """The buckets of time spent waiting for another rank."""
+COMMUNICATION = (*TRANSFERS, *WAITS)
+BUCKETS = tuple(bucket.label for bucket in Bucket)
+"""The labels in order."""
 MEMOS = ("overlapped_ns", "bubble_covered_ns", "fused_ns", "ambiguous_ns")
 """The fields of a Split that are not part of the sum: they overlap with the buckets."""
 Kind = Literal["full", "partial", "other"]

@@ -12,8 +12,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from stepsplit.collectors.regular_file import open_regular
-from stepsplit.collectors.run_spec import SHARED, write_whole
+from stepsplit.collectors.safe_io.atomic_file import SHARED, write_whole
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 RECORD_AGAIN = "record it again or leave it out"
 """The hint for a file that cannot be used."""

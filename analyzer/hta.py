@@ -13,7 +13,7 @@ from stepsplit.analyzer.arrays import list_distinct
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.steps import STEP
+from stepsplit.analyzer.split.host_steps import STEP
 from stepsplit.analyzer.trace import (
     DEVICE_CATEGORIES,
     Bool,

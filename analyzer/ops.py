@@ -7,6 +7,9 @@ from functools import lru_cache
 
 MESSAGES = ("send", "recv")
 
+SYMMETRIC_OPS = ("all_reduce", "all_gather", "reduce_scatter")
+"""Collectives whose members all pass the same size, and whose kernels end simultaneously."""
+
 
 def compute_busbw_factor(op: str, ranks: int) -> float:
     """busbw / algbw, as nccl-tests define it (doc/PERFORMANCE.md of NVIDIA/nccl-tests)."""

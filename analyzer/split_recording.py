@@ -16,7 +16,7 @@ from stepsplit.analyzer.readers.recording import Recording
 from stepsplit.analyzer.split.run import RunSplit, split_run
 from stepsplit.analyzer.split.transfers import ModelledTransfer, TransferModel
 from stepsplit.analyzer.trace import RankTrace
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 
 def split_recording(recording: Recording, mesh: Mesh | None = None) -> RunSplit:

@@ -5,7 +5,7 @@ Needs only the standard library and torch.
 
 from typing import TYPE_CHECKING, Any
 
-from stepsplit.collectors.run_spec import (
+from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
     HostInfo,
     Mesh,

@@ -12,24 +12,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from stepsplit.collectors.attach.client import ExplainStop, attach_and_wait
+from stepsplit.collectors.attach.client import attach_and_wait
 from stepsplit.collectors.attach.processes import find_ranks_of_plan
+from stepsplit.collectors.attach.stop_watch import ExplainStop
+from stepsplit.collectors.formats.file_names import build_record_path
+from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.formats.run_spec import RUN_FILE
 from stepsplit.collectors.guard import CollectError, warn
-from stepsplit.collectors.launcher import is_rank, read_identity
-from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.rank_record import build_record_path, read_record
-from stepsplit.collectors.record import (
-    NcclLogs,
-    RecordPlan,
+from stepsplit.collectors.job.launcher import is_rank, read_identity
+from stepsplit.collectors.record.command import (
     check_out,
     choose_out,
     describe_recorded,
     record,
     remove_if_empty,
 )
-from stepsplit.collectors.regular_file import read_regular
-from stepsplit.collectors.run_spec import RUN_FILE
-from stepsplit.collectors.safe_text import escape_controls, guard_output
+from stepsplit.collectors.record.environment import NcclLogs
+from stepsplit.collectors.record.gather import gather
+from stepsplit.collectors.record.plan import RecordPlan
+from stepsplit.collectors.safe_io.regular_file import read_regular
+from stepsplit.collectors.safe_io.safe_text import escape_controls, guard_output
 
 BAD_INPUT = 2
 DEFAULT_FIRST = 10

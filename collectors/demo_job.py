@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-from stepsplit.collectors.profiler import profile_run
-from stepsplit.collectors.record import (
+from stepsplit.collectors.demo.arguments import (
     CALIBRATION,
     FOLLOW_STDIN,
     Command,
@@ -32,7 +31,8 @@ from stepsplit.collectors.record import (
     choose_calibration_mesh,
     parse_command,
 )
-from stepsplit.collectors.run_spec import Mesh, ModelSpec, Training
+from stepsplit.collectors.formats.run_spec import Mesh, ModelSpec, Training
+from stepsplit.collectors.profiler import profile_run
 
 # Run one process per rank:
 #

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from stepsplit.collectors.safe_text import escape_controls
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 # Errors of the command line.
 

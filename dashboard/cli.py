@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from stepsplit.analyzer.errors import StepsplitError
-from stepsplit.collectors.safe_text import SafeStream, guard_output
+from stepsplit.collectors.safe_io.safe_text import SafeStream, guard_output
 from stepsplit.dashboard.commands.common import print_line
 
 COMMANDS = {

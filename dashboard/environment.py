@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsplit.collectors.helper_process import PYTHON, build_helper_environment
+from stepsplit.collectors.safe_io.helper_process import PYTHON, build_helper_environment
 
 _PROBE_TIMEOUT_S = 60.0
 
@@ -298,11 +298,11 @@ def print_torch() -> None:
 
 def _read_torch() -> TorchState:
     torch: Any = importlib.import_module("torch")
-    gpu = importlib.import_module("stepsplit.collectors.gpu")
+    software = importlib.import_module("stepsplit.collectors.probes.versions")
     distributed: Any = importlib.import_module("torch.distributed")
     c10d = getattr(torch._C, "_distributed_c10d", None)
     recorders = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-    versions = dict(gpu.read_versions())
+    versions = dict(software.read_versions())
     return TorchState(
         version=str(torch.__version__),
         cuda=torch.version.cuda or "",
@@ -361,7 +361,7 @@ def _list_nvidia_smi() -> tuple[tuple[str, str], ...] | None:
 
 def _examine_folder(find: Callable[[], Path]) -> FolderState:
     """The state of a folder, or of the nearest one above it that exists."""
-    from stepsplit.collectors.rank_files import read_file_system
+    from stepsplit.collectors.record.scratch_disk import read_file_system
 
     try:
         folder = find()
@@ -387,7 +387,7 @@ def _examine_cache() -> FolderState | None:
 
 
 def _find_sockets_error() -> str:
-    from stepsplit.collectors.private_folder import make_meeting_folder
+    from stepsplit.collectors.safe_io.private_folder import make_meeting_folder
 
     try:
         make_meeting_folder()

@@ -33,7 +33,8 @@ import pytest
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.regression.metrics import RunMetrics
-    from stepsplit.collectors.profiler import MeshLike, ProfiledRun
+    from stepsplit.collectors.profiler import ProfiledRun
+    from stepsplit.collectors.record.user_spec import MeshLike
 
 
 # The ranks of a test communicate through the store of the job, without a collective.
@@ -93,13 +94,13 @@ class Ranks:
         """Tells the other ranks that the test does not go on here."""
         if "torch.distributed" not in sys.modules:
             return
-        from stepsplit.collectors import job_info
+        from stepsplit.collectors.job import job_store, process_groups
 
-        rank, _, backend = job_info.read_job()
+        rank, _, backend = process_groups.read_job()
         if backend != "none":
             what = "was skipped" if isinstance(error, pytest.skip.Exception) else "failed"
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            job_info.set_store_value(
+            job_store.set_store_value(
                 self._failed, f"the test {what} on rank {rank}: {lines[0][:_MAX_REASON]}"
             )
 
@@ -109,48 +110,48 @@ class Ranks:
 
     def _wait_for_peers(self) -> None:
         """On rank 0, waits for a call of this method on every other rank."""
-        from stepsplit.collectors import job_info
+        from stepsplit.collectors.job import job_store, process_groups
 
-        rank, world_size, backend = job_info.read_job()
+        rank, world_size, backend = process_groups.read_job()
         number = next(self._numbers)
         if backend == "none":
             return
         if not self.first:
-            job_info.set_store_value(f"comm_budget/{self.test}/{number}/{rank}", "reached")
+            job_store.set_store_value(f"comm_budget/{self.test}/{number}/{rank}", "reached")
             return
         for peer in range(1, world_size):
             self._wait_for(f"{number}/{peer}")
 
     def _wait_for(self, message: str) -> str | None:
         """The value of the message; None on timeout. Raises RankFailedError."""
-        from stepsplit.collectors import job_info
+        from stepsplit.collectors.job import job_store
 
         keys = (self._failed, f"comm_budget/{self.test}/{message}")
-        found = job_info.wait_for_first(keys, PATIENCE_S, POLL_S)
+        found = job_store.wait_for_first(keys, PATIENCE_S, POLL_S)
         if found is not None and found[0] == self._failed:
             raise RankFailedError(found[1])
         return None if found is None else found[1]
 
     def share_outcome(self, own: Outcome | None) -> Outcome:
         """The outcome of rank 0, shared with all ranks."""
-        from stepsplit.collectors import job_info
+        from stepsplit.collectors.job import process_groups
 
         shared = self._share_from_rank0(None if own is None else msgspec.json.encode(own).decode())
         if shared is not None:
             return msgspec.json.decode(shared, type=Outcome)
-        if job_info.read_job()[2] == "none":
+        if process_groups.read_job()[2] == "none":
             return Outcome("pass", "checked on rank 0")
         return Outcome("error", f"no result from rank 0 within {PATIENCE_S:.0f} s")
 
     def _share_from_rank0(self, own: str | None) -> str | None:
         """The message of rank 0; None on timeout, or on other ranks if there is no job."""
-        from stepsplit.collectors import job_info
+        from stepsplit.collectors.job import job_store, process_groups
 
         number = next(self._numbers)
-        if job_info.read_job()[2] == "none":
+        if process_groups.read_job()[2] == "none":
             return own if self.first else None
         if self.first and own is not None:
-            job_info.set_store_value(f"comm_budget/{self.test}/{number}", own)
+            job_store.set_store_value(f"comm_budget/{self.test}/{number}", own)
             return own
         return self._wait_for(str(number))
 
@@ -295,7 +296,7 @@ class CommBudget:
 
     def _try_evaluate(self, update: bool) -> Outcome:
         from stepsplit.analyzer.errors import StepsplitError
-        from stepsplit.collectors.safe_text import escape_controls
+        from stepsplit.collectors.safe_io.safe_text import escape_controls
 
         try:
             return self._check_runs(update)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.regular_file import describe_special, leads_outside, open_regular
-from stepsplit.collectors.run_spec import MESH_FILE, RUN_FILE
+from stepsplit.collectors.formats.run_spec import MESH_FILE, RUN_FILE
+from stepsplit.collectors.safe_io.regular_file import describe_special, leads_outside, open_regular
 
 PART_BYTES = 8 << 20
 

@@ -34,11 +34,14 @@ from stepsplit.analyzer.watch.reducer import (
     Reducer,
     WatchFolder,
 )
+from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.watch_notes import SAMPLES
 from stepsplit.collectors.guard import warn
-from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
-from stepsplit.collectors.log_to import SinkName, give_way
-from stepsplit.collectors.run_spec import Mesh
-from stepsplit.collectors.watch_notes import SAMPLES
+from stepsplit.collectors.record.log_to import SinkName, give_way
+from stepsplit.collectors.safe_io.helper_process import (
+    build_helper_command,
+    build_helper_environment,
+)
 from stepsplit.dashboard.sinks.log_to import open_sink, parse_log_to
 from stepsplit.dashboard.sinks.scalars import ScalarPoint, Sink, build_batch_points
 from stepsplit.dashboard.upload import (

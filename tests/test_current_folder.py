@@ -14,9 +14,15 @@ import pytest
 
 from stepsplit.analyzer.readers import workers
 from stepsplit.analyzer.readers.workers import Task, run_all
-from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
-from stepsplit.collectors.record import RecordPlan, record, run_watched
-from stepsplit.collectors.watch_plan import WatchPlan
+from stepsplit.collectors.record.command import record
+from stepsplit.collectors.record.environment import NcclLogs
+from stepsplit.collectors.record.plan import RecordPlan
+from stepsplit.collectors.safe_io.helper_process import (
+    build_helper_command,
+    build_helper_environment,
+)
+from stepsplit.collectors.watch.command import run_watched
+from stepsplit.collectors.watch.plan import WatchPlan
 from stepsplit.dashboard.environment import read_environment
 from stepsplit.dashboard.store.ingest import Workers
 from stepsplit.dashboard.store.store import Store
@@ -107,7 +113,7 @@ def test_doctor_imports_nothing_from_here(mark: Path) -> None:
 
 
 def record_command(command: list[str], out: Path) -> int:
-    return record(command, RecordPlan(str(out), "run", first=10))
+    return record(command, RecordPlan(str(out), "run", first=10), NcclLogs())
 
 
 def watch_command(command: list[str], out: Path) -> int:

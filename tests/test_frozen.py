@@ -1,7 +1,8 @@
-"""What a change of the code's shape must not move: numbers, screens, --help and the public API.
+"""What a change of the code's shape must not move: numbers, screens, pages, --help, the public API.
 
-The files under tests/golden/ hold what is compared, byte for byte. `python -m pytest
-tests/test_frozen.py --update-golden` rewrites them; the diff is then what a change has moved.
+The files under tests/golden/ hold what is compared, byte for byte; of modelled times and rates,
+three digits. `python -m pytest tests/test_frozen.py --update-golden` rewrites them; the diff is
+then what a change has moved.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import gzip
 import hashlib
+import html
 import importlib
 import importlib.util
 import inspect
@@ -26,7 +27,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.reading import rounded
 
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard import cli
 
 ROOT = Path(__file__).parent.parent
@@ -87,8 +88,8 @@ MEASURED = ("docs/accuracy.md", "docs/check.md")
 ROUNDED = ("report.json", "analyze_run_auto.json", "analyze_run_file.json", "calibrate.json")
 """The last digits of numpy's logarithms and least squares depend on the processor."""
 
-PACKED = ("validate.json",)
-"""Half of all bytes: kept as .gz."""
+MODELLED = re.compile(r"(model_.*|plan|validate)\.json")
+"""Files of predictions: when a constant is fitted anew, the last digits of all of them move."""
 
 Keep = Callable[[str, str | bytes], None]
 
@@ -101,10 +102,10 @@ def keep(request: pytest.FixtureRequest) -> Keep:
     def compared(name: str, found: str | bytes) -> None:
         content = found.encode() if isinstance(found, str) else found
         path = GOLDEN / name
-        known = read_golden(path)
+        known = path.read_bytes() if path.is_file() else b""
         if update:
             if known != content:
-                write_golden(path, content)
+                write_whole(path, content)
         else:
             same = content == known or (path.name in ROUNDED and rounded(content) == rounded(known))
             assert same, difference(name, known.decode(), content.decode())
@@ -112,19 +113,29 @@ def keep(request: pytest.FixtureRequest) -> Keep:
     return compared
 
 
-def read_golden(path: Path) -> bytes:
-    """What is kept; nothing if there is no such file."""
-    packed = path.with_name(f"{path.name}.gz")
-    if path.name in PACKED and packed.is_file():
-        return gzip.decompress(packed.read_bytes())
-    return path.read_bytes() if path.is_file() else b""
+def format_modelled(content: bytes) -> str:
+    """A file of predictions for the eye and for diffs: a record a line, three digits of what is
+    computed from rates. Counts and the sizes of messages are exact."""
+    lines = []
+    for key, value in json.loads(content).items():
+        records = value if isinstance(value, list) else [value]
+        for record in records:
+            rows = record.pop("rows", []) if isinstance(record, dict) else []
+            lines.append(f"{key}: {_format_record(record)}")
+            lines += [f"  {' | '.join(rows[0])}"] if rows else []
+            lines += ["  " + " | ".join(_format_record(v, k) for k, v in r.items()) for r in rows]
+    return "\n".join([*lines, ""])
 
 
-def write_golden(path: Path, content: bytes) -> None:
-    if path.name in PACKED:
-        write_whole(path.with_name(f"{path.name}.gz"), gzip.compress(content, mtime=0))
-    else:
-        write_whole(path, content)
+def _format_record(record: object, key: str = "") -> str:
+    if isinstance(record, dict):
+        return ", ".join(f"{k} {_format_record(v, k)}" for k, v in record.items())
+    if isinstance(record, list):
+        return "[" + "; ".join(_format_record(each, key) for each in record) + "]"
+    is_exact = isinstance(record, int) and not re.search(r"_ns|_low$|_high$", key)
+    if isinstance(record, bool | str) or record is None or is_exact:
+        return str(record)
+    return f"{record:.3g}"
 
 
 def difference(name: str, known: str, found: str) -> str:
@@ -206,6 +217,28 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_pages_of_a_sample_say_what_they_did(
+    name: str, desk: Path, keep: Keep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [] if name.startswith("built_") else ["--job", "auto"]
+    assert cli.run(["analyze", name, *job, "--html", "pages.html"]) == 0
+    page = (desk / "pages.html").read_text()
+    body = page[page.index("</head><body>") : page.index("<script", page.index("<body>"))]
+    words = [line.strip() for line in html.unescape(re.sub(r"<[^>]+>", "\n", body)).split("\n")]
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.S)
+    assert found is not None
+    traces = [trace for figure in json.loads(found[1]) for trace in figure["data"]]
+    drawn = [f"{each['type']} {each.get('name', '')}: {points(each)}" for each in traces]
+    keep(f"pages/{name}.txt", "\n".join([*filter(None, words), "", "# charts", *drawn, ""]))
+
+
+def points(trace: dict[str, Any]) -> str:
+    """Which points a trace of a chart has, as a digest."""
+    values = {key: trace.get(key) for key in ("x", "y", "z", "base", "text", "customdata")}
+    return digest(json.dumps(values, sort_keys=True).encode())[:16]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_prints_and_writes_what_it_did(
     name: str, desk: Path, keep: Keep, capsys: pytest.CaptureFixture[str]
@@ -213,7 +246,9 @@ def test_a_command_prints_and_writes_what_it_did(
     before = {path.name for path in desk.iterdir()}
     keep(f"screens/{name}.txt", session(COMMANDS[name].split(" "), capsys))
     for path in sorted(desk.iterdir()):
-        if path.name not in before:
+        if MODELLED.fullmatch(path.name):
+            keep(f"files/{path.stem}.txt", format_modelled(path.read_bytes()))
+        elif path.name not in before:
             keep(f"files/{path.name}", path.read_bytes())
 
 
@@ -373,8 +408,9 @@ def test_no_golden_file_is_left_over_or_large() -> None:
     files = [path for path in GOLDEN.rglob("*") if path.is_file()]
     screens = {path.stem for path in files if path.parent.name == "screens"}
     assert screens == {*COMMANDS, *(f"analyze_{name}" for name in NAMES)}
-    assert {path.stem for path in files if path.parent.name == "tables"} == set(NAMES)
+    for folder in ("tables", "pages"):
+        assert {path.stem for path in files if path.parent.name == folder} == set(NAMES)
     written = {word for words in COMMANDS.values() for word in words.split(" ")}
-    kept = {path.name.removesuffix(".gz") for path in files if path.parent.name == "files"}
-    assert kept <= written
+    written |= {f"{Path(word).stem}.txt" for word in written if MODELLED.fullmatch(word)}
+    assert {path.name for path in files if path.parent.name == "files"} <= written
     assert sum(path.stat().st_size for path in files) < 1_500_000

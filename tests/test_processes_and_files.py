@@ -80,77 +80,89 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "collectors/attach/agent.py": {
         "Agent._close_at_exit .unlink": "its own socket",
-        "StackWatchdog.stop .unlink": "its own file",
     },
-    "collectors/attach/client.py": {
+    "collectors/attach/inject.py": {
         "inject .unlink": "the script that it wrote",
         "inject tempfile.NamedTemporaryFile": "random and 0600, for a process of this user",
     },
     "collectors/attach/kineto_daemon.py": {
         "_open_daemon_socket .unlink": "its own socket",
     },
-    "collectors/attach/protocol.py": {
-        "_shorten os.open": "the folder of sockets, for its path alone",
+    "collectors/attach/left_states.py": {
         "leave_state .unlink": "the state of an earlier rank, in a private folder",
-        "listen .unlink": "a socket of this user that nothing listens to, in a private folder",
         "remove_old_states .unlink": "states of dead processes, in a private folder",
     },
-    "collectors/gpu.py": {
+    "collectors/attach/sockets.py": {
+        "_shorten os.open": "the folder of sockets, for its path alone",
+        "listen .unlink": "a socket of this user that nothing listens to, in a private folder",
+    },
+    "collectors/attach/stacks.py": {
+        "StackWatchdog.stop .unlink": "its own file",
+    },
+    "collectors/demo/launch.py": {
+        "_start subprocess.Popen": "by helper_process",
+        "launch_workload tempfile.TemporaryDirectory": "random and 0700",
+    },
+    "collectors/formats/watch_notes.py": {
+        "take_capture_request .unlink": "a file of ours below the watch's folder",
+    },
+    "collectors/probes/versions.py": {
         "read_cupti_version ctypes.CDLL": "a library that is loaded already",
     },
-    "collectors/helper_process.py": {
-        "module sys.executable": "with -P; no other file starts Python",
+    "collectors/record/command.py": {
+        "check_out .unlink": "an earlier recording, with --overwrite",
+        "check_out shutil.rmtree": "an earlier recording, with --overwrite",
+        "remove_if_empty .rmdir": "empty",
+        "run_command subprocess.Popen": "the user's command, which keeps its environment and path",
     },
-    "collectors/log_to.py": {
+    "collectors/record/gather.py": {
+        "_remove_copies .rmdir": "empty, and within --out",
+        "_remove_copies .unlink": "what gather has copied",
+    },
+    "collectors/record/log_to.py": {
         "RecordingLogger._log_to_own_run .unlink": "the file that it made",
         "RecordingLogger._start tempfile.mkstemp": "random and 0600",
         "_start_analysis subprocess.Popen": "by helper_process",
         "main os.execv": "by helper_process",
     },
-    "collectors/pack.py": {
+    "collectors/record/pack.py": {
         "drop .unlink": "the raw trace that was packed",
         "remove_scratch .rmdir": "empty, and a scratch folder of ours",
     },
-    "collectors/private_folder.py": {
-        "module '/run/user'": "checked before it is used",
-        "module '/tmp'": "checked before it is used",
-        "open_private os.open": "no link, a regular file of this user",
-    },
-    "collectors/rank_files.py": {
+    "collectors/record/packer.py": {
         "Packer.pack subprocess.Popen": "by helper_process, and -I -S",
+    },
+    "collectors/record/rank_files.py": {
         "RankFiles.clear .unlink": "an earlier recording of the rank, by names of ours",
         "RankFiles.make_folder .unlink": "drafts of the rank, by names of ours",
         "RankFiles.read_activations .unlink": "a file of ours, once it is read",
-        "_remove_copies .rmdir": "empty, and within --out",
-        "_remove_copies .unlink": "what gather has copied",
+    },
+    "collectors/record/scratch_disk.py": {
         "choose_raw_folder '/tmp'": "raw traces",
     },
-    "collectors/record.py": {
-        "_run subprocess.Popen": "the user's command, which keeps its environment and path",
-        "_start subprocess.Popen": "by helper_process",
-        "check_out .unlink": "an earlier recording, with --overwrite",
-        "check_out shutil.rmtree": "an earlier recording, with --overwrite",
-        "launch_workload tempfile.TemporaryDirectory": "random and 0700",
-        "remove_if_empty .rmdir": "empty",
+    "collectors/record/shared_window.py": {
+        "_SharedTrace.export_chrome_trace os.open": "the trace that it has written",
     },
-    "collectors/regular_file.py": {
-        "open_regular os.open": "for reading, and never a pipe or a device",
-    },
-    "collectors/run_spec.py": {
+    "collectors/safe_io/atomic_file.py": {
         "_sync os.open": "the draft that it made",
         "create_private os.open": "a new file is 0600",
         "open_special os.open": "a pipe or a device that the user names for an output",
         "replace_whole .unlink": "the draft that it made",
         "replace_whole os.open": "new (O_EXCL), by a random name",
     },
-    "collectors/trace_window.py": {
-        "_SharedTrace.export_chrome_trace os.open": "the trace that it has written",
+    "collectors/safe_io/helper_process.py": {
+        "module sys.executable": "with -P; no other file starts Python",
     },
-    "collectors/watch.py": {
-        "_WatchThread._drop_oldest_traces .unlink": "traces that it has written",
+    "collectors/safe_io/private_folder.py": {
+        "module '/run/user'": "checked before it is used",
+        "module '/tmp'": "checked before it is used",
+        "open_private os.open": "no link, a regular file of this user",
     },
-    "collectors/watch_notes.py": {
-        "take_capture_request .unlink": "a file of ours below the watch's folder",
+    "collectors/safe_io/regular_file.py": {
+        "open_regular os.open": "for reading, and never a pipe or a device",
+    },
+    "collectors/watch/background.py": {
+        "WatchThread._drop_oldest_traces .unlink": "traces that it has written",
     },
     "dashboard/cli.py": {
         "_report_internal_error tempfile.NamedTemporaryFile": "random and 0600",

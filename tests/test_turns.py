@@ -75,7 +75,7 @@ class Item:
         return None
 
 
-@pytest.mark.parametrize("changed", [{"collectors/record.py"}, {"constraints-lowest.txt"}])
+@pytest.mark.parametrize("changed", [{"collectors/profiler.py"}, {"constraints-lowest.txt"}])
 def test_the_halves_are_all_files_or_all_run_if_the_versions_changed(
     changed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +92,6 @@ def test_the_halves_are_all_files_or_all_run_if_the_versions_changed(
 
 
 def test_a_path_concerns_what_lies_below_it() -> None:
-    change = Change("abc", frozenset({"collectors/record.py"}))
-    assert change.touches(["collectors"]) and change.touches(["collectors/record.py"])
-    assert not change.touches(["collector", "collectors/record"])
+    change = Change("abc", frozenset({"collectors/profiler.py"}))
+    assert change.touches(["collectors"]) and change.touches(["collectors/profiler.py"])
+    assert not change.touches(["collector", "collectors/profiler"])

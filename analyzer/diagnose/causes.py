@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD, group_ids, group_mean
+from stepsplit.analyzer.arrays import group_ids, group_mean
 from stepsplit.analyzer.diagnose.comm_causes import (
     TokenExchanges,
     find_extra_reductions,
@@ -23,9 +23,8 @@ from stepsplit.analyzer.diagnose.comm_causes import (
     find_small_collectives,
 )
 from stepsplit.analyzer.diagnose.gemm_causes import find_slow_gemms
-from stepsplit.analyzer.diagnose.host_causes import find_host_causes
-from stepsplit.analyzer.diagnose.launch_order import find_launch_order_causes
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     Remedy,
     ReplayContext,
@@ -33,16 +32,19 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
     scale_work,
 )
+from stepsplit.analyzer.diagnose.host_causes import find_host_causes
+from stepsplit.analyzer.diagnose.launch_order import find_launch_order_causes
+from stepsplit.analyzer.diagnose.slow_kernels import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.report.build import compute_profiling_slowdown
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, SCHEDULE_NAMES, EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
 from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
-from stepsplit.analyzer.split.lateness import SlowRank, sum_slow_ranks
 from stepsplit.analyzer.split.mesh import STAGE_AXES
 from stepsplit.analyzer.split.run import RunSplit
 from stepsplit.analyzer.trace import OP_CODE, Bool, Int64, Note
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # The bottlenecks of a run, largest gain first.
 
@@ -61,7 +63,11 @@ class Causes(Struct, frozen=True):
 
 
 def find_causes(
-    split: RunSplit, graph: DependencyGraph, origin_ns: int, records: Sequence[RankRecord] = ()
+    split: RunSplit,
+    graph: DependencyGraph,
+    origin_ns: int,
+    records: Sequence[RankRecord],
+    slow_kernels: Sequence[SlowKernel],
 ) -> Causes:
     """Find the bottlenecks of a recording.
 
@@ -73,6 +79,7 @@ def find_causes(
         graph: its dependency graph.
         origin_ns: the report's t0 on the common clock.
         records: what each rank recorded about its own device (clocks, throttling).
+        slow_kernels: the kernels that are slower on one rank than on its peers.
     """
     if not len(graph.steps.step):
         return Causes(())
@@ -82,7 +89,7 @@ def find_causes(
             f"bottlenecks not analyzed: {calls:,} calls are too many to replay; record fewer steps"
         )
         return Causes((), (Note("not_replayed", text),))
-    context = build_context(split, graph, origin_ns, records)
+    context = build_context(split, graph, slow_kernels, origin_ns, records)
     return Causes(_select_causes(context) if context.mean_ns > 0 else ())
 
 
@@ -634,7 +641,7 @@ def compute_peer_speed_ratio(context: ReplayContext) -> Float:
     A slowdown shared by all ranks of a stage counts as work of the stage, not as slow devices.
     """
     lost: dict[int, int] = defaultdict(int)
-    for one in context.split.detail.slow_kernels:
+    for one in context.slow_kernels:
         lost[one.rank] += one.lost_ns
     lost_ns = np.array([lost[rank] for rank in context.ranks.tolist()], dtype=np.int64)
     share = lost_ns[context.graph.steps.rank] / _compute_rank_mean_ns(context)
@@ -666,7 +673,7 @@ def find_stragglers(context: ReplayContext) -> list[Remedy]:
 
 def _build_straggler_remedy(context: ReplayContext, rank: int, pace: Float) -> Remedy:
     mine = context.ranks[context.graph.steps.rank] == rank
-    rows = [one for one in sum_slow_ranks(context.split.detail.slow_kernels) if one.rank == rank]
+    rows = [one for one in sum_slow_ranks(context.slow_kernels) if one.rank == rank]
     doubt = "" if rows[0].same_work else ", unless its inputs are larger (no shapes recorded)"
     return _build_speed_up(
         context,

@@ -10,7 +10,8 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import group_ids, group_max, group_mean, group_rows, is_inside, union
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.dependency_graph import DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     HoistedCalls,
     Remedy,
@@ -21,13 +22,13 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
 )
 from stepsplit.analyzer.report.report import Finding
-from stepsplit.analyzer.split.attribute import list_gradient_sync_ops
-from stepsplit.analyzer.split.classify import find_issue_ns
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
+from stepsplit.analyzer.significance import run_welch_test
+from stepsplit.analyzer.split.call_purposes import find_issue_ns
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.phases import list_gradient_sync_ops
 from stepsplit.analyzer.split.run import RankSplit
-from stepsplit.analyzer.split.strategy_evidence import count_accumulated_microbatches
+from stepsplit.analyzer.split.strategy import count_accumulated_microbatches
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int64
 
 # When the gradients of a step are ready.
@@ -300,7 +301,7 @@ def _select_slow_links(links: list[_Link]) -> list[tuple[_Link, float]]:
         for link, at in zip(known, middle, strict=True)
         if at > _SLOW_RATIO * middle[usual]
         and np.percentile(link.took_ns, 25) > most
-        and _exceeds_noise(link, known[usual])
+        and run_welch_test(_list_samples(known[usual]), _list_samples(link)).p < _CHANCE
     ]
 
 
@@ -311,30 +312,14 @@ _CHANCE = 0.001
 """So often, a link that is as fast as the other passes for slower."""
 
 
-def _exceeds_noise(slow: _Link, usual: _Link) -> bool:
-    """Whether the slow link is slower by Welch's test of the logarithms of its times."""
-    from scipy.special import stdtrit  # takes long to import, and is rarely needed
-
-    mine, other = _list_samples(slow), _list_samples(usual)
-    parts = [float(np.var(one, ddof=1)) / len(one) for one in (mine, other)]
-    variance = sum(parts)
-    if variance == 0:
-        return True
-    freedom = variance**2 / sum(
-        part**2 / (len(one) - 1) for part, one in zip(parts, (mine, other), strict=True)
-    )
-    difference = float(mine.mean() - other.mean())
-    return bool(difference > stdtrit(freedom, 1 - _CHANCE) * variance**0.5)
-
-
-def _list_samples(link: _Link) -> Float:
+def _list_samples(link: _Link) -> list[float]:
     """The logarithm of the transfer times: the median of each step, or of each call if the steps
     are few."""
     times = np.log(link.took_ns)
     steps = np.unique(link.step)
     if len(steps) < _MIN_STEPS:
-        return times
-    return np.array([np.median(times[link.step == step]) for step in steps.tolist()])
+        return [float(time) for time in times]
+    return [float(np.median(times[link.step == step])) for step in steps.tolist()]
 
 
 def _build_link_remedy(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.replay import Float
-from stepsplit.analyzer.split.dependency_graph import WORK
-from stepsplit.analyzer.split.idle import ALLOCATES, find_waiting_calls
+from stepsplit.analyzer.buckets import BUCKETS, TRANSFERS, Bucket
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK
+from stepsplit.analyzer.diagnose.graph.replay import Float
+from stepsplit.analyzer.split.gap_launches import find_waiting_calls
+from stepsplit.analyzer.split.host_threads import ALLOCATES
 from stepsplit.analyzer.split.run import RankSplit
 from stepsplit.analyzer.trace import Category, EventKind, Int64, RankTrace
 
@@ -30,12 +31,6 @@ LONGEST_LAUNCH_NS = 10_000
 """A launch takes 2 to 8 us; a longer call was waiting before."""
 
 _ROUNDING_NS = 2_000
-
-_IDLE = BUCKETS.index("idle")
-
-_COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
-
-_TRANSFERS = (BUCKETS.index("collective"), BUCKETS.index("p2p"))
 
 
 class DurationFactors(Struct, frozen=True):
@@ -99,9 +94,10 @@ def _cut_segments(rank: RankSplit, factors: DurationFactors) -> _Segments:
     start, end = at[:-1], at[1:]
     bucket = band.bucket[np.searchsorted(band.start_ns, start, side="right") - 1].astype(np.int64)
     ratio = np.ones(len(start))
-    ratio[bucket == _COMPUTE] = _average_factor(rank.trace, factors, start)[bucket == _COMPUTE]
-    ratio[bucket == _COPY] = factors.copy
-    ratio[np.isin(bucket, _TRANSFERS)] = factors.transfer
+    computes = bucket == Bucket.COMPUTE
+    ratio[computes] = _average_factor(rank.trace, factors, start)[computes]
+    ratio[bucket == Bucket.COPY] = factors.copy
+    ratio[np.isin(bucket, TRANSFERS)] = factors.transfer
     return _Segments(start, end, bucket, (end - start) * ratio)
 
 
@@ -149,7 +145,7 @@ def _find_launches(trace: RankTrace, segments: _Segments) -> _Launches:
     np.maximum.at(at, row, _find_launch_ns(trace, launch))
     returned = np.full(count, -1, dtype=np.int64)
     np.maximum.at(returned, row, trace.events.ends_of(launch))
-    idle_before = np.concatenate(([False], segments.bucket[:-1] == _IDLE))
+    idle_before = np.concatenate(([False], segments.bucket[:-1] == Bucket.IDLE))
     gap_start = np.concatenate((segments.start_ns[:1], segments.start_ns[:-1]))
     late = idle_before & (at >= 0) & (returned > gap_start)
     in_gap[:-1] = late[1:]

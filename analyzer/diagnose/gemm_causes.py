@@ -10,7 +10,7 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     ReplayContext,
     WeightedSpans,

@@ -49,7 +49,8 @@ from stepsplit.analyzer.readers.nccl.inspector import (
 )
 from stepsplit.analyzer.readers.sources import is_special
 from stepsplit.analyzer.trace import Group
-from stepsplit.collectors.rank_record import (
+from stepsplit.collectors.formats.rank_record import CodeFrame
+from stepsplit.collectors.formats.rank_state import (
     ENDED,
     RAISED,
     RAS_NAME,
@@ -58,11 +59,10 @@ from stepsplit.collectors.rank_record import (
     STATE_SUFFIX,
     STOPPED,
     USUAL_STEPS,
-    CodeFrame,
     RankState,
     read_state,
 )
-from stepsplit.collectors.run_spec import RUN_FILE, RunSpec, from_json
+from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json
 
 # The input of the search for the culprits of a hang.
 

@@ -15,8 +15,9 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import Intervals, intersect, is_inside, union
-from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     Remedy,
     ReplayContext,
@@ -27,10 +28,10 @@ from stepsplit.analyzer.diagnose.replay import (
 )
 from stepsplit.analyzer.report.explain import explain_idle
 from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, EventRef, Finding
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.split.idle import CAUSES, IdleCause, NestedEvents, build_nested
+from stepsplit.analyzer.split.host_threads import NestedEvents, build_nested
+from stepsplit.analyzer.split.idle import CAUSES, IdleCause
 from stepsplit.analyzer.trace import PYTHON_FUNCTION, Bool, Category, Events, Int64
-from stepsplit.collectors.rank_record import CodeFrame, RankRecord
+from stepsplit.collectors.formats.rank_record import CodeFrame, RankRecord
 
 # The findings of a recording.
 
@@ -277,9 +278,9 @@ def _measure_gap_shares(context: ReplayContext, idle: _HostIdle, index: int) -> 
     """The gaps between kernels of a rank that have idle time, and what share of it this is."""
     rank = context.split.ranks[index]
     band = rank.attribution.band
-    busy = np.isin(band.bucket, (BUCKETS.index("compute"), BUCKETS.index("copy")))
+    busy = np.isin(band.bucket, (Bucket.COMPUTE, Bucket.COPY))
     gaps = union(band.start_ns[~busy], band.end_ns[~busy])
-    is_idle = band.bucket == BUCKETS.index("idle")
+    is_idle = band.bucket == Bucket.IDLE
     idle_ns = _sum_overlaps(gaps, Intervals(band.start_ns[is_idle], band.end_ns[is_idle]))
     own_ns = _sum_overlaps(gaps, idle.get_intervals(index))
     rows = idle_ns > 0

@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.arrays import union
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.replay import (
     HoistedCalls,
     ReplayContext,
     WeightedSpans,

@@ -14,7 +14,9 @@ from msgspec import Struct
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.diagnose.device_timeline import DurationFactors, measure_changed_work
-from stepsplit.analyzer.diagnose.replay import Float, ReplayContext, replay, scale_transfers
+from stepsplit.analyzer.diagnose.graph.dependency_graph import WORK, DependencyGraph
+from stepsplit.analyzer.diagnose.graph.replay import Float, ReplayContext, replay, scale_transfers
+from stepsplit.analyzer.diagnose.graph.topological_order import Levels, Needs
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
 from stepsplit.analyzer.model.config import (
@@ -39,21 +41,17 @@ from stepsplit.analyzer.model.hardware_config import (
 )
 from stepsplit.analyzer.model.prediction import Band
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph
-from stepsplit.analyzer.split.kernels import (
+from stepsplit.analyzer.split.kernel_shapes import (
     ATTENTION_FAMILY,
     GEMM_FAMILIES,
     MEMORY_FAMILIES,
-    KernelWork,
-    compute_self_ns,
     find_attention_kernel,
     find_dtype,
-    find_kernel_work,
     is_backward,
     parse_attention,
     parse_gemm,
 )
-from stepsplit.analyzer.split.topological_order import Levels, Needs
+from stepsplit.analyzer.split.kernels import KernelWork, compute_self_ns, find_kernel_work
 from stepsplit.analyzer.trace import OPS, EventKind, Int64, RankTrace
 
 # The result.

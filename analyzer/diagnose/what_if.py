@@ -19,13 +19,12 @@ from stepsplit.analyzer.diagnose.comm_causes import (
     find_sync_kernels,
     list_hoistable_calls,
 )
-from stepsplit.analyzer.diagnose.other_hardware import (
-    CarriedRun,
-    HardwareChange,
-    carry_run,
-    choose_hardware,
+from stepsplit.analyzer.diagnose.graph.dependency_graph import (
+    WORK,
+    DependencyGraph,
+    build_dependency_graph,
 )
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.replay import (
     Float,
     ReplayContext,
     build_context,
@@ -35,6 +34,13 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
     scale_work,
 )
+from stepsplit.analyzer.diagnose.other_hardware import (
+    CarriedRun,
+    HardwareChange,
+    carry_run,
+    choose_hardware,
+)
+from stepsplit.analyzer.diagnose.slow_kernels import find_slow_kernels
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.model.config import SCHEDULES, Schedule
 from stepsplit.analyzer.model.schedule import (
@@ -45,10 +51,10 @@ from stepsplit.analyzer.model.schedule import (
 )
 from stepsplit.analyzer.model.schedule_graph import Costs, ScheduleTimeline, build_graph, simulate
 from stepsplit.analyzer.model.schedule_time import compute_pipeline_time
+from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import read_recording
 from stepsplit.analyzer.report.tables import PHASES, Boxes
-from stepsplit.analyzer.split.dependency_graph import WORK, DependencyGraph, build_dependency_graph
 from stepsplit.analyzer.split.mesh import DATA_AXES, RankLayout
 from stepsplit.analyzer.split.run import (
     RunSplit,
@@ -128,7 +134,7 @@ def compute_what_ifs(
     """
     if not any(rank.steps for rank in split.ranks):
         raise UsageError("the recording has no step to replay; record at least one full step")
-    context = build_context(split, build_dependency_graph(split))
+    context = build_context(split, build_dependency_graph(split), find_slow_kernels(split))
     if words:
         rows = [_replay_change(context, parse_change(each)) for each in words]
     else:
@@ -384,8 +390,12 @@ def _scale_replicas(context: ReplayContext, times: int) -> DependencyGraph:
     kernels, ranks = kernels[ranks > 1], ranks[ranks > 1]
     if not len(kernels):
         raise UsageError("cannot change replicas: the recording has no data-parallel communication")
-    share, then = ((n - 1) / n for n in (ranks, ranks * times))
-    return scale_transfers(context.graph, kernels, then / share)
+    longer = {
+        n: compute_busbw_factor("all_gather", n * times) / compute_busbw_factor("all_gather", n)
+        for n in set(ranks.tolist())
+    }
+    scale = np.array([longer[n] for n in ranks.tolist()])
+    return scale_transfers(context.graph, kernels, scale)
 
 
 def _merge_buckets(context: ReplayContext, count: int) -> DependencyGraph:

@@ -33,17 +33,19 @@ from stepsplit.analyzer.model.rank_layout import Chunk, StageConfig, list_stages
 from stepsplit.analyzer.model.step_time import compute_stage_time
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.recording import Recording, read_recording
-from stepsplit.analyzer.split.kernels import (
+from stepsplit.analyzer.split.kernel_shapes import (
     AttentionShape,
     GemmShape,
-    KernelWork,
-    collect_compute,
     find_attention_kernel,
     find_dtype,
-    find_kernel_work,
     is_backward,
     parse_attention,
     parse_gemm,
+)
+from stepsplit.analyzer.split.kernels import (
+    KernelWork,
+    collect_compute,
+    find_kernel_work,
     sum_kernel_families,
 )
 from stepsplit.analyzer.split.run import RankSplit, RunSplit, find_recorded_device

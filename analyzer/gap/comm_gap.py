@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stepsplit.analyzer.buckets import TRANSFERS, Bucket
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.comm_ops import CommOp
 from stepsplit.analyzer.model.comm_time import TIMED_OPS, time_of
@@ -17,23 +18,19 @@ from stepsplit.analyzer.model.rank_layout import place_group
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.report.io import extract_job
 from stepsplit.analyzer.report.report import ComparedCalls, ComparedStage, Report
-from stepsplit.analyzer.split.attribute import compute_overlaps
+from stepsplit.analyzer.split.issue_steps import build_host_steps, find_issue_step
 from stepsplit.analyzer.split.mesh import DATA_AXES
 from stepsplit.analyzer.split.mesh_inference import SCALAR_BYTES
+from stepsplit.analyzer.split.overlap import compute_overlaps
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.strategy_evidence import (
-    build_host_steps,
-    find_issue_step,
-    format_axes,
-)
-from stepsplit.analyzer.split.transfers import COLLECTIVE, P2P
+from stepsplit.analyzer.split.strategy import format_axes
 from stepsplit.analyzer.trace import OPS, Bool, Group
-from stepsplit.collectors.run_spec import DATA_PARALLEL
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL
 
 # The measured communication, by the axis names of the prediction.
 
-_BUCKETS = {COLLECTIVE: "collective", P2P: "p2p"}
+_BUCKETS = {bucket: bucket.label for bucket in TRANSFERS}
 
 Key = tuple[str, str]
 """(bucket, axis)"""
@@ -86,7 +83,7 @@ class MeasuredComm:
         axes, calls = list_group_names(self.split, rank), rank.trace.calls
         sums: dict[Key, int] = defaultdict(int)
         for row in (exposed.window == window).nonzero()[0].tolist():
-            bucket = _BUCKETS.get(int(exposed.bucket[row]))
+            bucket = _BUCKETS.get(Bucket(exposed.bucket[row]))
             if bucket is not None:
                 call = exposed.call[row]
                 axis, _ = self._identify_call(axes[calls.group_id[call]], OPS[calls.op[call]])

@@ -25,10 +25,10 @@ from stepsplit.analyzer.model.config_file import (
     decode_job,
 )
 from stepsplit.analyzer.model.hardware_config import find_preset
-from stepsplit.analyzer.split.pipeline import normalize_schedule
 from stepsplit.analyzer.split.run import RunSplit, find_recorded_device
-from stepsplit.analyzer.split.strategy_evidence import Strategy, count_accumulated_microbatches
-from stepsplit.collectors.run_spec import Mesh, ModelSpec, RunSpec, Training
+from stepsplit.analyzer.split.schedule import normalize_schedule
+from stepsplit.analyzer.split.strategy import Strategy, count_accumulated_microbatches
+from stepsplit.collectors.formats.run_spec import Mesh, ModelSpec, RunSpec, Training
 
 # The job config: run.json, then what the steps show, overridden by a job.toml.
 

@@ -50,7 +50,7 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.collectors.run_spec import DATA_PARALLEL, RunSpec
+from stepsplit.collectors.formats.run_spec import DATA_PARALLEL, RunSpec
 
 # A report with the prediction of its run and the comparison.
 

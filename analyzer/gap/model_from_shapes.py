@@ -13,10 +13,10 @@ import numpy as np
 
 from stepsplit.analyzer.arrays import union
 from stepsplit.analyzer.model.config import LatentAttention, LoraTarget
+from stepsplit.analyzer.split.host_steps import count_profiled_steps
 from stepsplit.analyzer.split.run import RunSplit
-from stepsplit.analyzer.split.steps import count_profiled_steps
 from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 # What the shapes say about a decoder-only transformer.
 

@@ -33,7 +33,7 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.collectors.regular_file import describe_special
+from stepsplit.collectors.safe_io.regular_file import describe_special
 
 _T = TypeVar("_T")
 

@@ -23,7 +23,10 @@ from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.config_file import decode_job
 from stepsplit.analyzer.model.predict import predict, read_hardware_rates
 from stepsplit.analyzer.model.prediction import Prediction, prediction_from_json, prediction_to_json
-from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
+from stepsplit.collectors.safe_io.helper_process import (
+    build_helper_command,
+    build_helper_environment,
+)
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.plan_space import Plan

@@ -29,7 +29,7 @@ from stepsplit.analyzer.readers.sources import (
     is_special,
     open_url,
 )
-from stepsplit.collectors.regular_file import open_regular
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # zstd by pyarrow, which is imported only if needed because its import is slow.
 

@@ -35,7 +35,7 @@ from stepsplit.analyzer.trace import (
     Shapes,
     UInt8,
 )
-from stepsplit.collectors.private_folder import is_private, open_private
+from stepsplit.collectors.safe_io.private_folder import is_private, open_private
 
 LEAST_BYTES = 256 << 20
 """Recordings whose traces are smaller than this, unpacked, stay in memory."""

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from stepsplit.analyzer.arrays import view_numbers
 from stepsplit.analyzer.trace import Calls, CallsWithGroups, Events, EventWaits, Group, Lane, Shapes
-from stepsplit.collectors.run_spec import whole_file
+from stepsplit.collectors.safe_io.atomic_file import whole_file
 
 # Only pyarrow buffers are used: its conversions from and to numpy would import pandas.
 

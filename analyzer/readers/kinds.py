@@ -14,7 +14,7 @@ from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, Rules
 from stepsplit.analyzer.readers.kineto.trace_file import is_kineto, read_kineto
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import RankTrace
-from stepsplit.collectors.rank_record import RANK_SCHEMA, RankRecord, read_record
+from stepsplit.collectors.formats.rank_record import RANK_SCHEMA, RankRecord, read_record
 
 RankTraces = tuple[RankTrace, ...]
 

@@ -46,8 +46,10 @@ from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source, is_special, make_absolute
 from stepsplit.analyzer.readers.workers import Progress, Task, Workers, ignore_progress, run_all
 from stepsplit.analyzer.trace import Group, Note, RankTrace
-from stepsplit.collectors.rank_record import RankRecord, build_spec
-from stepsplit.collectors.run_spec import PRIVATE, RUN_FILE, RunSpec, from_json, replace_surrogates
+from stepsplit.collectors.formats.json_decode import replace_surrogates
+from stepsplit.collectors.formats.rank_record import RankRecord, build_spec
+from stepsplit.collectors.formats.run_spec import RUN_FILE, RunSpec, from_json
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE
 
 _MAX_RUN_BYTES = 64 << 20
 

@@ -40,7 +40,7 @@ from stepsplit.analyzer.readers.training_log import (
     read_train_log,
 )
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.rank_record import RankRecord
+from stepsplit.collectors.formats.rank_record import RankRecord
 
 # Reading a file of any kind.
 

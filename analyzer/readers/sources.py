@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError, UsageError
-from stepsplit.collectors.regular_file import describe_special
+from stepsplit.collectors.safe_io.regular_file import describe_special
 
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError)
 """The errors of zipfile for a damaged archive, in addition to OSError and ValueError."""

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
+from stepsplit.collectors.safe_io.helper_process import (
+    build_helper_command,
+    build_helper_environment,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

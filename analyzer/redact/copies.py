@@ -23,7 +23,7 @@ from stepsplit.analyzer.redact.fields import FLIGHT_FIELDS, JOB_FIELDS, RECORD_F
 from stepsplit.analyzer.redact.forms import Fields, Texts, copy_object
 from stepsplit.analyzer.redact.nccl_log import copy_nccl_log
 from stepsplit.analyzer.redact.trace import copy_trace
-from stepsplit.collectors.run_spec import RUN_FILE
+from stepsplit.collectors.formats.run_spec import RUN_FILE
 
 JOB, LOG = "job.toml", "NCCL log"
 

@@ -25,8 +25,8 @@ from stepsplit.analyzer.readers.recording import (
 from stepsplit.analyzer.readers.registry import KINDS
 from stepsplit.analyzer.readers.sources import DiskFile, Source, is_special
 from stepsplit.analyzer.redact.copies import COPIES, JOB
-from stepsplit.collectors.regular_file import leads_outside
-from stepsplit.collectors.run_spec import RUN_FILE
+from stepsplit.collectors.formats.run_spec import RUN_FILE
+from stepsplit.collectors.safe_io.regular_file import leads_outside
 
 
 @dataclass(frozen=True, slots=True)

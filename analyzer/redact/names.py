@@ -11,7 +11,7 @@ from pathlib import Path
 from stepsplit.analyzer.ops import parse_op
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, OTHER, Rules, format_stated_class
 from stepsplit.analyzer.redact.pseudonyms import LETTERS, Pseudonyms
-from stepsplit.analyzer.split.steps import STEP_RANGE
+from stepsplit.analyzer.split.host_steps import STEP_RANGE
 from stepsplit.analyzer.trace import MAX_NAME_LENGTH, PYTHON_FUNCTION
 
 # Public words.

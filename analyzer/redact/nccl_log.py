@@ -17,7 +17,7 @@ from stepsplit.analyzer.readers.nccl.log import CALL
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.redact.forms import VERSION, Texts
 from stepsplit.analyzer.redact.pseudonyms import HEX
-from stepsplit.collectors.run_spec import SHARED, whole_file
+from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
 
 
 def copy_nccl_log(source: Source, out: Path, texts: Texts) -> int:

@@ -20,7 +20,7 @@ from stepsplit.analyzer.redact.file_names import plan_copies
 from stepsplit.analyzer.redact.forms import Texts
 from stepsplit.analyzer.redact.names import Names
 from stepsplit.analyzer.redact.pseudonyms import Pseudonyms, Replacement
-from stepsplit.collectors.run_spec import RUN_FILE
+from stepsplit.collectors.formats.run_spec import RUN_FILE
 
 KEY_SCHEMA = "stepsplit.key/1"
 

@@ -27,7 +27,7 @@ from stepsplit.analyzer.redact.fields import (
 )
 from stepsplit.analyzer.redact.forms import METADATA, OP, Form, Texts, copy_object, copy_value
 from stepsplit.analyzer.trace import Category
-from stepsplit.collectors.run_spec import SHARED, whole_file
+from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
 
 
 def copy_trace(source: Source, out: Path, texts: Texts) -> None:

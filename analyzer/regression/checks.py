@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -34,13 +34,12 @@ def parse_budgets(rules: Sequence[str]) -> tuple[Budget, ...]:
     budgets: dict[str, Budget] = {}
     for rule in rules:
         is_file = ":" not in rule or Path(rule).is_file()
-        read = read_budgets(Path(rule)) if is_file else [parse_budget(rule)]
+        read = _read_budgets(Path(rule)) if is_file else [parse_budget(rule)]
         budgets |= {budget.metric: budget for budget in read}
     return tuple(budgets.values())
 
 
-def read_budgets(path: Path) -> list[Budget]:
-    """Read the budgets in a TOML file. Raises UsageError and DataError."""
+def _read_budgets(path: Path) -> Iterator[Budget]:
     if not path.is_file():
         hint = 'pass a TOML file or a rule such as "exposed_comm:5%"'
         raise UsageError(f"{path}: no such file; {hint}")
@@ -48,16 +47,13 @@ def read_budgets(path: Path) -> list[Budget]:
     table = body.get("budgets")
     if not isinstance(table, dict) or not table:
         raise DataError(path, "has no table [budgets]", 'write [budgets] and exposed_comm = "5%"')
-    return [_decode_budget(path, name, limit) for name, limit in table.items()]
-
-
-def _decode_budget(path: Path, name: str, limit: object) -> Budget:
-    if not isinstance(limit, str):
-        raise DataError(path, f"the limit of {name} must be a string", f'write {name} = "5%"')
-    try:
-        return build_budget(name, limit)
-    except UsageError as error:
-        raise DataError(path, str(error), "see stepsplit check --help") from None
+    for name, limit in table.items():
+        if not isinstance(limit, str):
+            raise DataError(path, f"the limit of {name} must be a string", f'write {name} = "5%"')
+        try:
+            yield build_budget(name, limit)
+        except UsageError as error:
+            raise DataError(path, str(error), "see stepsplit check --help") from None
 
 
 # How much worse a candidate may be, such as "exposed_comm:5%"; the same syntax as in TOML files.

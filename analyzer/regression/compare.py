@@ -15,11 +15,16 @@ from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.ops import MESSAGES
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import Document
-from stepsplit.analyzer.report.report import MIN_GAIN_SHARE, GroupRow, Report, compute_token_rate
+from stepsplit.analyzer.report.report import (
+    MIN_GAIN_SHARE,
+    AxisSize,
+    GroupRow,
+    Report,
+    compute_token_rate,
+)
 from stepsplit.analyzer.report.step_rows import StepRow, compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 # Two reports -> comparison of their runs.
 
@@ -170,34 +175,26 @@ def map_axes(mesh: Mesh, groups: Iterable[AxisGroup]) -> Mapping[str, str]:
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """The key by which calls of two runs are matched."""
-
-    axis: str
-    op: str
-    dtype: str | None
-    message_bytes: int | None
+CallKind = tuple[str, str, str | None, int | None]
+"""Axis, op, dtype and message_bytes, by which calls of two runs are matched."""
 
 
 def compare_collectives(baseline: Report, candidate: Report) -> tuple[CallsChange, ...]:
     """A row for each kind of call in either run."""
     one, other = _collect_call_stats(baseline), _collect_call_stats(candidate)
     rows = [
-        CallsChange(kind.axis, kind.op, kind.dtype, kind.message_bytes,
-                    one.get(kind), other.get(kind))
-        for kind in dict.fromkeys((*one, *other))
-    ]  # fmt: skip
+        CallsChange(*kind, one.get(kind), other.get(kind)) for kind in dict.fromkeys((*one, *other))
+    ]
     return tuple(sorted(rows, key=order_by_change))
 
 
-def _collect_call_stats(report: Report) -> Mapping[_Kind, CallStats]:
+def _collect_call_stats(report: Report) -> Mapping[CallKind, CallStats]:
     """The calls by kind: groups of one axis merged, by the medians of their medians."""
     groups = {group.id: group for group in report.groups}
-    same: dict[_Kind, list[CollectiveRow]] = defaultdict(list)
+    same: dict[CallKind, list[CollectiveRow]] = defaultdict(list)
     for row in report.collectives:
         axis = format_axis(groups.get(row.group))
-        same[_Kind(axis, row.op, row.dtype, row.message_bytes)].append(row)
+        same[axis, row.op, row.dtype, row.message_bytes].append(row)
     return {kind: _merge_calls(rows, report, groups) for kind, rows in same.items()}
 
 
@@ -211,26 +208,21 @@ def _merge_calls(
 ) -> CallStats:
     rates = [row.busbw_bytes_per_s for row in rows if row.busbw_bytes_per_s is not None]
     steps = len(report.run.ranks) * len({row.step for row in report.steps})
-    total_calls = sum(
-        row.count * _count_callers(row, report, groups.get(row.group)) for row in rows
-    )
+    unmatched = {one.axis for one in report.coverage if one.holds == "estimated"}
+    total_calls = 0
+    for row in rows:
+        # A collective counts once for each recorded member; a message counts once per end, and so
+        # does each call on an axis without matched calls.
+        callers, group = 1, groups.get(row.group)
+        if group is not None and row.op not in MESSAGES and group.axis not in unmatched:
+            callers = len(set(group.ranks) & set(report.run.ranks)) or 1
+        total_calls += row.count * callers
     return CallStats(
         count=total_calls / steps,
         transfer_ns=int(median(row.transfer_ns_median for row in rows)),
         wait_ns=int(median(row.wait_ns_median for row in rows)),
         busbw_bytes_per_s=median(rates) if rates else None,
     )
-
-
-def _count_callers(row: CollectiveRow, report: Report, group: GroupRow | None) -> int:
-    """The number of recorded ranks per call: all members of a collective.
-
-    A message counts once per end, and so does each call on an axis without matched calls.
-    """
-    apart = {one.axis for one in report.coverage if one.holds == "estimated"}
-    if group is None or row.op in MESSAGES or group.axis in apart:
-        return 1
-    return len(set(group.ranks) & set(report.run.ranks)) or 1
 
 
 # The exposed communication of both runs by axis.
@@ -268,25 +260,22 @@ def compare_families(baseline: Report, candidate: Report) -> tuple[FamilyChange,
     """A row for each family in either run; empty if a report has no kernel families."""
     if not (baseline.kernels and candidate.kernels):
         return ()
-    families = dict.fromkeys(row.family for row in (*baseline.kernels, *candidate.kernels))
-    rows = [_compare_family(family, baseline, candidate) for family in families]
+    before, own = _compute_family_means(baseline), _compute_family_means(candidate)
+    rows = []
+    for family in dict.fromkeys((*before, *own)):
+        (ns, count), (own_ns, own_count) = before.get(family, (0, 0.0)), own.get(family, (0, 0.0))
+        rows.append(FamilyChange(ns, own_ns, family, count, own_count))
     return tuple(sorted(rows, key=order_by_change))
 
 
-def _compare_family(family: str, baseline: Report, candidate: Report) -> FamilyChange:
-    one, other = ([row for row in r.kernels if row.family == family] for r in (baseline, candidate))
-    steps, others = len(select_full_steps(baseline.steps)), len(select_full_steps(candidate.steps))
-    return FamilyChange(
-        baseline_ns=_sum_total_ns(one) // steps,
-        candidate_ns=_sum_total_ns(other) // others,
-        family=family,
-        baseline_count=sum(row.count for row in one) / steps,
-        candidate_count=sum(row.count for row in other) / others,
-    )
-
-
-def _sum_total_ns(rows: Iterable[KernelFamily]) -> int:
-    return sum(row.total_ns for row in rows)
+def _compute_family_means(report: Report) -> Mapping[str, tuple[int, float]]:
+    """By family: (ns, kernels) per step and rank."""
+    steps = len(select_full_steps(report.steps))
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in report.kernels:
+        totals[row.family][0] += row.total_ns
+        totals[row.family][1] += row.count
+    return {family: (ns // steps, count / steps) for family, (ns, count) in totals.items()}
 
 
 # Configuration differences as text.
@@ -294,46 +283,40 @@ def _sum_total_ns(rows: Iterable[KernelFamily]) -> int:
 NONE = "none detected"
 
 
-@dataclass(frozen=True, slots=True)
-class _RunSetting:
-    """A setting of one run as text; None if unknown."""
-
-    name: str
-    value: str | None
-
-
 def find_changed_settings(baseline: Report, candidate: Report) -> tuple[Setting, ...]:
     """One row for each setting that differs."""
-    both = zip(_list_settings(baseline), _list_settings(candidate), strict=True)
-    rows = (Setting(one.name, one.value, other.value) for one, other in both)
-    changed = [row for row in rows if row.baseline != row.candidate]
+    before, own = _list_settings(baseline), _list_settings(candidate)
     known = baseline.run.mesh is not None and candidate.run.mesh is not None
     inferred = known and (_is_inferred(baseline) or _is_inferred(candidate))
     return tuple(
-        replace(row, name="inferred mesh") if row.name == "mesh" and inferred else row
-        for row in changed
+        Setting("inferred mesh" if name == "mesh" and inferred else name, value, own[name])
+        for name, value in before.items()
+        if value != own[name]
     )
 
 
-def _list_settings(report: Report) -> tuple[_RunSetting, ...]:
-    """The settings of one run in display order."""
+def _list_settings(report: Report) -> Mapping[str, str | None]:
+    """The settings of one run as text, in display order; None if unknown."""
     run, pipeline = report.run, report.pipeline
-    mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
-    settings = (
-        ("world size", f"{run.world_size:,}"),
-        ("ranks recorded", f"{len(run.ranks):,}"),
-        ("hosts", f"{len(run.hosts):,}"),
-        ("device", run.device),
-        ("mesh", mesh),
-        ("backend", run.backend),
-        ("torch", run.torch),
-        ("NCCL", run.nccl),
-        ("driver", run.driver),
-        ("schedule", NONE if pipeline is None else pipeline.schedule),
-        ("microbatches", NONE if pipeline is None else f"{pipeline.microbatches:,}"),
-        ("strategies", ", ".join(one.in_words for one in run.strategies) or NONE),
-    )
-    return tuple(_RunSetting(*fact) for fact in settings)
+    return {
+        "world size": f"{run.world_size:,}",
+        "ranks recorded": f"{len(run.ranks):,}",
+        "hosts": f"{len(run.hosts):,}",
+        "device": run.device,
+        "mesh": format_mesh(run.mesh),
+        "backend": run.backend,
+        "torch": run.torch,
+        "NCCL": run.nccl,
+        "driver": run.driver,
+        "schedule": NONE if pipeline is None else pipeline.schedule,
+        "microbatches": NONE if pipeline is None else f"{pipeline.microbatches:,}",
+        "strategies": ", ".join(one.in_words for one in run.strategies) or NONE,
+    }
+
+
+def format_mesh(mesh: Sequence[AxisSize] | None) -> str | None:
+    """The mesh as text, such as "pp 2 tp 4"; None if it is unknown."""
+    return None if mesh is None else " ".join(f"{row.axis} {row.size}" for row in mesh)
 
 
 # The summary of one run.
@@ -344,7 +327,10 @@ def build_side(report: Report) -> Side:
     rows = select_full_steps(report.steps)
     if not rows:
         raise UsageError(f"{report.run.name}: no step to compare; record at least one full step")
-    steps_ns = _compute_step_medians(rows)
+    by_step: dict[int, list[int]] = defaultdict(list)
+    for row in rows:
+        by_step[row.step].append(row.step_ns)
+    steps_ns = [int(median(over_ranks_ns)) for over_ranks_ns in by_step.values()]
     return Side(
         name=report.run.name,
         steps=len(steps_ns),
@@ -415,7 +401,11 @@ def to_json(comparison: RunComparison) -> bytes:
     fields = msgspec.to_builtins(comparison)
     sides = {"baseline": fields.pop("baseline"), "candidate": fields.pop("candidate")}
     step = _Step(comparison.difference_ns, comparison.ratio, comparison.within_noise)
-    settings, buckets = fields.pop("settings"), [_build_bucket(row) for row in comparison.buckets]
+    buckets = [
+        _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
+        for row in comparison.buckets
+    ]
+    settings = fields.pop("settings")
     body = {"schema": SCHEMA, **sides, "step": step, "settings": settings, "buckets": buckets}
     return msgspec.json.format(msgspec.json.encode(body | fields), indent=1) + b"\n"
 
@@ -424,10 +414,6 @@ def from_json(text: bytes, source: object = "compare.json") -> RunComparison:
     """Decode a comparison. Raises DataError if the text does not have this schema."""
     document = Document(RunComparison, SCHEMA, "a stepsplit comparison", _HINT)
     return document.decode(text, source)
-
-
-def _build_bucket(row: BucketChange) -> _Bucket:
-    return _Bucket(row.bucket, row.baseline_ns, row.candidate_ns, row.difference_ns)
 
 
 # The comparison of a candidate with a baseline.

@@ -14,17 +14,24 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION
 from stepsplit.analyzer.errors import DataError
 from stepsplit.analyzer.ops import compute_busbw_factor
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
-from stepsplit.analyzer.regression.compare import MESH_FROM_CALLS, find_peak_bytes, format_axis
+from stepsplit.analyzer.regression.compare import (
+    MESH_FROM_CALLS,
+    UNKNOWN,
+    CallKind,
+    find_peak_bytes,
+    format_axis,
+    format_mesh,
+)
 from stepsplit.analyzer.report.headline import compute_mean_split
 from stepsplit.analyzer.report.io import extract_prediction
-from stepsplit.analyzer.report.report import JOB_MISMATCH, GroupRow, Report
+from stepsplit.analyzer.report.report import JOB_MISMATCH, Report
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps, select_full_steps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.collectors.regular_file import open_regular
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # The metrics of a run: small enough for a file in git, sufficient to explain a regression.
 
@@ -87,6 +94,10 @@ class CallMetrics(Struct, frozen=True):
     varies: bool
     transfer_ns: int
     wait_ns: int
+
+    @property
+    def kind(self) -> CallKind:
+        return self.axis, self.op, self.dtype, self.message_bytes
 
 
 class BucketTime(Struct, frozen=True):
@@ -184,80 +195,69 @@ def extract_metrics(report: Report, source: object) -> RunMetrics:
     bad = [one.metric for one in values if not math.isfinite(one.value)]
     if bad:
         raise DataError(source, f"{bad[0]} is not a finite number", _ANALYZE_HINT)
-    groups = {group.id: group for group in report.groups}
+    run, pipeline = report.run, report.pipeline
+    full_steps = list_full_steps(report.steps)
+    doubts = [
+        Doubt(row.code, row.message, row.rank)
+        for row in report.warnings
+        if row.code in INCOMPLETE or row.code == JOB_MISMATCH
+    ]
+    if len(full_steps) < WARMUP + FEWEST:
+        count = f"{len(full_steps)} full step{'s' if len(full_steps) > 1 else ''}"
+        text = f"{count}: the first counts too, which is left out as warm-up of {WARMUP + FEWEST}"
+        doubts.append(Doubt(FEW_STEPS, text, None))
+    worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MAX_BLAMED]
     return RunMetrics(
-        name=report.run.name,
-        setup=_build_setup(report),
+        name=run.name,
+        setup=Setup(
+            world_size=run.world_size,
+            ranks=run.ranks,
+            hosts=len(run.hosts),
+            device=run.device,
+            mesh=format_mesh(run.mesh),
+            backend=run.backend,
+            schedule=None if pipeline is None else pipeline.schedule,
+            microbatches=None if pipeline is None else pipeline.microbatches,
+            torch=run.torch,
+            nccl=run.nccl,
+            driver=run.driver,
+            mesh_source=run.mesh_source,
+        ),
         steps=len(steps),
         values=values,
-        calls=_build_call_metrics(report, groups),
+        calls=_build_call_metrics(report),
         times=tuple(_sum_bucket_times(report)),
-        blame=_list_worst_blame(report),
+        blame=tuple(
+            CausedWait(b.rank, b.cause, b.axis, b.caused_ns // len(full_steps)) for b in worst
+        ),
         predicted=tuple(_list_predicted_values(report)),
         groups=tuple(GroupRanks(g.axis, g.description, g.ranks) for g in report.groups),
-        doubts=tuple(_list_doubts(report)),
+        doubts=tuple(doubts),
     )
 
 
-def _list_doubts(report: Report) -> Iterator[Doubt]:
-    for row in report.warnings:
-        if row.code in INCOMPLETE or row.code == JOB_MISMATCH:
-            yield Doubt(row.code, row.message, row.rank)
-    full = len(list_full_steps(report.steps))
-    if full < WARMUP + FEWEST:
-        count = f"{full} full step{'s' if full > 1 else ''}"
-        text = f"{count}: the first counts too, which is left out as warm-up of {WARMUP + FEWEST}"
-        yield Doubt(FEW_STEPS, text, None)
-
-
-def _build_setup(report: Report) -> Setup:
-    run, pipeline = report.run, report.pipeline
-    mesh = None if run.mesh is None else " ".join(f"{a.axis} {a.size}" for a in run.mesh)
-    return Setup(
-        world_size=run.world_size,
-        ranks=run.ranks,
-        hosts=len(run.hosts),
-        device=run.device,
-        mesh=mesh,
-        backend=run.backend,
-        schedule=None if pipeline is None else pipeline.schedule,
-        microbatches=None if pipeline is None else pipeline.microbatches,
-        torch=run.torch,
-        nccl=run.nccl,
-        driver=run.driver,
-        mesh_source=run.mesh_source,
-    )
-
-
-def _build_call_metrics(
-    report: Report, groups: Mapping[int, GroupRow]
-) -> tuple[CallMetrics, ...] | None:
+def _build_call_metrics(report: Report) -> tuple[CallMetrics, ...] | None:
     """The calls by axis, op, dtype and size; None if the report has no calls per step."""
     if report.collectives and not report.step_calls:
         return None
-    counts: dict[tuple[str, str, str | None, int | None], list[int]] = defaultdict(lambda: [0, 0])
+    axes = {group.id: format_axis(group) for group in report.groups}
+    counts: dict[CallKind, list[int]] = defaultdict(lambda: [0, 0])
     for row in report.step_calls:
-        kind = (format_axis(groups.get(row.group)), row.op, row.dtype, row.message_bytes)
+        kind = (axes.get(row.group, UNKNOWN), row.op, row.dtype, row.message_bytes)
         counts[kind][0] += row.calls
         counts[kind][1] += row.most - row.least
-    timed: dict[tuple[str, str, str | None, int | None], list[CollectiveRow]] = defaultdict(list)
+    timed: dict[CallKind, list[CollectiveRow]] = defaultdict(list)
     for one in report.collectives:
-        kind = (format_axis(groups.get(one.group)), one.op, one.dtype, one.message_bytes)
+        kind = (axes.get(one.group, UNKNOWN), one.op, one.dtype, one.message_bytes)
         timed[kind].append(one)
-    return tuple(
-        CallMetrics(*kind, calls, varies > 0, *_compute_medians(timed[kind]))
-        for kind, (calls, varies) in sorted(counts.items(), key=lambda item: repr(item[0]))
-    )
-
-
-def _compute_medians(rows: list[CollectiveRow]) -> tuple[int, int]:
-    """The medians of (a call's transfer, its wait), over groups."""
-    if not rows:
-        return 0, 0
-    return (
-        int(median(row.transfer_ns_median for row in rows)),
-        int(median(row.wait_ns_median for row in rows)),
-    )
+    found = []
+    for kind, (calls, varies) in sorted(counts.items(), key=lambda item: repr(item[0])):
+        # The medians over groups; calls that are not matched have no times.
+        transfer_ns = [row.transfer_ns_median for row in timed[kind]] or [0]
+        wait_ns = [row.wait_ns_median for row in timed[kind]] or [0]
+        took = int(median(transfer_ns)), int(median(wait_ns))
+        found.append(CallMetrics(*kind, calls, varies > 0, *took))
+    return tuple(found)
 
 
 def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
@@ -269,17 +269,11 @@ def _sum_bucket_times(report: Report) -> Iterator[BucketTime]:
     sums: dict[tuple[str, str], int] = defaultdict(int)
     for row in report.exposed:
         if row.axis is not None and (row.rank, row.step) in full:
-            for bucket in (*COMMUNICATION, "bubble"):
+            for bucket in (*EXPOSED, "bubble"):
                 sums[bucket, row.axis] += getattr(row, f"{bucket}_ns")
     for (bucket, axis), ns in sorted(sums.items()):
         if ns:
             yield BucketTime(bucket, axis, ns // len(rows))
-
-
-def _list_worst_blame(report: Report) -> tuple[CausedWait, ...]:
-    steps = len(list_full_steps(report.steps))
-    worst = sorted(report.blame, key=lambda row: -row.caused_ns)[:MAX_BLAMED]
-    return tuple(CausedWait(b.rank, b.cause, b.axis, b.caused_ns // steps) for b in worst)
 
 
 def _list_predicted_values(report: Report) -> Iterator[Value]:
@@ -289,10 +283,10 @@ def _list_predicted_values(report: Report) -> Iterator[Value]:
         return
     split = prediction.split
     whole = split.step_ns or 1
-    shares = zip(BUCKETS, split.buckets_ns, strict=True)
     yield Value("step", float(split.step_ns))
     yield Value("exposed_comm", split.exposed_comm_ns / whole)
-    yield from (Value(bucket, ns / whole) for bucket, ns in shares)
+    for bucket, ns in zip(BUCKETS, split.buckets_ns, strict=True):
+        yield Value(bucket, ns / whole)
     yield Value("bubble_fraction", prediction.bubble_fraction)
     yield Value("peak_memory", float(max(stage.total_bytes for stage in prediction.memory)))
     utilizations = (("mfu", prediction.mfu), ("hfu", prediction.hfu))
@@ -306,7 +300,7 @@ WARMUP, FEWEST = 1, 3
 
 _ByStep = Mapping[int, list[StepRow]]
 
-_WAITS = ("collective", "p2p", "skew", "bubble")
+_WAITS = tuple(bucket.label for bucket in COMMUNICATION)
 
 
 def select_steady_steps(report: Report) -> _ByStep:
@@ -340,25 +334,23 @@ def compute_values(report: Report, steps: _ByStep) -> tuple[Value, ...]:
 def _compute_time_values(steps: _ByStep) -> Iterator[Value]:
     every = list(steps.values())
     yield Value("step", float(median(median(row.step_ns for row in rows) for rows in every)))
-    yield Value("exposed_comm", median(_compute_share(rows, COMMUNICATION) for rows in every))
+    yield Value("exposed_comm", median(_compute_share(rows, EXPOSED) for rows in every))
     for bucket in BUCKETS:
         yield Value(bucket, median(_compute_share(rows, (bucket,)) for rows in every))
-    hidden = [found for rows in every if (found := _compute_overlap(rows)) is not None]
-    if hidden:
-        yield Value("overlap", median(hidden))
+    overlaps = []
+    for rows in every:
+        hidden = sum(row.overlapped_ns for row in rows)
+        moved = hidden + sum(row.collective_ns + row.p2p_ns for row in rows)
+        if moved:
+            overlaps.append(hidden / moved)
+    if overlaps:
+        yield Value("overlap", median(overlaps))
 
 
 def _compute_share(rows: Sequence[StepRow], buckets: Sequence[str]) -> float:
     whole = sum(row.step_ns for row in rows)
     part = sum(int(getattr(row, f"{name}_ns")) for row in rows for name in buckets)
     return part / (whole or 1)
-
-
-def _compute_overlap(rows: Sequence[StepRow]) -> float | None:
-    """The overlapped share of the transfer time; None without transfers."""
-    hidden = sum(row.overlapped_ns for row in rows)
-    moved = hidden + sum(row.collective_ns + row.p2p_ns for row in rows)
-    return hidden / moved if moved else None
 
 
 def _compute_axis_values(report: Report, steps: _ByStep) -> Iterator[Value]:
@@ -370,7 +362,7 @@ def _compute_axis_values(report: Report, steps: _ByStep) -> Iterator[Value]:
         if row.axis is None or row.rank not in ranks.get(row.step, ()):
             continue
         for bucket in _WAITS:
-            names = (bucket, "exposed_comm") if bucket in COMMUNICATION else (bucket,)
+            names = (bucket, "exposed_comm") if bucket in EXPOSED else (bucket,)
             for name in names:
                 sums[f"{name}.{row.axis}"][row.step] += getattr(row, f"{bucket}_ns")
     for name, of_step in sorted(sums.items()):
@@ -418,7 +410,7 @@ def _count_call_values(report: Report) -> Iterator[Value]:
 
 Unit = Literal["share", "ns", "bytes", "bytes_per_s", "count"]
 
-COMMUNICATION = ("collective", "p2p", "skew")
+EXPOSED = ("collective", "p2p", "skew")
 """The buckets that are exposed communication."""
 
 
@@ -495,31 +487,21 @@ def to_json(runs: Sequence[RunMetrics]) -> bytes:
 
     Groups are omitted, except one of each axis if the mesh is inferred from the calls or unknown.
     """
-    body = b",\n".join(
-        _encode_run(msgspec.structs.replace(run, groups=_list_examples(run))) for run in runs
-    )
+    bodies = []
+    for run in runs:
+        examples: tuple[GroupRanks, ...] = ()
+        if not has_stated_mesh(run.setup):
+            examples = tuple({format_axis(group): group for group in reversed(run.groups)}.values())
+        fields = []
+        for name in run.__struct_fields__:
+            value = examples if name == "groups" else getattr(run, name)
+            text = msgspec.json.encode(value)
+            if isinstance(value, tuple) and value:
+                text = b"[\n  " + b",\n  ".join(map(msgspec.json.encode, value)) + b"\n ]"
+            fields.append(b' "%s": %s' % (name.encode(), text))
+        bodies.append(b"{\n" + b",\n".join(fields) + b"\n}")
+    body = b",\n".join(bodies)
     return b'{"schema": "%s", "runs": [\n%s\n]}\n' % (SCHEMA.encode(), body)
-
-
-def _list_examples(run: RunMetrics) -> tuple[GroupRanks, ...]:
-    if has_stated_mesh(run.setup):
-        return ()
-    return tuple({format_axis(group): group for group in reversed(run.groups)}.values())
-
-
-def _encode_run(run: RunMetrics) -> bytes:
-    fields = (
-        b' "%s": %s' % (name.encode(), _encode_lines(getattr(run, name)))
-        for name in run.__struct_fields__
-    )
-    return b"{\n" + b",\n".join(fields) + b"\n}"
-
-
-def _encode_lines(value: object) -> bytes:
-    """The value on one line, or each of its items on a line."""
-    if not isinstance(value, tuple) or not value:
-        return msgspec.json.encode(value)
-    return b"[\n  " + b",\n  ".join(map(msgspec.json.encode, value)) + b"\n ]"
 
 
 def is_baseline(path: Path) -> bool:

@@ -96,7 +96,11 @@ def build_scaling(reports: Sequence[Report], work: Work | None = None) -> Scalin
     if work == "tokens" and not all(tokens):
         unknown = ordered[tokens.index(None)].run.name
         raise UsageError(f"{unknown}: no job, so the tokens of its step are unknown; give --work")
-    amounts = _measure_work(ordered, tokens, work)
+    amounts = tokens
+    if work == "gpu":
+        amounts = [float(report.run.world_size) for report in ordered]
+    elif work != "tokens":
+        amounts = [1.0 if work == "step" else None] * len(ordered)
     reference = (ordered[0], sides[0], amounts[0])
     return Scaling(
         SCHEMA,
@@ -125,16 +129,6 @@ def _count_tokens(report: Report) -> float | None:
         return None
     per_gpu = predicted.tokens_per_s_per_gpu * predicted.split.step_ns / 1e9
     return per_gpu * report.run.world_size or None
-
-
-def _measure_work(
-    reports: Sequence[Report], tokens: Sequence[float | None], work: Work | None
-) -> Sequence[float | None]:
-    if work == "tokens":
-        return tokens
-    if work == "gpu":
-        return [float(report.run.world_size) for report in reports]
-    return [1.0 if work == "step" else None] * len(reports)
 
 
 def _compute_costs(run: _Measured, reference: _Measured) -> tuple[BucketCost, ...]:

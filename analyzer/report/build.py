@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import median
 
 import numpy as np
+from msgspec import Struct
 
-from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS, StepSplit
+from stepsplit.analyzer.buckets import COMMUNICATION, StepSplit
 from stepsplit.analyzer.readers.recording import Recording
+from stepsplit.analyzer.report.diagnosis_rows import (
+    Lateness,
+    PathKernel,
+    PathPart,
+    PathStep,
+    SlowKernel,
+)
 from stepsplit.analyzer.report.headline import summarize
 from stepsplit.analyzer.report.report import (
     UNKNOWN_HOST,
@@ -31,30 +38,30 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
-from stepsplit.analyzer.split.blame import Blame, blame
-from stepsplit.analyzer.split.critical_path import CriticalPaths, find_critical_paths
-from stepsplit.analyzer.split.dependency_graph import DependencyGraph
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.rank_record import RankRecord, StepTimes
+from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
 
 
-def build_report(
-    recording: Recording,
-    split: RunSplit,
-    graph: DependencyGraph,
-    findings: Sequence[Finding] = (),
-    notes: Sequence[Note] = (),
-) -> Report:
-    """Build the report of a split recording; times count from the start of its earliest step.
+class Diagnosis(Struct, frozen=True):
+    """What diagnosis adds to the report of a split; times count from the start of its earliest
+    step. notes are warnings about analyses that were skipped or are incomplete."""
 
-    graph is its dependency graph; findings are its bottlenecks, notes the analyses that were
-    skipped.
-    """
+    findings: tuple[Finding, ...]
+    blame: tuple[BlameRow, ...]
+    critical_path: tuple[PathPart, ...]
+    path_steps: tuple[PathStep, ...]
+    path_kernels: tuple[PathKernel, ...]
+    lateness: tuple[Lateness, ...]
+    slow_kernels: tuple[SlowKernel, ...]
+    notes: tuple[Note, ...]
+
+
+def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) -> Report:
+    """Build the report of a split recording; times count from the start of its earliest step."""
     origin = find_origin_ns(split)
     steps = tuple(
         StepRow(
@@ -69,15 +76,12 @@ def build_report(
         for rank in split.ranks
         for step in rank.steps
     )
-    blamed = _build_blame(blame(split, graph), _find_full_numbers(split))
-    notes = (*notes, *_note_unexplained(blamed))
     pipeline = _build_pipeline(split)
-    paths = build_paths(split, graph, origin)
     idle = build_idle_rows(split)
     exposed = tuple(row for rank in split.ranks for row in _build_exposed(rank))
     detail, variation = split.detail, split.detail.variation
     run = build_run(recording, split, origin)
-    all_notes = (*recording.notes, *split.notes, *notes, *_note_lasting_slowdown(run))
+    all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
     return Report(
         run=run,
         warnings=tuple(WarningRow(n.code, n.message, n.rank) for n in all_notes),
@@ -99,26 +103,26 @@ def build_report(
         ),
         collectives=split.collectives,
         step_calls=split.step_calls,
-        blame=blamed,
+        blame=diagnosis.blame,
         pipeline=pipeline,
         idle=idle,
         kernels=detail.families,
-        slow_kernels=detail.slow_kernels,
+        slow_kernels=diagnosis.slow_kernels,
         contention=tuple(
             ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
             for rank, one in zip(split.ranks, detail.contention, strict=True)
             if one is not None
         ),
         overlap=detail.overlaps,
-        lateness=detail.lateness,
-        critical_path=paths.parts,
-        path_steps=paths.steps,
-        path_kernels=paths.kernels,
+        lateness=diagnosis.lateness,
+        critical_path=diagnosis.critical_path,
+        path_steps=diagnosis.path_steps,
+        path_kernels=diagnosis.path_kernels,
         step_times=(*((variation.run,) if variation.run else ()), *variation.ranks),
         slow_steps=variation.slow,
         coverage=detail.coverage,
         memory=build_memory_rows(recording.records),
-        findings=tuple(findings),
+        findings=diagnosis.findings,
     )
 
 
@@ -169,50 +173,14 @@ def _build_groups(split: RunSplit) -> tuple[GroupRow, ...]:
 
 def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
     exposed = rank.attribution.exposed
-    sums: dict[tuple[int, str, str], list[int]] = defaultdict(
-        lambda: [0] * (BUBBLE - COLLECTIVE + 1)
-    )
+    sums: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0] * len(COMMUNICATION))
     length = (exposed.end_ns - exposed.start_ns).tolist()
     steps = [rank.steps[i].step for i in exposed.window.tolist()]
     for row, (step, bucket) in enumerate(zip(steps, exposed.bucket.tolist(), strict=True)):
-        sums[step, rank.axis[row] or "", rank.phase[row]][bucket - COLLECTIVE] += length[row]
+        parts = sums[step, rank.axis[row] or "", rank.phase[row]]
+        parts[COMMUNICATION.index(bucket)] += length[row]
     for (step, axis, phase), parts in sorted(sums.items()):
         yield ExposedRow(rank.trace.rank, step, axis or None, phase, *parts)
-
-
-def _build_blame(blamed: Sequence[Blame], steps: frozenset[int]) -> tuple[BlameRow, ...]:
-    """Sums what was blamed in these steps by rank, cause and axis."""
-    together: dict[tuple[int | None, str, str | None], list[Blame]] = defaultdict(list)
-    for one in blamed:
-        if one.step in steps and (one.skew_ns or one.bubble_ns):
-            together[one.rank, one.cause, one.axis].append(one)
-    rows = [
-        BlameRow(
-            rank, cause, sum(b.skew_ns for b in same), sum(b.bubble_ns for b in same),
-            sum(b.skew_ns + b.bubble_ns for b in same), axis, tuple(sorted({b.step for b in same})),
-        )
-        for (rank, cause, axis), same in together.items()
-    ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: -row.caused_ns))
-
-
-_MAX_UNEXPLAINED_SHARE = 0.05
-"""More unexplained waiting than this fraction is a warning."""
-
-
-def _note_unexplained(blamed: Sequence[BlameRow]) -> list[Note]:
-    """A note if much of the waiting has no recorded cause."""
-    total = sum(row.caused_ns for row in blamed)
-    unexplained = sum(row.caused_ns for row in blamed if row.cause == "unexplained")
-    if unexplained <= _MAX_UNEXPLAINED_SHARE * total:
-        return []
-    share = units.format_percent(unexplained / total)
-    text = (
-        f"{share} of the waiting is not explained by launches, streams and the other ranks: "
-        "collectives start later than everything that they were seen to depend on; estimated "
-        "savings may be off by as much"
-    )
-    return [Note("unexplained_waits", text)]
 
 
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
@@ -250,9 +218,6 @@ def _compute_median_fraction(holes: Sequence[StageBubble]) -> float:
     return float(np.median([part / whole for part, whole in sums]))
 
 
-assert BUCKETS[COLLECTIVE : BUBBLE + 1] == ("collective", "p2p", "skew", "bubble")
-
-
 # Detail -> the rows of a report: sums over the full steps, and times from the report's t0.
 
 _MAX_OPS = 5
@@ -281,7 +246,7 @@ def build_idle_rows(split: RunSplit) -> tuple[IdleRow, ...]:
     return tuple(built)
 
 
-def _find_full_numbers(split: RunSplit) -> frozenset[int]:
+def find_full_numbers(split: RunSplit) -> frozenset[int]:
     """The numbers of the steps that are full on some rank."""
     steps = [rank.steps for rank in split.ranks]
     return frozenset(of_rank[i].step for of_rank in steps for i in _find_full_steps(of_rank))
@@ -291,19 +256,6 @@ def _find_full_steps(steps: Sequence[StepSplit]) -> frozenset[int]:
     """The indices of the full steps; of all steps if none is full."""
     full = frozenset(i for i, step in enumerate(steps) if step.kind == "full")
     return full or frozenset(range(len(steps)))
-
-
-def build_paths(split: RunSplit, graph: DependencyGraph, origin: int) -> CriticalPaths:
-    """The critical paths of the steps that are full on some rank, from t0."""
-    paths = find_critical_paths(split, graph, _find_full_numbers(split))
-    return CriticalPaths(
-        steps=tuple(
-            replace(step, start_ns=step.start_ns - origin, end_ns=step.end_ns - origin)
-            for step in paths.steps
-        ),
-        parts=paths.parts,
-        kernels=tuple(replace(one, start_ns=one.start_ns - origin) for one in paths.kernels),
-    )
 
 
 # Records of the ranks -> rows of the report: memory and profiling overhead.

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.headline import BucketMean, round_shares, summarize
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
@@ -64,9 +63,6 @@ def describe_largest_part(report: Report, bucket: str) -> str:
         case "collective" | "p2p":
             return _describe_axis(report, bucket)
     return _describe_worst_rank(report, bucket)
-
-
-assert BUCKETS == ("compute", "collective", "p2p", "skew", "bubble", "copy", "idle")
 
 
 def _join(*parts: str) -> str:

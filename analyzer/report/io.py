@@ -13,8 +13,8 @@ from stepsplit.analyzer.errors import DataError, make_write_error, write
 from stepsplit.analyzer.readers.kineto.schema import UNDECODABLE
 from stepsplit.analyzer.report.report import SCHEMA, JobTables, PredictionRow, Report
 from stepsplit.analyzer.report.tables import Tables, read_tables, write_tables
-from stepsplit.collectors.rank_record import is_trace_name
-from stepsplit.collectors.regular_file import open_regular, read_regular
+from stepsplit.collectors.formats.file_names import is_trace_name
+from stepsplit.collectors.safe_io.regular_file import open_regular, read_regular
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.model.config import JobConfig

@@ -13,6 +13,13 @@ from msgspec import UNSET, Struct, UnsetType
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import Kind, Split
+from stepsplit.analyzer.report.diagnosis_rows import (
+    Lateness,
+    PathKernel,
+    PathPart,
+    PathStep,
+    SlowKernel,
+)
 from stepsplit.analyzer.report.headline import (
     Summary,
     compute_mean_step_ns,
@@ -21,13 +28,12 @@ from stepsplit.analyzer.report.headline import (
     summarize,
 )
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
-from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-from stepsplit.analyzer.split.critical_path import PathKernel, PathPart, PathStep
+from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import SlowStep, StepDurations
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.overlap import Overlap
+from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
+from stepsplit.analyzer.split.strategy import Strategy
 
 if TYPE_CHECKING:
     import pandas as pd

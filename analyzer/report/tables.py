@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stepsplit.analyzer.arrays import view_numbers
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import WAITS, Bucket
 from stepsplit.analyzer.report.build import find_origin_ns
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.transfers import BUBBLE, SKEW
 from stepsplit.analyzer.trace import OPS, Bool, EventKind, Int32, Int64, Lane, UInt8
-from stepsplit.collectors.regular_file import describe_special
-from stepsplit.collectors.run_spec import SHARED, whole_file
+from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
+from stepsplit.collectors.safe_io.regular_file import describe_special
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,7 +86,7 @@ def _collect_waits(split: RunSplit, origin: int) -> Waits:
 
 def _build_waits(rank: RankSplit, origin: int) -> Waits:
     exposed, calls = rank.attribution.exposed, rank.trace.calls
-    rows = np.flatnonzero(np.isin(exposed.bucket, (SKEW, BUBBLE)))
+    rows = np.flatnonzero(np.isin(exposed.bucket, WAITS))
     steps = np.array([step.step for step in rank.steps], dtype=np.int32)
     axes = [rank.axis[row] or "" for row in rows.tolist()]
     start = rank.clock.map_to_common_ns(exposed.start_ns[rows])
@@ -278,8 +277,6 @@ _TEXTS = ("axis", "op")
 
 # RunSplit -> Slices: kernels, and the parts of each call, on the common clock.
 
-_COMPUTE, _COPY = BUCKETS.index("compute"), BUCKETS.index("copy")
-
 _MAX_DEPTH = 15
 """Slices deeper than this overlap in the drawing."""
 
@@ -343,7 +340,7 @@ def _build_rank_slices(rank: RankSplit, origin_ns: int) -> Slices:
     )
     end = rank.clock.map_to_common_ns(np.concatenate((events.ends_of(ran), pieces.end_ns[moved])))
     no_owner = np.full(len(ran), -1, dtype=np.int32)
-    kinds = np.repeat([_COMPUTE, _COPY], [len(compute), len(copies)])
+    kinds = np.repeat([Bucket.COMPUTE, Bucket.COPY], [len(compute), len(copies)])
     depth = _compute_depths(events.lane[row], start, end)
     order = np.lexsort((start, depth, events.lane[row]))
     lane, lanes = _compact_codes(

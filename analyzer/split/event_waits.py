@@ -58,15 +58,34 @@ class Awaited(IntEnum):
 def find_awaited(trace: RankTrace, kernels: Int64, comms: Int64) -> UInt8:
     """For each pair of events, an Awaited: whether the kernel waited for the communication."""
     events = trace.events
-    awaited = np.full(len(kernels), Awaited.UNKNOWN, dtype=np.uint8)
+    on_one_stream = events.lane[kernels] == events.lane[comms]
+    awaited = np.where(on_one_stream, Awaited.YES, Awaited.UNKNOWN).astype(np.uint8)
     calls = _find_runtime_calls(trace)
-    if calls.recorded and len(kernels):
-        launches = _Launches.find(events, kernels, comms)
-        awaited[launches.known & ~_any_between(calls.may_order_ns, launches)] = Awaited.NO
-        waited = _waits_right_before(events, calls.waits, launches)
-        waited |= _find_identified(calls.identified, launches)
-        awaited[launches.known & waited] = Awaited.YES
-    awaited[events.lane[kernels] == events.lane[comms]] = Awaited.YES
+    if not calls.recorded or not len(kernels):
+        return awaited
+    launches = _Launches.find(events, kernels, comms)
+    # Without a call that may order streams between the two launches, the kernel could not wait.
+    since, until = (
+        np.searchsorted(calls.may_order_ns, edge, side="right")
+        for edge in (launches.comm_ns, launches.kernel_ns)
+    )
+    awaited[launches.known & (until <= since)] = Awaited.NO
+    waited = _waits_right_before(events, calls.waits, launches)
+    if len(calls.identified.at_ns):
+        history = _follow_waits(calls.identified)
+        reached: dict[tuple[int, int], _Reached] = {}
+        columns = (
+            launches.kernel_stream, launches.kernel_ns, launches.comm_stream, launches.comm_ns,
+        )  # fmt: skip
+        pairs = zip(*(column.tolist() for column in columns), strict=True)
+        for i, (kernel_stream, at_ns, comm_stream, launch_ns) in enumerate(pairs):
+            kernel = (kernel_stream, at_ns)
+            if kernel not in reached:
+                reached[kernel] = history.find(*kernel)
+            waited[i] |= launch_ns <= max(
+                reached[kernel].get(stream, _NEVER) for stream in (comm_stream, ALL_STREAMS)
+            )
+    awaited[launches.known & waited | on_one_stream] = Awaited.YES
     return awaited
 
 
@@ -116,7 +135,7 @@ class _Launches(Struct, frozen=True):
     def find(cls, events: Events, kernels: Int64, comms: Int64) -> _Launches:
         kernel, comm = np.split(events.find_launches(np.concatenate((kernels, comms))), 2)
         graph = events.match_names(_GRAPH_LAUNCH)
-        stream = _find_streams(events)
+        stream = np.array([lane.stream for lane in events.lanes], dtype=np.int64)[events.lane]
         return cls(
             known=(kernel >= 0) & (comm >= 0) & ~graph[kernel] & ~graph[comm],
             kernel_ns=events.start_ns[kernel],
@@ -125,17 +144,6 @@ class _Launches(Struct, frozen=True):
             kernel_stream=stream[kernels],
             comm_stream=stream[comms],
         )
-
-
-def _find_streams(events: Events) -> Int64:
-    """The stream of each event."""
-    return np.array([lane.stream for lane in events.lanes], dtype=np.int64)[events.lane]
-
-
-def _any_between(calls_ns: Int64, launches: _Launches) -> Bool:
-    """Whether one of the calls was made between the two launches of each pair."""
-    since = np.searchsorted(calls_ns, launches.comm_ns, side="right")
-    return np.asarray(np.searchsorted(calls_ns, launches.kernel_ns, side="right") > since)
 
 
 def _waits_right_before(events: Events, waits: Int64, launches: _Launches) -> Bool:
@@ -200,54 +208,26 @@ _Reached = Mapping[int, int]
 """By stream, the launch up to which its work is known to have ended, as a time of the host."""
 
 
-def _find_identified(waits: _Waits, launches: _Launches) -> Bool:
-    """For each pair, whether identified waits made the kernel wait for the communication."""
-    found = np.zeros(len(launches.known), dtype=np.bool_)
-    if not len(waits.at_ns):
-        return found
-    history = _follow_waits(waits)
-    reached: dict[tuple[int, int], _Reached] = {}
-    pairs = (launches.kernel_stream, launches.kernel_ns, launches.comm_stream, launches.comm_ns)
-    for i, (kernel_stream, at_ns, comm_stream, launch_ns) in enumerate(
-        zip(*(column.tolist() for column in pairs), strict=True)
-    ):
-        kernel = (kernel_stream, at_ns)
-        if kernel not in reached:
-            reached[kernel] = history.find(*kernel)
-        found[i] = launch_ns <= max(
-            reached[kernel].get(stream, _NEVER) for stream in (comm_stream, ALL_STREAMS)
-        )
-    return found
-
-
 class _WaitHistory:
     """What each stream, and the host, had waited for after each of its waits."""
 
     def __init__(self) -> None:
-        self._after: dict[int, list[_Reached]] = defaultdict(list)
-        self._at_ns: dict[int, list[int]] = defaultdict(list)
+        self.reached: dict[int, list[_Reached]] = defaultdict(list)
+        self.at_ns: dict[int, list[int]] = defaultdict(list)
 
     def add(self, waiter: int, at_ns: int, reached: _Reached) -> None:
         """Adds a wait; the waits of a stream in order of time."""
-        self._after[waiter].append(_merge(self._find_own(waiter, at_ns), reached))
-        self._at_ns[waiter].append(at_ns)
+        self.reached[waiter].append(_merge(self._find_own(waiter, at_ns), reached))
+        self.at_ns[waiter].append(at_ns)
 
     def find(self, stream: int, at_ns: int) -> _Reached:
         """What work launched on the stream at this time had to wait for."""
         own = self._find_own(stream, at_ns)
         return own if stream == HOST else _merge(own, self._find_own(HOST, at_ns))
 
-    def list_reached(self, waiter: int, stream: int) -> tuple[Int64, Int64]:
-        """(when the waiter waited, up to which launch of the stream it had waited after that)."""
-        reached = [
-            max(one.get(which, _NEVER) for which in (stream, ALL_STREAMS))
-            for one in self._after[waiter]
-        ]
-        return np.array(self._at_ns[waiter], np.int64), np.array(reached, np.int64)
-
     def _find_own(self, waiter: int, at_ns: int) -> _Reached:
-        count = bisect_right(self._at_ns[waiter], at_ns)
-        return self._after[waiter][count - 1] if count else {}
+        count = bisect_right(self.at_ns[waiter], at_ns)
+        return self.reached[waiter][count - 1] if count else {}
 
 
 def _follow_waits(waits: _Waits) -> _WaitHistory:
@@ -279,13 +259,23 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
     calls, events = _find_runtime_calls(trace), trace.events
     if not calls.recorded:
         return np.full(len(comms), -1)
-    launches, of_comm = (
-        _Launches.find(events, kernels, kernels),
-        _Launches.find(events, comms, comms),
-    )
+    launches = _Launches.find(events, kernels, kernels)
+    of_comm = _Launches.find(events, comms, comms)
     if (calls.identified.stream != HOST).any():
-        waiting, streams = launches.known, np.unique(launches.kernel_stream[launches.known])
-        since_ns = _find_first_wait_ns(calls.identified, streams, of_comm)
+        # When one of the streams, or the host, first waited for each communication; else never.
+        waiting, history = launches.known, _follow_waits(calls.identified)
+        since_ns = np.full(len(comms), _NO_WAIT)
+        for stream in np.unique(of_comm.comm_stream).tolist():
+            mine = of_comm.comm_stream == stream
+            for waiter in (*np.unique(launches.kernel_stream[waiting]).tolist(), HOST):
+                reached = [
+                    max(one.get(which, _NEVER) for which in (stream, ALL_STREAMS))
+                    for one in history.reached[waiter]
+                ]
+                reached_ns = np.array(reached, dtype=np.int64)
+                found = np.searchsorted(reached_ns, of_comm.comm_ns[mine], side="left")
+                at_ns = np.array([*history.at_ns[waiter], _NO_WAIT], dtype=np.int64)
+                since_ns[mine] = np.minimum(since_ns[mine], at_ns[found])
     else:
         after_any = replace(launches, comm_ns=np.zeros_like(launches.comm_ns))
         waiting = launches.known & _waits_right_before(events, calls.waits, after_any)
@@ -294,16 +284,3 @@ def find_first_waiting(trace: RankTrace, kernels: Int64, comms: Int64) -> Int64:
     order = np.lexsort((events.start_ns[kernels], at_ns))
     first = np.searchsorted(at_ns[order], since_ns, side="left")
     return np.where(of_comm.known, np.append(kernels[order], -1)[first], -1)
-
-
-def _find_first_wait_ns(waits: _Waits, streams: Int64, comms: _Launches) -> Int64:
-    """When one of the streams, or the host, first waited for each communication; else never."""
-    history = _follow_waits(waits)
-    first = np.full(len(comms.known), _NO_WAIT)
-    for stream in np.unique(comms.comm_stream).tolist():
-        mine = comms.comm_stream == stream
-        for waiter in (*streams.tolist(), HOST):
-            at_ns, reached_ns = history.list_reached(waiter, stream)
-            found = np.searchsorted(reached_ns, comms.comm_ns[mine], side="left")
-            first[mine] = np.minimum(first[mine], np.append(at_ns, _NO_WAIT)[found])
-    return first

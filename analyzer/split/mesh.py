@@ -9,26 +9,26 @@ from functools import lru_cache
 import numpy as np
 
 from stepsplit.analyzer import units
-from stepsplit.analyzer.split.classify import find_call_purposes
+from stepsplit.analyzer.split.call_purposes import find_call_purposes
 from stepsplit.analyzer.split.mesh_groups import (
     RankLine,
     build_mesh,
+    find_expert_axes,
+    find_named_axes,
     find_named_lines,
+    find_named_pipelines,
     parse_group_name,
     parse_single_axis,
 )
 from stepsplit.analyzer.split.mesh_inference import (
-    Exchanges,
-    find_exchanges,
     find_marked_axes,
     find_sharded_groups,
     infer_axes,
     infer_lines,
 )
+from stepsplit.analyzer.split.message_patterns import Exchanges, find_exchanges
 from stepsplit.analyzer.trace import Group, Note, RankTrace, find_earlier_calls
-from stepsplit.collectors.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
-
-# Rank layout: mesh, pipeline coordinate of each rank, axis of each group.
+from stepsplit.collectors.formats.run_spec import AXES, DATA_PARALLEL, Mesh, RunSpec
 
 Lines = Mapping[str, RankLine]
 
@@ -364,50 +364,3 @@ def _collect_groups(spec: RunSpec | None, traces: Sequence[RankTrace]) -> list[G
     stated = [Group(g.name, g.ranks, g.description) for g in spec.groups] if spec else []
     every = dict.fromkeys([*stated, *(g for trace in traces for g in trace.groups)])
     return [group for group in every if group.ranks]
-
-
-# Axes and stages from group names, when the mesh as a whole is unknown.
-
-Axes = dict[Group, frozenset[str]]
-
-
-def find_named_axes(groups: Sequence[Group], lines: Mapping[str, RankLine]) -> Axes:
-    """The axes of each group with a known name, without axes that lines show to have size 1."""
-    axes: Axes = {}
-    for group in groups:
-        name = parse_group_name(group.description)
-        several = {a for a in name.axes if a not in lines or lines[a].size > 1}
-        alone = parse_single_axis(group.description)
-        if name.axes and not name.experts:
-            axes[group] = frozenset({alone} if alone and alone in several else several)
-    return axes | find_expert_axes(groups)
-
-
-def find_expert_axes(groups: Sequence[Group]) -> Axes:
-    """The axes of the expert groups; one with the same ranks as an ep group lies along ep only."""
-    experts = [
-        (g, parse_group_name(g.description))
-        for g in groups
-        if parse_group_name(g.description).experts
-    ]
-    parallel = {group.ranks for group, name in experts if name.axes == ("ep",)}
-    return {
-        group: frozenset({"ep"} if "ep" in name.axes and group.ranks in parallel else name.axes)
-        for group, name in experts
-    }
-
-
-def find_named_pipelines(
-    groups: Sequence[Group], lines: Mapping[str, RankLine], world_size: int
-) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each pipeline, from groups named pp; empty if these overlap.
-
-    If they form a regular grid, the pipelines of unrecorded ranks are extrapolated.
-    """
-    named_groups = [(g, parse_group_name(g.description)) for g in groups if len(g.ranks) > 1]
-    stages = {g.ranks for g, name in named_groups if name.axes == ("pp",) and name.whole}
-    line = lines.get("pp", RankLine(1, 1))
-    if line.size > 1 and line.can_fill(world_size) and all(line.is_start(r[0]) for r in stages):
-        return tuple(line.list_lines(world_size))
-    members = [rank for ranks in stages for rank in ranks]
-    return tuple(sorted(stages)) if len(set(members)) == len(members) else ()

@@ -9,68 +9,38 @@ import numpy as np
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import StepSplit
-from stepsplit.analyzer.split.attribute import (
-    Attribution,
-    BucketBands,
-    Coverage,
-    Overlap,
-    attribute,
-    compute_coverage,
-    compute_overlaps,
-    infer_phases,
-)
+from stepsplit.analyzer.split.attribute import Attribution, BucketBands, attribute
 from stepsplit.analyzer.split.bandwidth import (
     CollectiveRow,
     StepCallsRow,
     compute_collective_stats,
     count_step_calls,
 )
-from stepsplit.analyzer.split.classify import Work, collect_work
+from stepsplit.analyzer.split.clock import Alignment, Clock
 from stepsplit.analyzer.split.clock_sync import align
+from stepsplit.analyzer.split.contention import Contention, measure_contention
+from stepsplit.analyzer.split.coverage import Coverage, compute_coverage
 from stepsplit.analyzer.split.gaps import HeldGaps, find_held_gaps
 from stepsplit.analyzer.split.idle import IdleCause, IdleParts, find_idle_parts, sum_idle_causes
-from stepsplit.analyzer.split.kernels import (
-    Contention,
-    KernelFamily,
-    measure_contention,
-    sum_kernel_families,
-)
-from stepsplit.analyzer.split.lateness import (
-    Lateness,
-    SlowKernel,
-    compute_lateness,
-    find_slow_kernels,
-)
-from stepsplit.analyzer.split.matching import (
-    Alignment,
-    Clock,
-    MatchedCalls,
-    assign_world_group,
-    match,
-)
+from stepsplit.analyzer.split.kernels import KernelFamily, sum_kernel_families
+from stepsplit.analyzer.split.matching import MatchedCalls, match
 from stepsplit.analyzer.split.mesh import RankLayout, assign_message_groups, infer_layout
+from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot, find_slots
+from stepsplit.analyzer.split.overlap import Overlap, compute_overlaps
+from stepsplit.analyzer.split.phases import infer_phases
 from stepsplit.analyzer.split.pipeline import (
-    MicrobatchSlot,
     StageBubble,
     StepGrid,
     build_grid,
     compute_stage_bubbles,
-    detect_schedule,
-    find_slots,
-    normalize_schedule,
     sum_bubble_covered_ns,
 )
-from stepsplit.analyzer.split.steps import (
-    Steps,
-    StepWindow,
-    UsableRanks,
-    Variation,
-    compute_variation,
-    select_usable_ranks,
-    unify_step_numbers,
-)
+from stepsplit.analyzer.split.schedule import detect_schedule, normalize_schedule
+from stepsplit.analyzer.split.step_numbers import unify_step_numbers
+from stepsplit.analyzer.split.step_times import Variation, compute_variation
+from stepsplit.analyzer.split.steps import Steps, StepWindow, UsableRanks, select_usable_ranks
 from stepsplit.analyzer.split.strategies import detect_strategies
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.analyzer.split.transfers import (
     Arrivals,
     Pieces,
@@ -79,8 +49,10 @@ from stepsplit.analyzer.split.transfers import (
     map_call_times,
     split_calls,
 )
+from stepsplit.analyzer.split.work import Work, collect_work
+from stepsplit.analyzer.split.world_group import assign_world_group
 from stepsplit.analyzer.trace import Category, Int64, Note, RankTrace, find_earlier_calls
-from stepsplit.collectors.run_spec import Mesh, RunSpec
+from stepsplit.collectors.formats.run_spec import Mesh, RunSpec
 
 # The split of a whole recording.
 
@@ -275,7 +247,7 @@ def _note_missing_ranks(missing: Sequence[int], world_size: int) -> Note:
     return Note("ranks_missing", text)
 
 
-# Detail of the split: idle causes, kernel families, slow kernels, stragglers.
+# Detail of the split: idle causes, kernel families, contention, overlaps.
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +261,8 @@ class Detail:
     idle_parts: tuple[IdleParts, ...]
     idle: tuple[tuple[IdleCause, ...], ...]
     families: tuple[KernelFamily, ...]
-    slow_kernels: tuple[SlowKernel, ...]
     contention: tuple[Contention | None, ...]
     variation: Variation
-    lateness: tuple[Lateness, ...]
     overlaps: tuple[Overlap, ...]
     coverage: tuple[Coverage, ...]
 
@@ -301,7 +271,6 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
     """Computes the detail of all ranks; ranks is not empty."""
     traces = [one.trace for one in ranks]
     windows = [one.windows for one in ranks]
-    matched, arrivals, layout = context.matched, context.arrivals, context.layout
     idle_parts = tuple(find_idle_parts(one.trace, one.attribution.band) for one in ranks)
     return Detail(
         idle_parts=idle_parts,
@@ -310,14 +279,10 @@ def compute_detail(ranks: Sequence[RankSplit], context: RunContext) -> Detail:
             for one, parts in zip(ranks, idle_parts, strict=True)
         ),
         families=sum_kernel_families(traces, windows),
-        slow_kernels=find_slow_kernels(
-            traces, windows, [layout.find_stage(trace.rank) for trace in traces]
-        ),
         contention=tuple(_measure_contention(one) for one in ranks),
         variation=compute_variation([step for one in ranks for step in one.steps]),
-        lateness=compute_lateness(traces, matched, arrivals, layout, [one.steps for one in ranks]),
         overlaps=tuple(row for one in ranks for row in _compute_overlaps(one, context)),
-        coverage=compute_coverage(traces, matched, layout),
+        coverage=compute_coverage(traces, context.matched, context.layout),
     )
 
 

@@ -10,23 +10,23 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import is_inside
-from stepsplit.analyzer.split.classify import find_spans
+from stepsplit.analyzer.split.call_purposes import find_spans
+from stepsplit.analyzer.split.data_strategies import (
+    count_gradient_sums,
+    detect_data_strategies,
+    detect_wrapped_ddp,
+)
 from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.split.steps import Steps
+from stepsplit.analyzer.split.strategy import NAMES, Strategy, format_axes
 from stepsplit.analyzer.split.strategy_evidence import (
     AFTER,
     BACKWARD,
     FORWARD,
-    NAMES,
     RankEvidence,
-    Strategy,
     collapse_repeats,
     collect_evidence,
-    count_gradient_sums,
-    detect_data_strategies,
-    detect_wrapped_ddp,
-    format_axes,
 )
 from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Events, Group, Int64, RankTrace
 

@@ -9,14 +9,14 @@ import numpy as np
 from msgspec import Struct
 
 from stepsplit.analyzer.arrays import group_ids, group_max, group_min, group_rows
-from stepsplit.analyzer.split.matching import SYMMETRIC_OPS, Alignment, Clock, MatchedCalls
+from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.ops import SYMMETRIC_OPS
+from stepsplit.analyzer.split.clock import Alignment, Clock
+from stepsplit.analyzer.split.matching import MatchedCalls
 from stepsplit.analyzer.split.mesh import RankLayout
 from stepsplit.analyzer.trace import OP_CODE, OPS, Bool, Category, Int32, Int64, RankTrace, UInt8
 
 # Each call of a rank split into wait and transfer, with the rank that it waited for.
-
-COLLECTIVE, P2P, SKEW, BUBBLE = 1, 2, 3, 4
-"""Indices of the communication buckets in BUCKETS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def split_calls(
     start, moves, moved, end = times.start_ns, times.moves_ns, times.moved_ns, times.end_ns
     last = _find_last_of_kernel(trace, moves, _find_awaited_rank(trace, last_rank))
     waits = _classify_waits(trace, last, layout)
-    moving = np.where(trace.calls.is_message, P2P, COLLECTIVE)
+    moving = np.where(trace.calls.is_message, Bucket.P2P, Bucket.COLLECTIVE)
     call = np.arange(len(start), dtype=np.int32)
     no_owner = np.full(len(start), -1, dtype=np.int32)
     parts = [
@@ -134,7 +134,7 @@ def _classify_waits(trace: RankTrace, last: Int32, layout: RankLayout) -> UInt8:
         ]
     ]
     unknown = trace.calls.is_message & (last < 0) & (trace.rank in stage_of)
-    return np.where(np.isin(last, elsewhere) | unknown, BUBBLE, SKEW).astype(np.uint8)
+    return np.where(np.isin(last, elsewhere) | unknown, Bucket.BUBBLE, Bucket.SKEW).astype(np.uint8)
 
 
 # Transfer time of each call, from all of its members; the rest of the call is waiting.

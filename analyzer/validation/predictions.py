@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
 from statistics import fmean, median
 from typing import Any, cast, get_args
 
@@ -46,6 +44,7 @@ from stepsplit.analyzer.model.predict import predict
 from stepsplit.analyzer.model.prediction import Prediction
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.ops import compute_busbw_factor
+from stepsplit.analyzer.significance import compute_conformal_bound, compute_weighted_median
 from stepsplit.analyzer.validation.published_runs import (
     REPORTS_TABLE,
     SCHEDULES,
@@ -732,34 +731,21 @@ def compute_bands(runs: Iterable[UnseenRun]) -> BandIndex:
         for wider in kind.list_wider():
             groups[wider, confidence] += some
     widest = {(kind.list_wider()[-1], confidence) for kind, confidence in alike}
-    middles = {each: _find_middle(groups[each]) for each in widest}
+    middles = {}
+    for each in widest:
+        # Each publisher counts as much, however many runs it has.
+        counts = Counter(run.case.source for run in groups[each])
+        ratios = [run.ratio for run in groups[each]]
+        weights = [1 / counts[run.case.source] for run in groups[each]]
+        middles[each] = compute_weighted_median(ratios, weights)
     bands = {}
     for (kind, confidence), group in groups.items():
         middle = 1.0 if confidence == "low" else middles[kind.list_wider()[-1], confidence]
         distances = [math.expm1(abs(math.log(run.ratio / middle))) for run in group]
         sources = len({run.case.source for run in group})
-        error = compute_conformal_error(distances)
+        error = compute_conformal_bound(distances, LEVEL)
         bands[kind, confidence] = StepBand(error, len(group), sources, kind, middle)
     return bands
-
-
-def _find_middle(runs: Iterable[UnseenRun]) -> float:
-    """The median of measured over predicted steps; each publisher counts as much."""
-    ordered = sorted(runs, key=lambda run: run.ratio)
-    counts = Counter(run.case.source for run in ordered)
-    weights = [1 / counts[run.case.source] for run in ordered]
-    reached = bisect_left(list(accumulate(weights)), 0.5 * len(counts) - 1e-9)
-    return ordered[reached].ratio
-
-
-def compute_conformal_error(errors: Sequence[float]) -> float:
-    """The error that a further run of the same kind stays below with probability LEVEL.
-
-    Split conformal prediction: of n errors that of rank ceil((n + 1) LEVEL), the largest if there
-    are too few (Lei et al., Distribution-Free Predictive Inference for Regression, 2018).
-    """
-    rank = min(len(errors), math.ceil((len(errors) + 1) * LEVEL))
-    return sorted(errors)[rank - 1]
 
 
 def find_unseen_bands(

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import DataError
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 
 SCHEMA = "stepsplit.watch/1"
 

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,8 @@ from stepsplit.analyzer.watch.records import (
     encode_batch,
 )
 from stepsplit.analyzer.watch.samples import reduce_sample
-from stepsplit.collectors.regular_file import describe_special, open_regular, read_regular
-from stepsplit.collectors.run_spec import PRIVATE, Mesh, create_private, make_owner_folder
-from stepsplit.collectors.watch_notes import (
+from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.watch_notes import (
     SAMPLES,
     Note,
     NoteCursor,
@@ -56,6 +55,8 @@ from stepsplit.collectors.watch_notes import (
     read_notes,
     request_capture,
 )
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
+from stepsplit.collectors.safe_io.regular_file import describe_special, open_regular, read_regular
 
 HOSTS, STATE_SUFFIX = "hosts", ".state.json"
 
@@ -245,7 +246,13 @@ class Reducer(Outbox):
 
     def __init__(self, folder: WatchFolder) -> None:
         super().__init__(folder)
-        self._cut_batches(self._state.batch_bytes)
+        # A batch that was written, perhaps in part, before a kill within _close, is cut off: its
+        # notes are read again.
+        if problem := describe_special(folder.batches):
+            raise UsageError(f"{folder.batches}: {problem}; remove it")
+        if folder.batches.exists():
+            with folder.batches.open("r+b") as file:
+                file.truncate(min(self._state.batch_bytes, file.seek(0, 2)))
 
     def collect(self, is_last: bool = False) -> WatchBatch | None:
         """Reads what is new, reduces the samples that are complete, and closes a batch.
@@ -266,11 +273,15 @@ class Reducer(Outbox):
         if is_last:
             draft.note_lost_ranks()
         for reports in draft.take_complete_samples(is_last):
-            draft.add_sample(self._reduce(reports), reports[0])
+            name = reports[0].folder
+            folder = self._folder.path / SAMPLES / name
+            sample_id = f"{self._state.token}-{name}-{self._folder.host}"
+            sample = reduce_sample(folder, reports, sample_id, self._folder.mesh)
+            _compress_traces(folder)
+            kept = f"{SAMPLES}/{name}" if folder.exists() else ""
+            draft.add_sample(msgspec.structs.replace(sample, traces=kept), reports[0])
         draft.count("sample", self._keep_within_budget(draft))
-        if draft.is_empty():
-            return None
-        return self._close(draft)
+        return None if draft.is_empty else self._close(draft)
 
     def list_captures(self) -> list[Capture]:
         """The requested samples that are neither uploaded nor refused nor dropped."""
@@ -287,15 +298,6 @@ class Reducer(Outbox):
             capture if one.folder == capture.folder else one for one in self._state.captures
         ]
         self._save(msgspec.structs.replace(self._state, captures=tuple(captures)))
-
-    def _reduce(self, reports: Sequence[SampleReport]) -> WatchSample:
-        first = reports[0]
-        folder = self._folder.path / SAMPLES / first.folder
-        sample_id = f"{self._state.token}-{first.folder}-{self._folder.host}"
-        sample = reduce_sample(folder, reports, sample_id, self._folder.mesh)
-        _compress_traces(folder)
-        kept = f"{SAMPLES}/{first.folder}" if folder.exists() else ""
-        return msgspec.structs.replace(sample, traces=kept)
 
     def _keep_within_budget(self, draft: _Draft) -> int:
         """Removes the oldest samples beyond the disk budget, requested ones last; returns how
@@ -374,16 +376,6 @@ class Reducer(Outbox):
             )
         )
 
-    def _cut_batches(self, size: int) -> None:
-        """Removes a batch that was written, perhaps in part, before a kill within _close."""
-        if problem := describe_special(self._folder.batches):
-            raise UsageError(f"{self._folder.batches}: {problem}; remove it")
-        try:
-            with self._folder.batches.open("r+b") as file:
-                file.truncate(min(size, file.seek(0, 2)))
-        except FileNotFoundError:
-            return
-
 
 class _Draft:
     """The batch in progress."""
@@ -402,6 +394,7 @@ class _Draft:
         self._dropped: Counter[str] = Counter()
         self.must_capture = False
 
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
         return not (self._windows or self._samples or self._events or self._dropped.total())
@@ -508,24 +501,21 @@ class _Draft:
                 continue
             self.waiting = [each for each in self.waiting if each.folder != folder]
             sampled = sorted(rank for rank, each in reports.items() if each.is_sampled)
-            if sampled and self._is_own(sampled[0]):
-                complete.append([reports[rank] for rank in sampled] + self._list_silent(reports))
+            if not (sampled and self._is_own(sampled[0])):
+                continue
+            sample, one = [reports[rank] for rank in sampled], next(iter(reports.values()))
+            if one.pivot is None:
+                # Of a sample of all ranks, those that have said nothing of it have no data.
+                reason = "it has said nothing of this sample"
+                sample += [
+                    dataclasses.replace(one, rank=rank, no_data=reason, cost_ns=0)
+                    for rank, known in self.ranks.items()
+                    if known.started is not None
+                    and known.started.incarnation == one.incarnation
+                    and rank not in reports
+                ]
+            complete.append(sample)
         return complete
-
-    def _list_silent(self, reports: Mapping[int, SampleReport]) -> list[SampleReport]:
-        """Reports of ranks of a sample of all ranks that have said nothing of it: no data."""
-        one = next(iter(reports.values()))
-        if one.pivot is not None:
-            return []
-        silent = [
-            rank
-            for rank, known in self.ranks.items()
-            if known.started is not None
-            and known.started.incarnation == one.incarnation
-            and rank not in reports
-        ]
-        reason = "it has said nothing of this sample"
-        return [dataclasses.replace(one, rank=rank, no_data=reason, cost_ns=0) for rank in silent]
 
     def build(self, run: str, batch_id: str) -> WatchBatch:
         """The batch."""
@@ -596,21 +586,18 @@ class _Draft:
         self._set(rank, step=note.last_step, first_step=note.first_step if first is None else first)
         if not self._is_first_here(rank):
             return
-        self._follow_level(rank, self._windows[-1])
-        if note.max_step_ns > PAUSE * note.median_step_ns:
-            text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
-            self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
-
-    def _follow_level(self, rank: int, window: RankWindow) -> None:
-        level, change = self.ranks[rank].level.add(window, self.interval_steps or 0)
+        level, change = self.ranks[rank].level.add(note, self.interval_steps or 0)
         self._set(rank, level=level)
         # In a job that synchronizes, rank 0 speaks for all hosts.
         if rank == 0 and (text := level.describe_restart()):
-            self._add_event("restarted", window.last_step, window.end_unix_ns, text)
+            self._add_event("restarted", note.last_step, note.end_unix_ns, text)
         if change is not None:
             self._add_change("change", change, describe_step_change(change))
             self._await_explanation(change)
             self.must_capture = self.must_capture or not change.is_over
+        if note.max_step_ns > PAUSE * note.median_step_ns:
+            text = f"a step of {note.max_step_ns / 1e9:.3g} s, {note.median_step_ns / 1e9:.3g} s"
+            self._add_event("pause", note.last_step, note.end_unix_ns, f"{text} in the median")
 
     def _add_end(self, rank: int, note: RankEnded) -> None:
         if note.text:

@@ -13,8 +13,9 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import StepRow, list_full_steps
 from stepsplit.analyzer.units import format_number_list
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
-from stepsplit.collectors.run_spec import PRIVATE, Mesh
-from stepsplit.collectors.watch_notes import SampleReport
+from stepsplit.collectors.formats.run_spec import Mesh
+from stepsplit.collectors.formats.watch_notes import SampleReport
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE
 
 SPOILS = frozenset(
     {
@@ -45,7 +46,9 @@ def reduce_sample(
     """
     ranks: tuple[RankSample, ...] = ()
     rank_findings: tuple[RankFinding, ...] = ()
-    no_data, finding = judge_reports(reports), ""
+    # A rank without a trace spoils the sample: the waits of the others would be guesses.
+    no_data = next((f"rank {one.rank}: {one.no_data}" for one in reports if one.no_data), "")
+    finding = ""
     if not no_data:
         try:
             report = analyze(folder, mesh=mesh)
@@ -60,7 +63,12 @@ def reduce_sample(
             no_data = judge_report(report, [each.rank for each in reports])
             ranks = () if no_data else split_ranks(report)
             if report.findings and ranks:
-                finding, rank_findings = report.findings[0].message, _list_rank_findings(report)
+                finding = report.findings[0].message
+                rank_findings = tuple(
+                    RankFinding(one.ranks[0], _MAKES_LONGER.get(one.code, one.bucket), one.message)
+                    for one in report.findings
+                    if len(one.ranks) == 1
+                )
     first = reports[0]
     return WatchSample(
         id=sample_id,
@@ -78,25 +86,6 @@ def reduce_sample(
 
 _MAKES_LONGER = {"uneven_ranks": "compute"}
 """The bucket of the rank itself where a finding's is that of the ranks that wait for it."""
-
-
-def _list_rank_findings(report: Report) -> tuple[RankFinding, ...]:
-    return tuple(
-        RankFinding(one.ranks[0], _MAKES_LONGER.get(one.code, one.bucket), one.message)
-        for one in report.findings
-        if len(one.ranks) == 1
-    )
-
-
-def judge_reports(sampled: Sequence[SampleReport]) -> str:
-    """Why the sample has no data by what its ranks say; "" if all have a trace.
-
-    A rank without a trace spoils it: the waits of the others would be guesses.
-    """
-    for each in sampled:
-        if each.no_data:
-            return f"rank {each.rank}: {each.no_data}"
-    return ""
 
 
 def judge_report(report: Report, sampled: Iterable[int]) -> str:

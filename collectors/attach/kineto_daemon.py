@@ -19,9 +19,9 @@ from pathlib import Path
 
 from stepsplit.collectors.attach.processes import list_process_tree, read_environment
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.launcher import is_rank, read_identity
-from stepsplit.collectors.record import RecordPlan
-from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder
+from stepsplit.collectors.job.launcher import is_rank, read_identity
+from stepsplit.collectors.record.plan import RecordPlan
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder
 
 ABSTRACT = "\0dynolog\0"
 """Abstract socket of the daemon, unless KINETO_IPC_SOCKET_DIR is set."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from stepsplit.collectors.launcher import is_rank, read_identity
-from stepsplit.collectors.record import PLAN_VARIABLE, RecordPlan
+from stepsplit.collectors.job.launcher import is_rank, read_identity
+from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 
 
 def read_environment(pid: int) -> dict[str, str]:

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
+from stepsplit.collectors.formats.run_spec import Training
 from stepsplit.collectors.integrations.calls import call_after_each
 from stepsplit.collectors.integrations.common import (
     FrameworkSpec,
@@ -31,7 +32,6 @@ from stepsplit.collectors.integrations.common import (
     read_zero_config,
 )
 from stepsplit.collectors.integrations.deepspeed import read_engine_spec
-from stepsplit.collectors.run_spec import Training
 
 
 @contextmanager

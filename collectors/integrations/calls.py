@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 
 from stepsplit.collectors.guard import warn_on_failure
 from stepsplit.collectors.integrations.common import FrameworkSpec, LazyRecording, Options
-from stepsplit.collectors.job_info import read_job
+from stepsplit.collectors.job.process_groups import read_job
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -10,10 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from stepsplit.collectors.formats.run_spec import ModelSpec, Training
 from stepsplit.collectors.guard import warn_on_failure
-from stepsplit.collectors.job_info import read_job
-from stepsplit.collectors.profiler import MeshLike, ProfiledRun, profile_run
-from stepsplit.collectors.run_spec import ModelSpec, Training
+from stepsplit.collectors.job.process_groups import read_job
+from stepsplit.collectors.profiler import ProfiledRun, profile_run
+from stepsplit.collectors.record.user_spec import MeshLike
 
 # The options of every integration: those of profile_run, all optional.
 

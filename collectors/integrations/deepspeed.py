@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from stepsplit.collectors.formats.run_spec import ModelSpec, Training
 from stepsplit.collectors.integrations.calls import call_after_each
 from stepsplit.collectors.integrations.common import (
     FrameworkSpec,
@@ -26,7 +27,6 @@ from stepsplit.collectors.integrations.common import (
     normalize_optimizer,
     read_model_spec,
 )
-from stepsplit.collectors.run_spec import ModelSpec, Training
 
 _STEPS = ("train_batch", "step")
 """Methods that end a training step; a pipeline engine has train_batch instead of step."""

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Unpack
 
+from stepsplit.collectors.formats.run_spec import Training
 from stepsplit.collectors.integrations.common import (
     FrameworkSpec,
     LazyRecording,
@@ -24,7 +25,6 @@ from stepsplit.collectors.integrations.common import (
     read_model_spec,
     read_zero_config,
 )
-from stepsplit.collectors.run_spec import Training
 
 
 def _import_callback() -> Any:

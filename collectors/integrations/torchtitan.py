@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepsplit.collectors.formats.run_spec import Training
 from stepsplit.collectors.integrations.common import FrameworkSpec, LazyRecording, import_library
-from stepsplit.collectors.run_spec import Training
 
 _Profiler: Any = import_library("torchtitan.tools.profiler", "torchtitan").Profiler
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Unpack
 
+from stepsplit.collectors.formats.run_spec import Training
 from stepsplit.collectors.integrations.accelerate import (
     count_replicas,
     infer_framework,
@@ -25,7 +26,6 @@ from stepsplit.collectors.integrations.common import (
     normalize_optimizer,
     read_model_spec,
 )
-from stepsplit.collectors.run_spec import Training
 
 _Callback: Any = import_library("transformers", "transformers accelerate").TrainerCallback
 

@@ -25,7 +25,7 @@ def _start_agent() -> None:
     def install() -> None:
         _make_importable()
         from stepsplit.collectors.attach.agent import Agent
-        from stepsplit.collectors.record import parse_plan
+        from stepsplit.collectors.record.plan import parse_plan
 
         Agent(parse_plan(text)).install()
 

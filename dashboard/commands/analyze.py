@@ -202,7 +202,7 @@ def examine_target(target: str | None, out: Path | None) -> Hang:
 def examine_job(pid: int | None, out: Path | None) -> Hang:
     """Asks the ranks of a running job and examines their answers. Raises StepsplitError."""
     from stepsplit.analyzer.diagnose.hang import read_calls
-    from stepsplit.collectors.attach.client import observe_job
+    from stepsplit.collectors.attach.observe import observe_job
     from stepsplit.collectors.guard import CollectError
 
     with tempfile.TemporaryDirectory(prefix="stepsplit-hang-") as temporary:
@@ -217,7 +217,7 @@ def examine_job(pid: int | None, out: Path | None) -> Hang:
 def _find_running_rank(place: str) -> int | None:
     """A rank of a recorded job that still runs on this host; None if none does."""
     from stepsplit.analyzer.diagnose.hang import read_spec
-    from stepsplit.collectors.attach.client import find_running_rank
+    from stepsplit.collectors.attach.jobs import find_running_rank
 
     spec = read_spec([place])
     return None if spec is None else find_running_rank(spec)
@@ -283,7 +283,7 @@ def _examine_recording(places: Sequence[str], workers: int | None, rules: Rules)
 
 def _write_chunks(file: Path, chunks: Iterable[bytes]) -> None:
     """Writes the chunks to the file atomically. Raises UsageError if it cannot be written."""
-    from stepsplit.collectors.run_spec import SHARED, whole_file
+    from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
 
     check_output(file)
     try:

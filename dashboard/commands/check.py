@@ -305,7 +305,7 @@ def _propose_budgets(runs: Sequence[RunMetrics], out: Path | None) -> None:
     """Prints or writes the budgets that as many equal runs would pass."""
     from stepsplit.analyzer.analysis import DEFAULT_BUDGETS
     from stepsplit.analyzer.regression.checks import parse_budgets
-    from stepsplit.analyzer.regression.statistics import propose_budgets
+    from stepsplit.analyzer.regression.samples import propose_budgets
 
     budgets = propose_budgets(parse_budgets(DEFAULT_BUDGETS), runs)
     if out is not None:
@@ -490,7 +490,7 @@ def _format_file(option: str, verdict: CheckResult, issue_path: str) -> bytes:
 
 
 def _append_summary(path: Path, verdict: CheckResult) -> None:
-    from stepsplit.collectors.run_spec import open_special
+    from stepsplit.collectors.safe_io.atomic_file import open_special
     from stepsplit.dashboard.reporters.verdict import format_summary
 
     try:

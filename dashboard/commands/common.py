@@ -16,12 +16,12 @@ import click
 from click.core import ParameterSource
 
 from stepsplit.analyzer.errors import UsageError, write
-from stepsplit.collectors.rank_record import is_recorded_name, is_trace_name
-from stepsplit.collectors.safe_text import escape_controls, escape_json
+from stepsplit.collectors.formats.file_names import is_recorded_name, is_trace_name
+from stepsplit.collectors.safe_io.safe_text import escape_controls, escape_json
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.readers.kernel_rules import Rules
-    from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.collectors.formats.run_spec import Mesh
     from stepsplit.dashboard.reporters.console import SafeConsole
     from stepsplit.dashboard.store.audit import AuditLog
     from stepsplit.dashboard.store.store import Store
@@ -279,7 +279,7 @@ def parse_tag(tag: str) -> tuple[str, str]:
 
 def parse_mesh(text: str | None) -> Mesh | None:
     """Parses --mesh. Raises UsageError if it is invalid."""
-    from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.collectors.formats.run_spec import Mesh
 
     try:
         return None if text is None else Mesh.parse(text)

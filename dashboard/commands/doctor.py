@@ -373,7 +373,7 @@ def _check_folders(environment: Environment) -> Iterator[EnvironmentCheck]:
 
 def _lacks_scratch(environment: Environment) -> bool:
     """Whether raw traces of a recording in the current folder go to a shared file system."""
-    from stepsplit.collectors.rank_files import DISKS, SCRATCH_VARIABLES, is_shared
+    from stepsplit.collectors.record.scratch_disk import DISKS, SCRATCH_VARIABLES, is_shared
 
     named = set(dict(environment.variables)) & set(SCRATCH_VARIABLES)
     on_disk = environment.temporary.file_system in DISKS

@@ -214,13 +214,9 @@ MOST_RANKS_PER_CORE = 8
 def _record_quick(folder: Path, ranks: int | None) -> Path:
     """Records a short training on this machine; returns its folder. Raises StepsplitError."""
     require_package("torch", "collect")
-    from stepsplit.collectors.record import (
-        CALIBRATION,
-        LaunchError,
-        choose_calibration_mesh,
-        launch_workload,
-    )
-    from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.collectors.demo.arguments import CALIBRATION, choose_calibration_mesh
+    from stepsplit.collectors.demo.launch import LaunchError, launch_workload
+    from stepsplit.collectors.formats.run_spec import Mesh
 
     gpus, cores = _count_gpus(), count_cores()
     most = gpus or MOST_RANKS_PER_CORE * cores

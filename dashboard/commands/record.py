@@ -19,7 +19,7 @@ from stepsplit.dashboard.commands.common import (
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.analysis import Analysis
-    from stepsplit.collectors.run_spec import Mesh
+    from stepsplit.collectors.formats.run_spec import Mesh
 
 
 def build_collectors_command(verb: str, summary: str) -> click.Command:
@@ -96,7 +96,7 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
     """Train and record a small GPT here, then show its report."""
     from stepsplit.analyzer.analysis import examine_with_inferred_job
     from stepsplit.analyzer.report.io import save
-    from stepsplit.collectors.rank_record import find_free_folder
+    from stepsplit.collectors.formats.file_names import find_free_folder
     from stepsplit.dashboard.reporters.terminal import build_report_screen
 
     require_package("torch", "collect")
@@ -119,7 +119,8 @@ def demo_command(parallel: str, out: Path | None, no_serve: bool, port: int) -> 
 def _choose_mesh(parallel: str) -> Mesh:
     """The requested layout, reduced if this machine has too little memory for it."""
     from stepsplit.analyzer import units
-    from stepsplit.collectors.record import DemoArgs, check_mesh, fit_to_memory, parse_parallel
+    from stepsplit.collectors.demo.arguments import DemoArgs, check_mesh, parse_parallel
+    from stepsplit.collectors.demo.launch import fit_to_memory
 
     try:
         requested = parse_parallel(parallel)
@@ -138,7 +139,7 @@ def _choose_mesh(parallel: str) -> Mesh:
 
 
 def _train(mesh: Mesh, folder: Path, calibration: Path) -> None:
-    from stepsplit.collectors.record import LaunchError, launch_workload
+    from stepsplit.collectors.demo.launch import LaunchError, launch_workload
 
     ranks = mesh.world_size
     print_line(f"training a small GPT on {mesh.format()}: {ranks} processes, about half a minute")
@@ -156,7 +157,7 @@ def _write_calibrated_job(calibration: Path, mesh: Mesh, folder: Path) -> Path |
     Returns the job.toml; None if the hardware is not known to the model.
     """
     from stepsplit.analyzer.gap.calibrate import calibrate, format_hardware
-    from stepsplit.collectors.record import choose_calibration_mesh
+    from stepsplit.collectors.demo.arguments import choose_calibration_mesh
 
     try:
         hardware = calibrate(*sorted(calibration.iterdir()))

@@ -506,7 +506,7 @@ def _write_mesh(mesh: str | None, stack: ExitStack) -> list[Path]:
     """The file in which an upload states its mesh, until the stack is closed; none without."""
     if not mesh:
         return []
-    from stepsplit.collectors.run_spec import MESH_FILE
+    from stepsplit.collectors.formats.run_spec import MESH_FILE
 
     file = Path(stack.enter_context(TemporaryDirectory(prefix="stepsplit-"))) / MESH_FILE
     file.write_text(mesh)

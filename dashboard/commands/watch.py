@@ -22,7 +22,7 @@ from stepsplit.dashboard.commands.common import (
 from stepsplit.dashboard.sinks.log_to import build_log_option, check_log_to
 
 if TYPE_CHECKING:
-    from stepsplit.collectors.watch_plan import WatchPlan
+    from stepsplit.collectors.watch.plan import WatchPlan
     from stepsplit.dashboard.watch_process import ReducerOptions, ReducerProcess
 
 ONLY_JOB = 0
@@ -104,8 +104,8 @@ def watch_command(
     have been started with `stepsplit record --standby` or `stepsplit watch`.
     """
     from stepsplit.collectors.guard import CollectError
-    from stepsplit.collectors.launcher import is_rank, read_identity
-    from stepsplit.collectors.record import run_watched
+    from stepsplit.collectors.job.launcher import is_rank, read_identity
+    from stepsplit.collectors.watch.command import run_watched
     from stepsplit.dashboard.watch_process import ReducerProcess
 
     request = WatchRequest(**options)
@@ -149,8 +149,8 @@ class WatchRequest:
 
     def build_plan(self) -> WatchPlan:
         """The plan for the ranks. Raises UsageError."""
-        from stepsplit.collectors.record import choose_out
-        from stepsplit.collectors.watch_plan import WatchPlan
+        from stepsplit.collectors.record.command import choose_out
+        from stepsplit.collectors.watch.plan import WatchPlan
 
         require_package("torch", "collect")
         parse_mesh(self.mesh)
@@ -214,7 +214,7 @@ def _send_rest(folder: Path, request: WatchRequest, command: tuple[str, ...]) ->
 
 
 def _parse_every(text: str) -> tuple[int | None, float | None]:
-    from stepsplit.collectors.watch_plan import parse_every
+    from stepsplit.collectors.watch.plan import parse_every
 
     try:
         return parse_every(text)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
-from statistics import median
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.report.tables import Waits
+from stepsplit.analyzer.significance import SIGMA_OF_MAD, compute_median_and_mad
 from stepsplit.analyzer.trace import Bool, Int64
 from stepsplit.analyzer.units import format_gigabytes_per_second, format_milliseconds, format_size
 from stepsplit.dashboard.figures import theme
@@ -143,7 +143,11 @@ def _format_point(one: BandwidthPoint) -> str:
 
 # Waiting: waits between ranks, and wait against transfer time of calls.
 
-_SCALE = [[0.0, "rgba(204,121,167,0.08)"], [0.25, "rgba(204,121,167,0.45)"], [1.0, "#CC79A7"]]
+_SKEW = theme.BUCKET_STYLES[Bucket.SKEW].color
+
+_SKEW_RGB = ",".join(str(part) for part in bytes.fromhex(_SKEW[1:]))
+
+_SCALE = [[0.0, f"rgba({_SKEW_RGB},0.08)"], [0.25, f"rgba({_SKEW_RGB},0.45)"], [1.0, _SKEW]]
 """From the background to one color, so that more is darker on white and lighter on black."""
 
 _MAX_CHAIN = 64
@@ -241,9 +245,7 @@ def draw_wait_against_transfer(calls: Sequence[MedianCall]) -> go.Figure:
     """One bar per kind of call, in ms: transfer, and wait (hatched)."""
     figure = theme.build_blank_figure(110 + 26 * len(calls), "ms of the median call", "")
     words = [theme.escape_text(call.label) for call in calls]
-    moving, waiting = (
-        next(k for k in theme.BUCKET_STYLES if k.bucket == b) for b in ("collective", "skew")
-    )
+    moving, waiting = (theme.BUCKET_STYLES[bucket] for bucket in (Bucket.COLLECTIVE, Bucket.SKEW))
     for name, look, times in (
         ("transfer", moving, [call.transfer_ns for call in calls]),
         ("wait", waiting, [call.wait_ns for call in calls]),
@@ -321,8 +323,8 @@ def compute_typical_range(values: Sequence[float], at: int) -> TypicalRange | No
         return None
     low = max(0, min(at - NEAR // 2, len(values) - NEAR))
     near = [value for i, value in enumerate(values[low : low + NEAR], low) if i != at]
-    middle = median(near)
-    spread = _BAND_SDS * SIGMA_OF_MAD * median(abs(value - middle) for value in near)
+    middle, mad = compute_median_and_mad(near)
+    spread = _BAND_SDS * SIGMA_OF_MAD * mad
     lowest = 0.0 if min(near) >= 0 else -inf
     return TypicalRange(middle, max(lowest, middle - spread), middle + spread)
 

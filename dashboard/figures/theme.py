@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import Bucket
 
 # Shared by all figures: background, axes, fonts, conversion of numbers and names.
 
@@ -92,21 +92,37 @@ class BucketStyle:
     bucket: str
     color: str
     dark: str
-    hatched: bool = False
+    hatched: bool
 
 
-BUCKET_STYLES = (
-    BucketStyle("compute", "#0072B2", "#3B9AD9"),
-    BucketStyle("collective", "#E69F00", "#E69F00"),
-    BucketStyle("p2p", "#D55E00", "#E8743B"),
-    BucketStyle("skew", "#CC79A7", "#CC79A7", hatched=True),
-    BucketStyle("bubble", "#8D949E", "#8D949E", hatched=True),
-    BucketStyle("copy", "#009E73", "#22B68C"),
-    BucketStyle("idle", "#E6E9EE", "#39424E"),
-)
+_STYLES: dict[Bucket, tuple[str, str, bool]] = {
+    Bucket.COMPUTE: ("#0072B2", "#3B9AD9", False),
+    Bucket.COLLECTIVE: ("#E69F00", "#E69F00", False),
+    Bucket.P2P: ("#D55E00", "#E8743B", False),
+    Bucket.SKEW: ("#CC79A7", "#CC79A7", True),
+    Bucket.BUBBLE: ("#8D949E", "#8D949E", True),
+    Bucket.COPY: ("#009E73", "#22B68C", False),
+    Bucket.IDLE: ("#E6E9EE", "#39424E", False),
+}
+
+BUCKET_STYLES = tuple(BucketStyle(bucket.label, *_STYLES[bucket]) for bucket in Bucket)
 
 
-assert tuple(look.bucket for look in BUCKET_STYLES) == BUCKETS
+def build_bucket_css() -> str:
+    """The colors of the buckets for the page, in addition to style.css: a variable for each, such
+    as --compute, and the fills of figures in the dark theme."""
+    dark = [look for look in BUCKET_STYLES if look.dark != look.color]
+    lines = [":root {", *(f"  --{look.bucket}: {look.color.lower()};" for look in BUCKET_STYLES)]
+    # Paper is light.
+    lines += ["}", "@media screen {", '  :root[data-theme="dark"] {']
+    lines += [*(f"    --{look.bucket}: {look.dark.lower()};" for look in dark), "  }", "}"]
+    # A figure has the light colors in it: only the style of its paths can follow the theme.
+    for look in dark:
+        rgb = ", ".join(str(part) for part in bytes.fromhex(look.color[1:]))
+        path = f'.js-plotly-plot path[style*="fill: rgb({rgb})"]'
+        lines.append(f"{path} {{ fill: var(--{look.bucket}) !important; }}")
+    return "\n".join(lines) + "\n"
+
 
 # All three are compute, hence shades of blue that differ in lightness.
 FORWARD, BACKWARD, WEIGHT = "#A9D5F0", "#3D8CC2", "#17507D"

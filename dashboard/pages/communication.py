@@ -10,12 +10,12 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.diagnose.what_if import build_ideal_grid
 from stepsplit.analyzer.gap.comm_gap import model_busbw
+from stepsplit.analyzer.report.diagnosis_rows import Lateness
 from stepsplit.analyzer.report.report import Pipeline, Report
 from stepsplit.analyzer.report.step_rows import list_full_steps
 from stepsplit.analyzer.report.tables import Boxes
-from stepsplit.analyzer.split.attribute import Overlap, sum_overlaps
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.lateness import Lateness
+from stepsplit.analyzer.split.overlap import Overlap, sum_overlaps
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.units import format_milliseconds, format_percent, format_size
 from stepsplit.dashboard.figures.communication import (

@@ -138,7 +138,7 @@ def _format_count(count: int, unit_name: str) -> str | None:
 # Building blocks of pages: tables, cards, figures, share bars.
 
 COLOR = {look.bucket: f"var(--{look.bucket})" for look in theme.BUCKET_STYLES}
-"""The color of each bucket in the theme of the page; style.css has the same ones as figures."""
+"""The color of each bucket in the theme of the page, as build_bucket_css defines it."""
 
 
 def build_card(label: str, value: str, note: str = "", accent: str | None = None) -> html.Div:

@@ -10,11 +10,11 @@ from dash.development.base_component import Component
 
 from stepsplit.analyzer.errors import StepsplitError
 from stepsplit.analyzer.model.prediction import Prediction, StageMemory
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
 from stepsplit.analyzer.report.explain import IDLE_MEANING
 from stepsplit.analyzer.report.io import extract_job, extract_prediction
 from stepsplit.analyzer.report.report import IdleRow, MemoryRow, Report
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.analyzer.units import format_memory_size
 from stepsplit.dashboard.figures.run import CATEGORIES, MemoryBar, draw_memory
 from stepsplit.dashboard.pages.components import (

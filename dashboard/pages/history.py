@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from statistics import NormalDist, fmean, median, variance
+from statistics import NormalDist, fmean
 
 import numpy as np
 from dash import dcc, html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.arrays import SIGMA_OF_MAD
-from stepsplit.analyzer.regression.statistics import compute_difference
+from stepsplit.analyzer.significance import (
+    compute_difference,
+    estimate_successive_noise,
+    run_welch_test,
+)
 from stepsplit.analyzer.units import format_signed_percent
 from stepsplit.dashboard.figures.communication import (
     FEWEST as FEWEST_USUAL,
@@ -358,25 +361,18 @@ def _propose_edges(values: Sequence[float]) -> list[int]:
 def _estimate_noise(values: Sequence[float]) -> float:
     """Standard deviation of a run, from consecutive differences so that level changes do not
     contribute. Never zero."""
-    median_diff = median(abs(other - one) for one, other in pairwise(values))
     min_noise = 0.1 * MIN_CHANGE * max(map(abs, values))
-    return max(SIGMA_OF_MAD * median_diff / math.sqrt(2), min_noise, 1e-12)
+    return max(estimate_successive_noise(values), min_noise, 1e-12)
 
 
 def _compute_p_value(before: Sequence[float], after: Sequence[float], level: float) -> float:
     """The p value of the difference between two levels; 1 if it is too small to matter or to be
     significant."""
-    shift = fmean(after) - fmean(before)
-    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    shift = run_welch_test(before, after)
     # The normal test is a lower bound for the t test; it avoids slow permutations.
-    min_shift = NormalDist().inv_cdf(1 - level) * error
-    if abs(shift) <= max(min_shift, MIN_CHANGE * abs(fmean(before)), 1e-12):
+    min_shift = NormalDist().inv_cdf(1 - level) * shift.error
+    if abs(shift.mean) <= max(min_shift, MIN_CHANGE * abs(fmean(before)), 1e-12):
         return 1.0
-    return (
-        _compute_rise_p_value(before, after) if shift > 0 else _compute_rise_p_value(after, before)
-    )
-
-
-def _compute_rise_p_value(low: Sequence[float], high: Sequence[float]) -> float:
+    low, high = (before, after) if shift.mean > 0 else (after, before)
     test = compute_difference(low, high)
     return 1.0 if test is None else max(test.p, test.p_permutation)

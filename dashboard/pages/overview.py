@@ -11,6 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from stepsplit.analyzer.buckets import BUCKETS, Split
+from stepsplit.analyzer.report.diagnosis_rows import PathKernel
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import compute_mean_split, compute_mean_step_ns, round_parts
 from stepsplit.analyzer.report.report import (
@@ -26,10 +27,9 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.attribute import Coverage
 from stepsplit.analyzer.split.bandwidth import CollectiveRow
-from stepsplit.analyzer.split.critical_path import PathKernel
-from stepsplit.analyzer.split.steps import SlowStep
+from stepsplit.analyzer.split.coverage import Coverage
+from stepsplit.analyzer.split.step_times import SlowStep
 from stepsplit.analyzer.units import (
     choose_part_unit_ns,
     format_milliseconds,

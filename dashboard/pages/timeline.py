@@ -13,11 +13,11 @@ import numpy.typing as npt
 from dash import html
 from dash.development.base_component import Component
 
-from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.buckets import BUCKETS, Bucket
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Segments, Slices, Tables, Text, Waits
 from stepsplit.analyzer.trace import Bool, Int32, Int64, UInt8
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 from stepsplit.dashboard.figures import theme
 from stepsplit.dashboard.figures.communication import RankGroup
 from stepsplit.dashboard.pages.components import View, build_empty_card, build_legend, build_section
@@ -396,8 +396,6 @@ def _select_rows(column: Int32, rows: Int64) -> Int64:
 
 BAND = "buckets"
 
-_COMPUTE = BUCKETS.index("compute")
-
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
@@ -432,7 +430,7 @@ def build_lanes(slices: Slices) -> tuple[TimelineRow, ...]:
     lines = [_build_row(slices, slice(low, high)) for low, high in edges]
     busy: dict[str, int] = defaultdict(int)
     for line in lines:
-        busy[line.lane] += int(line.track.dur_ns[line.track.bucket == _COMPUTE].sum())
+        busy[line.lane] += int(line.track.dur_ns[line.track.bucket == Bucket.COMPUTE].sum())
     return tuple(sorted(lines, key=lambda line: (-busy[line.lane], line.lane, line.depth)))
 
 

@@ -12,7 +12,7 @@ from typing import IO, Any, Self, TextIO, cast
 import rich.console
 import rich.text
 
-from stepsplit.collectors.safe_text import COLORS, SafeStream, escape_controls
+from stepsplit.collectors.safe_io.safe_text import COLORS, SafeStream, escape_controls
 
 
 class Text(rich.text.Text):

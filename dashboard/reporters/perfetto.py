@@ -13,7 +13,7 @@ from stepsplit.analyzer.report.report import Report, Run
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.analyzer.report.tables import Boxes, Segments, Tables, Waits
 from stepsplit.analyzer.trace import Int32, Int64, UInt8
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.formats.run_spec import Mesh
 
 _LETTERS = "FBW"
 """One letter per phase of report.tables.PHASES, as in schedule diagrams."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stepsplit.analyzer.readers.workers import Progress as OnProgress
-from stepsplit.collectors.safe_text import DRAWING
+from stepsplit.collectors.safe_io.safe_text import DRAWING
 from stepsplit.dashboard.reporters.console import SafeConsole
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from stepsplit.analyzer.report.report import (
     merge_groups,
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.tables import (

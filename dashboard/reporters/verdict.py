@@ -19,8 +19,12 @@ from stepsplit.analyzer.regression.checks import (
     ShiftedMetric,
 )
 from stepsplit.analyzer.regression.metrics import Unit, require_metric
-from stepsplit.analyzer.regression.statistics import MOST_RUNS
-from stepsplit.collectors.safe_text import escape_controls, escape_json, format_workflow_command
+from stepsplit.analyzer.significance import MOST_RUNS
+from stepsplit.collectors.safe_io.safe_text import (
+    escape_controls,
+    escape_json,
+    format_workflow_command,
+)
 from stepsplit.dashboard.reporters.console import Text
 from stepsplit.dashboard.reporters.tables import build_table
 

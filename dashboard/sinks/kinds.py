@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from stepsplit.analyzer.errors import make_write_error
-from stepsplit.collectors.log_to import STEP
+from stepsplit.collectors.record.log_to import STEP
 from stepsplit.dashboard.sinks.scalars import PREFIX, Scalar, ScalarPoint, SinkError, SinkMetric
 from stepsplit.dashboard.upload import Connection, ServerAnswer, TransientError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.log_to import EXAMPLES, SinkName, parse_sink
+from stepsplit.collectors.record.log_to import EXAMPLES, SinkName, parse_sink
 
 if TYPE_CHECKING:
     from stepsplit.analyzer.report.report import Report

@@ -19,8 +19,8 @@ from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns, select_full_steps
 from stepsplit.analyzer.watch.records import RankSample, WatchBatch, WatchSample
 from stepsplit.analyzer.watch.samples import choose_median_step, split_ranks
-from stepsplit.collectors.safe_text import escape_controls
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 
 PREFIX = "stepsplit"
 

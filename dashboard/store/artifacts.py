@@ -34,8 +34,8 @@ from stepsplit.analyzer.readers.sources import open_url
 from stepsplit.analyzer.report.io import REPORT_NAME, TABLES_NAME, save
 from stepsplit.analyzer.report.report import Report, WarningRow
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.collectors.regular_file import read_regular
-from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder, replace_whole
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder, replace_whole
+from stepsplit.collectors.safe_io.regular_file import read_regular
 from stepsplit.dashboard.store.ids import find_below, is_run_id
 
 INPUT_NAME = "input"

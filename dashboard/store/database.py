@@ -19,8 +19,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.run_spec import create_private, make_owner_folder
-from stepsplit.collectors.safe_text import escape_controls
+from stepsplit.collectors.safe_io.atomic_file import create_private, make_owner_folder
+from stepsplit.collectors.safe_io.safe_text import escape_controls
 from stepsplit.dashboard.store.ids import RelativePath, RunId, WatchName
 
 # Cleaning of untrusted text before it is stored.
@@ -158,10 +158,12 @@ def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None
 
 
 _PLAIN_SQL = {
-    "table": re.compile(r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\()).*", re.S | re.I),
+    "table": re.compile(
+        r"CREATE TABLE(?!.*\b(?:CHECK|GENERATED|AS|DEFAULT\W*\((?!\d+\)))).*", re.S | re.I
+    ),
     "index": re.compile(r"CREATE INDEX \w+ ON \w+ \([\w, ]+\)"),
 }
-"""What the migrations make, by kind."""
+"""What the migrations make, by kind. Older versions of Alembic write `DEFAULT (0)`."""
 
 
 def _refuse_foreign_schema(cursor: DBAPICursor) -> None:

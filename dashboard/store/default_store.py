@@ -20,7 +20,7 @@ from grp import getgrgid
 from pathlib import Path
 
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.run_spec import create_private, make_owner_folder, write_whole
+from stepsplit.collectors.safe_io.atomic_file import create_private, make_owner_folder, write_whole
 
 _STATE = "stepsplit/stores"
 

@@ -30,10 +30,13 @@ from stepsplit.analyzer.errors import DataError, StepsplitError
 from stepsplit.analyzer.readers.workers import Progress
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.units import format_memory_size, format_size
-from stepsplit.collectors.helper_process import build_helper_command, build_helper_environment
-from stepsplit.collectors.regular_file import read_regular
-from stepsplit.collectors.run_spec import MESH_FILE, Mesh
-from stepsplit.collectors.safe_text import SafeStream, escape_controls, escape_json
+from stepsplit.collectors.formats.run_spec import MESH_FILE, Mesh
+from stepsplit.collectors.safe_io.helper_process import (
+    build_helper_command,
+    build_helper_environment,
+)
+from stepsplit.collectors.safe_io.regular_file import read_regular
+from stepsplit.collectors.safe_io.safe_text import SafeStream, escape_controls, escape_json
 from stepsplit.dashboard.store.artifacts import (
     INPUT_NAME,
     JOB_BYTES,

@@ -20,7 +20,7 @@ from stepsplit.analyzer.model.config_decode import format_toml
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, read_report
 from stepsplit.analyzer.report.report import Report
 from stepsplit.analyzer.report.tables import Tables
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.collectors.safe_io.atomic_file import write_whole
 from stepsplit.dashboard.store import runs
 from stepsplit.dashboard.store.alerts import AlertStore
 from stepsplit.dashboard.store.artifacts import (

@@ -39,7 +39,7 @@ from stepsplit.analyzer.watch.records import (
     WatchEvent,
     WatchSample,
 )
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.dashboard.store import watch_slots
 from stepsplit.dashboard.store.alerts import note_batch
 from stepsplit.dashboard.store.database import (

@@ -13,7 +13,7 @@ from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
 from stepsplit.analyzer.trace import Int64
 from stepsplit.analyzer.watch.records import RankSample
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 
 # Slots of time, and how long they are kept.
 

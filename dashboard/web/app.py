@@ -28,6 +28,7 @@ from stepsplit.analyzer.report.report import Report, Run
 from stepsplit.analyzer.report.step_rows import StepRow
 from stepsplit.dashboard.figures.communication import BandwidthPoint, draw_bandwidth
 from stepsplit.dashboard.figures.run import draw_split_by_rank
+from stepsplit.dashboard.figures.theme import build_bucket_css
 from stepsplit.dashboard.pages.compare import (
     build_comparison_of_many,
     build_run_pickers,
@@ -89,18 +90,19 @@ _BARS = ("by-rank", "by-step")
 _ANY_PAGE = "/<path:path>"
 """Dash's endpoint for the pages; each address gets the same document."""
 
-_INDEX = """<!DOCTYPE html>
+_INDEX = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
-{%metas%}
-<title>{%title%}</title>
+{{%metas%}}
+<title>{{%title%}}</title>
 <link rel="icon" type="image/svg+xml" href="/assets/favicon.svg">
 <script src="/assets/theme.js"></script>
-{%css%}
+{{%css%}}
+<style>{build_bucket_css()}</style>
 </head>
 <body>
-{%app_entry%}
-<footer>{%config%}{%scripts%}{%renderer%}</footer>
+{{%app_entry%}}
+<footer>{{%config%}}{{%scripts%}}{{%renderer%}}</footer>
 </body>
 </html>
 """

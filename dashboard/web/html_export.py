@@ -16,7 +16,7 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from stepsplit.analyzer.errors import DataError
-from stepsplit.dashboard.figures.theme import GRAPH_CONFIG
+from stepsplit.dashboard.figures.theme import GRAPH_CONFIG, build_bucket_css
 from stepsplit.dashboard.pages.communication import build_collectives_page, build_pipeline_page
 from stepsplit.dashboard.pages.components import AddressQuery, ChartData, DataTable, View
 from stepsplit.dashboard.pages.compute import build_memory_page
@@ -75,7 +75,7 @@ def export_html(view: View) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             "<meta name='viewport' content='width=device-width, initial-scale=1'>",
             f"<title>{escape(view.name)} - "
-            f"stepsplit</title><style>{_read_asset('style.css')}</style>",
+            f"stepsplit</title><style>{_read_asset('style.css')}{build_bucket_css()}</style>",
             "<script>",
             _read_asset("theme.js"),
             "</script></head><body>",

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from werkzeug.datastructures import Headers
 from werkzeug.exceptions import ClientDisconnected
 
-from stepsplit.collectors.run_spec import PRIVATE, make_owner_folder
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, make_owner_folder
 from stepsplit.dashboard.store.artifacts import INPUT_NAME
 from stepsplit.dashboard.store.ids import find_below, is_relative_path
 from stepsplit.dashboard.store.store import FileRow, Store

@@ -161,7 +161,7 @@ def hooks_alone(turns: int) -> None:
     from torch.optim import optimizer as module
 
     from stepsplit.collectors.attach.agent import Agent
-    from stepsplit.collectors.record import RecordPlan
+    from stepsplit.collectors.record.plan import RecordPlan
 
     Agent(RecordPlan(out="nowhere", name="standby", first=None)).install()
     stepping = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -191,9 +191,9 @@ _TRAININGS = {"ops": "1,000 small ops", "ranks": "DDP, 2 ranks"}
 
 def _tell_blocks(step: Callable[[], None], turns: int, modes: Sequence[str]) -> None:
     """Runs all modes in turn, forwards and backwards, and tells of every block."""
-    from stepsplit.collectors import record
+    from stepsplit.collectors.record import plan
 
-    record.SMALL_JOB = 0  # so that a rank of a small job can be thin
+    plan.SMALL_JOB = 0  # so that a rank of a small job can be thin
     for _ in range(20):
         step()
     order = [list(modes)[:: 1 if turn % 2 else -1] for turn in range(turns)]

@@ -21,7 +21,7 @@ if not __package__:  # run as a file: its folder is no place to import from, the
 
 from benchmarks.table import in_markdown
 
-PACK = Path(__file__).resolve().parents[2] / "collectors" / "pack.py"
+PACK = Path(__file__).resolve().parents[2] / "collectors" / "record" / "pack.py"
 MOST_OF_RAW = 0.5
 """Peak memory of thin packing, of the raw size."""
 MEASURE = """

@@ -25,7 +25,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stepsplit.collectors.watch_notes import SampleReport, list_note_files, read_notes
+from stepsplit.collectors.formats.watch_notes import SampleReport, list_note_files, read_notes
 
 BLOCK = 20
 """Steps of a block; a sample takes four of them."""

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import torch
 
-from stepsplit.collectors.record import RecordPlan
-from stepsplit.collectors.trace_window import PreparedProfilers, TraceWindow, release_profiler
+from stepsplit.collectors.record.plan import RecordPlan
+from stepsplit.collectors.record.trace_window import (
+    PreparedProfilers,
+    TraceWindow,
+    release_profiler,
+)
 
 LAYERS, SETTLED = 30, 20
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, SGD, Optimizer
 
-from stepsplit.collectors.attach.protocol import ask_status
+from stepsplit.collectors.attach.messages import ask_status
 
 Weight = torch.nn.Parameter
 

@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors import host_clock  # noqa: E402
-from stepsplit.collectors.host_clock import ClockAddress, ClockServer, HostClock, probe_clock  # noqa: E402
+from stepsplit.collectors.probes import host_clock  # noqa: E402
+from stepsplit.collectors.probes.host_clock import ClockAddress, ClockServer, HostClock, probe_clock  # noqa: E402
 
 SLURM = {
     "SLURM_NTASKS": "8",

@@ -20,36 +20,35 @@ from typing import Any
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors.attach import agent, kineto_daemon, protocol
-from stepsplit.collectors.attach.agent import StackWatchdog
-from stepsplit.collectors.attach.client import StopWatch, attach
+from stepsplit.collectors.attach import agent, kineto_daemon, messages, sockets, stacks
+from stepsplit.collectors.attach.client import attach
 from stepsplit.collectors.attach.imports import when_imported
 from stepsplit.collectors.attach.kineto_daemon import capture
-from stepsplit.collectors.attach.processes import (
-    list_ancestors,
-    list_process_tree,
-    read_environment,
-)
-from stepsplit.collectors.attach.protocol import (
+from stepsplit.collectors.attach.left_states import leave_state, read_left_states, remove_old_states
+from stepsplit.collectors.attach.messages import (
     AgentAnswer,
     LookAnswer,
     Status,
     ask_look,
     ask_record,
     ask_status,
-    build_socket_path,
     format_answer,
-    leave_state,
-    make_socket_folder,
     parse_request,
-    read_left_states,
     read_line,
-    remove_old_states,
 )
+from stepsplit.collectors.attach.processes import (
+    list_ancestors,
+    list_process_tree,
+    read_environment,
+)
+from stepsplit.collectors.attach.sockets import build_socket_path, make_socket_folder
+from stepsplit.collectors.attach.stacks import StackWatchdog
+from stepsplit.collectors.attach.stop_watch import StopWatch
+from stepsplit.collectors.formats.rank_record import CodeFrame
+from stepsplit.collectors.formats.rank_state import Look, RankState
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.launcher import Identity, read_identity
-from stepsplit.collectors.rank_record import CodeFrame, Look, RankState
-from stepsplit.collectors.record import RecordPlan
+from stepsplit.collectors.job.launcher import Identity, read_identity
+from stepsplit.collectors.record.plan import RecordPlan
 
 NO_PROCESS = 1 << 22
 """Above the highest process id of Linux."""
@@ -263,7 +262,7 @@ def test_an_agent_whose_folder_was_removed_listens_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(agent, "_EXISTS_S", 0.05)
     own, path = agent.Agent(PLAN), build_socket_path(os.getpid())
     own._pid = os.getpid()
-    serving = threading.Thread(target=own._serve, args=(protocol.listen(path), path), daemon=True)
+    serving = threading.Thread(target=own._serve, args=(sockets.listen(path), path), daemon=True)
     serving.start()
     assert ask_status(os.getpid()) is not None
 
@@ -283,9 +282,9 @@ def test_an_invalid_request_raises_value_error(line: bytes) -> None:
 
 
 def test_a_relayed_plan_is_not_published_again() -> None:
-    assert parse_request(b'{"do": "status"}') == protocol.AgentRequest(None)
+    assert parse_request(b'{"do": "status"}') == messages.AgentRequest(None)
     line = b'{"do": "record", "relayed": true, "plan": {"out": "o", "name": "n", "first": 4}}'
-    assert parse_request(line) == protocol.AgentRequest(RecordPlan("o", "n", 4), relayed=True)
+    assert parse_request(line) == messages.AgentRequest(RecordPlan("o", "n", 4), relayed=True)
 
 
 def test_torchrun_variables_take_precedence_over_slurm_and_mpi() -> None:
@@ -455,25 +454,25 @@ Thread 0x00007f02 [MainThread] (most recent call first):
 
 
 def test_the_stack_of_the_main_thread_is_read_from_what_faulthandler_wrote() -> None:
-    assert protocol.parse_stack(DUMP, 0x7F02) == (
+    assert stacks.parse_stack(DUMP, 0x7F02) == (
         CodeFrame("load batch", "/home/me/my train.py", 12),
         CodeFrame("<module>", "/home/me/my train.py", 40),
     )
-    assert protocol.parse_stack(DUMP, 0x7F03) == ()
-    assert protocol.parse_stack("", 0x7F02) == ()
+    assert stacks.parse_stack(DUMP, 0x7F03) == ()
+    assert stacks.parse_stack("", 0x7F02) == ()
 
 
 def test_a_process_that_holds_the_lock_has_a_stack_and_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
-    path = protocol.build_stack_path(41)
-    line = protocol.WatchLine(0x7F02, time.time_ns() - 9 * 10**9, 17, 2 * 10**9)
-    assert protocol.read_stack(41) is None
+    path = stacks.build_stack_path(41)
+    line = stacks.WatchLine(0x7F02, time.time_ns() - 9 * 10**9, 17, 2 * 10**9)
+    assert stacks.read_stack(41) is None
     path.write_text(json.dumps(asdict(line)) + "\n")
-    assert protocol.read_stack(41) is None
+    assert stacks.read_stack(41) is None
     path.write_text(json.dumps(asdict(line)) + "\n" + DUMP)
-    look = protocol.read_stack(41)
+    look = stacks.read_stack(41)
     assert look is not None
     assert (look.steps, look.stack[0].line) == (17, 12)
     assert 11 * 10**9 <= look.since_step_ns < 60 * 10**9
@@ -486,16 +485,16 @@ def test_a_script_that_uses_the_watchdog_of_faulthandler_keeps_it(
     armed: list[str] = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **more: armed.append("x"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append("end"))
-    line = protocol.WatchLine(0, 0, 0, 0)
+    line = stacks.WatchLine(0, 0, 0, 0)
     watchdog = StackWatchdog(lambda: line)
     watchdog.install()
     watchdog.start()
     while not armed:
         time.sleep(0.01)
-    assert protocol.build_stack_path(os.getpid()).exists()
+    assert stacks.build_stack_path(os.getpid()).exists()
 
     faulthandler.dump_traceback_later(60)
     watchdog.stop()
 
     assert armed == ["x", "x"]
-    assert not protocol.build_stack_path(os.getpid()).exists()
+    assert not stacks.build_stack_path(os.getpid()).exists()

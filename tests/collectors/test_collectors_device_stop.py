@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch")
 from support.fake_gpu import FakeGpu  # noqa: E402
 from torch.profiler import ProfilerActivity  # noqa: E402
 
-from stepsplit.collectors import profile_run, trace_window  # noqa: E402
-from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
-from stepsplit.collectors.record import SITE  # noqa: E402
+from stepsplit.collectors import profile_run  # noqa: E402
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.record import trace_window  # noqa: E402
+from stepsplit.collectors.record.environment import SITE  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsplit.collectors.gpu import read_driver_version
+from stepsplit.collectors.probes.versions import read_driver_version
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC 13\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC\n"

@@ -13,14 +13,15 @@ pytest.importorskip("torch")
 POLLING = """
 import sys, threading, time
 from torch import distributed
-from stepsplit.collectors import job_info
+from stepsplit.collectors.job import job_store
 
 distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 store = distributed.TCPStore("127.0.0.1", 0, 1, True)
 distributed.distributed_c10d._world.pg_map[distributed.group.WORLD] = ("gloo", store)
-job_info._store = lambda: store
+job_store.get_store = lambda: store
 for _ in range(8):
-    threading.Thread(target=job_info.wait_for_value, args=("never", 60.0, 0.0), daemon=True).start()
+    arguments = ("never", 60.0, 0.0)
+    threading.Thread(target=job_store.wait_for_value, args=arguments, daemon=True).start()
 time.sleep(0.5)
 """
 

@@ -39,8 +39,9 @@ from collector_jobs.starting import (
 )
 
 from stepsplit.analyzer import analyze
+from stepsplit.collectors.attach.messages import Status, ask_status
 from stepsplit.collectors.attach.processes import list_process_tree
-from stepsplit.collectors.attach.protocol import Status, ask_status, list_agents
+from stepsplit.collectors.attach.sockets import list_agents
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]

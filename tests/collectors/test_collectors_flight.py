@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from support.fake_gpu import FakeGpu  # noqa: E402
 
 from stepsplit.analyzer import FlightDump, read_files  # noqa: E402
-from stepsplit.collectors.nccl import dump_flight_json  # noqa: E402
+from stepsplit.collectors.probes.flight_recorder import dump_flight_json  # noqa: E402
 
 NCCL, OTHERS = "_dump_nccl_trace_json", "_dump_fr_trace_json"
 

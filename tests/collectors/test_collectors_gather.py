@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepsplit.collectors.__main__ import main
-from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.rank_record import (
+from stepsplit.collectors.formats.rank_record import (
     ClockProbe,
     CodeFrame,
     GcPause,
@@ -21,7 +19,7 @@ from stepsplit.collectors.rank_record import (
     read_record,
     write_record,
 )
-from stepsplit.collectors.run_spec import (
+from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
     HostInfo,
     Mesh,
@@ -30,6 +28,8 @@ from stepsplit.collectors.run_spec import (
     from_json,
     write_run_json,
 )
+from stepsplit.collectors.guard import CollectError
+from stepsplit.collectors.record.gather import gather
 
 FIRST = RankRecord(
     run="exp",

@@ -15,16 +15,13 @@ torch = pytest.importorskip("torch")
 
 from support.fake_gpu import UUID, FakeGpu  # noqa: E402
 
-from stepsplit.collectors import gpu as gpu_module, profile_run  # noqa: E402
-from stepsplit.collectors.gpu import (  # noqa: E402
-    GpuReading,
-    GpuStepClock,
-    find_gpu_uuid,
-    read_gpu,
-    read_versions,
-)
-from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
-from stepsplit.collectors.run_spec import from_json  # noqa: E402
+from stepsplit.collectors import profile_run  # noqa: E402
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.formats.run_spec import from_json  # noqa: E402
+from stepsplit.collectors.probes import versions  # noqa: E402
+from stepsplit.collectors.probes.gpu import GpuReading, find_gpu_uuid, read_gpu  # noqa: E402
+from stepsplit.collectors.probes.step_clock import GpuStepClock  # noqa: E402
+from stepsplit.collectors.probes.versions import read_versions  # noqa: E402
 
 
 class Nvml(SimpleNamespace):
@@ -203,9 +200,9 @@ def test_versions_of_cuda_hip_nccl_cupti_and_the_driver_are_known(
 ) -> None:
     maps = tmp_path / "maps"
     maps.write_text("7f0-7f1 r-xp 0 00:00 1 /usr/lib/libcupti.so.12\n")
-    monkeypatch.setattr(gpu_module, "_MAPS", maps)
-    monkeypatch.setattr(gpu_module, "_CUPTI_PACKAGES", ())
-    monkeypatch.setattr(gpu_module, "read_driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(versions, "_MAPS", maps)
+    monkeypatch.setattr(versions, "_CUPTI_PACKAGES", ())
+    monkeypatch.setattr(versions, "read_driver_version", lambda: "580.95.05")
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Cupti())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))

@@ -16,9 +16,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors import host_sampler  # noqa: E402
-from stepsplit.collectors.host_sampler import HostSampler, find_place  # noqa: E402
-from stepsplit.collectors.rank_record import CodeFrame, HostSamples  # noqa: E402
+from stepsplit.collectors.formats.rank_record import CodeFrame, HostSamples  # noqa: E402
+from stepsplit.collectors.probes import host_sampler  # noqa: E402
+from stepsplit.collectors.probes.host_sampler import HostSampler, find_place  # noqa: E402
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()
 

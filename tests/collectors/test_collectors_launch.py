@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors import record
-from stepsplit.collectors.record import (
+from stepsplit.collectors.demo import launch
+from stepsplit.collectors.demo.arguments import (
     CALIBRATION,
-    RANK_BYTES,
     Command,
     DemoArgs,
-    LaunchError,
     check_mesh,
     choose_calibration_mesh,
-    fit_to_memory,
     parse_command,
     parse_parallel,
 )
-from stepsplit.collectors.run_spec import Mesh
+from stepsplit.collectors.demo.launch import RANK_BYTES, LaunchError, fit_to_memory
+from stepsplit.collectors.formats.run_spec import Mesh
 
 
 def test_axes_are_ordered_outermost_first() -> None:
@@ -92,8 +90,8 @@ def run_ranks(code: str, tmp_path: Path, world_size: int = 2, patience_s: float 
     """Runs the code as every rank under the launcher; returns the seconds it took."""
     begin = time.monotonic()
     with ExitStack() as stack:
-        ranks = record._start([sys.executable, "-c", code], world_size, tmp_path, stack)
-        record._wait_for_ranks(ranks, begin + patience_s)
+        ranks = launch._start([sys.executable, "-c", code], world_size, tmp_path, stack)
+        launch._wait_for_ranks(ranks, begin + patience_s)
     return time.monotonic() - begin
 
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors.optimizers import LocalTimes  # noqa: E402
+from stepsplit.collectors.probes.local_times import LocalTimes  # noqa: E402
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from support.fake_gpu import FakeGpu  # noqa: E402
 
 from stepsplit.collectors import profile_run  # noqa: E402
-from stepsplit.collectors.pack import measure_activations  # noqa: E402
-from stepsplit.collectors.rank_record import MemoryState, read_record  # noqa: E402
+from stepsplit.collectors.formats.rank_record import MemoryState, read_record  # noqa: E402
+from stepsplit.collectors.record.trace_events import measure_activations  # noqa: E402
 
 SNAPSHOT = Path("memory", "rank0_snapshot.pickle")
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors import record
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.nccl import ask_ras, build_inspector_environment, build_log_environment
-from stepsplit.collectors.record import PLAN_VARIABLE, SITE, NcclLogs, RecordPlan, build_environment
+from stepsplit.collectors.probes.nccl_log import build_inspector_environment, build_log_environment
+from stepsplit.collectors.probes.nccl_ras import ask_ras
+from stepsplit.collectors.record import environment
+from stepsplit.collectors.record.environment import SITE, NcclLogs, build_environment
+from stepsplit.collectors.record.plan import PLAN_VARIABLE, RecordPlan
 
 OUT = Path("/runs/a")
 ASKED = RecordPlan(out=str(OUT), name="a", first=10)
@@ -97,12 +99,12 @@ def test_the_size_of_the_flight_recorder_has_the_name_that_torch_reads_unless_th
 def test_kineto_keeps_the_configuration_of_its_daemon_or_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "_SYSTEM_KINETO_CONFIG", tmp_path / "none")
-    assert record.build_kineto_environment({}) != {}
-    assert record.build_kineto_environment({"KINETO_USE_DAEMON": "1"}) == {}
+    monkeypatch.setattr(environment, "_SYSTEM_KINETO_CONFIG", tmp_path / "none")
+    assert environment.build_kineto_environment({}) != {}
+    assert environment.build_kineto_environment({"KINETO_USE_DAEMON": "1"}) == {}
 
-    monkeypatch.setattr(record, "_SYSTEM_KINETO_CONFIG", tmp_path)
-    assert record.build_kineto_environment({}) == {}
+    monkeypatch.setattr(environment, "_SYSTEM_KINETO_CONFIG", tmp_path)
+    assert environment.build_kineto_environment({}) == {}
 
 
 @for_each(
@@ -119,7 +121,7 @@ def test_kineto_keeps_the_configuration_of_its_daemon_or_of_the_system(
 def test_cupti_is_detached_after_the_recording_where_that_is_safe(
     cuda: str | None, given: dict[str, str], torn_down: bool
 ) -> None:
-    added = record.build_kineto_environment(given, cuda)
+    added = environment.build_kineto_environment(given, cuda)
 
     assert added.get("TEARDOWN_CUPTI") == ("1" if torn_down else None)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors.nccl import build_log_path, truncate_log
+from stepsplit.collectors.probes.nccl_log import build_log_path, truncate_log
 
 LINE = b"host:1:1 [0] NCCL INFO AllReduce: opCount 0\n"
 

@@ -10,8 +10,8 @@ import pytest
 from support.cases import for_each
 
 from stepsplit.analyzer import analyze
-from stepsplit.collectors import pack as packing
-from stepsplit.collectors.pack import pack, pack_all
+from stepsplit.collectors.record import pack as packing, trace_events
+from stepsplit.collectors.record.pack import pack, pack_all
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 
@@ -108,8 +108,8 @@ def test_a_whole_file_that_cannot_be_packed_is_kept(
 
 
 def test_thin_packing_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_WINDOW", "_CHUNK"):
-        monkeypatch.setattr(packing, name, 1 << 16, raising=False)
+    monkeypatch.setattr(trace_events, "_WINDOW", 1 << 16)
+    monkeypatch.setattr(packing, "_CHUNK", 1 << 16)
     events = [event("aten::mm", start, start + 1, shapes=["x" * 100]) for start in range(10_000)]
     raw = write_raw(tmp_path / "raw", events)
 
@@ -130,7 +130,7 @@ def test_events_may_be_read_in_pieces_of_any_size(window: int, tmp_path: Path) -
     whole = gzip.decompress(out.read_bytes())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_WINDOW", window)
+        patch.setattr(trace_events, "_WINDOW", window)
         pack(raw, out, thin=True)
 
     assert gzip.decompress(out.read_bytes()) == whole

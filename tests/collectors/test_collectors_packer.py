@@ -18,10 +18,12 @@ from support.builders import GpuTrace
 from support.cases import for_each
 
 from stepsplit.analyzer import analyze
-from stepsplit.collectors import pack, rank_files
 from stepsplit.collectors.attach.processes import list_process_tree
-from stepsplit.collectors.pack import MOST_AT_ONCE, take_turn
-from stepsplit.collectors.rank_files import Packer, PackTask, RankFiles, choose_raw_folder
+from stepsplit.collectors.record import pack, rank_files, scratch_disk
+from stepsplit.collectors.record.pack import MOST_AT_ONCE, take_turn
+from stepsplit.collectors.record.packer import Packer, PackTask
+from stepsplit.collectors.record.rank_files import RankFiles
+from stepsplit.collectors.record.scratch_disk import choose_raw_folder
 
 TRACE = '{"traceEvents": [{"ph": "X"}]}'
 
@@ -43,7 +45,7 @@ RANK = """
 import shutil, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from stepsplit.collectors import rank_files
+from stepsplit.collectors.record import rank_files
 
 rank_files.dump_flight_json = lambda rank, since: None
 export = lambda path: shutil.copy(sys.argv[1], path)
@@ -167,8 +169,8 @@ MOUNTINFO = """\
 
 def mount(patch: pytest.MonkeyPatch, folder: Path, tmp: str, kind: str, root: str = "ext4") -> None:
     (folder / "mountinfo").write_text(MOUNTINFO.format(tmp=tmp, kind=kind, root=root))
-    patch.setattr(rank_files, "MOUNTS", folder / "mountinfo")
-    for name in rank_files.SCRATCH_VARIABLES:
+    patch.setattr(scratch_disk, "MOUNTS", folder / "mountinfo")
+    for name in scratch_disk.SCRATCH_VARIABLES:
         patch.delenv(name, raising=False)
 
 
@@ -179,7 +181,7 @@ def test_raw_files_of_a_shared_file_system_go_to_a_disk_of_the_host(
     with pytest.MonkeyPatch.context() as patch:
         mount(patch, tmp_path, str(tmp_path), "xfs")
         patch.setenv("SLURM_TMPDIR", str(tmp_path / "job"))
-        patch.setattr(rank_files, "_has_space", lambda folder: True)
+        patch.setattr(scratch_disk, "_has_space", lambda folder: True)
 
         chosen = choose_raw_folder(Path(out))
 
@@ -202,7 +204,7 @@ def test_else_raw_files_lie_next_to_the_packed_ones(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mount(patch, tmp_path, "/tmp", kind, root)
-        patch.setattr(rank_files, "_has_space", lambda folder: space)
+        patch.setattr(scratch_disk, "_has_space", lambda folder: space)
 
         assert choose_raw_folder(Path(out)) == Path(out)
 
@@ -212,7 +214,7 @@ def test_a_rank_writes_raw_files_to_the_scratch_disk_and_packed_ones_to_the_fold
 ) -> None:
     mount(monkeypatch, tmp_path, str(tmp_path / "shared"), "nfs4")
     monkeypatch.setenv("STEPSPLIT_SCRATCH", str(tmp_path / "scratch"))
-    monkeypatch.setattr(rank_files, "_has_space", lambda folder: True)
+    monkeypatch.setattr(scratch_disk, "_has_space", lambda folder: True)
     monkeypatch.setattr(rank_files, "dump_flight_json", lambda rank, since: None)
     written: list[Path] = []
 

@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.collectors.guard import CollectError  # noqa: E402
-from stepsplit.collectors.host_clock import ClockServer, probe_clock  # noqa: E402
-from stepsplit.collectors.job_info import read_host_info  # noqa: E402
-from stepsplit.collectors.memory import sum_storage_bytes  # noqa: E402
-from stepsplit.collectors.rank_files import Packer, PackTask  # noqa: E402
-from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, StepClock  # noqa: E402
-from stepsplit.collectors.record import check_out  # noqa: E402
+from stepsplit.collectors.job.rank_description import read_host_info  # noqa: E402
+from stepsplit.collectors.probes.host_clock import ClockServer, probe_clock  # noqa: E402
+from stepsplit.collectors.probes.memory import sum_storage_bytes  # noqa: E402
+from stepsplit.collectors.probes.step_clock import MAX_KEPT_STEPS, StepClock  # noqa: E402
+from stepsplit.collectors.record.command import check_out  # noqa: E402
+from stepsplit.collectors.record.packer import Packer, PackTask  # noqa: E402
 
 
 def test_the_offset_from_the_own_clock_is_within_the_round_trip() -> None:
@@ -88,7 +88,7 @@ def test_the_backend_is_the_one_that_runs(stated: str | None, tmp_path: Path) ->
     """torch calls it "undefined" if the script names none."""
     from torch import distributed
 
-    from stepsplit.collectors.job_info import read_job
+    from stepsplit.collectors.job.process_groups import read_job
 
     where = f"file://{tmp_path / 'store'}"
     distributed.init_process_group(stated, init_method=where, rank=0, world_size=1)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors.record import RecordPlan, choose_detail, parse_plan, parse_ranks
-from stepsplit.collectors.run_spec import GroupInfo
+from stepsplit.collectors.formats.run_spec import GroupInfo
+from stepsplit.collectors.record.plan import RecordPlan, choose_detail, parse_plan, parse_ranks
 
 
 def test_a_plan_round_trips() -> None:

@@ -9,8 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors import job_info, profile_run, profiler  # noqa: E402
-from stepsplit.collectors.run_spec import from_json  # noqa: E402
+from stepsplit.collectors import profile_run  # noqa: E402
+from stepsplit.collectors.formats.run_spec import from_json  # noqa: E402
+from stepsplit.collectors.job import job_store, rank_description  # noqa: E402
+from stepsplit.collectors.record import active_recording, run_file  # noqa: E402
 
 RANKS = 2_000
 
@@ -50,15 +52,15 @@ class Store:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A job of 2,000 ranks, of which this is the first; all others have published theirs."""
-    own = job_info.describe_rank()
+    own = rank_description.describe_rank()
     values = {}
     for rank in range(1, RANKS):
         description = replace(own, rank=replace(own.rank, rank=rank))
-        key = job_info._build_store_key(f"{tmp_path.name}@2", rank)
+        key = rank_description._build_store_key(f"{tmp_path.name}@2", rank)
         values[key] = json.dumps(asdict(description)).encode()
     store = Store(values)
-    monkeypatch.setattr(job_info, "_store", lambda: store)
-    for module in (job_info, profiler):
+    monkeypatch.setattr(job_store, "get_store", lambda: store)
+    for module in (rank_description, run_file, active_recording):
         monkeypatch.setattr(module, "read_job", lambda: (0, RANKS, "nccl"))
     return store
 
@@ -91,9 +93,9 @@ def test_ranks_are_asked_for_in_batches(tmp_path: Path, store: Store) -> None:
 def test_missing_ranks_are_found_by_halves_and_the_others_are_kept(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "LATE_RANKS_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(active_recording, "LATE_RANKS_TIMEOUT_S", 0.0)
     for rank in (7, 1500):
-        del store.values[job_info._build_store_key(f"{tmp_path.name}@2", rank)]
+        del store.values[rank_description._build_store_key(f"{tmp_path.name}@2", rank)]
 
     record(tmp_path)
 

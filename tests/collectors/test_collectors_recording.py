@@ -13,9 +13,10 @@ import pytest
 from support.stderr_lines import warns
 
 from stepsplit.collectors import Mesh, ModelSpec, profile_run
-from stepsplit.collectors.rank_record import HostSamples, read_record
-from stepsplit.collectors.record import DemoArgs, LaunchError, LaunchResult, launch_workload
-from stepsplit.collectors.run_spec import GroupInfo, RunSpec, from_json
+from stepsplit.collectors.demo.arguments import DemoArgs
+from stepsplit.collectors.demo.launch import LaunchError, LaunchResult, launch_workload
+from stepsplit.collectors.formats.rank_record import HostSamples, read_record
+from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, from_json
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -126,7 +127,7 @@ def test_run_json_is_there_before_any_thread_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training may leave by os._exit as soon as its steps are recorded."""
-    monkeypatch.setattr("stepsplit.collectors.profiler.has_other_ranks", lambda: True)
+    monkeypatch.setattr("stepsplit.collectors.record.run_file.has_other_ranks", lambda: True)
     monkeypatch.setattr("threading.Thread.start", lambda thread: None)
     with profile_run(tmp_path, wait=0, warmup=1, active=2) as run:
         for _ in range(4):
@@ -270,7 +271,7 @@ def test_torch_is_restored_after_the_recording(tmp_path: Path) -> None:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
-    from stepsplit.collectors.trace_window import annotate_layers
+    from stepsplit.collectors.record.annotations import annotate_layers
 
     before = vars(ProcessGroup)["send"], vars(_PipelineStageBase)["forward_one_chunk"]
     with annotate_layers():

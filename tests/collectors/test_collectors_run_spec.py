@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors.run_spec import (
+from stepsplit.collectors.formats.run_spec import (
     GroupInfo,
     Mesh,
     ModelSpec,
@@ -184,7 +184,7 @@ def test_a_group_whose_name_python_converts_to_no_number_is_sorted_by_its_name(n
 
 
 def test_importing_the_collectors_does_not_import_torch() -> None:
-    code = "import sys, stepsplit.collectors.record; sys.exit('torch' in sys.modules)"
+    code = "import sys, stepsplit.collectors.record.command; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

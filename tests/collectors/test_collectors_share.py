@@ -10,8 +10,9 @@ from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors.profiler import ActiveRecording, UserSpec  # noqa: E402
-from stepsplit.collectors.record import RecordPlan, parse_plan  # noqa: E402
+from stepsplit.collectors.record.active_recording import ActiveRecording  # noqa: E402
+from stepsplit.collectors.record.plan import RecordPlan, parse_plan  # noqa: E402
+from stepsplit.collectors.record.user_spec import UserSpec  # noqa: E402
 
 
 def train(recording: ActiveRecording, own: Any, steps: int) -> None:

@@ -16,16 +16,15 @@ from support.stderr_lines import warns
 
 torch = pytest.importorskip("torch")
 
-from stepsplit.collectors import job_info, optimizers, profile_run  # noqa: E402
-from stepsplit.collectors.attach.agent import (  # noqa: E402
-    LEADER_CHANGE_STEPS,
-    Agent,
-    StepCounter,
-    claim_recording,
-)
-from stepsplit.collectors.attach.protocol import AgentAnswer, ask_record  # noqa: E402
-from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
-from stepsplit.collectors.record import RecordPlan  # noqa: E402
+from stepsplit.collectors import profile_run  # noqa: E402
+from stepsplit.collectors.attach.agent import Agent  # noqa: E402
+from stepsplit.collectors.attach.messages import AgentAnswer, ask_record  # noqa: E402
+from stepsplit.collectors.attach.relay import claim_recording  # noqa: E402
+from stepsplit.collectors.attach.step_counter import LEADER_CHANGE_STEPS, StepCounter  # noqa: E402
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.job import job_store  # noqa: E402
+from stepsplit.collectors.probes import optimizers  # noqa: E402
+from stepsplit.collectors.record.plan import RecordPlan  # noqa: E402
 
 
 @pytest.fixture
@@ -279,7 +278,7 @@ def test_of_attaches_on_two_hosts_at_the_same_moment_one_wins_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(job_info, "_own_store", lambda: store)
+    monkeypatch.setattr(job_store, "open_own_store", lambda: store)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     here = RecordPlan("runs/a", "a", first=20, steps=3)
@@ -299,5 +298,5 @@ def test_of_attaches_on_two_hosts_at_the_same_moment_one_wins_all_ranks(
 def test_a_job_of_one_host_asks_no_store_before_it_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_info, "_own_store", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(job_store, "open_own_store", lambda: pytest.fail("asked"))
     assert claim_recording(RecordPlan("runs/a", "a", first=20), 10) == ""

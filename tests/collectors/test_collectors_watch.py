@@ -19,23 +19,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepsplit.analyzer import analyze  # noqa: E402
-from stepsplit.collectors import Mesh, profile_run, trace_window  # noqa: E402
-from stepsplit.collectors.record import RecordPlan  # noqa: E402
-from stepsplit.collectors.trace_window import (  # noqa: E402
+from stepsplit.collectors import Mesh, profile_run  # noqa: E402
+from stepsplit.collectors.formats.watch_notes import SampleReport  # noqa: E402
+from stepsplit.collectors.record import trace_window  # noqa: E402
+from stepsplit.collectors.record.plan import RecordPlan  # noqa: E402
+from stepsplit.collectors.record.trace_window import (  # noqa: E402
     PreparedProfilers,
     TraceWindow,
     can_detach,
     release_profiler,
 )
-from stepsplit.collectors.watch_notes import SampleReport  # noqa: E402
-from stepsplit.collectors.watch_plan import (  # noqa: E402
-    BudgetController,
-    FirstSampleRise,
-    WatchPlan,
-    choose_pivot,
-    list_cross,
-    parse_every,
-)
+from stepsplit.collectors.watch.budget import BudgetController, FirstSampleRise  # noqa: E402
+from stepsplit.collectors.watch.plan import WatchPlan, parse_every  # noqa: E402
+from stepsplit.collectors.watch.samples import choose_pivot, list_cross  # noqa: E402
 
 JOBS = Path(__file__).parents[1] / "collector_jobs"
 
@@ -278,7 +274,7 @@ def test_a_training_is_sampled_until_its_end_and_its_loss_is_the_same(
 def test_where_the_profiler_stays_attached_a_lasting_rise_ends_the_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("stepsplit.collectors.watch.can_detach", lambda: False)
+    monkeypatch.setattr("stepsplit.collectors.watch.background.can_detach", lambda: False)
 
     train_watched(tmp_path, STEPS, slower_s=0.002)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from stepsplit.analyzer import Report, analyze
-from stepsplit.collectors.rank_record import MAX_KEPT_STEPS, read_record
+from stepsplit.collectors.formats.rank_record import read_record
+from stepsplit.collectors.probes.step_clock import MAX_KEPT_STEPS
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn("collectors")]

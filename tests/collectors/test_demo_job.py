@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from stepsplit.collectors.demo.arguments import DemoArgs, parse_parallel
 from stepsplit.collectors.demo_job import build_model_spec, build_training
-from stepsplit.collectors.record import DemoArgs, parse_parallel
-from stepsplit.collectors.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
+from stepsplit.collectors.formats.run_spec import ModelSpec, RunSpec, Training, from_json, to_json
 
 RECIPE = DemoArgs(layers=2, hidden=64, heads=4, seq_len=32)
 

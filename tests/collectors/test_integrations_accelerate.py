@@ -6,7 +6,7 @@ import pytest
 from integrations.ranks import analyzed, calls_by_step, full_steps, needs, train
 from support.turns import INTEGRATION
 
-from stepsplit.collectors.run_spec import Mesh, Training, from_json
+from stepsplit.collectors.formats.run_spec import Mesh, Training, from_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*INTEGRATION)]
 

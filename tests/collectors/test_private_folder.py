@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from support.cases import for_each
 
-from stepsplit.collectors import private_folder, rank_files
-from stepsplit.collectors.attach import protocol
+from stepsplit.collectors.attach import left_states, messages, sockets
 from stepsplit.collectors.guard import CollectError
-from stepsplit.collectors.pack import take_turn
-from stepsplit.collectors.private_folder import (
+from stepsplit.collectors.record import scratch_disk
+from stepsplit.collectors.record.pack import take_turn
+from stepsplit.collectors.safe_io import private_folder
+from stepsplit.collectors.safe_io.private_folder import (
     list_meeting_folders,
     make_meeting_folder,
     make_private_folder,
@@ -119,11 +120,11 @@ def test_without_any_place_the_error_says_why_and_how(
     (host / "home/.cache").touch()
 
     with pytest.raises(CollectError) as error:
-        protocol.make_socket_folder()
+        sockets.make_socket_folder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(host / "nonexistent"))
         with pytest.raises(CollectError):
-            protocol.make_socket_folder()
+            sockets.make_socket_folder()
 
     assert list_meeting_folders() == [] and not (host / "nonexistent").exists()
     assert str(error.value) == (
@@ -131,7 +132,7 @@ def test_without_any_place_the_error_says_why_and_how(
         " to a private folder, in the job too"
     )
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(host / "named"))
-    assert protocol.make_socket_folder() == host / "named"
+    assert sockets.make_socket_folder() == host / "named"
 
 
 def test_a_folder_that_others_may_replace_is_not_private(tmp_path: Path) -> None:
@@ -231,21 +232,21 @@ def test_raw_traces_go_to_no_scratch_folder_that_others_may_replace(
     (mounts := tmp_path / "mountinfo").write_text(
         f"22 1 0:1 / / rw - tmpfs none rw\n23 22 0:2 / {tmp_path}/nfs rw - nfs4 host:/ rw\n"
     )
-    monkeypatch.setattr(rank_files, "MOUNTS", mounts)
-    monkeypatch.setattr(rank_files, "_has_space", lambda folder: True)
-    for name in rank_files.SCRATCH_VARIABLES:
+    monkeypatch.setattr(scratch_disk, "MOUNTS", mounts)
+    monkeypatch.setattr(scratch_disk, "_has_space", lambda folder: True)
+    for name in scratch_disk.SCRATCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(scratch))
     out = tmp_path / "nfs" / "run"
 
     scratch.chmod(0o777)
-    assert rank_files.choose_raw_folder(out) == out
+    assert scratch_disk.choose_raw_folder(out) == out
     # A volume of a pod is like this, and named.
     monkeypatch.setenv("STEPSPLIT_SCRATCH", f"{scratch}/")
-    assert rank_files.choose_raw_folder(out).parent == scratch
+    assert scratch_disk.choose_raw_folder(out).parent == scratch
     monkeypatch.delenv("STEPSPLIT_SCRATCH")
     scratch.chmod(0o1777)
-    chosen = {rank_files.choose_raw_folder(out) for _ in range(2)}
+    chosen = {scratch_disk.choose_raw_folder(out) for _ in range(2)}
     assert {path.parent for path in chosen} == {scratch} and len(chosen) == 2
 
 
@@ -256,18 +257,18 @@ def test_a_socket_below_a_long_path_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / ("long" * 25)))
-    with protocol.listen(protocol.build_socket_path(41)) as server:
+    with sockets.listen(sockets.build_socket_path(41)) as server:
 
         def answer_one() -> None:
             connection, _ = server.accept()
             with connection:
-                protocol.read_line(connection)
-                connection.sendall(protocol.format_answer(protocol.AgentAnswer(True, 7)))
+                messages.read_line(connection)
+                connection.sendall(messages.format_answer(messages.AgentAnswer(True, 7)))
 
         thread = threading.Thread(target=answer_one)
         thread.start()
-        assert protocol.list_agents() == [41]
-        assert protocol.ask_watch(41, None) == protocol.AgentAnswer(True, 7)
+        assert sockets.list_agents() == [41]
+        assert messages.ask_watch(41, None) == messages.AgentAnswer(True, 7)
         thread.join()
 
 
@@ -275,16 +276,16 @@ def test_the_socket_of_a_process_of_another_container_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPSPLIT_SOCKETS", str(tmp_path / "sockets"))
-    path = protocol.build_socket_path(1 << 22)
-    with protocol.listen(path):
+    path = sockets.build_socket_path(1 << 22)
+    with sockets.listen(path):
         os.utime(path, (0, 0))
         with pytest.raises(CollectError, match="of another container with the same number"):
-            protocol.listen(path)
-        protocol.remove_old_states()
+            sockets.listen(path)
+        left_states.remove_old_states()
         assert path.exists()
-    protocol.listen(path).close()
+    sockets.listen(path).close()
     os.utime(path, (0, 0))
-    protocol.remove_old_states()
+    left_states.remove_old_states()
     assert not path.exists()
 
 
@@ -301,7 +302,7 @@ def test_a_peer_that_sends_slowly_does_not_keep_the_agent() -> None:
         thread.start()
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            protocol.read_line(ours, timeout_s=0.3)
+            messages.read_line(ours, timeout_s=0.3)
         assert time.monotonic() - begin < 2
         stop.set()
         thread.join()
@@ -324,4 +325,4 @@ def test_a_peer_of_another_user_is_not_of_this_one(tmp_path: Path) -> None:
             ):  # fmt: skip
                 connection, _ = server.accept()
                 with connection:
-                    assert protocol.is_of_this_user(connection) == is_ours
+                    assert sockets.is_of_this_user(connection) == is_ours

@@ -8,7 +8,7 @@ from typing import cast
 
 from support.cases import for_each
 
-from stepsplit.collectors.safe_text import (
+from stepsplit.collectors.safe_io.safe_text import (
     COLORS,
     SafeStream,
     escape_controls,

@@ -15,7 +15,7 @@ from support.watch_builders import MS, RUN, SECOND_NS, batch, event, minutes_ago
 
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, encode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
-from stepsplit.collectors.watch_notes import NoteFile, RankStarted, RankWindow
+from stepsplit.collectors.formats.watch_notes import NoteFile, RankStarted, RankWindow
 from stepsplit.dashboard.pages.watch import build_watch_list
 from stepsplit.dashboard.store.alerts import AlertStore, WatchAlert
 from stepsplit.dashboard.store.database import open_database

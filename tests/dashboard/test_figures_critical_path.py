@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from support.report_builders import MS, analysis
 
+from stepsplit.analyzer.report.diagnosis_rows import PathPart
 from stepsplit.analyzer.report.report import Report
-from stepsplit.analyzer.split.critical_path import PathPart
 from stepsplit.dashboard.figures.run import PathShare, compute_path_shares, draw_critical_path
 
 EVIL = '<a href="javascript:alert(1)">tp</a>'

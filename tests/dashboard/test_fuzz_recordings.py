@@ -16,7 +16,7 @@ PARTS = 4
 @pytest.mark.slow
 @pytest.mark.in_turn(
     "analyzer/readers", "analyzer/split", "analyzer/diagnose", "analyzer/report",
-    "dashboard/commands", "collectors/run_spec.py",
+    "dashboard/commands", "collectors/formats",
 )  # fmt: skip
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))

@@ -179,6 +179,7 @@ def test_a_store_that_is_no_file_is_refused(tmp_path: Path) -> None:
         "CREATE VIRTUAL TABLE v USING fts5(a)",
         "CREATE TABLE others (a TEXT)",
         "CREATE TABLE watch_notes (a TEXT, b TEXT GENERATED ALWAYS AS (hex(a)))",
+        "CREATE TABLE watch_notes (a TEXT DEFAULT (1 + hex(2)))",
         "CREATE INDEX i ON runs (hex(name))",
         "CREATE INDEX i ON runs (name) WHERE name > ''",
     ],

@@ -22,7 +22,7 @@ from support.gate_builders import run as run_of
 from stepsplit.analyzer.regression.metrics import to_json
 from stepsplit.analyzer.report.tables import read_tables
 from stepsplit.analyzer.validation.tables import PUBLISHED
-from stepsplit.collectors.run_spec import SHARED, replace_whole, write_whole
+from stepsplit.collectors.safe_io.atomic_file import SHARED, replace_whole, write_whole
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

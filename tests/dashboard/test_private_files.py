@@ -17,16 +17,16 @@ from support.report_builders import analysis
 from support.store_builders import claimed, known_analysis, uploaded
 
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
-from stepsplit.collectors import rank_files, record
-from stepsplit.collectors.rank_files import RankFiles
-from stepsplit.collectors.run_spec import RunSpec, write_run_json
-from stepsplit.collectors.watch_notes import (
+from stepsplit.collectors.formats.run_spec import RunSpec, write_run_json
+from stepsplit.collectors.formats.watch_notes import (
     NoteFile,
     RankEnded,
     RankStarted,
     RankWindow,
     request_capture,
 )
+from stepsplit.collectors.record import command, rank_files
+from stepsplit.collectors.record.rank_files import RankFiles
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.ingest import process_job
 from stepsplit.dashboard.store.store import Store
@@ -122,7 +122,7 @@ def _record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("open_umask")
 def test_a_recording_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "runs"
-    record.make_folder(runs / "exp1")
+    command.make_folder(runs / "exp1")
     _record(runs / "exp1", monkeypatch)
     write_run_json(runs / "exp1", RunSpec("exp1", 1, "gloo", None))
     shutil.copytree(SAMPLES / "pp2_m2", runs / "exp2")
@@ -171,7 +171,7 @@ def test_a_watch_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn("collectors/record.py", "collectors/rank_files.py", "collectors/watch.py")
+@pytest.mark.in_turn("collectors/record", "collectors/safe_io", "collectors/watch")
 @pytest.mark.parametrize("command", ["record --steps 3", "record --memory --stacks", "watch"])
 def test_what_a_real_job_leaves_is_private(tmp_path: Path, command: str) -> None:
     pytest.importorskip("torch")

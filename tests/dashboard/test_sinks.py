@@ -21,7 +21,7 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.buckets import BUCKETS
 from stepsplit.analyzer.report.step_rows import compute_step_median_ns
 from stepsplit.analyzer.watch.records import WatchBatch
-from stepsplit.collectors.log_to import EXAMPLES, STEP, SinkName, parse_sinks
+from stepsplit.collectors.record.log_to import EXAMPLES, STEP, SinkName, parse_sinks
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.sinks.kinds import MOST_METRICS
 from stepsplit.dashboard.sinks.log_to import open_sink

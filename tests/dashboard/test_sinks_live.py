@@ -18,14 +18,14 @@ from support.dashboard_processes import until
 from test_sinks import read_wandb_history
 
 from stepsplit.analyzer import analyze
-from stepsplit.collectors.log_to import STEP
+from stepsplit.collectors.record.log_to import STEP
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.sinks.scalars import build_report_points
 from stepsplit.dashboard.web.serve import find_free_port
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.in_turn("collectors/log_to.py", "dashboard/sinks"),
+    pytest.mark.in_turn("collectors/record/log_to.py", "dashboard/sinks"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from support.report_builders import analysis
 
 from stepsplit.analyzer import analyze
 from stepsplit.analyzer.report.report import MemoryRow, Report
-from stepsplit.analyzer.split.strategy_evidence import Strategy
+from stepsplit.analyzer.split.strategy import Strategy
 from stepsplit.dashboard.reporters.terminal import build_report_screen
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -25,8 +25,8 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, decode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
 from stepsplit.collectors.attach.processes import list_process_tree
-from stepsplit.collectors.attach.protocol import list_agents
-from stepsplit.collectors.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
+from stepsplit.collectors.attach.sockets import list_agents
+from stepsplit.collectors.formats.watch_notes import NoteFile, RankEnded, RankStarted, RankWindow
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.store.watch import WatchRange
 from stepsplit.dashboard.store.watch_slots import LEVELS_S
@@ -223,7 +223,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 def read_started(out: Path) -> list[tuple[int, int]]:
     """(rank, pid) of the ranks that have started."""
-    from stepsplit.collectors.watch_notes import RankStarted, list_note_files, read_notes
+    from stepsplit.collectors.formats.watch_notes import RankStarted, list_note_files, read_notes
 
     notes = [note for path in list_note_files(out) for note in read_notes(path).notes]
     return [(each.rank, each.pid) for each in notes if isinstance(each, RankStarted)]

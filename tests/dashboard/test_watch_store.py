@@ -14,7 +14,7 @@ from support.watch_builders import MS, RUN, SECOND_NS, batch, event, rank_sample
 
 from stepsplit.analyzer.buckets import Split
 from stepsplit.analyzer.errors import UsageError
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 from stepsplit.dashboard.store.database import open_database
 from stepsplit.dashboard.store.runs import Tag
 from stepsplit.dashboard.store.store import Store

@@ -315,7 +315,7 @@ def test_no_secret_is_shown_or_logged(store: Store, caplog: pytest.LogCaptureFix
     secret = store.tokens.create("ci").secret
     assert PASSWORD not in repr(access) and PASSWORD not in repr(Authenticator(access, store))
 
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="stepsplit"):
         client = _client(store, access)
         client.get("/", headers=HOST | _basic(PASSWORD))
         client.get("/", headers=HOST | {"Authorization": f"Bearer {secret}"})

@@ -12,14 +12,14 @@ from dash.development.base_component import Component
 from support.cases import for_each
 from support.report_builders import MS, analysis
 
+from stepsplit.analyzer.report.diagnosis_rows import Lateness, PathPart, PathStep, SlowKernel
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.report import BlameRow, ContentionRow, GroupRow, IdleRow, Report
-from stepsplit.analyzer.split.attribute import Coverage, Overlap
 from stepsplit.analyzer.split.bandwidth import CollectiveRow, StepCallsRow
-from stepsplit.analyzer.split.critical_path import PathPart, PathStep
+from stepsplit.analyzer.split.coverage import Coverage
 from stepsplit.analyzer.split.kernels import KernelFamily
-from stepsplit.analyzer.split.lateness import Lateness, SlowKernel
-from stepsplit.analyzer.split.steps import SlowStep, StepDurations
+from stepsplit.analyzer.split.overlap import Overlap
+from stepsplit.analyzer.split.step_times import SlowStep, StepDurations
 from stepsplit.analyzer.units import format_milliseconds
 from stepsplit.dashboard.pages.communication import build_overlap, build_stragglers
 from stepsplit.dashboard.pages.components import View

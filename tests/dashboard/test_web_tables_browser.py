@@ -12,10 +12,9 @@ from support.browser_builders import running_server
 from support.report_builders import MS, analysis
 from support.turns import PAGES
 
+from stepsplit.analyzer.report.diagnosis_rows import PathKernel, SlowKernel
 from stepsplit.analyzer.report.report import BlameRow, Report
 from stepsplit.analyzer.report.step_rows import select_full_steps
-from stepsplit.analyzer.split.critical_path import PathKernel
-from stepsplit.analyzer.split.lateness import SlowKernel
 from stepsplit.dashboard.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.in_turn(*PAGES)]

@@ -19,9 +19,9 @@ from support.required import shared_repro
 from stepsplit.analyzer import Finding, analyze
 from stepsplit.analyzer.diagnose.causes import unmask
 from stepsplit.analyzer.diagnose.comm_causes import BackwardPasses
-from stepsplit.analyzer.diagnose.replay import Remedy
-from stepsplit.collectors.rank_record import GpuState, RankRecord, write_record
-from stepsplit.collectors.run_spec import RankInfo
+from stepsplit.analyzer.diagnose.graph.replay import Remedy
+from stepsplit.collectors.formats.rank_record import GpuState, RankRecord, write_record
+from stepsplit.collectors.formats.run_spec import RankInfo
 
 QUICK = (
     "slow_link tp_dp",

@@ -30,8 +30,9 @@ from stepsplit.analyzer import (
 from stepsplit.analyzer.analysis import examine_or_find_hang
 from stepsplit.analyzer.diagnose.hang import read_calls
 from stepsplit.analyzer.diagnose.hang_progress import ChainEnd, find_chain_ends
-from stepsplit.collectors.rank_record import RAS_NAME, CodeFrame, Look, RankState, write_state
-from stepsplit.collectors.run_spec import GroupInfo, RunSpec, write_run_json
+from stepsplit.collectors.formats.rank_record import CodeFrame
+from stepsplit.collectors.formats.rank_state import RAS_NAME, Look, RankState, write_state
+from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, write_run_json
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.hang import build_hang_screen
 

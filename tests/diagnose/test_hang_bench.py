@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from stepsplit.collectors.attach.protocol import list_agents
+from stepsplit.collectors.attach.sockets import list_agents
 
 pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.builders import BASE_NS, CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Finding, analyze
-from stepsplit.collectors.rank_record import (
+from stepsplit.collectors.formats.rank_record import (
     CodeFrame,
     GcPause,
     HostSamples,
@@ -18,7 +18,7 @@ from stepsplit.collectors.rank_record import (
     StepTimes,
     write_record,
 )
-from stepsplit.collectors.run_spec import RankInfo
+from stepsplit.collectors.formats.run_spec import RankInfo
 
 DP = [("0", "mesh_dp_replicate", [0, 1])]
 LOADER = "enumerate(DataLoader)#_{}ProcessDataLoaderIter.__next__"

@@ -13,8 +13,8 @@ from support.builders import COMM_STREAM, COMPUTE_STREAM, GpuTrace
 from support.cases import for_each
 
 from stepsplit.analyzer import Finding, analyze
-from stepsplit.collectors.rank_record import RankRecord, write_record
-from stepsplit.collectors.run_spec import RankInfo
+from stepsplit.collectors.formats.rank_record import RankRecord, write_record
+from stepsplit.collectors.formats.run_spec import RankInfo
 
 STEPS = (1, 2, 3)
 

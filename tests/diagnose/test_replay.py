@@ -17,7 +17,8 @@ from support.ground_truth import SEED
 from support.replay_builders import scene, steps_us
 from support.splitting import recording_of, split_of
 
-from stepsplit.analyzer.diagnose.replay import (
+from stepsplit.analyzer.diagnose.graph.dependency_graph import Levels, Needs, build_dependency_graph
+from stepsplit.analyzer.diagnose.graph.replay import (
     HoistedCalls,
     compute_times,
     hoist_collectives,
@@ -27,7 +28,6 @@ from stepsplit.analyzer.diagnose.replay import (
     scale_transfers,
     scale_work,
 )
-from stepsplit.analyzer.split.dependency_graph import Levels, Needs, build_dependency_graph
 
 PAIR = [("0", "mesh_dp", [0, 1])]
 QUICK = ("tp_slow_rank", "fsdp", "pp_1f1b", "pp_zb_v", "cp_ring", "ep_two_streams", "zero1")
@@ -210,7 +210,7 @@ def test_whole_levels_at_once_give_the_same_times(
     faster = scale_transfers(graph, calls, np.full(len(calls), 0.5))
     changed = [graph, faster, remove_calls(graph, calls[::5])]
     by_row = [compute_times(each) for each in changed]
-    monkeypatch.setattr("stepsplit.analyzer.split.topological_order._WIDE", 0)
+    monkeypatch.setattr("stepsplit.analyzer.diagnose.graph.topological_order._WIDE", 0)
     at_once = build_dependency_graph(split)
     np.testing.assert_array_equal(at_once.levels.node, graph.levels.node)
     np.testing.assert_array_equal(at_once.rest_ns, graph.rest_ns)

@@ -12,21 +12,22 @@ from msgspec import structs
 from simulator.program import Scenario
 from simulator.scenarios import SCENARIOS
 
-from stepsplit.analyzer.arrays import make_empty_intervals
+from stepsplit.analyzer.arrays import make_empty_intervals, union
+from stepsplit.analyzer.buckets import Bucket
+from stepsplit.analyzer.diagnose.graph import blame
 from stepsplit.analyzer.readers.kineto import calls
 from stepsplit.analyzer.split import (
     attribute,
-    blame,
-    classify,
-    clock_sync,
-    matching,
+    call_ends,
+    call_identity,
+    clock_fit,
     run,
     steps,
     transfers,
+    work,
 )
-from stepsplit.analyzer.split.attribute import IDLE
 from stepsplit.analyzer.split.gaps import HeldGaps
-from stepsplit.analyzer.split.transfers import BUBBLE, SKEW, Arrivals
+from stepsplit.analyzer.split.transfers import Arrivals
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -52,7 +53,7 @@ def _wrapped(module: Any, name: str, around: Callable[..., Any]) -> Plant:
 
 def _swapped(original: Any, *args: Any) -> Any:
     bucket = original(*args)
-    return np.where(bucket == SKEW, BUBBLE, SKEW).astype(np.uint8)
+    return np.where(bucket == Bucket.SKEW, Bucket.BUBBLE, Bucket.SKEW).astype(np.uint8)
 
 
 def _offset_dropped(original: Any, *args: Any) -> Any:
@@ -78,12 +79,12 @@ def _first_to_come(original: Any, *args: Any) -> Any:
 
 
 def _copies_compute(original: Any, *args: Any) -> Any:
-    work = original(*args)
-    both = classify.union(
-        np.concatenate((work.compute.start_ns, work.copy.start_ns)),
-        np.concatenate((work.compute.end_ns, work.copy.end_ns)),
+    found = original(*args)
+    both = union(
+        np.concatenate((found.compute.start_ns, found.copy.start_ns)),
+        np.concatenate((found.compute.end_ns, found.copy.end_ns)),
     )
-    return structs.replace(work, compute=both, copy=make_empty_intervals())
+    return structs.replace(found, compute=both, copy=make_empty_intervals())
 
 
 def _by_the_host(original: Any, trace: Any, marked: Any) -> Any:
@@ -119,7 +120,7 @@ def _only_the_last_event(original: Any, graph: Any, paths: Any, tree: Any, waits
 def _communication_first(patch: pytest.MonkeyPatch) -> None:
     """What compute hides counts as communication too."""
     order = (1, 2, 3, 4, 0, 5)
-    table = [next((c for c in order if mask >> c & 1), IDLE) for mask in range(512)]
+    table = [next((c for c in order if mask >> c & 1), Bucket.IDLE) for mask in range(512)]
     patch.setattr(attribute, "_MASK_TO_BUCKET", np.array(table, dtype=np.uint8))
     patch.setattr(HeldGaps, "select_blocking", lambda held, pieces: pieces)
 
@@ -140,9 +141,9 @@ BUGS = (
     Bug(
         "an offset dropped",
         SCENARIOS["ddp_slow_rank"],
-        _wrapped(clock_sync, "fit_offset_and_drift", _offset_dropped),
+        _wrapped(call_ends, "fit_offset_and_drift", _offset_dropped),
     ),
-    Bug("a drift dropped", _drifting, _wrapped(clock_sync, "_estimate_drift", _drift_dropped)),
+    Bug("a drift dropped", _drifting, _wrapped(clock_fit, "_estimate_drift", _drift_dropped)),
     Bug(
         "waiting is transfer",
         SCENARIOS["ddp_host_stall"],
@@ -171,12 +172,12 @@ BUGS = (
     Bug(
         "messages off by one",
         SCENARIOS["pp_host_stall"],
-        _wrapped(matching, "_pair_receives", _next_message),
+        _wrapped(call_identity, "_pair_receives", _next_message),
     ),
     Bug(
         "one stream computes",
         SCENARIOS["ep_two_streams"],
-        _wrapped(classify, "_merge_intervals", _one_stream),
+        _wrapped(work, "_merge_intervals", _one_stream),
     ),
     Bug(
         "imbalance is slowness",

@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["stepsplit"]):
     from stepsplit.analyzer.readers.kernel_rules import read_rules
     from stepsplit.analyzer.readers.registry import read_files
     from stepsplit.analyzer.report.io import from_json
-    from stepsplit.collectors import run_spec
+    from stepsplit.collectors.formats import run_spec
 
 from fuzz.damage import damaged, others, traces
 

@@ -52,7 +52,7 @@ from stepsplit.analyzer.model.memory import compute_memory
 from stepsplit.analyzer.model.rank_layout import GroupPlacement
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
 from stepsplit.analyzer.readers.recording import read_recording
-from stepsplit.analyzer.split.kernels import AttentionShape, GemmShape
+from stepsplit.analyzer.split.kernel_shapes import AttentionShape, GemmShape
 from stepsplit.analyzer.split.run import split_run
 from stepsplit.dashboard import cli
 from stepsplit.dashboard.reporters.plan import build_calibration_screen

@@ -15,7 +15,8 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer import BUCKETS, Calibration, analyze, predict, read_job, read_rates
 from stepsplit.analyzer.gap.calibrate import CalibrationSample, fit_calibration, read_sample
-from stepsplit.collectors.record import DemoArgs, launch_workload
+from stepsplit.collectors.demo.arguments import DemoArgs
+from stepsplit.collectors.demo.launch import launch_workload
 from stepsplit.dashboard import cli
 
 pytestmark = [

@@ -15,8 +15,8 @@ pytest.importorskip("torch")
 
 from stepsplit.analyzer.gap.config_from_trace import draft_job
 from stepsplit.analyzer.model.config_file import parse_job
-from stepsplit.collectors.record import DemoArgs
-from stepsplit.collectors.run_spec import RunSpec
+from stepsplit.collectors.demo.arguments import DemoArgs
+from stepsplit.collectors.formats.run_spec import RunSpec
 
 pytestmark = [
     pytest.mark.slow,

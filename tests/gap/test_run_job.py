@@ -15,7 +15,7 @@ from stepsplit.analyzer.gap.comm_gap import collect_messages, compare_messages
 from stepsplit.analyzer.gap.config_from_trace import find_preset, infer_job
 from stepsplit.analyzer.model.config_decode import TomlTable, parse_table
 from stepsplit.collectors import Mesh, ModelSpec, RunSpec, Training
-from stepsplit.collectors.run_spec import HostInfo
+from stepsplit.collectors.formats.run_spec import HostInfo
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 SHAPE = ModelSpec(

@@ -23,8 +23,8 @@ from stepsplit.analyzer.readers.recording import read_recording  # noqa: E402
 from stepsplit.analyzer.report.report import Report  # noqa: E402
 from stepsplit.analyzer.trace import Category, RankTrace  # noqa: E402
 from stepsplit.analyzer.watch.records import WatchBatch, WatchSample, decode_batch  # noqa: E402
-from stepsplit.collectors.rank_record import RankRecord, read_record  # noqa: E402
-from stepsplit.collectors.watch_notes import RankWindow  # noqa: E402
+from stepsplit.collectors.formats.rank_record import RankRecord, read_record  # noqa: E402
+from stepsplit.collectors.formats.watch_notes import RankWindow  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,

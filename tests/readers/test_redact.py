@@ -20,7 +20,13 @@ from stepsplit.analyzer.readers.kernel_rules import read_rules
 from stepsplit.analyzer.readers.nccl.records import NcclLog
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.report.io import read_report
-from stepsplit.collectors.run_spec import GroupInfo, HostInfo, RankInfo, RunSpec, write_run_json
+from stepsplit.collectors.formats.run_spec import (
+    GroupInfo,
+    HostInfo,
+    RankInfo,
+    RunSpec,
+    write_run_json,
+)
 from stepsplit.dashboard import cli
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -23,7 +23,7 @@ from stepsplit.analyzer.readers.registry import KINDS
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.redact.copies import COPIES, JOB
 from stepsplit.analyzer.redact.fields import EVENT_ARGS
-from stepsplit.collectors.run_spec import RUN_FILE
+from stepsplit.collectors.formats.run_spec import RUN_FILE
 
 WORD = "zqplant"
 """The part that all planted words have in common; none is made of public words."""

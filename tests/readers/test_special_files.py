@@ -18,9 +18,9 @@ from stepsplit.analyzer.readers.recording import reduce_recording
 from stepsplit.analyzer.redact import redact_recording
 from stepsplit.analyzer.report.io import TABLES_NAME, load_tables, save
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder
-from stepsplit.collectors.rank_files import gather
-from stepsplit.collectors.regular_file import open_regular
-from stepsplit.collectors.watch_notes import RANKS, count_incarnations
+from stepsplit.collectors.formats.watch_notes import RANKS, count_incarnations
+from stepsplit.collectors.record.gather import gather
+from stepsplit.collectors.safe_io.regular_file import open_regular
 from stepsplit.dashboard.store.ingest import read_mesh_file
 from stepsplit.dashboard.upload import LeftOut, collect_files
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
-from stepsplit.analyzer.regression.statistics import (
+from stepsplit.analyzer.significance import (
     ALPHA,
     MISS_RATE,
     POWER,

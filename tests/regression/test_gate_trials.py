@@ -12,14 +12,10 @@ from support.gate_builders import runs
 from support.gate_trials import RULES, STEPS, Cell, answers
 from support.ground_truth import SEED
 
-from stepsplit.analyzer.regression import judge, statistics
+from stepsplit.analyzer import significance
+from stepsplit.analyzer.regression import judge, samples
 from stepsplit.analyzer.regression.checks import parse_budget
-from stepsplit.analyzer.regression.statistics import (
-    MISS_RATE,
-    POWER,
-    Difference,
-    compute_difference,
-)
+from stepsplit.analyzer.significance import MISS_RATE, POWER, Difference, compute_difference
 from stepsplit.dashboard.reporters import verdict as verdict_screen
 
 pytestmark = pytest.mark.seeded
@@ -78,20 +74,19 @@ def _noise_forgotten(original: Any, *sides: Any) -> Difference:
     return replace(original(*sides), error=0.0, p=0.0)
 
 
-def _steps_as_samples(original: Any, mean: float, before: Any, own: Any) -> Difference:
-    found = original(mean, before, own)
-    error = found.error / STEPS**0.5
-    return replace(
-        found, error=error, p=statistics._compute_p(mean, error, found.degrees_of_freedom)
-    )
+def _steps_as_samples(original: Any, before: Any, own: Any) -> Difference:
+    found = original(before, own)
+    return _change_error(found, found.error / STEPS**0.5)
 
 
-def _no_root_of_the_runs(original: Any, mean: float, before: Any, own: Any) -> Difference:
-    found = original(mean, before, own)
-    error = found.error * len(own)
-    return replace(
-        found, error=error, p=statistics._compute_p(mean, error, found.degrees_of_freedom)
-    )
+def _no_root_of_the_runs(original: Any, before: Any, own: Any) -> Difference:
+    found = original(before, own)
+    return _change_error(found, found.error * len(own))
+
+
+def _change_error(found: Difference, error: float) -> Difference:
+    p = significance.compute_t_p_value(found.mean, error, found.degrees_of_freedom)
+    return replace(found, error=error, p=p)
 
 
 def _turned_sides(original: Any, before: Any, own: Any) -> Difference:
@@ -115,12 +110,14 @@ def _totals_alone(original: Any, budget: Any, before: Any, own: Any) -> Any:
 
 
 BUGS = {
-    "noise forgotten": _in_place(statistics, "compute_difference", _noise_forgotten),
-    "steps taken for samples": _in_place(statistics, "_compute_welch", _steps_as_samples),
-    "error not divided by the runs": _in_place(statistics, "_compute_welch", _no_root_of_the_runs),
-    "sides turned round": _in_place(statistics, "compute_difference", _turned_sides),
-    "no permutation": _in_place(statistics, "compute_permutation_p", _no_permutation),
-    "budget not heeded": _in_place(statistics, "_compare_to_baseline", _never_over),
+    "noise forgotten": _in_place(samples, "compute_difference", _noise_forgotten),
+    "steps taken for samples": _in_place(significance, "run_welch_test", _steps_as_samples),
+    "error not divided by the runs": _in_place(
+        significance, "run_welch_test", _no_root_of_the_runs
+    ),
+    "sides turned round": _in_place(samples, "compute_difference", _turned_sides),
+    "no permutation": _in_place(significance, "compute_permutation_p", _no_permutation),
+    "budget not heeded": _in_place(judge, "build_sample", _never_over),
     "a pass without power": _in_place(judge, "_is_within_budget", _always_sure),
     "new kinds of calls not found": _in_place(judge, "_check_exact", _totals_alone),
 }
@@ -137,7 +134,7 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_proposed_number_of_runs_decides_and_fewer_do_not() -> None:
     """Runs with known noise, as many as the check proposes for it: what it promises comes true."""
     noise, allowed = 0.05, 0.05
-    needed = statistics.count_runs_needed(noise, allowed)
+    needed = significance.count_runs_needed(noise, allowed)
     assert needed is not None
     dice = np.random.default_rng(SEED)
 
@@ -159,7 +156,7 @@ def test_the_proposed_number_of_runs_decides_and_fewer_do_not() -> None:
     assert abs(share("pass", needed) - POWER) <= chance + 0.05
     assert share("pass", needed // 2) < POWER - chance
     assert share("regressed", needed, shift=1.5 * allowed) >= 0.5
-    decidable = statistics.compute_decidable(noise, 5)
+    decidable = significance.compute_decidable(noise, 5)
     assert abs(share("pass", 5, budget=decidable) - POWER) <= chance + 0.05
 
 
@@ -174,11 +171,11 @@ def test_an_undecided_check_says_what_would_decide() -> None:
 
     (times,) = (one for one in verdict.gated if one.metric == "exposed_comm")
     assert times.answer == "inconclusive"
-    assert times.runs_needed == statistics.count_runs_needed(
-        statistics.estimate_noise(before, own) or 0.0, 0.01
+    assert times.runs_needed == significance.count_runs_needed(
+        significance.estimate_noise(before, own) or 0.0, 0.01
     )
-    assert times.decidable == statistics.compute_decidable(
-        statistics.estimate_noise(before, own) or 0.0, 3
+    assert times.decidable == significance.compute_decidable(
+        significance.estimate_noise(before, own) or 0.0, 3
     )
     assert verdict_screen.format_headline(verdict) == (
         "INCONCLUSIVE: calls within budget (exact); exposed_comm not decided by these runs"
@@ -190,9 +187,9 @@ def test_a_baseline_proposes_a_budget_that_its_own_noise_can_decide() -> None:
     quiet = runs("base", "exposed_comm", [0.100, 0.101, 0.1, 0.1005, 0.0995])
     budgets = [parse_budget("calls:exact"), parse_budget("exposed_comm:10%,1pt")]
 
-    assert [b.text for b in statistics.propose_budgets(budgets, quiet)] == ["exact", "10%,1pt"]
-    exact, proposed = statistics.propose_budgets(budgets, noisy)
+    assert [b.text for b in samples.propose_budgets(budgets, quiet)] == ["exact", "10%,1pt"]
+    exact, proposed = samples.propose_budgets(budgets, noisy)
     assert exact == budgets[0]
-    noise = statistics.estimate_noise([0.10, 0.14, 0.12, 0.09, 0.15]) or 0.0
-    assert statistics.compute_decidable(noise, 5) <= proposed.amount
-    assert proposed.amount < statistics.compute_decidable(noise, 5) + 0.001
+    noise = significance.estimate_noise([0.10, 0.14, 0.12, 0.09, 0.15]) or 0.0
+    assert significance.compute_decidable(noise, 5) <= proposed.amount
+    assert proposed.amount < significance.compute_decidable(noise, 5) + 0.001

@@ -10,8 +10,13 @@ from support.builders import GpuTrace
 from support.cases import for_each
 
 from stepsplit.analyzer import MemoryRow, Report, analyze
-from stepsplit.collectors.rank_record import MemoryState, RankRecord, StepTimes, write_record
-from stepsplit.collectors.run_spec import GroupInfo, RankInfo
+from stepsplit.collectors.formats.rank_record import (
+    MemoryState,
+    RankRecord,
+    StepTimes,
+    write_record,
+)
+from stepsplit.collectors.formats.run_spec import GroupInfo, RankInfo
 
 RANK = RankRecord("exp", RankInfo(0, 0, "a", 7, "cpu"), 2, "gloo")
 SAMPLE = Path(__file__).parents[2] / "sample_traces" / "dp4"

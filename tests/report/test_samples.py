@@ -13,7 +13,7 @@ from support.reading import rounded
 
 from stepsplit.analyzer import BUCKETS, Report, analyze
 from stepsplit.analyzer.report.io import REPORT_NAME, read_report, to_json
-from stepsplit.collectors.run_spec import write_whole
+from stepsplit.collectors.safe_io.atomic_file import write_whole
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 NAMES = ("dp4", "fsdp4", "pp2_m2", "pp2_m8", "tp2_pp2", "tp2_pp2_dp2")

@@ -14,7 +14,7 @@ from support.cases import for_each
 
 from stepsplit.analyzer import BlameRow, ExposedRow, Report, Split, analyze, collective_time
 from stepsplit.analyzer.readers.kineto import schema
-from stepsplit.collectors.run_spec import RankInfo, RunSpec, to_json
+from stepsplit.collectors.formats.run_spec import RankInfo, RunSpec, to_json
 
 PAIR = [("0", "default_pg", [0, 1])]
 STAGES = [("3", "mesh_pp", [0, 1])]

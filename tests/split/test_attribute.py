@@ -11,12 +11,13 @@ from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import BUCKETS, Report, Split, analyze, examine
 from stepsplit.analyzer.arrays import Intervals, union
+from stepsplit.analyzer.buckets import COMMUNICATION
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
 from stepsplit.analyzer.split.attribute import attribute
-from stepsplit.analyzer.split.classify import Work
 from stepsplit.analyzer.split.gaps import find_held_gaps
 from stepsplit.analyzer.split.steps import StepWindow
-from stepsplit.analyzer.split.transfers import BUBBLE, COLLECTIVE, Pieces, RankCallTimes
+from stepsplit.analyzer.split.transfers import Pieces, RankCallTimes
+from stepsplit.analyzer.split.work import Work
 from stepsplit.analyzer.trace import Call, Category, Events, Int64, Lane, RankTrace, build_calls
 
 Span = tuple[int, int]
@@ -188,7 +189,7 @@ def test_of_two_open_calls_the_one_that_began_first_owns_the_instant(tmp_path: P
 
 
 span = st.tuples(st.integers(0, 99), st.integers(1, 40)).map(lambda s: (s[0], s[0] + s[1]))
-call = st.tuples(st.integers(COLLECTIVE, BUBBLE), span, st.integers(0, 10)).map(
+call = st.tuples(st.sampled_from(COMMUNICATION), span, st.integers(0, 10)).map(
     lambda c: (c[0], *c[1], c[1][1] + c[2])
 )
 
@@ -209,7 +210,7 @@ def _bucket(instant: int, compute: list[Span], calls: list[Piece], copy: list[Sp
     """The definition, written literally."""
     if any(start <= instant < end for start, end in compute):
         return 0
-    for bucket in range(COLLECTIVE, BUBBLE + 1):
+    for bucket in COMMUNICATION:
         for kind, start, end, life_end in calls:
             if kind == bucket and start <= instant < end:
                 held = _held_since(compute, start, life_end)

@@ -9,8 +9,9 @@ import pytest
 from support.builders import BASE_NS, GpuTrace
 
 from stepsplit.analyzer import ClockRow, Report, analyze
-from stepsplit.analyzer.split.clock_sync import BIAS_NS, Bounds, fit_offset_and_drift
-from stepsplit.analyzer.split.matching import Clock
+from stepsplit.analyzer.split.causality import Bounds
+from stepsplit.analyzer.split.clock import Clock
+from stepsplit.analyzer.split.clock_fit import BIAS_NS, fit_offset_and_drift
 
 PAIR = [("0", "", [0, 1])]
 MS = 1_000_000

@@ -19,12 +19,13 @@ from support.splitting import recording_of
 
 from stepsplit.analyzer import RankTrace, analyze
 from stepsplit.analyzer.arrays import Intervals, make_empty_intervals, overlap_ns, subtract, union
+from stepsplit.analyzer.buckets import Bucket
 from stepsplit.analyzer.hta import convert_to_hta, open_in_hta
-from stepsplit.analyzer.split.attribute import IDLE, attribute
-from stepsplit.analyzer.split.classify import collect_work
+from stepsplit.analyzer.split.attribute import attribute
 from stepsplit.analyzer.split.gaps import HeldGaps
 from stepsplit.analyzer.split.steps import StepWindow
 from stepsplit.analyzer.split.transfers import Pieces
+from stepsplit.analyzer.split.work import collect_work
 from stepsplit.analyzer.trace import DEVICE_CATEGORIES
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def of_stepsplit(trace: RankTrace) -> Breakdown:
     rows = events.is_category(*DEVICE_CATEGORIES)
     window = StepWindow(0, "full", int(events.start_ns[rows].min()), int(events.end_ns[rows].max()))
     found = attribute([window], collect_work(trace), _no_pieces(), _no_held_gaps())
-    nothing = found.band.bucket == IDLE
+    nothing = found.band.bucket == Bucket.IDLE
     idle = Intervals(found.band.start_ns[nothing], found.band.end_ns[nothing])
     idle_ns = subtract(idle, communication_of(trace)).total_ns
     compute_ns = found.splits[0].compute_ns

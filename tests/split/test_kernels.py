@@ -23,9 +23,10 @@ from stepsplit.analyzer import (
     Report,
     analyze,
 )
+from stepsplit.analyzer.diagnose.slow_kernels import SlowRank, compare_kernel_times, sum_slow_ranks
 from stepsplit.analyzer.readers.kernel_rules import BUILT_IN, EventClassifier
-from stepsplit.analyzer.split.kernels import KernelWork, find_dtype
-from stepsplit.analyzer.split.lateness import SlowRank, find_slow_kernels, sum_slow_ranks
+from stepsplit.analyzer.split.kernel_shapes import find_dtype
+from stepsplit.analyzer.split.kernels import KernelWork
 from stepsplit.analyzer.split.steps import Steps, StepWindow
 from stepsplit.analyzer.trace import build_calls
 
@@ -184,7 +185,7 @@ def test_two_stages_may_run_a_kernel_unequally_often_in_a_step(tmp_path: Path) -
     traces = [ran(rank, steps if rank < 3 else more) for rank in range(5)]
     traces.append(ran(5, [[150] * len(step) for step in more]))
     ranks = split_of(recording_of(*(trace.write(tmp_path) for trace in traces))).ranks
-    [row] = find_slow_kernels(
+    [row] = compare_kernel_times(
         [one.trace for one in ranks], [one.windows for one in ranks], [0, 0, 0, 1, 1, 1]
     )
     assert (row.rank, row.count, row.ratio) == (5, 37, pytest.approx(1.5))
@@ -230,7 +231,7 @@ def slow_of_noisy(
         steps.append(Steps(tuple(windows), ()))
     return [
         (row.rank, row.kernel)
-        for row in find_slow_kernels(traces, steps, stages or [0] * len(traces))
+        for row in compare_kernel_times(traces, steps, stages or [0] * len(traces))
     ]
 
 

@@ -15,7 +15,7 @@ from stepsplit.analyzer import Group, RankTrace, analyze
 from stepsplit.analyzer.split.mesh import RankLayout, infer_layout
 from stepsplit.analyzer.split.mesh_groups import GroupName, parse_group_name
 from stepsplit.collectors import Mesh, RunSpec
-from stepsplit.collectors.run_spec import GroupInfo
+from stepsplit.collectors.formats.run_spec import GroupInfo
 
 MESH = Mesh.of({"pp": 2, "dp": 2, "tp": 2})
 

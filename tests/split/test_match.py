@@ -9,7 +9,8 @@ import pytest
 from support.builders import BASE_NS, GpuTrace
 from support.splitting import recording_of
 
-from stepsplit.analyzer.split.matching import CallSequence, MatchedCalls, match, pair_sequences
+from stepsplit.analyzer.split.matching import MatchedCalls, match
+from stepsplit.analyzer.split.sequence_pairing import CallSequence, pair_sequences
 
 PAIR = [("0", "", [0, 1])]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from support.builders import CpuTrace, GpuTrace
 
 from stepsplit.analyzer import Overlap, analyze
-from stepsplit.analyzer.split.attribute import sum_overlaps
+from stepsplit.analyzer.split.overlap import sum_overlaps
 
 Does = Callable[[GpuTrace], object]
 

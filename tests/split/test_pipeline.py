@@ -16,14 +16,14 @@ from support.cases import for_each
 
 from stepsplit.analyzer import analyze, examine
 from stepsplit.analyzer.model.schedule_time import compute_ideal_bubble_fraction
-from stepsplit.analyzer.split.classify import PHASE_OF_LETTER
-from stepsplit.analyzer.split.pipeline import (
+from stepsplit.analyzer.split.microbatch_marks import PHASE_OF_LETTER
+from stepsplit.analyzer.split.microbatch_slots import MicrobatchSlot
+from stepsplit.analyzer.split.pipeline import number_microbatches
+from stepsplit.analyzer.split.schedule import (
     DetectedSchedule,
-    MicrobatchSlot,
     classify_schedule,
     detect_schedule,
     normalize_schedule,
-    number_microbatches,
 )
 
 MARK = re.compile(rb"stepsplit::(?=[FBIW] stage=)")

@@ -12,8 +12,8 @@ from support.required import shared_trace
 
 from stepsplit.analyzer import Strategy, analyze
 from stepsplit.analyzer.report.io import from_json, to_json
-from stepsplit.analyzer.split.strategy_evidence import NAMES
-from stepsplit.collectors.record import launch_workload
+from stepsplit.analyzer.split.strategy import NAMES
+from stepsplit.collectors.demo.launch import launch_workload
 
 SAMPLES = Path(__file__).parents[2] / "sample_traces"
 OPS = {

@@ -9,9 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace as with_fields
 
 from stepsplit.analyzer import BUCKETS, Band, CommOp, Communication, Gap, Prediction, Report, Split
+from stepsplit.analyzer.diagnose.diagnosis import diagnose
 from stepsplit.analyzer.gap.gap import CommCost, compute_gap
 from stepsplit.analyzer.report.build import build_report
-from stepsplit.analyzer.split.dependency_graph import build_dependency_graph
 from stepsplit.collectors import Mesh, RunSpec
 from support.builders import GpuTrace
 from support.prediction_builders import prediction
@@ -67,7 +67,7 @@ def found_in(folder: Path, mesh: Mesh | None) -> RunSplit:
 
 
 def report_of(folder: Path, found: RunSplit) -> Report:
-    return build_report(recording_of(folder), found, build_dependency_graph(found))
+    return build_report(recording_of(folder), found, diagnose(found))
 
 
 def split(**us: float) -> Split:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from stepsplit.collectors.record import DemoArgs
+from stepsplit.collectors.demo.arguments import DemoArgs
 
 JOBS = Path(__file__).parents[1] / "collector_jobs"
 RECIPE = DemoArgs(

@@ -30,8 +30,8 @@ PAGES = (
 _VERSIONS = ("pyproject.toml", "constraints-lowest.txt")
 
 INTEGRATION = (
-    "collectors/integrations", "collectors/profiler.py", "collectors/rank_files.py",
-    "collectors/rank_record.py", "collectors/trace_window.py",
+    "collectors/integrations", "collectors/profiler.py", "collectors/record/rank_files.py",
+    "collectors/formats/rank_record.py", "collectors/record/trace_window.py",
 )  # fmt: skip
 """What the hooks of the frameworks are made of."""
 

@@ -14,7 +14,7 @@ from stepsplit.analyzer.watch.records import (
     WatchEvent,
     WatchSample,
 )
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 
 SECOND_NS, MS = 10**9, 10**6
 RUN, STORY = "night", "llama-8b night 3"

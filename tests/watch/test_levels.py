@@ -21,7 +21,7 @@ from stepsplit.analyzer.watch.levels import (
     summarize_sample,
 )
 from stepsplit.analyzer.watch.records import RankFinding, RankSample, WatchSample
-from stepsplit.collectors.watch_notes import RankWindow
+from stepsplit.collectors.formats.watch_notes import RankWindow
 
 MS = 1_000_000
 

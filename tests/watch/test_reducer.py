@@ -18,7 +18,7 @@ from stepsplit.analyzer import analyze
 from stepsplit.analyzer.watch.records import WatchBatch, WatchEvent, decode_batch, encode_batch
 from stepsplit.analyzer.watch.reducer import Reducer, WatchFolder, read_state
 from stepsplit.analyzer.watch.samples import SPOILS
-from stepsplit.collectors.watch_notes import (
+from stepsplit.collectors.formats.watch_notes import (
     NoteFile,
     RankDropped,
     RankEnded,

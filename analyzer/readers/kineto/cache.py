@@ -26,8 +26,8 @@ from stepsplit.analyzer.readers.kineto.schema import KinetoHeader
 from stepsplit.analyzer.readers.kineto.trace_file import KinetoFile
 from stepsplit.analyzer.readers.sources import Source
 from stepsplit.analyzer.trace import Lane, Note
-from stepsplit.collectors.private_folder import make_private_folder
-from stepsplit.collectors.regular_file import open_regular
+from stepsplit.collectors.safe_io.private_folder import make_private_folder
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # Cached traces are Parquet files in the user's cache folder.
 #

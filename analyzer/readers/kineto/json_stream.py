@@ -25,7 +25,7 @@ from stepsplit.analyzer.readers.kineto.schema import (
     Entry,
     EntryTimes,
 )
-from stepsplit.collectors.regular_file import open_regular
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # A stream of JSON text -> the entries of its array, block by block, and the text after it.
 

@@ -54,8 +54,8 @@ from stepsplit.analyzer.trace import (
     Lane,
     Note,
 )
-from stepsplit.collectors.regular_file import open_regular
-from stepsplit.collectors.run_spec import replace_surrogates
+from stepsplit.collectors.formats.json_decode import replace_surrogates
+from stepsplit.collectors.safe_io.regular_file import open_regular
 
 # The trace_view.json of torch_npu and msprof: tracks of an Ascend device, without categories.
 

@@ -1,0 +1,713 @@
+"""The dependency graph of a recorded run: events and the events that they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import group_ids, group_max, is_inside, union
+from stepsplit.analyzer.buckets import BUCKETS, COMMUNICATION, WAITS, Bucket
+from stepsplit.analyzer.diagnose.graph.topological_order import NEVER, NO_LEVELS, Levels, Needs
+from stepsplit.analyzer.ops import SYMMETRIC_OPS
+from stepsplit.analyzer.split.event_waits import find_first_waiting
+from stepsplit.analyzer.split.host_threads import SYNCHRONIZES
+from stepsplit.analyzer.split.matching import MatchedCalls
+from stepsplit.analyzer.split.run import RankSplit, RunSplit
+from stepsplit.analyzer.split.steps import is_on_main_stream
+from stepsplit.analyzer.split.transfers import Arrivals
+from stepsplit.analyzer.trace import OP_CODE, Bool, Category, Int32, Int64, RankTrace, UInt8
+
+# The dependency graph of a run, input of a replay.
+
+WORK = ("compute", "copy", "idle")
+"""Kinds of local work of a rank, the columns of DependencyGraph.work_ns."""
+
+
+class TimelineNodes(Struct, frozen=True):
+    """The nodes of the ranks' timelines: rank i has the nodes from first[i] to first[i + 1], cut at
+    cut_ns of the recording."""
+
+    first: Int64
+    cut_ns: Int64
+
+    def slice_rank(self, index: int) -> slice:
+        """The nodes of one rank in order of time."""
+        return slice(int(self.first[index]), int(self.first[index + 1]))
+
+    def find(self, index: int, when_ns: Int64) -> Int64:
+        """The last node of a rank at or before each instant of the recording; at least its
+        first."""
+        cuts = self.cut_ns[self.slice_rank(index)]
+        at = np.maximum(np.searchsorted(cuts, when_ns, side="right") - 1, 0)
+        return at + int(self.first[index])
+
+
+class CommKernels(Struct, frozen=True):
+    """The recorded collectives and messages, a row per event of a rank; columns of equal length.
+
+    rank indexes the ranks of the split; call is the first of the rank's calls in the event and row
+    the row of that call among all calls; start and end are nodes: its arrival and its end. resume
+    is the node of the rank's timeline that waited for the event, -1 if none; step is the row of the
+    steps in which it began. of_row is the event of each row of MatchedCalls.
+    """
+
+    rank: Int64
+    call: Int64
+    row: Int64
+    start: Int64
+    end: Int64
+    resume: Int64
+    step: Int64
+    of_row: Int64
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def list_rows(self, index: int) -> Int64:
+        """The rows of one rank, an index; they follow each other."""
+        return np.arange(*np.searchsorted(self.rank, (index, index + 1)).tolist())
+
+
+class StepEdges(Struct, frozen=True):
+    """The steps of all ranks; begin and end are nodes. Columns of equal length.
+
+    rank indexes the ranks of the split; full marks steps that enter the mean.
+    """
+
+    rank: Int64
+    step: Int64
+    full: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    begin: Int64
+    end: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class DependencyGraph:
+    """The dependency graph of a run.
+
+    A node is an instant of a rank's timeline, the arrival at a call, the synchronization of a call
+    or its end. Its time is the latest of its dependencies (needs) and of its predecessor on the
+    timeline (before, -1 for none) plus the work in between (work_ns, shape (nodes, WORK)), plus
+    rest_ns. step is the row of the steps that contain a node's work, -1 if none. levels is a
+    topological order. A replay of an unchanged graph reproduces the measured times.
+
+    at_ns is the measured time of each node and binding its predecessor in the recording that
+    determined it: the latest one, -1 for a node without predecessors.
+    """
+
+    before: Int32
+    work_ns: Int64
+    step: Int32
+    needs: Needs
+    rest_ns: Int64
+    levels: Levels
+    timelines: TimelineNodes
+    kernels: CommKernels
+    steps: StepEdges
+    at_ns: Int64
+    binding: Int32
+
+    def __len__(self) -> int:
+        return len(self.before)
+
+    def find_ranks(self, nodes: Int64) -> Int64:
+        """The index of the rank of each of these nodes, -1 for a synchronization."""
+        first, kernels = self.timelines.first, self.kernels
+        timeline = np.searchsorted(first, nodes, side="right") - 1
+        event = (nodes - int(first[-1])) // 2
+        of_event = np.append(kernels.rank, -1)[np.clip(event, -1, len(kernels))]
+        return np.where(timeline < len(first) - 1, timeline, of_event)
+
+
+# RunSplit -> DependencyGraph.
+
+
+class _GraphParts(Struct, frozen=True):
+    """The parts of a graph by rank.
+
+    The nodes of all timelines come first, then two nodes per event, then the synchronization nodes.
+    node, kernel and step are the offsets of each rank's nodes, events and steps.
+    """
+
+    mains: tuple[RankTimeline, ...]
+    calls: tuple[CommCalls, ...]
+    node: tuple[int, ...]
+    kernel: tuple[int, ...]
+    step: tuple[int, ...]
+
+    @classmethod
+    def build(cls, split: RunSplit) -> _GraphParts:
+        rows = [split.matched.slice_trace(i) for i in range(len(split.ranks))]
+        calls = tuple(
+            build_comm_calls(rank, split.arrivals, own)
+            for rank, own in zip(split.ranks, rows, strict=True)
+        )
+        mains = tuple(
+            build_timeline(rank, made) for rank, made in zip(split.ranks, calls, strict=True)
+        )
+        return cls(
+            mains,
+            calls,
+            _compute_offsets([len(main.at_ns) for main in mains]),
+            _compute_offsets([len(made.call) for made in calls]),
+            _compute_offsets([len(main.begin) for main in mains]),
+        )
+
+    @property
+    def main_nodes(self) -> int:
+        return self.node[-1]
+
+    @property
+    def measured_ns(self) -> Int64:
+        """The measured time of each node of the timelines and of the events."""
+        events = [np.stack((m.start_ns, m.end_ns), axis=1).ravel() for m in self.calls]
+        return np.concatenate([*(main.at_ns for main in self.mains), *events])
+
+
+def _compute_offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """The offset of each part, and the end of the last."""
+    return tuple(np.cumsum([0, *counts]).tolist())
+
+
+def build_dependency_graph(split: RunSplit) -> DependencyGraph:
+    """Build the graph of a recording."""
+    graph = _join_parts(split)
+    levels = Levels.build(graph.before, graph.needs, graph.at_ns)
+    return _bind(replace(graph, levels=levels))
+
+
+def _join_parts(split: RunSplit) -> DependencyGraph:
+    """The graph without levels, with the times of its nodes as measured; the parts by rank, which
+    need as much memory, end here."""
+    parts = _GraphParts.build(split)
+    kernels = _build_kernels(parts, split)
+    edges = _build_edges(parts, kernels, split)
+    measured = parts.measured_ns
+    count = int(max(len(measured) - 1, edges[0].max(initial=-1), edges[1].max(initial=-1))) + 1
+    work = np.zeros((count, len(WORK)), dtype=np.int64, order="F")
+    work[: parts.main_nodes] = np.concatenate([main.work_ns for main in parts.mains])
+    step = np.full(count, -1, dtype=np.int32)
+    step[: parts.main_nodes] = np.concatenate(
+        [main.window + first for main, first in zip(parts.mains, parts.step, strict=False)]
+    )
+    return DependencyGraph(
+        before=_build_predecessors(parts, count),
+        work_ns=work,
+        step=step,
+        needs=_build_needs(edges, count),
+        rest_ns=np.zeros(count, dtype=np.int64),
+        levels=NO_LEVELS,
+        timelines=TimelineNodes(np.array(parts.node), measured[: parts.main_nodes].copy()),
+        kernels=kernels,
+        steps=_build_steps(parts, split),
+        at_ns=_estimate_node_ns(measured, edges, count),
+        binding=np.full(count, -1, dtype=np.int32),
+    )
+
+
+def _build_kernels(parts: _GraphParts, split: RunSplit) -> CommKernels:
+    calls, mains = parts.calls, parts.mains
+    start = parts.main_nodes + 2 * np.arange(parts.kernel[-1], dtype=np.int64)
+    resume = [
+        np.where(made.blocking, main.find_cut(made.end_ns) + first, -1)
+        for made, main, first in zip(calls, mains, parts.node, strict=False)
+    ]
+    step = [
+        main.find_window(made.start_ns) + first
+        for made, main, first in zip(calls, mains, parts.step, strict=False)
+    ]
+    row = [made.call + split.matched.slice_trace(i).start for i, made in enumerate(calls)]
+    return CommKernels(
+        rank=np.repeat(np.arange(len(calls)), np.diff(parts.kernel)),
+        call=np.concatenate([made.call for made in calls]),
+        row=np.concatenate(row),
+        start=start,
+        end=start + 1,
+        resume=np.concatenate(resume),
+        step=np.concatenate(step),
+        of_row=np.concatenate(
+            [made.of_call + first for made, first in zip(calls, parts.kernel, strict=False)]
+        ),
+    )
+
+
+def _build_edges(parts: _GraphParts, kernels: CommKernels, split: RunSplit) -> Edges:
+    """All dependencies except those along the timelines."""
+    start_deps, behind, ended, found = [], [], [], []
+    for made, main, node, first in zip(
+        parts.calls, parts.mains, parts.node, parts.kernel, strict=False
+    ):
+        at = main.find_cut(made.awaited_ns[made.hidden])
+        # A kernel after the last step is no part of the timeline.
+        known = np.append(main.at_ns, _NEVER)[at] == made.awaited_ns[made.hidden]
+        ended.append(kernels.end[made.hidden[known] + first])
+        found.append(at[known] + node)
+        cut = main.find_cut(made.start_dep_ns)
+        start_deps.append(np.where(cut >= 0, cut + node, -1))
+        behind.append(np.where(made.previous >= 0, made.previous + first, -1))
+    start_dep, prior = np.concatenate(start_deps), np.concatenate(behind)
+    resumed, started, queued = (
+        np.flatnonzero(part >= 0) for part in (kernels.resume, start_dep, prior)
+    )
+    first_sync = parts.main_nodes + 2 * len(kernels)
+    sync = build_sync_edges(split, kernels, first_sync)
+    return (
+        np.concatenate(
+            (kernels.end[resumed], *ended, start_dep[started], kernels.end[prior[queued]], sync[0])
+        ),
+        np.concatenate(
+            (
+                kernels.resume[resumed],
+                *found,
+                kernels.start[started],
+                kernels.start[queued],
+                sync[1],
+            )
+        ),
+    )
+
+
+def _estimate_node_ns(measured: Int64, edges: Edges, count: int) -> Int64:
+    """The time of each node; a synchronization takes place when its last member arrives."""
+    at = np.concatenate((measured, np.full(count - len(measured), NEVER)))
+    into = edges[1] >= len(measured)
+    np.maximum.at(at, edges[1][into], at[edges[0][into]])
+    return at
+
+
+def _build_predecessors(parts: _GraphParts, count: int) -> Int32:
+    before = np.full(count, -1, dtype=np.int32)
+    before[1 : parts.main_nodes] = np.arange(parts.main_nodes - 1)
+    before[[first for first in parts.node[:-1] if first < parts.main_nodes]] = -1
+    return before
+
+
+def _build_needs(edges: Edges, count: int) -> Needs:
+    first = np.cumsum(np.append(0, np.bincount(edges[1], minlength=count)), dtype=np.int32)
+    return Needs(first, edges[0][np.argsort(edges[1], kind="stable")].astype(np.int32))
+
+
+def _build_steps(parts: _GraphParts, split: RunSplit) -> StepEdges:
+    windows = [rank.windows.windows for rank in split.ranks]
+    first = parts.node[:-1]
+    return StepEdges(
+        rank=np.repeat(np.arange(len(windows)), [len(own) for own in windows]),
+        step=np.array([w.step for own in windows for w in own], dtype=np.int64),
+        full=np.array([w.kind == "full" for own in windows for w in own], dtype=np.bool_),
+        begin=np.concatenate([m.begin + f for m, f in zip(parts.mains, first, strict=True)]),
+        end=np.concatenate([m.end + f for m, f in zip(parts.mains, first, strict=True)]),
+    )
+
+
+def _bind(graph: DependencyGraph) -> DependencyGraph:
+    """Complete the graph by the measured delay of each arrival and each end after its last
+    dependency, by its times and by the dependency that determined each of them."""
+    levels, work_ns = graph.levels, graph.work_ns.sum(axis=1)
+    known_ns = np.full(len(graph), NEVER)
+    events = np.concatenate((graph.kernels.start, graph.kernels.end))
+    for known in (events, np.flatnonzero(~levels.has_sources)):
+        known_ns[known] = graph.at_ns[known]
+    times = levels.compute_times(work_ns, graph.rest_ns, known_ns)
+    latest_ns, binding = levels.find_latest(times, work_ns)
+    rest_ns = np.where(known_ns > NEVER, known_ns - latest_ns, 0)
+    return replace(graph, rest_ns=rest_ns, at_ns=times, binding=binding)
+
+
+# Cumulative time of a rank in each bucket.
+
+
+class Activity(Struct, frozen=True):
+    """Bucket intervals of a rank, sorted and disjoint; sums_ns[i] is the time per bucket before the
+    i-th."""
+
+    start_ns: Int64
+    end_ns: Int64
+    bucket: UInt8
+    sums_ns: Int64
+
+    @classmethod
+    def build(cls, start_ns: Int64, end_ns: Int64, bucket: UInt8) -> Activity:
+        """The activity of these intervals, at least one."""
+        spent = np.zeros((len(start_ns) + 1, len(BUCKETS)), dtype=np.int64)
+        spent[np.arange(1, len(start_ns) + 1), bucket] = end_ns - start_ns
+        return cls(start_ns, end_ns, bucket, np.cumsum(spent, axis=0))
+
+    def sum_spent_ns(self, at_ns: Int64) -> Int64:
+        """The time in each bucket before each instant, shape (instants, buckets)."""
+        part = np.clip(np.searchsorted(self.start_ns, at_ns, side="right") - 1, 0, None)
+        spent = self.sums_ns[part].copy()
+        within = np.clip(at_ns, self.start_ns[part], self.end_ns[part]) - self.start_ns[part]
+        spent[np.arange(len(at_ns)), self.bucket[part]] += within
+        return spent
+
+
+# The ranks' timelines, cut at each dependency.
+
+_AFTER_ALL = np.iinfo(np.int64).max
+
+_WORK_BUCKETS = [BUCKETS.index(name) for name in WORK]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimeline:
+    """The timeline of one rank on the common clock, a row per cut.
+
+    work_ns, shape (cuts, WORK), is the local work since the previous cut; window is the index of
+    the step that contains it. begin and end are the cuts at which the steps begin and end.
+    """
+
+    at_ns: Int64
+    work_ns: Int64
+    window: Int64
+    begin: Int64
+    end: Int64
+
+    def find_cut(self, when_ns: Int64) -> Int64:
+        """The last cut at or before each instant, -1 before the first."""
+        return np.searchsorted(self.at_ns, when_ns, side="right") - 1
+
+    def find_window(self, when_ns: Int64) -> Int64:
+        """The index of the step that contains each instant, -1 without steps."""
+        if not len(self.window):
+            return np.full(len(when_ns), -1)
+        return self.window[np.clip(self.find_cut(when_ns) + 1, 0, len(self.window) - 1)]
+
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+_EMPTY_TIMELINE = RankTimeline(
+    _NOTHING, np.empty((0, len(WORK)), dtype=np.int64), _NOTHING, _NOTHING, _NOTHING
+)
+
+
+def build_timeline(rank: RankSplit, calls: CommCalls) -> RankTimeline:
+    """The timeline of a rank, cut at its calls; empty without steps."""
+    clock, band = rank.clock, rank.attribution.band
+    windows = rank.windows.windows
+    if not windows:
+        return _EMPTY_TIMELINE
+    edges = clock.map_to_common_ns(
+        np.array([(w.start_ns, w.end_ns) for w in windows], dtype=np.int64).reshape(-1, 2)
+    )
+    wanted = np.concatenate(
+        (
+            edges.ravel(),
+            _list_box_edges(rank),
+            _list_wait_starts(rank),
+            calls.end_ns[calls.blocking],
+            calls.awaited_ns[calls.hidden],
+            calls.start_dep_ns,
+        )
+    )
+    at = np.unique(wanted[(wanted >= edges[0, 0]) & (wanted <= edges[-1, 1])])
+    bucket = _mark_hidden_idle(rank, calls)
+    activity = Activity.build(
+        clock.map_to_common_ns(band.start_ns), clock.map_to_common_ns(band.end_ns), bucket
+    )
+    spent = activity.sum_spent_ns(at)[:, _WORK_BUCKETS]
+    window = np.searchsorted(edges[:, 0], at, side="left") - 1
+    return RankTimeline(
+        at_ns=at,
+        work_ns=np.diff(spent, axis=0, prepend=spent[:1]),
+        window=np.clip(window, 0, len(windows) - 1),
+        begin=np.searchsorted(at, edges[:, 0]),
+        end=np.searchsorted(at, edges[:, 1]),
+    )
+
+
+def _list_wait_starts(rank: RankSplit) -> Int64:
+    """The start times of the exposed waits."""
+    exposed = rank.attribution.exposed
+    waits = np.isin(exposed.bucket, WAITS)
+    return rank.clock.map_to_common_ns(exposed.start_ns[waits])
+
+
+def _list_box_edges(rank: RankSplit) -> Int64:
+    """The begin and end times of the forwards and backwards of a pipeline."""
+    boxes = [box for grid in rank.grids for box in grid.slots]
+    return np.array([at for box in boxes for at in (box.start_ns, box.end_ns)], dtype=np.int64)
+
+
+def _mark_hidden_idle(rank: RankSplit, calls: CommCalls) -> UInt8:
+    """The bucket of each part of the rank's band; idle where the rank did not wait for the call, or
+    where the step ended before it."""
+    band, compute = rank.attribution.band, rank.work.compute
+    ends = np.array([window.end_ns for window in rank.windows.windows], dtype=np.int64)
+    over = np.append(np.sort(rank.clock.map_to_own_ns(calls.end_ns[calls.blocking])), _AFTER_ALL)
+    resumes = np.append(np.sort(np.concatenate((compute.start_ns, ends))), _AFTER_ALL)
+    waited = over[np.searchsorted(over, band.end_ns - _ROUNDING_NS)]
+    goes_on = resumes[np.searchsorted(resumes, band.end_ns)]
+    waits = np.isin(band.bucket, COMMUNICATION)
+    alone = waits & (waited > np.minimum(goes_on, _AFTER_ALL - _ROUNDING_NS) + _ROUNDING_NS)
+    return np.where(alone, Bucket.IDLE, band.bucket).astype(np.uint8)
+
+
+# The arrivals that the end of each collective and message depends on.
+
+_NEED_ALL = [OP_CODE[op] for op in (*SYMMETRIC_OPS, "all_to_all", "barrier", "unknown")]
+
+Edges = tuple[Int64, Int64]
+"""(source nodes, dependent nodes), of equal length."""
+
+
+def build_sync_edges(split: RunSplit, kernels: CommKernels, first: int) -> Edges:
+    """The edges from arrivals to ends.
+
+    The members of a synchronizing call share one node, numbered from first on. A rooted collective
+    depends only on the rank that arrived last before its end; a message depends on its peer, unless
+    the sender finished before the receiver arrived.
+    """
+    matched, kernel = split.matched, kernels.of_row
+    alone = (kernels.start, kernels.end)
+    rooted = _build_rooted_edges(split, kernels)
+    meet = np.flatnonzero((matched.shared >= 0) & _find_synchronizing(matched, split))
+    node = first + group_ids(matched.shared[meet])
+    who = kernel[meet]
+    return (
+        np.concatenate((alone[0], rooted[0], kernels.start[who], node)),
+        np.concatenate((alone[1], rooted[1], node, kernels.end[who])),
+    )
+
+
+def _find_synchronizing(matched: MatchedCalls, split: RunSplit) -> Bool:
+    """Which rows are of calls that synchronize all members."""
+    early = split.arrivals.end_ns < split.arrivals.moves_ns
+    return np.asarray(np.isin(matched.op, _NEED_ALL) | (matched.is_message & ~early))
+
+
+def _build_rooted_edges(split: RunSplit, kernels: CommKernels) -> Edges:
+    matched, last, kernel = split.matched, split.arrivals.last, kernels.of_row
+    place = {rank.trace.rank: i for i, rank in enumerate(split.ranks)}
+    rows = np.flatnonzero(
+        (matched.shared >= 0) & ~matched.is_message & ~np.isin(matched.op, _NEED_ALL)
+    )
+    lead = {
+        (call, trace): row
+        for row, call, trace in zip(
+            rows.tolist(), matched.shared[rows].tolist(), matched.trace[rows].tolist(), strict=True
+        )
+        if matched.leads[row]
+    }
+    pairs = [
+        (lead[key], row)
+        for row, call, rank in zip(
+            rows.tolist(), matched.shared[rows].tolist(), last[rows].tolist(), strict=True
+        )
+        if (key := (call, place.get(rank, -1))) in lead
+    ]
+    both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return kernels.start[kernel[both[:, 0]]], kernels.end[kernel[both[:, 1]]]
+
+
+# The collectives and messages of one rank as device events (gloo: as calls).
+
+LAUNCH_LATENCY_NS = 20_000
+"""A kernel starts within this time of the last event that it depends on."""
+
+_SOON_ON_HOST_NS = 500_000
+
+_ROUNDING_NS = 10_000
+"""Kernels of one stream overlap by up to this much, because timestamps and clocks are rounded."""
+
+_CLOSE_NS = 2_000
+"""An event may seem to begin by so much before the one that it waited for ends."""
+
+_USUAL_GAP_NS = 3_000
+"""Between two kernels of one stream that wait for nothing pass 1 to 3 us."""
+
+_WAIT_DIVISOR = 4
+"""Work that starts within the soon limits, or within 1/4 of the wait, was waiting as well."""
+
+_ALWAYS, _NEVER = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class CommCalls(Struct, frozen=True):
+    """The events of a rank's calls in order of start; columns of equal length.
+
+    of_call is the event of each call. Then, per event: the instant of the rank's timeline that its
+    start depends on, the previous event on the same stream (-1 for none), whether it blocked the
+    rank until its end, and, if it ended before that, the instant at which a kernel started that
+    waited for it (_NEVER if not known).
+    """
+
+    call: Int64
+    of_call: Int64
+    start_ns: Int64
+    end_ns: Int64
+    start_dep_ns: Int64
+    previous: Int64
+    blocking: Bool
+    awaited_ns: Int64
+
+    @property
+    def hidden(self) -> Int64:
+        """The events that had ended before the kernel that waited for them started."""
+        return np.flatnonzero(self.awaited_ns != _NEVER)
+
+
+def build_comm_calls(rank: RankSplit, arrivals: Arrivals, rows: slice) -> CommCalls:
+    """The events of a rank; rows is the slice of its calls among all calls."""
+    label = _number_events(rank.trace)
+    count = int(label.max(initial=-1)) + 1
+    start = -group_max(label, -arrivals.start_ns[rows], count)
+    life = rank.clock.map_to_common_ns(rank.pieces.life_end_ns[: len(label)])
+    end = group_max(label, np.maximum(life, arrivals.start_ns[rows]), count)
+    order = np.lexsort((end, start))
+    place = np.empty(count, dtype=np.int64)
+    place[order] = np.arange(count)
+    of_call = place[label]
+    call = np.zeros(count, dtype=np.int64)
+    call[of_call[::-1]] = np.arange(len(label))[::-1]
+    lane = _list_streams(rank.trace, call)
+    start = start[order]
+    end = _end_before_next(lane, start, end[order])
+    behind = _find_previous(lane, start, end)
+    blocking = _find_blocking(rank, of_call, lane, start, end)
+    return CommCalls(
+        call=call,
+        of_call=of_call,
+        start_ns=start,
+        end_ns=end,
+        start_dep_ns=_find_start_dep_ns(
+            rank, call, start, np.where(behind >= 0, end[behind], _ALWAYS)
+        ),
+        previous=behind,
+        blocking=blocking,
+        awaited_ns=np.where(blocking, _NEVER, _find_awaited_ns(rank, call, of_call, end)),
+    )
+
+
+def _find_awaited_ns(rank: RankSplit, call: Int64, of_call: Int64, end: Int64) -> Int64:
+    """For each event with a message to this rank, when the first kernel started that waited for it
+    and found it ended; else _NEVER."""
+    trace = rank.trace
+    awaited = np.full(len(call), _NEVER)
+    received = np.unique(of_call[trace.calls.op == OP_CODE["recv"]])
+    if not trace.on_device or not len(received):
+        return awaited
+    kernels = np.flatnonzero(trace.kinds.computes)
+    kernels = kernels[is_on_main_stream(trace, kernels)]
+    first = find_first_waiting(trace, kernels, trace.calls.event[call[received]])
+    known = first >= 0
+    began = rank.clock.map_to_common_ns(trace.events.start_ns[first[known]])
+    ended = end[received[known]] <= began
+    awaited[received[known][ended]] = began[ended]
+    return awaited
+
+
+def _end_before_next(lane: Int64, start: Int64, end: Int64) -> Int64:
+    """The end of each event, not later than the start of an event on another stream that begins
+    just before: that one may have waited for it."""
+    after = np.searchsorted(start, np.maximum(end - _CLOSE_NS, start + 1), side="left")
+    begun = np.append(start, _NEVER)[after]
+    elsewhere = np.append(lane, -1)[after] != lane
+    return np.where(elsewhere, np.minimum(end, begun), end)
+
+
+def _list_streams(trace: RankTrace, call: Int64) -> Int64:
+    """The stream of each event; gloo has no streams, so each call gets its own."""
+    if not trace.on_device:
+        return np.arange(len(call), dtype=np.int64)
+    return trace.events.lane[trace.calls.event[call]].astype(np.int64)
+
+
+def _number_events(trace: RankTrace) -> Int64:
+    """The event number of each call; on gloo each call is its own event."""
+    if not trace.on_device:
+        return np.arange(len(trace.calls), dtype=np.int64)
+    return group_ids(trace.calls.event)
+
+
+def _find_blocking(rank: RankSplit, of_call: Int64, lane: Int64, start: Int64, end: Int64) -> Bool:
+    """Which events blocked the rank.
+
+    In each compute gap these are the event that ended last and events at whose end another one
+    began on another stream. Other events ended there by coincidence; so did, on a device, events
+    that ended in a gap no longer than is usual between two kernels, or while the host was late,
+    unless the host was synchronizing.
+    """
+    gap = np.full(len(start), -1)
+    gap[of_call[: len(rank.attribution.gap)]] = rank.attribution.gap
+    rows = np.flatnonzero(gap >= 0)
+    rows = rows[np.lexsort((end[rows], gap[rows]))]
+    soon = LAUNCH_LATENCY_NS if rank.trace.on_device else _SOON_ON_HOST_NS
+    after = np.searchsorted(start, end[rows], side="left")
+    begun = np.append(start, _NEVER)[after]
+    elsewhere = np.append(lane, -1)[after] != lane[rows]
+    begins = (begun - end[rows] <= soon) & elsewhere
+    last = np.append(gap[rows][1:] != gap[rows][:-1], True)[: len(rows)]
+    blocking = np.zeros(len(start), dtype=np.bool_)
+    blocking[rows[begins | (last & _check_resumed(rank, gap[rows], end[rows]))]] = True
+    return blocking
+
+
+def _check_resumed(rank: RankSplit, gap: Int64, end: Int64) -> Bool:
+    """Whether the rank resumed because these events ended: compute started soon after, relative to
+    the wait, or the host was synchronizing with the device."""
+    if not rank.trace.on_device:
+        return np.ones(len(end), dtype=np.bool_)
+    own, compute = rank.clock.map_to_own_ns(end), rank.work.compute
+    begin = np.append(_ALWAYS // 2, compute.end_ns)[gap]
+    resume = np.append(compute.start_ns, _NEVER)[gap]
+    waited, late = own - begin, resume - own
+    events = rank.trace.events
+    waits = events.is_category(Category.RUNTIME) & events.match_names(SYNCHRONIZES)
+    synchronizing = union(events.start_ns[waits], events.ends_of(waits))
+    soon = np.maximum(LAUNCH_LATENCY_NS, waited // _WAIT_DIVISOR)
+    unusual = resume - begin > _USUAL_GAP_NS
+    return np.asarray(unusual & ((late <= soon) | is_inside(synchronizing, own)))
+
+
+def _find_previous(lane: Int64, start: Int64, end: Int64) -> Int64:
+    """For each event the previous one on its stream, else -1.
+
+    A stream runs in order: of two of its kernels that overlap by less than _ROUNDING_NS the second
+    one waited for the first one.
+    """
+    order = np.argsort(lane, kind="stable")
+    before, after = order[:-1], order[1:]
+    follows = (lane[before] == lane[after]) & (end[before] - start[after] <= _ROUNDING_NS)
+    behind = np.full(len(lane), -1)
+    behind[after[follows]] = before[follows]
+    return behind
+
+
+def _find_start_dep_ns(rank: RankSplit, call: Int64, start: Int64, free_ns: Int64) -> Int64:
+    """The instant of the rank's timeline that the start of each event depends on.
+
+    A kernel depends on the compute launched before it, if it started soon after that and after its
+    stream was free (free_ns), or while the rank computed. A kernel that started late in a compute
+    gap, and any gloo call, depends on the timeline at its own start.
+    """
+    if not rank.trace.on_device:
+        return start
+    own_launched = _find_launched_before(rank.trace, rank.trace.calls.event[call])
+    launched = rank.clock.map_to_common_ns(own_launched)
+    known = (own_launched >= 0) & (launched <= start)
+    soon = start - np.maximum(launched, free_ns) <= LAUNCH_LATENCY_NS
+    own = rank.clock.map_to_own_ns(start)
+    compute = rank.work.compute
+    last = np.searchsorted(compute.start_ns, own, side="left") - 1
+    under = last >= 0
+    under[under] = compute.end_ns[last[under]] > own[under]
+    return np.where(known & (soon | under), launched, start)
+
+
+def _find_launched_before(trace: RankTrace, event: Int64) -> Int64:
+    """The end of the last compute kernel on the main stream that was launched before each event, on
+    the rank's own clock; -1 if there is none."""
+    events = trace.events
+    kernels = events.is_category(Category.KERNEL)
+    kernels[trace.calls.event] = False
+    rows = np.flatnonzero(kernels)
+    rows = rows[is_on_main_stream(trace, rows)]
+    launched = events.find_launch_ns(rows)
+    order = np.lexsort((events.start_ns[rows], launched))
+    order = order[launched[order] >= 0]
+    ends = np.maximum.accumulate(events.ends_of(rows[order]))
+    called = events.find_launch_ns(event)
+    before = np.searchsorted(launched[order], called, side="left")
+    return np.where(called >= 0, np.append(-1, ends)[before], -1)

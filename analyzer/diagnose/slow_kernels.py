@@ -1,0 +1,308 @@
+"""Kernels that are slower on one rank than on its peers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import log
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import first_rows
+from stepsplit.analyzer.report.diagnosis_rows import SlowKernel
+from stepsplit.analyzer.significance import SIGMA_OF_MAD
+from stepsplit.analyzer.split.kernels import KernelWork, collect_compute, find_kernel_work
+from stepsplit.analyzer.split.run import RunSplit
+from stepsplit.analyzer.split.steps import Steps
+from stepsplit.analyzer.trace import Int64, RankTrace
+
+Float = npt.NDArray[np.float64]
+
+MIN_RATIO = 1.05
+"""Healthy devices of one type differ by less."""
+
+_LEAST_APART = log(MIN_RATIO)
+
+MIN_COUNT = 12
+"""Minimum runs of a kernel to estimate its noise."""
+
+FALSE_ALARMS = 1e-3
+"""Expected false positives per recording of balanced ranks with normal noise."""
+
+_MIN_STEPS = 3
+
+_MIN_SIGMAS = 6.0
+"""Lower limit, because kernel times have heavier tails than a normal distribution and sigmas
+estimated from few runs are often too small."""
+
+_SIGMA_OF_MEDIAN = 1.2533
+"""For normal noise: sqrt(n) * (sigma of the median of n values) / sigma."""
+
+
+class SlowRank(Struct, frozen=True):
+    """The slow kernels of one family on one rank; ratio is their total time over that of the peers.
+
+    lost_ns is the cost per step; kernel is the most expensive kernel. same_work: for most of the
+    cost it is known that the peers did the same work.
+    """
+
+    rank: int
+    family: str
+    ratio: float
+    lost_ns: int
+    kernels: int
+    kernel: str
+    same_work: bool
+
+
+class _KernelRuns(Struct, frozen=True):
+    """The runs of one kernel on one rank in order of time; counts is their number per step."""
+
+    rank: int
+    counts: Int64
+    took_ns: Int64
+
+
+class _ComparableRuns(Struct, frozen=True):
+    """The runs of one kernel, of equal shapes, on the ranks that ran it equally often.
+
+    took_ns has shape (ranks, runs), in order of time, with nan in a step in which the rank ran it
+    more or less often than the others; counts is the usual number of runs per step.
+    """
+
+    work: KernelWork
+    family: str
+    rank: Int64
+    counts: Int64
+    took_ns: Float
+
+
+def find_slow_kernels(split: RunSplit) -> tuple[SlowKernel, ...]:
+    """Finds the kernels that are slower on one rank than on its peers, by decreasing cost."""
+    traces = [rank.trace for rank in split.ranks]
+    stages = [split.layout.find_stage(trace.rank) for trace in traces]
+    return compare_kernel_times(traces, [rank.windows for rank in split.ranks], stages)
+
+
+def compare_kernel_times(
+    traces: Sequence[RankTrace], steps: Sequence[Steps], stages: Sequence[int]
+) -> tuple[SlowKernel, ...]:
+    """Finds the kernels that are slower on one rank than on its peers; one entry per trace.
+
+    The n-th run of a name in a step is compared with the n-th run of this name and the same shapes
+    on the other ranks, in steps that are full on all ranks, and only among ranks that ran it
+    equally often in most steps: a kernel on larger inputs is more work, not slower. Ranks are
+    compared within their pipeline stage (stages) if at least _MIN_PEERS ranks of the
+    stage ran it, because the n-th runs of two stages do different work in most schedules; without
+    shapes the only rank of a stage is compared with no other. The ratio of a rank is the median
+    over those runs, relative to the median rank. It counts if it is at least MIN_RATIO and exceeds
+    the noise between runs, between steps and between ranks (each from the MAD) by more than is
+    expected once in 1 / FALSE_ALARMS recordings.
+    """
+    full = [_collect_runs(trace, found) for trace, found in zip(traces, steps, strict=True)]
+    common = set.intersection(*(set(one.steps) for one in full)) if full else set()
+    comparable = [
+        one for one in _group_comparable(full, stages, sorted(common)) if (one.took_ns > 0).any()
+    ]
+    tests = sum(len(one.rank) for one in comparable) or 1
+    sigmas = max(_MIN_SIGMAS, NormalDist().inv_cdf(1 - FALSE_ALARMS / tests))
+    rows = [row for one in comparable for row in _compare_ranks(one, sigmas, len(common))]
+    return tuple(
+        sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.kernel, row.shapes or ""))
+    )
+
+
+def sum_slow_ranks(kernels: Sequence[SlowKernel]) -> tuple[SlowRank, ...]:
+    """The slow kernels summed by rank and family, by decreasing cost."""
+    by_family = defaultdict[tuple[int, str], list[SlowKernel]](list)
+    for one in kernels:
+        by_family[one.rank, one.family].append(one)
+    rows = [_sum_rank(rank, family, found) for (rank, family), found in by_family.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.lost_ns, row.rank, row.family)))
+
+
+def _sum_rank(rank: int, family: str, kernels: Sequence[SlowKernel]) -> SlowRank:
+    lost = sum(one.lost_ns for one in kernels)
+    usual = sum(one.lost_ns / (one.ratio - 1) for one in kernels)
+    worst = max(kernels, key=lambda one: one.lost_ns)
+    known = sum(one.lost_ns for one in kernels if one.shapes is not None)
+    return SlowRank(
+        rank, family, 1 + lost / usual, lost, len(kernels), worst.kernel, 2 * known > lost
+    )
+
+
+_MIN_PEERS = 3
+"""With two ranks the median is between them: neither is known to be the slow one."""
+
+
+class _RankRuns(Struct, frozen=True):
+    """The compute of one rank in its full steps; work_id indexes work and families."""
+
+    rank: int
+    steps: tuple[int, ...]
+    work: tuple[KernelWork, ...]
+    families: tuple[str, ...]
+    step: Int64
+    work_id: Int64
+    took_ns: Int64
+
+
+def _collect_runs(trace: RankTrace, steps: Steps) -> _RankRuns:
+    compute = collect_compute(trace, steps)
+    work, work_id = find_kernel_work(trace, compute.row)
+    name_id = compute.name_id[first_rows(work_id)].tolist()
+    families = tuple(compute.kinds.find_family(name) for name in name_id)
+    return _RankRuns(
+        trace.rank, compute.steps, work, families, compute.step, work_id, compute.took_ns
+    )
+
+
+def _group_comparable(
+    all_runs: Sequence[_RankRuns], stages: Sequence[int], common: Sequence[int]
+) -> Iterator[_ComparableRuns]:
+    """The kernels that at least two ranks ran often enough, and equally often in most steps."""
+    stage_of = {one.rank: stage for one, stage in zip(all_runs, stages, strict=True)}
+    runs = defaultdict[KernelWork, list[_KernelRuns]](list)
+    families = dict[KernelWork, str]()
+    for one in all_runs:
+        for work_id, own in _split_by_kernel(one, np.array(common, dtype=np.int64)):
+            work = one.work[work_id]
+            families[work] = one.families[work_id]
+            runs[work].append(own)
+    for work, everywhere in runs.items():
+        for same in _split_by_stage(everywhere, stage_of, is_known=work.shapes is not None):
+            for equal in _split_by_counts(same):
+                usual = equal[0].counts
+                ranks = np.array([one.rank for one in equal], dtype=np.int64)
+                took = np.stack([_place_runs(one, usual) for one in equal])
+                yield _ComparableRuns(work, families[work], ranks, usual, took)
+
+
+def _split_by_counts(runs: Sequence[_KernelRuns]) -> Iterator[list[_KernelRuns]]:
+    """The ranks that ran the kernel as often as most of them in more than half of the steps that
+    run it; the first one of each list did so in all."""
+    left = list(runs)
+    while len(left) > 1:
+        kinds = Counter(one.counts.tobytes() for one in left)
+        most = kinds.most_common(1)[0][0]
+        left.sort(key=lambda one: one.counts.tobytes() != most)
+        alike = [one for one in left if _is_alike(one, left[0].counts)]
+        if len(alike) > 1:
+            yield alike
+        left = [one for one in left if not _is_alike(one, left[0].counts)]
+
+
+def _is_alike(runs: _KernelRuns, usual: Int64) -> bool:
+    ran = (runs.counts > 0) | (usual > 0)
+    equal = (runs.counts == usual) & ran
+    return 2 * int(equal.sum()) > int(ran.sum()) and int(usual[equal].sum()) >= MIN_COUNT
+
+
+def _place_runs(runs: _KernelRuns, usual: Int64) -> Float:
+    """The durations, those of a step with another number of runs as so many nan as is usual."""
+    step = np.repeat(np.arange(len(usual)), usual)
+    is_usual = runs.counts == usual
+    placed = np.full(len(step), np.nan)
+    placed[is_usual[step]] = runs.took_ns[np.repeat(is_usual, runs.counts)]
+    return placed
+
+
+def _split_by_stage(
+    runs: Sequence[_KernelRuns], stage_of: Mapping[int, int], *, is_known: bool
+) -> Iterator[list[_KernelRuns]]:
+    """The runs of each stage with enough ranks, and those of all other ranks together.
+
+    If the shapes are not known, these are without the only ranks of stages.
+    """
+    by_stage = defaultdict[int, list[_KernelRuns]](list)
+    for one in runs:
+        by_stage[stage_of[one.rank]].append(one)
+    peers = Counter(stage_of.values())
+    is_comparable = len(peers) == 1 or is_known
+    others = [
+        run
+        for stage, same in by_stage.items()
+        if len(same) < _MIN_PEERS and (is_comparable or peers[stage] > 1)
+        for run in same
+    ]
+    yield from (same for same in by_stage.values() if len(same) >= _MIN_PEERS)
+    if len(others) > 1:
+        yield others
+
+
+def _split_by_kernel(runs: _RankRuns, common: Int64) -> Iterator[tuple[int, _KernelRuns]]:
+    """Per kernel with enough runs: its work_id and its runs."""
+    rows = np.flatnonzero(np.isin(runs.step, common))
+    rows = rows[np.argsort(runs.work_id[rows], kind="stable")]
+    first = np.flatnonzero(np.diff(runs.work_id[rows], prepend=-1))
+    for same in np.split(rows, first[1:]) if len(rows) else ():
+        if len(same) >= MIN_COUNT:
+            counts = np.bincount(np.searchsorted(common, runs.step[same]), minlength=len(common))
+            own = _KernelRuns(runs.rank, counts.astype(np.int64), runs.took_ns[same])
+            yield int(runs.work_id[same[0]]), own
+
+
+def _compare_ranks(runs: _ComparableRuns, sigmas: float, steps: int) -> Iterator[SlowKernel]:
+    took = np.log(np.maximum(runs.took_ns, 1))
+    usual = _compute_median(took, axis=0)
+    by_rank = _compute_median(took - usual, axis=1)
+    middle = _compute_low_median(by_rank)
+    apart = by_rank - middle
+    if not (apart >= _LEAST_APART).any():
+        return
+    noise = _estimate_noise(took - usual, by_rank, runs.counts)
+    least = np.maximum(_LEAST_APART, sigmas * noise)
+    expected_ns = float(np.exp(usual + middle).sum()) / steps
+    for row in np.flatnonzero(apart >= least).tolist():
+        ratio = float(np.exp(apart[row]))
+        yield SlowKernel(
+            rank=int(runs.rank[row]),
+            kernel=runs.work.name,
+            family=runs.family,
+            ratio=ratio,
+            lost_ns=round(expected_ns * (ratio - 1)),
+            count=int(np.isfinite(runs.took_ns[row]).sum()),
+            shapes=runs.work.shapes,
+        )
+
+
+def _estimate_noise(beyond: Float, by_rank: Float, counts: Int64) -> Float:
+    """The standard deviation of each rank's ratio, from its runs, its steps and the other ranks.
+
+    The median rank itself is uncertain with few ranks; with two, it shifts by as much in the other
+    direction.
+    """
+    parts = np.split(beyond, np.cumsum(counts)[:-1], axis=1)
+    by_step = np.stack([_compute_median(p, axis=1) for p in parts if p.shape[1]], axis=1)
+    of_median = _estimate_median_sigma(beyond, by_rank)
+    if by_step.shape[1] >= _MIN_STEPS:
+        of_median = np.maximum(of_median, _estimate_median_sigma(by_step, by_rank))
+    spread = SIGMA_OF_MAD * _compute_low_median(np.abs(by_rank - _compute_low_median(by_rank)))
+    return np.asarray(np.hypot((1 + 2 / len(by_rank)) * of_median, spread))
+
+
+def _estimate_median_sigma(values: Float, by_rank: Float) -> Float:
+    """The standard deviation of each rank's median of these values, shape (ranks, n)."""
+    sigma = SIGMA_OF_MAD * _compute_median(np.abs(values - by_rank[:, None]), axis=1)
+    # A rank whose few values agree by chance is as noisy as its peers.
+    sigma = np.maximum(sigma, np.median(sigma))
+    return np.asarray(_SIGMA_OF_MEDIAN * sigma / np.sqrt(np.isfinite(values).sum(axis=1)))
+
+
+def _compute_median(values: Float, axis: int) -> Float:
+    """The median without nan; nan of nothing else."""
+    ordered = np.sort(values, axis)
+    n = np.isfinite(values).sum(axis, keepdims=True)
+    low, high = (
+        np.take_along_axis(ordered, np.maximum(middle, 0), axis)
+        for middle in ((n - 1) // 2, n // 2)
+    )
+    return np.asarray((low + high) / 2).squeeze(axis)
+
+
+def _compute_low_median(values: Float) -> float:
+    """The lower middle value: for two ranks the faster one is the reference."""
+    return float(np.sort(values)[(len(values) - 1) // 2])

@@ -1,0 +1,101 @@
+"""Runs whose meshes were inferred from their calls, and differ because the calls do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from msgspec.structs import replace
+
+from stepsplit.analyzer.regression.compare import CallKind, format_axis, map_axes
+from stepsplit.analyzer.regression.metrics import (
+    BucketTime,
+    CallMetrics,
+    RunMetrics,
+    Value,
+    has_stated_mesh,
+)
+from stepsplit.analyzer.regression.samples import BANDWIDTH
+from stepsplit.collectors.formats.run_spec import Mesh
+
+
+def align_meshes(
+    baseline: Sequence[RunMetrics], candidate: Sequence[RunMetrics]
+) -> tuple[list[RunMetrics], list[RunMetrics]]:
+    """Both sides with the axes of one run, in which groups of the same ranks are on the same axis.
+
+    A mesh that is stated or named is that of the job, else the baseline's is. Runs with another
+    stated mesh, or without a group in common, stay as they are.
+    """
+    runs = [*baseline, *candidate]
+    known = [run for run in runs if run.setup.mesh is not None]
+    reference = next((run for run in known if has_stated_mesh(run.setup)), next(iter(known), None))
+    if reference is None:
+        return list(baseline), list(candidate)
+    aligned = [
+        run
+        if run.setup.mesh == reference.setup.mesh or has_stated_mesh(run.setup)
+        else _take_axes(run, reference)
+        for run in runs
+    ]
+    return aligned[: len(baseline)], aligned[len(baseline) :]
+
+
+def _take_axes(run: RunMetrics, reference: RunMetrics) -> RunMetrics:
+    """The run with the reference's mesh: the axis of each group is the one along which its ranks
+    differ."""
+    words = (reference.setup.mesh or "").split()
+    mesh = Mesh.of(dict(zip(words[::2], map(int, words[1::2]), strict=True)))
+    if run.setup.world_size != mesh.world_size or not run.groups:
+        return run
+    names = map_axes(mesh, run.groups)
+    times: dict[tuple[str, str | None], int] = defaultdict(int)
+    for row in run.times:
+        times[row.bucket, names.get(row.axis or "", row.axis)] += row.mean_ns
+    return replace(
+        run,
+        setup=replace(run.setup, mesh=reference.setup.mesh),
+        calls=None if run.calls is None else _rename_calls(run.calls, names),
+        times=tuple(BucketTime(*key, mean_ns) for key, mean_ns in times.items()),
+        values=_rename_values(run.values, names),
+        blame=tuple(replace(row, axis=names.get(row.axis or "", row.axis)) for row in run.blame),
+        groups=tuple(
+            replace(group, axis=names.get(format_axis(group), group.axis)) for group in run.groups
+        ),
+    )
+
+
+def _rename_calls(
+    calls: Sequence[CallMetrics], names: Mapping[str, str]
+) -> tuple[CallMetrics, ...]:
+    """The calls on the renamed axes; those that are now of one kind are added up."""
+    same: dict[CallKind, list[CallMetrics]] = defaultdict(list)
+    for row in calls:
+        same[names.get(row.axis, row.axis), row.op, row.dtype, row.message_bytes].append(row)
+    return tuple(
+        CallMetrics(
+            *kind,
+            sum(row.calls for row in rows),
+            any(row.varies for row in rows),
+            int(median(row.transfer_ns for row in rows)),
+            int(median(row.wait_ns for row in rows)),
+        )
+        for kind, rows in same.items()
+    )
+
+
+def _rename_values(values: Sequence[Value], names: Mapping[str, str]) -> tuple[Value, ...]:
+    """The values by renamed axis. Of two bandwidths that are now of one axis the lower is kept;
+    others are added up."""
+    found: dict[str, float] = {}
+    for one in values:
+        metric, *rest = one.metric.split(".")
+        name = ".".join((metric, *(names.get(part, part) for part in rest)))
+        if name not in found:
+            found[name] = one.value
+        elif metric == BANDWIDTH:
+            found[name] = min(found[name], one.value)
+        else:
+            found[name] += one.value
+    return tuple(Value(name, value) for name, value in found.items())

@@ -1,0 +1,137 @@
+"""What the calls of a rank are for, from the ranges of autograd and of frameworks around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import Intervals, is_inside, union
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+
+# What the calls of a rank are for, from the ranges of autograd and of frameworks around them.
+#
+# A collective that is issued in a hook of autograd reduces gradients, one in an FSDP range moves
+# weights, and one in a layer of tensor parallelism reduces activations: whatever its size, and
+# whatever else runs on its group.
+
+SHARDS = ("FSDP::", "FullyShardedDataParallel._")
+"""Prefixes of the annotations of PyTorch's fully sharded data parallelism."""
+
+DDP_FORWARD = "DistributedDataParallel.forward"
+"""torch's annotation of the forward of a replicated module."""
+
+ENGINE = "autograd::engine"
+"""Prefix of autograd's ranges, one for each function of a backward."""
+
+_HOOKS = (
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+    "torch::autograd::AccumulateGrad",
+)
+"""Ranges in which the gradient of a weight is complete: DDP, DeepSpeed and Megatron-LM reduce it
+in a hook of theirs."""
+
+_TENSOR_LAYERS = re.compile(
+    r"(?:Model|Tensor|Sequence)ParallelRegion(?!ToMOE)"
+    r"|VocabParallel|(?:Column|Row)ParallelLinear"
+    r"|LinearWithGradAccumulationAndAsyncCommunication"
+)
+"""Functions and modules of tensor parallelism in Megatron-LM and in what descends from it."""
+
+_REDISTRIBUTES = "Redistribute"
+"""DTensor's function that changes the placement of an activation or of a weight."""
+
+
+class CallPurposes(Struct, frozen=True):
+    """For each call of a rank, whether a range shows its purpose; columns of one length.
+
+    backward: issued in a range of autograd. weights: issued by FSDP. gradients: in a hook of
+    autograd. activations: in a layer of tensor parallelism, or in a redistribution of DTensor in
+    the forward.
+    """
+
+    backward: Bool
+    weights: Bool
+    gradients: Bool
+    activations: Bool
+
+    @property
+    def known(self) -> Bool:
+        """Which calls move tensors, by their purpose."""
+        return self.weights | self.gradients | self.activations
+
+
+def find_call_purposes(trace: RankTrace) -> CallPurposes:
+    """The purpose of each call, by the ranges that contain the instant at which it was issued."""
+    events, when = trace.events, find_issue_ns(trace)
+    hooked = is_inside(find_spans(events, *_HOOKS), when)
+    layers = _find_ranges(events, lambda name: _TENSOR_LAYERS.search(name) is not None)
+    redistributes = _find_ranges(events, lambda name: name == _REDISTRIBUTES)
+    # A redistribution counts before the first backward of a step only: DTensor also reduces norms
+    # of gradients and gradients themselves.
+    forward = when < find_first_backward_ns(events, when)
+    activations = is_inside(layers, when) | (is_inside(redistributes, when) & forward)
+    return CallPurposes(
+        backward=is_inside(find_spans(events, ENGINE), when),
+        weights=is_inside(find_spans(events, *SHARDS), when),
+        gradients=hooked,
+        activations=activations & ~hooked,
+    )
+
+
+def find_spans(events: Events, *prefixes: str) -> Intervals:
+    """The intervals of host events whose name has one of these prefixes."""
+    categories = (Category.OP, Category.ANNOTATION)
+    return _find_ranges(events, lambda name: name.startswith(prefixes), *categories)
+
+
+def _find_ranges(
+    events: Events,
+    is_named: Callable[[str], bool],
+    *categories: Category,
+) -> Intervals:
+    """The union of the host events with such a name, of all host categories by default."""
+    mask = events.name_mask(tuple(is_named(name) for name in events.names))
+    chosen = categories or (Category.OP, Category.ANNOTATION, Category.PYTHON)
+    mask = mask & events.is_category(*chosen)
+    return union(events.start_ns[mask], events.ends_of(mask))
+
+
+def find_issue_ns(trace: RankTrace) -> Int64:
+    """The instant at which the host issued each call, else its start."""
+    calls = trace.calls
+    return np.where(calls.issued_ns >= 0, calls.issued_ns, trace.events.start_ns[calls.event])
+
+
+# Before and after the first backward of a step.
+
+
+def classify_parts(trace: RankTrace, is_tensor: Bool) -> Int64:
+    """0 for calls before the first backward of their step, 1 for later ones, -1 for ignored ones.
+
+    Ignored are messages, calls that move no tensor, calls of unknown time, and calls outside steps
+    with a backward.
+    """
+    calls, when = trace.calls, find_issue_ns(trace)
+    counts = is_tensor & ~calls.is_message & ((calls.issued_ns >= 0) | (not trace.on_device))
+    backward = find_first_backward_ns(trace.events, when)
+    return np.where(counts & (backward >= 0), (when >= backward).astype(np.int64), -1)
+
+
+def find_first_backward_ns(events: Events, when: Int64) -> Int64:
+    """The first backward in the step of each instant; -1 if there is none."""
+    on_host = events.is_category(Category.OP, Category.ANNOTATION)
+    backward = events.start_ns[on_host & events.match_prefix(ENGINE)]
+    steps = events.start_ns[on_host & events.match_prefix("ProfilerStep#")]
+    # A trace without marks is one step.
+    steps = steps if len(steps) else events.start_ns[:1]
+    if not len(backward) or not len(steps):
+        return np.full(len(when), -1, dtype=np.int64)
+    ends = np.append(steps[1:], np.iinfo(np.int64).max)
+    first = np.searchsorted(backward, steps)
+    start = backward[np.minimum(first, len(backward) - 1)]
+    of_step = np.where((first < len(backward)) & (start < ends), start, -1)
+    step = np.searchsorted(steps, when, side="right") - 1
+    return np.where(step >= 0, of_step[np.maximum(step, 0)], -1)

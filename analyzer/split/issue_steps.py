@@ -1,0 +1,96 @@
+"""In which step the host issued each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.split.host_steps import MERGED
+from stepsplit.analyzer.split.steps import Steps, StepWindow
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+
+_MARK = "ProfilerStep#"
+
+
+class HostSteps(Struct, frozen=True):
+    """The full steps of a rank in order, each from start_ns to end_ns.
+
+    marked: ProfilerStep marks give the host times. Otherwise the steps are inferred from repetition
+    and, for a device trace, use device times: on_device.
+    """
+
+    number: tuple[int, ...]
+    start_ns: Int64
+    end_ns: Int64
+    marked: bool
+    on_device: bool
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def find_step(self, when: Int64) -> Int64:
+        """The index of the step at each instant, -1 for none."""
+        step = np.searchsorted(self.start_ns, when, side="right") - 1
+        within = step >= 0
+        within[within] = when[within] < self.end_ns[step[within]]
+        return np.where(within, step, -1)
+
+
+def build_host_steps(trace: RankTrace, steps: Steps) -> HostSteps:
+    """The full steps of the rank (all steps if none is full) in host time."""
+    is_merged = any(note.code == MERGED for note in steps.notes)
+    numbers = {window.step for window in steps.windows} if is_merged else None
+    marks = _read_marked_steps(trace.events, numbers)
+    counted = [w for w in steps.counted if not marks or w.step in marks]
+    spans = [marks[w.step] if marks and trace.on_device else w for w in counted]
+    return _make_host_steps(spans, marked=bool(marks), on_device=trace.on_device and not marks)
+
+
+def take_whole_trace(trace: RankTrace) -> HostSteps:
+    """The whole trace as one host step."""
+    first, last = int(trace.events.start_ns.min()), int(trace.events.end_ns.max())
+    return _make_host_steps([StepWindow(0, "full", first, last)], marked=False, on_device=False)
+
+
+def _make_host_steps(spans: Sequence[StepWindow], *, marked: bool, on_device: bool) -> HostSteps:
+    return HostSteps(
+        number=tuple(span.step for span in spans),
+        start_ns=np.array([span.start_ns for span in spans], dtype=np.int64),
+        end_ns=np.array([span.end_ns for span in spans], dtype=np.int64),
+        marked=marked,
+        on_device=on_device,
+    )
+
+
+def compute_issued_ns(trace: RankTrace, steps: HostSteps) -> Int64:
+    """The issue time of each call, on the clock of the steps; -1 if unknown."""
+    starts = trace.events.start_ns[trace.calls.event]
+    if steps.on_device:
+        return starts
+    unknown = -1 if trace.on_device else starts
+    return np.where(trace.calls.issued_ns >= 0, trace.calls.issued_ns, unknown)
+
+
+def find_issue_step(trace: RankTrace, steps: HostSteps, leads: Bool) -> Int64:
+    """The index of the step in which each call was issued; -1 for none, and for all but the first
+    row of a call with several kernels."""
+    return np.where(leads, steps.find_step(compute_issued_ns(trace, steps)), -1)
+
+
+def _read_marked_steps(events: Events, numbers: Set[int] | None) -> dict[int, StepWindow]:
+    """The marked steps by number, each from the end of the previous one, the first from its
+    start; numbers: those of the last marks of merged steps, None for all."""
+    rows = np.flatnonzero(
+        events.match_prefix(_MARK) & events.is_category(Category.ANNOTATION, Category.OP)
+    )
+    by_number: dict[int, StepWindow] = {}
+    begin = int(events.start_ns[rows[0]]) if len(rows) else 0
+    for row, end in zip(rows.tolist(), events.ends_of(rows).tolist(), strict=True):
+        number = events.name_of(row).removeprefix(_MARK)
+        is_last = number.isdecimal() and (numbers is None or int(number) in numbers)
+        if is_last and end > begin:
+            by_number[int(number)] = StepWindow(int(number), "full", begin, end)
+            begin = end
+    return by_number

@@ -1,0 +1,305 @@
+"""Microbatch slots of a rank (one microbatch and phase each), from annotations or its messages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+
+from stepsplit.analyzer.arrays import list_distinct, union
+from stepsplit.analyzer.split.mesh import STAGE_AXES, RankLayout
+from stepsplit.analyzer.split.microbatch_marks import MARKERS, parse_marks
+from stepsplit.analyzer.trace import Bool, Category, Events, Int64, RankTrace
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchSlot:
+    """One forward, backward or weight gradient of a microbatch, on the rank's own clock."""
+
+    stage: int
+    microbatch: int
+    phase: str
+    start_ns: int
+    end_ns: int
+
+
+_PHASES = ("forward", "backward")
+
+
+class DetectedSlots(Struct, frozen=True):
+    """The slots of a rank in order of time, and their source: annotations, messages, or None."""
+
+    slots: tuple[MicrobatchSlot, ...]
+    source: str | None
+
+
+def find_slots(trace: RankTrace, layout: RankLayout) -> DetectedSlots:
+    """The slots marked by annotations, else those inferred from messages."""
+    marked = read_slots(trace, layout)
+    if marked:
+        return DetectedSlots(marked, "annotations")
+    inferred = infer_slots(trace, layout)
+    return DetectedSlots(inferred, "messages" if inferred else None)
+
+
+def infer_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, ...]:
+    """Infers the slots of a rank with one stage from what its host launched between its messages.
+
+    The input of a message is launched before it and its consumer after it, so there is one slot
+    between two messages; kernels launched by autograd are a backward. Without a message in between,
+    autograd separates two slots: a forward on the last stage ends, and one on the first stage
+    starts, where autograd does. A slot extends from its first kernel to its last, including tp, cp
+    and ep communication; microbatches are counted per step. A step with different numbers of
+    forwards and backwards has no slots, nor has a rank with messages of several chunks.
+    """
+    line = next((line for line in layout.pipelines if trace.rank in line), ())
+    messages = _find_message_times(trace, line)
+    if not len(messages) or _has_several_chunks(trace, line):
+        return ()
+    steps = np.sort(trace.events.start_ns[_mask_host_events(trace.events, "ProfilerStep#")])
+    work = _collect_work(trace, layout, steps)
+    gaps = _assign_gaps(work, messages, _find_host_step(messages, steps))
+    kind = _classify_work(work, gaps, first=trace.rank == line[0], last=trace.rank == line[-1])
+    return _build_slots(work, gaps.number, kind, layout.find_stage(trace.rank))
+
+
+class _Work(Struct, frozen=True):
+    """The events of a rank's slots, by launch time; columns of one length.
+
+    step is the host's step; autograd marks launches by autograd.
+    """
+
+    launch_ns: Int64
+    start_ns: Int64
+    end_ns: Int64
+    step: Int64
+    autograd: Bool
+
+
+def _find_message_times(trace: RankTrace, line: Sequence[int]) -> Int64:
+    """The issue time of each message to another rank of the pipeline, or to an unknown peer."""
+    calls = trace.calls
+    of_line = [len(set(group.ranks) & set(line)) > 1 for group in trace.groups]
+    unknown = (calls.peer < 0) & np.array([*of_line, bool(line)])[calls.group_id]
+    rows = np.flatnonzero(calls.is_message & (np.isin(calls.peer, line) | unknown))
+    issued = calls.issued_ns[rows]
+    return np.sort(np.where(issued >= 0, issued, trace.events.start_ns[calls.event[rows]]))
+
+
+def _has_several_chunks(trace: RankTrace, line: Sequence[int]) -> bool:
+    """Whether messages skip a neighbor: from the last rank to the first, for a further chunk."""
+    calls, at = trace.calls, line.index(trace.rank)
+    neighbors = line[max(at - 1, 0) : at + 2]
+    distant = np.isin(calls.peer, line) & ~np.isin(calls.peer, neighbors)
+    return bool((calls.is_message & distant).any())
+
+
+def _find_host_step(when: Int64, steps: Int64) -> Int64:
+    """The step of the host at each instant, -1 before the first; 0 without marks."""
+    return np.searchsorted(steps, when, side="right") - (1 if len(steps) else 0)
+
+
+def _collect_work(trace: RankTrace, layout: RankLayout, steps: Int64) -> _Work:
+    """The rank's kernels (on a CPU: ops) without the optimizer's, by launch time."""
+    events = trace.events
+    works = _find_slot_kernels(trace, layout) if trace.on_device else trace.kinds.computes
+    rows = np.flatnonzero(works)
+    launched = events.find_launch_ns(rows) if trace.on_device else events.start_ns[rows]
+    step = _find_host_step(launched, steps)
+    counts = (launched >= 0) & (step >= 0) & ~_is_launched_in(events, "Optimizer.", launched)
+    order = np.argsort(launched, kind="stable")
+    order = order[counts[order]]
+    rows, launched = rows[order], launched[order]
+    return _Work(
+        launch_ns=launched,
+        start_ns=events.start_ns[rows],
+        end_ns=events.ends_of(rows),
+        step=step[order],
+        autograd=_is_launched_in(events, "autograd::engine::evaluate_function", launched),
+    )
+
+
+def _find_slot_kernels(trace: RankTrace, layout: RankLayout) -> Bool:
+    """Which events are kernels of a slot: compute, or communication within the stage."""
+    axes = [layout.find_axes(group) for group in trace.groups]
+    within = np.array([*(bool(a) and a <= STAGE_AXES for a in axes), False])
+    kernels = trace.events.is_category(Category.KERNEL)
+    kernels[trace.calls.event] &= within[trace.calls.group_id]
+    return kernels
+
+
+def _mask_host_events(events: Events, name: str) -> Bool:
+    """Which events are ops and annotations with this name prefix."""
+    return events.is_category(Category.OP, Category.ANNOTATION) & events.match_prefix(name)
+
+
+def _is_launched_in(events: Events, name: str, launched: Int64) -> Bool:
+    """Which of these times are inside an op or annotation with this name prefix."""
+    spans = _mask_host_events(events, name)
+    covered = union(events.start_ns[spans], events.ends_of(spans))
+    edges = np.stack([covered.start_ns, covered.end_ns], axis=1).ravel()
+    return np.asarray(np.searchsorted(edges, launched, side="right") % 2 == 1)
+
+
+class _Gaps(Struct, frozen=True):
+    """For each event, the number of the interval between messages that contains its launch.
+
+    preceded, followed: the interval starts, ends with a message of the same step; before, after:
+    the event comes before, after all autograd events of its interval.
+    """
+
+    number: Int64
+    preceded: Bool
+    followed: Bool
+    before: Bool
+    after: Bool
+
+
+def _assign_gaps(work: _Work, messages: Int64, message_step: Int64) -> _Gaps:
+    passed = np.searchsorted(messages, work.launch_ns, side="right")
+    before = np.concatenate(([-1], message_step))[passed]
+    after = np.concatenate((message_step, [-1]))[passed]
+    at, gaps = np.arange(len(passed)), len(messages) + 1
+    first, last = np.full(gaps, len(at)), np.full(gaps, -1)
+    np.minimum.at(first, passed[work.autograd], at[work.autograd])
+    np.maximum.at(last, passed[work.autograd], at[work.autograd])
+    return _Gaps(
+        number=passed,
+        preceded=before == work.step,
+        followed=after == work.step,
+        before=at < first[passed],
+        after=at > last[passed],
+    )
+
+
+def _classify_work(work: _Work, gaps: _Gaps, *, first: bool, last: bool) -> Int64:
+    """For each event 0 for a forward, 1 for a backward, -1 for neither.
+
+    Every stage but the first receives the input of a forward; every stage but the last sends its
+    output and receives the input of a backward, which on the last stage is its own forward.
+    """
+    alone = gaps.before & gaps.after
+    forward = alone | (gaps.before & last) | (gaps.after & first)
+    whole = (gaps.preceded | first) & (gaps.followed | (last & ~alone))
+    back = gaps.preceded & (gaps.followed | first)
+    return np.where(forward, np.where(whole, 0, -1), np.where(back, 1, -1))
+
+
+def _build_slots(work: _Work, gap: Int64, kind: Int64, stage: int) -> tuple[MicrobatchSlot, ...]:
+    """One slot per interval and kind, in steps with equal numbers of both kinds."""
+    rows = np.flatnonzero(kind >= 0)
+    codes, box = np.unique(2 * gap[rows] + kind[rows], return_inverse=True)
+    start = np.full(len(codes), np.iinfo(np.int64).max)
+    end, step = np.zeros(len(codes), dtype=np.int64), np.zeros(len(codes), dtype=np.int64)
+    np.minimum.at(start, box, work.start_ns[rows])
+    np.maximum.at(end, box, work.end_ns[rows])
+    step[box] = work.step[rows]
+    slots = []
+    for number in np.unique(step).tolist():
+        parts = [np.flatnonzero((step == number) & (codes % 2 == phase)) for phase in (0, 1)]
+        if len(parts[0]) == len(parts[1]):
+            slots += [
+                MicrobatchSlot(stage, i, phase, int(start[row]), int(end[row]))
+                for phase, part in zip(_PHASES, parts, strict=True)
+                for i, row in enumerate(part.tolist())
+            ]
+    return tuple(sorted(slots, key=lambda one: one.start_ns))
+
+
+# Slots marked by annotations.
+
+
+def read_slots(trace: RankTrace, layout: RankLayout) -> tuple[MicrobatchSlot, ...]:
+    """The slots marked by annotations, in order of time; on the device those of their kernels.
+
+    Some torch schedules mark them too; if the collector did, only its marks count. torch's GPipe
+    marks have no stage: the rank's pp coordinate is used, and without it they are ignored. A
+    combined action is two slots with the same times.
+    """
+    events, stage = trace.events, layout.stage_of.get(trace.rank)
+    for prefixes in MARKERS:
+        marks = [
+            parse_marks(name, stage) if name.startswith(prefixes) else () for name in events.names
+        ]
+        spans = _find_spans(trace, layout, events.name_mask(tuple(map(bool, marks))))
+        if len(spans.row):
+            slots = [
+                MicrobatchSlot(mark.stage, mark.microbatch, mark.phase, start, end)
+                for row, start, end in zip(*map(np.ndarray.tolist, spans), strict=True)
+                for mark in marks[events.name_id[row]]
+            ]
+            return tuple(sorted(slots, key=lambda slot: slot.start_ns))
+    return ()
+
+
+class _Spans(NamedTuple):
+    """When the work of marks ran; row is that of each mark, columns of one length."""
+
+    row: Int64
+    start_ns: Int64
+    end_ns: Int64
+
+
+def _find_spans(trace: RankTrace, layout: RankLayout, marked: Bool) -> _Spans:
+    """When the work of the marks ran: on a device from their first kernel to their last.
+
+    The profiler's own device range of a mark has the kernels that the marking thread launched; a
+    backward is launched by autograd's threads while that thread waits for them. It is used where
+    the trace has no marks or no launches of the host.
+    """
+    events = trace.events
+    on_host = np.flatnonzero(marked & events.is_category(Category.ANNOTATION))
+    if not trace.on_device:
+        return _Spans(on_host, events.start_ns[on_host], events.ends_of(on_host))
+    if len(on_host) and (found := _find_kernels_of_marks(trace, layout, on_host)) is not None:
+        return found
+    rows = np.flatnonzero(marked & events.is_category(Category.GPU_ANNOTATION))
+    rows = _select_compute_stream(trace, rows) if len(rows) else rows
+    return _Spans(rows, events.start_ns[rows], events.ends_of(rows))
+
+
+def _find_kernels_of_marks(trace: RankTrace, layout: RankLayout, marks: Int64) -> _Spans | None:
+    """From the first to the last kernel that any thread launched within each mark; None if no mark
+    has a kernel.
+
+    A mark without a kernel, such as the input gradient of the first stage, is empty and lies where
+    the next launched kernel starts.
+    """
+    events = trace.events
+    kernels = np.flatnonzero(_find_slot_kernels(trace, layout))
+    launched = events.find_launch_ns(kernels)
+    order = np.argsort(launched, kind="stable")
+    kernels, launched = kernels[order], launched[order]
+    first = np.searchsorted(launched, events.start_ns[marks], side="left")
+    after = np.searchsorted(launched, events.ends_of(marks), side="right")
+    if not (first < after).any():
+        return None
+    end = events.ends_of(kernels)
+    start = np.append(events.start_ns[kernels], end.max())
+    # Every second part is that between a mark's first kernel and the next one after it.
+    parts = np.stack([first, after], axis=1).ravel()
+    starts = np.minimum.reduceat(start, parts)[::2]
+    ends = np.maximum.reduceat(np.append(end, -1), parts)[::2]
+    return _Spans(marks, starts, np.where(first < after, ends, starts))
+
+
+def _select_compute_stream(trace: RankTrace, rows: Int64) -> Int64:
+    """Selects the marks on the stream with the most compute; a device repeats a mark per stream."""
+    events = trace.events
+    lanes = list_distinct(events.lane[rows]).tolist()
+    if not trace.on_device or len(lanes) == 1:
+        return rows
+    computes = trace.kinds.computes
+    work = np.bincount(
+        events.lane[computes], weights=events.dur_ns[computes], minlength=len(events.lanes)
+    )
+    of_stream: dict[tuple[str, str], float] = defaultdict(float)
+    for lane, busy in zip(events.lanes, work.tolist(), strict=True):
+        of_stream[lane.pid, lane.tid] += busy
+    streams = {lane: (events.lanes[lane].pid, events.lanes[lane].tid) for lane in lanes}
+    busiest = max(lanes, key=lambda lane: of_stream[streams[lane]])
+    return np.asarray(rows[events.lane[rows] == busiest])

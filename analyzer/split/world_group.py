@@ -1,0 +1,82 @@
+"""Collectives without a process group in the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stepsplit.analyzer.trace import Group, Int64, RankTrace, find_earlier_calls
+
+# Collectives without a process group in the trace.
+#
+# Old traces, some frameworks, and replays of CUDA graphs have communication kernels without
+# arguments. They are treated as collectives of all ranks if every rank of the job is recorded, no
+# smaller process group is known, all ran the same communication kernels in the same order, and no
+# kernel ends before the last member's kernel has started.
+
+UNNAMED = "unnamed"
+
+EARLY_NS = 100_000
+"""Tolerance for kernels that seem to end before the last arrival, on clocks aligned by the
+kernels."""
+
+
+def assign_world_group(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """The traces with calls without a group on the world group, if they are its collectives."""
+    world = infer_world_group(traces)
+    return list(traces) if world is None else [_add_group(trace, world) for trace in traces]
+
+
+def _add_group(trace: RankTrace, group: Group) -> RankTrace:
+    """The trace with its calls without group and peer on this group."""
+    calls, groups = trace.calls, (*trace.groups, group)
+    unnamed = (calls.group_id < 0) & (calls.peer < 0)
+    group_id = np.where(unnamed, len(groups) - 1, calls.group_id).astype(np.int32)
+    return replace(trace, calls=replace(calls, group_id=group_id), groups=groups)
+
+
+def infer_world_group(traces: Sequence[RankTrace]) -> Group | None:
+    """The group of all ranks if the calls without a group are its collectives, else None."""
+    rows = [find_unnamed(trace) for trace in traces]
+    complete = len(traces) > 1 and len(traces) == max(trace.world_size for trace in traces)
+    if not complete or not len(rows[0]) or len({len(one) for one in rows}) > 1:
+        return None
+    if any(1 < len(group.ranks) < len(traces) for trace in traces for group in trace.groups):
+        return None
+    # Beside gloo's calls with a group, those without have an unknown order on each rank.
+    if any(not trace.on_device and _has_grouped_calls(trace) for trace in traces):
+        return None
+    if len({_list_names(trace, one) for trace, one in zip(traces, rows, strict=True)}) > 1:
+        return None
+    if not _check_overlap(traces, rows):
+        return None
+    return Group(
+        UNNAMED, tuple(trace.rank for trace in traces), "all ranks, inferred from call order"
+    )
+
+
+def find_unnamed(trace: RankTrace) -> Int64:
+    """The events of the calls without group and peer, by start; not those of earlier steps."""
+    calls = trace.calls
+    unnamed = (calls.group_id < 0) & (calls.peer < 0) & ~find_earlier_calls(trace)
+    events = calls.event[unnamed]
+    return events[np.argsort(trace.events.start_ns[events], kind="stable")]
+
+
+def _has_grouped_calls(trace: RankTrace) -> bool:
+    calls = trace.calls
+    return bool(((calls.group_id >= 0) & (calls.peer < 0)).any())
+
+
+def _list_names(trace: RankTrace, events: Int64) -> tuple[str, ...]:
+    return tuple(trace.events.names[name] for name in trace.events.name_id[events].tolist())
+
+
+def _check_overlap(traces: Sequence[RankTrace], rows: Sequence[Int64]) -> bool:
+    """Whether the n-th kernels of all ranks overlap, after aligning the median ends."""
+    start = np.stack([t.events.start_ns[r] for t, r in zip(traces, rows, strict=True)])
+    end = np.stack([t.events.ends_of(r) for t, r in zip(traces, rows, strict=True)])
+    apart = np.median(end - end[0], axis=1).astype(np.int64)[:, np.newaxis]
+    return bool(((end - apart).min(axis=0) >= (start - apart).max(axis=0) - EARLY_NS).all())

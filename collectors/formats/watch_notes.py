@@ -1,0 +1,260 @@
+"""What the ranks of a watched training note in its folder, and how it is read beside them.
+
+ranks/rank0.jsonl   what the rank notes: its start, windows of step times, its samples, its end
+samples/STEP/       a sample, an ordinary recording of a few steps; STEP-N after N restarts
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stepsplit.collectors.formats.json_decode import select_known_fields
+from stepsplit.collectors.safe_io.atomic_file import PRIVATE, create_private, make_owner_folder
+from stepsplit.collectors.safe_io.regular_file import open_regular
+
+RANKS, SAMPLES = "ranks", "samples"
+"""Folders of the notes and of the samples."""
+
+CAPTURE = "capture"
+"""A file that requests a sample of all ranks as soon as possible."""
+
+MAX_NOTES_BYTES = 4 << 20
+"""Size at which the file of notes becomes rank0.jsonl.old, and the .old one before it is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted:
+    """The begin of a watched rank."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    incarnation: int
+    budget: float
+    unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankWindow:
+    """The times of a rank's unprofiled steps between two closings, in ns: 20 steps or a minute.
+
+    Steps of a sample between first_step and last_step are not counted. start_unix_ns is when the
+    first step began, end_unix_ns when the last one ended. local_ns: the median over steps of the
+    time from the begin to the last gradient of this rank, before it waits for the gradients of
+    others; 0 where it is unknown.
+    """
+
+    rank: int
+    first_step: int
+    last_step: int
+    start_unix_ns: int
+    end_unix_ns: int
+    steps: int
+    min_step_ns: int
+    median_step_ns: int
+    max_step_ns: int
+    local_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleReport:
+    """What a rank says of a sample when the steps after it have been timed.
+
+    step: the first recorded step, with the steps before a resumption. no_data: why there is no
+    trace of this rank; is_fault: whether that was a failure of ours, not a profiler of the script.
+    before_ns and after_ns: times of unprofiled steps. cost_ns: how much longer the steps of the
+    sample took, with its stop and export. is_capture: whether it was requested.
+    """
+
+    number: int
+    incarnation: int
+    rank: int
+    step: int
+    steps: int
+    unix_ns: int
+    pivot: int | None
+    folder: str
+    is_sampled: bool
+    no_data: str = ""
+    is_fault: bool = False
+    cost_ns: int = 0
+    before_ns: tuple[int, ...] = ()
+    after_ns: tuple[int, ...] = ()
+    interval_steps: int = 0
+    overhead: float | None = None
+    is_capture: bool = False
+
+
+def parse_report(text: str) -> SampleReport:
+    """Parses a report of a rank. Raises TypeError or ValueError if it is invalid."""
+    return _build_report(json.loads(text))
+
+
+def _build_report(body: dict[str, Any]) -> SampleReport:
+    known = select_known_fields(SampleReport, body)
+    times = {name: tuple(known.get(name, ())) for name in ("before_ns", "after_ns")}
+    return SampleReport(**(known | times))
+
+
+@dataclass(frozen=True, slots=True)
+class RankDropped:
+    """Traces that a rank has deleted because they were not reduced in time."""
+
+    rank: int
+    traces: int
+    unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnded:
+    """The end of a rank, or of its samples: why there are no more; "" if the rank has ended."""
+
+    rank: int
+    step: int
+    unix_ns: int
+    text: str = ""
+
+
+Note = RankStarted | RankWindow | SampleReport | RankDropped | RankEnded
+
+_KINDS: dict[str, type[Any]] = {
+    "started": RankStarted,
+    "window": RankWindow,
+    "sample": SampleReport,
+    "dropped": RankDropped,
+    "ended": RankEnded,
+}
+
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def build_notes_path(folder: Path, rank: int) -> Path:
+    """The file of what a rank notes: one JSON object a line, whose kind is started, window, sample,
+    dropped or ended."""
+    return folder / RANKS / f"rank{rank}.jsonl"
+
+
+class NoteFile:
+    """Appends notes to a rank's file, from one background thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = build_notes_path(folder, rank)
+        make_owner_folder(self._path.parent)
+
+    def write(self, notes: Sequence[Note]) -> None:
+        """Appends the notes. Raises OSError."""
+        lines = [json.dumps({"kind": _NAMES[type(one)]} | asdict(one)) + "\n" for one in notes]
+        try:
+            with open(self._path, "ab", opener=create_private) as file:
+                file.write("".join(lines).encode())
+                size = file.tell()
+        except OSError as error:
+            # A full disk is reported once for the folder of this file.
+            error.filename = str(self._path)
+            raise
+        if size > MAX_NOTES_BYTES:
+            self._path.replace(_name_old(self._path))
+
+
+def _name_old(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
+
+
+# A request beside the ranks.
+
+
+def request_capture(folder: Path) -> None:
+    """Has all ranks sampled as soon as possible, whatever the interval."""
+    (folder / CAPTURE).touch(PRIVATE)
+
+
+def take_capture_request(folder: Path) -> bool:
+    """Whether a capture has been requested; it is taken once. Raises OSError."""
+    try:
+        (folder / CAPTURE).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+# Reading beside the ranks.
+
+
+@dataclass(frozen=True, slots=True)
+class NoteCursor:
+    """How far a file of notes has been read: its inode, and the bytes of it."""
+
+    inode: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewNotes:
+    """The notes after a cursor, the cursor after them, and the lines that cannot be read.
+
+    Those are torn or unknown; notes whose file was replaced twice in the meantime count as one.
+    """
+
+    notes: tuple[Note, ...]
+    cursor: NoteCursor
+    lost_lines: int = 0
+
+
+def list_note_files(folder: Path) -> list[Path]:
+    """The files of notes of all ranks in the folder of a watch, by rank."""
+    files = [path for path in (folder / RANKS).glob("rank*.jsonl") if path.stem[4:].isdecimal()]
+    return sorted(files, key=lambda path: int(path.stem[4:]))
+
+
+def read_notes(path: Path, cursor: NoteCursor = NoteCursor()) -> NewNotes:
+    """The whole lines after the cursor, also if the file has become the .old one since.
+
+    Raises OSError.
+    """
+    earlier, of_earlier = b"", cursor
+    old = _name_old(path)
+    found, end = _read_lines(path, cursor)
+    if cursor.inode not in (0, end.inode) and old.exists():
+        earlier, of_earlier = _read_lines(old, cursor)
+    notes: list[Note] = []
+    lost = int(cursor.inode not in (0, end.inode, of_earlier.inode))
+    for line in (earlier + found).splitlines():
+        note = _parse_note(line)
+        lost += note is None
+        notes += [] if note is None else [note]
+    return NewNotes(tuple(notes), end, lost)
+
+
+def _read_lines(path: Path, cursor: NoteCursor) -> tuple[bytes, NoteCursor]:
+    with open_regular(path) as file:
+        inode = os.fstat(file.fileno()).st_ino
+        begin = cursor.bytes if inode == cursor.inode else 0
+        file.seek(begin)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return whole, NoteCursor(inode, begin + len(whole))
+
+
+def _parse_note(line: bytes) -> Note | None:
+    """The note; None if the line is torn, as on a full disk, or of a later version."""
+    try:
+        body = json.loads(line)
+        kind = _KINDS[body.pop("kind")]
+        if kind is SampleReport:
+            return _build_report(body)
+        note: Note = kind(**select_known_fields(kind, body))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return note
+
+
+def count_incarnations(folder: Path) -> int:
+    """How many starts of the job the notes of a watch know of; 0 in a new folder."""
+    notes = [note for path in list_note_files(folder) for note in read_notes(path).notes]
+    return 1 + max((n.incarnation for n in notes if isinstance(n, RankStarted)), default=-1)

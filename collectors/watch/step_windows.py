@@ -1,0 +1,59 @@
+"""The times of the unprofiled steps of a rank, in windows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import median
+
+from stepsplit.collectors.formats.watch_notes import RankWindow
+
+WINDOW_STEPS, WINDOW_NS = 20, 60_000_000_000
+"""A window is closed after so many steps or so long, whichever is first."""
+
+
+class StepRing:
+    """Collects step times, and closes them into windows. recent_ns: the last WINDOW_STEPS."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.recent_ns: deque[int] = deque(maxlen=WINDOW_STEPS)
+        self._times_ns: list[int] = []
+        self._local_ns: list[int] = []
+        self._first = self._last = self._start_unix_ns = self._length_ns = 0
+
+    def add(self, step: int, took_ns: int, local_ns: int = 0) -> RankWindow | None:
+        """Adds an unprofiled step that ended just now; the window that it closes, or None.
+
+        local_ns: the newest local time that is known; 0 for none.
+        """
+        if not self._times_ns:
+            self._first, self._length_ns = step, 0
+            self._start_unix_ns = time.time_ns() - took_ns
+        self._times_ns.append(took_ns)
+        if local_ns:
+            self._local_ns.append(local_ns)
+        self.recent_ns.append(took_ns)
+        self._last = step
+        self._length_ns += took_ns
+        is_full = len(self._times_ns) >= WINDOW_STEPS or self._length_ns >= WINDOW_NS
+        return self.close() if is_full else None
+
+    def close(self) -> RankWindow | None:
+        """Closes the window; None if it has no step."""
+        times, self._times_ns = self._times_ns, []
+        local, self._local_ns = self._local_ns, []
+        if not times:
+            return None
+        return RankWindow(
+            rank=self._rank,
+            first_step=self._first,
+            last_step=self._last,
+            start_unix_ns=self._start_unix_ns,
+            end_unix_ns=time.time_ns(),
+            steps=len(times),
+            min_step_ns=min(times),
+            median_step_ns=int(median(times)),
+            max_step_ns=max(times),
+            local_ns=int(median(local)) if local else 0,
+        )

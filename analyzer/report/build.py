@@ -38,12 +38,10 @@ from stepsplit.analyzer.report.report import (
     WarningRow,
 )
 from stepsplit.analyzer.report.step_rows import ExposedRow, StepRow
-from stepsplit.analyzer.split.idle import IdleCause
 from stepsplit.analyzer.split.pipeline import StageBubble
 from stepsplit.analyzer.split.run import RankSplit, RunSplit
-from stepsplit.analyzer.split.step_times import StepDurations
 from stepsplit.analyzer.trace import Note
-from stepsplit.collectors.formats.rank_record import MemoryState, RankRecord, StepTimes
+from stepsplit.collectors.formats.rank_record import RankRecord, StepTimes
 
 # RunSplit -> Report: the results of the split as rows.
 
@@ -65,11 +63,23 @@ class Diagnosis(Struct, frozen=True):
 def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) -> Report:
     """Build the report of a split recording; times count from the start of its earliest step."""
     origin = find_origin_ns(split)
-    steps = tuple(_build_step(step, origin) for rank in split.ranks for step in rank.steps)
+    steps = tuple(
+        StepRow(
+            rank=step.rank,
+            step=step.step,
+            kind=step.kind,
+            start_ns=step.start_ns - origin,
+            step_ns=step.split.step_ns,
+            estimated=step.estimated,
+            **asdict(step.split),
+        )
+        for rank in split.ranks
+        for step in rank.steps
+    )
     pipeline = _build_pipeline(split)
     idle = build_idle_rows(split)
     exposed = tuple(row for rank in split.ranks for row in _build_exposed(rank))
-    detail = split.detail
+    detail, variation = split.detail, split.detail.variation
     run = build_run(recording, split, origin)
     all_notes = (*recording.notes, *split.notes, *diagnosis.notes, *_note_lasting_slowdown(run))
     return Report(
@@ -79,7 +89,18 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         summary=summarize(steps, exposed),
         steps=steps,
         exposed=exposed,
-        clocks=_build_clocks(split, origin),
+        clocks=tuple(
+            ClockRow(
+                clock.rank,
+                clock.host or UNKNOWN_HOST,
+                # At the report's t0, from which the drift counts.
+                clock.compute_offset_at(origin),
+                clock.drift_ppm,
+                clock.sigma_ns,
+                clock.residual_ns,
+            )
+            for clock in split.alignment.clocks
+        ),
         collectives=split.collectives,
         step_calls=split.step_calls,
         blame=diagnosis.blame,
@@ -87,14 +108,18 @@ def build_report(recording: Recording, split: RunSplit, diagnosis: Diagnosis) ->
         idle=idle,
         kernels=detail.families,
         slow_kernels=diagnosis.slow_kernels,
-        contention=build_contention_rows(split),
+        contention=tuple(
+            ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
+            for rank, one in zip(split.ranks, detail.contention, strict=True)
+            if one is not None
+        ),
         overlap=detail.overlaps,
         lateness=diagnosis.lateness,
         critical_path=diagnosis.critical_path,
         path_steps=diagnosis.path_steps,
         path_kernels=diagnosis.path_kernels,
-        step_times=build_step_times(split),
-        slow_steps=detail.variation.slow,
+        step_times=(*((variation.run,) if variation.run else ()), *variation.ranks),
+        slow_steps=variation.slow,
         coverage=detail.coverage,
         memory=build_memory_rows(recording.records),
         findings=diagnosis.findings,
@@ -146,18 +171,6 @@ def _build_groups(split: RunSplit) -> tuple[GroupRow, ...]:
     )
 
 
-def _build_step(step: StepSplit, origin: int) -> StepRow:
-    return StepRow(
-        rank=step.rank,
-        step=step.step,
-        kind=step.kind,
-        start_ns=step.start_ns - origin,
-        step_ns=step.split.step_ns,
-        estimated=step.estimated,
-        **asdict(step.split),
-    )
-
-
 def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
     exposed = rank.attribution.exposed
     sums: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0] * len(COMMUNICATION))
@@ -170,17 +183,6 @@ def _build_exposed(rank: RankSplit) -> Iterable[ExposedRow]:
         yield ExposedRow(rank.trace.rank, step, axis or None, phase, *parts)
 
 
-def _build_clocks(split: RunSplit, origin: int) -> tuple[ClockRow, ...]:
-    """The clocks with their offsets at the report's t0, from which their drift counts."""
-    return tuple(
-        ClockRow(
-            c.rank, c.host or UNKNOWN_HOST, c.compute_offset_at(origin),
-            c.drift_ppm, c.sigma_ns, c.residual_ns,
-        )
-        for c in split.alignment.clocks
-    )  # fmt: skip
-
-
 def _build_pipeline(split: RunSplit) -> Pipeline | None:
     """Medians over the full steps, of the mean over the pipelines and stages of each step."""
     kinds = {(step.rank, step.step): step.kind for rank in split.ranks for step in rank.steps}
@@ -188,21 +190,20 @@ def _build_pipeline(split: RunSplit) -> Pipeline | None:
     if not holes or split.schedule is None:
         return None
     stages = sorted({hole.stage for hole in holes})
+    rows = []
+    for stage in stages:
+        own = [hole for hole in holes if hole.stage == stage]
+        bubble_ns = int(median(hole.bubble_ns for hole in own))
+        rows.append(StageRow(stage, bubble_ns, _compute_median_fraction(own)))
     fraction = _compute_median_fraction(holes)
     return Pipeline(
-        stages=tuple(
-            _build_stage(stage, [h for h in holes if h.stage == stage]) for stage in stages
-        ),
+        stages=tuple(rows),
         microbatches=split.schedule.microbatches,
         schedule=split.schedule.name,
         bubble_fraction=fraction,
         ideal_bubble_fraction=split.schedule.ideal_bubble_fraction,
         bubble_overhead=fraction / (1 - fraction) if fraction < 1 else 0.0,
     )
-
-
-def _build_stage(stage: int, holes: Sequence[StageBubble]) -> StageRow:
-    return StageRow(stage, int(median(h.bubble_ns for h in holes)), _compute_median_fraction(holes))
 
 
 def _compute_median_fraction(holes: Sequence[StageBubble]) -> float:
@@ -225,31 +226,24 @@ _MAX_OPS = 5
 
 def build_idle_rows(split: RunSplit) -> tuple[IdleRow, ...]:
     """The idle time of each rank by cause over its full steps, largest cause first."""
-    pairs = zip(split.ranks, split.detail.idle, strict=True)
-    return tuple(row for rank, causes in pairs for row in _sum_idle(rank, causes))
-
-
-def _sum_idle(rank: RankSplit, causes: Sequence[IdleCause]) -> list[IdleRow]:
-    full = _find_full_steps(rank.steps)
-    sums: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
-    for one in causes:
-        if one.window in full:
-            pair = sums[one.cause][one.op]
-            pair[0], pair[1] = pair[0] + one.idle_ns, pair[1] + one.count
-    rows = [
-        row for cause, ops in sums.items() for row in _list_cause_rows(rank.trace.rank, cause, ops)
-    ]
-    idle_ns = sum(rank.steps[window].split.idle_ns for window in full)
-    assert sum(row.idle_ns for row in rows) == idle_ns, f"rank {rank.trace.rank}: idle is lost"
-    return sorted(rows, key=lambda row: -row.idle_ns)
-
-
-def _list_cause_rows(rank: int, cause: str, ops: dict[str, list[int]]) -> Iterable[IdleRow]:
-    named = sorted(ops.items(), key=lambda item: -item[1][0])
-    for op, (idle_ns, count) in named[:_MAX_OPS]:
-        yield IdleRow(rank, cause, op, idle_ns, count)
-    if rest := named[_MAX_OPS:]:
-        yield IdleRow(rank, cause, None, sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
+    built: list[IdleRow] = []
+    for rank, causes in zip(split.ranks, split.detail.idle, strict=True):
+        full, number = _find_full_steps(rank.steps), rank.trace.rank
+        sums: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+        for one in causes:
+            if one.window in full:
+                pair = sums[one.cause][one.op]
+                pair[0], pair[1] = pair[0] + one.idle_ns, pair[1] + one.count
+        rows: list[IdleRow] = []
+        for cause, ops in sums.items():
+            named = sorted(ops.items(), key=lambda item: -item[1][0])
+            rows += [IdleRow(number, cause, op, *pair) for op, pair in named[:_MAX_OPS]]
+            if rest := [pair for _, pair in named[_MAX_OPS:]]:
+                rows.append(IdleRow(number, cause, None, *map(sum, zip(*rest, strict=True))))
+        idle_ns = sum(rank.steps[window].split.idle_ns for window in full)
+        assert sum(row.idle_ns for row in rows) == idle_ns, f"rank {number}: idle is lost"
+        built += sorted(rows, key=lambda row: -row.idle_ns)
+    return tuple(built)
 
 
 def find_full_numbers(split: RunSplit) -> frozenset[int]:
@@ -264,21 +258,6 @@ def _find_full_steps(steps: Sequence[StepSplit]) -> frozenset[int]:
     return full or frozenset(range(len(steps)))
 
 
-def build_contention_rows(split: RunSplit) -> tuple[ContentionRow, ...]:
-    """How much communication slows the compute of each rank, where it could be measured."""
-    return tuple(
-        ContentionRow(rank.trace.rank, one.ratio, one.places, one.lost_ns)
-        for rank, one in zip(split.ranks, split.detail.contention, strict=True)
-        if one is not None
-    )
-
-
-def build_step_times(split: RunSplit) -> tuple[StepDurations, ...]:
-    """Step durations: of the run (rank None) first, then of each rank."""
-    variation = split.detail.variation
-    return (*((variation.run,) if variation.run else ()), *variation.ranks)
-
-
 # Records of the ranks -> rows of the report: memory and profiling overhead.
 
 MIN_TIMED_STEPS = 3
@@ -290,8 +269,22 @@ LASTING_SLOWDOWN = 0.03
 
 def build_memory_rows(records: Sequence[RankRecord]) -> tuple[MemoryRow, ...] | None:
     """A row for each rank that measured its memory; None if no rank did."""
-    rows = (_build_memory_row(r.rank.rank, r.memory) for r in records if r.memory is not None)
-    return tuple(rows) or None
+    rows = tuple(
+        MemoryRow(
+            rank=record.rank.rank,
+            peak_allocated_bytes=memory.peak_allocated_bytes,
+            peak_reserved_bytes=memory.peak_reserved_bytes,
+            weights_bytes=memory.weights_bytes,
+            gradients_bytes=memory.gradients_bytes,
+            optimizer_bytes=memory.optimizer_bytes,
+            activations_bytes=memory.activations_bytes,
+            transient_bytes=None,
+            other_bytes=None,
+        )
+        for record in records
+        if (memory := record.memory) is not None
+    )
+    return rows or None
 
 
 def compute_profiling_slowdown(records: Sequence[RankRecord]) -> float | None:
@@ -344,17 +337,3 @@ def _note_lasting_slowdown(run: Run) -> tuple[Note, ...]:
         " without CUDA graphs)"
     )
     return (Note("profiler_lasting", text),)
-
-
-def _build_memory_row(rank: int, memory: MemoryState) -> MemoryRow:
-    return MemoryRow(
-        rank=rank,
-        peak_allocated_bytes=memory.peak_allocated_bytes,
-        peak_reserved_bytes=memory.peak_reserved_bytes,
-        weights_bytes=memory.weights_bytes,
-        gradients_bytes=memory.gradients_bytes,
-        optimizer_bytes=memory.optimizer_bytes,
-        activations_bytes=memory.activations_bytes,
-        transient_bytes=None,
-        other_bytes=None,
-    )

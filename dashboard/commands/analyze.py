@@ -84,7 +84,8 @@ def analyze_command(
     """
     from stepsplit.analyzer.analysis import Analysis, examine_or_find_hang
     from stepsplit.analyzer.report.io import save, to_json
-    from stepsplit.dashboard.reporters.terminal import build_report_screen, show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
+    from stepsplit.dashboard.reporters.terminal import build_report_screen
 
     if html_file is not None:
         require_package("dash", "dashboard")
@@ -135,8 +136,8 @@ def _show_hang(
     hang: Hang, json_file: str | None, out: Path | None, soft_wrap: bool = False
 ) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
-    from stepsplit.dashboard.reporters.terminal import build_hang_screen
+    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME
+    from stepsplit.dashboard.reporters.hang import build_hang_screen
 
     if out is not None:
         write_output(out / HANG_NAME, to_json(hang))
@@ -221,7 +222,7 @@ def export_command(
     from stepsplit.analyzer.report.io import TABLES_NAME, is_analyzed, load_tables, read_report
     from stepsplit.collectors.safe_io.atomic_file import SHARED, whole_file
     from stepsplit.dashboard.reporters.perfetto import perfetto_trace
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     folder, is_single = Path(places[0]), len(places) == 1 and rules_file is None
     tables = folder / TABLES_NAME
@@ -272,7 +273,7 @@ def reduce_command(places: tuple[str, ...], out: Path, workers: int | None) -> N
     """
     from stepsplit.analyzer import units
     from stepsplit.analyzer.readers.reduction import reduce_recording
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     with show_reading_bar() as progress:
         done = reduce_recording(places, out, workers or count_cores(), progress)

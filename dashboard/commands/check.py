@@ -334,7 +334,7 @@ def load_runs(
     """
     from stepsplit.analyzer.analysis import read_run_metrics
     from stepsplit.analyzer.readers.kernel_rules import BUILT_IN
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     runs: list[SideRun] = []
     for place in places:
@@ -466,7 +466,7 @@ def compare_command(
     from stepsplit.analyzer.regression.compare import to_json
     from stepsplit.analyzer.regression.scaling import scaling_to_json
     from stepsplit.dashboard.reporters.compare import build_comparison_screen, build_scaling_screen
-    from stepsplit.dashboard.reporters.terminal import show_reading_bar
+    from stepsplit.dashboard.reporters.progress import show_reading_bar
 
     if len(runs) < 2:
         raise UsageError("give a baseline and a candidate, or more runs of a job")

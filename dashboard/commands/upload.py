@@ -92,7 +92,7 @@ def _send_run(
 ) -> None:
     """Uploads one recording and prints the address of its run."""
     from stepsplit.collectors.formats.run_spec import MESH_FILE
-    from stepsplit.dashboard.reporters.terminal import show_sending_bar
+    from stepsplit.dashboard.reporters.progress import show_sending_bar
     from stepsplit.dashboard.upload import RetriesExhausted, Sender, choose_run_name, collect_files
 
     with ExitStack() as stack:

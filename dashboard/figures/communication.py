@@ -64,9 +64,24 @@ def draw_bandwidth(points: Sequence[BandwidthPoint], curves: Sequence[Curve] = (
     rates += [value / 1e9 for one in curves for value in one.busbw_bytes_per_s]
     sizes = [float(one.message_bytes) for one in points]
     sizes += [value for one in curves for value in one.message_bytes]
-    figure.update_yaxes(type="log", **_choose_ticks(rates, _format_rate_tick))
+    figure.update_yaxes(type="log", **_choose_ticks(rates, "{:,g}".format))
     figure.update_xaxes(type="log", **_choose_ticks(sizes, _format_size_tick))
-    figure.add_traces(_draw_link_peaks(curves))
+    by_peak: dict[float, list[Curve]] = defaultdict(list)
+    for curve in curves:
+        by_peak[curve.link_bytes_per_s].append(curve)
+    for peak, own_curves in by_peak.items():
+        names = ", ".join(dict.fromkeys(curve.axis for curve in own_curves))
+        along = [size for curve in own_curves for size in curve.message_bytes]
+        figure.add_trace(
+            go.Scatter(
+                name=f"link of {theme.escape_text(names)}: {format_gigabytes_per_second(peak)}",
+                mode="lines",
+                x=[min(along), max(along)],
+                y=[peak / 1e9] * 2,
+                line={"color": theme.WORSE, "width": 1, "dash": "dash"},
+                hovertemplate="<b>%{fullData.name}</b><extra></extra>",
+            )
+        )
     # Room for the legend above: narrow pages have one entry in each line of it.
     figure.update_layout(height=300 + 18 * len(figure.data))
     return figure
@@ -79,10 +94,6 @@ def _choose_ticks(values: Sequence[float], describe: Callable[[float], str]) -> 
     times = (1,) if is_wide else (1, 2, 5)
     ticks = [one * 10.0**power for power in range(-6, 16) for one in times]
     return {"tickvals": ticks, "ticktext": [describe(tick) for tick in ticks]}
-
-
-def _format_rate_tick(gigabytes_per_s: float) -> str:
-    return f"{gigabytes_per_s:,g}"
 
 
 def _format_size_tick(size: float) -> str:
@@ -114,27 +125,6 @@ def _draw_curve(curve: Curve, axes: list[str]) -> go.Scatter:
         y=[value / 1e9 for value in curve.busbw_bytes_per_s],
         line={"color": _choose_axis_color(curve.axis, axes), "width": 1.5, "dash": "dot"},
         hovertemplate="<b>%{fullData.name}</b><br>%{y:.3g} GB/s<extra></extra>",
-    )
-
-
-def _draw_link_peaks(curves: Sequence[Curve]) -> list[go.Scatter]:
-    """One dashed line per distinct link peak."""
-    by_peak: dict[float, list[Curve]] = defaultdict(list)
-    for curve in curves:
-        by_peak[curve.link_bytes_per_s].append(curve)
-    return [_draw_link_peak(peak, own) for peak, own in by_peak.items()]
-
-
-def _draw_link_peak(peak: float, curves: Sequence[Curve]) -> go.Scatter:
-    names = ", ".join(dict.fromkeys(curve.axis for curve in curves))
-    sizes = [size for curve in curves for size in curve.message_bytes]
-    return go.Scatter(
-        name=f"link of {theme.escape_text(names)}: {format_gigabytes_per_second(peak)}",
-        mode="lines",
-        x=[min(sizes), max(sizes)],
-        y=[peak / 1e9] * 2,
-        line={"color": theme.WORSE, "width": 1, "dash": "dash"},
-        hovertemplate="<b>%{fullData.name}</b><extra></extra>",
     )
 
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from stepsplit.analyzer.buckets import BUCKETS, Split
 from stepsplit.analyzer.regression.compare import BucketChange, RunComparison
 from stepsplit.analyzer.report.headline import compute_mean_split, round_parts, round_shares
-from stepsplit.analyzer.report.report import UNKNOWN_HOST, Gap, GapRow, Pipeline, Report
+from stepsplit.analyzer.report.report import UNKNOWN_HOST, Gap, Pipeline, Report
 from stepsplit.analyzer.report.step_rows import StepRow, select_full_steps
 from stepsplit.analyzer.report.tables import PHASES, Boxes
 from stepsplit.analyzer.units import (
@@ -194,9 +194,22 @@ def draw_predicted_and_measured(gap: Gap) -> go.Figure:
 
 def draw_waterfall(gap: Gap) -> go.Figure:
     """Waterfall from the predicted to the measured step, in ms; largest part first."""
+    least = _MIN_PART_SHARE * gap.shown.measured.step_ns
+    rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
+    large = [row for row in rows[:MAX_WATERFALL_PARTS] if abs(row.ns) >= least]
+    rest = [row for row in rows if row not in large]
+    parts = []
+    for row in large:
+        cause = row.cause.replace("_", " ")
+        # With bucket and axis the names are distinct: bars of one name would be one bar.
+        name = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
+        name += "" if row.axis is None else f" ({theme.escape_text(row.axis)})"
+        parts.append((name, row.ns, theme.escape_text(row.message)))
+    if any(row.ns for row in rest):
+        parts.append(("smaller parts", sum(row.ns for row in rest), f"{len(rest)} together"))
     ends = gap.shown.predicted.step_ns, gap.shown.measured.step_ns
     notes = "predicted by the model", "as recorded"
-    return _draw_steps(("predicted", "measured"), ends, notes, _select_parts(gap))
+    return _draw_steps(("predicted", "measured"), ends, notes, parts)
 
 
 def draw_difference(comparison: RunComparison) -> go.Figure:
@@ -245,24 +258,6 @@ def _draw_steps(
     return figure
 
 
-def _select_parts(gap: Gap) -> list[Part]:
-    """The parts to draw, with distinct names."""
-    least = _MIN_PART_SHARE * gap.shown.measured.step_ns
-    rows = sorted(gap.rows, key=lambda row: -abs(row.ns))
-    large = [row for row in rows[:MAX_WATERFALL_PARTS] if abs(row.ns) >= least]
-    rest = [row for row in rows if row not in large]
-    drawn = [(_format_gap_part(row), row.ns, theme.escape_text(row.message)) for row in large]
-    if any(row.ns for row in rest):
-        drawn.append(("smaller parts", sum(row.ns for row in rest), f"{len(rest)} together"))
-    return drawn
-
-
-def _format_gap_part(row: GapRow) -> str:
-    cause = row.cause.replace("_", " ")
-    words = cause if row.cause == row.bucket else f"{row.bucket}: {cause}"
-    return words if row.axis is None else f"{words} ({theme.escape_text(row.axis)})"
-
-
 # The critical path of the average step as one bar.
 
 PATH_HEIGHT = 172
@@ -308,20 +303,13 @@ def compute_path_shares(report: Report) -> tuple[PathShare, ...]:
         sums[part.bucket, part.axis][part.rank] += part.ns
     steps = len({part.step for part in report.critical_path})
     total = sum(ranks.total() for ranks in sums.values())
-    shares = [
-        _build_path_share(*kind, ranks, steps, total)
-        for kind, ranks in sums.items()
-        if ranks.total()
-    ]
+    shares = []
+    for (bucket, axis), ranks in sums.items():
+        if own := ranks.total():
+            most = tuple((rank, ns / own) for rank, ns in ranks.most_common(MAX_NAMED_RANKS))
+            others = len(ranks) - len(most)
+            shares.append(PathShare(bucket, axis, own / steps, own / total, most, others))
     return tuple(sorted(shares, key=lambda one: (BUCKETS.index(one.bucket), -one.ns)))
-
-
-def _build_path_share(
-    bucket: str, axis: str | None, ranks: Counter[int], steps: int, total: int
-) -> PathShare:
-    own = ranks.total()
-    most = tuple((rank, ns / own) for rank, ns in ranks.most_common(MAX_NAMED_RANKS))
-    return PathShare(bucket, axis, own / steps, own / total, most, len(ranks) - len(most))
 
 
 def draw_critical_path(report: Report) -> go.Figure:
@@ -334,47 +322,35 @@ def draw_critical_path(report: Report) -> go.Figure:
     shares = compute_path_shares(report)
     for look in theme.BUCKET_STYLES:
         own = [one for one in shares if one.bucket == look.bucket]
-        if own:
-            figure.add_trace(_draw_path_bar(look, own))
+        if not own:
+            continue
+        texts, labels = [], []
+        for one in own:
+            share = format_percent(one.share)
+            on_axis = "" if one.axis is None else f"{theme.escape_text(one.axis)} "
+            texts.append("" if one.share < _MIN_LABEL_SHARE else f"{on_axis}{share}")
+            labels.append(
+                f"<b>{theme.escape_text(one.label)}</b> {format_milliseconds(one.ns)} "
+                f"({share} of the path)<br>{one.ranks_text}"
+            )
+        bar = go.Bar(
+            name=look.bucket,
+            orientation="h",
+            y=[""] * len(own),
+            x=theme.convert_to_ms([one.ns for one in own]),
+            marker=theme.build_marker(look),
+            text=texts,
+            customdata=labels,
+            hovertemplate="%{customdata}<extra></extra>",
+            showlegend=True,
+            **_TEXT_STYLE,
+        )
+        # Parts of one bucket have one color: a line separates the axes.
+        bar.marker.line = {"color": theme.PAPER, "width": 1}
+        figure.add_trace(bar)
     figure.update_layout(barmode="stack", bargap=0.1, margin_l=12)
     figure.update_yaxes(visible=False)
     return figure
-
-
-def _draw_path_bar(look: theme.BucketStyle, shares: list[PathShare]) -> go.Bar:
-    """The bucket's parts one after the other, separated by a line between axes."""
-    bar = go.Bar(
-        name=look.bucket,
-        orientation="h",
-        y=[""] * len(shares),
-        x=theme.convert_to_ms([one.ns for one in shares]),
-        marker=theme.build_marker(look),
-        text=[_format_path_text(one) for one in shares],
-        customdata=[_format_path_label(one) for one in shares],
-        hovertemplate="%{customdata}<extra></extra>",
-        showlegend=True,
-        **_TEXT_STYLE,
-    )
-    bar.marker.line = {"color": theme.PAPER, "width": 1}
-    return bar
-
-
-def _format_path_text(one: PathShare) -> str:
-    if one.share < _MIN_LABEL_SHARE:
-        return ""
-    return (
-        format_percent(one.share)
-        if one.axis is None
-        else f"{theme.escape_text(one.axis)} {format_percent(one.share)}"
-    )
-
-
-def _format_path_label(one: PathShare) -> str:
-    head = (
-        f"<b>{theme.escape_text(one.label)}</b> {format_milliseconds(one.ns)} "
-        f"({format_percent(one.share)} of the path)"
-    )
-    return f"{head}<br>{one.ranks_text}"
 
 
 # The pipeline grid: measured microbatches of each stage, above the schedule's ideal.
@@ -413,7 +389,8 @@ def select_pipeline(boxes: Boxes, step: int) -> Boxes:
 def draw_pipeline(measured: Boxes, ideal: Boxes | None) -> go.Figure:
     """The microbatch grid of one step, with the ideal grid below it, in ms from the first
     forward."""
-    rows = _list_grid_rows(measured)
+    first = np.unique(measured.stage, return_index=True)[1].tolist()
+    rows = [_GridRow(int(measured.stage[at]), int(measured.rank[at])) for at in first]
     height = _ROW_PX * len(rows)
     both = height if ideal is None else 2 * height + _BETWEEN_PX
     figure = theme.build_blank_figure(_HEAD_PX + both, "ms from the first forward", "")
@@ -426,11 +403,6 @@ def draw_pipeline(measured: Boxes, ideal: Boxes | None) -> go.Figure:
     figure.update_layout(legend={"x": 1, "xanchor": "right"})
     figure.update_xaxes(anchor="y2" if ideal is not None else "y", rangemode="tozero")
     return figure
-
-
-def _list_grid_rows(boxes: Boxes) -> list[_GridRow]:
-    first = np.unique(boxes.stage, return_index=True)[1].tolist()
-    return [_GridRow(int(boxes.stage[at]), int(boxes.rank[at])) for at in first]
 
 
 def _add_stage_axis(
@@ -493,7 +465,9 @@ def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
             y=[100 * one.bubble_fraction for one in pipeline_report.stages],
             marker={"color": theme.BACKWARD},
             customdata=[
-                _format_bubble(one.bubble_fraction, one.bubble_ns) for one in pipeline_report.stages
+                f"{format_percent(one.bubble_fraction)}, {format_milliseconds(one.bubble_ns)} idle"
+                " per step"
+                for one in pipeline_report.stages
             ],
             hovertemplate="<b>stage %{x}</b><br>%{customdata}<extra></extra>",
             showlegend=False,
@@ -505,10 +479,6 @@ def draw_stage_bubbles(pipeline_report: Pipeline) -> go.Figure:
         line = {"color": theme.WORSE, "width": 2, "dash": "dash"}
         figure.add_hline(y=100 * pipeline_report.ideal_bubble_fraction, line=line)
     return figure
-
-
-def _format_bubble(fraction: float, ns: int) -> str:
-    return f"{format_percent(fraction)}, {format_milliseconds(ns)} idle per step"
 
 
 # Memory by stage or rank: measured, predicted, and the device limit.
@@ -542,9 +512,30 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
     figure = theme.build_blank_figure(max(200, 130 + 30 * len(bars)), unit, "")
     labels = [theme.escape_text(bar.label) for bar in bars]
     for category in (*CATEGORIES, "uncategorized"):
-        values = [_read_category_bytes(bar, category) for bar in bars]
-        if any(values):
-            figure.add_trace(_draw_memory_layer(category, labels, values, bars, unit_bytes))
+        values = [
+            dict(bar.parts).get(category, 0) if category in CATEGORIES else bar.rest_bytes
+            for bar in bars
+        ]
+        if not any(values):
+            continue
+        figure.add_trace(
+            go.Bar(
+                name=category,
+                orientation="h",
+                y=labels,
+                x=[value / unit_bytes for value in values],
+                marker={
+                    "color": theme.MEMORY_COLORS.get(category, theme.MUTED),
+                    "line": {"width": 0},
+                },
+                customdata=[
+                    f"{category} {format_memory_size(value)} of "
+                    f"{format_memory_size(bar.total_bytes)}"
+                    for value, bar in zip(values, bars, strict=True)
+                ],
+                hovertemplate="<b>%{y}</b><br>%{customdata}<extra></extra>",
+            )
+        )
     if limit_bytes and limit_bytes < _MAX_LIMIT_RATIO * fullest:
         figure.add_vline(
             x=limit_bytes / unit_bytes,
@@ -555,27 +546,6 @@ def draw_memory(bars: Sequence[MemoryBar], limit_bytes: int | None = None) -> go
     figure.update_layout(barmode="stack", bargap=0.3)
     figure.update_yaxes(autorange="reversed", type="category")
     return figure
-
-
-def _read_category_bytes(bar: MemoryBar, category: str) -> int:
-    return dict(bar.parts).get(category, 0) if category in CATEGORIES else bar.rest_bytes
-
-
-def _draw_memory_layer(
-    category: str, labels: list[str], values: list[int], bars: Sequence[MemoryBar], unit_bytes: int
-) -> go.Bar:
-    return go.Bar(
-        name=category,
-        orientation="h",
-        y=labels,
-        x=[value / unit_bytes for value in values],
-        marker={"color": theme.MEMORY_COLORS.get(category, theme.MUTED), "line": {"width": 0}},
-        customdata=[
-            f"{category} {format_memory_size(value)} of {format_memory_size(bar.total_bytes)}"
-            for value, bar in zip(values, bars, strict=True)
-        ],
-        hovertemplate="<b>%{y}</b><br>%{customdata}<extra></extra>",
-    )
 
 
 # Splits as horizontal bars: measured, predicted, changed.

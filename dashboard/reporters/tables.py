@@ -118,6 +118,32 @@ def _sum_bytes(row: MemoryRow) -> int:
     )
 
 
+# Lists of ranks.
+
+MAX_RANKS = 8
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as a list of ranges, such as 0-3,7."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [
+        part
+        for run in runs
+        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
+    ]
+    more = f" +{len(parts) - MAX_RANKS}" if len(parts) > MAX_RANKS else ""
+    return ",".join(parts[:MAX_RANKS]) + more
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
 # Tables without lines, and the color of each bucket.
 
 BUCKET_STYLE = {

@@ -1,23 +1,18 @@
-"""Terminal screens of analyze: a run, a run against its model, a hang."""
+"""The terminal screen of a run: what ran, where the step went, which ranks and causes matter."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from statistics import mean, median
-from typing import TYPE_CHECKING
 
 from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 
 from stepsplit.analyzer import units
 from stepsplit.analyzer.buckets import BUCKETS
-from stepsplit.analyzer.readers.workers import Progress as OnProgress
 from stepsplit.analyzer.report.explain import list_unexplained_buckets
 from stepsplit.analyzer.report.headline import (
     BucketMean,
@@ -29,14 +24,11 @@ from stepsplit.analyzer.report.headline import (
 )
 from stepsplit.analyzer.report.report import (
     SCHEDULE_NAMES,
-    ComparedCalls,
     Finding,
-    Gap,
     IdleRow,
     Pipeline,
     Report,
     Run,
-    SameCalls,
     WarningRow,
     compute_token_rate,
     format_hosts,
@@ -44,8 +36,8 @@ from stepsplit.analyzer.report.report import (
 )
 from stepsplit.analyzer.report.step_rows import select_full_steps
 from stepsplit.analyzer.split.strategy import Strategy
-from stepsplit.collectors.safe_io.safe_text import DRAWING
-from stepsplit.dashboard.reporters.console import SafeConsole, Text
+from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.gap import build_gap_section
 from stepsplit.dashboard.reporters.tables import (
     AXIS_SHORT,
     BUCKET_STYLE,
@@ -57,23 +49,8 @@ from stepsplit.dashboard.reporters.tables import (
     format_overlap,
     format_profiling,
     format_slow_steps,
+    name_ranks,
 )
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from stepsplit.analyzer.diagnose.hang_result import (
-        Hang,
-        LastCall,
-        Missing,
-        RankNow,
-        Stuck,
-        StuckGroup,
-    )
-
-
-# The screen of a report: what ran, where the step went, which ranks and causes matter.
-
 
 STRATEGY_NAME = {
     "cp": "CP",
@@ -92,12 +69,13 @@ STRATEGY_NAME = {
 def build_report_screen(report: Report) -> RenderableType:
     """The whole screen of a report, for a rich console of any width from 80 columns."""
     summary = summarize(report.steps, report.exposed)
-    parts: list[RenderableType] = [
-        _describe_run(report.run),
-        *_describe_strategies(report.run),
-        *_describe_steps(report, summary),
-    ]
-    parts += _describe_memory(report)
+    parts: list[RenderableType] = [_describe_run(report.run)]
+    if report.run.strategies:
+        known = ", ".join(map(_format_strategy, report.run.strategies))
+        parts.append(Text(f"detected parallelism: {known}", style="bold"))
+    parts += _describe_steps(report, summary)
+    if memory := format_memory(report.memory or ()):
+        parts.append(Text(memory))
     parts += _format_warnings(report.warnings)
     parts += [Text(), BucketTable(report, summary), _format_memo(report, summary)]
     parts += format_coverage(report)
@@ -126,12 +104,6 @@ def _describe_run(run: Run) -> Text:
     return Text("   ".join(part for part in known if part), style="bold")
 
 
-def _describe_strategies(run: Run) -> list[Text]:
-    """The parallelism inferred from the traces, in one line; no line if none was detected."""
-    known = ", ".join(map(_format_strategy, run.strategies))
-    return [Text(f"detected parallelism: {known}", style="bold")] if known else []
-
-
 def _format_strategy(strategy: Strategy) -> str:
     text = strategy.in_words
     schedule = SCHEDULE_NAMES.get(strategy.detail)
@@ -151,7 +123,24 @@ def _describe_steps(report: Report, summary: Summary | None) -> list[Text]:
     )
     ranks = f"{len(report.run.ranks)} of {report.run.world_size} ranks"
     first = (steps, ranks, format_clock_error(report))
-    second = (_format_step_time(report.run, summary), *_format_throughput(report))
+    second = []
+    if summary is not None:
+        # The mean has the decimals of its parts, which stand in the table below.
+        unit_ns = units.choose_part_unit_ns(summary.step_ns)
+        (step,) = round_parts([summary.step_ns], unit_ns)
+        times = [f"median {units.format_milliseconds(summary.median_ns)}"]
+        if summary.p99_ns is not None:
+            times.append(f"p99 {units.format_milliseconds(summary.p99_ns)}")
+        times.append(f"slowest {units.format_milliseconds(summary.slowest_ns)}")
+        known = "; ".join(filter(None, (", ".join(times), format_profiling(report.run))))
+        second.append(f"step {units.format_parts(step, unit_ns)} ({known})")
+    # Tokens a second and MFU, which only the job's model gives.
+    per_s = compute_token_rate(report)
+    if per_s is not None:
+        device = "rank" if report.run.device == "cpu" else "GPU"
+        second.append(f"{units.format_tokens_per_second(per_s)}/{device}")
+        if report.mfu is not None:
+            second.append(f"MFU {units.format_percent(report.mfu)}")
     return [
         Text("   ".join(part for part in line if part)) for line in (first, second) if any(line)
     ]
@@ -167,38 +156,8 @@ def _format_left_out(report: Report, number: int) -> str:
     if not why:
         return ""
     left = [row.rank for row in rows if row.kind in _LEFT_OUT]
-    on = f" on {_name_ranks(left)}" if len(left) < len(rows) else ""
+    on = f" on {name_ranks(left)}" if len(left) < len(rows) else ""
     return f"#{number} {' or '.join(why.values())}{on}"
-
-
-def _format_step_time(run: Run, summary: Summary | None) -> str:
-    if summary is None:
-        return ""
-    # The mean has the decimals of its parts, which stand in the table below.
-    unit_ns = units.choose_part_unit_ns(summary.step_ns)
-    (step,) = round_parts([summary.step_ns], unit_ns)
-    times = [f"median {units.format_milliseconds(summary.median_ns)}"]
-    if summary.p99_ns is not None:
-        times.append(f"p99 {units.format_milliseconds(summary.p99_ns)}")
-    times.append(f"slowest {units.format_milliseconds(summary.slowest_ns)}")
-    known = "; ".join(filter(None, (", ".join(times), format_profiling(run))))
-    return f"step {units.format_parts(step, unit_ns)} ({known})"
-
-
-def _format_throughput(report: Report) -> list[str]:
-    """Tokens a second and MFU, which only the job's model gives."""
-    per_s = compute_token_rate(report)
-    if per_s is None:
-        return []
-    device = "rank" if report.run.device == "cpu" else "GPU"
-    mfu = [f"MFU {units.format_percent(report.mfu)}"] if report.mfu is not None else []
-    return [f"{units.format_tokens_per_second(per_s)}/{device}", *mfu]
-
-
-def _describe_memory(report: Report) -> list[Text]:
-    """The rank with the highest usage, in one line; no line if no rank measured memory."""
-    line = format_memory(report.memory or ())
-    return [Text(line)] if line else []
 
 
 def _format_warnings(rows: Sequence[WarningRow]) -> list[Text]:
@@ -206,13 +165,12 @@ def _format_warnings(rows: Sequence[WarningRow]) -> list[Text]:
     same: dict[str, list[WarningRow]] = {}
     for row in rows:
         same.setdefault(row.code if row.rank is not None else row.message, []).append(row)
-    return [_format_warning(group[0], len(group) - 1) for group in same.values()]
-
-
-def _format_warning(row: WarningRow, more: int) -> Text:
-    of_rank = "" if row.rank is None else f" (rank {row.rank})"
-    others = f"; also on {more} other rank{'s' if more > 1 else ''}" if more else ""
-    return Text(f"warning: {row.message}{of_rank}{others}", style="yellow")
+    lines = []
+    for first, *others in same.values():
+        of_rank = "" if first.rank is None else f" (rank {first.rank})"
+        also = f"; also on {len(others)} other rank{'s' if others[1:] else ''}" if others else ""
+        lines.append(Text(f"warning: {first.message}{of_rank}{also}", style="yellow"))
+    return lines
 
 
 def _format_memo(report: Report, summary: Summary | None) -> Text:
@@ -469,410 +427,17 @@ def build_collectives_table(report: Report) -> Table:
     table = build_table("axis", "op", "size", "calls/step", "transfer", "wait", "busbw")
     kinds = merge_groups(report)
     for kind in kinds[:MAX_COLLECTIVES]:
-        table.add_row(*_list_call_cells(kind))
+        # Medians over the groups of the axis.
+        size, rates = kind.rows[0].message_bytes, kind.busbw_bytes_per_s
+        table.add_row(
+            kind.axis,
+            kind.rows[0].op,
+            units.format_size(size) if size is not None else units.UNKNOWN,
+            units.format_per_step(median(kind.per_step)),
+            units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
+            units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
+            units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN,
+        )
     if len(kinds) > MAX_COLLECTIVES:
         table.caption = f"{len(kinds) - MAX_COLLECTIVES} more in report.json"
     return table
-
-
-def _list_call_cells(kind: SameCalls) -> tuple[str, ...]:
-    """The medians over the groups."""
-    size = kind.rows[0].message_bytes
-    return (
-        kind.axis,
-        kind.rows[0].op,
-        units.format_size(size) if size is not None else units.UNKNOWN,
-        units.format_per_step(median(kind.per_step)),
-        units.format_milliseconds(median(row.transfer_ns_median for row in kind.rows)),
-        units.format_milliseconds(median(row.wait_ns_median for row in kind.rows)),
-        _format_rate(kind.busbw_bytes_per_s),
-    )
-
-
-def _format_rate(rates: Sequence[float]) -> str:
-    return units.format_gigabytes_per_second(median(rates)) if rates else units.UNKNOWN
-
-
-# Progress bars of long reads and uploads, on standard error if it is a terminal.
-
-LONG_BYTES = 200 << 20
-"""Smaller recordings are read before a progress bar would help."""
-
-
-@contextmanager
-def show_reading_bar() -> Iterator[OnProgress]:
-    """A callback for a reader: (bytes done, total bytes). Draws only on a terminal."""
-    with _show_progress() as bar:
-        if bar is None:
-            yield lambda done_bytes, all_bytes: None
-            return
-        task = bar.add_task("reading", visible=False)
-
-        def show(done_bytes: int, all_bytes: int) -> None:
-            bar.update(task, completed=done_bytes, total=all_bytes, visible=all_bytes >= LONG_BYTES)
-
-        yield show
-
-
-@contextmanager
-def show_sending_bar(all_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A callback for an upload: the bytes of each part that arrived. Draws only on a terminal."""
-    with _show_progress() as bar:
-        if bar is None:
-            yield lambda sent_bytes: None
-            return
-        task = bar.add_task("sending", total=all_bytes)
-        yield lambda sent_bytes: bar.advance(task, sent_bytes)
-
-
-@contextmanager
-def _show_progress() -> Iterator[Progress | None]:
-    """A bar on stderr; None if that is no terminal, where rich up to 14 writes an empty line even
-    with a disabled bar."""
-    console = SafeConsole(sys.stderr, allowed=DRAWING)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        yield bar
-
-
-# The comparison with the model: what a step should take, and why it takes longer or less.
-
-_MIN_SHARE = 0.005
-"""Parts of the difference below this share of the step are summed up."""
-
-
-def build_gap_section(gap: Gap) -> list[RenderableType]:
-    """The heading, the parts of the difference, speeds, calls, memory and caveats; with several
-    stages also the buckets of the stage that the parts belong to."""
-    parts: list[RenderableType] = [_build_gap_heading(gap)]
-    parts += [_build_gap_table(gap)] if len(gap.stages) > 1 else []
-    parts += [*_list_differences(gap), *_compare_speeds(gap), *_compare_calls(gap)]
-    parts += _compare_memory(gap)
-    return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
-
-
-def _build_gap_heading(gap: Gap) -> Text:
-    shown = gap.shown
-    measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
-    band = units.format_milliseconds_range(gap.low_ns, gap.high_ns)
-    stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
-    return Text(
-        f"MODEL COMPARISON{stage}   measured {units.format_milliseconds(measured)}, "
-        f"predicted {units.format_milliseconds(predicted)} ({band}), "
-        f"difference {units.format_signed_percent(measured / predicted - 1)}   "
-        f"confidence {gap.confidence}",
-        style="bold",
-    )
-
-
-def _build_gap_table(gap: Gap) -> Table:
-    table = build_table("", "measured", "model", "diff")
-    shown = gap.shown
-    for bucket, expected, took in zip(
-        BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True
-    ):
-        if expected or took:
-            name = Text(bucket, style=BUCKET_STYLE[bucket])
-            sides = units.format_milliseconds(took), units.format_milliseconds(expected)
-            table.add_row(name, *sides, units.format_signed_milliseconds(took - expected))
-    return table
-
-
-def _list_differences(gap: Gap) -> list[RenderableType]:
-    """The parts of the difference, largest first; the small ones in one line."""
-    least = _MIN_SHARE * gap.shown.measured.step_ns
-    large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
-    small = sum(row.ns for row in gap.rows if abs(row.ns) < least)
-    parts = [(row.ns, row.message) for row in large]
-    if small:
-        parts.append((small, "smaller differences together"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    for ns, message in parts:
-        table.add_row(units.format_signed_milliseconds(ns), message)
-    return [Text("difference by cause", style="bold"), table] if parts else []
-
-
-def _compare_calls(gap: Gap) -> list[Text]:
-    differing = [calls for calls in gap.calls if not calls.equal]
-    if differing:
-        return [Text("calls that differ: " + "; ".join(map(_compare_call, differing)))]
-    return [Text("calls: counts and bytes as predicted")] if gap.calls else []
-
-
-def _compare_call(calls: ComparedCalls) -> str:
-    size = "" if calls.bytes is None or calls.predicted_bytes is None else (
-        f" ({units.format_size(calls.bytes)}, predicted {units.format_size(calls.predicted_bytes)})"
-    )  # fmt: skip
-    where = f"stage {calls.stage} {calls.op} on {calls.axis}"
-    return f"{where} {calls.count}, predicted {calls.predicted_count}{size}"
-
-
-def _compare_speeds(gap: Gap) -> list[RenderableType]:
-    """Transfer time and bandwidth of the stage's calls: measured, model, share of the link."""
-    rows = [calls for calls in gap.calls if calls.stage == gap.stage and calls.busbw_bytes_per_s]
-    if not rows:
-        return []
-    table = build_table("axis", "op", "per step", "model", "busbw", "model", "of link peak")
-    for calls in rows:
-        table.add_row(
-            calls.axis, calls.op, units.format_milliseconds(calls.time_ns),
-            units.format_milliseconds(calls.predicted_time_ns),
-            _format_bandwidth(calls.busbw_bytes_per_s),
-            _format_bandwidth(calls.predicted_busbw_bytes_per_s), _format_link_share(calls),
-        )  # fmt: skip
-    return [table]
-
-
-def _format_bandwidth(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else units.format_gigabytes_per_second(bytes_per_s)
-
-
-def _format_link_share(calls: ComparedCalls) -> str:
-    if calls.busbw_bytes_per_s is None or not calls.link_bytes_per_s:
-        return ""
-    return units.format_percent(calls.busbw_bytes_per_s / calls.link_bytes_per_s)
-
-
-def _compare_memory(gap: Gap) -> list[Text]:
-    """A line for the peak, and one for each category that a rank measured."""
-    categories = dict.fromkeys(row.category for row in gap.memory)
-    return [Text(_compare_category(gap, category)) for category in categories]
-
-
-def _compare_category(gap: Gap, category: str) -> str:
-    size = units.format_gibibytes if category == "peak" else units.format_size
-    parts = [
-        f"stage {row.stage} {size(row.measured_bytes)} (model {size(row.predicted_bytes)})"
-        for row in gap.memory
-        if row.category == category
-    ]
-    return f"{'peak memory' if category == 'peak' else category}: {', '.join(parts)}"
-
-
-# The screen of a hang: the ranks that block the job, the state of each group, the last stacks.
-
-MOST_BLOCKED, MOST_UNFINISHED = 8, 3
-
-MAX_RANKS = 8
-
-MAX_FRAMES = 6
-
-MAX_ERROR = 160
-
-MAX_LETTERS = 28
-
-_COLUMNS = ("group", "description", "call", "size", "waiting", "missing", "completed")
-
-_WHOLE = ("group", "call", "size")
-
-_STYLE = {"missing": "red"}
-
-
-def build_hang_screen(hang: Hang) -> RenderableType:
-    """The whole screen for one hang, to be printed by a rich console of any width."""
-    parts: list[RenderableType] = [_list_culprits(hang), _build_hang_heading(hang)]
-    parts += [_format_hang_warning(one.message, one.rank) for one in hang.warnings]
-    if hang.stuck:
-        parts += [Text(), _build_calls_table(hang), *_count_hidden_calls(hang)]
-    if hang.states:
-        parts += _list_states(hang)
-    elif hang.stuck:
-        parts += [Text(), *_list_stacks(hang)]
-    if hang.ras:
-        parts += [Text(), Text("NCCL RAS", style="bold")]
-        parts += [Text(sentence) for sentence in hang.ras[:MAX_RANKS]]
-    return Group(*parts)
-
-
-def _list_states(hang: Hang) -> list[Text]:
-    """What each rank does and its stack; ranks at the same place are one entry."""
-    same: dict[tuple[object, ...], list[RankNow]] = {}
-    for one in hang.states:
-        same.setdefault((one.condition, one.error, one.stack), []).append(one)
-    to_blame = {rank for one in hang.culprits for rank in one.ranks}
-    ordered = sorted(same.values(), key=lambda ones: not to_blame & {one.rank for one in ones})
-    lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
-    for ones in ordered[:MAX_RANKS]:
-        lines.append(Text(f"{_name_ranks([one.rank for one in ones])}  {_describe_state(ones)}"))
-        lines += [Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0])]
-    return lines
-
-
-def _describe_state(ones: Sequence[RankNow]) -> str:
-    """The condition that ranks share, their steps, and the shortest time since the last one."""
-    steps = sorted({one.steps for one in ones if one.steps is not None})
-    since_ns = min((o.since_step_ns for o in ones if o.since_step_ns is not None), default=None)
-    parts = [ones[0].condition]
-    if steps:
-        parts.append(f"{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps ended")
-    if since_ns is not None:
-        parts.append(f"the last {since_ns / 1e9:.1f} s ago")
-    return ", ".join([*parts, *([_cut(ones[0].error)] if ones[0].error else [])])
-
-
-def _cut(error: str) -> str:
-    return error if len(error) <= MAX_ERROR else f"{error[: MAX_ERROR - 3]}..."
-
-
-def _list_frames(one: RankNow) -> tuple[str, ...]:
-    shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in one.stack)
-    more = len(shown) - MAX_FRAMES
-    return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
-
-
-def _list_culprits(hang: Hang) -> Group:
-    from stepsplit.analyzer.diagnose.hang import format_verdict
-
-    lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
-    return Group(*(Text(line, style="bold") for line in lines if line))
-
-
-def _build_hang_heading(hang: Hang) -> Text:
-    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
-    if hang.states:
-        known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
-    if hang.no_dump and hang.ranks:
-        known.append(f"no dump from {_name_ranks(hang.no_dump)}")
-    if hang.stuck:
-        first = min(int(call.called_unix_ns) for call in hang.stuck)
-        at = datetime.fromtimestamp(first / 1e9, UTC)
-        known += [
-            _format_count(len(hang.stuck), "unfinished call", "unfinished calls"),
-            f"oldest since {at:%Y-%m-%d %H:%M:%S} UTC" if first > 0 else "",
-        ]
-    return Text("   ".join(part for part in known if part))
-
-
-def _format_count(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
-
-
-def _format_hang_warning(message: str, rank: int | None) -> Text:
-    of_rank = "" if rank is None else f" (rank {rank})"
-    return Text(f"warning: {message}{of_rank}", style="yellow")
-
-
-def _build_calls_table(hang: Hang) -> Table:
-    shown = _select_calls(hang.stuck)
-    rows = [_format_call(call) for call in shown]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    # A column without an entry takes no room.
-    columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
-    for name in (_COLUMNS[i] for i in columns):
-        side: JustifyMethod = "right" if name == "size" else "left"
-        table.add_column(name, justify=side, no_wrap=name in _WHOLE, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(row[i], style=_STYLE.get(_COLUMNS[i], "")) for i in columns))
-    return table
-
-
-def _count_hidden_calls(hang: Hang) -> list[Text]:
-    more = len(hang.stuck) - len(_select_calls(hang.stuck))
-    text = f"{more} more calls: see --json FILE"
-    return [Text(text, style="bright_black")] if more else []
-
-
-def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
-    """The first calls that wait for a rank, and the first that all ranks entered."""
-    blocked = [call for call in stuck if call.waits_for]
-    unfinished = [call for call in stuck if not call.waits_for]
-    return [*blocked[:MOST_BLOCKED], *unfinished[:MOST_UNFINISHED]]
-
-
-def _format_call(call: Stuck) -> tuple[str, ...]:
-    size = units.UNKNOWN if call.message_bytes is None else units.format_size(call.message_bytes)
-    lost = f"{_format_ranks(call.no_dump)} (no dump)" if call.no_dump else ""
-    away = _format_ranks([one.rank for one in call.missing])
-    return (
-        call.group.name,
-        _shorten(call.group.description),
-        f"{call.op} {call.seq}",
-        size,
-        _format_ranks(call.waiting),
-        ", ".join(part for part in (away, lost) if part),
-        _format_ranks(call.completed),
-    )
-
-
-def _shorten(description: str) -> str:
-    """A long description without its middle: groups differ at the ends."""
-    if len(description) <= MAX_LETTERS:
-        return description
-    end = (MAX_LETTERS - 3) // 2
-    return f"{description[: MAX_LETTERS - 3 - end]}...{description[-end:]}"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as a list of ranges, such as 0-3,7."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [
-        part
-        for run in runs
-        for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])
-    ]
-    more = f" +{len(parts) - MAX_RANKS}" if len(parts) > MAX_RANKS else ""
-    return ",".join(parts[:MAX_RANKS]) + more
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_format_ranks(ranks)}"
-
-
-def _list_stacks(hang: Hang) -> list[Text]:
-    """The last call and stack of each culprit; a stack that several share is shown once."""
-    ranks = [rank for one in hang.culprits for rank in one.ranks if rank in hang.ranks]
-    last = {one.rank: one for one in hang.last_calls}
-    lines = [Text("LAST CALLS OF THESE RANKS", style="bold")] if ranks else []
-    shown: dict[tuple[str, ...], int] = {}
-    for rank in ranks[:MAX_RANKS]:
-        lines.append(_describe_last_call(rank, last.get(rank), hang))
-        stack = _format_stack(last.get(rank))
-        if stack and stack in shown:
-            lines.append(Text(f"    same stack as rank {shown[stack]}", style="bright_black"))
-            continue
-        shown[stack] = rank
-        lines += [Text(f"    {frame}", style="bright_black") for frame in stack]
-    if len(ranks) > MAX_RANKS:
-        lines.append(Text(f"and {len(ranks) - MAX_RANKS} more ranks"))
-    return lines
-
-
-def _describe_last_call(rank: int, last: LastCall | None, hang: Hang) -> Text:
-    if last is not None:
-        call = f"{last.op} {last.seq} of {last.group.in_words}"
-        return Text(f"rank {rank}  last called {call}: {last.state}")
-    missing = ((call.group, one) for call in hang.stuck for one in call.missing)
-    progress = next(
-        (_describe_progress(group, one) for group, one in missing if one.rank == rank), ""
-    )
-    return Text(f"rank {rank}  no call in its dump{progress}")
-
-
-def _describe_progress(group: StuckGroup, missing: Missing) -> str:
-    """Its last call on a group that waits for it."""
-    if missing.last_enqueued is None:
-        return ""
-    done = missing.last_completed == missing.last_enqueued
-    state = "completed" if done else "not completed"
-    return f"; its last on {group.in_words} is {missing.last_enqueued}, {state}"
-
-
-def _format_stack(last: LastCall | None) -> tuple[str, ...]:
-    """The innermost frames of the stack, without torch's own if there are others."""
-    frames = () if last is None else last.stack
-    own = [one for one in frames if "/torch/" not in one.file] or list(frames)
-    shown = tuple(f"{one.file}:{one.line} {one.function}" for one in own[:MAX_FRAMES])
-    return (*shown, f"and {len(own) - MAX_FRAMES} more frames") if len(own) > MAX_FRAMES else shown

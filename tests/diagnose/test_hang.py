@@ -34,7 +34,7 @@ from stepsplit.collectors.formats.rank_record import CodeFrame
 from stepsplit.collectors.formats.rank_state import RAS_NAME, Look, RankState, write_state
 from stepsplit.collectors.formats.run_spec import GroupInfo, RunSpec, write_run_json
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.terminal import build_hang_screen
+from stepsplit.dashboard.reporters.hang import build_hang_screen
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_traces"
 T0 = 1_790_000_000_000_000_000

@@ -12,7 +12,7 @@ from stepsplit.analyzer import BUCKETS, DataError, Report, analyze, predict
 from stepsplit.analyzer.report.headline import compute_mean_step_ns
 from stepsplit.analyzer.report.io import extract_job, extract_prediction, from_json, to_json
 from stepsplit.dashboard import cli
-from stepsplit.dashboard.reporters.terminal import build_gap_section
+from stepsplit.dashboard.reporters.gap import build_gap_section
 
 PAGE = Path(__file__).parents[2] / "docs" / "gap.md"
 SAMPLES = Path(__file__).parents[2] / "sample_traces"

@@ -57,7 +57,7 @@ from stepsplit.analyzer.gap.gap import (
     compute_gap,
 )
 from stepsplit.collectors import Mesh, RunSpec
-from stepsplit.dashboard.reporters.terminal import build_gap_section
+from stepsplit.dashboard.reporters.gap import build_gap_section
 
 TWICE = ((60, 70), (70, 80))
 SUMS = ("all_reduce", "tp", 2, 20, 20)

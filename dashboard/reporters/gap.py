@@ -1,0 +1,116 @@
+"""The comparison with the model on the terminal: what a step should take, and why it differs."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from stepsplit.analyzer import units
+from stepsplit.analyzer.buckets import BUCKETS
+from stepsplit.analyzer.report.report import ComparedCalls, Gap
+from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.tables import BUCKET_STYLE, build_table
+
+_MIN_SHARE = 0.005
+"""Parts of the difference below this share of the step are summed up."""
+
+
+def build_gap_section(gap: Gap) -> list[RenderableType]:
+    """The heading, the parts of the difference, speeds, calls, memory and caveats; with several
+    stages also the buckets of the stage that the parts belong to."""
+    shown = gap.shown
+    measured, predicted = shown.measured.step_ns, shown.predicted.step_ns
+    band = units.format_milliseconds_range(gap.low_ns, gap.high_ns)
+    stage = f", stage {gap.stage}" if len(gap.stages) > 1 or gap.stage else ""
+    heading = (
+        f"MODEL COMPARISON{stage}   measured {units.format_milliseconds(measured)}, "
+        f"predicted {units.format_milliseconds(predicted)} ({band}), "
+        f"difference {units.format_signed_percent(measured / predicted - 1)}   "
+        f"confidence {gap.confidence}"
+    )
+    parts: list[RenderableType] = [Text(heading, style="bold")]
+    parts += [_build_gap_table(gap)] if len(gap.stages) > 1 else []
+    parts += [*_list_differences(gap), *_compare_speeds(gap), *_compare_calls(gap)]
+    parts += _compare_memory(gap)
+    return parts + [Text(f"caveat: {note}", style="yellow") for note in gap.notes]
+
+
+def _build_gap_table(gap: Gap) -> Table:
+    table = build_table("", "measured", "model", "diff")
+    shown = gap.shown
+    for bucket, expected, took in zip(
+        BUCKETS, shown.predicted.buckets_ns, shown.measured.buckets_ns, strict=True
+    ):
+        if expected or took:
+            name = Text(bucket, style=BUCKET_STYLE[bucket])
+            sides = units.format_milliseconds(took), units.format_milliseconds(expected)
+            table.add_row(name, *sides, units.format_signed_milliseconds(took - expected))
+    return table
+
+
+def _list_differences(gap: Gap) -> list[RenderableType]:
+    """The parts of the difference, largest first; the small ones in one line."""
+    least = _MIN_SHARE * gap.shown.measured.step_ns
+    large = sorted((row for row in gap.rows if abs(row.ns) >= least), key=lambda row: -abs(row.ns))
+    small = sum(row.ns for row in gap.rows if abs(row.ns) < least)
+    parts = [(row.ns, row.message) for row in large]
+    if small:
+        parts.append((small, "smaller differences together"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    for ns, message in parts:
+        table.add_row(units.format_signed_milliseconds(ns), message)
+    return [Text("difference by cause", style="bold"), table] if parts else []
+
+
+def _compare_calls(gap: Gap) -> list[Text]:
+    differing = [calls for calls in gap.calls if not calls.equal]
+    if differing:
+        return [Text("calls that differ: " + "; ".join(map(_compare_call, differing)))]
+    return [Text("calls: counts and bytes as predicted")] if gap.calls else []
+
+
+def _compare_call(calls: ComparedCalls) -> str:
+    size = "" if calls.bytes is None or calls.predicted_bytes is None else (
+        f" ({units.format_size(calls.bytes)}, predicted {units.format_size(calls.predicted_bytes)})"
+    )  # fmt: skip
+    where = f"stage {calls.stage} {calls.op} on {calls.axis}"
+    return f"{where} {calls.count}, predicted {calls.predicted_count}{size}"
+
+
+def _compare_speeds(gap: Gap) -> list[RenderableType]:
+    """Transfer time and bandwidth of the stage's calls: measured, model, share of the link."""
+    rows = [calls for calls in gap.calls if calls.stage == gap.stage and calls.busbw_bytes_per_s]
+    if not rows:
+        return []
+    table = build_table("axis", "op", "per step", "model", "busbw", "model", "of link peak")
+    for calls in rows:
+        busbw, peak = calls.busbw_bytes_per_s, calls.link_bytes_per_s
+        of_peak = units.format_percent(busbw / peak) if busbw is not None and peak else ""
+        table.add_row(
+            calls.axis, calls.op, units.format_milliseconds(calls.time_ns),
+            units.format_milliseconds(calls.predicted_time_ns),
+            _format_bandwidth(busbw),
+            _format_bandwidth(calls.predicted_busbw_bytes_per_s), of_peak,
+        )  # fmt: skip
+    return [table]
+
+
+def _format_bandwidth(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else units.format_gigabytes_per_second(bytes_per_s)
+
+
+def _compare_memory(gap: Gap) -> list[Text]:
+    """A line for the peak, and one for each category that a rank measured."""
+    lines = []
+    for category in dict.fromkeys(row.category for row in gap.memory):
+        # The peak is compared with the GiB of the device, the others with sizes of messages.
+        peak = category == "peak"
+        size = units.format_gibibytes if peak else units.format_size
+        parts = [
+            f"stage {row.stage} {size(row.measured_bytes)} (model {size(row.predicted_bytes)})"
+            for row in gap.memory
+            if row.category == category
+        ]
+        lines.append(Text(f"{'peak memory' if peak else category}: {', '.join(parts)}"))
+    return lines

@@ -1,0 +1,212 @@
+"""The terminal screen of a hang: who blocks the job, the state of each group, the last stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.table import Table
+
+from stepsplit.analyzer import units
+from stepsplit.dashboard.reporters.console import Text
+from stepsplit.dashboard.reporters.tables import MAX_RANKS, format_ranks, name_ranks
+
+if TYPE_CHECKING:
+    from stepsplit.analyzer.diagnose.hang_result import (
+        Hang,
+        LastCall,
+        Missing,
+        RankNow,
+        Stuck,
+        StuckGroup,
+    )
+
+MOST_BLOCKED, MOST_UNFINISHED = 8, 3
+
+MAX_FRAMES = 6
+
+MAX_ERROR = 160
+
+MAX_LETTERS = 28
+
+_COLUMNS = ("group", "description", "call", "size", "waiting", "missing", "completed")
+
+_WHOLE = ("group", "call", "size")
+
+_STYLE = {"missing": "red"}
+
+
+def build_hang_screen(hang: Hang) -> RenderableType:
+    """The whole screen for one hang, to be printed by a rich console of any width."""
+    parts: list[RenderableType] = [_list_culprits(hang), _build_hang_heading(hang)]
+    for one in hang.warnings:
+        of_rank = "" if one.rank is None else f" (rank {one.rank})"
+        parts.append(Text(f"warning: {one.message}{of_rank}", style="yellow"))
+    if hang.stuck:
+        parts += [Text(), _build_calls_table(hang)]
+        if more := len(hang.stuck) - len(_select_calls(hang.stuck)):
+            parts.append(Text(f"{more} more calls: see --json FILE", style="bright_black"))
+    if hang.states:
+        parts += _list_states(hang)
+    elif hang.stuck:
+        parts += [Text(), *_list_stacks(hang)]
+    if hang.ras:
+        parts += [Text(), Text("NCCL RAS", style="bold")]
+        parts += [Text(sentence) for sentence in hang.ras[:MAX_RANKS]]
+    return Group(*parts)
+
+
+def _list_states(hang: Hang) -> list[Text]:
+    """What each rank does and its stack; ranks at the same place are one entry."""
+    same: dict[tuple[object, ...], list[RankNow]] = {}
+    for one in hang.states:
+        same.setdefault((one.condition, one.error, one.stack), []).append(one)
+    to_blame = {rank for one in hang.culprits for rank in one.ranks}
+    ordered = sorted(same.values(), key=lambda ones: not to_blame & {one.rank for one in ones})
+    lines = [Text(), Text("PYTHON STACKS, INNERMOST FIRST", style="bold")]
+    for ones in ordered[:MAX_RANKS]:
+        lines.append(Text(f"{name_ranks([one.rank for one in ones])}  {_describe_state(ones)}"))
+        lines += [Text(f"    {frame}", style="bright_black") for frame in _list_frames(ones[0])]
+    return lines
+
+
+def _describe_state(ones: Sequence[RankNow]) -> str:
+    """The condition that ranks share, their steps, and the shortest time since the last one."""
+    steps = sorted({one.steps for one in ones if one.steps is not None})
+    since_ns = min((o.since_step_ns for o in ones if o.since_step_ns is not None), default=None)
+    parts = [ones[0].condition]
+    if steps:
+        parts.append(f"{'-'.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps ended")
+    if since_ns is not None:
+        parts.append(f"the last {since_ns / 1e9:.1f} s ago")
+    return ", ".join([*parts, *([_cut(ones[0].error)] if ones[0].error else [])])
+
+
+def _cut(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else f"{error[: MAX_ERROR - 3]}..."
+
+
+def _list_frames(one: RankNow) -> tuple[str, ...]:
+    shown = tuple(f"{frame.file}:{frame.line} {frame.function}" for frame in one.stack)
+    more = len(shown) - MAX_FRAMES
+    return (*shown[:MAX_FRAMES], f"and {more} more frames") if more > 0 else shown
+
+
+def _list_culprits(hang: Hang) -> Group:
+    from stepsplit.analyzer.diagnose.hang import format_verdict
+
+    lines = (hang.note, *format_verdict([one.message for one in hang.culprits]))
+    return Group(*(Text(line, style="bold") for line in lines if line))
+
+
+def _build_hang_heading(hang: Hang) -> Text:
+    known = [_format_count(len(hang.ranks), "dump", "dumps")] if hang.ranks else []
+    if hang.states:
+        known.insert(0, f"looked at {_format_count(len(hang.states), 'rank', 'ranks')}")
+    if hang.no_dump and hang.ranks:
+        known.append(f"no dump from {name_ranks(hang.no_dump)}")
+    if hang.stuck:
+        first = min(int(call.called_unix_ns) for call in hang.stuck)
+        at = datetime.fromtimestamp(first / 1e9, UTC)
+        known += [
+            _format_count(len(hang.stuck), "unfinished call", "unfinished calls"),
+            f"oldest since {at:%Y-%m-%d %H:%M:%S} UTC" if first > 0 else "",
+        ]
+    return Text("   ".join(part for part in known if part))
+
+
+def _format_count(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
+
+
+def _build_calls_table(hang: Hang) -> Table:
+    shown = _select_calls(hang.stuck)
+    rows = [_format_call(call) for call in shown]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    # A column without an entry takes no room.
+    columns = [i for i in range(len(_COLUMNS)) if any(row[i] for row in rows)]
+    for name in (_COLUMNS[i] for i in columns):
+        side: JustifyMethod = "right" if name == "size" else "left"
+        table.add_column(name, justify=side, no_wrap=name in _WHOLE, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[i], style=_STYLE.get(_COLUMNS[i], "")) for i in columns))
+    return table
+
+
+def _select_calls(stuck: Sequence[Stuck]) -> list[Stuck]:
+    """The first calls that wait for a rank, and the first that all ranks entered."""
+    blocked = [call for call in stuck if call.waits_for]
+    unfinished = [call for call in stuck if not call.waits_for]
+    return [*blocked[:MOST_BLOCKED], *unfinished[:MOST_UNFINISHED]]
+
+
+def _format_call(call: Stuck) -> tuple[str, ...]:
+    size = units.UNKNOWN if call.message_bytes is None else units.format_size(call.message_bytes)
+    lost = f"{format_ranks(call.no_dump)} (no dump)" if call.no_dump else ""
+    away = format_ranks([one.rank for one in call.missing])
+    return (
+        call.group.name,
+        _shorten(call.group.description),
+        f"{call.op} {call.seq}",
+        size,
+        format_ranks(call.waiting),
+        ", ".join(part for part in (away, lost) if part),
+        format_ranks(call.completed),
+    )
+
+
+def _shorten(description: str) -> str:
+    """A long description without its middle: groups differ at the ends."""
+    if len(description) <= MAX_LETTERS:
+        return description
+    end = (MAX_LETTERS - 3) // 2
+    return f"{description[: MAX_LETTERS - 3 - end]}...{description[-end:]}"
+
+
+def _list_stacks(hang: Hang) -> list[Text]:
+    """The last call and stack of each culprit; a stack that several share is shown once."""
+    ranks = [rank for one in hang.culprits for rank in one.ranks if rank in hang.ranks]
+    last = {one.rank: one for one in hang.last_calls}
+    lines = [Text("LAST CALLS OF THESE RANKS", style="bold")] if ranks else []
+    shown: dict[tuple[str, ...], int] = {}
+    for rank in ranks[:MAX_RANKS]:
+        lines.append(_describe_last_call(rank, last.get(rank), hang))
+        stack = _format_stack(last.get(rank))
+        if stack and stack in shown:
+            lines.append(Text(f"    same stack as rank {shown[stack]}", style="bright_black"))
+            continue
+        shown[stack] = rank
+        lines += [Text(f"    {frame}", style="bright_black") for frame in stack]
+    if len(ranks) > MAX_RANKS:
+        lines.append(Text(f"and {len(ranks) - MAX_RANKS} more ranks"))
+    return lines
+
+
+def _describe_last_call(rank: int, last: LastCall | None, hang: Hang) -> Text:
+    if last is not None:
+        call = f"{last.op} {last.seq} of {last.group.in_words}"
+        return Text(f"rank {rank}  last called {call}: {last.state}")
+    missing = ((call.group, one) for call in hang.stuck for one in call.missing)
+    progress = next(
+        (_describe_progress(group, one) for group, one in missing if one.rank == rank), ""
+    )
+    return Text(f"rank {rank}  no call in its dump{progress}")
+
+
+def _describe_progress(group: StuckGroup, missing: Missing) -> str:
+    """Its last call on a group that waits for it."""
+    if missing.last_enqueued is None:
+        return ""
+    done = missing.last_completed == missing.last_enqueued
+    state = "completed" if done else "not completed"
+    return f"; its last on {group.in_words} is {missing.last_enqueued}, {state}"
+
+
+def _format_stack(last: LastCall | None) -> tuple[str, ...]:
+    """The innermost frames of the stack, without torch's own if there are others."""
+    frames = () if last is None else last.stack
+    own = [one for one in frames if "/torch/" not in one.file] or list(frames)
+    shown = tuple(f"{one.file}:{one.line} {one.function}" for one in own[:MAX_FRAMES])
+    return (*shown, f"and {len(own) - MAX_FRAMES} more frames") if len(own) > MAX_FRAMES else shown

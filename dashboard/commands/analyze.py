@@ -136,7 +136,7 @@ def _show_hang(
     hang: Hang, json_file: str | None, out: Path | None, soft_wrap: bool = False
 ) -> None:
     """Prints the diagnosis of a hang, or writes hang.json."""
-    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME
+    from stepsplit.analyzer.diagnose.hang_result import HANG_NAME, to_json
     from stepsplit.dashboard.reporters.hang import build_hang_screen
 
     if out is not None:

@@ -67,7 +67,7 @@ _FIXED = re.compile(
 """Names that the analysis compares as a whole."""
 
 _KERNEL = re.compile(
-    r"(?:void |auto |\w+ )?(?:at::|c10::|\(anonymous namespace\)::|(?:nccl|rccl|mscclpp)\w*Kernel"
+    r"\A(?:void |auto |\w+ )?(?:at::|c10::|\(anonymous namespace\)::|(?:nccl|rccl|mscclpp)\w*Kernel"
     r"|ncclSym|cutlass|cub::|cublas|cudnn|cask_|thrust::|sm\d+_|(?:volta|turing|ampere|hopper)_"
     r"|maxwell_|nvjet_|Cijk_|fmha_cutlass|(?:pytorch_)?flash::|splitKreduce_|miopen|hcom_|hccl"
     r"|__amd_rocclr_|reduce_1Block|dot_kernel|gemv\d|batch_norm_|vectorized_elementwise).*"
@@ -85,7 +85,7 @@ _OPTIMIZERS = (
 )
 
 _OP = re.compile(
-    r"(?:aten|c10d|_c10d_functional|_c10d_functional_autograd|c10d_functional|prims?|profiler"
+    r"\A(?:(?:aten|c10d|_c10d_functional|_c10d_functional_autograd|c10d_functional|prims?|profiler"
     r"|quantized|_?dtensor|inductor|mkldnn|symm_mem|fsdp|torch::\w+|autograd::\w+)::[\w.:]+"
     r"|\w+Backward\d*|CompiledFunction\w*|_FromTorchTensor|_ToTorchTensor|(?:Nested)?Redistribute"
     r"|PythonSubclass|RegisterPostBackwardFunction"
@@ -94,7 +94,7 @@ _OP = re.compile(
     r"|enumerate\(DataLoader\)#_(?:Single|Multi)Process\w+\.__next__"
     r"|FSDP::\w+|FullyShardedDataParallel\._?\w+"
     r"|Torch-Compiled Region: [\d/]+|TorchDynamo [\w ]+|(?:Iteration Start: )?PyTorch Profiler"
-    r"(?: \(\d+\))?|Record Window End|hcom_\w+|[A-Z][A-Z_]{2,}|Computing|Communication|Free"
+    r"(?: \(\d+\))?|Record Window End|hcom_\w+|[A-Z][A-Z_]{2,}|Computing|Communication|Free)"
 )
 
 _NAMESPACE = re.compile(

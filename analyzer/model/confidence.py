@@ -16,7 +16,6 @@ from stepsplit.analyzer.model.config_decode import (
     read_table,
     select_fields,
 )
-from stepsplit.analyzer.model.hardware_config import PRESETS
 from stepsplit.analyzer.model.layer_time import compute_launch_time, is_host_bound
 from stepsplit.analyzer.model.memory import is_within_memory
 from stepsplit.analyzer.model.memory_states import (
@@ -25,7 +24,7 @@ from stepsplit.analyzer.model.memory_states import (
     is_clamped,
 )
 from stepsplit.analyzer.model.prediction import Confidence, StageMemory
-from stepsplit.analyzer.model.profile import load_device
+from stepsplit.analyzer.model.profile import PRESETS, load_device
 from stepsplit.analyzer.model.rank_layout import GroupPlacement, place_group
 from stepsplit.analyzer.model.step_time import StageTime
 

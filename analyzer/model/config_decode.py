@@ -182,7 +182,8 @@ def decode_section(
         if base is not None
         else [name for name in list_required_keys(kind) if name not in defaults]
     )
-    kinds = {**collect_kinds(kind), "source": str}
+    table_type: Any = kind  # a type variable is not hashable to mypy
+    kinds = {**collect_kinds(table_type), "source": str}
     stated = decode_keys(table.get_subtable(key), kinds, mistakes, required)
     if not all(name in stated for name in required):
         return base

@@ -64,12 +64,6 @@ from stepsplit.analyzer.model.profile import (
 # job.toml -> JobConfig.
 
 _ALIASES = {
-    "megatron-lm": "megatron", "megatron-core": "megatron", "torchtitan": "fsdp2", "fsdp": "fsdp2",
-    "fsdp1": "fsdp2", "hf": "huggingface", "transformers": "huggingface",
-}  # fmt: skip
-"""Aliases of frameworks that are modelled alike."""
-
-_ALIASES = {
     "optimizer": {"adamw": "adam", "sgd_momentum": "sgd-momentum", "adam_8bit": "adam-8bit"},
     "schedule": {
         "zb1p": "zb-h1", "zb-1p": "zb-h1", "zb2p": "zb-h2", "zb-2p": "zb-h2", "zbv": "zb-v",

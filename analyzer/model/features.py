@@ -17,6 +17,7 @@ from stepsplit.analyzer.model.config import (
     ModelConfig,
     ParallelConfig,
     StoredDtype,
+    TrainingConfig,
 )
 from stepsplit.analyzer.model.config_decode import TomlTable
 from stepsplit.analyzer.model.hardware_config import find_efficiency
@@ -109,6 +110,7 @@ def list_features(job: JobConfig) -> tuple[Feature, ...]:
 
     What the framework does by default is assumed if the job does not name it.
     """
+    by_key: list[tuple[str, TrainingConfig | ParallelConfig, str]]
     by_key = [("training", job.training, name) for name in TRAINING_FEATURES]
     by_key += [("parallel", job.parallel, name) for name in PARALLEL_FEATURES]
     features = []

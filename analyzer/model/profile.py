@@ -447,7 +447,7 @@ def _decode_framework(presets: TomlTable, name: str, mistakes: Mistakes) -> Fram
     before, table = len(mistakes), presets.get_subtable(name)
     entry = decode_keys(table, _ENTRY_KINDS, mistakes, ("source", "memory", "times"))
     layers = presets.get_subtable(entry.get("same_layers_as", name))
-    parts = {
+    parts: dict[str, Any] = {
         key: decode_section(table, key, kind, None, mistakes)
         if key in table.values or list_required_keys(kind)
         else kind()
